@@ -1,0 +1,70 @@
+"""Every error that halfstep raises on purpose, in one tree.
+
+    HalfstepError
+    ├── FormatError         (ValueError)    a number format that is unknown or cannot do what was asked
+    ├── QuantizationError   (ValueError)    a tensor that cannot be rounded as asked
+    ├── RecipeError         (ValueError)    a recipe that is unknown, inconsistent, or fits no part of the model
+    ├── ModelError          (ValueError)    a model that cannot be trained as given
+    ├── OptimizerError      (ValueError)    an optimizer class or option that has no exact counterpart here
+    ├── LossScaleError      (RuntimeError)  a loss scale used out of order, or driven to its floor
+    ├── DataError           (ValueError)    training data that is missing, too short, binary or not finite
+    ├── RunError            (ValueError)    a run folder that cannot be used as asked
+    └── CheckpointError     (ValueError)    a checkpoint that is truncated, edited, or of something else
+
+Each message says what was found, what was expected, and what to do next.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class HalfstepError(Exception):
+    """The root: `except HalfstepError` catches whatever halfstep raises on purpose."""
+
+
+class FormatError(HalfstepError, ValueError):
+    """A number format is unknown, or cannot do what was asked of it."""
+
+
+class QuantizationError(HalfstepError, ValueError):
+    """A tensor cannot be rounded as asked."""
+
+
+class RecipeError(HalfstepError, ValueError):
+    """A recipe is unknown, inconsistent, or fits no part of the model."""
+
+
+class ModelError(HalfstepError, ValueError):
+    """A model cannot be trained as given."""
+
+
+class OptimizerError(HalfstepError, ValueError):
+    """An optimizer class or one of its options has no exact counterpart here."""
+
+
+class LossScaleError(HalfstepError, RuntimeError):
+    """A loss scale was used out of order, or was driven to its floor."""
+
+
+class DataError(HalfstepError, ValueError):
+    """Training data is missing, too short, binary, or not finite."""
+
+
+class RunError(HalfstepError, ValueError):
+    """A run folder cannot be used as asked."""
+
+
+class CheckpointError(HalfstepError, ValueError):
+    """A checkpoint is truncated, was edited, or belongs to something else."""
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> str:
+    """The message for a name that is not in a family: the nearest names first, then where to see them all.
+
+    >>> unknown("format", "bf61", ["bf16", "fp16"])
+    "unknown format 'bf61'; nearest: bf16, fp16. Known: bf16, fp16"
+    """
+    names = sorted(known)
+    near = get_close_matches(str(name), names, n=3, cutoff=0.5)
+    hint = f"; nearest: {', '.join(near)}" if near else ""
+    return f"unknown {kind} {name!r}{hint}. Known: {', '.join(names)}"

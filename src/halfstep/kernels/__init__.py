@@ -1,0 +1,1 @@
+"""Fast paths. Each file offers `supports(...)` and `run(...)`, equal bit for bit to the reference it replaces."""

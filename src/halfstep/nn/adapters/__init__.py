@@ -1,0 +1,1 @@
+"""One file for each kind of layer that follows a recipe, other than by torch.autocast."""

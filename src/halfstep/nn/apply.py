@@ -1,0 +1,186 @@
+"""Make a model follow a recipe, in place, and undo it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.errors import ModelError, RecipeError
+from halfstep.nn.adapters import linear, norm
+from halfstep.nn.adopt import adopt, release
+from halfstep.nn.outputs import to_float32
+from halfstep.nn.storage import count, storable, store
+from halfstep.recipe import STORABLE, LinearSpec, Recipe, get_recipe
+
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `apply` did to a model, and what it left alone. `print(report)` shows it."""
+
+    recipe: str
+    stored: dict[str, int]
+    """How many parameters are now stored in each dtype."""
+    quantized: tuple[str, ...]
+    """The linear layers whose products round their operands."""
+    kept: dict[str, str]
+    """Parameters that are not stored as the recipe says, with the reason."""
+
+    def __str__(self) -> str:
+        lines = [f"recipe {self.recipe}"]
+        lines += [f"  {number:>14,} parameters in {dtype}" for dtype, number in self.stored.items()]
+        lines += [f"  products quantised: {path}" for path in self.quantized]
+        lines += [f"  kept as it was: {path}: {reason}" for path, reason in self.kept.items()]
+        lines += ["  not seen: functional calls in the model's own code; they follow torch.autocast's lists"]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Applied:
+    """What `apply` leaves on the model's root, for its forward and for `revert`."""
+
+    recipe: str
+    autocast: torch.dtype | None
+    dtypes: dict[str, torch.dtype]
+    """The dtype that each parameter had."""
+
+
+def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | None = None) -> Report:
+    """Make `model` follow `recipe`, in place; parameters, names, ties and state-dict keys stay.
+
+    Parameters are stored in the recipe's dtype; the forward runs under torch.autocast where the recipe computes in
+    16 bits, and autocast ends with the forward, also on an exception; floating outputs leave in float32, nested ones
+    too. Linear layers that a rule matches round the operands of their products. Parameters of norms with running
+    statistics stay as they are (apex's keep_batchnorm_fp32), and so do buffers.
+
+    Args:
+        model: any module with parameters; apply before wrapping it in DDP, FSDP or torch.compile.
+        recipe: a name or a `Recipe`.
+        module_filter: called with (module, path); linear layers for which it is false keep their stock products.
+
+    Returns:
+        What was done and what was not.
+
+    Raises:
+        RecipeError: unknown recipe; the model already follows one; a rule or the filter selects no layer.
+        ModelError: no parameters, float64 parameters, or a model that is already wrapped or patched.
+    """
+    recipe = get_recipe(recipe)
+    _check(model)
+    specs = _match(model, recipe, module_filter)
+    moves, kept = storable(model)
+    before = {name: parameter.dtype for name, parameter in moves.items()}
+    for parameter in moves.values():
+        store(parameter, STORABLE[recipe.weights])
+    if recipe.weights != "fp32":
+        for module in model.modules():
+            if isinstance(module, norm.KINDS):
+                adopt(module, norm.forward)
+    for path, spec in specs.items():
+        module = model.get_submodule(path)
+        module._halfstep_linear = spec  # type: ignore[assignment]
+        adopt(module, linear.forward)
+    autocast = None if recipe.compute == "fp32" else STORABLE[recipe.compute]
+    model._halfstep = _Applied(recipe.name, autocast, before)  # type: ignore[assignment]
+    adopt(model, _forward)
+    return Report(recipe.name, count(model), tuple(specs), kept)
+
+
+def revert(model: nn.Module) -> None:
+    """Undo `apply`: every class, attribute and dtype is what it was. Bits that storing rounded away stay lost.
+
+    (`halfstep.prepare` keeps the full weights in the optimizer's state, as `master`.)
+
+    Raises:
+        RecipeError: the model follows no recipe.
+    """
+    applied = _applied(model)
+    for module in model.modules():
+        release(module)
+        vars(module).pop("_halfstep_linear", None)
+    del model._halfstep
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, dtype in applied.dtypes.items():
+        if name in parameters:
+            store(parameters[name], dtype)
+
+
+def advance(model: nn.Module) -> None:
+    """End an optimizer step: scaling states move on, once. `scaler.update()` calls it.
+
+    Only recipes whose scales depend on earlier steps have such states; for the others there is nothing to move.
+
+    Raises:
+        RecipeError: the model follows no recipe.
+    """
+    _applied(model)
+
+
+def _forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The root's forward: under the recipe's autocast, leaving in float32."""
+    dtype = model._halfstep.autocast
+    if dtype is None:
+        return to_float32(stock(model, *args, **kwargs))
+    with torch.autocast(next(model.parameters()).device.type, dtype=dtype):
+        output = stock(model, *args, **kwargs)
+    return to_float32(output)
+
+
+def _applied(model: nn.Module) -> _Applied:
+    applied = vars(model).get("_halfstep")
+    if not isinstance(applied, _Applied):
+        raise RecipeError(
+            f"this {type(model).__name__} follows no recipe; call halfstep.apply or halfstep.prepare on it first "
+            "(on the module itself, not on what wraps it)"
+        )
+    return applied
+
+
+def _check(model: nn.Module) -> None:
+    """Refuse, before anything is touched, a model that cannot follow a recipe as it is."""
+    name = type(model).__name__
+    for path, module in model.named_modules():
+        if (applied := vars(module).get("_halfstep")) is not None:
+            where = f"its part {path!r}" if path else "it"
+            raise RecipeError(f"{name}: {where} already follows {applied.recipe!r}; halfstep.revert it first")
+    if isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        raise ModelError(f"{name} wraps a model; apply the recipe to the model first, then wrap it")
+    if "forward" in vars(model):
+        raise ModelError(f"{name}.forward is patched on the instance; apply the recipe before it is patched")
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ModelError(f"{name} has no parameters; there is nothing to store or train")
+    for path, parameter in parameters.items():
+        if parameter.dtype == torch.float64:
+            raise ModelError(f"{name}: {path} is float64, which no recipe stores; call model.float() first")
+        if hasattr(parameter, "device_mesh"):
+            raise ModelError(f"{name}: {path} is sharded; apply the recipe before fully_shard")
+
+
+def _match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) -> dict[str, LinearSpec]:
+    """The linear layers that follow a rule: the first rule that matches a path decides."""
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    chosen = {p for p, module in layers.items() if module_filter is None or module_filter(module, p)}
+    specs: dict[str, LinearSpec] = {}
+    for rule in recipe.rules:
+        hits = [path for path in layers if path not in specs and fnmatchcase(path, rule.path)]
+        specs |= dict.fromkeys(hits, rule.linear)
+        if not hits and not rule.optional:
+            near = get_close_matches(rule.path, layers, n=3, cutoff=0.0)
+            raise RecipeError(
+                f"recipe {recipe.name!r}: rule {rule.path!r} matched no linear layer. "
+                f"Nearest: {', '.join(near) or 'the model has no nn.Linear'}"
+            )
+    if specs and not chosen & specs.keys():
+        raise RecipeError(
+            f"recipe {recipe.name!r}: module_filter selects none of the {len(specs)} linear layers its rules match"
+        )
+    return {path: spec for path, spec in specs.items() if path in chosen}

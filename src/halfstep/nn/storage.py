@@ -1,0 +1,45 @@
+"""Store a model's parameters in another dtype, in place."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.recipe import STORABLE
+
+
+def storable(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
+    """The parameters that a recipe may store in its own dtype, by name, and those it keeps, with the reason."""
+    moves: dict[str, nn.Parameter] = {}
+    kept: dict[str, str] = {}
+    for path, module in model.named_modules():
+        running = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{path}.{name}" if path else name
+            if running:
+                kept[full] = "its running statistics average over thousands of steps"
+            elif parameter.dtype in STORABLE.values():
+                moves[full] = parameter
+            else:
+                kept[full] = f"it is {parameter.dtype}"
+    return moves, kept
+
+
+def store(parameter: Tensor, dtype: torch.dtype) -> None:
+    """Round a parameter, and a gradient that it carries, into `dtype`; it stays the same object, ties and all."""
+    if parameter.dtype == dtype:
+        return
+    grad, parameter.grad = parameter.grad, None
+    parameter.data = parameter.data.to(dtype)
+    if grad is not None:
+        parameter.grad = grad.to(dtype)
+
+
+def count(model: nn.Module) -> dict[str, int]:
+    """How many parameters the model stores in each dtype, most first; tied ones count once."""
+    counts: Counter[str] = Counter()
+    for parameter in model.parameters():
+        counts[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    return dict(counts.most_common())

@@ -1,0 +1,220 @@
+"""One optimizer for every update rule and every storage format: decode, update in float32, round, write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import OptimizerError
+from halfstep.optim.rules import rule_of
+from halfstep.optim.rules.base import UpdateRule
+from halfstep.quant import derive_seed, draw_seed, round_to
+from halfstep.recipe import STORABLE, Recipe
+
+
+@dataclass(frozen=True)
+class Storage:
+    """In which dtypes an optimizer keeps what it keeps."""
+
+    moments: torch.dtype
+    master: bool
+    update_rounding: str
+
+
+class LowBit(torch.optim.Optimizer):
+    """An update rule over weights and moments stored in few bits, with torch.optim's semantics.
+
+    Each step decodes weight, gradient and moments to float32, applies the rule, and rounds each result once to
+    its own format. Where there is a master copy, it takes the update and the weight is its rounded image.
+
+    It follows torch's protocol for loss scaling (`grad_scale` and `found_inf`, as the fused optimizers do), so the
+    gradient is divided by the scale in float32, inside the update: fp16 gradients are never unscaled in place, which
+    would flush the small ones. `torch.amp.GradScaler` works with it as well as `halfstep.LossScaler`.
+
+    State a parameter: `step`, the rule's moments under torch's names, and `master` where there is one.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, groups: list[dict[str, Any]], rule: UpdateRule, storage: Storage, seed: int) -> None:
+        super().__init__(groups, {"rounding_seed": seed})
+        self.rule = rule
+        self.storage = storage
+        self._versions: dict[Tensor, int] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient.
+
+        Raises:
+            OptimizerError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and float(found_inf):
+            return loss
+        scale = getattr(self, "grad_scale", None)
+        grad_scale = 1.0 if scale is None else 1.0 / float(scale)
+        index = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group, grad_scale, index)
+                index += 1
+        return loss
+
+    def _update(self, weight: Tensor, group: dict[str, Any], grad_scale: float, index: int) -> None:
+        grad = cast(Tensor, weight.grad)
+        if grad.layout != torch.strided:
+            raise OptimizerError(
+                f"parameter {index} has a {grad.layout} gradient; expected a dense one. "
+                "Build its embedding with sparse=False"
+            )
+        state = self.state[weight]
+        names = self.rule.moments(group)
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        for name in names:
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(weight, dtype=self.storage.moments)
+        state["step"] += 1
+        step, master = int(state["step"]), state.get("master")
+        if master is not None and self._versions.get(weight, weight._version) != weight._version:
+            master.copy_(_follow(master, weight))  # somebody wrote to the weight: load_state_dict, a clamp, an average
+        rounding = self.storage.update_rounding if master is None else "nearest_even"
+        seed = derive_seed(group["rounding_seed"], step, index) if rounding == "stochastic" else None
+        moments = {name: state[name] for name in names}
+        if self.rule.fused(weight, master, grad, moments, step, group, grad_scale, rounding, seed):
+            torch.autograd.graph.increment_version(weight)
+        else:
+            self._reference(weight, master, grad, moments, step, group, grad_scale, rounding, seed)
+        self._versions[weight] = weight._version
+
+    def _reference(
+        self,
+        weight: Tensor,
+        master: Tensor | None,
+        grad: Tensor,
+        moments: dict[str, Tensor],
+        step: int,
+        group: dict[str, Any],
+        grad_scale: float,
+        rounding: str,
+        seed: int | None,
+    ) -> None:
+        """What `rule.fused` does, in torch, for any rule, device and format."""
+        updated, new = self.rule.update(
+            (weight if master is None else master).float(),
+            grad.float() * grad_scale,
+            {name: moment.float() for name, moment in moments.items()},
+            step,
+            group,
+        )
+        for name, moment in new.items():
+            moments[name].copy_(moment)
+        if master is not None:
+            master.copy_(updated)
+        if rounding != "nearest_even":
+            updated = round_to(updated, weight.dtype, rounding, overflow="ieee", generator=seed)
+        weight.copy_(updated)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this class, or of the torch optimizer with the same rule, returned.
+
+        Moments and masters keep this optimizer's own dtypes: torch's loader would cast them to the parameter's.
+        A master copy that the state lacks (a torch optimizer has none) is the present one, brought up to the weight.
+
+        Raises:
+            OptimizerError: the groups differ, or a state belongs to a parameter of another shape.
+        """
+        saved = [len(group["params"]) for group in state_dict["param_groups"]]
+        own = [len(group["params"]) for group in self.param_groups]
+        if saved != own:
+            raise OptimizerError(
+                f"the state holds parameter groups of sizes {saved}, this optimizer has {own}; "
+                "build the optimizer over the same parameters first"
+            )
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        states = {
+            parameter: self._adopt(parameter, state_dict["state"][number], number)
+            for number, parameter in zip(numbers, parameters, strict=True)
+            if number in state_dict["state"]
+        }
+        seeds = [group["rounding_seed"] for group in self.param_groups]
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for group, seed in zip(self.param_groups, seeds, strict=True):
+            group.setdefault("rounding_seed", seed)
+        self.state.update(states)
+
+    def _adopt(self, parameter: Tensor, saved: dict[str, Any], number: object) -> dict[str, Any]:
+        """A parameter's saved state in this optimizer's dtypes, on the parameter's device."""
+        state: dict[str, Any] = {}
+        for name, value in saved.items():
+            if not isinstance(value, Tensor):
+                if value is not None:
+                    state[name] = value
+            elif name == "step":
+                state[name] = value.detach().to("cpu", torch.float32, copy=True)
+            elif value.shape != parameter.shape:
+                raise OptimizerError(
+                    f"the state of parameter {number} holds {name} of shape {tuple(value.shape)}, "
+                    f"expected {tuple(parameter.shape)}: it belongs to another model"
+                )
+            else:
+                dtype = torch.float32 if name == "master" else self.storage.moments
+                state[name] = value.detach().to(parameter.device, dtype, copy=True)
+        if "step" not in state:  # torch.optim.SGD counts no steps: with a momentum there was at least one
+            state["step"] = torch.ones((), dtype=torch.float32)
+        if self.storage.master and parameter.dtype != torch.float32 and "master" not in state:
+            state["master"] = _follow(self.state[parameter].get("master"), parameter)
+        return state
+
+
+def _follow(master: Tensor | None, weight: Tensor) -> Tensor:
+    """The master copy with every entry replaced whose rounded image is no longer the weight."""
+    wide = weight.detach().float()
+    if master is None:
+        return wide
+    return torch.where(master.to(weight.dtype) == weight, master, wide)
+
+
+def convert(
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    masters: Mapping[nn.Parameter, Tensor],
+    generator: torch.Generator | int | None = None,
+) -> LowBit:
+    """The optimizer that continues `optimizer` under a recipe: same groups, same moments, same step counts.
+
+    The parameter groups are shared, not copied, so a scheduler built on the old optimizer before, or on the new one
+    after, sets the learning rate of both. The old one's state moves over and is empty afterwards.
+
+    Args:
+        masters: the float32 values of parameters that are stored in fewer bits, taken before they were rounded.
+        generator: where the seed of stochastic rounding comes from.
+
+    Raises:
+        OptimizerError: the class or an option cannot be expressed; the optimizer is left as it was.
+    """
+    rule = rule_of(optimizer)
+    storage = Storage(STORABLE[recipe.moments], recipe.master is not None, recipe.update_rounding)
+    result = LowBit(list(optimizer.param_groups), rule, storage, draw_seed(generator))
+    result.param_groups = optimizer.param_groups
+    for group in result.param_groups:
+        group.setdefault("rounding_seed", result.defaults["rounding_seed"])
+        for parameter in group["params"]:
+            if parameter in optimizer.state:
+                result.state[parameter] = result._adopt(parameter, optimizer.state.pop(parameter), "?")
+            if parameter in masters:
+                result.state[parameter]["master"] = masters[parameter]
+    # A scheduler built on the old optimizer asks whether that one has stepped; its steps are the new one's now.
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    return result

@@ -1,0 +1,37 @@
+"""The update rules, one a file."""
+
+from functools import cache
+
+import torch
+
+from halfstep.errors import OptimizerError
+from halfstep.optim.rules.base import UpdateRule
+from halfstep.registry import collect
+
+
+@cache
+def update_rules() -> dict[str, UpdateRule]:
+    """Every update rule, by name."""
+    return collect("halfstep.optim.rules", UpdateRule)
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule:
+    """The rule with the same semantics as a torch optimizer.
+
+    Raises:
+        OptimizerError: the class has no counterpart (a subclass may do anything), or an option has none.
+    """
+    for rule in update_rules().values():
+        if type(optimizer) is rule.torch_class:
+            for option, reason in rule.refused.items():
+                if any(group.get(option) for group in optimizer.param_groups):
+                    raise OptimizerError(
+                        f"{rule.torch_class.__name__} with {option}=True cannot be expressed: {reason}. "
+                        f"Build it with {option}=False"
+                    )
+            return rule
+    known = ", ".join(f"torch.optim.{rule.torch_class.__name__}" for rule in update_rules().values())
+    raise OptimizerError(
+        f"{type(optimizer).__module__}.{type(optimizer).__qualname__} cannot be expressed as an update rule. "
+        f"Expected one of {known}; for another optimizer use halfstep.apply and LossScaler around it"
+    )

@@ -1,0 +1,80 @@
+"""Adam, with weight decay added to the gradient (L2)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.cpu import adam as kernel
+from halfstep.optim.rules.base import Group, Moments, UpdateRule
+
+
+REFUSED = {
+    "amsgrad": "its running maximum is a third moment that no recipe has a format for",
+    "differentiable": "the update runs without autograd",
+    "capturable": "the update reads its step count on the host",
+}
+
+
+def scalars(step: int, group: Group, grad_scale: float, decoupled: bool) -> kernel.AdamScalars:
+    """The numbers of one step, from a group's options as torch.optim names them."""
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    lr, decay = float(group["lr"]), float(group["weight_decay"])
+    return kernel.AdamScalars(
+        grad_scale=-grad_scale if group.get("maximize") else grad_scale,
+        beta1=beta1,
+        beta2=beta2,
+        l2=0.0 if decoupled else decay,
+        keep=1 - lr * decay if decoupled else 1.0,
+        step_size=lr / (1 - beta1**step),
+        rescale=1 / math.sqrt(1 - beta2**step),
+        eps=float(group["eps"]),
+    )
+
+
+def move(weight: Tensor, grad: Tensor, moments: Moments, s: kernel.AdamScalars) -> tuple[Tensor, Moments]:
+    """w <- keep w - step_size m / (rescale sqrt(v) + eps), with m and v the decayed means of g and g^2.
+
+    One rounding an operation, in this order, so that a kernel can be equal bit for bit.
+    Source: Kingma and Ba 2015, arXiv 1412.6980, algorithm 1; Loshchilov and Hutter 2019 for the decoupled decay.
+    """
+    grad = grad * s.grad_scale
+    if s.l2:
+        grad = grad + weight * s.l2
+    exp_avg = moments["exp_avg"] * s.beta1 + grad * (1 - s.beta1)
+    exp_avg_sq = moments["exp_avg_sq"] * s.beta2 + grad * grad * (1 - s.beta2)
+    ratio = exp_avg / (torch.sqrt(exp_avg_sq) * s.rescale + s.eps)
+    return weight * s.keep - ratio * s.step_size, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+
+def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bool) -> UpdateRule:
+    """Adam's rule; `decoupled` makes it AdamW's."""
+
+    def is_decoupled(group: Group) -> bool:
+        return bool(group.get("decoupled_weight_decay", decoupled))
+
+    def update(weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Group) -> tuple[Tensor, Moments]:
+        return move(weight, grad, moments, scalars(step, group, 1.0, is_decoupled(group)))
+
+    def fused(
+        weight: Tensor,
+        master: Tensor | None,
+        grad: Tensor,
+        moments: Moments,
+        step: int,
+        group: Group,
+        grad_scale: float,
+        rounding: str,
+        seed: int | None,
+    ) -> bool:
+        first, second = moments["exp_avg"], moments["exp_avg_sq"]
+        if not kernel.supports(weight, master, grad, first, second, rounding):
+            return False
+        numbers = scalars(step, group, grad_scale, is_decoupled(group))
+        kernel.run(weight, master, grad, first, second, numbers, seed)
+        return True
+
+    return UpdateRule(name, torch_class, lambda group: ("exp_avg", "exp_avg_sq"), update, REFUSED, fused)
+
+
+adam = adam_rule("adam", torch.optim.Adam, decoupled=False)

@@ -1,0 +1,34 @@
+"""Stochastic gradient descent with momentum, in torch.optim.SGD's form."""
+
+import torch
+from torch import Tensor
+
+from halfstep.optim.rules.base import Group, Moments, UpdateRule
+
+
+def _moments(group: Group) -> tuple[str, ...]:
+    return ("momentum_buffer",) if group["momentum"] else ()
+
+
+def _update(weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Group) -> tuple[Tensor, Moments]:
+    """b <- momentum b + (1 - dampening) g, from b = g at the first step; w <- w - lr b.
+
+    With Nesterov momentum w <- w - lr (g + momentum b).
+
+    Source: Sutskever et al. 2013 for the momentum, in the form torch.optim.SGD documents.
+    """
+    lr, momentum = float(group["lr"]), float(group["momentum"])
+    if group.get("maximize"):
+        grad = -grad
+    if group["weight_decay"]:
+        grad = grad + weight * float(group["weight_decay"])
+    if not momentum:
+        return weight - grad * lr, {}
+    buffer = grad
+    if step > 1:
+        buffer = moments["momentum_buffer"] * momentum + grad * (1 - float(group["dampening"]))
+    direction = grad + buffer * momentum if group["nesterov"] else buffer
+    return weight - direction * lr, {"momentum_buffer": buffer}
+
+
+sgd = UpdateRule("sgd", torch.optim.SGD, _moments, _update, {"differentiable": "the update runs without autograd"})

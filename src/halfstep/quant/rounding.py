@@ -1,0 +1,97 @@
+"""Rounding to whole numbers: the four modes, on magnitudes measured in steps of the format.
+
+Each takes r >= 0 in float64, exact, and returns whole numbers in float64. The sign is put back by the caller, so
+`toward_zero` is a floor here and every mode is symmetric in sign.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import QuantizationError, unknown
+
+
+NOISE_BITS = 32
+"""Bits of noise that stochastic rounding compares with the remainder; see `noise_bits`."""
+
+
+def nearest_even(r: Tensor) -> Tensor:
+    """Round to the nearest whole number, ties to the even one (IEEE 754 roundTiesToEven)."""
+    return torch.round(r)
+
+
+def nearest_away(r: Tensor) -> Tensor:
+    """Round to the nearest whole number, ties to the larger magnitude (IEEE 754 roundTiesToAway)."""
+    down = torch.floor(r)
+    return down + (r - down >= 0.5)
+
+
+def toward_zero(r: Tensor) -> Tensor:
+    """Drop the remainder (IEEE 754 roundTowardZero; "truncation")."""
+    return torch.floor(r)
+
+
+def stochastic(r: Tensor, noise: Tensor) -> Tensor:
+    """Round up with the probability of the remainder, down otherwise; a whole number stays.
+
+    `noise` holds whole numbers, uniform on [0, 2^32). Up if and only if remainder + noise / 2^32 >= 1, which has
+    probability floor(remainder * 2^32) / 2^32: exact whenever the remainder has at most 32 bits.
+    """
+    down = torch.floor(r)
+    return down + ((r - down) * 2.0**NOISE_BITS + noise >= 2.0**NOISE_BITS)
+
+
+def noise_bits(seed: int, start: int, count: int, device: torch.device | None = None) -> Tensor:
+    """`count` whole numbers uniform on [0, 2^32), a function of (seed, element index) alone.
+
+    Element i of a tensor draws hash(seed, start + i), so the result depends on neither the number of threads nor
+    the order of work, and a kernel that computes the same hash in its lanes gives the same bits. The hash is
+    two rounds of a 32-bit multiply-xorshift mixer, keyed with half of the 64-bit seed each.
+    Source: the `lowbias32` constants found by Wellons' hash prospector (bias 0.17).
+    """
+    index = torch.arange(start, start + count, dtype=torch.int64, device=device)
+    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    return _mix(_mix((index & 0xFFFFFFFF) ^ low) + high + (index >> 32) * 0x9E3779B9 & 0xFFFFFFFF)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """lowbias32 on int64 tensors that hold 32-bit values."""
+    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def derive_seed(seed: int, *keys: int) -> int:
+    """A 64-bit seed for (seed, key, key ...): what a step and a tensor's number make of a run's one seed.
+
+    Source: the splitmix64 finaliser of Steele, Lea and Flood 2014.
+    """
+    for key in keys:
+        seed = (seed ^ key) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        seed = (seed ^ seed >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        seed = (seed ^ seed >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        seed ^= seed >> 31
+    return seed
+
+
+def draw_seed(source: torch.Generator | int | None) -> int:
+    """A 64-bit seed: the number itself, or one draw from the generator (torch's default one for None)."""
+    if isinstance(source, int):
+        return source
+    halves = torch.randint(0, 2**32, (2,), generator=source, dtype=torch.int64).tolist()
+    return int(halves[0]) | int(halves[1]) << 32
+
+
+DETERMINISTIC: dict[str, Callable[[Tensor], Tensor]] = {
+    "nearest_even": nearest_even,
+    "nearest_away": nearest_away,
+    "toward_zero": toward_zero,
+}
+ROUNDINGS = (*DETERMINISTIC, "stochastic")
+
+
+def check_rounding(name: str) -> None:
+    """Raise QuantizationError, with the nearest names, unless `name` is a rounding mode."""
+    if name not in ROUNDINGS:
+        raise QuantizationError(unknown("rounding", name, ROUNDINGS))

@@ -1,0 +1,48 @@
+"""Recipes: which format each part of training lives in."""
+
+from functools import cache
+
+from halfstep.errors import RecipeError, unknown
+from halfstep.recipe.spec import STORABLE, BytesPerParameter, LinearSpec, LossScale, Matmul, Recipe, Rule
+from halfstep.registry import collect
+
+
+__all__ = [
+    "STORABLE",
+    "BytesPerParameter",
+    "LinearSpec",
+    "LossScale",
+    "Matmul",
+    "Recipe",
+    "Rule",
+    "get_recipe",
+    "list_recipes",
+]
+
+
+@cache
+def _named() -> dict[str, Recipe]:
+    return collect("halfstep.recipe.named", Recipe)
+
+
+def list_recipes() -> list[str]:
+    """The names of the recipes that come with halfstep: fp32 first, then by bytes per parameter, most first."""
+
+    def order(name: str) -> tuple[float, float, float, str]:
+        size = _named()[name].bytes_per_parameter()
+        return -size.total, -size.weights, size.transient, name
+
+    return sorted(_named(), key=order)
+
+
+def get_recipe(name: str | Recipe) -> Recipe:
+    """The recipe of that name; a `Recipe` is returned as it is.
+
+    Raises:
+        RecipeError: no recipe has that name; the nearest ones are shown.
+    """
+    if isinstance(name, Recipe):
+        return name
+    if name not in _named():
+        raise RecipeError(unknown("recipe", name, list_recipes()))
+    return _named()[name]

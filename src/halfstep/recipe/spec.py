@@ -1,0 +1,180 @@
+"""What a recipe is: frozen data that says in which format each part of training lives."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+import torch
+
+from halfstep import formats
+from halfstep.errors import RecipeError
+from halfstep.quant import Quantizer
+from halfstep.quant.rounding import check_rounding
+
+
+STORABLE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Formats in which whole tensors (weights, gradients, moments) are stored as they are, with torch's dtypes."""
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One of the three products of a linear layer. None leaves an operand as it is."""
+
+    lhs: Quantizer | None = None
+    rhs: Quantizer | None = None
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """The three products of a linear layer y = x w^T, and how their six operands are rounded."""
+
+    output: Matmul = Matmul()
+    """x (rows, in) times w^T (in, out)"""
+    grad_input: Matmul = Matmul()
+    """dy (rows, out) times w (out, in)"""
+    grad_weight: Matmul = Matmul()
+    """dy^T (out, rows) times x (rows, in)"""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Linear layers whose module path matches the glob `path` follow `linear`; the first match wins.
+
+    A rule that matches no layer is an error, unless it is `optional`.
+    """
+
+    path: str
+    linear: LinearSpec
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The factor S on the loss: constant, or doubled after `growth_interval` good steps and halved on overflow.
+
+    Source: Micikevicius et al. 2018 (constant); torch.amp.GradScaler (dynamic, and its defaults).
+    """
+
+    init: float = 2.0**16
+    dynamic: bool = True
+    growth_interval: int = 2000
+    hysteresis: int = 1
+
+    def __str__(self) -> str:
+        return f"dynamic from {self.init:g}" if self.dynamic else f"constant {self.init:g}"
+
+
+@dataclass(frozen=True)
+class BytesPerParameter:
+    """Bytes that one parameter costs while the optimizer steps, by role; `transient` ones live only in a pass."""
+
+    weights: float
+    grads: float
+    master: float
+    states: float
+    transient: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The persistent bytes: weights + gradients + master + optimizer states."""
+        return self.weights + self.grads + self.master + self.states
+
+    def __str__(self) -> str:
+        terms = f"weights {self.weights:g} + grads {self.grads:g} + master {self.master:g} + states {self.states:g}"
+        cache = f" (and up to {self.transient:g} while a pass runs: autocast's copies)" if self.transient else ""
+        return f"{terms} = {self.total:g}{cache}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """In which format each part of training lives. Everything that follows a recipe reads these fields.
+
+    Raises:
+        RecipeError: a format or rounding that does not exist, or a combination that means nothing.
+    """
+
+    name: str
+    summary: str
+    source: str
+    weights: str = "fp32"
+    """The parameters as stored, and so their gradients: torch keeps the two in one dtype."""
+    master: str | None = None
+    """A copy of the weights that takes the update; None where the weights take it themselves."""
+    moments: str = "fp32"
+    """The optimizer's states."""
+    update_rounding: str = "nearest_even"
+    """How an updated weight is rounded to its stored format."""
+    compute: str = "fp32"
+    """The dtype of torch.autocast around the model's forward; fp32 is no autocast."""
+    loss_scale: LossScale | None = None
+    rules: tuple[Rule, ...] = ()
+    """Which linear layers round their operands, and how."""
+
+    def __post_init__(self) -> None:
+        for role in ("weights", "master", "moments", "compute"):
+            name = getattr(self, role)
+            if name is not None and name not in STORABLE:
+                raise RecipeError(
+                    f"recipe {self.name!r}: {role} = {name!r}; tensors are stored as {', '.join(STORABLE)}"
+                )
+        check_rounding(self.update_rounding)
+        if self.update_rounding != "nearest_even" and self.weights == "fp32":
+            raise RecipeError(
+                f"recipe {self.name!r}: update_rounding = {self.update_rounding!r} with fp32 weights, which an "
+                "update in float32 never rounds; store the weights in bf16 or fp16, or drop it"
+            )
+        if self.master is not None and self.master != "fp32":
+            raise RecipeError(f"recipe {self.name!r}: master = {self.master!r}; a master copy is fp32")
+        if self.master is not None and self.weights == "fp32":
+            raise RecipeError(f"recipe {self.name!r}: fp32 weights are their own master; set master to None")
+
+    @property
+    def grads(self) -> str:
+        """The format of the gradients."""
+        return self.weights
+
+    def bytes_per_parameter(self, moments: int = 2) -> BytesPerParameter:
+        """The bytes of one parameter by role, for an optimizer with that many moments (Adam 2, SGD 0 or 1).
+
+        Autocast keeps one compute copy of each fp32 weight that a product uses, dropped when the forward ends:
+        that is `transient`, and at most its compute format's size.
+        """
+
+        def size(name: str | None) -> float:
+            return formats.get(name).bytes if name else 0.0
+
+        casts = size(self.compute) if self.compute != self.weights else 0.0
+        return BytesPerParameter(
+            weights=size(self.weights),
+            grads=size(self.grads),
+            master=size(self.master),
+            states=moments * size(self.moments),
+            transient=casts,
+        )
+
+    def describe(self) -> str:
+        """The whole recipe, one field a line, with the terms of its bytes per parameter."""
+        rounding = f", update rounded {self.update_rounding}" if self.update_rounding != "nearest_even" else ""
+        own = "the weights themselves" if self.weights == "fp32" else "none"
+        lines = [
+            ("weights", self.weights + rounding),
+            ("gradients", self.grads),
+            ("master", self.master or own),
+            ("moments", self.moments),
+            ("compute", "as stored" if self.compute == "fp32" else f"torch.autocast to {self.compute}"),
+            ("loss scale", str(self.loss_scale or "none")),
+            *[(f"linear {rule.path!r}", _linear(rule.linear)) for rule in self.rules],
+            ("bytes/param", f"{self.bytes_per_parameter()}, with Adam"),
+            ("source", self.source),
+        ]
+        body = "\n".join(f"  {label:<12} {text}" for label, text in lines)
+        return f"{self.name}\n{textwrap.fill(self.summary, 100, initial_indent='  ', subsequent_indent='  ')}\n{body}"
+
+
+def _linear(spec: LinearSpec) -> str:
+    def side(quantizer: Quantizer | None) -> str:
+        return quantizer.format.name if quantizer else "-"
+
+    products = {"output": spec.output, "grad_input": spec.grad_input, "grad_weight": spec.grad_weight}
+    return ", ".join(f"{name} {side(product.lhs)} x {side(product.rhs)}" for name, product in products.items())
