@@ -1,7 +1,7 @@
 """Norm layers with 16-bit weights: an input that arrives wider is normalised in its own precision.
 
 A float32 buffer in somebody's model (a positional encoding) widens the activations. torch's CPU kernels refuse a
-float32 input with 16-bit weights and its CUDA kernels differ; here the few weights are widened, so the sum stays in float32.
+float32 input with 16-bit weights, and its CUDA kernels differ; here the few weights are widened instead.
 """
 
 from typing import Any

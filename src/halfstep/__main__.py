@@ -1,0 +1,6 @@
+"""`python -m halfstep`."""
+
+from halfstep.cli.app import main
+
+
+main()

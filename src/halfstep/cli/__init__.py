@@ -1,0 +1,1 @@
+"""The command line: one file a command, which imports its room only when it runs."""

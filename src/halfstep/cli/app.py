@@ -1,0 +1,52 @@
+"""The `halfstep` command."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import halfstep
+from halfstep.cli.formats import formats
+from halfstep.cli.recipes import recipes
+from halfstep.cli.terminal import fail
+from halfstep.errors import HalfstepError
+
+
+app = typer.Typer(
+    name="halfstep",
+    help="Train neural networks in few bits: fp16, bf16 and below, measured against fp32.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"halfstep {halfstep.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train neural networks in few bits: fp16, bf16 and below, measured against fp32."""
+
+
+app.command("formats")(formats)
+app.add_typer(recipes, name="recipes")
+
+
+def main() -> None:
+    """Run the command line. What halfstep raises on purpose is one message and exit code 2, not a traceback."""
+    try:
+        app()
+    except HalfstepError as error:
+        fail(str(error))
+        sys.exit(2)

@@ -1,0 +1,50 @@
+"""`halfstep recipes`: the recipes, and one of them whole."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from halfstep.cli.terminal import show_json, show_table
+
+
+recipes = typer.Typer(help="List the recipes; `recipes show NAME` prints one whole.", invoke_without_command=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@recipes.callback()
+def listing(context: typer.Context, as_json: Json = False) -> None:
+    """List the recipes, one line each."""
+    if context.invoked_subcommand is not None:
+        return
+    from halfstep.recipe import get_recipe, list_recipes
+
+    members = [get_recipe(name) for name in list_recipes()]
+    if as_json:
+        show_json([_as_data(recipe) for recipe in members])
+        return
+    show_table(
+        ["recipe", "bytes/param", "what it is"],
+        [(r.name, f"{r.bytes_per_parameter().total:g}", r.summary) for r in members],
+        right=["bytes/param"],
+    )
+
+
+@recipes.command()
+def show(name: Annotated[str, typer.Argument(help="A recipe's name.")], as_json: Json = False) -> None:
+    """Print the whole recipe, with its labelled bytes per parameter."""
+    from halfstep.recipe import get_recipe
+
+    recipe = get_recipe(name)
+    if as_json:
+        show_json(_as_data(recipe))
+    else:
+        typer.echo(recipe.describe())
+
+
+def _as_data(recipe: Any) -> dict[str, Any]:
+    size = recipe.bytes_per_parameter()
+    return {**asdict(recipe), "grads": recipe.grads, "bytes_per_parameter": {**asdict(size), "total": size.total}}
