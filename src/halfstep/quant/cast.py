@@ -35,7 +35,8 @@ def round_to(
         format: a name or alias (`"bf16"`, `"e4m3fn"`), a `torch.dtype`, or a `Format`.
         rounding: `nearest_even`, `nearest_away`, `toward_zero` or `stochastic`.
         overflow: `saturate` gives ± the largest value that both the format and x's dtype hold, for infinities
-            too; `ieee` gives infinity, or NaN where the format has none. NaN stays NaN in both.
+            too; `ieee` gives infinity, or NaN where the format has none (but `toward_zero` takes finite values no
+            further than the largest). NaN stays NaN in both.
         generator: where stochastic rounding draws its seed from, one draw a call (None: torch's default generator),
             or the 64-bit seed itself. The result is the same for a seed on any number of threads.
         out: a tensor like x to write to (x itself is allowed).
@@ -87,9 +88,12 @@ def _round(x: Tensor, format: Format, rounding: str, overflow: str, noise: Tenso
     steps = magnitude * _power_of_two(-step_exponent)
     whole = stochastic(steps, noise) if noise is not None else DETERMINISTIC[rounding](steps)
     rounded = whole * _power_of_two(step_exponent)
+    largest = _largest(format, x.dtype)
     if overflow == "saturate":
-        rounded = rounded.clamp(max=_largest(format, x.dtype))
+        rounded = rounded.clamp(max=largest)
     else:
+        if rounding == "toward_zero":  # IEEE 754 section 7.4: it carries finite values no further than the largest
+            rounded = torch.where(magnitude.isinf(), rounded, rounded.clamp(max=largest))
         beyond = math.inf if format.has_infinity else math.nan
         rounded = torch.where(rounded > format.max, beyond, rounded)
     rounded = torch.where(magnitude.isnan(), math.nan, rounded)

@@ -67,12 +67,13 @@ def derive_seed(seed: int, *keys: int) -> int:
 
     Source: the splitmix64 finaliser of Steele, Lea and Flood 2014.
     """
-    for key in keys:
-        seed = (seed ^ key) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-        seed = (seed ^ seed >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-        seed = (seed ^ seed >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-        seed ^= seed >> 31
-    return seed
+    state = 0
+    for key in (seed, *keys):  # the seed is mixed first, or step 3 of run 0 would share its noise with step 2 of run 1
+        state = (state ^ key) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state
 
 
 def draw_seed(source: torch.Generator | int | None) -> int:

@@ -1,0 +1,136 @@
+"""Stochastic rounding: to one of the two neighbours, right on average, and a function of the seed alone."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from halfstep import formats, round_to
+from halfstep.quant import derive_seed, draw_seed, noise_bits
+from halfstep.quant.rounding import stochastic
+from oracles.numbers import same_bits
+from oracles.rounding import neighbours
+
+
+every_format = pytest.mark.parametrize("format", formats.names())
+every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+
+
+@every_format
+@every_dtype
+def test_only_the_two_neighbours(format, dtype):
+    x = torch.randn(256, dtype=torch.float64).to(dtype)
+    result = round_to(x, format, "stochastic", generator=5)
+    for before, after in zip(x.tolist(), result.tolist(), strict=True):
+        assert abs(Fraction(after)) in neighbours(abs(Fraction(before)), formats.get(format))
+    torch.testing.assert_close(result.signbit(), x.signbit())
+
+
+@every_format
+@every_dtype
+def test_exact_values_are_unchanged(format, dtype):
+    x = round_to(torch.randn(4096).to(dtype) * 8, format)
+    x = torch.cat([x, torch.tensor([0.0, -0.0, math.nan], dtype=dtype)])
+    for seed in range(3):
+        same_bits(round_to(x, format, "stochastic", generator=seed), x)
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp16", "e4m3fn", "e5m2"])
+@pytest.mark.parametrize("fraction", [1 / 64, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("at", [1.0, -3.0, "subnormal"])
+def test_right_on_average(format, fraction, at):
+    f, count = formats.get(format), 40_000
+    low, step = (f.min_subnormal, f.min_subnormal) if at == "subnormal" else (abs(at), f.eps * 2 ** (abs(at) > 2))
+    sign = math.copysign(1, at) if at != "subnormal" else 1
+    x = torch.full((count,), sign * (low + fraction * step), dtype=torch.float64)
+    rose = (round_to(x, format, "stochastic", generator=11) * sign > low).double().mean().item()
+    assert abs(rose - fraction) < 4 * math.sqrt(fraction * (1 - fraction) / count)
+
+
+def test_the_chance_to_rise_is_exact_at_the_ends():
+    noise = torch.tensor([0, 1, 2**32 - 1], dtype=torch.int64)
+    r = torch.full((3,), 5 + 2.0**-32, dtype=torch.float64)
+    torch.testing.assert_close(stochastic(r, noise), torch.tensor([5.0, 5.0, 6.0], dtype=torch.float64))
+    torch.testing.assert_close(stochastic(r.floor(), noise), torch.full((3,), 5.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("overflow", ["saturate", "ieee"])
+def test_overflow(overflow):
+    x = torch.full((1000,), 448.0 + 16.0)
+    result = round_to(x, "e4m3fn", "stochastic", overflow, generator=1)
+    if overflow == "saturate":
+        assert (result == 448).all()
+    else:
+        assert 400 < result.isnan().sum() < 600
+        assert (result[~result.isnan()] == 448).all()
+
+
+def test_same_for_a_seed_on_any_number_of_threads():
+    x = torch.randn(3 * (1 << 18) + 7)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(round_to(x, "bf16", "stochastic", generator=123))
+    finally:
+        torch.set_num_threads(before)
+    same_bits(results[1], results[0])
+    same_bits(results[2], results[0])
+
+
+def test_same_whatever_the_shape_and_where_the_tensor_is_cut():
+    """Element i draws hash(seed, i), so the pieces that round_to works in do not show."""
+    count = (1 << 20) + 1000
+    x = torch.full((count,), 1 + 2.0**-8)
+    whole = round_to(x, "bf16", "stochastic", generator=9)
+    noise = noise_bits(9, (1 << 20) - 5, 1005)
+    expected = torch.where(noise >= 2**31, 1 + 2.0**-7, 1.0)
+    same_bits(whole[(1 << 20) - 5 :], expected)
+    same_bits(round_to(x[:6].view(2, 3), "bf16", "stochastic", generator=9).view(-1), whole[:6])
+
+
+def test_different_seeds_differ():
+    x = torch.full((256,), 1 + 2.0**-8)
+    seen = {tuple(round_to(x, "bf16", "stochastic", generator=seed).tolist()) for seed in (0, 1, 2, 1 << 32, 1 << 63)}
+    assert len(seen) == 5
+
+
+def test_a_generator_advances_by_one_draw_a_call():
+    x = torch.full((256,), 1 + 2.0**-8)
+    generator, twin = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    first = round_to(x, "bf16", "stochastic", generator=generator)
+    second = round_to(x, "bf16", "stochastic", generator=generator)
+    assert not torch.equal(first, second)
+    for result in (first, second):
+        same_bits(round_to(x, "bf16", "stochastic", generator=draw_seed(twin)), result)
+
+
+def test_without_a_generator_torchs_own_is_drawn_from():
+    x = torch.full((256,), 1 + 2.0**-8)
+    torch.manual_seed(1)
+    first = round_to(x, "bf16", "stochastic")
+    torch.manual_seed(1)
+    same_bits(round_to(x, "bf16", "stochastic"), first)
+    state = torch.get_rng_state()
+    round_to(x, "bf16", "nearest_even")
+    torch.testing.assert_close(torch.get_rng_state(), state)
+
+
+def test_noise_is_uniform_and_its_neighbours_are_independent():
+    noise = noise_bits(77, 0, 1 << 16)
+    assert noise.min() >= 0
+    assert noise.max() < 2**32
+    for bit in range(32):
+        ones = (noise >> bit & 1).sum().item()
+        assert abs(ones - 2**15) < 5 * 2**7  # five standard errors
+    pairs = torch.corrcoef(torch.stack([noise[:-1], noise[1:]]).double())[0, 1].item()
+    assert abs(pairs) < 5 / 2**8
+
+
+def test_derived_seeds_are_distinct_64_bit_numbers():
+    seeds = {derive_seed(seed, step, index) for seed in range(4) for step in range(16) for index in range(16)}
+    assert len(seeds) == 4 * 16 * 16
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert derive_seed(0, 1, 2) != derive_seed(0, 2, 1)
