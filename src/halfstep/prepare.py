@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,8 +60,6 @@ def prepare(
     masters = {}
     if recipe.master is not None:
         masters = {p: p.detach().float().clone() for p in storable(model)[0].values() if p in trained}
-    apply(model, recipe, module_filter)
-    low_bit = convert(optimizer, recipe, masters, generator)
     scale = recipe.loss_scale
     scaler = LossScaler(
         init_scale=scale.init if scale else 1.0,
@@ -69,4 +70,16 @@ def prepare(
         names=names,
         on_update=partial(advance, model),
     )
+    apply(model, recipe, module_filter)
+    low_bit = convert(optimizer, recipe, masters, generator)
     return model, low_bit, scaler
+
+
+class _Callable(ModuleType):
+    """This module, callable: importing it binds `halfstep.prepare` to it, over the function of that name."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return prepare(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import ModelError, RecipeError
+from halfstep.kernels import carried
 from halfstep.nn.adapters import linear, norm
 from halfstep.nn.adopt import adopt, release
 from halfstep.nn.outputs import to_float32
@@ -32,7 +33,7 @@ class Report:
     quantized: tuple[str, ...]
     """The linear layers whose products round their operands."""
     kept: dict[str, str]
-    """Parameters that are not stored as the recipe says, with the reason."""
+    """Parameters and linear layers that do not follow the recipe, with the reason."""
 
     def __str__(self) -> str:
         lines = [f"recipe {self.recipe}"]
@@ -58,7 +59,8 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
 
     Parameters are stored in the recipe's dtype; the forward runs under torch.autocast where the recipe computes in
     16 bits, and autocast ends with the forward, also on an exception; floating outputs leave in float32, nested ones
-    too. Linear layers that a rule matches round the operands of their products. Parameters of norms with running
+    too. Linear layers that a rule matches round the operands of their products; on a CPU without 16-bit matrix units
+    the 16-bit products of the others are carried in float32 (`kernels.carried`). Parameters of norms with running
     statistics stay as they are (apex's keep_batchnorm_fp32), and so do buffers.
 
     Args:
@@ -77,17 +79,22 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     _check(model)
     specs = _match(model, recipe, module_filter)
     moves, kept = storable(model)
+    for path, module in model.named_modules():
+        matched = any(fnmatchcase(path, rule.path) for rule in recipe.rules)
+        if matched and isinstance(module, nn.Linear) and not linear.fits(module):
+            kept[path] = "its forward is not nn.Linear's"
     before = {name: parameter.dtype for name, parameter in moves.items()}
     for parameter in moves.values():
         store(parameter, STORABLE[recipe.weights])
     if recipe.weights != "fp32":
         for module in model.modules():
-            if isinstance(module, norm.KINDS):
+            if norm.fits(module):
                 adopt(module, norm.forward)
-    for path, spec in specs.items():
-        module = model.get_submodule(path)
-        module._halfstep_linear = spec  # type: ignore[assignment]
-        adopt(module, linear.forward)
+    for path, module in _linears(model).items():
+        spec = specs.get(path)
+        if spec is not None or carried.supports(STORABLE[recipe.compute], module.weight.device):
+            module._halfstep_linear = spec or LinearSpec()  # type: ignore[assignment]
+            adopt(module, linear.forward)
     autocast = None if recipe.compute == "fp32" else STORABLE[recipe.compute]
     model._halfstep = _Applied(recipe.name, autocast, before)  # type: ignore[assignment]
     adopt(model, _forward)
@@ -165,9 +172,14 @@ def _check(model: nn.Module) -> None:
             raise ModelError(f"{name}: {path} is sharded; apply the recipe before fully_shard")
 
 
+def _linears(model: nn.Module) -> dict[str, nn.Linear]:
+    named = model.named_modules()
+    return {path: module for path, module in named if isinstance(module, nn.Linear) and linear.fits(module)}
+
+
 def _match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) -> dict[str, LinearSpec]:
     """The linear layers that follow a rule: the first rule that matches a path decides."""
-    layers = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    layers = _linears(model)
     chosen = {p for p, module in layers.items() if module_filter is None or module_filter(module, p)}
     specs: dict[str, LinearSpec] = {}
     for rule in recipe.rules:

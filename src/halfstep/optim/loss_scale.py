@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -182,7 +183,8 @@ class LossScaler:
                 return None
             if pending.stage == "ready" and not _scales_itself(optimizer):
                 self.unscale_(optimizer)
-        divisor = (self._scale if self._enabled and pending.stage == "ready" else 1.0) / pending.coefficient
+        divisor = self._scale if self._enabled and pending.stage == "ready" else 1.0
+        divisor = divisor / pending.coefficient if pending.coefficient else math.inf  # clipped to nothing
         pending.stage, pending.coefficient = "stepped", 1.0
         if divisor == 1.0:
             return optimizer.step(*args, **kwargs)

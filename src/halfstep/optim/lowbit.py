@@ -46,6 +46,10 @@ class LowBit(torch.optim.Optimizer):
         self.storage = storage
         self._versions: dict[Tensor, int] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What a copy needs beside torch's own; `_versions` starts anew, so the copy's masters follow its weights.
+        return {**super().__getstate__(), "rule": self.rule, "storage": self.storage, "_versions": {}}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter that has a gradient.
@@ -81,12 +85,14 @@ class LowBit(torch.optim.Optimizer):
         names = self.rule.moments(group)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
+        if self.storage.master and weight.dtype != torch.float32 and "master" not in state:
+            state["master"] = _follow(None, weight)  # it came with add_param_group
         for name in names:
             if state.get(name) is None:
                 state[name] = torch.zeros_like(weight, dtype=self.storage.moments)
         state["step"] += 1
         step, master = int(state["step"]), state.get("master")
-        if master is not None and self._versions.get(weight, weight._version) != weight._version:
+        if master is not None and self._versions.get(weight) != weight._version:
             master.copy_(_follow(master, weight))  # somebody wrote to the weight: load_state_dict, a clamp, an average
         rounding = self.storage.update_rounding if master is None else "nearest_even"
         seed = derive_seed(group["rounding_seed"], step, index) if rounding == "stochastic" else None
@@ -148,10 +154,11 @@ class LowBit(torch.optim.Optimizer):
             for number, parameter in zip(numbers, parameters, strict=True)
             if number in state_dict["state"]
         }
-        seeds = [group["rounding_seed"] for group in self.param_groups]
+        groups = self.param_groups
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        for group, seed in zip(self.param_groups, seeds, strict=True):
-            group.setdefault("rounding_seed", seed)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.update(loaded)
+        self.param_groups = groups  # the same objects: a scheduler built before `convert` holds them
         self.state.update(states)
 
     def _adopt(self, parameter: Tensor, saved: dict[str, Any], number: object) -> dict[str, Any]:
@@ -206,10 +213,13 @@ def convert(
     """
     rule = rule_of(optimizer)
     storage = Storage(STORABLE[recipe.moments], recipe.master is not None, recipe.update_rounding)
-    result = LowBit(list(optimizer.param_groups), rule, storage, draw_seed(generator))
+    # Drawn only where it is used: a recipe that rounds to nearest leaves the model's dropout masks as they were.
+    seed = draw_seed(generator) if recipe.update_rounding == "stochastic" else 0
+    result = LowBit(list(optimizer.param_groups), rule, storage, seed)
+    result.defaults = {**optimizer.defaults, **result.defaults}
     result.param_groups = optimizer.param_groups
     for group in result.param_groups:
-        group.setdefault("rounding_seed", result.defaults["rounding_seed"])
+        group.setdefault("rounding_seed", seed)
         for parameter in group["params"]:
             if parameter in optimizer.state:
                 result.state[parameter] = result._adopt(parameter, optimizer.state.pop(parameter), "?")

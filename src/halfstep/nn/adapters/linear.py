@@ -2,9 +2,14 @@
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep import ops
+
+
+def fits(module: nn.Module) -> bool:
+    """Whether `forward` below may stand in for the module's own: not where a subclass or a patch has another."""
+    return type(module).forward is nn.Linear.forward and "forward" not in vars(module)
 
 
 def forward(stock: Any, module: Any, input: Tensor) -> Tensor:

@@ -11,7 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-KINDS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_KINDS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def fits(module: nn.Module) -> bool:
+    """Whether `forward` below may stand in for the module's own: a subclass with another forward is left alone."""
+    return any(type(module).forward is kind.forward for kind in _KINDS)
 
 
 def forward(stock: Any, module: Any, input: Tensor) -> Tensor:
