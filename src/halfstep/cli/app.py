@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 import halfstep
+from halfstep.cli.compare import compare
 from halfstep.cli.formats import formats
 from halfstep.cli.recipes import recipes
 from halfstep.cli.terminal import fail
+from halfstep.cli.train import train
 from halfstep.errors import HalfstepError
 
 
@@ -39,6 +41,8 @@ def options(
     """Train neural networks in few bits: fp16, bf16 and below, measured against fp32."""
 
 
+app.command("compare")(compare)
+app.command("train")(train)
 app.command("formats")(formats)
 app.add_typer(recipes, name="recipes")
 

@@ -6,13 +6,12 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 
 def fail(message: str) -> None:
     """Print an error, as text: nothing in it is taken for markup."""
+    from rich.console import Console
+    from rich.markup import escape
+
     Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
 
 
@@ -23,6 +22,10 @@ def show_json(data: Any) -> None:
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[str] = ()) -> None:
     """Print a table; the columns named in `right` are aligned to the right."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
     numeric = set(right)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:

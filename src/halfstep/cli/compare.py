@@ -1,0 +1,56 @@
+"""`halfstep compare`: train one model under several recipes, side by side."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from halfstep.cli.training import (
+    Batch,
+    Context,
+    Data,
+    Json,
+    Model,
+    Out,
+    Rate,
+    Resume,
+    Seeds,
+    Steps,
+    train_all,
+)
+from halfstep.lab.experiment import Experiment
+
+
+_RECIPES = "fp32,bf16-mixed,fp16-mixed,bf16-master,bf16-stochastic,bf16-nomaster,fp16-pure"
+
+
+def compare(
+    recipes: Annotated[str, typer.Option(help="Recipes, separated by commas; see `halfstep recipes`.")] = _RECIPES,
+    data: Data = None,
+    steps: Steps = Experiment.steps,
+    seeds: Seeds = Experiment.seeds,
+    baseline_seeds: Annotated[
+        int, typer.Option(help="Seeds fp32 is trained with: three or more measure its band.")
+    ] = Experiment.baseline_seeds,
+    model: Model = Experiment.model,
+    batch: Batch = Experiment.batch,
+    context: Context = Experiment.context,
+    lr: Rate = Experiment.lr,
+    out: Out = None,
+    resume: Resume = False,
+    as_json: Json = False,
+) -> None:
+    """Train one model under several recipes: the same first weights, the same batches; then say what each broke."""
+    experiment = Experiment(
+        recipes=tuple(name.strip() for name in recipes.split(",") if name.strip()),
+        model=model,
+        data=data,
+        steps=steps,
+        seeds=seeds,
+        baseline_seeds=baseline_seeds,
+        batch=batch,
+        context=context,
+        lr=lr,
+    )
+    train_all(experiment, out, "compare", resume, as_json)

@@ -1,0 +1,50 @@
+"""`halfstep train`: train a model under one recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from halfstep.cli.training import (
+    Batch,
+    Context,
+    Data,
+    Json,
+    Model,
+    Out,
+    Rate,
+    Resume,
+    Seeds,
+    Steps,
+    train_all,
+)
+from halfstep.lab.experiment import Experiment
+
+
+def train(
+    recipe: Annotated[str, typer.Option(help="A recipe; see `halfstep recipes`.")] = "bf16-mixed",
+    data: Data = None,
+    steps: Steps = Experiment.steps,
+    seeds: Seeds = Experiment.seeds,
+    model: Model = Experiment.model,
+    batch: Batch = Experiment.batch,
+    context: Context = Experiment.context,
+    lr: Rate = Experiment.lr,
+    out: Out = None,
+    resume: Resume = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model under one recipe; fp32's cached baseline, where there is one, judges it."""
+    experiment = Experiment(
+        recipes=(recipe,),
+        model=model,
+        data=data,
+        steps=steps,
+        seeds=seeds,
+        baseline_seeds=seeds,
+        batch=batch,
+        context=context,
+        lr=lr,
+    )
+    train_all(experiment, out, "train", resume, as_json)

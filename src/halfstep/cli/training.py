@@ -1,0 +1,99 @@
+"""What `halfstep compare` and `halfstep train` share: their options, the live display, and the end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from halfstep.cli.terminal import show_json, show_table
+from halfstep.lab.experiment import Experiment
+
+
+Data = Annotated[
+    str | None,
+    typer.Option(help="A text file, a folder or a glob; left out: the standard library's documentation and source."),
+]
+Steps = Annotated[int, typer.Option(help="Updates a run makes.")]
+Seeds = Annotated[int, typer.Option(help="Seeds each recipe is trained with.")]
+Model = Annotated[str, typer.Option(help="gpt-tiny, gpt-small, or your own as module:function.")]
+Batch = Annotated[int, typer.Option(help="Sequences in a batch.")]
+Context = Annotated[int, typer.Option(help="Bytes in a sequence.")]
+Rate = Annotated[float, typer.Option("--lr", help="Peak learning rate: a warm-up, then a cosine to zero.")]
+Out = Annotated[Path | None, typer.Option(help="The run folder; left out: a new one under runs/.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+
+
+def train_all(experiment: Experiment, out: Path | None, name: str, resume: bool, as_json: bool) -> None:
+    """Open the experiment, train what is left of it, write the report, print the verdicts."""
+    from rich.console import Console
+
+    from halfstep.cli.live import Live
+    from halfstep.errors import RunError
+
+    if resume and out is None:
+        raise RunError("--resume needs --out: the folder of the run to go on with")
+    path = out or _fresh(Path("runs"), name)
+    console = Console(stderr=True)
+    console.print("loading torch, the data and the recipes ...", style="dim")
+    from halfstep.lab.compare import open_experiment
+    from halfstep.lab.report import summarize, write_report
+
+    comparison = open_experiment(experiment, path, resume)
+    try:
+        with Live(experiment, console) as live:
+            comparison.run(live.update)
+    except KeyboardInterrupt:
+        arguments = [a for a in sys.argv[1:] if a != "--resume"]
+        if out is None:
+            arguments += ["--out", str(path)]
+        console.print(f"\nstopped; nothing is lost. To go on:\n  halfstep {' '.join(arguments)} --resume", markup=False)
+        raise typer.Exit(130) from None
+    page = write_report(comparison.folder)
+    summary = summarize(comparison.folder)
+    if as_json:
+        show_json({**summary, "folder": str(path), "report": str(page)})
+    else:
+        _show(summary)
+    console.print(f"\nreport: {page}", markup=False, soft_wrap=True)
+
+
+def _fresh(parent: Path, name: str) -> Path:
+    """A folder that is not there yet: runs/compare-1, runs/compare-2 ..."""
+    number = 1
+    while (parent / f"{name}-{number}").exists():
+        number += 1
+    return parent / f"{name}-{number}"
+
+
+def _show(summary: dict[str, Any]) -> None:
+    rows = []
+    for verdict in summary["verdicts"]:
+        size = verdict["bytes_per_parameter"]
+        rows.append(
+            (
+                verdict["recipe"],
+                _words(verdict),
+                _number(verdict["final_loss"], "{:.4f}"),
+                _number(verdict["paired_gap"], "{:+.2%}"),
+                _number(verdict["ms_per_step"], "{:.0f}"),
+                "-" if size is None else f"{sum(size[r] for r in ('weights', 'grads', 'master', 'states')):g}",
+                str(verdict["skipped_steps"]),
+            )
+        )
+    numeric = ["final loss", "to fp32", "ms/step", "bytes/param", "skipped"]
+    show_table(["recipe", "verdict", *numeric], rows, right=numeric)
+
+
+def _words(verdict: dict[str, Any]) -> str:
+    if verdict["status"] != "diverged":
+        return str(verdict["status"])
+    where = f": {verdict['first_nonfinite']}" if verdict["first_nonfinite"] else ""
+    return f"diverged at step {verdict['diverged_at']}{where}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)

@@ -1,0 +1,109 @@
+"""Byte-level text: the corpus, its held-out part, and the batches drawn from it."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import DataError
+
+
+VOCABULARY = 256
+_HELD_OUT = 20  # every twentieth document is held out; of a single one, its last twentieth
+_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Bytes to train on and bytes held out, each (length,) uint8."""
+
+    train: Tensor
+    held_out: Tensor
+    digest: str
+    """sha256 of both, so that a resumed run is sure to see the same data."""
+
+    def windows(self, split: str, starts: Tensor, length: int) -> Tensor:
+        """The windows of `length` bytes that begin at `starts`, as (len(starts), length) int64."""
+        source = self.train if split == "train" else self.held_out
+        return source[starts[:, None] + torch.arange(length)].long()
+
+
+def load_corpus(path: str | None, context: int) -> Corpus:
+    """The corpus at `path`: a text file, a folder of text files, or a glob; None is the standard library.
+
+    Raises:
+        DataError: nothing is there, or it is empty, binary, unreadable, or too short for `context` + 1 bytes.
+    """
+    documents = _standard_library() if path is None else _documents(path)
+    where = path or "the standard library"
+    train, held_out = _split(documents)
+    for split, data in (("training", train), ("held-out", held_out)):
+        if len(data) < 2 * (context + 1):
+            raise DataError(
+                f"{where}: its {split} part has {len(data)} bytes, and a context of {context} needs at least "
+                f"{2 * (context + 1)}; give more text, or a smaller --context"
+            )
+    digest = hashlib.sha256(train + b"\0" + held_out).hexdigest()
+    return Corpus(_tensor(train), _tensor(held_out), digest)
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _split(documents: list[bytes]) -> tuple[bytes, bytes]:
+    """Training and held-out bytes: whole documents are held out where there are enough of them."""
+    if len(documents) < _HELD_OUT:
+        whole = b"\n".join(documents)
+        cut = len(whole) - len(whole) // _HELD_OUT
+        return whole[:cut], whole[cut:]
+    held = documents[_HELD_OUT - 1 :: _HELD_OUT]
+    rest = [document for i, document in enumerate(documents) if i % _HELD_OUT != _HELD_OUT - 1]
+    return b"\n".join(rest), b"\n".join(held)
+
+
+def _standard_library() -> list[bytes]:
+    """The documentation topics and the modules of the running Python, in the order of their paths."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = (p for p in root.rglob("*.py") if not _SKIPPED & set(p.relative_to(root).parts))
+    return _read(sorted(paths, key=lambda p: p.relative_to(root).as_posix()), str(root))
+
+
+def _documents(path: str) -> list[bytes]:
+    given = Path(path).expanduser()
+    if given.is_dir():
+        found = sorted(p for p in given.rglob("*") if p.is_file() and not p.name.startswith("."))
+        if not found:
+            raise DataError(f"{path}: the folder holds no files; expected text files")
+    elif given.is_file():
+        found = [given]
+    else:
+        found = sorted(Path(p) for p in glob.glob(str(given), recursive=True) if Path(p).is_file())
+        if not found:
+            raise DataError(f"{path}: no such file or folder, and no file matches it as a pattern")
+    return _read(found, path)
+
+
+def _read(paths: Iterable[Path], where: str) -> list[bytes]:
+    documents = []
+    for path in paths:
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"{path}: cannot be read ({error.strerror}); fix its permissions or leave it out"
+            ) from error
+        if b"\0" in data:
+            raise DataError(f"{path}: is binary (it holds a zero byte at {data.index(0)}); expected text")
+        if data.strip():
+            documents.append(data)
+    if not documents:
+        raise DataError(f"{where}: every file is empty; expected text")
+    return documents

@@ -1,0 +1,80 @@
+"""What an experiment is: frozen data, written into its run folder before anything runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from halfstep.errors import RunError
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One model on one corpus under several recipes, all else equal.
+
+    A seed fixes the first weights and the order of the batches, for every recipe alike.
+    """
+
+    recipes: tuple[str, ...]
+    model: str = "gpt-tiny"
+    data: str | None = None
+    """A text file, a folder or a glob; None is the Python standard library's documentation and source."""
+    steps: int = 700
+    seeds: int = 1
+    """Seeds a recipe is trained with."""
+    baseline_seeds: int = 3
+    """Seeds fp32 is trained with, where it takes part: three or more give its band."""
+    batch: int = 16
+    context: int = 128
+    lr: float = 1e-3
+    """The peak learning rate: reached after the warm-up, then a cosine down to zero."""
+    warmup: int = 35
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    validations: int = 10
+    """How many times the held-out loss is measured, the last time after the last step."""
+    statistics: int = 5
+    """How many steps are looked at closely: exponents, shares zeroed."""
+    checkpoints: int = 10
+    """How many times a run saves itself."""
+
+    def __post_init__(self) -> None:
+        positive = ("steps", "seeds", "baseline_seeds", "batch", "context", "lr", "validations", "checkpoints")
+        for name in positive:
+            if getattr(self, name) <= 0:
+                raise RunError(f"{name} = {getattr(self, name)} given; expected a positive number")
+        if not self.recipes:
+            raise RunError("no recipe given; name at least one, or see `halfstep recipes`")
+        if len(set(self.recipes)) != len(self.recipes):
+            raise RunError(f"a recipe is named twice in {', '.join(self.recipes)}; name each once")
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step, from 1: linear warm-up, then a cosine to zero at the last step."""
+        if step <= self.warmup:
+            return self.lr * step / self.warmup
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def due(self, step: int, times: int) -> bool:
+        """Whether something done `times` times, evenly and last after the last step, is due after `step`."""
+        return step * times // self.steps > (step - 1) * times // self.steps
+
+    def runs(self) -> list[tuple[str, int]]:
+        """Every (recipe, seed), first seeds first, so that a first comparison is there early."""
+        counts = {r: max(self.seeds, self.baseline_seeds) if r == "fp32" else self.seeds for r in self.recipes}
+        return [(r, s) for s in range(max(counts.values())) for r in self.recipes if s < counts[r]]
+
+    def as_data(self) -> dict[str, Any]:
+        """For JSON."""
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+    def key(self, *more: object) -> str:
+        """A name for everything that fixes a run's numbers, whatever the recipes and the number of seeds."""
+        data = {
+            k: v for k, v in self.as_data().items() if k not in ("recipes", "seeds", "baseline_seeds", "checkpoints")
+        }
+        return hashlib.sha256(json.dumps([data, *more], sort_keys=True).encode()).hexdigest()[:16]

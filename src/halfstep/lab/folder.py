@@ -1,0 +1,116 @@
+"""The run folder: which file lies where. This file imports no torch.
+
+experiment.json        the frozen Experiment and the corpus's digest
+environment.json       versions, processor, threads
+summary.json           the verdicts
+report.html, plots/    what people look at
+RECIPE/seed-N/         one run: metrics.jsonl, checkpoints/, tensorboard/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfstep.errors import RunError
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.metrics import Row, read_metrics
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one experiment."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path, experiment: Experiment, digest: str, environment: dict[str, Any]) -> RunFolder:
+        """A new folder, with its experiment written down.
+
+        Raises:
+            RunError: the folder cannot be written, or holds something already.
+        """
+        folder = cls(path)
+        if folder.experiment_file.exists():
+            raise RunError(f"{path} holds an experiment already; go on with --resume, or give another --out")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if any(path.iterdir()):
+                raise RunError(f"{path} is not empty and holds no experiment; give another --out")
+            write_json(folder.environment_file, environment)
+            write_json(folder.experiment_file, {"experiment": experiment.as_data(), "data_sha256": digest})
+        except OSError as error:
+            raise RunError(f"{path} cannot be written ({error.strerror}); give another --out") from error
+        return folder
+
+    @classmethod
+    def resume(cls, path: Path, experiment: Experiment, digest: str) -> RunFolder:
+        """The folder of the same experiment on the same data.
+
+        Raises:
+            RunError: there is none, or it is another: the first difference is named.
+        """
+        folder = cls(path)
+        if not folder.experiment_file.is_file():
+            raise RunError(f"{path} holds no experiment to resume; leave --resume away to start one")
+        found = read_json(folder.experiment_file)
+        wanted = {"experiment": experiment.as_data(), "data_sha256": digest}
+        for name, value in wanted["experiment"].items():  # type: ignore[attr-defined]
+            there = found.get("experiment", {}).get(name)
+            if there != value:
+                raise RunError(
+                    f"{path} holds another experiment: its {name} is {there!r}, {value!r} was asked for. "
+                    "Ask for the same, or give another --out"
+                )
+        if found.get("data_sha256") != digest:
+            raise RunError(f"{path} was trained on other data than this; the corpus has changed. Give another --out")
+        return folder
+
+    @property
+    def experiment_file(self) -> Path:
+        """experiment.json"""
+        return self.path / "experiment.json"
+
+    @property
+    def environment_file(self) -> Path:
+        """environment.json"""
+        return self.path / "environment.json"
+
+    def run(self, recipe: str, seed: int) -> Path:
+        """The folder of one run."""
+        return self.path / recipe / f"seed-{seed}"
+
+    def metrics(self, recipe: str, seed: int) -> list[Row]:
+        """The rows of one run."""
+        return read_metrics(self.run(recipe, seed) / "metrics.jsonl")
+
+    def experiment(self) -> Experiment:
+        """The experiment written down."""
+        data: dict[str, Any] = read_json(self.experiment_file)["experiment"]
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return Experiment(**fields)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON so that a kill leaves the old file or the new one."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n")
+    os.replace(partial, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        RunError: the file holds none.
+    """
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read as JSON ({error}); it is damaged or was edited") from error
+    if not isinstance(data, dict):
+        raise RunError(f"{path} holds {type(data).__name__}; expected a JSON object")
+    return data

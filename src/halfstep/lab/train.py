@@ -1,0 +1,247 @@
+"""Train one model under one recipe with one seed: the loop, what it writes down, and what ends it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.tensorboard.writer import SummaryWriter
+
+from halfstep import formats, prepare
+from halfstep.errors import LossScaleError
+from halfstep.lab import checkpoint
+from halfstep.lab.checkpoint import Training
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.metrics import MetricsFile, Row, read_metrics
+from halfstep.lab.task import Batch, Task, check_finite
+from halfstep.memory import measure
+from halfstep.recipe import Recipe
+from halfstep.tracking import activation_gradients, exponents, first_nonfinite, share_lost, share_zeroed
+
+
+FORMATS = ("fp16", "bf16", "float8_e4m3fn", "float8_e5m2")
+"""The formats whose losses the statistics count."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a display may want to know after each step."""
+
+    recipe: str
+    seed: int
+    step: int
+    row: Row
+    validation: float | None
+
+
+Watcher = Callable[[Progress], None]
+
+
+class Trainer:
+    """One run. Every number it writes depends on (experiment, recipe, seed) alone, so a resumed run repeats them."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        recipe: Recipe,
+        seed: int,
+        task: Task,
+        build: Callable[[int], nn.Module],
+        folder: Path,
+        watch: Watcher = lambda progress: None,
+    ) -> None:
+        self.experiment = experiment
+        self.recipe = recipe
+        self.seed = seed
+        self.task = task
+        self.build = build
+        self.folder = folder
+        self.watch = watch
+        self.validation: float | None = None
+        self.measured = False
+
+    def run(self) -> None:
+        """Train from the last checkpoint, or from the start, to the end. A run that has ended is left alone.
+
+        A diverging run ends there: that is a result. A run that is interrupted, however rudely, goes on from its last
+        checkpoint when it is run again.
+
+        Raises:
+            CheckpointError, ModelError, OptimizerError, DataError: as their docstrings say.
+        """
+        rows = read_metrics(self.folder / "metrics.jsonl")
+        if rows and rows[-1]["kind"] == "end":
+            return
+        self.training = self._prepare()
+        checkpoints = self.folder / "checkpoints"
+        start = checkpoint.last_step(checkpoints)
+        if start:
+            checkpoint.load(checkpoints, start, self.training)
+        self.metrics = MetricsFile(self.folder / "metrics.jsonl", keep_to=start if start else -1)
+        self.measured = any(row["kind"] == "memory" and row["step"] <= start for row in rows)
+        self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start + 1)
+        step = start
+        try:
+            if start == 0:
+                self._validate(0)
+            for step in range(start + 1, self.experiment.steps + 1):
+                if not self._step(step):
+                    self._write({"kind": "end", "step": step, "status": "diverged"})
+                    return
+                if self.experiment.due(step, self.experiment.checkpoints):
+                    checkpoint.save(checkpoints, step, self.training)
+            self._write({"kind": "end", "step": step, "status": "finished"})
+        finally:
+            self.metrics.close()
+            self.board.close()
+
+    def _prepare(self) -> Training:
+        model = self.build(self.seed)
+        model.train()
+        decayed = [p for p in model.parameters() if p.dim() >= 2]
+        others = [p for p in model.parameters() if p.dim() < 2]
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=self.experiment.lr,
+            betas=self.experiment.betas,
+            weight_decay=self.experiment.weight_decay,
+        )
+        torch.manual_seed(self.seed)
+        return Training(*prepare(model, optimizer, self.recipe, generator=self.seed))
+
+    def _step(self, step: int) -> bool:
+        """One update, written down; False if the run diverged in it."""
+        model, optimizer, scaler = self.training.model, self.training.optimizer, self.training.scaler
+        for group in optimizer.param_groups:
+            group["lr"] = self.experiment.learning_rate(step)
+        batch = self.task.batch(self.seed, step)
+        check_finite(batch, step)
+        looking = self.experiment.due(step, self.experiment.statistics)
+        scale, skips = scaler.get_scale(), scaler.skipped_steps
+        random = torch.get_rng_state()
+        started = time.perf_counter()
+        with activation_gradients(model, enabled=looking) as activations:
+            loss = self.task.loss(model, batch)
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        norm = scaler.clip_grad_norm_(optimizer, self.experiment.clip)
+        value, norm_value = float(loss.detach()), float(norm)
+        seconds = time.perf_counter() - started
+        if not math.isfinite(value) and not self._adapts():
+            return self._diverge(step, batch, random, "the loss is infinite or NaN")
+        if not math.isfinite(norm_value) and not scaler.is_enabled():
+            return self._diverge(step, batch, random, "a gradient is infinite or NaN")
+        if not self.measured and any("step" in state for state in optimizer.state.values()):
+            self._measure(step)
+        look = self._look(step, scale, activations) if looking else None
+        started = time.perf_counter()
+        try:
+            scaler.step(optimizer)
+            scaler.update()
+        except LossScaleError as error:
+            return self._diverge(step, batch, random, str(error))
+        optimizer.zero_grad()
+        seconds += time.perf_counter() - started
+        skipped = scaler.skipped_steps > skips
+        row = {
+            "kind": "step",
+            "step": step,
+            "loss": value,
+            "lr": self.experiment.learning_rate(step),
+            "loss_scale": scale,
+            "skipped": skipped,
+            "grad_norm": norm_value,
+            "tokens": next(iter(batch.values())).numel(),
+            "seconds": seconds,
+        }
+        self._write(row)
+        if look is not None:
+            look(skipped)
+        if self.experiment.due(step, self.experiment.validations):
+            self._validate(step)
+        self.watch(Progress(self.recipe.name, self.seed, step, row, self.validation))
+        return True
+
+    def _adapts(self) -> bool:
+        """Whether the loss scale sinks on overflow, so that one overflowing step is no divergence."""
+        return self.recipe.loss_scale is not None and self.recipe.loss_scale.dynamic
+
+    def _diverge(self, step: int, batch: Batch, random: torch.Tensor, reason: str) -> bool:
+        """Write down that the run diverged and which tensor went first, found by running the step's passes again."""
+        model, scaler = self.training.model, self.training.scaler
+        torch.set_rng_state(random)
+        tensor = first_nonfinite(model, lambda: scaler.scale(self.task.loss(model, batch)))
+        self._write({"kind": "diverged", "step": step, "reason": reason, "tensor": tensor})
+        return False
+
+    @torch.no_grad()
+    def _validate(self, step: int) -> None:
+        model = self.training.model
+        model.eval()
+        losses = [float(self.task.loss(model, batch)) for batch in self.task.held_out()]
+        model.train()
+        self.validation = sum(losses) / len(losses)
+        self._write({"kind": "validation", "step": step, "loss": self.validation})
+
+    def _measure(self, step: int) -> None:
+        """Write down the bytes a parameter costs, once: between a backward and a step, with the moments there."""
+        model, optimizer = self.training.model, self.training.optimizer
+        size = asdict(measure(model, optimizer)) | {"transient": self.recipe.bytes_per_parameter().transient}
+        count = sum(p.numel() for p in model.parameters())
+        self._write({"kind": "memory", "step": step, "parameters": count, "bytes": size})
+        self.measured = True
+
+    def _look(self, step: int, scale: float, activations: list[torch.Tensor]) -> Callable[[bool], None]:
+        """Take what can only be seen before the update; the rest follows after it."""
+        model, optimizer = self.training.model, self.training.optimizer
+        trained = [p for p in model.parameters() if p.grad is not None]
+
+        def weights() -> list[torch.Tensor]:
+            return [optimizer.state[p].get("master", p).detach().float().clone() for p in trained]
+
+        before = weights()
+        gradients = [p.grad.float() / scale for p in trained if p.grad is not None]
+        row = {
+            "kind": "statistics",
+            "step": step,
+            "loss_scale": scale,
+            "weights": exponents(before).as_data(),
+            "gradients": exponents(p.grad for p in trained if p.grad is not None).as_data(),
+            "activation_gradients": exponents(activations).as_data(),
+            "zeroed": {
+                "weights": {name: share_zeroed(before, formats.get(name)) for name in FORMATS},
+                "gradients": {name: share_zeroed(gradients, formats.get(name)) for name in FORMATS},
+            },
+        }
+
+        def finish(skipped: bool) -> None:
+            after = before if skipped else weights()
+            pairs = list(zip(before, after, strict=True))
+            self._write({**row, "lost": {name: share_lost(pairs, formats.get(name)) for name in FORMATS}})
+
+        return finish
+
+    def _write(self, row: Row) -> None:
+        self.metrics.write(row)
+        for name, value in _scalars(row):
+            self.board.add_scalar(name, value, row["step"])
+
+
+def _scalars(row: dict[str, Any]) -> list[tuple[str, float]]:
+    """What TensorBoard shows of a row."""
+    kind = row["kind"]
+    if kind == "step":
+        shown = ("loss", "lr", "loss_scale", "grad_norm", "skipped", "seconds")
+        return [(f"train/{name}", float(row[name])) for name in shown]
+    if kind == "validation":
+        return [("validation/loss", row["loss"])]
+    if kind == "statistics":
+        shares = {**row["zeroed"], "lost_updates": row["lost"]}
+        return [(f"{what}/{name}", share) for what, table in shares.items() for name, share in table.items()]
+    return []

@@ -1,0 +1,117 @@
+"""Does a recipe match fp32? The rule, on what the runs wrote down. This file imports no torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from halfstep.lab.metrics import Row
+
+
+MATCHES, DEGRADES, DIVERGED, UNMEASURED = "matches", "degrades", "diverged", "band not measured"
+MIN_BASELINES = 3
+TOLERANCE = 0.005
+
+RULE = (
+    f"fp32's band is the mean of its final validation losses over at least {MIN_BASELINES} seeds, plus or minus the "
+    f"larger of two standard deviations and {TOLERANCE:.1%}. A recipe whose mean final loss is inside it or below "
+    "matches; above it, it degrades; a run that ends in infinities or NaN has diverged."
+)
+
+
+@dataclass(frozen=True)
+class Band:
+    """fp32's final loss and how far other seeds of it lie."""
+
+    mean: float
+    half_width: float
+    seeds: int
+
+    @property
+    def upper(self) -> float:
+        """The largest loss that still matches."""
+        return self.mean + self.half_width
+
+    @property
+    def lower(self) -> float:
+        """The band's lower end."""
+        return self.mean - self.half_width
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one recipe did."""
+
+    recipe: str
+    status: str
+    seeds: int
+    final_loss: float | None
+    gap: float | None
+    """(final loss - fp32's mean) / fp32's mean."""
+    paired_gap: float | None
+    """The mean over seeds of (final loss - fp32's with the same seed) / fp32's: the same weights, the same batches."""
+    diverged_at: int | None
+    first_nonfinite: str | None
+    reason: str | None
+    ms_per_step: float | None
+    tokens_per_second: float | None
+    skipped_steps: int
+    bytes_per_parameter: dict[str, float] | None
+
+    def as_data(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def band(finals: Sequence[float]) -> Band | None:
+    """fp32's band from its final losses, None with fewer than three."""
+    if len(finals) < MIN_BASELINES:
+        return None
+    mean = statistics.fmean(finals)
+    return Band(mean, max(2 * statistics.stdev(finals), TOLERANCE * mean), len(finals))
+
+
+def final_loss(rows: Sequence[Row]) -> float | None:
+    """The validation loss after the last step; None for a run that did not finish or diverged."""
+    if not rows or rows[-1]["kind"] != "end" or rows[-1]["status"] != "finished":
+        return None
+    losses = [row["loss"] for row in rows if row["kind"] == "validation"]
+    return losses[-1] if losses else None
+
+
+def judge(recipe: str, runs: Mapping[int, Sequence[Row]], baselines: Mapping[int, float]) -> Verdict:
+    """The verdict on a recipe from its runs by seed, against fp32's final losses by seed."""
+    fp32 = band(list(baselines.values()))
+    finals = {seed: loss for seed, rows in runs.items() if (loss := final_loss(rows)) is not None}
+    bad = next((row for rows in runs.values() for row in rows if row["kind"] == "diverged"), None)
+    mean = statistics.fmean(finals.values()) if finals and not bad else None
+    pairs = [(loss - baselines[seed]) / baselines[seed] for seed, loss in finals.items() if seed in baselines]
+    if bad:
+        status = DIVERGED
+    elif mean is None:
+        status = "not finished"
+    elif fp32 is None:
+        status = UNMEASURED
+    else:
+        status = MATCHES if mean <= fp32.upper else DEGRADES
+    steps = [row for rows in runs.values() for row in rows if row["kind"] == "step"]
+    seconds = [row["seconds"] for row in steps[1:]] or [row["seconds"] for row in steps]
+    median = statistics.median(seconds) if seconds else None
+    memory = next((row["bytes"] for rows in runs.values() for row in rows if row["kind"] == "memory"), None)
+    return Verdict(
+        recipe=recipe,
+        status=status,
+        seeds=len(runs),
+        final_loss=mean,
+        gap=(mean - fp32.mean) / fp32.mean if fp32 and mean is not None else None,
+        paired_gap=statistics.fmean(pairs) if pairs and not bad else None,
+        diverged_at=bad["step"] if bad else None,
+        first_nonfinite=bad["tensor"] if bad else None,
+        reason=bad["reason"] if bad else None,
+        ms_per_step=None if median is None else 1000 * median,
+        tokens_per_second=None if not median else steps[0]["tokens"] / median,
+        skipped_steps=sum(bool(row["skipped"]) for row in steps),
+        bytes_per_parameter=memory,
+    )

@@ -1,0 +1,43 @@
+"""Measure, from live tensors, the bytes that a model and its optimizer keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.recipe import BytesPerParameter
+
+
+def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> BytesPerParameter:
+    """Bytes per trained parameter by role, as they are now: call it between backward() and step().
+
+    Every tensor counts once, however many names it has, and one-element counters (`step`) not at all. The compute
+    copies that autocast makes live inside a pass only and cannot be seen here; `Recipe.bytes_per_parameter` states
+    them.
+
+    Raises:
+        ValueError: the model trains no parameter.
+    """
+    weights = {id(p): p for p in model.parameters() if p.requires_grad}
+    count = sum(p.numel() for p in weights.values())
+    if count == 0:
+        raise ValueError("the model trains no parameter; bytes per parameter mean nothing")
+    masters: list[Tensor] = []
+    moments: list[Tensor] = []
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step":
+                (masters if name == "master" else moments).append(value)
+    return BytesPerParameter(
+        weights=_bytes(weights.values()) / count,
+        grads=_bytes(p.grad for p in weights.values() if p.grad is not None) / count,
+        master=_bytes(masters) / count,
+        states=_bytes(moments) / count,
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in tensors if t.numel()}
+    return sum(storages.values())

@@ -1,0 +1,16 @@
+"""Look at the numbers of a training step. This room only reads."""
+
+from halfstep.tracking.gradients import activation_gradients
+from halfstep.tracking.histogram import ExponentHistogram, exponents
+from halfstep.tracking.nonfinite import first_nonfinite
+from halfstep.tracking.zeroed import share_lost, share_zeroed
+
+
+__all__ = [
+    "ExponentHistogram",
+    "activation_gradients",
+    "exponents",
+    "first_nonfinite",
+    "share_lost",
+    "share_zeroed",
+]
