@@ -1,0 +1,225 @@
+"""The fused Adam is the torch reference bit for bit, for every storage, size and option."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from halfstep import round_to
+from halfstep.kernels.cpu import adam as kernel
+from halfstep.optim import convert
+from halfstep.optim.rules.adam import move
+from halfstep.optim.rules.base import never
+from halfstep.quant import noise_bits
+from halfstep.recipe import STORABLE, Recipe
+from oracles.numbers import every_16_bit_value, same_bits
+
+
+CHUNK = kernel._CHUNK
+STORAGES = [
+    {"weights": weights, "master": master, "moments": moments, "update_rounding": rounding}
+    for weights, master, moments, rounding in product(
+        STORABLE, (None, "fp32"), STORABLE, ("nearest_even", "stochastic")
+    )
+    if not (master and weights == "fp32") and (rounding == "nearest_even" or (weights == "bf16" and not master))
+]
+every_storage = pytest.mark.parametrize("storage", STORAGES, ids=lambda s: "-".join(str(v) for v in s.values()))
+MIXED = {"weights": "bf16", "master": "fp32", "moments": "bf16", "update_rounding": "nearest_even"}
+
+
+def pair(storage, weight, torch_class=torch.optim.AdamW, **options):
+    """Two optimizers over equal weights: with the kernel, and without."""
+    both = []
+    for fused in (True, False):
+        parameter = torch.nn.Parameter(weight.to(STORABLE[storage["weights"]], copy=True))
+        recipe = Recipe("made", "", "", **storage)
+        masters = {parameter: weight.float().clone()} if storage["master"] else {}
+        optimizer = convert(torch_class([parameter], **{"lr": 1e-2, **options}), recipe, masters, generator=7)
+        if not fused:
+            optimizer.rule = replace(optimizer.rule, fused=never)
+        both.append((optimizer, parameter))
+    return both
+
+
+def assert_equal_steps(storage, weight, grads, torch_class=torch.optim.AdamW, scale=None, **options):
+    (fused, w), (reference, v) = pair(storage, weight, torch_class, **options)
+    for grad in grads:
+        for optimizer, parameter in ((fused, w), (reference, v)):
+            parameter.grad = grad.to(parameter.dtype)
+            if scale:
+                optimizer.grad_scale = torch.tensor(scale)
+            optimizer.step()
+        same_bits(w.detach(), v.detach())
+        assert fused.state[w].keys() == reference.state[v].keys()
+        for name, state in fused.state[w].items():
+            same_bits(state, reference.state[v][name])
+    return w, fused.state[w]
+
+
+def run_arguments(n=64, dtype=torch.bfloat16):
+    return [torch.randn(n).to(dtype), None, torch.randn(n).to(dtype), torch.zeros(n), torch.zeros(n)]
+
+
+@every_storage
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (), (1,), (7,), (13, 5), (CHUNK - 1,), (CHUNK,), (CHUNK + 1,)])
+def test_every_storage_and_size(storage, shape):
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(shape, generator=generator) * 10.0**-k for k in range(3)]
+    assert_equal_steps(storage, torch.randn(shape, generator=generator), grads, weight_decay=0.1)
+
+
+@every_storage
+def test_several_chunks_in_parallel(storage):
+    generator = torch.Generator().manual_seed(2)
+    grads = [torch.randn(3 * CHUNK + 5, generator=generator) for _ in range(2)]
+    assert_equal_steps(storage, torch.randn(3 * CHUNK + 5, generator=generator), grads)
+
+
+@every_storage
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_gradient_and_weight(storage, dtype):
+    """NaN, infinities and subnormals among them, as gradients and as weights."""
+    special = every_16_bit_value(dtype)[::13].float()
+    ordinary = torch.linspace(-1, 1, special.numel())
+    assert_equal_steps(storage, ordinary, [special, ordinary])
+    assert_equal_steps(storage, special, [ordinary], weight_decay=0.1)
+
+
+@every_storage
+@pytest.mark.parametrize("torch_class", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "options", [{"weight_decay": 0.1}, {"maximize": True}, {"betas": (0.0, 0.5)}, {"eps": 0.0, "lr": 1.0}], ids=str
+)
+def test_options(storage, torch_class, options):
+    grads = [torch.randn(100), torch.zeros(100), torch.randn(100)]
+    assert_equal_steps(storage, torch.randn(100), grads, torch_class, scale=3.0, **options)
+
+
+@every_storage
+def test_it_moves(storage):
+    weight = torch.randn(100)
+    moved, state = assert_equal_steps(storage, weight, [torch.ones(100)], lr=0.5)
+    assert ((weight - moved.float()) > 0.4).all()
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == STORABLE[storage["moments"]]
+
+
+def test_it_is_the_equation():
+    """`run` beside `move` itself, with none of the optimizer between."""
+    weight, _, grad, first, second = run_arguments(1000, torch.float32)
+    first, second = torch.randn(1000), torch.rand(1000)
+    s = kernel.AdamScalars(0.5, 0.9, 0.99, 0.01, 0.999, 0.03, 1.5, 1e-6)
+    expected, moments = move(weight, grad, {"exp_avg": first, "exp_avg_sq": second}, s)
+    kernel.run(weight, None, grad, first, second, s, None)
+    same_bits(weight, expected)
+    same_bits(first, moments["exp_avg"])
+    same_bits(second, moments["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("start", [0, 2**32 - CHUNK, 2**32, 5 * 2**32 + 3 * CHUNK])
+@pytest.mark.parametrize("seed", [0, 12345, 2**64 - 1])
+def test_noise_is_that_of_the_reference_at_any_index(start, seed):
+    """One chunk of a tensor of more than 2^32 elements, without the tensor."""
+    n = 1000
+    weight, stored, zero = torch.randn(n), torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n)
+    # Both betas, the step size and eps are 1, the rest 0: what is rounded is 0 - (-w) / (0 + 1), w itself.
+    numbers = [np.float32(v) for v in (0, 1, 0, 1, 0, 0, 0, 1, 0, 1)]
+    keys = (np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32))
+    arrays = stored.view(torch.uint16).numpy(), None, zero.numpy(), (-weight).numpy(), zero.clone().numpy()
+    kernel._update(*arrays, *numbers, keys, start)
+    bits = weight.view(torch.int32).long() & 0xFFFFFFFF
+    rounded = (bits + (noise_bits(seed, start, n) >> 16) >> 16 << 16).to(torch.int32)
+    expected = torch.where(rounded >= 2**31, rounded - 2**32, rounded).to(torch.int32).view(torch.float32)
+    same_bits(stored.float(), expected)
+
+
+def test_stochastic_is_round_to_with_the_same_seed():
+    weight, _, grad, first, second = run_arguments(CHUNK + 100)
+    wide, moments = move(
+        weight.float(), grad.float(), {"exp_avg": first, "exp_avg_sq": second}, s := kernel.AdamScalars(
+            1.0, 0.9, 0.99, 0.0, 1.0, 0.03, 1.0, 1e-6
+        ),
+    )  # fmt: skip
+    kernel.run(weight, None, grad, first, second, s, 99)
+    same_bits(weight, round_to(wide, "bf16", "stochastic", "ieee", generator=99).bfloat16())
+    same_bits(first, moments["exp_avg"])
+
+
+def test_supports_what_it_can_do():
+    plain = run_arguments()
+    assert kernel.supports(*plain, "nearest_even")
+    assert kernel.supports(*plain, "stochastic")
+    assert kernel.supports(torch.nn.Parameter(plain[0]), *plain[1:], "nearest_even")
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "rounding"),
+    [
+        ({0: torch.randn(64, 2).bfloat16()[:, 0]}, "nearest_even"),
+        ({2: torch.randn(8, 8).bfloat16().t()}, "nearest_even"),
+        ({1: torch.randn(64, 2)[:, 0]}, "nearest_even"),
+        ({0: torch.randn(64).half()}, "stochastic"),
+        ({0: torch.randn(64)}, "stochastic"),
+        ({}, "toward_zero"),
+        ({0: torch.randn(64).double()}, "nearest_even"),
+        ({3: torch.zeros(64).half()}, "nearest_even"),
+        ({2: torch.zeros(64).to_sparse()}, "nearest_even"),
+        ({0: torch.zeros(64, device="meta")}, "nearest_even"),
+        ({2: torch.zeros(64).as_subclass(Subclass)}, "nearest_even"),
+    ],
+)
+def test_supports_refuses_the_rest(change, rounding):
+    tensors = [change.get(i, tensor) for i, tensor in enumerate(run_arguments())]
+    assert not kernel.supports(*tensors, rounding)
+
+
+def test_what_it_refuses_is_updated_by_the_reference():
+    """A transposed weight and an expanded gradient move like their contiguous copies."""
+    results = []
+    for weight in (torch.arange(12.0).view(3, 4).t(), torch.arange(12.0).view(3, 4).t().contiguous()):
+        parameter = torch.nn.Parameter(weight)
+        optimizer = convert(torch.optim.AdamW([parameter]), Recipe("made", "", ""), {})
+        parameter.grad = torch.ones(1).expand(4, 3)
+        optimizer.step()
+        results.append(parameter.detach())
+    same_bits(results[0].contiguous(), results[1])
+
+
+FORKED = """
+import os, numpy, torch
+from halfstep.kernels.cpu import adam as kernel
+def run():  # numpy makes the tensors: torch's own threads do not survive a fork either
+    weight, grad, first, second = (torch.from_numpy(numpy.ones(4 * kernel._CHUNK, numpy.float32)) for _ in range(4))
+    kernel.run(weight, None, grad, first, second, kernel.AdamScalars(1, .9, .99, 0, 1, 1e-2, 1, 1e-8), None)
+    return weight[-1].item()
+first = run()
+if (child := os.fork()) == 0:
+    os._exit(0 if run() == first else 3)
+print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_may_step_too():
+    """GNU OpenMP aborts a child that starts threads after its parent did."""
+    result = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=120)
+    assert result.stdout.strip() == "child 0", result.stderr
+
+
+def test_the_reference_does_not_depend_on_length():
+    """torch's float32 square root does on CPUs, where long tensors take another path than short ones."""
+    weight, grad, first, second = torch.zeros(4000), torch.zeros(4000), torch.ones(4000), torch.rand(4000)
+    s = kernel.AdamScalars(1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1e-8)
+    whole, _ = move(weight, grad, {"exp_avg": first, "exp_avg_sq": second}, s)
+    for i in range(0, 4000, 40):
+        part = slice(i, i + 5)
+        moved, _ = move(weight[part], grad[part], {"exp_avg": first[part], "exp_avg_sq": second[part]}, s)
+        same_bits(moved, whole[part])
+    exact = -1 / (second.numpy() ** np.float32(0.5) + np.float32(1e-8))
+    same_bits(whole, torch.from_numpy(exact))
