@@ -1,0 +1,277 @@
+"""What the scaler does to gradients and steps: divide, clip, skip, refuse."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.utils import clip_grad_norm_
+
+import halfstep
+from halfstep import LossScaler
+from halfstep.errors import LossScaleError
+from tiny import adamw, assert_same, batch, copied, mlp, prepared, train
+
+
+STOCK = [
+    lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, fused=True),
+    lambda m: torch.optim.AdamW(m.parameters(), foreach=True),
+    lambda m: torch.optim.AdamW(m.parameters(), fused=True),
+    lambda m: torch.optim.RMSprop(m.parameters()),
+]
+
+
+def backward(model, scaler, factor=1.0):
+    x, y = batch()
+    scaler.scale(F.mse_loss(model(x), y) * factor).backward()
+
+
+@pytest.mark.parametrize("build", STOCK)
+@pytest.mark.parametrize("clip", [None, 0.01, 1e3])
+def test_stock_optimizers_step_as_under_torchs_scaler(build, clip):
+    weights = []
+    for scaler in (LossScaler(), torch.amp.GradScaler("cpu")):
+        model = mlp()
+        optimizer = build(model)
+        for i in range(4):
+            backward(model, scaler, float("inf") if i == 1 else 1.0)
+            if clip and isinstance(scaler, LossScaler):
+                scaler.clip_grad_norm_(optimizer, clip)
+            elif clip:
+                scaler.unscale_(optimizer)
+                clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        weights.append(dict(model.state_dict()))
+        assert scaler.get_scale() == 2.0**15
+        assert not hasattr(optimizer, "grad_scale")
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-master", "fp16-mixed"])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_clip_is_unscale_then_torchs_clip(name, norm_type):
+    results = []
+    for ours in (True, False):
+        model, optimizer, scaler = prepared(name)
+        backward(model, scaler)
+        if ours:
+            norm = scaler.clip_grad_norm_(optimizer, 0.01, norm_type)
+        else:
+            scaler.unscale_(optimizer)
+            norm = clip_grad_norm_(model.parameters(), 0.01, norm_type)
+        scaler.step(optimizer)
+        scaler.update()
+        results.append((norm.float(), optimizer.state[model[0].weight]["exp_avg"]))
+        assert norm > 0.01
+    tolerance = 2.0**-6 if name == "bf16-master" else 1e-5  # torch rounds norm, coefficient and product to bf16
+    torch.testing.assert_close(results[0], results[1], rtol=tolerance, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16-pure"])
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+def test_clipping_to_nothing_is_torchs_too(name, max_norm):
+    """An infinite gradient without a loss scale, and max_norm = 0: torch's coefficient is 0, and so is ours."""
+    model, optimizer, scaler = prepared(name)
+    backward(model, scaler, 1.0 if max_norm == 0 else float("inf"))
+    norm = scaler.clip_grad_norm_(optimizer, max_norm)
+    scaler.step(optimizer)
+    if max_norm == 0:
+        assert all((optimizer.state[p]["exp_avg"] == 0).all() for p in model.parameters())
+    else:
+        assert not norm.isfinite()
+        assert scaler.is_enabled() or not all(p.isfinite().all() for p in model.parameters())
+
+
+def test_clip_without_gradients_is_zero_and_after_step_refused():
+    model, optimizer, scaler = prepared("fp16-master")
+    assert scaler.clip_grad_norm_(optimizer, 1.0) == 0
+    backward(model, scaler)
+    scaler.step(optimizer)
+    with pytest.raises(LossScaleError, match=r"after step\(\)"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+
+
+def test_small_fp16_gradients_move_the_weight():
+    """2^-16 after scaling by 2^16 is 2^-32 unscaled, which fp16 has as zero."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer, scaler = prepared("fp16-master", model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = optimizer.state[model.weight]["master"].clone()
+    model.weight.grad = torch.full((1, 1), 2.0**-16, dtype=torch.float16)
+    assert (model.weight.grad / 2.0**16).item() == 0
+    with torch.no_grad():
+        optimizer.state[model.weight]["master"].zero_()
+        model.weight.zero_()
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.state[model.weight]["master"].item() == -(2.0**-32)
+    assert before.shape == (1, 1)
+
+
+def test_unscaling_fp16_gradients_in_place_is_refused_with_what_to_do():
+    model, optimizer, scaler = prepared("fp16-master")
+    backward(model, scaler)
+    words = r"flush small fp16 gradients to zero \(0.weight and 5 more\).*clip_grad_norm_.*halfstep.prepare"
+    with pytest.raises(LossScaleError, match=words):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    half = mlp().half()
+    stock = torch.optim.SGD(half.parameters(), lr=0.1)
+    for p in half.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(LossScaleError, match="flush small fp16 gradients"):
+        LossScaler().step(stock)
+
+
+def test_calls_out_of_order_are_refused():
+    model = mlp()
+    optimizer, scaler = adamw(model), LossScaler()
+    with pytest.raises(LossScaleError, match=r"update\(\) before any step\(\) or unscale_\(\)"):
+        scaler.update()
+    with pytest.raises(LossScaleError, match=r"no parameter of the optimizer has a gradient.*backward\(\) first"):
+        scaler.step(optimizer)
+    backward(model, scaler)
+    with pytest.raises(LossScaleError, match="a closure cannot be used"):
+        scaler.step(optimizer, lambda: None)
+    with pytest.raises(LossScaleError, match="a closure cannot be used"):
+        scaler.step(optimizer, closure=lambda: None)
+    scaler.unscale_(optimizer)
+    with pytest.raises(LossScaleError, match=r"already unscaled since the last update\(\)"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    with pytest.raises(LossScaleError, match="already stepped since the last update"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(LossScaleError, match=r"step\(\) has already been called.*update\(\) first"):
+        scaler.step(optimizer)
+    scaler.update()
+
+
+def test_a_disabled_scaler_is_the_identity():
+    model = mlp()
+    optimizer, scaler = adamw(model), LossScaler(enabled=False)
+    loss = model(batch()[0]).sum()
+    assert scaler.scale(loss) is loss
+    loss.backward()
+    grad = model[0].weight.grad.clone()
+    scaler.unscale_(optimizer)
+    assert_same(model[0].weight.grad, grad)
+    for _ in range(2):
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler.state_dict() == {}
+    assert optimizer.state[model[0].weight]["step"] == 2
+    assert scaler.step(optimizer, lambda: torch.tensor(5.0)) == 5
+
+
+def test_skipped_steps_and_the_names_of_what_overflowed():
+    model, optimizer, scaler = prepared("fp16-master")
+    train(model, optimizer, scaler, 1)
+    backward(model, scaler)
+    model[0].bias.grad[3], model[3].weight.grad[1, 1] = float("inf"), float("nan")
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.skipped_steps == 1
+    assert scaler.overflowed == ("0.bias", "3.weight")
+
+
+@pytest.mark.parametrize("name", ["fp16-mixed", "fp16-master", "fp16-pure", "bf16-pure"])
+def test_a_skipped_step_moves_nothing(name):
+    model, optimizer, scaler = prepared(name)
+    train(model, optimizer, scaler, 3)
+    before = copied(model.state_dict()), copied(optimizer.state_dict())
+    backward(model, scaler, float("inf"))
+    assert scaler.step(optimizer) is None
+    scaler.update()
+    assert_same(dict(model.state_dict()), dict(before[0]))
+    assert_same(optimizer.state_dict(), before[1])
+
+
+def test_several_optimizers_skip_one_by_one_and_back_off_together():
+    first, second, scaler = mlp(), mlp(1), LossScaler()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
+    for model in (first, second):
+        backward(model, scaler)
+    first[0].weight.grad[0, 0] = float("inf")
+    before = copied(first.state_dict()), copied(second.state_dict())
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert_same(dict(first.state_dict()), dict(before[0]))
+    assert not torch.equal(second[0].weight, before[1]["0.weight"])
+    assert scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("fine", [True, False])
+def test_sparse_gradients(fine):
+    model = torch.nn.Embedding(5, 2, sparse=True)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), LossScaler()
+    before = model.weight.detach().clone()
+    scaler.scale(model(torch.tensor([1, 3])).sum() * (1.0 if fine else float("inf"))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    expected = torch.zeros(5, 2)
+    expected[[1, 3]] = float(fine)
+    torch.testing.assert_close(before - model.weight.detach(), expected)
+
+
+@pytest.mark.parametrize("name", ["bf16-master", "bf16-stochastic", "fp16-mixed", "fp16-master"])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_torchs_scaler_drives_our_optimizer(name, unscale):
+    weights = []
+    for torchs in (True, False):
+        model, optimizer, scaler = prepared(name)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if torchs else LossScaler(init_scale=1024.0)
+        for factor in (1.0, float("inf"), 1.0, 1.0):
+            backward(model, scaler, factor)
+            if unscale and not name.startswith("fp16-master"):
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        weights.append(dict(model.state_dict()))
+        assert optimizer.state[model[0].weight]["step"] == 3
+    assert_same(weights[0], weights[1])
+
+
+def test_update_ends_the_step_for_the_model_too():
+    model, optimizer, scaler = prepared("fp32")
+    calls = []
+    scaler._on_update = lambda: calls.append(1)
+    train(model, optimizer, scaler, 3)
+    assert len(calls) == 3
+    halfstep.revert(model)
+    _, _, scaler = prepared("bf16-master", model, adamw(model))
+    halfstep.revert(model)
+    with pytest.raises(halfstep.errors.RecipeError, match="follows no recipe"):
+        scaler.update(1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_overflow_is_found_wherever_it_is(dtype):
+    for bad in (float("inf"), float("-inf"), float("nan")):
+        for where in (0, 500, 999):
+            weight = torch.nn.Parameter(torch.zeros(1000, dtype=dtype))
+            empty = torch.nn.Parameter(torch.zeros(0, dtype=dtype))
+            weight.grad, empty.grad = torch.ones_like(weight), torch.ones_like(empty)
+            weight.grad[where] = bad
+            optimizer, scaler = torch.optim.SGD([empty, weight], lr=1.0, fused=True), LossScaler()
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.overflowed == ("parameter 1 of group 0",)
+            assert (weight == 0).all()
+
+
+def test_growth_makes_no_step_of_its_own():
+    """The scale changes what is multiplied in and divided out again, and nothing else: powers of two are exact."""
+    runs = []
+    for interval in (1, 1000):
+        model, optimizer, scaler = prepared("fp16-mixed")
+        scaler.set_growth_interval(interval)
+        scaler.update(256.0)
+        runs.append((train(model, optimizer, scaler, 4), scaler.get_scale()))
+    assert [scale for _, scale in runs] == [4096.0, 256.0]
+    assert all(b < a for a, b in pairwise(runs[0][0]))
+    torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-3, atol=0)

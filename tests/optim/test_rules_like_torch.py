@@ -1,0 +1,144 @@
+"""The update rules are torch.optim's, up to the order of float32 roundings."""
+
+import pytest
+import torch
+
+from halfstep.errors import OptimizerError
+from halfstep.optim import convert, rule_of, update_rules
+from halfstep.recipe import get_recipe
+from tiny import assert_same, copied
+
+
+ADAM = [
+    {},
+    {"weight_decay": 0.1},
+    {"betas": (0.5, 0.9), "eps": 1e-3},
+    {"maximize": True, "weight_decay": 0.01},
+    {"lr": torch.tensor(0.02)},
+    {"foreach": True},
+    {"fused": True},
+]
+SGD = [
+    {},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "nesterov": True},
+    {"momentum": 0.9, "dampening": 0.5},
+    {"momentum": 0.9, "weight_decay": 0.1, "maximize": True},
+    {"weight_decay": 0.1},
+    {"momentum": 0.5, "foreach": True},
+    {"momentum": 0.5, "fused": True},
+]
+CASES = [(torch.optim.AdamW, o) for o in ADAM] + [(torch.optim.Adam, o) for o in ADAM]
+CASES += [(torch.optim.Adam, {"weight_decay": 0.1, "decoupled_weight_decay": True})]
+CASES += [(torch.optim.SGD, o) for o in SGD]
+
+
+def twins(torch_class, options, shapes=((5, 3), (7,), (), (0,))):
+    """The same parameters under torch's optimizer twice."""
+    torch.manual_seed(0)
+    first = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    second = [torch.nn.Parameter(p.detach().clone()) for p in first]
+    build = {"lr": 0.02, **options}
+    return (torch_class(first, **build), first), (torch_class(second, **build), second)
+
+
+def step(optimizer, parameters, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.step()
+
+
+def assert_close(first, second):
+    for p, q in zip(first, second, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("torch_class", "options"), CASES, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
+def test_fifty_steps_beside_torch(torch_class, options):
+    (torchs, ps), (other, qs) = twins(torch_class, options)
+    ours = convert(other, get_recipe("fp32"), {})
+    start = copied(list(qs))
+    for i in range(50):
+        step(torchs, ps, i)
+        step(ours, qs, i)
+    assert_close(ps, qs)
+    assert (start[0] - qs[0]).abs().mean() > 1e-2
+
+
+@pytest.mark.parametrize(("torch_class", "options"), CASES, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
+def test_moments_and_step_counts_are_taken_over(torch_class, options):
+    (torchs, ps), (other, qs) = twins(torch_class, options)
+    for i in range(5):
+        step(torchs, ps, i)
+        step(other, qs, i)
+    ours = convert(other, get_recipe("fp32"), {})
+    assert not other.state
+    for i in range(5, 10):
+        step(torchs, ps, i)
+        step(ours, qs, i)
+    assert_close(ps, qs)
+    for p, q in zip(ps, qs, strict=True):
+        for name, value in torchs.state[p].items():
+            if value is not None:
+                torch.testing.assert_close(ours.state[q][name], value, rtol=1e-6, atol=1e-6)
+
+
+def test_a_closure_is_evaluated_with_gradients():
+    (torchs, ps), (other, qs) = twins(torch.optim.SGD, {})
+    ours = convert(other, get_recipe("fp32"), {})
+
+    def closure(parameters):
+        loss = sum((p**2).sum() for p in parameters)
+        loss.backward()
+        return loss
+
+    expected, found = torchs.step(lambda: closure(ps)), ours.step(lambda: closure(qs))
+    assert_same(found, expected)
+    assert_close(ps, qs)
+
+
+def test_parameters_without_a_gradient_stay_and_count_no_step():
+    _, (other, (first, second, *_)) = twins(torch.optim.AdamW, {})
+    ours = convert(other, get_recipe("fp32"), {})
+    before = second.detach().clone()
+    first.grad = torch.ones_like(first)
+    ours.step()
+    assert_same(second.detach(), before)
+    assert second not in ours.state
+    assert ours.state[first]["step"] == 1
+
+
+class Mine(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize("torch_class", [torch.optim.RMSprop, Mine, torch.optim.Adagrad])
+def test_another_class_is_refused_and_the_known_ones_listed(torch_class):
+    optimizer = torch_class([torch.nn.Parameter(torch.ones(2))])
+    words = rf"{torch_class.__name__} cannot be expressed.*torch.optim.Adam\b.*torch.optim.AdamW.*torch.optim.SGD"
+    with pytest.raises(OptimizerError, match=words):
+        rule_of(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("torch_class", "option", "reason"),
+    [
+        (torch.optim.AdamW, "amsgrad", "third moment"),
+        (torch.optim.Adam, "amsgrad", "third moment"),
+        (torch.optim.Adam, "differentiable", "without autograd"),
+        (torch.optim.SGD, "differentiable", "without autograd"),
+        (torch.optim.AdamW, "capturable", "step count on the host"),
+    ],
+)
+def test_an_option_without_counterpart_is_refused(torch_class, option, reason):
+    optimizer = torch_class([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.param_groups[0][option] = True
+    with pytest.raises(OptimizerError, match=rf"{option}=True cannot be expressed: .*{reason}.*{option}=False"):
+        convert(optimizer, get_recipe("fp32"), {})
+
+
+def test_every_rule_serves_the_class_it_names():
+    assert sorted(update_rules()) == ["adam", "adamw", "sgd"]
+    for rule in update_rules().values():
+        assert rule_of(rule.torch_class([torch.nn.Parameter(torch.ones(2))], lr=0.1)) is rule

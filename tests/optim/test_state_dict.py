@@ -1,0 +1,125 @@
+"""Saving and loading the optimizer: bit for bit, in its own dtypes, and from torch's."""
+
+import io
+
+import pytest
+import torch
+
+from halfstep.errors import OptimizerError
+from tiny import RECIPES, adamw, assert_same, batch, copied, mlp, prepared, train
+
+
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+@every_recipe
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_a_resumed_run_is_the_run_that_was_not_stopped(name, order):
+    model, optimizer, scaler = prepared(name)
+    train(model, optimizer, scaler)
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), scaler.state_dict()], file)
+    losses = train(model, optimizer, scaler)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+
+    resumed, again, rescaler = prepared(name, mlp(seed=5), generator=99)
+    loads = [(resumed, saved[0]), (again, saved[1]), (rescaler, saved[2])]
+    for thing, state in loads if order == "model first" else reversed(loads):
+        thing.load_state_dict(state)
+    assert train(resumed, again, rescaler) == losses
+    assert_same(dict(resumed.state_dict()), dict(model.state_dict()))
+    assert_same(again.state_dict(), optimizer.state_dict())
+
+
+@every_recipe
+def test_a_round_trip_changes_no_bit_and_no_dtype(name):
+    model, optimizer, scaler = prepared(name)
+    train(model, optimizer, scaler)
+    before = copied(optimizer.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert_same(optimizer.state_dict(), before)
+    for state in optimizer.state.values():
+        assert state["exp_avg"].dtype == optimizer.storage.moments
+        assert state.get("master", torch.ones(1)).dtype == torch.float32
+
+
+@every_recipe
+@pytest.mark.parametrize("build", [adamw, lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)])
+def test_a_torch_optimizers_state_loads(name, build):
+    stock = mlp()
+    torchs = build(stock)
+    for _ in range(3):
+        stock(batch()[0]).square().mean().backward()
+        torchs.step()
+    model = mlp()
+    model.load_state_dict(stock.state_dict())
+    model, optimizer, scaler = prepared(name, model, build(model))
+    optimizer.load_state_dict(torchs.state_dict())
+    for p, q in zip(model.parameters(), stock.parameters(), strict=True):
+        for moment in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+            if moment in torchs.state[q]:
+                assert_same(optimizer.state[p][moment], torchs.state[q][moment].to(optimizer.storage.moments))
+        assert ("master" in optimizer.state[p]) == optimizer.storage.master
+    train(model, optimizer, scaler, 1)
+    expected = torchs.state[q].get("step", torch.tensor(1.0)) + 1
+    assert optimizer.state[p]["step"] == expected or scaler.skipped_steps
+
+
+def test_the_loaded_state_shares_no_memory_with_the_file():
+    model, optimizer, scaler = prepared("bf16-master")
+    train(model, optimizer, scaler)
+    state = copied(optimizer.state_dict())
+    kept = copied(state)
+    optimizer.load_state_dict(state)
+    train(model, optimizer, scaler)
+    assert_same(state, kept)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (torch.nn.Sequential(torch.nn.Linear(2, 2)), r"groups of sizes \[2\], this optimizer has \[6\]"),
+        (torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(3)]), r"of shape \(2, 2\), expected \(16, 8\)"),
+    ],
+)
+def test_a_state_of_another_model_is_refused_and_nothing_changed(other, words):
+    stranger = adamw(other)
+    other(torch.ones(1, 2)).sum().backward()
+    stranger.step()
+    model, optimizer, scaler = prepared("bf16-master")
+    train(model, optimizer, scaler)
+    before = copied(optimizer.state_dict())
+    with pytest.raises(OptimizerError, match=words):
+        optimizer.load_state_dict(stranger.state_dict())
+    assert_same(optimizer.state_dict(), before)
+
+
+@pytest.mark.parametrize("name", ["bf16-master", "fp16-master"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_weight_that_somebody_overwrote_is_followed_by_its_master(name, steps_before):
+    model, optimizer, scaler = prepared(name, optimizer=None)
+    train(model, optimizer, scaler, steps_before)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    scaler.update(1.0)
+    model.load_state_dict({key: torch.full_like(value, 3) for key, value in model.state_dict().items()})
+    train(model, optimizer, scaler, 1)
+    for parameter in model.parameters():
+        assert_same(parameter.detach(), torch.full_like(parameter, 3))
+        assert_same(optimizer.state[parameter]["master"], parameter.detach().float())
+
+
+def test_entries_that_nobody_overwrote_keep_their_finer_master():
+    model, optimizer, scaler = prepared("bf16-master")
+    train(model, optimizer, scaler)
+    weight = model[0].weight
+    before = optimizer.state[weight]["master"].clone()
+    for group in optimizer.param_groups:
+        group.update(lr=0.0)
+    with torch.no_grad():
+        weight[0].fill_(2.0)
+    train(model, optimizer, scaler, 1)
+    assert_same(optimizer.state[weight]["master"][0], torch.full((8,), 2.0))
+    assert_same(optimizer.state[weight]["master"][1:], before[1:])
+    assert not torch.equal(before[1:], before[1:].bfloat16().float())

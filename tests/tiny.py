@@ -1,0 +1,60 @@
+"""Tiny models and the loop that trains them."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import halfstep
+from halfstep import recipe
+
+
+RECIPES = recipe.list_recipes()
+BREAKS = {"fp16-pure"}  # documented to: the squares of small gradients become zero
+
+
+def mlp(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def batch(seed=1, rows=12):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 8, generator=generator), torch.randn(rows, 4, generator=generator)
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, **options})
+
+
+def prepared(name, model=None, optimizer=None, **options):
+    model = mlp() if model is None else model
+    optimizer = adamw(model) if optimizer is None else optimizer
+    return halfstep.prepare(model, optimizer, recipe=name, **{"generator": 3, **options})
+
+
+def train(model, optimizer, scaler, steps=3, data=None, loss_of=F.mse_loss):
+    """The documented loop on one repeated batch; returns the losses."""
+    x, y = batch() if data is None else data
+    losses = []
+    for _ in range(steps):
+        loss = loss_of(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def copied(state):
+    """A state dict, nested, with tensors of its own."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {key: copied(value) for key, value in state.items()}
+    return type(state)(map(copied, state)) if isinstance(state, (list, tuple)) else state
+
+
+def assert_same(actual, expected):
+    """Equality of nested states, tensors bit for bit."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
