@@ -9,6 +9,11 @@ settings.register_profile("halfstep", deadline=None, max_examples=100, derandomi
 settings.load_profile("halfstep")
 
 
+# Tensors in tests are small: a second thread costs more than it brings, and much more beside another process. Tests of
+# threading set their own number.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

@@ -3,4 +3,5 @@
 from halfstep.cli.app import main
 
 
-main()
+if __name__ == "__main__":
+    main()

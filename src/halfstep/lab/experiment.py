@@ -22,16 +22,16 @@ class Experiment:
     model: str = "gpt-tiny"
     data: str | None = None
     """A text file, a folder or a glob; None is the Python standard library's documentation and source."""
-    steps: int = 700
+    steps: int = 500
     seeds: int = 1
     """Seeds a recipe is trained with."""
     baseline_seeds: int = 3
     """Seeds fp32 is trained with, where it takes part: three or more give its band."""
     batch: int = 16
-    context: int = 128
+    context: int = 64
     lr: float = 1e-3
-    """The peak learning rate: reached after the warm-up, then a cosine down to zero."""
-    warmup: int = 35
+    """The peak learning rate: reached after the warm-up, then a cosine towards zero."""
+    warmup: int = 30
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
     clip: float = 1.0
@@ -43,7 +43,7 @@ class Experiment:
     """How many times a run saves itself."""
 
     def __post_init__(self) -> None:
-        positive = ("steps", "seeds", "baseline_seeds", "batch", "context", "lr", "validations", "checkpoints")
+        positive = ("steps", "seeds", "baseline_seeds", "batch", "context", "lr", "validations", "checkpoints", "statistics")
         for name in positive:
             if getattr(self, name) <= 0:
                 raise RunError(f"{name} = {getattr(self, name)} given; expected a positive number")
@@ -53,10 +53,10 @@ class Experiment:
             raise RunError(f"a recipe is named twice in {', '.join(self.recipes)}; name each once")
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, from 1: linear warm-up, then a cosine to zero at the last step."""
+        """The learning rate of a step, from 1: linear warm-up, then a cosine that would reach zero one step after the last."""
         if step <= self.warmup:
             return self.lr * step / self.warmup
-        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        progress = (step - self.warmup) / (self.steps + 1 - self.warmup)
         return self.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
     def due(self, step: int, times: int) -> bool:

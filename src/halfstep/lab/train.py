@@ -202,8 +202,10 @@ class Trainer:
         model, optimizer = self.training.model, self.training.optimizer
         trained = [p for p in model.parameters() if p.grad is not None]
 
+        kept = [optimizer.state[p].get("master", p).detach() for p in trained]
+
         def weights() -> list[torch.Tensor]:
-            return [optimizer.state[p].get("master", p).detach().float().clone() for p in trained]
+            return [weight.float().clone() for weight in kept]
 
         before = weights()
         gradients = [p.grad.float() / scale for p in trained if p.grad is not None]
@@ -221,9 +223,10 @@ class Trainer:
         }
 
         def finish(skipped: bool) -> None:
-            after = before if skipped else weights()
-            pairs = list(zip(before, after, strict=True))
-            self._write({**row, "lost": {name: share_lost(pairs, formats.get(name)) for name in FORMATS}})
+            pairs = list(zip(before, before if skipped else weights(), strict=True))
+            seen = all(weight.dtype == torch.float32 for weight in kept)
+            lost = {name: share_lost(pairs, formats.get(name)) for name in FORMATS} if seen else {}
+            self._write({**row, "lost": lost})
 
         return finish
 

@@ -81,11 +81,23 @@ def final_loss(rows: Sequence[Row]) -> float | None:
     return losses[-1] if losses else None
 
 
+def _divergence(rows: Sequence[Row]) -> Row | None:
+    """The row that says how a run diverged, made up where only the validation after the last update shows it."""
+    for row in rows:
+        if row["kind"] == "diverged":
+            return row
+    last = next((row for row in reversed(rows) if row["kind"] == "validation"), None)
+    if last and last["loss"] is None and rows[-1]["kind"] == "end":
+        reason = "the final validation loss is infinite or NaN"
+        return {"kind": "diverged", "step": last["step"], "reason": reason, "tensor": None}
+    return None
+
+
 def judge(recipe: str, runs: Mapping[int, Sequence[Row]], baselines: Mapping[int, float]) -> Verdict:
     """The verdict on a recipe from its runs by seed, against fp32's final losses by seed."""
     fp32 = band(list(baselines.values()))
     finals = {seed: loss for seed, rows in runs.items() if (loss := final_loss(rows)) is not None}
-    bad = next((row for rows in runs.values() for row in rows if row["kind"] == "diverged"), None)
+    bad = next((row for rows in runs.values() if (row := _divergence(rows))), None)
     mean = statistics.fmean(finals.values()) if finals and not bad else None
     pairs = [(loss - baselines[seed]) / baselines[seed] for seed, loss in finals.items() if seed in baselines]
     if bad:

@@ -15,7 +15,7 @@ from halfstep.lab.data import VOCABULARY
 from halfstep.lab.models.gpt import GPT
 
 
-_SIZES = {"gpt-tiny": (4, 128, 4), "gpt-small": (6, 384, 6)}  # layers, width, heads
+_SIZES = {"gpt-tiny": (2, 128, 4), "gpt-small": (6, 384, 6)}  # layers, width, heads
 
 
 def build_model(name: str, context: int, seed: int) -> nn.Module:

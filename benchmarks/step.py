@@ -1,0 +1,85 @@
+"""What does halfstep cost? A training step of a 10M-parameter GPT, against the same model in plain torch loops."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from harness import Contender, race, report
+from torch import Tensor, nn
+
+import halfstep
+from halfstep.lab.models.gpt import GPT, Attention
+
+
+LAYERS, WIDTH, HEADS, CONTEXT, BATCH, ROUNDS = 6, 384, 6, 256, 8, 9
+
+
+class PlainAttention(Attention):
+    """The same attention through torch alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """torch's own scaled_dot_product_attention."""
+        batch, time, width = x.shape
+        q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(mixed.transpose(1, 2).reshape(batch, time, width))
+
+
+def plain(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) -> Callable[[], None]:
+    """The loop that people write: autocast around forward and loss, torch's fused AdamW."""
+    model = copy.deepcopy(model)
+    for block in model.blocks:
+        block.attention.__class__ = PlainAttention
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            logits = model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def prepared(model: nn.Module, tokens: Tensor, recipe: str) -> Callable[[], None]:
+    """The same loop through halfstep.prepare."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe)
+
+    def step() -> None:
+        logits = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return step
+
+
+def main() -> None:
+    """Time one step of each, interleaved."""
+    torch.manual_seed(0)
+    model = GPT(256, CONTEXT, LAYERS, WIDTH, HEADS)
+    tokens = torch.randint(0, 256, (BATCH, CONTEXT + 1))
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    contenders = [
+        Contender("torch fp32", plain(model, tokens, None)),
+        Contender("halfstep fp32", prepared(model, tokens, "fp32"), "torch fp32", 1.03),
+        Contender("torch.autocast bf16", plain(model, tokens, torch.bfloat16)),
+        Contender("halfstep bf16-mixed", prepared(model, tokens, "bf16-mixed"), "torch.autocast bf16", 1.03),
+        Contender("halfstep bf16-stochastic", prepared(model, tokens, "bf16-stochastic"), "torch.autocast bf16"),
+        Contender("halfstep fp16-mixed", prepared(model, tokens, "fp16-mixed"), "torch fp32"),
+    ]
+    question = f"a step of a {size:.1f}M-parameter GPT, {BATCH} x {CONTEXT} tokens"
+    report("step", question, race(contenders, ROUNDS), ROUNDS)
+
+
+if __name__ == "__main__":
+    main()

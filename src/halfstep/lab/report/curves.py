@@ -1,0 +1,202 @@
+"""Plot 1: the validation loss over the steps, and its distance from fp32's."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from halfstep.lab.metrics import Row
+from halfstep.lab.report.results import BASELINE, Results
+from halfstep.lab.report.style import (
+    BAND,
+    FAINT,
+    INK,
+    PERCENT,
+    Look,
+    Picture,
+    looks,
+    new_figure,
+    percent_ticks,
+    plain,
+    signed,
+    spread,
+)
+from halfstep.lab.verdict import DIVERGED, MATCHES, TOLERANCE, Band, band
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run's validation losses; `end` is where it diverged: the step and the last finite loss before it."""
+
+    recipe: str
+    steps: tuple[int, ...]
+    losses: tuple[float, ...]
+    end: tuple[int, float] | None
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The first seed of each recipe; fp32's mean and, where it was measured, its band by step."""
+
+    curves: tuple[Curve, ...]
+    means: Mapping[int, float]
+    bands: Mapping[int, Band]
+
+    def gaps(self, curve: Curve) -> tuple[list[int], list[float]]:
+        """The steps that fp32 was measured at too, and the loss's distance from fp32's mean there, relative to it."""
+        both = [(s, loss) for s, loss in zip(curve.steps, curve.losses, strict=True) if s in self.means]
+        return [s for s, _ in both], [loss / self.means[s] - 1 for s, loss in both]
+
+
+def loss_curves(results: Results) -> Curves:
+    """The data of the plot."""
+    curves = []
+    for recipe in results.runs:
+        found = results.first_seed(recipe)
+        if found and (curve := _curve(recipe, found[1])):
+            curves.append(curve)
+    by_step: dict[int, list[float]] = {}
+    for rows in results.runs.get(BASELINE, {}).values():
+        for row in rows:
+            if row["kind"] == "validation" and row["loss"] is not None:
+                by_step.setdefault(row["step"], []).append(row["loss"])
+    bands = {step: b for step, losses in by_step.items() if (b := band(losses))}
+    return Curves(tuple(curves), {step: statistics.fmean(losses) for step, losses in by_step.items()}, bands)
+
+
+def _curve(recipe: str, rows: Sequence[Row]) -> Curve | None:
+    points = [(r["step"], r["loss"]) for r in rows if r["kind"] == "validation" and r["loss"] is not None]
+    losses = [r["loss"] for r in rows if r["kind"] in ("validation", "step") and r["loss"] is not None]
+    bad = next((r["step"] for r in rows if r["kind"] == "diverged"), None)
+    if not losses:
+        return None
+    end = None if bad is None else (bad, losses[-1])
+    steps, values = [s for s, _ in points], [loss for _, loss in points]
+    return Curve(recipe, tuple(steps), tuple(values), end, rows[-1]["kind"] == "end")
+
+
+def picture(results: Results) -> Picture:
+    """The plot with its words."""
+    heading = "Loss curves"
+    look_for = (
+        "A recipe that works stays on fp32's curve: above, the loss itself; below, its distance from fp32's mean, "
+        "where the grey band is what fp32 does by itself from seed to seed."
+    )
+    data = loss_curves(results)
+    if not any(curve.steps for curve in data.curves):
+        return Picture("loss", heading, look_for, "No run has a validation loss yet.")
+    judged = [v for v in results.verdicts if v.recipe != BASELINE]
+    diverged = sum(v.status == DIVERGED for v in judged)
+    if results.band and judged:
+        inside = sum(v.status == MATCHES for v in judged)
+        title = f"{inside} of {len(judged)} recipes end within fp32's band or below it"
+        title += f"; {diverged} diverged" if diverged else ""
+    elif diverged:
+        title = f"{diverged} of {len(judged)} recipes diverged; there is no final band of fp32"
+    else:
+        first = next(curve for curve in data.curves if curve.steps)
+        start, end = first.losses[0], first.losses[-1]
+        title = f"{plain(first.recipe)}'s validation loss goes from {start:.2f} to {end:.2f} nats"
+    return Picture("loss", heading, look_for, _finding(data), draw(data, looks(list(results.runs)), title), title)
+
+
+def _finding(data: Curves) -> str:
+    ends = {c.recipe: (c.steps[-1], c.losses[-1]) for c in data.curves if c.steps and c.end is None}
+    if not ends:
+        return "No run got to its end."
+    best = min(ends, key=lambda recipe: ends[recipe][1])
+    sentence = f"The lowest last validation loss is {best}'s: {ends[best][1]:.4f} nats at step {ends[best][0]}"
+    gaps = {
+        c.recipe: g[-1] for c in data.curves if c.recipe in ends and c.recipe != BASELINE and (g := data.gaps(c)[1])
+    }
+    if gaps:
+        worst = max(gaps, key=lambda recipe: gaps[recipe])
+        sentence += f"; the largest gap to fp32 of the runs that did not diverge is {worst}'s, {signed(gaps[worst])}"
+    return sentence + "."
+
+
+def draw(data: Curves, look: Mapping[str, Look], title: str) -> Figure:
+    """The loss above; where fp32 took part beside others, the distance from its mean below."""
+    others = any(data.gaps(c)[0] for c in data.curves if c.recipe != BASELINE)
+    figure = new_figure(6.0 if others else 3.8, title)
+    if others:
+        top, bottom = figure.subplots(2, 1, sharex=True)
+        _loss_panel(top, data, look)
+        _gap_panel(bottom, data, look)
+    else:
+        top = bottom = figure.subplots()
+        _loss_panel(top, data, look)
+        _label_ends(top, [(c, c.steps[-1], c.losses[-1]) for c in data.curves if c.steps and not c.end], look)
+    bottom.set_xlabel("step")
+    return figure
+
+
+def _loss_panel(axes: Axes, data: Curves, look: Mapping[str, Look]) -> None:
+    axes.grid(axis="y")
+    axes.margins(x=0.02)
+    axes.set_ylabel("validation loss (nats)")
+    if data.bands:
+        steps = sorted(data.bands)
+        low, high = [data.bands[s].lower for s in steps], [data.bands[s].upper for s in steps]
+        axes.fill_between(steps, low, high, color=BAND, linewidth=0, zorder=1)
+    handles: list[Line2D | Patch] = []
+    for curve in sorted(data.curves, key=lambda c: c.recipe != BASELINE):
+        mark = look[curve.recipe]
+        width = 2.6 if curve.recipe == BASELINE else 1.4
+        axes.plot(curve.steps, curve.losses, mark.line, color=mark.colour, linewidth=width, zorder=3)
+        if curve.end:
+            start = (curve.steps[-1], curve.losses[-1]) if curve.steps else curve.end
+            axes.plot(*zip(start, curve.end, strict=True), ":", color=mark.colour, linewidth=1.2, zorder=3)
+            axes.plot(*curve.end, "X", color=mark.colour, markeredgecolor="white", markersize=10, zorder=5)
+            label = f"{plain(curve.recipe)} diverged at step {curve.end[0]}"
+            handles.append(Line2D([], [], linestyle="", marker="X", color=mark.colour, markersize=8, label=label))
+    if data.bands:
+        handles.append(Patch(color=BAND, label="fp32's band over its seeds"))
+    if handles:
+        axes.legend(handles=handles, loc="upper right", fontsize=9, borderaxespad=0.2)
+
+
+def _label_ends(axes: Axes, ends: Sequence[tuple[Curve, int, float]], look: Mapping[str, Look]) -> None:
+    """Names in a column to the right of the plot, each with a line to the (step, y) where its curve ends."""
+    axes.set_xlim(axes.get_xlim())
+    axes.set_ylim(axes.get_ylim())  # from here on nothing may move the places
+    places = [axes.transAxes.inverted().transform(axes.transData.transform(end[1:])) for end in ends]
+    last = max((step for _, step, _ in ends), default=1)
+    for (curve, step, _), (x, y), place in zip(ends, places, spread([y for _, y in places], 0.075), strict=True):
+        axes.plot(
+            [x, 1.0, 1.04], [y, y, place], "-" if step == last else ":", color=look[curve.recipe].colour, linewidth=0.9,
+            transform=axes.transAxes, clip_on=False, zorder=2,
+        )  # fmt: skip
+        name = plain(curve.recipe) + ("" if curve.finished else f" (to step {curve.steps[-1]})")
+        axes.text(1.05, place, name, transform=axes.transAxes, va="center", fontsize=9, color=INK)
+
+
+def _gap_panel(axes: Axes, data: Curves, look: Mapping[str, Look]) -> None:
+    axes.grid(axis="y")
+    axes.margins(x=0.02)
+    axes.axhline(0, color=FAINT, linewidth=0.8, zorder=2)
+    if data.bands:
+        steps = sorted(data.bands)
+        half = [data.bands[s].half_width / data.bands[s].mean for s in steps]
+        axes.fill_between(steps, [-h for h in half], half, color=BAND, linewidth=0, zorder=1)
+    largest, ends = TOLERANCE, []
+    for curve in sorted(data.curves, key=lambda c: c.recipe != BASELINE):
+        mark, (at, gaps) = look[curve.recipe], data.gaps(curve)
+        axes.plot(at, gaps, mark.line, color=mark.colour, marker=mark.marker, markersize=3.5, linewidth=1.4, zorder=3)
+        largest = max([largest, *map(abs, gaps)])
+        if gaps and not curve.end:
+            ends.append((curve, at[-1], gaps[-1]))
+    if largest > 0.05:
+        axes.set_yscale("symlog", linthresh=0.01, linscale=0.7)
+        axes.set_yticks(percent_ticks(*axes.get_ylim(), 0.01))
+        axes.minorticks_off()
+    axes.yaxis.set_major_formatter(PERCENT)
+    axes.set_ylabel("gap to fp32's mean (%)")
+    _label_ends(axes, ends, look)

@@ -1,0 +1,226 @@
+"""Plot 6: where gradients lie, and what float16 makes of them without and with a loss scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MultipleLocator
+
+from halfstep import formats
+from halfstep.formats import Format
+from halfstep.lab.metrics import Row
+from halfstep.lab.report.results import BASELINE, Results
+from halfstep.lab.report.style import FAINT, INK, Picture, new_figure, plain, power, share
+
+
+SCALED = "fp16-mixed"
+DEFAULT_SCALE = 16  # log2, torch.amp.GradScaler's first
+KINDS = {"activation_gradients": "activation gradients", "gradients": "weight gradients"}
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Values multiplied by a power of two: the share in each bin [2^e, 2^(e+1)), and of what a format makes of them.
+
+    Shares are of the non-zero values. A value becomes zero at half the smallest subnormal and below; a bin does when
+    it lies under that.
+    """
+
+    shares: Mapping[int, float]
+    zeroed: float
+    subnormal: float
+    overflowing: float
+
+
+@dataclass(frozen=True)
+class Values:
+    """A histogram of values with the loss scale taken out."""
+
+    counts: Mapping[int, int]
+    zeros: int
+    nonfinite: int
+
+    @property
+    def size(self) -> int:
+        """How many values there are, zeros and infinities included."""
+        return sum(self.counts.values()) + self.zeros + self.nonfinite
+
+    def cast(self, format: Format, shift: int) -> Cast:
+        """What `format` makes of the values times 2^shift."""
+        total = sum(self.counts.values())
+        shares = {e + shift: n / total for e, n in sorted(self.counts.items())}
+        zero, normal, beyond = limits(format)
+        return Cast(
+            shares,
+            zeroed=sum(s for e, s in shares.items() if e < zero),
+            subnormal=sum(s for e, s in shares.items() if zero <= e < normal),
+            overflowing=sum(s for e, s in shares.items() if e >= beyond),
+        )
+
+
+@dataclass(frozen=True)
+class Exponents:
+    """The gradients of one step of one run, by kind, and the loss scale to look at them with, as log2."""
+
+    recipe: str
+    seed: int
+    step: int
+    values: Mapping[str, Values]
+    shift: int
+    shift_from: str
+
+
+def limits(format: Format) -> tuple[int, int, int]:
+    """The exponents from which on a value is not zero, normal, and too large."""
+    return format.min_exponent - format.mantissa_bits - 1, format.min_exponent, format.max_exponent + 1
+
+
+def gradient_exponents(results: Results) -> Exponents | None:
+    """The data of the plot: fp32's last statistics, else those of the first recipe that has any."""
+    for recipe in sorted(results.runs, key=lambda r: r != BASELINE):
+        for seed, rows in sorted(results.runs[recipe].items()):
+            for row in reversed(rows):
+                if row["kind"] == "statistics" and (values := _values(row)):
+                    return Exponents(recipe, seed, row["step"], values, *_scale(results))
+    return None
+
+
+def _values(row: Row) -> dict[str, Values]:
+    taken_out = round(math.log2(row["loss_scale"] or 1))
+    found = {}
+    for kind in KINDS:
+        data = row.get(kind) or {"counts": {}}
+        counts = {int(e) - taken_out: n for e, n in data["counts"].items() if n}
+        if counts:
+            found[kind] = Values(counts, data["zeros"], data["nonfinite"])
+    return found
+
+
+def _scale(results: Results) -> tuple[int, str]:
+    first = results.first_seed(SCALED)
+    steps = [r for r in first[1] if r["kind"] == "step" and r["loss_scale"]] if first else []
+    if steps:
+        return round(math.log2(steps[-1]["loss_scale"])), f"{SCALED}'s last loss scale"
+    return DEFAULT_SCALE, "the usual first loss scale"
+
+
+def picture(results: Results) -> Picture:
+    """The plot with its words."""
+    heading = "Gradients in float16"
+    look_for = (
+        "Each bar is the share of values with that binary exponent. Left of the red line float16 has no number but "
+        "zero; between the lines it has ever fewer bits. A loss scale moves all values to the right before the "
+        "backward pass, and the update divides it out again in float32."
+    )
+    data = gradient_exponents(results)
+    if data is None:
+        return Picture("gradient-exponents", heading, look_for, "Not drawn: no run has written statistics yet.")
+    kind, values = next(iter(data.values.items()))
+    fp16 = formats.get("fp16")
+    before, after = values.cast(fp16, 0), values.cast(fp16, data.shift)
+    title = (
+        f"{share(before.zeroed)} of {plain(data.recipe)}'s {KINDS[kind]} become zero in fp16; "
+        f"multiplied by {power(data.shift)}, {share(after.zeroed)} do"
+    )
+    return Picture("gradient-exponents", heading, look_for, _finding(data), draw(data, title), title)
+
+
+def _finding(data: Exponents) -> str:
+    fp16 = formats.get("fp16")
+    parts = []
+    for kind, values in data.values.items():
+        before, after = values.cast(fp16, 0), values.cast(fp16, data.shift)
+        parts.append(
+            f"of the {KINDS[kind]}, {share(before.zeroed)} become zero unscaled and {share(after.zeroed)} at "
+            f"{power(data.shift)} ({data.shift_from}), {share(before.subnormal)} and {share(after.subnormal)} subnormal"
+        )
+    zeros = "; ".join(_zeros(kind, values) for kind, values in data.values.items())
+    origin = f"Values of {data.recipe}, seed {data.seed}, step {data.step}"
+    if data.recipe != BASELINE:
+        origin += " (fp32 took no part: what this recipe had made zero already counts as zeros)"
+    return f"{origin}: {'; '.join(parts)}. Not drawn: {zeros}."
+
+
+def _zeros(kind: str, values: Values) -> str:
+    text = f"{values.zeros:,} {KINDS[kind]} that are exactly zero ({share(values.zeros / values.size)})"
+    return text + (f" and {values.nonfinite:,} that are not finite" if values.nonfinite else "")
+
+
+def draw(data: Exponents, title: str) -> Figure:
+    """Two panels over one axis: the values as they are, and multiplied by the loss scale."""
+    fp16 = formats.get("fp16")
+    figure = new_figure(5.6, title)
+    panels = figure.subplots(2, 1, sharex=True, sharey=True)
+    casts = [{kind: values.cast(fp16, shift) for kind, values in data.values.items()} for shift in (0, data.shift)]
+    zero, normal, beyond = limits(fp16)
+    drawn = [e for by_kind in casts for cast in by_kind.values() for e, s in cast.shares.items() if s > 2e-5]
+    low, high = min([*drawn, zero - 9]), max([*drawn, normal + 14]) + 1
+    names = ("unscaled", f"multiplied by {power(data.shift)}, {data.shift_from}")
+    for axes, by_kind, name in zip(panels, casts, names, strict=True):
+        axes.set_xlim(low, high)
+        _regions(axes, by_kind, (low, zero, normal, beyond, high))
+        for kind, cast in by_kind.items():
+            bins = [e for e in cast.shares if low <= e < high]
+            heights = [cast.shares[e] for e in bins]
+            if kind == "activation_gradients":
+                axes.bar(bins, heights, width=1, align="edge", color=_BARS, edgecolor="white", linewidth=0.5, zorder=3)
+            else:
+                edges = range(low, high + 1)
+                steps = [cast.shares.get(e, 0.0) for e in edges[:-1]]
+                axes.stairs(steps, edges, color=INK, linewidth=1.3, zorder=4)
+        axes.set_title(name, loc="left", fontsize=10)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g}"))
+        axes.set_ylabel("share of values (%)")
+    top = max(max(cast.shares.values()) for by_kind in casts for cast in by_kind.values())
+    panels[0].set_ylim(0, 1.65 * top)
+    left_out = " and ".join(f"{v.zeros:,} ({share(v.zeros / v.size)})" for v in data.values.values())
+    panels[0].set_title(f"not drawn: exact zeros, {left_out}", loc="right", fontsize=8.5, color=FAINT)
+    panels[1].xaxis.set_major_locator(MultipleLocator(5))
+    panels[1].xaxis.set_major_formatter(FuncFormatter(lambda v, _: power(round(v))))
+    panels[1].set_xlabel("magnitude of a gradient in the backward pass")
+    handles: list[Patch | Line2D] = []
+    if "activation_gradients" in data.values:
+        handles.append(Patch(color=_BARS, label=f"{KINDS['activation_gradients']}, upper number"))
+    if "gradients" in data.values:
+        handles.append(Line2D([], [], color=INK, linewidth=1.3, label=f"{KINDS['gradients']}, lower number"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9)
+    return figure
+
+
+_BARS, _ZERO, _SUBNORMAL = "#4f83b6", "#f6d5cf", "#fdf0d2"
+_RED = "#a8281c"
+_COLOURS = {"activation_gradients": "#2c629a", "gradients": INK}
+
+
+def _regions(axes: Axes, by_kind: Mapping[str, Cast], edges: tuple[int, int, int, int, int]) -> None:
+    """Shade what fp16 makes zero or subnormal (or infinite), and say above the bars how much that is."""
+    low, zero, normal, beyond, high = edges
+    axes.axvspan(low, zero, color=_ZERO, linewidth=0, zorder=0)
+    axes.axvspan(zero, normal, color=_SUBNORMAL, linewidth=0, zorder=0)
+    axes.axvline(zero, color=_RED, linewidth=1.3, zorder=2)
+    regions = [
+        (low, zero, "becomes zero", "zeroed", _RED),
+        (zero, normal, "subnormal", "subnormal", INK),
+        (normal, min(high, beyond), "normal", "", FAINT),
+    ]
+    if high > beyond:
+        axes.axvspan(beyond, high, color=_ZERO, linewidth=0, zorder=0)
+        regions.append((beyond, high, "overflows", "overflowing", _RED))
+    for left, right, name, field, colour in regions:
+        x = (left + right) / 2
+        axes.text(
+            x, 0.96, name, transform=axes.get_xaxis_transform(), ha="center", va="top", fontsize=9.5, color=colour
+        )
+        if not field:
+            continue
+        for y, (kind, cast) in zip((0.87, 0.76), by_kind.items(), strict=False):
+            axes.text(
+                x, y, share(getattr(cast, field)), transform=axes.get_xaxis_transform(), ha="center", va="top",
+                fontsize=11.5, fontweight="bold", color=_COLOURS[kind],
+            )  # fmt: skip

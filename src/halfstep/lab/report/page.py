@@ -1,0 +1,147 @@
+"""The report's files: summary.json, plots/*.png, and report.html with all of it in one file."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib import rc_context
+
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.folder import RunFolder, write_json
+from halfstep.lab.report import curves, exponents, gaps, memory, scales, speed, zeroed
+from halfstep.lab.report.results import BASELINE, Results, load
+from halfstep.lab.report.style import SETTINGS, Picture, png, signed
+from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, RULE, UNMEASURED, Verdict
+
+
+PICTURES: tuple[Callable[[Results], Picture], ...] = (
+    curves.picture,
+    gaps.picture,
+    speed.picture,
+    memory.picture,
+    scales.picture,
+    exponents.picture,
+    zeroed.picture,
+)
+"""The plots in the page's order."""
+
+_SIGNS = {MATCHES: ("good", "✓"), DEGRADES: ("poor", "▲"), DIVERGED: ("bad", "✕"), UNMEASURED: ("open", "?")}
+_OPTIONS = ("data", "steps", "seeds", "baseline_seeds", "model", "batch", "context", "lr")
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One recipe in the verdict table, in words."""
+
+    recipe: str
+    sign: str
+    kind: str
+    verdict: str
+    details: str
+    numbers: tuple[str, ...]
+
+
+def write_report(folder: RunFolder) -> Path:
+    """Judge every recipe and write summary.json, plots/*.png and report.html into the run folder; return the page.
+
+    Runs may be unfinished, diverged or missing: the page says what is there. Writing it twice writes the same bytes.
+
+    Raises:
+        RunError: a file of the folder is damaged or was edited.
+    """
+    results = load(folder)
+    write_json(folder.path / "summary.json", results.summary())
+    plots = folder.path / "plots"
+    plots.mkdir(exist_ok=True)
+    shown: list[tuple[Picture, str | None]] = []
+    with rc_context(SETTINGS):
+        for picture in (make(results) for make in PICTURES):
+            file = plots / f"{picture.name}.png"
+            file.unlink(missing_ok=True)
+            if picture.figure is not None:
+                file.write_bytes(png(picture.figure))
+                shown.append((picture, base64.b64encode(file.read_bytes()).decode()))
+            else:
+                shown.append((picture, None))
+    page = folder.path / "report.html"
+    partial = page.with_name("report.html.partial")
+    partial.write_text(_page(results, shown), encoding="utf-8")
+    os.replace(partial, page)
+    return page
+
+
+def _page(results: Results, pictures: list[tuple[Picture, str | None]]) -> str:
+    templates = Environment(
+        loader=PackageLoader("halfstep.lab.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    band = results.band
+    return templates.get_template("report.html").render(
+        name=results.name,
+        headline=results.headline(),
+        rule=RULE,
+        band=None if band is None else f"{band.mean:.4f} ± {band.half_width:.4f} over {band.seeds} seeds",
+        lines=[_line(results, verdict) for verdict in results.verdicts],
+        pictures=pictures,
+        environment=[(key, _word(value)) for key, value in results.environment.items()],
+        experiment=[(key, _word(value)) for key, value in results.experiment.as_data().items()],
+        command=command(results.experiment, results.folder.path),
+    )
+
+
+def _line(results: Results, verdict: Verdict) -> _Line:
+    kind, sign = _SIGNS.get(verdict.status, ("open", "…"))
+    words, details = verdict.status, ""
+    if verdict.status == DIVERGED:
+        words = f"diverged at step {verdict.diverged_at}"
+        first = f"first non-finite tensor: {verdict.first_nonfinite}" if verdict.first_nonfinite else ""
+        details = "; ".join(part for part in (first, verdict.reason) if part)
+    elif verdict.final_loss is None:
+        words = "not finished" if verdict.seeds else "not begun"
+    elif verdict.recipe == BASELINE:
+        kind, sign, words = "good", "=", "the baseline"
+        details = "" if results.band else UNMEASURED
+    else:
+        details = f"{verdict.seeds} seed{'s' if verdict.seeds != 1 else ''}"
+    ratio, size = results.slowdown(verdict), verdict.bytes_per_parameter
+    numbers = (
+        _number(verdict.final_loss, "{:.4f}"),
+        "–" if verdict.gap is None or verdict.recipe == BASELINE else signed(verdict.gap),
+        "–" if verdict.paired_gap is None or verdict.recipe == BASELINE else signed(verdict.paired_gap),
+        _number(verdict.ms_per_step, "{:.1f}"),
+        _number(ratio, "{:.2f}×"),
+        "–" if size is None else f"{memory.total_bytes(size):.4g}",
+        str(verdict.skipped_steps),
+    )
+    return _Line(verdict.recipe, sign, kind, words, details, numbers)
+
+
+def command(experiment: Experiment, path: Path) -> str | None:
+    """The command that goes on with this run; None where the command line cannot say the experiment."""
+    changed = {f.name: value for f in fields(Experiment) if (value := getattr(experiment, f.name)) != f.default}
+    recipes = changed.pop("recipes")
+    if any(name not in _OPTIONS for name in changed):
+        return None
+    words = ["halfstep", "compare", "--recipes", ",".join(recipes)]
+    if len(recipes) == 1 and experiment.baseline_seeds == experiment.seeds:
+        words = ["halfstep", "train", "--recipe", recipes[0]]
+        changed.pop("baseline_seeds", None)
+    for name, value in changed.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join([*words, "--out", str(path), "--resume"])
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return "none"
+    return ", ".join(str(item) for item in value) if isinstance(value, list | tuple) else str(value)

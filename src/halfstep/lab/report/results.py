@@ -1,0 +1,128 @@
+"""What a run folder holds, read once and judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.folder import RunFolder, read_json
+from halfstep.lab.metrics import Row
+from halfstep.lab.verdict import (
+    DEGRADES,
+    DIVERGED,
+    MATCHES,
+    MIN_BASELINES,
+    RULE,
+    Band,
+    Verdict,
+    band,
+    final_loss,
+    judge,
+)
+
+
+BASELINE = "fp32"
+
+
+@dataclass(frozen=True)
+class Results:
+    """The rows of every run that has begun, and the verdict on every recipe, in the experiment's order."""
+
+    folder: RunFolder
+    experiment: Experiment
+    environment: Mapping[str, Any]
+    runs: Mapping[str, Mapping[int, Sequence[Row]]]
+    band: Band | None
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def name(self) -> str:
+        """The experiment's name: its folder's."""
+        return self.folder.path.resolve().name
+
+    @property
+    def baseline(self) -> Verdict | None:
+        """The verdict on fp32, None where it takes no part."""
+        return next((v for v in self.verdicts if v.recipe == BASELINE), None)
+
+    def with_status(self, status: str) -> list[str]:
+        """The recipes with that verdict, fp32 left out."""
+        return [v.recipe for v in self.verdicts if v.status == status and v.recipe != BASELINE]
+
+    def first_seed(self, recipe: str) -> tuple[int, Sequence[Row]] | None:
+        """The lowest seed of a recipe that has begun, and its rows."""
+        seeds = self.runs.get(recipe, {})
+        return min(seeds.items(), key=lambda item: item[0]) if seeds else None
+
+    def slowdown(self, verdict: Verdict) -> float | None:
+        """A recipe's time per step over fp32's."""
+        base = self.baseline
+        if verdict.ms_per_step is None or base is None or not base.ms_per_step:
+            return None
+        return verdict.ms_per_step / base.ms_per_step
+
+    def headline(self) -> str:
+        """What came out, in one or two sentences."""
+        others = [v for v in self.verdicts if v.recipe != BASELINE]
+        if self.baseline is None:
+            return "fp32 took no part, so the recipes are shown as they are, without a verdict against it."
+        parts = []
+        if self.band is None:
+            parts.append(
+                "fp32's band is not measured: it takes at least three finished fp32 seeds to tell a degraded recipe "
+                "from an unlucky one"
+            )
+        elif others:
+            matching = self.with_status(MATCHES)
+            parts.append(f"{len(matching)} of {len(others)} recipes match fp32")
+        parts += [f"{v.recipe} degrades by {v.gap:.1%}" for v in others if v.status == DEGRADES and v.gap is not None]
+        parts += [f"{v.recipe} diverged at step {v.diverged_at}" for v in self.verdicts if v.status == DIVERGED]
+        return "; ".join(parts or ["only fp32 was trained"]) + "."
+
+    def summary(self) -> dict[str, Any]:
+        """The data of summary.json."""
+        return {
+            "experiment": self.name,
+            "rule": RULE,
+            "band": asdict(self.band) if self.band else None,
+            "verdicts": [verdict.as_data() for verdict in self.verdicts],
+        }
+
+
+def load(folder: RunFolder) -> Results:
+    """Read a run folder and judge its recipes; runs that have not begun are left out.
+
+    Raises:
+        RunError: a file is damaged or was edited.
+    """
+    experiment = folder.experiment()
+    runs: dict[str, dict[int, list[Row]]] = {recipe: {} for recipe in experiment.recipes}
+    planned = experiment.runs()
+    if BASELINE not in runs:  # fp32's runs of an earlier experiment may have been copied in
+        planned += [(BASELINE, seed) for seed in range(max(MIN_BASELINES, experiment.baseline_seeds))]
+        if any(folder.metrics(*run) for run in planned if run[0] == BASELINE):
+            runs = {BASELINE: {}, **runs}
+    for recipe, seed in planned:
+        rows = folder.metrics(recipe, seed)
+        if rows:
+            runs[recipe][seed] = rows
+    baselines = {s: loss for s, rows in runs.get(BASELINE, {}).items() if (loss := final_loss(rows)) is not None}
+    return Results(
+        folder=folder,
+        experiment=experiment,
+        environment=read_json(folder.environment_file) if folder.environment_file.is_file() else {},
+        runs=runs,
+        band=band(list(baselines.values())),
+        verdicts=tuple(judge(recipe, seeds, baselines) for recipe, seeds in runs.items()),
+    )
+
+
+def summarize(folder: RunFolder) -> dict[str, Any]:
+    """The data of summary.json: the experiment's name, the rule, fp32's band and every recipe's verdict.
+
+    Raises:
+        RunError: a file is damaged or was edited.
+    """
+    return load(folder).summary()

@@ -1,0 +1,69 @@
+"""Bytes per parameter: measured from live tensors, they are what each recipe predicts."""
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.memory import measure
+
+
+def trained(recipe: str, optimizer_class=torch.optim.AdamW, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4))
+    model, optimizer, scaler = halfstep.prepare(model, optimizer_class(model.parameters(), **options), recipe)
+    for _ in range(2):  # the moments are there from the first step on
+        optimizer.zero_grad()
+        scaler.scale(model(torch.arange(32)).square().mean()).backward()
+        size = measure(model, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return size
+
+
+@pytest.mark.parametrize("recipe", halfstep.list_recipes())
+@pytest.mark.parametrize(
+    ("optimizer_class", "options", "moments"),
+    [
+        (torch.optim.AdamW, {}, 2),
+        (torch.optim.Adam, {}, 2),
+        (torch.optim.SGD, {"lr": 0.1}, 0),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 1),
+    ],
+)
+def test_measured_bytes_are_the_predicted_ones(recipe, optimizer_class, options, moments):
+    measured = trained(recipe, optimizer_class, **options)
+    predicted = halfstep.get_recipe(recipe).bytes_per_parameter(moments)
+    assert (measured.weights, measured.grads, measured.master, measured.states) == (
+        predicted.weights, predicted.grads, predicted.master, predicted.states,
+    )  # fmt: skip
+    assert measured.total == predicted.total
+
+
+TABLE = {
+    "fp32": 16, "bf16-mixed": 16, "fp16-mixed": 16, "fp16-mixed-unscaled": 16, "bf16-master": 16, "fp16-master": 16,
+    "bf16-nomaster": 12, "bf16-stochastic": 12, "bf16-pure": 8, "fp16-pure": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "total"), TABLE.items())
+def test_totals_are_the_published_ones(recipe, total):
+    assert halfstep.get_recipe(recipe).bytes_per_parameter().total == total
+
+
+def test_every_named_recipe_is_in_the_table():
+    assert set(TABLE) == set(halfstep.list_recipes())
+
+
+def test_tied_weights_count_once():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    assert measure(model, optimizer).weights == 4
+
+
+def test_a_model_that_trains_nothing_is_refused():
+    model = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ValueError, match="trains no parameter"):
+        measure(model, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0))
