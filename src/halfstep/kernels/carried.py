@@ -7,7 +7,6 @@ without such units torch's own 16-bit products are slower than float32's, up to 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,13 +18,15 @@ _UNITS = {torch.bfloat16: ("amx_bf16", "avx512_bf16"), torch.float16: ("amx_fp16
 
 def supports(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether products of that dtype are better carried here: an x86 CPU without units for it."""
-    return device.type == "cpu" and dtype in _UNITS and _lacks_units(dtype)
+    return device.type == "cpu" and dtype in _CARRIED
 
 
-@cache
 def _lacks_units(dtype: torch.dtype) -> bool:
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch before 2.13 does not tell
     return capabilities.get("architecture") == "x86_64" and not any(capabilities.get(u) for u in _UNITS[dtype])
+
+
+_CARRIED = frozenset(filter(_lacks_units, _UNITS))  # asked once, here: torch.compile cannot trace the question
 
 
 def run(lhs: Tensor, rhs: Tensor, bias: Tensor | None = None) -> Tensor:

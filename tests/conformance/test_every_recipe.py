@@ -1,0 +1,222 @@
+"""The checks that every recipe must pass."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep import get_recipe
+from halfstep.kernels import carried
+from halfstep.optim import convert
+from tiny import BREAKS, RECIPES, adamw, assert_same, batch, copied, mlp, prepared, train
+
+
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+WIDE = [name for name in RECIPES if get_recipe(name).weights == "fp32"]
+SANE = [name for name in RECIPES if name not in BREAKS]
+
+
+def gradients(model, scaler, rows=slice(None)):
+    x, y = (t[rows] for t in batch())
+    scaler.scale(F.mse_loss(model(x), y)).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@every_recipe
+def test_outputs_are_float32_and_autocast_has_ended(name):
+    model, _, _ = prepared(name)
+    assert model(batch()[0]).dtype == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@every_recipe
+def test_the_recipe_does_something(name):
+    """Weights, or the products, are other than the stock model's: a recipe that did nothing would pass the rest."""
+    stock = mlp()(batch()[0])
+    model, _, _ = prepared(name)
+    assert torch.equal(model(batch()[0]), stock) == (name == "fp32")
+    torch.testing.assert_close(model(batch()[0]), stock, rtol=0.05, atol=0.05)
+
+
+@every_recipe
+def test_parameters_are_stored_as_the_recipe_says(name):
+    model, optimizer, scaler = prepared(name)
+    train(model, optimizer, scaler)
+    recipe = get_recipe(name)
+    storable = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    for parameter in model.parameters():
+        assert parameter.dtype == storable[recipe.weights]
+        assert optimizer.state[parameter]["exp_avg_sq"].dtype == storable[recipe.moments]
+        assert ("master" in optimizer.state[parameter]) == (recipe.master is not None)
+
+
+@every_recipe
+def test_names_identity_class_and_signature_stay(name):
+    model = mlp()
+    keys, parameters, modules = list(model.state_dict()), list(model.parameters()), list(model.modules())
+    names = [(type(m).__name__, type(m).__qualname__, type(m).__module__) for m in modules]
+    signatures = [inspect.signature(m.forward) for m in modules]
+    kinds = [type(m) for m in modules]
+    returned, _, _ = prepared(name, model)
+    assert returned is model
+    assert list(model.state_dict()) == keys
+    assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+    assert all(m is n for m, n in zip(model.modules(), modules, strict=True))
+    assert [(type(m).__name__, type(m).__qualname__, type(m).__module__) for m in modules] == names
+    assert [inspect.signature(m.forward) for m in modules] == signatures
+    assert all(isinstance(m, kind) for m, kind in zip(modules, kinds, strict=True))
+
+
+@every_recipe
+def test_ties_stay(name):
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+    model[1].weight = model[0].weight
+    model, optimizer, scaler = prepared(name, model)
+    x, y = torch.arange(8), torch.arange(8)
+    train(model, optimizer, scaler, data=(x, y), loss_of=F.cross_entropy)
+    assert model[1].weight is model[0].weight
+    assert len(optimizer.state) == 1
+    restored = copy.deepcopy(model)
+    assert restored[1].weight is restored[0].weight
+    halfstep.revert(model)
+    assert model[1].weight is model[0].weight
+
+
+@every_recipe
+def test_revert_restores_the_stock_model(name):
+    stock, model = mlp(), mlp()
+    kinds = [type(m) for m in model.modules()]
+    attributes = [set(vars(m)) for m in model.modules()]
+    halfstep.apply(model, name)
+    halfstep.revert(model)
+    assert [type(m) for m in model.modules()] == kinds
+    assert [set(vars(m)) for m in model.modules()] == attributes
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    if name in WIDE:
+        assert_same(dict(model.state_dict()), dict(stock.state_dict()))
+        assert_same(model(batch()[0]), stock(batch()[0]))
+    else:
+        stored = {"bf16": torch.bfloat16, "fp16": torch.float16}[get_recipe(name).weights]
+        expected = {key: value.to(stored).float() for key, value in stock.state_dict().items()}
+        assert_same(dict(model.state_dict()), expected)
+    halfstep.apply(model, name)
+
+
+@every_recipe
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+def test_eager_equals_a_traced_graph(name):
+    model, _, scaler = prepared(name)
+    twin = copy.deepcopy(model)
+    x = batch()[0]
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    assert_same(compiled(x), model(x))
+    scaler.scale(compiled(x).square().mean()).backward()
+    scaler.scale(model(x).square().mean()).backward()
+    assert_same([p.grad for p in twin.parameters()], [p.grad for p in model.parameters()])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, on):
+        super().__init__()
+        self.on, self.body, self.head = on, mlp(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(checkpoint(self.body, x, use_reentrant=False) if self.on else self.body(x))
+
+
+@every_recipe
+def test_activation_checkpointing_changes_no_bit(name):
+    found = []
+    for on in (True, False):
+        torch.manual_seed(4)
+        model, _, scaler = prepared(name, Checkpointed(on))
+        found.append(gradients(model, scaler))
+    assert_same(*found)
+
+
+@every_recipe
+def test_two_micro_batches_are_one_batch(name):
+    model, _, scaler = prepared(name)
+    scaler.update(64.0)
+    whole = gradients(model, scaler)
+    model.zero_grad()
+    gradients(model, scaler, slice(0, 6))
+    halves = gradients(model, scaler, slice(6, 12))
+    tolerance = 1e-5 if name == "fp32" else 0.1
+    for key, expected in whole.items():
+        difference = (halves[key].float() / 2 - expected.float()).norm() / expected.float().norm()
+        assert difference < tolerance, key
+
+
+@every_recipe
+def test_hooks_survive(name):
+    model, seen = mlp(), []
+    model[0].register_forward_hook(lambda *_: seen.append("forward"))
+    model[3].register_full_backward_hook(lambda *_: seen.append("backward"))
+    model.register_forward_pre_hook(lambda *_: seen.append("root"))
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: seen.append("gradient"))
+    model, _, scaler = prepared(name, model)
+    gradients(model, scaler)
+    assert set(seen) == {"root", "forward", "backward", "gradient"}
+
+
+@every_recipe
+def test_a_copy_follows_the_recipe_too(name):
+    model, _, _ = prepared(name)
+    twin = copy.deepcopy(model)
+    assert_same(twin(batch()[0]), model(batch()[0]))
+    with pytest.raises(halfstep.HalfstepError, match="already follows"):
+        halfstep.apply(twin, name)
+    halfstep.revert(twin)
+    halfstep.apply(twin, "fp32")
+
+
+@pytest.mark.parametrize("name", SANE)
+def test_the_loss_falls(name):
+    model, optimizer, scaler = prepared(name)
+    losses = train(model, optimizer, scaler, 25)
+    assert min(losses[-3:]) < 0.8 * losses[0]
+
+
+def test_the_identity_recipe_is_the_stock_loop_bit_for_bit():
+    """Dropout included: prepare draws nothing from torch's generator."""
+    runs = []
+    for identity in (True, False):
+        model = nn.Sequential(mlp(), nn.Dropout(0.3))
+        torch.manual_seed(7)
+        optimizer = adamw(model, weight_decay=0.1)
+        if identity:
+            model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe="fp32")
+        else:
+            optimizer, scaler = convert(optimizer, get_recipe("fp32"), {}), torch.amp.GradScaler("cpu", enabled=False)
+        runs.append((train(model, optimizer, scaler, 5), copied(model.state_dict())))
+    assert_same(runs[0], runs[1])
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "fp16-mixed"])
+def test_mixed_recipes_are_torch_amps_own_loop_bit_for_bit(name, monkeypatch):
+    monkeypatch.setattr(carried, "_CARRIED", frozenset())  # torch's own products, on any machine
+    dtype = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}[name]
+    model, optimizer, scaler = prepared(name)
+    losses = train(model, optimizer, scaler, 5)
+    stock = mlp()
+    stock_optimizer = convert(adamw(stock), get_recipe("fp32"), {})
+    stock_scaler = torch.amp.GradScaler("cpu", enabled=name == "fp16-mixed")
+    x, y = batch()
+    expected = []
+    for _ in range(5):
+        with torch.autocast("cpu", dtype):
+            output = stock(x)
+        loss = F.mse_loss(output.float(), y)
+        stock_scaler.scale(loss).backward()
+        stock_scaler.step(stock_optimizer)
+        stock_scaler.update()
+        stock.zero_grad()
+        expected.append(loss.item())
+    assert losses == expected
+    assert_same(dict(model.state_dict()), dict(stock.state_dict()))

@@ -1,0 +1,181 @@
+"""What `apply` does to particular layers: norms, buffers, batch norm, linear layers that a rule matches."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import formats, ops
+from halfstep.quant import Quantizer
+from halfstep.recipe import STORABLE, LinearSpec, Matmul, Recipe, Rule, get_recipe
+from tiny import RECIPES, adamw, assert_same, batch, mlp, prepared, train
+
+
+FP8 = Quantizer(formats.get("e4m3fn"))
+SPEC = LinearSpec(Matmul(FP8, FP8), Matmul(FP8, FP8), Matmul(FP8, FP8))
+
+
+def made(*rules, **fields):
+    return Recipe("made", "", "", rules=rules, **fields)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_batch_norm_stays_float32_and_trains(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4))
+    model(torch.ones(2, 2, 4))
+    model, optimizer, scaler = prepared(name, model)
+    before = copy.deepcopy(model[1].state_dict())
+    losses = train(model, optimizer, scaler, 10, (batch()[0].view(12, 2, 4), batch()[1]))
+    for key, value in model[1].state_dict().items():
+        assert value.dtype == before[key].dtype
+        assert not torch.equal(value, before[key])
+    assert losses[-1] < losses[0] or name == "fp16-pure"
+    stored = STORABLE[get_recipe(name).weights]
+    assert (model[0].weight.dtype, model[1].weight.dtype) == (stored, torch.float32)
+
+
+def test_the_report_names_what_was_kept():
+    report = halfstep.apply(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), "bf16-master")
+    assert report.stored == {"bfloat16": 12, "float32": 6}
+    assert set(report.kept) == {"1.weight", "1.bias"}
+    text = str(report)
+    for words in ("recipe bf16-master", "12 parameters in bfloat16", "1.bias: its running statistics", "not seen"):
+        assert words in text
+
+
+class Positions(nn.Module):
+    """A float32 buffer is added to the activations before a norm, as positional encodings are."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(8, 8), norm, nn.Linear(8, 4)
+        self.register_buffer("positions", torch.randn(8))
+
+    def forward(self, x):
+        return self.outer(self.norm(self.inner(x) + self.positions))
+
+
+NORMS = [
+    nn.LayerNorm(8),
+    nn.LayerNorm(8, bias=False),
+    nn.LayerNorm(8, elementwise_affine=False),
+    nn.RMSNorm(8),
+    nn.GroupNorm(2, 8),
+]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_a_wider_input_to_a_norm_with_16_bit_weights(name, norm):
+    torch.manual_seed(0)
+    model = Positions(copy.deepcopy(norm))
+    expected = model(batch()[0])
+    model, optimizer, scaler = prepared(name, model)
+    torch.testing.assert_close(model(batch()[0]), expected, rtol=0.1, atol=0.1)
+    assert model.positions.dtype == torch.float32
+    train(model, optimizer, scaler)
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.Linear])
+def test_a_subclass_with_a_forward_of_its_own_keeps_it(kind):
+    class Mine(kind):
+        def forward(self, input):
+            return super().forward(input) * 100
+
+    arguments = (4,) if kind is nn.LayerNorm else (4, 4)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Mine(*arguments))
+    expected = model(torch.ones(2, 4))
+    report = halfstep.apply(model, made(Rule("*", SPEC, optional=True), weights="bf16", compute="bf16"))
+    torch.testing.assert_close(model(torch.ones(2, 4)), expected, rtol=0.1, atol=10)
+    assert report.quantized == ("0",)
+    if kind is nn.Linear:
+        assert report.kept["1"] == "its forward is not nn.Linear's"
+
+
+def test_a_patched_linear_is_kept_and_reported():
+    model = mlp()
+    model[3].forward = model[3].forward
+    report = halfstep.apply(model, made(Rule("*", SPEC)))
+    assert report.quantized == ("0",)
+    assert "3" in report.kept
+
+
+def test_a_matched_layer_is_ops_linear_with_the_rules_spec():
+    model, stock = mlp(), mlp()
+    report = halfstep.apply(model, made(Rule("0", SPEC)))
+    assert report.quantized == ("0",)
+    assert "products quantised: 0" in str(report)
+    x = batch()[0]
+    expected = stock[1:](ops.linear(x, stock[0].weight, stock[0].bias, SPEC))
+    assert_same(model(x), expected)
+    assert not torch.equal(model(x), stock(x))
+    model(x).sum().backward()
+    expected.sum().backward()
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in stock.parameters()])
+
+
+def test_the_first_rule_that_matches_decides_and_the_filter_takes_away():
+    other = LinearSpec(Matmul(rhs=FP8))
+    model = mlp()
+    halfstep.apply(model, made(Rule("3", other), Rule("*", SPEC)))
+    assert (model[0]._halfstep_linear, model[3]._halfstep_linear) == (SPEC, other)
+    model = mlp()
+    seen = []
+    report = halfstep.apply(model, made(Rule("*", SPEC)), lambda module, path: seen.append(path) or path != "3")
+    assert seen == ["0", "3"]
+    assert report.quantized == ("0",)
+    assert type(model[3]) is nn.Linear
+
+
+@pytest.mark.parametrize("weights", STORABLE)
+def test_revert_takes_rules_away_too(weights):
+    model = mlp()
+    halfstep.apply(model, made(Rule("*", SPEC), weights=weights))
+    halfstep.revert(model)
+    assert {type(m) for m in model} == {nn.Linear, nn.GELU, nn.LayerNorm}
+    assert not any(key.startswith("_halfstep") for m in model.modules() for key in vars(m))
+
+
+def test_a_gradient_that_the_model_carries_is_stored_alike():
+    model = mlp()
+    model(batch()[0]).sum().backward()
+    grad = model[0].weight.grad.clone()
+    model, _, _ = prepared("bf16-master", model)
+    assert_same(model[0].weight.grad, grad.bfloat16())
+    halfstep.revert(model)
+    assert model[0].weight.grad.dtype == torch.float32
+
+
+def test_16_bit_models_widen_under_fp32_and_get_their_dtype_back():
+    model = mlp().bfloat16()
+    halfstep.prepare(model, adamw(model), recipe="fp32")
+    assert model[0].weight.dtype == torch.float32
+    assert model(batch()[0]).dtype == torch.float32
+    halfstep.revert(model)
+    assert model[0].weight.dtype == torch.bfloat16
+
+
+def test_a_frozen_integer_parameter_is_left_and_reported():
+    model = mlp()
+    model.codes = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+    report = halfstep.apply(model, "bf16-master")
+    assert report.kept == {"codes": "it is torch.int8"}
+    assert model.codes.dtype == torch.int8
+
+
+def test_the_sixteen_bit_error_stays_small_in_a_transformer_layer():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 5, 8)
+    expected = layer(x)
+    for name in RECIPES:
+        model = copy.deepcopy(layer)
+        halfstep.apply(model, name)
+        torch.testing.assert_close(model(x), expected, rtol=0.05, atol=0.05)
+        model.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), expected, rtol=0.05, atol=0.05)

@@ -1,0 +1,127 @@
+"""What `apply`, `revert` and `prepare` refuse, with what to do; and that nothing has changed after it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import halfstep
+from halfstep import formats
+from halfstep.errors import ModelError, OptimizerError, RecipeError
+from halfstep.quant import Quantizer
+from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule
+from tiny import RECIPES, adamw, assert_same, copied, mlp
+
+
+FP8 = Quantizer(formats.get("e4m3fn"))
+SPEC = LinearSpec(output=Matmul(FP8, FP8))
+
+
+def recipe(*rules):
+    return Recipe("made", "", "", weights="bf16", master="fp32", compute="bf16", rules=rules)
+
+
+def picture(model):
+    """Whatever of a model a refused call could have changed."""
+    return (
+        [type(m) for m in model.modules()],
+        [set(vars(m)) for m in model.modules()],
+        [(id(p), p.dtype, p.grad) for p in model.parameters()],
+    )
+
+
+def assert_refused(model, error, words, name="bf16-master", **options):
+    before, values = picture(model), copied(model.state_dict())
+    with pytest.raises(error, match=words):
+        halfstep.apply(model, name, **options)
+    if list(model.parameters()):
+        with pytest.raises(error, match=words):
+            halfstep.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), recipe=name, **options)
+    assert picture(model) == before
+    assert_same(dict(model.state_dict()), dict(values))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_model_that_follows_a_recipe_already(name):
+    model = mlp()
+    halfstep.apply(model, name)
+    assert_refused(model, RecipeError, f"Sequential: it already follows '{name}'; halfstep.revert it first", name)
+
+
+def test_a_part_that_follows_a_recipe_already():
+    model = nn.Sequential(nn.Linear(2, 2), mlp())
+    halfstep.apply(model[1], "bf16-mixed")
+    assert_refused(model, RecipeError, "its part '1' already follows 'bf16-mixed'")
+
+
+def test_a_model_without_parameters():
+    assert_refused(nn.Sequential(nn.ReLU()), ModelError, "Sequential has no parameters; there is nothing to store")
+
+
+def test_float64_parameters():
+    model = mlp()
+    model[3].double()
+    assert_refused(model, ModelError, r"3.weight is float64, which no recipe stores; call model.float\(\) first")
+
+
+def test_a_patched_forward():
+    model = mlp()
+    model.forward = lambda x: x
+    assert_refused(model, ModelError, r"Sequential.forward is patched on the instance; apply the recipe before")
+
+
+def test_a_compiled_model():
+    model = torch.compile(mlp(), backend="eager")
+    assert_refused(model, ModelError, "wraps a model; apply the recipe to the model first")
+
+
+def test_a_model_in_ddp(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(mlp())
+        assert_refused(model, ModelError, "DistributedDataParallel wraps a model; apply the recipe to the model first")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("head", r"rule 'head' matched no linear layer. Nearest: [03], [03]"), ("0.*", r"rule '0.\*' matched no")],
+)
+def test_a_rule_that_matches_nothing(path, words):
+    assert_refused(mlp(), RecipeError, words, recipe(Rule(path, SPEC)))
+    halfstep.apply(mlp(), recipe(Rule(path, SPEC, optional=True)))
+
+
+def test_a_rule_on_a_model_without_linear_layers():
+    assert_refused(nn.Conv1d(2, 2, 1), RecipeError, "the model has no nn.Linear", recipe(Rule("*", SPEC)))
+
+
+def test_a_filter_that_selects_nothing():
+    words = "module_filter selects none of the 2 linear layers its rules match"
+    assert_refused(mlp(), RecipeError, words, recipe(Rule("*", SPEC)), module_filter=lambda module, path: False)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("bf16-mixd", "unknown recipe 'bf16-mixd'; nearest: bf16-mixed"), ("x", "Known: .*fp32")]
+)
+def test_an_unknown_recipe(name, words):
+    assert_refused(mlp(), RecipeError, words, name)
+
+
+def test_an_optimizer_of_another_model():
+    model, other = mlp(), mlp()
+    before = picture(model)
+    with pytest.raises(OptimizerError, match=r"holds none of the model's parameters; build it over model.parameters"):
+        halfstep.prepare(model, adamw(other), recipe="bf16-master")
+    assert picture(model) == before
+
+
+@pytest.mark.parametrize("verb", [halfstep.revert, halfstep.advance])
+def test_a_model_that_follows_no_recipe(verb):
+    with pytest.raises(RecipeError, match=r"this Sequential follows no recipe; call halfstep.apply"):
+        verb(mlp())
+    wrapped = torch.compile(mlp(), backend="eager")
+    halfstep.apply(wrapped._orig_mod, "fp32")
+    with pytest.raises(RecipeError, match="on the module itself, not on what wraps it"):
+        verb(wrapped)

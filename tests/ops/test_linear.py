@@ -1,0 +1,140 @@
+"""A linear layer as three products: nothing rounded is torch's own, rounded is the reference written out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from halfstep import formats, ops, round_to
+from halfstep.kernels import carried
+from halfstep.quant import Quantizer
+from halfstep.recipe import LinearSpec, Matmul
+from oracles.numbers import same_bits
+from tiny import assert_same
+
+
+SHAPES = [(5,), (3, 5), (2, 3, 5), (2, 1, 3, 5), (0, 5)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+A, B, C, D, E, G = (
+    Quantizer(formats.get(f), r)
+    for f, r in [
+        ("e4m3fn", "nearest_even"),
+        ("e5m2", "toward_zero"),
+        ("e5m2", "nearest_even"),
+        ("e4m3fn", "toward_zero"),
+        ("e5m2", "nearest_away"),
+        ("bf16", "toward_zero"),
+    ]
+)
+SPEC = LinearSpec(Matmul(A, B), Matmul(C, D), Matmul(E, G))
+
+
+def operands(shape, dtype, bias, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    make = lambda *s: torch.randn(*s, generator=generator).to(dtype).requires_grad_()  # noqa: E731
+    return make(*shape), make(4, 5), make(4) if bias else None
+
+
+def results(function, x, w, b):
+    y = function(x, w, b)
+    torch.manual_seed(1)
+    grads = torch.autograd.grad(y, [t for t in (x, w, b) if t is not None], torch.randn(y.shape).to(y.dtype))
+    return y.detach(), *grads
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_empty_spec_is_torchs_linear_bit_for_bit(shape, dtype, bias, monkeypatch):
+    monkeypatch.setattr(carried, "_CARRIED", frozenset())
+    x, w, b = operands(shape, dtype, bias)
+    found = results(lambda *t: ops.linear(*t, LinearSpec()), x, w, b)
+    expected = results(F.linear, x, w, b)
+    for actual, wanted in zip(found, expected, strict=True):
+        same_bits(actual, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_empty_spec_under_autocast_is_torchs_linear_under_autocast(dtype, bias, monkeypatch):
+    monkeypatch.setattr(carried, "_CARRIED", frozenset())
+    x, w, b = operands((3, 5), torch.float32, bias)
+    with torch.autocast("cpu", dtype):
+        found = results(lambda *t: ops.linear(*t, LinearSpec()), x, w, b)
+        expected = results(F.linear, x, w, b)
+    assert found[0].dtype == dtype
+    assert_same(found, expected)
+
+
+def written_out(x, w, b):
+    """The three products of SPEC by hand, in float32."""
+    x, w, b = x.detach(), w.detach(), b.detach()
+    rows = x.reshape(-1, 5)
+    y = round_to(rows, "e4m3fn") @ round_to(w, "e5m2", "toward_zero").t() + b
+    torch.manual_seed(1)
+    dy = torch.randn(*x.shape[:-1], 4).reshape(-1, 4)
+    dx = round_to(dy, "e5m2") @ round_to(w, "e4m3fn", "toward_zero")
+    dw = round_to(dy, "e5m2", "nearest_away").t() @ round_to(rows, "bf16", "toward_zero")
+    return y.view(*x.shape[:-1], 4), dx.view(x.shape), dw, dy.sum(0)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 5), (7, 5)])
+def test_a_spec_is_the_reference_written_out_and_not_the_stock_layer(shape):
+    x, w, b = operands(shape, torch.float32, True)
+    found = results(lambda *t: ops.linear(*t, SPEC), x, w, b)
+    stock = results(F.linear, x, w, b)
+    for actual, wanted, plain in zip(found[:3], written_out(x, w, b)[:3], stock, strict=False):
+        torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-6)
+        assert (actual - plain).abs().max() > 1e-2
+    torch.testing.assert_close(found[3], stock[3])
+
+
+@pytest.mark.parametrize("product", ["output", "grad_input", "grad_weight"])
+@pytest.mark.parametrize("side", ["lhs", "rhs"])
+def test_each_operand_is_rounded_in_its_own_product_only(product, side):
+    x, w, b = operands((3, 5), torch.float32, True)
+    spec = LinearSpec(**{product: Matmul(**{side: A})})
+    found, stock = results(lambda *t: ops.linear(*t, spec), x, w, b), results(F.linear, x, w, b)
+    changed = [not torch.equal(a, s) for a, s in zip(found, stock, strict=True)]
+    assert changed == [product == p for p in ("output", "grad_input", "grad_weight", "")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_have_their_tensors_dtype_and_shape_and_layout_does_not_matter(dtype):
+    x, w, b = operands((2, 3, 5), dtype, True)
+    turned = x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    found = results(lambda *t: ops.linear(*t, SPEC), turned, w, b)
+    for grad, tensor in zip(found[1:], (x, w, b), strict=True):
+        assert (grad.dtype, grad.shape) == (tensor.dtype, tensor.shape)
+    assert_same(found, results(lambda *t: ops.linear(*t, SPEC), x, w, b))
+
+
+def test_what_needs_no_gradient_gets_none():
+    x, w, b = operands((3, 5), torch.float32, True)
+    y = ops.linear(x.detach(), w, b.detach(), SPEC)
+    y.sum().backward()
+    assert w.grad is not None
+    assert b.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_carried_products_are_exact_products_rounded_once(dtype):
+    """Products of 16-bit values summed in float64, rounded once, are at most a float32 sum's error away."""
+    lhs, rhs, bias = (torch.randn(*s).to(dtype) for s in ((6, 32), (32, 4), (4,)))
+    for b in (None, bias):
+        exact = lhs.double() @ rhs.double() + (0 if b is None else b.double())
+        product = carried.run(lhs, rhs, b)
+        assert product.dtype == dtype
+        ulp = torch.finfo(dtype).eps
+        torch.testing.assert_close(product.double(), exact, rtol=ulp / 2 * 1.001, atol=1e-5)
+
+
+@pytest.mark.parametrize("quantizer", [A, E, Quantizer(formats.get("bf16"), "stochastic")])
+def test_the_gradient_of_quantize_is_the_identity(quantizer):
+    x = torch.randn(3, 4, requires_grad=True)
+    torch.manual_seed(2)
+    y = ops.quantize(x, quantizer)
+    torch.manual_seed(2)
+    same_bits(y.detach(), quantizer(x.detach()))
+    weights = torch.randn(3, 4)
+    (y * weights).sum().backward()
+    same_bits(x.grad, weights)

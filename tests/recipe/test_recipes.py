@@ -1,0 +1,107 @@
+"""What a recipe says about itself, and which recipes mean nothing."""
+
+import pickle
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from halfstep import formats, get_recipe, list_recipes
+from halfstep.errors import QuantizationError, RecipeError
+from halfstep.quant import Quantizer
+from halfstep.recipe import LinearSpec, LossScale, Matmul, Recipe, Rule
+from tiny import RECIPES
+
+
+# weights, gradients, master, states, and the copies of a pass: bytes per parameter with Adam
+BYTES = {
+    "fp32": (4, 4, 0, 8, 0),
+    "bf16-mixed": (4, 4, 0, 8, 2),
+    "fp16-mixed": (4, 4, 0, 8, 2),
+    "fp16-mixed-unscaled": (4, 4, 0, 8, 2),
+    "bf16-master": (2, 2, 4, 8, 0),
+    "fp16-master": (2, 2, 4, 8, 0),
+    "bf16-nomaster": (2, 2, 0, 8, 0),
+    "bf16-stochastic": (2, 2, 0, 8, 0),
+    "bf16-pure": (2, 2, 0, 4, 0),
+    "fp16-pure": (2, 2, 0, 4, 0),
+}
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+def made(**fields):
+    return Recipe("made", "a summary", "a source", **fields)
+
+
+def test_every_recipe_has_its_bytes_stated():
+    assert set(RECIPES) == set(BYTES)
+
+
+@every_recipe
+def test_bytes_per_parameter(name):
+    size = get_recipe(name).bytes_per_parameter()
+    assert (size.weights, size.grads, size.master, size.states, size.transient) == BYTES[name]
+    assert size.total == sum(BYTES[name][:4])
+    assert f"= {size.total:g}" in str(size)
+    assert get_recipe(name).bytes_per_parameter(0).states == 0
+
+
+def test_fp32_comes_first_and_the_smallest_last():
+    totals = [get_recipe(name).bytes_per_parameter().total for name in list_recipes()]
+    assert list_recipes()[0] == "fp32"
+    assert totals == sorted(totals, reverse=True)
+
+
+@every_recipe
+def test_a_recipe_describes_every_part(name):
+    recipe = get_recipe(name)
+    text = recipe.describe()
+    for words in (name, recipe.source, "weights", "moments", "bytes/param", "= ", "loss scale"):
+        assert words in text
+    assert ("autocast to" in text) == (recipe.compute != "fp32")
+    assert ("rounded stochastic" in text) == (recipe.update_rounding == "stochastic")
+    assert max(map(len, text.splitlines())) < 140
+
+
+@every_recipe
+def test_a_recipe_is_frozen_data_and_is_its_own_name(name):
+    recipe = get_recipe(name)
+    assert get_recipe(recipe) is recipe
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+    assert recipe.grads == recipe.weights
+    with pytest.raises(FrozenInstanceError):
+        recipe.weights = "fp16"
+
+
+@pytest.mark.parametrize("name", ["bf16-mixd", None, 3])
+def test_an_unknown_name_shows_what_there_is(name):
+    with pytest.raises(RecipeError, match=r"unknown recipe .*Known: bf16-master"):
+        get_recipe(name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"weights": "e4m3fn"}, RecipeError, "'made': weights = 'e4m3fn'; tensors are stored as fp32, bf16, fp16"),
+        ({"moments": "tf32"}, RecipeError, "moments = 'tf32'"),
+        ({"compute": "float16"}, RecipeError, "compute = 'float16'"),
+        ({"master": "x", "weights": "bf16"}, RecipeError, "master = 'x'; tensors are stored"),
+        ({"master": "bf16", "weights": "bf16"}, RecipeError, "master = 'bf16'; a master copy is fp32"),
+        ({"master": "fp32"}, RecipeError, "fp32 weights are their own master; set master to None"),
+        ({"update_rounding": "stochastic"}, RecipeError, "with fp32 weights.*store the weights in bf16"),
+        ({"update_rounding": "up", "weights": "bf16"}, QuantizationError, "unknown rounding 'up'"),
+    ],
+)
+def test_a_recipe_that_means_nothing_is_refused(fields, error, words):
+    with pytest.raises(error, match=words):
+        made(**fields)
+    with pytest.raises(error, match=words):
+        replace(get_recipe("fp32"), **fields | {"name": "made"})
+
+
+def test_the_description_shows_rules_and_scales():
+    fp8 = Quantizer(formats.get("e4m3fn"))
+    rule = Rule("*.mlp", LinearSpec(output=Matmul(fp8, fp8)))
+    text = made(rules=(rule,), loss_scale=LossScale(init=128.0, dynamic=False)).describe()
+    assert "linear '*.mlp' output float8_e4m3fn x float8_e4m3fn, grad_input - x -, grad_weight - x -" in text
+    assert "constant 128" in text
+    assert "dynamic from 65536" in made(loss_scale=LossScale()).describe()

@@ -1,0 +1,120 @@
+"""The documented five lines, the stall that masters are for, and names that stay what they are."""
+
+import importlib
+import pkgutil
+
+import pytest
+import torch
+
+import halfstep
+from halfstep.recipe import STORABLE, Recipe, get_recipe
+from tiny import RECIPES, adamw, batch, mlp, prepared
+
+
+def stalls(weights, master=None, rounding="nearest_even"):
+    """1.0 less 2^-12, 4096 times, through the real optimizer."""
+    weight = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(weight.weight)
+    recipe = Recipe("made", "", "", weights=weights, master=master, update_rounding=rounding)
+    _, optimizer, _ = halfstep.prepare(weight, torch.optim.SGD(weight.parameters(), lr=1.0), recipe, generator=1)
+    weight.weight.grad = torch.full((1, 1), 2.0**-12, dtype=STORABLE[weights])
+    for _ in range(4096):
+        optimizer.step()
+    return weight.weight.item(), optimizer.state[weight.weight].get("master")
+
+
+@pytest.mark.parametrize("weights", ["fp16", "bf16"])
+def test_16_bit_weights_alone_stall_where_a_master_arrives(weights):
+    assert stalls(weights) == (1.0, None)
+    value, master = stalls(weights, "fp32")
+    assert value == master.item() == 0.0
+
+
+def test_fp32_weights_arrive():
+    assert stalls("fp32")[0] == 0.0
+
+
+def test_stochastic_rounding_arrives_on_average():
+    assert stalls("bf16", rounding="stochastic")[0] == pytest.approx(0.0, abs=0.15)
+
+
+@pytest.mark.parametrize(
+    ("weights", "step", "moves"),
+    [("fp16", -12, False), ("fp16", -11, True), ("bf16", -9, False), ("bf16", -8, True)],
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_first_update_that_is_lost(weights, step, moves, sign):
+    """1 - 2^-12 and 1 + 2^-11 are lost in fp16, 1 - 2^-9 and 1 + 2^-8 in bf16: half a gap, tied to even 1."""
+    size = 2.0 ** (step + (sign > 0))
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    recipe = Recipe("made", "", "", weights=weights)
+    _, optimizer, _ = halfstep.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), recipe)
+    model.weight.grad = torch.full((1, 1), -sign * size, dtype=STORABLE[weights])
+    optimizer.step()
+    assert (model.weight.item() != 1.0) == moves
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_documented_loop(name):
+    model = mlp()
+    optimizer = adamw(model)
+    x, y = batch()
+    model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe=name)
+    losses = []
+    for _ in range(12):
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    scale = get_recipe(name).loss_scale
+    assert scaler.get_scale() <= (scale.init if scale else 1.0)
+    assert scaler.is_enabled() == (scale is not None)
+
+
+def test_masters_are_taken_before_the_weights_are_rounded():
+    model = mlp()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model, optimizer, _ = prepared("bf16-master", model)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(optimizer.state[parameter]["master"], before[name], rtol=0, atol=0)
+    assert not torch.equal(before["0.weight"], model[0].weight.detach().float())
+
+
+def test_a_parameter_of_no_module_is_trained_as_it_is():
+    """An optimizer may hold a temperature that belongs to the loss."""
+    model, extra = mlp(), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.5)
+    model, optimizer, _ = prepared("bf16-master", model, optimizer)
+    extra.grad = torch.ones(2)
+    optimizer.step()
+    torch.testing.assert_close(extra.detach(), torch.full((2,), 0.5))
+
+
+@pytest.mark.parametrize("name", halfstep.__all__)
+def test_public_names_stay_what_they_are_whatever_has_been_imported(name):
+    """A function and a module of one name collide as soon as somebody imports the module."""
+    for info in pkgutil.walk_packages(halfstep.__path__, "halfstep."):
+        if not info.name.endswith("__main__") and ".report" not in info.name:
+            importlib.import_module(info.name)
+    value = getattr(halfstep, name)
+    assert callable(value) or name in ("formats", "ops")
+    assert callable(halfstep.formats.ieee)
+    assert callable(halfstep.ops.linear)
+    assert callable(halfstep.nn.apply)
+
+
+def test_prepare_called_through_its_module_is_prepare():
+    module = importlib.import_module("halfstep.prepare")
+    model = mlp()
+    assert module(model, adamw(model), recipe="fp32")[0] is model
+
+
+def test_an_unknown_public_name():
+    with pytest.raises(AttributeError, match="module 'halfstep' has no attribute 'prepair'"):
+        _ = halfstep.prepair
+    assert dir(halfstep) == sorted(halfstep.__all__)
