@@ -80,11 +80,14 @@ def run(
     numbers[2:2] = [np.float32(1 - scalars.beta1)]
     numbers[4:4] = [np.float32(1 - scalars.beta2)]
     keys = None if seed is None else (np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32 & 0xFFFFFFFF))
-    if weight.numel() <= _CHUNK or os.getpid() != _PROCESS:
+    threads = torch.get_num_threads()
+    if threads == 1 or weight.numel() <= _CHUNK or os.getpid() != _PROCESS:
         _serial(*arrays, *numbers, keys)
-    else:
-        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
-        _parallel(*arrays, *numbers, keys)
+        return
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    _parallel(*arrays, *numbers, keys)
+    if torch.get_num_threads() != threads:  # numba's pool sets the number of an OpenMP runtime that torch may share
+        torch.set_num_threads(threads)
 
 
 _SCALARS = ("grad_scale", "beta1", "beta2", "l2", "keep", "step_size", "rescale", "eps")
