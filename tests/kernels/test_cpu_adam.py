@@ -223,3 +223,15 @@ def test_the_reference_does_not_depend_on_length():
         same_bits(moved, whole[part])
     exact = -1 / (second.numpy() ** np.float32(0.5) + np.float32(1e-8))
     same_bits(whole, torch.from_numpy(exact))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_torchs_number_of_threads_is_used_and_left_as_it_is(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        weight, _, grad, first, second = run_arguments(4 * CHUNK)
+        kernel.run(weight, None, grad, first, second, kernel.AdamScalars(1, 0.9, 0.99, 0, 1, 0.01, 1, 1e-8), 5)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

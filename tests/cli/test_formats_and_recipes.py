@@ -1,0 +1,99 @@
+"""`halfstep formats` and `halfstep recipes`: tables for people, JSON for machines, exit code 2 for mistakes."""
+
+import json
+import sys
+
+import pytest
+
+from halfstep import formats, get_recipe
+from halfstep.cli.app import main
+from tiny import RECIPES
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the command in this process; gives exit code, standard output, standard error."""
+
+    def command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["halfstep", *arguments])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        captured = capsys.readouterr()
+        return stopped.value.code or 0, captured.out, captured.err
+
+    return command
+
+
+def test_formats_lists_every_format(run):
+    code, out, err = run("formats")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert len(lines) == 1 + len(formats.names())
+    for line, name in zip(lines[1:], formats.names(), strict=True):
+        assert line.split()[0] == name
+        assert f"{formats.get(name).max:.6g}" in line
+
+
+def test_formats_as_json_are_the_formats(run):
+    code, out, err = run("formats", "--json")
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    assert [f["name"] for f in data] == formats.names()
+    for entry in data:
+        f = formats.get(entry["name"])
+        for key in ("bits", "exponent_bits", "mantissa_bits", "max", "min_normal", "min_subnormal", "eps", "source"):
+            assert entry[key] == getattr(f, key)
+
+
+def test_recipes_lists_every_recipe(run):
+    code, out, err = run("recipes")
+    assert (code, err) == (0, "")
+    for name in RECIPES:
+        line = next(line for line in out.splitlines() if line.split()[0] == name)
+        assert f" {get_recipe(name).bytes_per_parameter().total:g} " in line
+
+
+def test_recipes_as_json(run):
+    code, out, _ = run("recipes", "--json")
+    assert code == 0
+    assert [recipe["name"] for recipe in json.loads(out)] == RECIPES
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_one_recipe_whole(run, name):
+    code, out, err = run("recipes", "show", name)
+    assert (code, err) == (0, "")
+    assert out == get_recipe(name).describe() + "\n"
+    code, out, _ = run("recipes", "show", name, "--json")
+    data, recipe = json.loads(out), get_recipe(name)
+    assert code == 0
+    for key in ("name", "weights", "master", "moments", "compute", "update_rounding", "grads"):
+        assert data[key] == getattr(recipe, key)
+    assert data["bytes_per_parameter"]["total"] == recipe.bytes_per_parameter().total
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["recipes", "show", "bf16-mixd"], "unknown recipe 'bf16-mixd'; nearest: bf16-mixed"),
+        (["recipes", "show", "[bold]x[/bold]"], "unknown recipe '[bold]x[/bold]'"),
+        (["recipes", "show"], "Missing argument"),
+        (["nonsense"], "No such command 'nonsense'"),
+        (["formats", "--yaml"], "No such option"),
+    ],
+)
+def test_mistakes_are_a_message_on_standard_error_and_exit_code_2(run, arguments, words):
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert out == ""
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_version_and_help(run):
+    assert run("--version")[:2] == (0, "halfstep 0.1.0\n")
+    code, out, _ = run("--help")
+    assert code == 0
+    assert "formats" in out
+    assert "recipes" in out

@@ -1,0 +1,112 @@
+"""Imports go down: a file imports from its own room or from a lower floor, at the top of the file."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import halfstep
+
+
+ROOT = Path(halfstep.__file__).parent
+FLOORS = {
+    "errors": 0, "registry": 0, "formats": 0,
+    "quant": 1,
+    "recipe": 2, "kernels": 2,
+    "ops": 3,
+    "nn": 4, "optim": 4, "comm": 4,
+    "prepare": 5, "tracking": 5, "dist": 5,
+    "lab": 6, "probe": 6,
+    "cli": 7, "__main__": 7, "ui": 7, "integrations": 7, "__init__": 7,
+}  # fmt: skip
+EAST_WING = {"checkpoint": 2, "memory": 2, "kb": 2}  # the highest floor that each may import from
+SHARED = {"errors", "registry", "formats"}  # floor 0 is one room: plain data and its errors
+LAZY = {"__init__"}  # whose __getattr__ imports, beside the commands in cli
+FILES = sorted(ROOT.rglob("*.py"))
+every_file = pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+
+
+def room_of(file):
+    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def nodes(file, *kinds):
+    return [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
+
+
+def imported(node):
+    """The full names that an import statement may bind or load."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    assert node.level == 0, "a relative import"
+    if node.module == "halfstep":
+        return [f"halfstep.{alias.name}" for alias in node.names]
+    return [node.module]
+
+
+def rooms_imported(file):
+    names = [name for node in nodes(file, ast.Import, ast.ImportFrom) for name in imported(node)]
+    rooms = {name.split(".")[1] for name in names if name.startswith("halfstep.")}
+    return {room for room in rooms if (ROOT / room).exists() or (ROOT / f"{room}.py").exists()}
+
+
+def allowed(source, target):
+    if source == target or FLOORS.get(source) == 7:
+        return True
+    if source in EAST_WING:
+        return FLOORS.get(target, 99) <= EAST_WING[source]
+    if source in SHARED and target in SHARED:
+        return target != "formats"
+    if target in EAST_WING:
+        return FLOORS[source] > 3
+    return FLOORS[target] < FLOORS[source]
+
+
+@every_file
+def test_every_file_has_a_floor(file):
+    assert room_of(file) in FLOORS or room_of(file) in EAST_WING
+
+
+@every_file
+def test_imports_go_down(file):
+    source = room_of(file)
+    wrong = sorted(target for target in rooms_imported(file) if not allowed(source, target))
+    assert not wrong, f"{file.relative_to(ROOT)} imports {wrong}"
+
+
+@every_file
+def test_imports_stand_at_the_top(file):
+    functions = nodes(file, ast.FunctionDef, ast.AsyncFunctionDef)
+    hidden = [n for f in functions for n in ast.walk(f) if isinstance(n, (ast.Import, ast.ImportFrom))]
+    assert not hidden or room_of(file) == "cli" or room_of(file) in LAZY
+
+
+@every_file
+def test_no_globals_and_no_environment(file):
+    assert not nodes(file, ast.Global)
+    reads = [n.attr for n in nodes(file, ast.Attribute) if n.attr in ("environ", "getenv", "putenv")]
+    assert not reads
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if room_of(f) in SHARED], ids=lambda f: str(f.relative_to(ROOT)))
+def test_floor_0_needs_nothing_but_the_standard_library(file):
+    names = {name.split(".")[0] for node in nodes(file, ast.Import, ast.ImportFrom) for name in imported(node)}
+    assert not names & {"torch", "numpy", "numba", "scipy", "pydantic", "rich", "typer"}
+
+
+@every_file
+def test_every_file_opens_with_a_sentence(file):
+    docstring = ast.get_docstring(ast.parse(file.read_text()))
+    assert docstring
+    assert docstring.splitlines()[0].endswith((".", ":"))
+
+
+def test_the_rules_would_notice():
+    """The floors refuse what they are for."""
+    assert not allowed("quant", "ops")
+    assert not allowed("nn", "optim")
+    assert not allowed("recipe", "kernels")
+    assert not allowed("memory", "ops")
+    assert not allowed("formats", "quant")
+    assert allowed("optim", "kernels")
+    assert allowed("memory", "quant")

@@ -1,0 +1,34 @@
+"""What needs no torch imports none: `import halfstep`, and the commands that only read data."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+HEAVY = ("torch", "numpy", "numba", "matplotlib", "transformers")
+COMMAND = "import sys; sys.argv = {!r}; from halfstep.cli.app import main\ntry: main()\nexcept SystemExit: pass\n"
+
+
+def heavy_after(code):
+    report = f"import sys; print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
+    result = subprocess.run([sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, check=True)
+    return result.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import halfstep",
+        "import halfstep; halfstep.formats.get('bf16'); dir(halfstep); halfstep.__version__",
+        COMMAND.format(["halfstep", "formats"]),
+        COMMAND.format(["halfstep", "formats", "--json"]),
+        COMMAND.format(["halfstep", "--help"]),
+    ],
+)
+def test_no_torch(code):
+    assert heavy_after(code) == "[]"
+
+
+def test_the_probe_sees_torch_where_it_is():
+    assert "torch" in heavy_after("import halfstep; halfstep.round_to")
