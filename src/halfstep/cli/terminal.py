@@ -29,7 +29,9 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Ite
     numeric = set(right)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, justify="right" if column in numeric else "left", overflow="fold")
+        table.add_column(
+            column, justify="right" if column in numeric else "left", overflow="fold", no_wrap=column == columns[0]
+        )
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
     Console().print(table, highlight=False)

@@ -1,0 +1,126 @@
+"""`halfstep compare` and `halfstep train`, as a user runs them."""
+
+import json
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from halfstep.cli.app import main
+
+
+SMALL = ["--steps", "6", "--batch", "2", "--context", "16", "--model", "tiny_models:model"]
+MODEL = """
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "tiny_models.py").write_text(MODEL)
+    (folder / "text.txt").write_text("some text to learn from\n" * 200)
+    return folder
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left behind."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def message(self) -> str:
+        return " ".join(self.stderr.split())
+
+
+@pytest.fixture
+def halfstep(place, monkeypatch, capsys):
+    """Run the command in this process, from the folder `place`."""
+    monkeypatch.chdir(place)
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["halfstep", *arguments])
+        capsys.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+def test_compare_trains_judges_reports_and_resumes_to_the_same(place, halfstep):
+    options = ["--recipes", "fp32,bf16-mixed", "--data", "text.txt", "--out", "runs/a", "--baseline-seeds", "1", *SMALL]
+    first = halfstep("compare", *options, "--json")
+    assert first.code == 0, first.stderr
+    summary = json.loads(first.stdout)
+    assert [v["recipe"] for v in summary["verdicts"]] == ["fp32", "bf16-mixed"]
+    assert {v["status"] for v in summary["verdicts"]} == {"band not measured"}
+    run = place / "runs" / "a"
+    for name in ("experiment.json", "environment.json", "summary.json", "report.html", "fp32/seed-0/metrics.jsonl"):
+        assert (run / name).is_file(), name
+    assert list(run.glob("plots/*.png"))
+    assert list(run.glob("fp32/seed-0/tensorboard/events*"))
+    assert list(run.glob("fp32/seed-0/checkpoints/*/model.safetensors"))
+    assert not [p for p in run.rglob("*") if p.suffix in (".pt", ".pkl", ".bin")]
+
+    assert halfstep("compare", *options).code == 2  # the folder is taken
+    again = halfstep("compare", *options, "--resume", "--json")
+    assert json.loads(again.stdout)["verdicts"] == summary["verdicts"]
+
+    other = halfstep("compare", *options, "--resume", "--lr", "0.5")
+    assert other.code == 2
+    assert "another experiment: its lr is 0.001, 0.5 was asked for" in other.message
+
+
+def test_train_names_its_folder_and_prints_a_table(place, halfstep):
+    done = halfstep("train", "--recipe", "bf16-stochastic", "--data", "text.txt", *SMALL)
+    assert done.code == 0, done.stderr
+    assert "bf16-stochastic" in done.stdout
+    assert (place / "runs" / "train-1" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "--recipes", "bf61-mixed"], "unknown recipe 'bf61-mixed'; nearest: bf16-mixed"),
+        (["compare", "--recipes", ","], "no recipe given"),
+        (["compare", "--data", "nowhere"], "nowhere: no such file or folder"),
+        (["compare", "--model", "tiny_models:modell"], "unknown function of tiny_models 'modell'; nearest: model"),
+        (["compare", "--resume"], "--resume needs --out"),
+        (["compare", "--resume", "--out", "runs/none"], "holds no experiment to resume"),
+        (["compare", "--out", "/proc/nowhere/run", "--data", "text.txt", *SMALL], "cannot be written"),
+        (["compare", "--out", "text.txt", "--data", "text.txt", *SMALL], "text.txt cannot be written"),
+        (["train", "--steps", "-3"], "steps = -3 given; expected a positive number"),
+        (["train", "--recipe", "fp23"], "unknown recipe 'fp23'; nearest: fp32"),
+    ],
+)
+def test_bad_input_is_one_message_exit_code_2_and_nothing_written(place, halfstep, arguments, message):
+    before = sorted(p for p in place.rglob("*") if "__pycache__" not in p.parts)
+    done = halfstep(*arguments)
+    assert done.code == 2
+    assert message in done.message
+    assert "Traceback" not in done.stderr
+    assert sorted(p for p in place.rglob("*") if "__pycache__" not in p.parts) == before
+
+
+def test_a_run_folder_that_was_edited_is_refused(place, halfstep):
+    options = ["--recipe", "fp32", "--data", "text.txt", "--out", "runs/edited", *SMALL]
+    assert halfstep("train", *options).code == 0
+    metrics = place / "runs" / "edited" / "fp32" / "seed-0" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([lines[0], "{broken", *lines[1:]]))
+    done = halfstep("train", *options, "--resume")
+    assert done.code == 2
+    assert "metrics.jsonl, line 2: is no metrics row" in done.message
+    (place / "runs" / "edited" / "experiment.json").write_text("{}")
+    done = halfstep("train", *options, "--resume")
+    assert "holds another experiment" in done.message
