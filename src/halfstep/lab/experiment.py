@@ -43,7 +43,17 @@ class Experiment:
     """How many times a run saves itself."""
 
     def __post_init__(self) -> None:
-        positive = ("steps", "seeds", "baseline_seeds", "batch", "context", "lr", "validations", "checkpoints", "statistics")
+        positive = (
+            "steps",
+            "seeds",
+            "baseline_seeds",
+            "batch",
+            "context",
+            "lr",
+            "validations",
+            "checkpoints",
+            "statistics",
+        )
         for name in positive:
             if getattr(self, name) <= 0:
                 raise RunError(f"{name} = {getattr(self, name)} given; expected a positive number")
