@@ -135,6 +135,7 @@ def draw(data: Curves, look: Mapping[str, Look], title: str) -> Figure:
         _loss_panel(top, data, look)
         _label_ends(top, [(c, c.steps[-1], c.losses[-1]) for c in data.curves if c.steps and not c.end], look)
     bottom.set_xlabel("step")
+    _legend(figure, data, look)
     return figure
 
 
@@ -146,21 +147,43 @@ def _loss_panel(axes: Axes, data: Curves, look: Mapping[str, Look]) -> None:
         steps = sorted(data.bands)
         low, high = [data.bands[s].lower for s in steps], [data.bands[s].upper for s in steps]
         axes.fill_between(steps, low, high, color=BAND, linewidth=0, zorder=1)
-    handles: list[Line2D | Patch] = []
     for curve in sorted(data.curves, key=lambda c: c.recipe != BASELINE):
         mark = look[curve.recipe]
         width = 2.6 if curve.recipe == BASELINE else 1.4
         axes.plot(curve.steps, curve.losses, mark.line, color=mark.colour, linewidth=width, zorder=3)
+    top = _ceiling(data)
+    if top is not None:
+        least = min(loss for c in data.curves for loss in c.losses)
+        axes.set_ylim(least - 0.05 * (top - least), top)
+    for curve in data.curves:
         if curve.end:
-            start = (curve.steps[-1], curve.losses[-1]) if curve.steps else curve.end
-            axes.plot(*zip(start, curve.end, strict=True), ":", color=mark.colour, linewidth=1.2, zorder=3)
-            axes.plot(*curve.end, "X", color=mark.colour, markeredgecolor="white", markersize=10, zorder=5)
-            label = f"{plain(curve.recipe)} diverged at step {curve.end[0]}"
-            handles.append(Line2D([], [], linestyle="", marker="X", color=mark.colour, markersize=8, label=label))
+            colour, step = look[curve.recipe].colour, curve.end[0]
+            loss = min(curve.end[1], axes.get_ylim()[1])
+            before = (curve.steps[-1], curve.losses[-1]) if curve.steps else (step, loss)
+            axes.plot([before[0], step], [before[1], loss], ":", color=colour, linewidth=1.2, zorder=3)
+            axes.plot(step, loss, "X", color=colour, markeredgecolor="white", markersize=10, zorder=5, clip_on=False)
+
+
+def _ceiling(data: Curves) -> float | None:
+    """Where to cut the loss axis, so that a run that explodes does not flatten the others."""
+    sound = [loss for c in data.curves if c.end is None or c.recipe == BASELINE for loss in c.losses]
+    sound += [c.losses[0] for c in data.curves if c.losses]
+    highest = max([loss for c in data.curves for loss in (*c.losses, c.end[1] if c.end else 0.0)], default=0.0)
+    return 1.1 * max(sound) if sound and highest > 1.1 * max(sound) else None
+
+
+def _legend(figure: Figure, data: Curves, look: Mapping[str, Look]) -> None:
+    """Below the plot, so that it covers no curve: the band and the runs that diverged."""
+    handles: list[Line2D | Patch] = []
     if data.bands:
         handles.append(Patch(color=BAND, label="fp32's band over its seeds"))
+    for curve in data.curves:
+        if curve.end:
+            label = f"{plain(curve.recipe)} diverged at step {curve.end[0]}"
+            colour = look[curve.recipe].colour
+            handles.append(Line2D([], [], linestyle="", marker="X", color=colour, markersize=8, label=label))
     if handles:
-        axes.legend(handles=handles, loc="upper right", fontsize=9, borderaxespad=0.2)
+        figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9)
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[Curve, int, float]], look: Mapping[str, Look]) -> None:

@@ -133,18 +133,17 @@ def picture(results: Results) -> Picture:
 
 def _finding(data: Exponents) -> str:
     fp16 = formats.get("fp16")
-    parts = []
+    sentences = [f"From {data.recipe}, seed {data.seed}, step {data.step}; {power(data.shift)} is {data.shift_from}"]
+    if data.recipe != BASELINE:
+        sentences[0] += " (there is no fp32 run to take them from: what this recipe made zero counts as exact zeros)"
     for kind, values in data.values.items():
         before, after = values.cast(fp16, 0), values.cast(fp16, data.shift)
-        parts.append(
-            f"of the {KINDS[kind]}, {share(before.zeroed)} become zero unscaled and {share(after.zeroed)} at "
-            f"{power(data.shift)} ({data.shift_from}), {share(before.subnormal)} and {share(after.subnormal)} subnormal"
+        sentences.append(
+            f"{KINDS[kind].capitalize()}: {share(before.zeroed)} become zero unscaled and {share(after.zeroed)} at "
+            f"{power(data.shift)}; {share(before.subnormal)} and {share(after.subnormal)} become subnormal"
         )
-    zeros = "; ".join(_zeros(kind, values) for kind, values in data.values.items())
-    origin = f"Values of {data.recipe}, seed {data.seed}, step {data.step}"
-    if data.recipe != BASELINE:
-        origin += " (fp32 took no part: what this recipe had made zero already counts as zeros)"
-    return f"{origin}: {'; '.join(parts)}. Not drawn: {zeros}."
+    sentences.append(f"Not drawn: {'; '.join(_zeros(kind, values) for kind, values in data.values.items())}")
+    return ". ".join(sentences) + "."
 
 
 def _zeros(kind: str, values: Values) -> str:

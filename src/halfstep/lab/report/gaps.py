@@ -65,7 +65,7 @@ def picture(results: Results) -> Picture:
     elif degraded:
         title = f"{count} end{'s' if len(degraded) == 1 else ''} above fp32's band of ±{100 * data.half_width:.2g}%"
     else:
-        title = f"No recipe that finished lies above fp32's band of ±{100 * data.half_width:.2g}%"
+        title = f"None that finished is above fp32's band of ±{100 * data.half_width:.2g}%"
     diverged = sum(g.note is not None and g.note.startswith(DIVERGED) for g in data.gaps)
     title += f"; {diverged} diverged" if diverged else ""
     return Picture("gap", heading, look_for, _finding(data), draw(data, looks(list(results.runs)), title), title)

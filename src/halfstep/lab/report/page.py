@@ -17,7 +17,7 @@ from halfstep.lab.experiment import Experiment
 from halfstep.lab.folder import RunFolder, write_json
 from halfstep.lab.report import curves, exponents, gaps, memory, scales, speed, zeroed
 from halfstep.lab.report.results import BASELINE, Results, load
-from halfstep.lab.report.style import SETTINGS, Picture, png, signed
+from halfstep.lab.report.style import SETTINGS, Picture, png, signed, times
 from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, RULE, UNMEASURED, Verdict
 
 
@@ -115,7 +115,7 @@ def _line(results: Results, verdict: Verdict) -> _Line:
         "–" if verdict.gap is None or verdict.recipe == BASELINE else signed(verdict.gap),
         "–" if verdict.paired_gap is None or verdict.recipe == BASELINE else signed(verdict.paired_gap),
         _number(verdict.ms_per_step, "{:.1f}"),
-        _number(ratio, "{:.2f}×"),
+        "–" if ratio is None else f"{times(ratio)}×",
         "–" if size is None else f"{memory.total_bytes(size):.4g}",
         str(verdict.skipped_steps),
     )

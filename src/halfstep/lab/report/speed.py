@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from halfstep.lab.report.results import BASELINE, Results
-from halfstep.lab.report.style import INK, Look, Picture, looks, new_figure, plain
+from halfstep.lab.report.style import INK, Look, Picture, looks, new_figure, plain, times
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def picture(results: Results) -> Picture:
     elif fastest.recipe == BASELINE:
         title = f"No recipe's step is faster than fp32's {_ms(fastest.median)}"
     elif fastest.ratio is not None:
-        title += f", {fastest.ratio:.2f} times fp32's"
+        title += f", {times(fastest.ratio)} times fp32's"
     return Picture("speed", heading, look_for, _finding(data), draw(data, looks(list(results.runs)), title), title)
 
 
@@ -79,7 +79,8 @@ def _finding(data: list[Speed]) -> str:
     if slowest.recipe == BASELINE:
         return sentence + "."
     faster = sum(s.ratio is not None and s.ratio < 1 for s in data)
-    return f"{sentence}, {slowest.ratio:.2f} times fp32's; {faster or 'none'} of {len(data) - 1} faster than fp32."
+    count = f"{faster or 'none'} of the {len(data) - 1} others {'are' if faster > 1 else 'is'} faster"
+    return f"{sentence}, {times(slowest.ratio)} times fp32's; {count}."
 
 
 def _ms(value: float) -> str:
@@ -98,7 +99,7 @@ def draw(data: list[Speed], look: Mapping[str, Look], title: str) -> Figure:
         if s.high > s.low:
             axes.plot([s.low, s.high], [row, row], color="white", linewidth=3.6, zorder=3)
             axes.plot([s.low, s.high], [row, row], color=INK, linewidth=1.6, zorder=4)
-        ratio = "" if s.ratio is None or s.recipe == BASELINE else f", {s.ratio:.2f}×"
+        ratio = "" if s.ratio is None or s.recipe == BASELINE else f", {times(s.ratio)}×"
         few = "" if s.certain else f", {s.steps} step{'s' if s.steps > 1 else ''} only"
         axes.text(
             1.02,

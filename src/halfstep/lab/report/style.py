@@ -85,8 +85,7 @@ def looks(recipes: Sequence[str]) -> dict[str, Look]:
 
 def new_figure(height: float, title: str) -> Figure:
     """A figure of the common width, `height` inches high, its title over its whole width."""
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, layout="constrained")
     lines = textwrap.fill(title, 66)
     figure.suptitle(lines, x=0.012, ha="left", fontsize=11, fontweight="bold", linespacing=1.25)
     return figure
@@ -94,8 +93,12 @@ def new_figure(height: float, title: str) -> Figure:
 
 def png(figure: Figure) -> bytes:
     """The figure as PNG, the same bytes for the same data."""
+    layout = figure.get_layout_engine()
+    if layout is not None:  # once: savefig would do it again for each of its two passes
+        layout.execute(figure)
+        figure.set_layout_engine("none")
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=_DPI, metadata={"Software": None})
+    FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})  # type: ignore[no-untyped-call]
     return buffer.getvalue()
 
 
@@ -126,6 +129,15 @@ def signed(value: float) -> str:
     """
     text = f"{value:+.2%}"
     return "0.00%" if text.strip("+-") == "0.00%" else text.replace("-", "−")
+
+
+def times(ratio: float) -> str:
+    """A ratio in three digits or so.
+
+    >>> times(0.4768), times(17.2)
+    ('0.48', '17')
+    """
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
 
 
 def power(exponent: int) -> str:

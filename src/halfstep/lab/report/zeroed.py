@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
@@ -16,42 +17,49 @@ from halfstep.lab.report.style import INK, ROLES, Picture, new_figure, plain, sh
 WHAT = {
     "weights": "weights that become zero",
     "gradients": "weight gradients that become zero, unscaled",
-    "updates": "updates lost: the stored weight does not move",
+    "updates": "updates lost, as the stored weight would not move",
 }
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Shares by what is lost and format, one for each step with statistics."""
+    """Shares by what is lost and format, one for each step with statistics.
+
+    Updates are missing where 16-bit weights take them themselves: what they would have been is not seen.
+    """
 
     recipe: str
     seed: int
     steps: tuple[int, ...]
     shares: Mapping[str, Mapping[str, Sequence[float]]]
 
-    def last(self, what: str, format: str) -> float:
-        """The share at the last of the steps."""
-        return self.shares[what][format][-1]
+    def median(self, what: str, format: str) -> float:
+        """The share at the middle one of the steps: the last says little, its updates are as small as its rate."""
+        return median(self.shares[what][format])
 
-    @property
-    def formats(self) -> list[str]:
-        """The formats, most bits first."""
-        names = {name for table in self.shares.values() for name in table}
-        return sorted(names, key=lambda n: (-formats.get(n).bits, -formats.get(n).mantissa_bits))
+    def formats(self, what: str) -> list[str]:
+        """The formats of one table, most bits first."""
+        return sorted(self.shares[what], key=lambda n: (-formats.get(n).bits, -formats.get(n).mantissa_bits))
 
 
 def shares_lost(results: Results) -> Lost | None:
-    """The data of the plot: fp32's first run, else the first recipe's with statistics."""
-    for recipe in sorted(results.runs, key=lambda r: r != BASELINE):
-        for seed, rows in sorted(results.runs[recipe].items()):
-            found = [row for row in rows if row["kind"] == "statistics"]
-            if not found:
-                continue
-            known = [n for n in found[-1]["lost"] if n in {*formats.names()}]
-            tables = [{**row["zeroed"], "updates": row["lost"]} for row in found]
-            shares = {what: {n: [table[what].get(n, 0.0) for table in tables] for n in known} for what in WHAT}
-            return Lost(recipe, seed, tuple(row["step"] for row in found), shares)
-    return None
+    """The data of the plot: fp32's first run, else the first run with statistics, if need be one without updates."""
+    found = []
+    for recipe, runs in results.runs.items():
+        for seed, rows in runs.items():
+            looks = [row for row in rows if row["kind"] == "statistics"]
+            if looks:
+                found.append((not looks[-1]["lost"], recipe != BASELINE, seed, recipe, looks))
+    if not found:
+        return None
+    _, _, seed, recipe, looks = min(found, key=lambda run: run[:3])
+    tables = [{**row["zeroed"], "updates": row["lost"]} for row in looks]
+    shares = {}
+    for what in WHAT:
+        known = [n for n in formats.names() if n in tables[-1].get(what, {})]
+        if known:
+            shares[what] = {n: [table[what][n] for table in tables if n in table[what]] for n in known}
+    return Lost(recipe, seed, tuple(row["step"] for row in looks), shares)
 
 
 def picture(results: Results) -> Picture:
@@ -59,55 +67,59 @@ def picture(results: Results) -> Picture:
     heading = "What becomes zero, by format"
     look_for = (
         "Long bars are what breaks a recipe that stores this part of training in that format: gradients call for a "
-        "loss scale, updates for a master copy or stochastic rounding. Whiskers: the range over the steps looked at."
+        "loss scale, updates for a master copy or stochastic rounding. Bars are medians over the steps looked at, "
+        "whiskers their range."
     )
     data = shares_lost(results)
-    if data is None or not data.formats:
+    if data is None or not data.shares:
         return Picture("zeroed", heading, look_for, "Not drawn: no run has written statistics yet.")
-    names = data.formats
-    worst = max(
-        (n for n in names if formats.get(n).bits >= 16), key=lambda n: data.last("updates", n), default=names[0]
-    )
-    title = f"In {worst} without a master copy, {share(data.last('updates', worst))} of updates would be lost"
+    what = next(what for what in ("updates", "gradients", "weights") if what in data.shares)
+    names = data.formats(what)
+    worst = max([n for n in names if formats.get(n).bits >= 16] or names, key=lambda n: data.median(what, n))
+    title = {
+        "updates": f"In {worst} without a master copy, {share(data.median(what, worst))} of updates would be lost",
+        "gradients": f"In {worst}, {share(data.median(what, worst))} of weight gradients become zero unless scaled",
+        "weights": f"In {worst}, {share(data.median(what, worst))} of weights become zero",
+    }[what]
     return Picture("zeroed", heading, look_for, _finding(data), draw(data, title), title)
 
 
 def _finding(data: Lost) -> str:
-    gradients = ", ".join(f"{share(data.last('gradients', n))} in {n}" for n in data.formats)
-    updates = ", ".join(f"{share(data.last('updates', n))} in {n}" for n in data.formats)
-    return (
-        f"At step {data.steps[-1]} of {data.recipe}, seed {data.seed}: weight gradients that become zero, {gradients}; "
-        f"updates lost, {updates}."
-    )
+    parts = [f"Medians over {_steps(data)} of {data.recipe}, seed {data.seed}"]
+    for what in data.shares:
+        shares = ", ".join(f"{share(data.median(what, n))} in {n}" for n in data.formats(what))
+        parts.append(f"{WHAT[what].capitalize()}, {shares}")
+    if "updates" not in data.shares:
+        parts.append("Its 16-bit weights take the updates themselves, so what is lost of those is not seen")
+    return ". ".join(parts) + "."
+
+
+def _steps(data: Lost) -> str:
+    return f"step {data.steps[0]}" if len(data.steps) == 1 else f"{len(data.steps)} steps"
 
 
 def draw(data: Lost, title: str) -> Figure:
-    """Bars at the last step, whiskers over all of them; a group for weights, gradients and updates."""
-    names = data.formats
-    figure = new_figure(1.5 + 0.27 * 3 * (len(names) + 1), title)
-    groups = figure.subplots(len(WHAT), 1, sharex=True)
-    for axes, (what, words) in zip(groups, WHAT.items(), strict=True):
+    """Bars at the median over the steps, whiskers over all of them; a group for weights, gradients and updates."""
+    heights = [len(names) for names in data.shares.values()]
+    figure = new_figure(1.5 + 0.27 * sum(height + 1 for height in heights), title)
+    groups = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, what in zip(groups, data.shares, strict=True):
+        names = data.formats(what)
         rows = range(len(names))
-        axes.barh(rows, [data.last(what, n) for n in names], height=0.66, color=ROLES[what], zorder=2)
+        axes.barh(rows, [data.median(what, n) for n in names], height=0.66, color=ROLES[what], zorder=2)
         for row, name in zip(rows, names, strict=True):
             low, high = min(data.shares[what][name]), max(data.shares[what][name])
             if high - low > 0.002:
                 axes.plot([low, high], [row, row], color="white", linewidth=3.2, zorder=3)
                 axes.plot([low, high], [row, row], color=INK, linewidth=1.6, zorder=4)
-            axes.text(
-                1.02,
-                row,
-                share(data.last(what, name)),
-                transform=axes.get_yaxis_transform(),
-                va="center_baseline",
-                fontsize=9,
-            )
-        axes.set_title(words, loc="left", fontsize=10)
-        axes.set_yticks(rows, [plain(n) for n in names], fontsize=9)
+            words = share(data.median(what, name))
+            axes.text(1.02, row, words, transform=axes.get_yaxis_transform(), va="center_baseline", fontsize=9)
+        axes.set_title(WHAT[what], loc="left", fontsize=10)
+        axes.set_yticks(rows, names, fontsize=9)
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="x")
     groups[-1].set_xlim(0, 1)
     groups[-1].xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:.0f}"))
-    groups[-1].set_xlabel(f"share (%), {plain(data.recipe)} at step {data.steps[-1]}")
+    groups[-1].set_xlabel(f"share (%): median and range over {_steps(data)} of {plain(data.recipe)}")
     return figure

@@ -1,0 +1,243 @@
+"""The plots' data, and that what is drawn is that data."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
+from run_folder import BYTES, USUAL, Run, rows, statistics_row, uniform, usual_experiment, write, write_run
+
+from halfstep import formats
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.folder import RunFolder
+from halfstep.lab.report import curves, exponents, gaps, memory, scales, speed, zeroed
+from halfstep.lab.report.page import PICTURES
+from halfstep.lab.report.results import load
+from halfstep.lab.report.style import looks, percent_ticks, plain, power, share, signed, spread
+from halfstep.tracking.histogram import ExponentHistogram
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    return load(write(tmp_path_factory.mktemp("runs") / "usual"))
+
+
+def experiment_with(tmp_path, gradients, run_scale=1.0, last_scale=None):
+    """fp32 with the given activation gradients at its last statistics; fp16-mixed with the given last loss scale."""
+    experiment = Experiment(recipes=("fp32", "fp16-mixed"), steps=4, statistics=1)
+    folder = RunFolder.create(tmp_path / "run", experiment, "", {})
+    content = [r for r in rows(experiment, "fp32", 0, Run(statistics=False)) if r["kind"] != "end"]
+    write_run(folder, "fp32", 0, [*content, statistics_row(4, run_scale, 1.0, gradients)])
+    if last_scale:
+        write_run(folder, "fp16-mixed", 0, rows(experiment, "fp16-mixed", 0, Run(scale=last_scale, statistics=False)))
+    return load(folder)
+
+
+UNIFORM = {1: 1 / 3, 8: 2 / 15, 2**10: 0.0}  # g = 2^U(-30, -15) in float16: 5, 2 and 0 of the 15 octaves
+
+
+@pytest.mark.parametrize("scale", UNIFORM)
+def test_the_share_that_becomes_zero_is_what_is_drawn_left_of_the_line(scale, tmp_path):
+    results = experiment_with(tmp_path, uniform(-30, -15), last_scale=float(scale))
+    data = exponents.gradient_exponents(results)
+    assert (2**data.shift, data.shift_from) == (scale, "fp16-mixed's last loss scale")
+    cast = data.values["activation_gradients"].cast(formats.get("fp16"), data.shift)
+    assert cast.zeroed == pytest.approx(UNIFORM[scale], abs=1e-12)
+    for panel, expected in zip(exponents.draw(data, "t").axes, (1 / 3, UNIFORM[scale]), strict=True):
+        bars = [p for p in panel.patches if isinstance(p, Rectangle) and to_hex(p.get_facecolor()) == exponents._BARS]
+        assert sum(bar.get_height() for bar in bars) == pytest.approx(1.0)
+        drawn = sum(bar.get_height() for bar in bars if bar.get_x() + bar.get_width() <= -25)
+        assert drawn == pytest.approx(expected, abs=1e-12)
+        assert share(expected) in [text.get_text() for text in panel.texts]
+
+
+def test_shares_agree_with_the_trackers_own_arithmetic():
+    counts = {e: 3 * abs(e) + 1 for e in range(-60, 20)}
+    for fmt in map(formats.get, formats.names()):
+        for shift in (0, 3, 16):
+            cast = exponents.Values(counts, 0, 0).cast(fmt, shift)
+            histogram = ExponentHistogram(counts)
+            assert cast.zeroed == pytest.approx(histogram.share_zeroed(fmt, 2.0**shift))
+            assert cast.subnormal == pytest.approx(histogram.share_subnormal(fmt, 2.0**shift))
+            total = cast.zeroed + cast.subnormal + cast.overflowing
+            normal = sum(s for e, s in cast.shares.items() if fmt.min_exponent <= e <= fmt.max_exponent)
+            assert total + normal == pytest.approx(1.0)
+
+
+def test_the_runs_own_loss_scale_is_taken_out(tmp_path):
+    """What a scaled run stores is times its scale: the same gradients come out."""
+    data = exponents.gradient_exponents(experiment_with(tmp_path, uniform(-20, -5), run_scale=2.0**10))
+    assert sorted(data.values["activation_gradients"].counts) == list(range(-30, -15))
+    assert (data.shift, data.shift_from) == (16, "the usual first loss scale")
+
+
+def test_exact_zeros_are_stated(tmp_path):
+    picture = exponents.picture(experiment_with(tmp_path, uniform(-30, -15)))
+    assert "7 activation gradients that are exactly zero (<0.1%)" in picture.finding
+    assert "7 (<0.1%)" in picture.figure.axes[0].get_title(loc="right")
+
+
+def test_overflow_has_its_own_region(tmp_path):
+    data = exponents.gradient_exponents(experiment_with(tmp_path, uniform(-4, 6), last_scale=2.0**12))
+    texts = [text.get_text() for text in exponents.draw(data, "t").axes[1].texts]
+    assert "overflows" in texts
+    assert "20.0%" in texts  # 2^16 and 2^17 of ten octaves
+
+
+def test_fp32s_values_are_taken_wherever_it_stands(tmp_path):
+    folder = write(tmp_path / "run", USUAL, usual_experiment(["bf16-mixed", "fp32"], steps=20))
+    data = exponents.gradient_exponents(load(folder))
+    assert (data.recipe, data.seed, data.step) == ("fp32", 0, 20)
+
+
+def test_curves_hold_the_first_seed_and_fp32s_band(usual):
+    data = curves.loss_curves(usual)
+    assert [c.recipe for c in data.curves] == list(USUAL)
+    fp32 = usual.runs["fp32"]
+    for step, band in data.bands.items():
+        at_step = [r["loss"] for seed in fp32 for r in fp32[seed] if r["kind"] == "validation" and r["step"] == step]
+        assert band.mean == data.means[step] == pytest.approx(sum(at_step) / 3)
+        assert band.half_width >= 0.005 * band.mean
+    nomaster = next(c for c in data.curves if c.recipe == "bf16-nomaster")
+    steps, distances = data.gaps(nomaster)
+    verdict = next(v for v in usual.verdicts if v.recipe == "bf16-nomaster")
+    assert (steps[-1], distances[-1]) == (500, pytest.approx(verdict.gap))
+
+
+def test_a_diverged_curve_ends_where_the_run_did(usual):
+    curve = next(c for c in curves.loss_curves(usual).curves if c.recipe == "fp16-pure")
+    last = [r["loss"] for r in usual.runs["fp16-pure"][0] if r["kind"] == "step"][-1]
+    assert curve.end == (2, last)
+    figure = curves.picture(usual).figure
+    crosses = [line for line in figure.axes[0].lines if line.get_marker() == "X"]
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in crosses] == [(2, last)]
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["fp32's band over its seeds", "fp16-pure diverged at step 2"]
+
+
+def test_a_loss_that_explodes_flattens_no_other_curve(tmp_path):
+    runs = {"fp32": Run(), "fp16-pure": Run(excess=50.0, diverges=90)}
+    figure = curves.picture(load(write(tmp_path / "run", runs, usual_experiment(runs, steps=100)))).figure
+    low, top = figure.axes[0].get_ylim()
+    assert 1 < low < 2
+    assert 5.5 < top < 7
+    (cross,) = [line for line in figure.axes[0].lines if line.get_marker() == "X"]
+    assert (cross.get_xdata()[0], cross.get_ydata()[0]) == (90, top)
+
+
+def test_gaps_are_the_verdicts_gaps(usual):
+    data = gaps.final_gaps(usual)
+    assert data.half_width == usual.band.half_width / usual.band.mean
+    found = {gap.recipe: gap for gap in data.gaps}
+    assert list(found) == [recipe for recipe in USUAL if recipe != "fp32"]
+    assert found["fp16-pure"] == gaps.Gap("fp16-pure", None, None, "diverged at step 2")
+    for verdict in usual.verdicts[1:-1]:
+        assert (found[verdict.recipe].gap, found[verdict.recipe].paired) == (verdict.gap, verdict.paired_gap)
+
+
+def test_speeds_are_medians_with_their_ratio(usual):
+    data = {s.recipe: s for s in speed.speeds(usual)}
+    assert data["fp32"].ratio == 1
+    assert data["bf16-nomaster"].ratio == data["bf16-nomaster"].median / data["fp32"].median
+    assert all(s.low <= s.median <= s.high for s in data.values())
+    assert [r for r, s in data.items() if not s.certain] == ["fp16-pure"]  # one step tells nothing
+    assert "bf16-nomaster" in speed.picture(usual).alt
+
+
+def test_bytes_are_the_memory_rows(usual):
+    for b in memory.bytes_by_role(usual):
+        *roles, transient = BYTES[b.recipe]
+        assert (tuple(b.roles.values()), b.transient, b.total) == (tuple(roles), transient, sum(roles))
+
+
+def test_the_loss_scale_history_marks_skips(usual):
+    (history,) = scales.histories(usual)
+    assert (history.recipe, history.skipped) == ("fp16-mixed", USUAL["fp16-mixed"].overflows)
+    assert (max(history.exponents), history.exponents[-1], len(history.steps)) == (20, 17, 500)
+    (axes,) = scales.picture(usual).figure.axes
+    crosses = next(line for line in axes.lines if line.get_marker() == "X")
+    assert list(zip(crosses.get_xdata(), crosses.get_ydata(), strict=True))[:3] == [(1, 20), (2, 19), (3, 18)]
+
+
+def test_a_scale_of_one_is_no_scale(tmp_path):
+    runs = {"fp32": Run(), "bf16-pure": Run(scale=1.0), "fp16-master": replace(USUAL["fp16-mixed"], scale=1024.0)}
+    results = load(write(tmp_path / "run", runs, usual_experiment(runs, steps=20)))
+    assert [h.recipe for h in scales.histories(results)] == ["fp16-master"]
+
+
+def test_shares_lost_are_the_statistics_rows(usual):
+    data = zeroed.shares_lost(usual)
+    assert (data.recipe, data.steps) == ("fp32", (100, 200, 300, 400, 500))
+    assert data.formats("updates") == ["fp16", "bf16", "float8_e4m3fn", "float8_e5m2"]
+    middle = [r for r in usual.runs["fp32"][0] if r["kind"] == "statistics"][2]  # every share only grows or shrinks
+    for name in data.formats("updates"):
+        assert data.median("updates", name) == middle["lost"][name]
+        assert data.median("gradients", name) == middle["zeroed"]["gradients"][name]
+        assert data.median("weights", name) == middle["zeroed"]["weights"][name]
+
+
+def test_updates_that_were_not_seen_are_left_out(tmp_path):
+    """Where 16-bit weights take the update themselves, `lost` is empty."""
+    blind = Run(sees_updates=False)
+    alone = load(write(tmp_path / "alone", {"bf16-pure": blind}, Experiment(recipes=("bf16-pure",), steps=20)))
+    picture = zeroed.picture(alone)
+    assert set(zeroed.shares_lost(alone).shares) == {"weights", "gradients"}
+    assert len(picture.figure.axes) == 2
+    assert "not seen" in picture.finding
+    runs = {"bf16-pure": blind, "bf16-mixed": Run()}
+    both = load(write(tmp_path / "both", runs, Experiment(recipes=tuple(runs), steps=20)))
+    assert zeroed.shares_lost(both).recipe == "bf16-mixed"
+
+
+@pytest.mark.parametrize("make", PICTURES, ids=lambda make: make.__module__.rpartition(".")[2])
+def test_no_text_is_cut_or_written_over_another(make, usual):
+    """Every text lies inside the figure, and no two of an axes' own labels overlap."""
+    figure = make(usual).figure
+    figure.draw_without_rendering()
+    whole = figure.bbox
+    for axes in figure.axes:
+        boxes = [text.get_window_extent() for text in axes.texts if text.get_text()]
+        for box in boxes:
+            assert whole.x0 <= box.x0
+            assert box.x1 <= whole.x1 + 1
+        shrunk = [box.shrunk(0.94, 0.7) for box in boxes]
+        for i, box in enumerate(shrunk):
+            assert not any(box.overlaps(other) for other in shrunk[:i])
+
+
+def test_a_recipe_looks_the_same_everywhere_and_unlike_the_others():
+    table = looks(["a", "fp32", *"bcdefghi"])
+    assert table["fp32"].colour == "black"
+    assert len({look.colour for look in table.values()}) == len({look.marker for look in table.values()} | {0}) == 10
+    many = looks([str(i) for i in range(18)])
+    assert len(set(many.values())) == 19
+
+
+@pytest.mark.parametrize(
+    ("places", "gap"),
+    [([0.1, 0.1, 0.1], 0.2), ([0.0, 1.0, 1.0], 0.3), ([0.9, 0.2, 0.91, 0.5], 0.1), ([3.0, -1.0], 0.5)],
+)
+def test_spread_keeps_order_and_distance(places, gap):
+    moved = spread(places, gap)
+    assert all(-1e-9 <= y <= 1 + 1e-9 for y in moved)
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    assert all(moved[b] - moved[a] >= gap - 1e-9 for a, b in pairwise(order))
+
+
+def test_spread_of_too_many_uses_the_whole_height():
+    assert spread([0.5] * 5, 0.5) == pytest.approx([0, 0.25, 0.5, 0.75, 1])
+    assert spread([], 0.1) == []
+
+
+def test_words_for_numbers():
+    assert [share(x) for x in (0.0, 1e-9, 0.5, 1 - 1e-9, 1.0)] == ["0%", "<0.1%", "50.0%", ">99.9%", "100%"]
+    assert [signed(x) for x in (0.01, -0.01, -1e-9)] == ["+1.00%", "−1.00%", "0.00%"]
+    assert power(-149) == "2⁻¹⁴⁹"
+    assert plain("a\nb\u4e2d\x00") == "a?b??"
+    assert len(plain("x" * 100)) == 30
+    ticks = percent_ticks(-0.02, 0.3, 0.01)
+    assert ticks == sorted(ticks)
+    assert 0.0 in ticks
+    assert math.isclose(max(ticks), 0.2)
