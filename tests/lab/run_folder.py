@@ -53,8 +53,8 @@ USUAL = {
 }
 
 
-def usual_experiment(recipes=tuple(USUAL), **fields):
-    return Experiment(recipes=tuple(recipes), **fields)
+def usual_experiment(recipes=tuple(USUAL), steps=500, **fields):
+    return Experiment(recipes=tuple(recipes), steps=steps, **fields)
 
 
 def write(path: Path, runs=USUAL, experiment=None, environment=ENVIRONMENT) -> RunFolder:
