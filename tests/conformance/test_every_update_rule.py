@@ -1,0 +1,132 @@
+"""What holds of every update rule: a pure, elementwise function, the same through the optimizer and alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from halfstep.optim import convert, update_rules
+from halfstep.optim.rules.base import never
+from halfstep.recipe import Recipe, get_recipe
+from oracles.numbers import same_bits
+from tiny import assert_same, copied
+
+
+RULES = update_rules()
+OPTIONS = {"adam": {"weight_decay": 0.1}, "adamw": {"weight_decay": 0.1}, "sgd": {"momentum": 0.9, "weight_decay": 0.1}}
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+SHAPES = [(), (0,), (0, 3), (1,), (7,), (3, 5)]
+
+
+def group_of(rule, **more):
+    """A parameter group as torch.optim makes it."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    options = {"lr": 0.1, **OPTIONS[rule.name], **more}
+    return rule.torch_class([parameter], **options).param_groups[0]
+
+
+def arguments(rule, shape=(3, 5), **more):
+    group = group_of(rule, **more)
+    generator = torch.Generator().manual_seed(1)
+    weight, grad = (torch.randn(shape, generator=generator) for _ in range(2))
+    moments = {name: torch.rand(shape, generator=generator) for name in rule.moments(group)}
+    return weight, grad, moments, 4, group
+
+
+def test_every_rule_has_options_to_be_tested_with():
+    assert set(RULES) == set(OPTIONS)
+
+
+@every_rule
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_pure_and_keeps_shapes_and_float32(rule, shape):
+    given = arguments(rule, shape)
+    before = copied(list(given[:3]))
+    weight, moments = rule.update(*given)
+    assert_same(list(given[:3]), before)
+    assert moments.keys() == given[2].keys()
+    for tensor in (weight, *moments.values()):
+        assert (tensor.shape, tensor.dtype) == (shape, torch.float32)
+
+
+@every_rule
+def test_it_is_elementwise(rule):
+    weight, grad, moments, step, group = arguments(rule)
+    whole, new = rule.update(weight, grad, moments, step, group)
+    turned = {name: moment.t() for name, moment in moments.items()}
+    part, part_new = rule.update(weight.t(), grad.t(), turned, step, group)
+    assert_same(part.t(), whole)
+    assert_same({name: moment.t() for name, moment in part_new.items()}, new)
+
+
+@every_rule
+def test_a_learning_rate_of_zero_moves_moments_only(rule):
+    given = arguments(rule, lr=0.0)
+    weight, moments = rule.update(*given)
+    same_bits(weight, given[0])
+    for name, moment in moments.items():
+        assert not torch.equal(moment, given[2][name])
+
+
+@every_rule
+def test_it_goes_against_the_gradient_and_along_it_to_maximize(rule):
+    down, up = (group_of(rule, weight_decay=0.0, maximize=maximize) for maximize in (False, True))
+    grad = torch.tensor([1.0, -2.0])
+    zeros = {name: torch.zeros(2) for name in rule.moments(down)}
+    step = rule.update(torch.zeros(2), grad, zeros, 1, down)[0]
+    assert (step * grad < 0).all()
+    same_bits(rule.update(torch.zeros(2), grad, zeros, 1, up)[0], -step)
+
+
+@every_rule
+def test_nan_and_infinite_gradients_show_in_the_weight(rule):
+    weight, grad, moments, step, group = arguments(rule, (3,))
+    grad[:2] = torch.tensor([float("nan"), float("inf")])
+    moved, _ = rule.update(weight, grad, moments, step, group)
+    assert (moved.isfinite() == torch.tensor([False, False, True])).all()
+
+
+@every_rule
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_optimizer_applies_the_rule(rule, fused, shape):
+    """Moments start at zero, steps count from 1, the gradient is divided by the scale first."""
+    torch.manual_seed(2)
+    parameter = torch.nn.Parameter(torch.randn(shape))
+    expected, moments = parameter.detach().clone(), None
+    options = {"lr": 0.1, **OPTIONS[rule.name]}
+    optimizer = convert(rule.torch_class([parameter], **options), get_recipe("fp32"), {})
+    if not fused:
+        optimizer.rule = replace(rule, fused=never)
+    group = optimizer.param_groups[0]
+    for step in (1, 2, 3):
+        parameter.grad = torch.randn(shape)
+        moments = moments or {name: torch.zeros(shape) for name in rule.moments(group)}
+        expected, moments = rule.update(expected, parameter.grad / 4, moments, step, group)
+        optimizer.grad_scale = torch.tensor(4.0)
+        optimizer.step()
+        assert_same(parameter.detach(), expected)
+        for name, moment in moments.items():
+            assert_same(optimizer.state[parameter][name], moment)
+    assert optimizer.state[parameter]["step"] == 3
+
+
+@every_rule
+@pytest.mark.parametrize("weights", ["bf16", "fp16"])
+@pytest.mark.parametrize("rounding", ["nearest_even", "nearest_away", "toward_zero", "stochastic"])
+def test_every_rounding_of_the_update_gives_a_neighbour(rule, weights, rounding):
+    """Whatever the rounding, the stored weight is one of the two around the float32 update."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[weights]
+    parameter = torch.nn.Parameter(torch.randn(500).to(dtype))
+    recipe = Recipe("made", "", "", weights=weights, update_rounding=rounding)
+    optimizer = convert(rule.torch_class([parameter], lr=0.1, **OPTIONS[rule.name]), recipe, {}, generator=1)
+    group = optimizer.param_groups[0]
+    parameter.grad = torch.randn(500).to(dtype)
+    zeros = {name: torch.zeros(500) for name in rule.moments(group)}
+    exact, _ = rule.update(parameter.detach().float(), parameter.grad.float(), zeros, 1, group)
+    optimizer.step()
+    found = parameter.detach().float()
+    gap = 2.0 ** (torch.frexp(exact)[1] - 1) * torch.finfo(dtype).eps
+    assert ((found - exact).abs() <= gap * (0.5 if "nearest" in rounding else 1)).all()
+    if rounding == "toward_zero":
+        assert (found.abs() <= exact.abs()).all()
