@@ -3,34 +3,34 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
 
-.PHONY: install demo test test-slow check lint bench clean
+.PHONY: install dev demo test test-slow check lint bench clean
 
-install: $(READY)
+install: $(VENV)/.lab
+dev: $(VENV)/.dev
 
-$(READY): pyproject.toml constraints.txt
+$(VENV)/.lab $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[$*]'
 	@touch $@
 
 demo: install
 	$(BIN)/halfstep compare
 
-test: install
+test: dev
 	$(BIN)/python -m pytest
 
-test-slow: install
+test-slow: dev
 	$(BIN)/python -m pytest -m slow
 
-lint: install
+lint: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 check: lint test
 
-bench: install
+bench: dev
 	$(BIN)/python benchmarks/step.py --keep
 	$(BIN)/python benchmarks/optimizer.py --keep
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from harness import Contender, race, report
 from torch import nn
 
 import halfstep
+from harness import Contender, race, report
 
 
 SIZE, ROUNDS = 1 << 24, 15

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from harness import Contender, race, report
 from torch import Tensor, nn
 
 import halfstep
 from halfstep.lab.models.gpt import GPT, Attention
+from harness import Contender, race, report
 
 
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH, ROUNDS = 6, 384, 6, 256, 8, 9

@@ -51,7 +51,9 @@ def train_all(experiment: Experiment, out: Path | None, name: str, resume: bool,
         arguments = [a for a in sys.argv[1:] if a != "--resume"]
         if out is None:
             arguments += ["--out", str(path)]
-        console.print(f"\nstopped; nothing is lost. To go on:\n  halfstep {shlex.join(arguments)} --resume", markup=False)
+        console.print(
+            f"\nstopped; nothing is lost. To go on:\n  halfstep {shlex.join(arguments)} --resume", markup=False
+        )
         raise typer.Exit(130) from None
     page = write_report(comparison.folder)
     summary = summarize(comparison.folder)

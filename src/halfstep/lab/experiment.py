@@ -63,7 +63,7 @@ class Experiment:
             raise RunError(f"a recipe is named twice in {', '.join(self.recipes)}; name each once")
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, from 1: linear warm-up, then a cosine that would reach zero one step after the last."""
+        """The learning rate of a step, from 1: a linear warm-up, then a cosine that is zero one step after the last."""
         if step <= self.warmup:
             return self.lr * step / self.warmup
         progress = (step - self.warmup) / (self.steps + 1 - self.warmup)

@@ -7,8 +7,8 @@ Every row has `kind` and `step` (0 before the first update). The kinds:
     validation  loss
     statistics  loss_scale; weights, gradients, activation_gradients: exponent histograms {counts, zeros, nonfinite},
                 gradients as they are stored, so times loss_scale; zeroed {weights, gradients}: share by format that
-                a cast makes zero, unscaled; lost {format: share}: updates that would leave a weight stored in it, {} where the
-                weights are 16-bit with no master, so that the updates themselves are not seen
+                a cast makes zero, unscaled; lost {format: share}: updates that would leave a weight stored in
+                it, {} where weights are 16-bit with no master, so that the updates themselves are not seen
     diverged    reason, tensor (the first that was not finite, or null)
     end         status "finished" or "diverged"; the last row of a run
 

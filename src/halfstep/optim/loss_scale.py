@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError
+from halfstep.optim.overflow import find_nonfinite, named_grads
 
 
 _MAX_STATIC_SKIPS = 32
@@ -224,13 +225,16 @@ class LossScaler:
         self._growth_tracker = 0
         if not self._dynamic:
             if self._consecutive_skips >= _MAX_STATIC_SKIPS:
-                raise LossScaleError(self._stuck(f"at the constant loss scale {self._scale:g}"))
+                advice = "Try a smaller scale, or a dynamic one. If that does not help, "
+                raise LossScaleError(self._stuck(f"at the constant loss scale {self._scale:g}", advice))
         elif self._patience > 1:
             self._patience -= 1
         else:
             lower = _float32(self._scale * self._backoff_factor)
             if lower < self._min_scale:
-                raise LossScaleError(self._stuck(f"at the loss scale's floor, {self._scale:g}"))
+                raise LossScaleError(
+                    self._stuck(f"at the loss scale's floor, {self._scale:g}", "No smaller one helps: ")
+                )
             self._scale = lower
 
     def _grow(self) -> None:
@@ -241,43 +245,21 @@ class LossScaler:
             self._growth_tracker = 0
             self._patience = self._hysteresis
 
-    def _stuck(self, where: str) -> str:
+    def _stuck(self, where: str, advice: str) -> str:
         named = f" in {', '.join(self.overflowed[:3])}" if self.overflowed else ""
         return (
-            f"the gradients are infinite or NaN{named} {where}, {self._consecutive_skips} steps in a row. A smaller "
-            "scale cannot help: the forward pass itself overflows or makes NaN. Look for the first non-finite "
-            "activation (`halfstep train` names it), keep that module in float32, train in bf16 (recipe 'bf16-mixed'), "
-            "or lower the learning rate"
+            f"the gradients are infinite or NaN{named} {where}, {self._consecutive_skips} steps in a row. {advice}"
+            "the forward pass itself overflows or makes NaN. Look for the first non-finite activation (`halfstep train` "
+            "names it), keep that module in float32, train in bf16 (recipe 'bf16-mixed'), or lower the learning rate"
         )
 
-    # ---- finding what overflowed ----------------------------------------------------------------------------------
-
-    @torch.no_grad()
     def _check(self, optimizer: torch.optim.Optimizer, pending: _Pending) -> None:
-        """Find out, once per update, whether every gradient is finite: on this rank and on all."""
-        if pending.found_inf is not None:
-            return
-        named = list(self._grads(optimizer))
-        if not named:
-            raise LossScaleError(
-                "no parameter of the optimizer has a gradient; call scaler.scale(loss).backward() first"
-            )
-        device = named[0][1].device
-        finite = torch.stack([_all_finite(_local(grad)).to(device) for _, grad in named])
-        flag = (~finite.all()).float()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._process_group)
-        pending.found_inf = bool(flag)
-        if pending.found_inf:
-            pending.overflowed = tuple(name for (name, _), ok in zip(named, finite.tolist(), strict=True) if not ok)
+        """Find out, once per update, whether every gradient is finite."""
+        if pending.found_inf is None:
+            pending.found_inf, pending.overflowed = find_nonfinite(self._grads(optimizer), self._process_group)
 
-    def _grads(self, optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, Tensor]]:
-        for g, group in enumerate(optimizer.param_groups):
-            for p, parameter in enumerate(group["params"]):
-                if parameter.grad is not None:
-                    grad = parameter.grad
-                    name = self._names.get(parameter, f"parameter {p} of group {g}")
-                    yield name, grad._values() if grad.is_sparse else grad
+    def _grads(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+        return named_grads(optimizer, self._names)
 
     def _of(self, optimizer: torch.optim.Optimizer) -> _Pending:
         return self._pending.setdefault(id(optimizer), _Pending())
@@ -357,19 +339,6 @@ class LossScaler:
 def _scales_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer divides by `grad_scale` inside its update (torch's protocol for fused optimizers)."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def _local(grad: Tensor) -> Tensor:
-    """This rank's part of a sharded gradient."""
-    to_local = getattr(grad, "to_local", None)
-    return to_local() if to_local is not None else grad
-
-
-def _all_finite(grad: Tensor) -> Tensor:
-    """Whether every element is finite, in one read: the extremes of a tensor with a NaN are NaN."""
-    if not grad.numel():
-        return torch.ones((), dtype=torch.bool, device=grad.device)
-    return torch.stack(torch.aminmax(grad)).isfinite().all()
 
 
 def _float32(value: float) -> float:
