@@ -249,8 +249,9 @@ class LossScaler:
         named = f" in {', '.join(self.overflowed[:3])}" if self.overflowed else ""
         return (
             f"the gradients are infinite or NaN{named} {where}, {self._consecutive_skips} steps in a row. {advice}"
-            "the forward pass itself overflows or makes NaN. Look for the first non-finite activation (`halfstep "
-            "train` names it), keep that module in float32, train in bf16 (recipe 'bf16-mixed'), or lower the learning rate"
+            "the forward pass itself overflows or makes NaN. Look for the first non-finite activation "
+            "(`halfstep train` names it), keep that module in float32, train in bf16 (recipe 'bf16-mixed'), "
+            "or lower the learning rate"
         )
 
     def _check(self, optimizer: torch.optim.Optimizer, pending: _Pending) -> None:
