@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from halfstep.errors import OptimizerError
+from halfstep.recipe import Recipe
 from tiny import RECIPES, adamw, assert_same, batch, copied, mlp, prepared, train
 
 
-every_recipe = pytest.mark.parametrize("name", RECIPES)
+SMALL = Recipe("bf16 moments", "", "", weights="bf16", master="fp32", moments="bf16", compute="bf16")
+every_recipe = pytest.mark.parametrize("name", [*RECIPES, SMALL], ids=lambda r: getattr(r, "name", r))
 
 
 @every_recipe
