@@ -5,7 +5,7 @@ import torch
 from hypothesis import settings
 
 
-settings.register_profile("halfstep", deadline=None, max_examples=100, derandomize=True, database=None)
+settings.register_profile("halfstep", deadline=None, max_examples=60, derandomize=True, database=None)
 settings.load_profile("halfstep")
 
 
