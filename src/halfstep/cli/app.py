@@ -9,6 +9,7 @@ import typer
 
 import halfstep
 from halfstep.cli.formats import formats
+from halfstep.cli.kb import kb
 from halfstep.cli.recipes import recipes
 from halfstep.cli.terminal import fail
 from halfstep.errors import HalfstepError
@@ -41,6 +42,7 @@ def options(
 
 app.command("formats")(formats)
 app.add_typer(recipes, name="recipes")
+app.add_typer(kb, name="kb")
 
 
 def main() -> None:
