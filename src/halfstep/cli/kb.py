@@ -48,8 +48,8 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Is MODEL safe to run in a type? Exit code 0: safe, 1: risky, 3: unknown, 2: not a question it can answer."""
-    from halfstep.kb.check import judge
     from halfstep.kb.text import describe_verdict
+    from halfstep.kb.verdict import judge
 
     verdict = judge(_load(overlay), model, use)
     if as_json:
@@ -69,7 +69,7 @@ def check(
 @kb.command()
 def show(model: Model, overlay: Overlay = None, as_json: Json = False) -> None:
     """Print all that is known of MODEL: its entries, references and failure reports. Exit code 1 if there is none."""
-    from halfstep.kb.lookup import find
+    from halfstep.kb.resolve import find
     from halfstep.kb.text import describe_answer
 
     answer = find(_load(overlay), model)
@@ -129,7 +129,7 @@ def listing(
 def model_card(model: Model, overlay: Overlay = None) -> None:
     """Print the field of a model card that says how MODEL was trained, as YAML."""
     from halfstep.kb.card import model_card as card
-    from halfstep.kb.lookup import find
+    from halfstep.kb.resolve import find
 
     typer.echo(card(find(_load(overlay), model)))
 
@@ -142,7 +142,7 @@ def validate(
 ) -> None:
     """Check entries against the schema and the rules. Exit code 1 if one breaks them."""
     from halfstep.errors import KnowledgeBaseError
-    from halfstep.kb.load import data_files, load, package_folder, read
+    from halfstep.kb.reader import data_files, load, package_folder, read
     from halfstep.kb.rules import validate as problems
     from halfstep.kb.text import printable
 

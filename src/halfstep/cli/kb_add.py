@@ -40,7 +40,7 @@ def add(
 ) -> None:
     """Write an entry of your own; what is missing is asked for in a terminal. Without a reference there is no entry."""
     from halfstep.kb.add import add_entry, slug
-    from halfstep.kb.load import DEFAULT_OVERLAY
+    from halfstep.kb.reader import DEFAULT_OVERLAY
 
     given: dict[str, Any] = {
         "--model-id": model_id or alias,

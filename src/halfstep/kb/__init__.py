@@ -1,9 +1,9 @@
 """In which precision was this model pre-trained? A sourced knowledge base. Imports no torch and no numpy."""
 
-from halfstep.kb.check import Reason, Verdict, check
 from halfstep.kb.entry import Entry, FailureReport, Reference
-from halfstep.kb.load import DEFAULT_OVERLAY, KnowledgeBase, load
-from halfstep.kb.lookup import Answer, lookup, search
+from halfstep.kb.reader import DEFAULT_OVERLAY, KnowledgeBase, load
+from halfstep.kb.resolve import Answer, lookup, search
+from halfstep.kb.verdict import Reason, Verdict, check
 
 
 __all__ = [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import KnowledgeBaseError
-from halfstep.kb.load import DEFAULT_OVERLAY, file_problems, load, parse, text_of
+from halfstep.kb.reader import DEFAULT_OVERLAY, file_problems, load, parse, text_of
 from halfstep.kb.rules import validate
 from halfstep.kb.toml import dump_entry, toml_string
 

@@ -6,7 +6,7 @@ import json
 
 from halfstep.errors import KnowledgeBaseError
 from halfstep.kb.entry import Entry
-from halfstep.kb.lookup import Answer
+from halfstep.kb.resolve import Answer
 
 
 def model_card(answer: Answer) -> str:

@@ -12,7 +12,7 @@ from itertools import combinations
 
 from halfstep.errors import KnowledgeBaseError, unknown
 from halfstep.kb.entry import Entry, matches
-from halfstep.kb.load import KnowledgeBase, data_files, file_problems, parse, read, text_of
+from halfstep.kb.reader import KnowledgeBase, data_files, file_problems, parse, read, text_of
 
 
 _OFFICIAL = {"paper", "report", "config", "code", "readme", "card", "doc", "logbook"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from halfstep.kb.check import Reason, Verdict
 from halfstep.kb.entry import Entry, FailureReport, Reference
-from halfstep.kb.lookup import Answer
+from halfstep.kb.resolve import Answer
+from halfstep.kb.verdict import Reason, Verdict
 
 
 # Control characters move the cursor and change colours; direction marks make text read otherwise than it is.

@@ -11,11 +11,11 @@ from typing import Any
 
 from halfstep.errors import KnowledgeBaseError
 from halfstep.kb.casts import table
-from halfstep.kb.check import Verdict, judge
 from halfstep.kb.entry import FailureReport
-from halfstep.kb.load import KnowledgeBase
+from halfstep.kb.reader import KnowledgeBase
 from halfstep.kb.schema import uses
 from halfstep.kb.text import because, printable
+from halfstep.kb.verdict import Verdict, judge
 
 
 try:

@@ -43,6 +43,7 @@
     at("page-empty").hidden = shown.definitive + shown.inferred > 0;
   };
   filters.addEventListener("input", show);
+  filters.addEventListener("change", show);
   filters.addEventListener("submit", (event) => event.preventDefault());
   filters.addEventListener("reset", () => setTimeout(() => { sort("year", "descending"); show(); }));
 

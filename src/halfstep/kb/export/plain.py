@@ -12,7 +12,7 @@ from typing import Any
 
 from halfstep.kb.casts import table
 from halfstep.kb.entry import Entry
-from halfstep.kb.load import KnowledgeBase
+from halfstep.kb.reader import KnowledgeBase
 
 
 _COLUMNS = [*(each.name for each in fields(Entry) if each.name not in ("origin", "overlay")), "compute", "regime"]

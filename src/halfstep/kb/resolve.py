@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from halfstep.kb.entry import Entry, FailureReport, matches
-from halfstep.kb.load import DEFAULT_OVERLAY, KnowledgeBase, load
 from halfstep.kb.local import is_folder, read_folder
+from halfstep.kb.reader import DEFAULT_OVERLAY, KnowledgeBase, load
 
 
 T = TypeVar("T")

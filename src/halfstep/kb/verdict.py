@@ -7,8 +7,8 @@ from pathlib import Path
 
 from halfstep.kb.casts import normal_use, table
 from halfstep.kb.entry import Entry, FailureReport, Reference, compute
-from halfstep.kb.load import DEFAULT_OVERLAY, KnowledgeBase, load
-from halfstep.kb.lookup import Answer, find
+from halfstep.kb.reader import DEFAULT_OVERLAY, KnowledgeBase, load
+from halfstep.kb.resolve import Answer, find
 
 
 _CAREFUL = ("safe", "unknown", "risky")  # of two verdicts, the later one is the more careful advice
