@@ -43,8 +43,15 @@ def test_a_second_entry_is_appended(tmp_path):
     [
         ({"references": []}, "expected at least one .*every entry cites what it rests on"),
         ({"train_precision": "bf61"}, "unknown word for entry.train_precision 'bf61'"),
-        ({"model_ids": ["google/flan-t5-xxl"]}, "stands in the package's entry 'flan-t5'.*--conflict-with flan-t5"),
-        ({"id": "flan-t5"}, "stands in the package's entry 'flan-t5'"),
+        (
+            {"model_ids": ["google/flan-t5-xxl"]},
+            r"google/flan-t5-xxl stands in entry 'flan-t5' \(flan-t5\.toml\) already.*declare the conflict",
+        ),
+        ({"id": "flan-t5"}, r"an entry of this id stands in flan-t5\.toml already"),
+        (
+            {"model_ids": ["google/flan-*"]},
+            r"the glob 'google/flan-\*' swallows 'google/flan-t5-small' of entry 'flan-t5'",
+        ),
         ({"evidence_kind": "secondary"}, "cannot be definitive"),
         ({"conflict_with": "flan-t6"}, "unknown entry 'flan-t6'; nearest: flan-t5"),
     ],

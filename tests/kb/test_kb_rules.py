@@ -65,8 +65,10 @@ def test_a_second_entry_for_a_model_is_refused_unless_the_conflict_is_declared_i
 
 def test_a_second_entry_of_a_family_with_the_same_precision_needs_a_reason():
     second = replace(OTHER, family="Toy")
-    assert_problem("has entry 'toy' with the same precision, bf16_mixed. Join them, or say in `reason`", TOY, second)
-    assert problems_of(replace(TOY, reason="small sizes"), replace(second, reason="large sizes")) == []
+    assert_problem(
+        "has entry 'toy' with the same precision, bf16_mixed. Join them, or say in `reason` why", TOY, second
+    )
+    assert problems_of(TOY, replace(second, reason="the large sizes, trained later")) == []
     assert problems_of(TOY, replace(second, train_precision="fp32")) == []
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import KnowledgeBaseError
+from halfstep.kb.entry import entry_from
 from halfstep.kb.reader import DEFAULT_OVERLAY, file_problems, load, parse, text_of
-from halfstep.kb.rules import validate
+from halfstep.kb.rules import pair_problems, validate
 from halfstep.kb.toml import dump_entry, toml_string
 
 
@@ -37,22 +38,11 @@ def add_entry(family: str, data: Mapping[str, Any], folder: Path | str = DEFAULT
     parsed = parse(text, target.name)
     if found := list(file_problems(target.name, parsed)):
         raise KnowledgeBaseError("\n".join(found))
-    _refuse_second_entry(data)
+    new = entry_from(data, family, target.name, overlay=True)
+    if found := [problem for entry in load(None).entries for problem in pair_problems(entry, new)]:
+        raise KnowledgeBaseError("\n".join(found))
     _write(target, text, before if target.exists() else None)
     return target
-
-
-def _refuse_second_entry(data: Mapping[str, Any]) -> None:
-    claimed = {name.casefold() for name in (*data.get("model_ids", ()), *data.get("aliases", ()))}
-    for entry in load(None).entries:
-        names = {name.casefold() for name in (*entry.model_ids, *entry.aliases)}
-        if entry.id == data["id"] or (claimed & names and data.get("conflict_with") != entry.id):
-            shared = ", ".join(sorted(claimed & names)) or entry.id
-            raise KnowledgeBaseError(
-                f"{shared} stands in the package's entry {entry.id!r} ({entry.origin}). One entry per model: if "
-                f"your reference contradicts it, declare the conflict with --conflict-with {entry.id} and another id; "
-                "if it adds to it, edit that file"
-            )
 
 
 def _write(target: Path, text: str, before: str | None) -> None:

@@ -44,7 +44,7 @@ def rule_problems(base: KnowledgeBase, others: tuple[Entry, ...] = ()) -> Iterat
         yield from (f"{entry.origin}: entry {entry.id!r}: {message}" for message in _alone(entry))
         yield from (f"{entry.origin}: entry {entry.id!r}: {message}" for message in _conflict(entry, known, others))
     for one, other in combinations(base.entries, 2):
-        yield from _pair(one, other)
+        yield from pair_problems(one, other)
     for number, report in enumerate(base.failures):
         place = f"{report.origin}: failure {report.id!r}"
         if any(report.id == earlier.id for earlier in base.failures[:number]):
@@ -98,25 +98,27 @@ def _conflict(entry: Entry, known: dict[str, Entry], others: tuple[Entry, ...]) 
         )
 
 
-def _pair(one: Entry, other: Entry) -> Iterator[str]:
+def pair_problems(one: Entry, other: Entry) -> Iterator[str]:
+    """What two entries violate together."""
     place = f"{other.origin}: entry {other.id!r}"
     if one.id == other.id:
         yield f"{place}: an entry of this id stands in {one.origin} already; give each its own id"
         return
-    declared = one.conflict_with == other.id and other.conflict_with == one.id
+    if _declared(one, other):
+        return
     shared = _claims(one) & _claims(other)
-    if shared and not declared:
+    if shared:
         yield (
             f"{place}: {', '.join(sorted(shared))} stands in entry {one.id!r} ({one.origin}) already. One entry per "
-            "model: give its ids to one of the two, or declare the conflict with conflict_with in both"
+            "model: give its ids to one of the two, or declare the conflict with conflict_with"
         )
     same = one.family == other.family and one.train_precision == other.train_precision
-    if same and not declared and not (one.reason and other.reason):
+    if same and not (one.reason or other.reason):
         yield (
             f"{place}: family {one.family!r} has entry {one.id!r} with the same precision, {one.train_precision}. "
-            "Join them, or say in `reason` of both why they stand apart"
+            "Join them, or say in `reason` why they stand apart"
         )
-    for wide, narrow in ((one, other), (other, one)) if not declared else ():
+    for wide, narrow in ((one, other), (other, one)):
         for glob in wide.globs:
             for name in narrow.model_ids:
                 if matches(glob, name) and name not in wide.except_ids:
@@ -124,6 +126,12 @@ def _pair(one: Entry, other: Entry) -> Iterator[str]:
                         f"{wide.origin}: entry {wide.id!r}: the glob {glob!r} swallows {name!r} of entry "
                         f"{narrow.id!r} ({narrow.origin}); narrow the glob, or list the id in except_ids"
                     )
+
+
+def _declared(one: Entry, other: Entry) -> bool:
+    """Whether both name the conflict; a user's own entry may do so alone, since it cannot edit the package."""
+    links = (one.conflict_with == other.id, other.conflict_with == one.id)
+    return any(links) if one.overlay or other.overlay else all(links)
 
 
 def _claims(entry: Entry) -> set[str]:
