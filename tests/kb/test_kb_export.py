@@ -86,7 +86,11 @@ def test_markdown_escapes_what_it_would_obey(base):
     assert len(cells(line)) == 9
     assert "<script" not in shown.replace("\\<script", "")
     assert "](javascript" not in shown.replace("\\](javascript", "")
-    assert escaped("a|b") == r"a\|b"
+
+
+@pytest.mark.parametrize("character", "\\`*_[]<>|#&~!")
+def test_markdown_escapes_every_character_that_means_something(character):
+    assert escaped(f"a{character}b") == f"a\\{character}b"
 
 
 def test_html_escapes_what_it_would_obey(base):

@@ -4,7 +4,9 @@ import json
 from urllib.parse import urlsplit
 
 import pytest
+from toy_entry import ENTRY
 
+from halfstep.kb import load
 from halfstep.kb.export.html import to_html
 from halfstep.kb.schema import uses
 from halfstep.kb.verdict import judge
@@ -291,3 +293,14 @@ def test_it_can_be_read_without_its_script(browser, address):
         assert browser.find_element("css selector", "#more-t5-v1 a[rel]").is_displayed()
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+
+
+def test_the_cast_checker_leaves_out_what_a_glob_excepts(browser, overlay, tmp_path):
+    glob = ENTRY.replace('["toys/toy-1b"]', '["toys/toy-*"]\nexcept_ids = ["toys/toy-Old"]')
+    file = tmp_path / "kb.html"
+    file.write_text(to_html(load(overlay(glob))), encoding="utf-8")
+    browser.get(file.as_uri())
+    words = [
+        ask(browser, name, "bf16").find_element("class name", "word").text for name in ("toys/toy-2", "toys/toy-old")
+    ]
+    assert words == ["safe", "unknown"]

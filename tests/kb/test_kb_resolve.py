@@ -44,6 +44,12 @@ def test_an_exception_to_a_glob_is_not_matched_by_it():
     assert ids(lookup("BAAI/bge-reranker-v2-m3", overlay=None)) == ["bge-reranker-v2-m3"]
 
 
+def test_an_exception_without_an_entry_is_unknown(overlay):
+    folder = overlay(entry("glob", "toys/*", more='except_ids = ["toys/Other"]'))
+    assert lookup("toys/this", folder).how == "glob"
+    assert lookup("toys/other", folder).how == "unknown"
+
+
 @given(st.text("ab*/.+[", max_size=8), st.text("abAB/.+[", max_size=8))
 def test_a_glob_stands_for_characters_of_the_name_only(pattern, name):
     """Against a definition by cases instead of a regular expression."""

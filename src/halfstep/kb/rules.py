@@ -129,9 +129,8 @@ def pair_problems(one: Entry, other: Entry) -> Iterator[str]:
 
 
 def _declared(one: Entry, other: Entry) -> bool:
-    """Whether both name the conflict; a user's own entry may do so alone, since it cannot edit the package."""
-    links = (one.conflict_with == other.id, other.conflict_with == one.id)
-    return any(links) if one.overlay or other.overlay else all(links)
+    """Whether one names the conflict with the other; that the other has to name it back is for `_conflict` to say."""
+    return one.conflict_with == other.id or other.conflict_with == one.id
 
 
 def _claims(entry: Entry) -> set[str]:
