@@ -70,6 +70,12 @@ def test_a_refused_entry_leaves_the_file_as_it_was(tmp_path):
     assert text_of(tmp_path / "toy.toml") == before
 
 
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KnowledgeBaseError, match=r"cannot write .*toy\.toml.*--folder"):
+        add_entry("Toy", GOOD, tmp_path / "file")
+
+
 def test_a_declared_conflict_with_the_package_is_written_and_shown_from_both_sides(tmp_path):
     add_entry("Toy", {**GOOD, "model_ids": ["google/flan-t5-xxl"], "conflict_with": "flan-t5"}, tmp_path)
     assert [entry.id for entry in lookup("google/flan-t5-xxl", tmp_path).entries] == ["toy", "flan-t5"]

@@ -47,8 +47,13 @@ def add_entry(family: str, data: Mapping[str, Any], folder: Path | str = DEFAULT
 
 def _write(target: Path, text: str, before: str | None) -> None:
     """Write, check the folder as a whole, and put everything back if that fails."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text, encoding="utf-8")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise KnowledgeBaseError(
+            f"cannot write {str(target)!r}: {error.strerror}; name a folder that you may write to with --folder"
+        ) from None
     if found := validate(target.parent, under=load(None)):
         if before is None:
             target.unlink()

@@ -84,6 +84,12 @@ class Entry:
         """The ids with a *."""
         return tuple(name for name in self.model_ids if "*" in name)
 
+    def globs_over(self, model_id: str) -> list[str]:
+        """The globs that cover a model id; none if it is one of the exceptions."""
+        if any(matches(name, model_id) for name in self.except_ids):
+            return []
+        return [name for name in self.globs if matches(name, model_id)]
+
     def confirms(self, model_id: str) -> bool:
         """Whether a reference names this very hub id."""
         return model_id.casefold() in {name.casefold() for name in self.id_confirmed}

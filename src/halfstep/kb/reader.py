@@ -90,7 +90,7 @@ def read(folder: Traversable, overlay: bool = False, check: bool = True) -> Know
 
 def file_problems(name: str, data: dict[str, Any]) -> Iterator[str]:
     """What the tables of one file violate of the schema."""
-    for key in data.keys() - schema()["properties"].keys():
+    for key in sorted(data.keys() - schema()["properties"].keys()):
         yield f"{name}: unknown key {key!r} at the top of the file; expected family and [[entry]], or [[failure]]"
     if "entry" in data and "family" not in data:
         yield f"{name}: 'family' is missing at the top of the file; expected the name of the model family"

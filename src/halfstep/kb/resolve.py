@@ -105,7 +105,7 @@ def _named(base: KnowledgeBase, model_id: str) -> Answer:
     ways: list[tuple[str, Callable[[Entry], list[str]]]] = [
         ("exact id", lambda entry: [name for name in entry.model_ids if name.casefold() == key]),
         ("alias", lambda entry: [name for name in (entry.id, *entry.aliases) if name.casefold() == key]),
-        ("glob", lambda entry: _glob(entry, model_id)),
+        ("glob", lambda entry: entry.globs_over(model_id)),
     ]
     for how, names in ways:
         found = _own_first([entry for entry in base.entries if names(entry)])
@@ -114,12 +114,6 @@ def _named(base: KnowledgeBase, model_id: str) -> Answer:
             confirmed = any(entry.confirms(model_id) for entry in found)
             return Answer(model_id, how, matched, found, _failures(base, model_id, found), confirmed)
     return Answer(model_id, "unknown", failures=_failures(base, model_id, ()))
-
-
-def _glob(entry: Entry, model_id: str) -> list[str]:
-    if any(matches(name, model_id) for name in entry.except_ids):
-        return []
-    return [name for name in entry.globs if matches(name, model_id)]
 
 
 def _own_first(found: list[Entry]) -> tuple[Entry, ...]:

@@ -52,8 +52,6 @@ def rule_problems(base: KnowledgeBase, others: tuple[Entry, ...] = ()) -> Iterat
         for name in report.entries:
             if name not in known:
                 yield f"{place}: {unknown('entry', name, known)}"
-        if report.entries == report.model_ids == () and not report.model:
-            yield f"{place}: names no model; expected entries, model_ids or model"
 
 
 def _alone(entry: Entry) -> Iterator[str]:
@@ -119,13 +117,12 @@ def pair_problems(one: Entry, other: Entry) -> Iterator[str]:
             "Join them, or say in `reason` why they stand apart"
         )
     for wide, narrow in ((one, other), (other, one)):
-        for glob in wide.globs:
-            for name in narrow.model_ids:
-                if matches(glob, name) and name not in wide.except_ids:
-                    yield (
-                        f"{wide.origin}: entry {wide.id!r}: the glob {glob!r} swallows {name!r} of entry "
-                        f"{narrow.id!r} ({narrow.origin}); narrow the glob, or list the id in except_ids"
-                    )
+        for name in narrow.model_ids:
+            for glob in wide.globs_over(name):
+                yield (
+                    f"{wide.origin}: entry {wide.id!r}: the glob {glob!r} swallows {name!r} of entry "
+                    f"{narrow.id!r} ({narrow.origin}); narrow the glob, or list the id in except_ids"
+                )
 
 
 def _declared(one: Entry, other: Entry) -> bool:
