@@ -76,6 +76,7 @@ def test_an_entry_is_shown_whole(base):
         for reference in entry.references:
             assert reference.url in shown
             assert reference.locator in shown
+        assert ("an excerpt: open the references" in shown) == (entry.read_via == "excerpt")
         assert shown.count("(id unconfirmed)") == len(entry.model_ids) - len(entry.id_confirmed)
 
 

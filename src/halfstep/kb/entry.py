@@ -84,6 +84,11 @@ class Entry:
         """The ids with a *."""
         return tuple(name for name in self.model_ids if "*" in name)
 
+    @property
+    def excerpt_only(self) -> bool:
+        """Whether only an excerpt of the references was read, so that they want another look."""
+        return self.read_via == "excerpt"
+
     def globs_over(self, model_id: str) -> list[str]:
         """The globs that cover a model id; none if it is one of the exceptions."""
         if any(matches(name, model_id) for name in self.except_ids):

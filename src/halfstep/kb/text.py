@@ -31,6 +31,7 @@ def describe_entry(entry: Entry) -> str:
         ("trained in", _trained_in(entry)),
         ("tier", f"{entry.tier} (evidence: {_words(entry.evidence_kind)})"),
         ("stage", _words(entry.stage)),
+        ("read as", entry.excerpt_only and "an excerpt: open the references before quoting them"),
         ("says", entry.paraphrase),
         ("note", entry.notes),
         ("an entry of its own", entry.reason),
