@@ -4,7 +4,7 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install dev demo test test-slow check lint bench clean
+.PHONY: install dev demo test test-slow check lint docs bench clean
 
 install: $(VENV)/.lab
 dev: $(VENV)/.dev
@@ -29,6 +29,11 @@ lint: dev
 	$(BIN)/mypy
 
 check: lint test
+
+docs: install
+	$(BIN)/halfstep kb validate
+	mkdir -p docs/_build
+	$(BIN)/halfstep kb export --format html --output docs/_build/knowledge_base.html
 
 bench: dev
 	$(BIN)/python benchmarks/step.py --keep

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from halfstep import formats, ops
+    from halfstep import formats, kb, ops
     from halfstep.errors import HalfstepError
     from halfstep.nn.apply import Report, advance, apply, revert
     from halfstep.optim import LossScaler
@@ -43,6 +43,7 @@ __all__ = [
     "apply",
     "formats",
     "get_recipe",
+    "kb",
     "list_recipes",
     "ops",
     "prepare",
@@ -56,7 +57,7 @@ def __getattr__(name: str) -> Any:
         # Kept, so that `halfstep.prepare` is the function and not the module of that name, which importing it binds.
         globals()[name] = getattr(import_module(_HOME[name]), name)
         return globals()[name]
-    if name in ("formats", "ops"):
+    if name in ("formats", "kb", "ops"):
         return import_module(f"halfstep.{name}")
     raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
 

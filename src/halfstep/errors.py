@@ -9,7 +9,8 @@
     ├── LossScaleError      (RuntimeError)  a loss scale used out of order, or driven to its floor
     ├── DataError           (ValueError)    training data that is missing, too short, binary or not finite
     ├── RunError            (ValueError)    a run folder that cannot be used as asked
-    └── CheckpointError     (ValueError)    a checkpoint that is truncated, edited, or of something else
+    ├── CheckpointError     (ValueError)    a checkpoint that is truncated, edited, or of something else
+    └── KnowledgeBaseError  (ValueError)    a knowledge base entry that breaks a rule, or an unclear question
 
 Each message says what was found, what was expected, and what to do next.
 """
@@ -56,6 +57,10 @@ class RunError(HalfstepError, ValueError):
 
 class CheckpointError(HalfstepError, ValueError):
     """A checkpoint is truncated, was edited, or belongs to something else."""
+
+
+class KnowledgeBaseError(HalfstepError, ValueError):
+    """An entry of the knowledge base breaks a rule, or a question to it cannot be answered as asked."""
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> str:

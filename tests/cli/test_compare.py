@@ -124,3 +124,11 @@ def test_a_run_folder_that_was_edited_is_refused(place, halfstep):
     (place / "runs" / "edited" / "experiment.json").write_text("{}")
     done = halfstep("train", *options, "--resume")
     assert "holds another experiment" in done.message
+
+
+def test_a_run_is_resumed_by_its_folder_alone(place, halfstep):
+    options = ["--recipe", "bf16-nomaster", "--data", "text.txt", "--out", "runs/alone", *SMALL]
+    assert halfstep("train", *options).code == 0
+    done = halfstep("train", "--out", "runs/alone", "--resume", "--json")
+    assert done.code == 0
+    assert [v["recipe"] for v in json.loads(done.stdout)["verdicts"]][-1] == "bf16-nomaster"

@@ -10,6 +10,7 @@ import typer
 import halfstep
 from halfstep.cli.compare import compare
 from halfstep.cli.formats import formats
+from halfstep.cli.kb import kb
 from halfstep.cli.recipes import recipes
 from halfstep.cli.terminal import fail
 from halfstep.cli.train import train
@@ -45,6 +46,7 @@ app.command("compare")(compare)
 app.command("train")(train)
 app.command("formats")(formats)
 app.add_typer(recipes, name="recipes")
+app.add_typer(kb, name="kb")
 
 
 def main() -> None:

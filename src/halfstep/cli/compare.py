@@ -17,6 +17,7 @@ from halfstep.cli.training import (
     Resume,
     Seeds,
     Steps,
+    recipe_names,
     train_all,
 )
 from halfstep.lab.experiment import Experiment
@@ -26,6 +27,7 @@ _RECIPES = "fp32,bf16-mixed,fp16-mixed,bf16-master,bf16-stochastic,bf16-nomaster
 
 
 def compare(
+    ctx: typer.Context,
     recipes: Annotated[str, typer.Option(help="Recipes, separated by commas; see `halfstep recipes`.")] = _RECIPES,
     data: Data = None,
     steps: Steps = Experiment.steps,
@@ -42,15 +44,15 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Train one model under several recipes: the same first weights, the same batches; then say what each broke."""
-    experiment = Experiment(
-        recipes=tuple(name.strip() for name in recipes.split(",") if name.strip()),
-        model=model,
-        data=data,
-        steps=steps,
-        seeds=seeds,
-        baseline_seeds=baseline_seeds,
-        batch=batch,
-        context=context,
-        lr=lr,
-    )
-    train_all(experiment, out, "compare", resume, as_json)
+    options = {
+        "recipes": recipe_names(recipes),
+        "model": model,
+        "data": data,
+        "steps": steps,
+        "seeds": seeds,
+        "baseline_seeds": baseline_seeds,
+        "batch": batch,
+        "context": context,
+        "lr": lr,
+    }
+    train_all(ctx, options, out, "compare", resume, as_json)

@@ -17,13 +17,15 @@ from halfstep.cli.training import (
     Resume,
     Seeds,
     Steps,
+    recipe_names,
     train_all,
 )
 from halfstep.lab.experiment import Experiment
 
 
 def train(
-    recipe: Annotated[str, typer.Option(help="A recipe; see `halfstep recipes`.")] = "bf16-mixed",
+    ctx: typer.Context,
+    recipes: Annotated[str, typer.Option("--recipe", help="A recipe; see `halfstep recipes`.")] = "bf16-mixed",
     data: Data = None,
     steps: Steps = Experiment.steps,
     seeds: Seeds = Experiment.seeds,
@@ -36,15 +38,15 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model under one recipe; fp32's cached baseline, where there is one, judges it."""
-    experiment = Experiment(
-        recipes=(recipe,),
-        model=model,
-        data=data,
-        steps=steps,
-        seeds=seeds,
-        baseline_seeds=seeds,
-        batch=batch,
-        context=context,
-        lr=lr,
-    )
-    train_all(experiment, out, "train", resume, as_json)
+    options = {
+        "recipes": recipe_names(recipes),
+        "model": model,
+        "data": data,
+        "steps": steps,
+        "seeds": seeds,
+        "baseline_seeds": seeds,
+        "batch": batch,
+        "context": context,
+        "lr": lr,
+    }
+    train_all(ctx, options, out, "train", resume, as_json)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,8 +28,10 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
 
-def train_all(experiment: Experiment, out: Path | None, name: str, resume: bool, as_json: bool) -> None:
-    """Open the experiment, train what is left of it, write the report, print the verdicts."""
+def train_all(
+    ctx: typer.Context, options: dict[str, Any], out: Path | None, name: str, resume: bool, as_json: bool
+) -> None:
+    """Open the experiment that the options say, train what is left of it, write the report, print the verdicts."""
     from rich.console import Console
 
     from halfstep.cli.live import Live
@@ -37,6 +39,7 @@ def train_all(experiment: Experiment, out: Path | None, name: str, resume: bool,
 
     if resume and out is None:
         raise RunError("--resume needs --out: the folder of the run to go on with")
+    experiment = _recorded(ctx, options, out) if resume and out else Experiment(**options)
     path = out or _fresh(Path("runs"), name)
     console = Console(stderr=True)
     console.print("loading torch, the data and the recipes ...", style="dim")
@@ -48,12 +51,8 @@ def train_all(experiment: Experiment, out: Path | None, name: str, resume: bool,
         with Live(experiment, console) as live:
             comparison.run(live.update)
     except KeyboardInterrupt:
-        arguments = [a for a in sys.argv[1:] if a != "--resume"]
-        if out is None:
-            arguments += ["--out", str(path)]
-        console.print(
-            f"\nstopped; nothing is lost. To go on:\n  halfstep {shlex.join(arguments)} --resume", markup=False
-        )
+        command = shlex.join(["halfstep", name, "--out", str(path), "--resume"])
+        console.print(f"\nstopped; nothing is lost. To go on:\n  {command}", markup=False, soft_wrap=True)
         raise typer.Exit(130) from None
     page = write_report(comparison.folder)
     summary = summarize(comparison.folder)
@@ -62,6 +61,20 @@ def train_all(experiment: Experiment, out: Path | None, name: str, resume: bool,
     else:
         _show(summary)
     console.print(f"\nreport: {page}", markup=False, soft_wrap=True)
+
+
+def _recorded(ctx: typer.Context, options: dict[str, Any], out: Path) -> Experiment:
+    """The experiment in the folder, with what this command line asks for: a difference is refused when it opens."""
+    from halfstep.lab.folder import RunFolder
+
+    sources = {name: ctx.get_parameter_source(name) for name in options}
+    asked = {name: options[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    return dataclasses.replace(RunFolder(out).experiment(), **asked)
+
+
+def recipe_names(text: str) -> tuple[str, ...]:
+    """The names in a list with commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _fresh(parent: Path, name: str) -> Path:

@@ -54,8 +54,7 @@ class RunFolder:
             RunError: there is none, or it is another: the first difference is named.
         """
         folder = cls(path)
-        if not folder.experiment_file.is_file():
-            raise RunError(f"{path} holds no experiment to resume; leave --resume away to start one")
+        folder.experiment()
         found = read_json(folder.experiment_file)
         wanted = {"experiment": experiment.as_data(), "data_sha256": digest}
         for name, value in wanted["experiment"].items():  # type: ignore[attr-defined]
@@ -88,10 +87,19 @@ class RunFolder:
         return read_metrics(self.run(recipe, seed) / "metrics.jsonl")
 
     def experiment(self) -> Experiment:
-        """The experiment written down."""
-        data: dict[str, Any] = read_json(self.experiment_file)["experiment"]
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        return Experiment(**fields)
+        """The experiment written down.
+
+        Raises:
+            RunError: there is none, or the file was edited.
+        """
+        if not self.experiment_file.is_file():
+            raise RunError(f"{self.path} holds no experiment to resume; leave --resume away to start one")
+        data = read_json(self.experiment_file).get("experiment")
+        try:
+            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}  # type: ignore[union-attr]
+            return Experiment(**fields)
+        except (AttributeError, TypeError) as error:
+            raise RunError(f"{self.experiment_file} holds another experiment than halfstep writes ({error})") from error
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -1,0 +1,239 @@
+"""`halfstep kb`: in which precision was this model pre-trained? Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from halfstep.cli.kb_add import add
+from halfstep.cli.terminal import fail, show_json, show_table
+
+
+if TYPE_CHECKING:
+    from halfstep.kb import Entry, KnowledgeBase
+
+
+kb = typer.Typer(
+    help="In which precision was this model pre-trained, and is it safe to run it in another?", no_args_is_help=True
+)
+kb.command("add")(add)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Model = Annotated[str, typer.Argument(help="A hub id, an alias, or the path of a local Hugging Face folder.")]
+Overlay = Annotated[
+    Path | None, typer.Option("--overlay", help="A folder with your own entries.", show_default="~/.config/halfstep/kb")
+]
+
+
+class Format(StrEnum):
+    """What `kb export` writes."""
+
+    json = "json"
+    csv = "csv"
+    md = "md"
+    html = "html"
+
+
+@kb.command()
+def check(
+    context: typer.Context,
+    model: Model,
+    use: Annotated[str, typer.Option("--use", help="fp32, tf32, bf16, fp16, int8, fp8, mxfp4 or nvfp4.")],
+    overlay: Overlay = None,
+    as_json: Json = False,
+) -> None:
+    """Is MODEL safe to run in a type? Exit code 0: safe, 1: risky, 3: unknown, 2: not a question it can answer."""
+    from halfstep.kb.text import describe_verdict
+    from halfstep.kb.verdict import judge
+
+    verdict = judge(_load(overlay), model, use)
+    if as_json:
+        derived = ("keep_in_fp32", "failures", "next_steps")
+        show_json(
+            {
+                **asdict(verdict),
+                "tier": verdict.answer.tier,
+                **{name: _plain(getattr(verdict, name)) for name in derived},
+            }
+        )
+    else:
+        typer.echo(describe_verdict(verdict, () if verdict.safe else _measure(context, model)))
+    raise typer.Exit({"safe": 0, "risky": 1, "unknown": 3}[verdict.verdict])
+
+
+@kb.command()
+def show(model: Model, overlay: Overlay = None, as_json: Json = False) -> None:
+    """Print all that is known of MODEL: its entries, references and failure reports. Exit code 1 if there is none."""
+    from halfstep.kb.resolve import find
+    from halfstep.kb.text import describe_answer
+
+    answer = find(_load(overlay), model)
+    if as_json:
+        show_json({**asdict(answer), "tier": answer.tier, "conflict": answer.conflict})
+    else:
+        typer.echo(describe_answer(answer))
+    raise typer.Exit(0 if answer.known else 1)
+
+
+@kb.command()
+def search(
+    text: Annotated[list[str], typer.Argument(help="Words that an entry must have.")],
+    overlay: Overlay = None,
+    as_json: Json = False,
+) -> None:
+    """List the entries in which every word of TEXT occurs. Exit code 1 if there is none."""
+    from halfstep.kb import search as find
+
+    words = " ".join(text)
+    _print_entries(find(_load(overlay), words), as_json, f"every word of {words!r}")
+
+
+@kb.command("list")
+def listing(
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="bf16, or a whole word such as bf16_mixed.")
+    ] = None,
+    tier: Annotated[str | None, typer.Option("--tier", help="definitive or inferred.")] = None,
+    since: Annotated[int | None, typer.Option("--since", help="The first year.")] = None,
+    overlay: Overlay = None,
+    as_json: Json = False,
+) -> None:
+    """List the entries. Exit code 1 if none fits."""
+    from halfstep.errors import KnowledgeBaseError, unknown
+    from halfstep.kb.schema import words
+
+    entries = _load(overlay).entries
+    precisions = {*words("train_precision"), *(kind for entry in entries for kind in entry.computes)}
+    for option, value, known in (("precision", precision, precisions), ("tier", tier, words("tier"))):
+        if value is not None and value not in known:
+            raise KnowledgeBaseError(unknown(option, value, known))
+    chosen = [
+        entry
+        for entry in entries
+        if (precision is None or precision in (entry.train_precision, *entry.parts.values(), *entry.computes))
+        and (tier is None or entry.tier == tier)
+        and (since is None or entry.year >= since)
+    ]
+    asked = [
+        f"--{name} {value}" for name, value in (("precision", precision), ("tier", tier), ("since", since)) if value
+    ]
+    _print_entries(chosen, as_json, " ".join(asked))
+
+
+@kb.command("model-card")
+def model_card(model: Model, overlay: Overlay = None) -> None:
+    """Print the field of a model card that says how MODEL was trained, as YAML."""
+    from halfstep.kb.card import model_card as card
+    from halfstep.kb.resolve import find
+
+    typer.echo(card(find(_load(overlay), model)))
+
+
+@kb.command()
+def validate(
+    folder: Annotated[
+        Path | None, typer.Argument(help="A folder with your own entries.", show_default="the package's")
+    ] = None,
+) -> None:
+    """Check entries against the schema and the rules. Exit code 1 if one breaks them."""
+    from halfstep.errors import KnowledgeBaseError
+    from halfstep.kb.reader import data_files, load, package_folder, read
+    from halfstep.kb.rules import validate as problems
+    from halfstep.kb.text import printable
+
+    if folder is not None and not data_files(folder):
+        raise KnowledgeBaseError(
+            f"{str(folder)!r} holds no .toml file; expected a folder of entries, as `halfstep kb add` writes"
+        )
+    place = folder or package_folder()
+    found = problems(place, under=load(None) if folder else None)
+    for problem in found:
+        fail(printable(problem))
+    if found:
+        raise typer.Exit(1)
+    base = read(place, check=False)
+    typer.echo(f"{_counted(base.entries)}; {len(base.failures)} failure reports: no problem found")
+
+
+@kb.command()
+def export(
+    form: Annotated[Format, typer.Option("--format", help="What to write.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A file, instead of standard output.")] = None,
+    overlay: Overlay = None,
+) -> None:
+    """Write the whole knowledge base, or the page for a browser."""
+    from halfstep.errors import KnowledgeBaseError
+
+    base = _load(overlay)
+    if form is Format.html:
+        from halfstep.kb.export.html import to_html as write
+    else:
+        from halfstep.kb.export import plain
+
+        write = {"json": plain.to_json, "csv": plain.to_csv, "md": plain.to_markdown}[form]
+    text = write(base)
+    if output is None:
+        sys.stdout.write(text)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise KnowledgeBaseError(
+            f"cannot write {str(output)!r}: {error.strerror}; name a file in a folder that exists"
+        ) from None
+    typer.echo(f"wrote {output}: {_counted(base.entries)}")
+
+
+def _load(overlay: Path | None) -> KnowledgeBase:
+    from halfstep.kb import load
+
+    return load(overlay) if overlay else load()
+
+
+def _print_entries(entries: Any, as_json: bool, asked: str) -> None:
+    from halfstep.kb.export.plain import entry_data
+    from halfstep.kb.text import printable
+
+    if as_json:
+        show_json([entry_data(entry) for entry in entries])
+    elif entries:
+        show_table(
+            ["entry", "trained in", "tier", "year", "evidence", "models"],
+            [[printable(cell) for cell in _row(entry)] for entry in entries],
+        )
+        typer.echo(f"\n{_counted(entries)}")
+    if not entries:
+        fail(f"no entry has {asked}; `halfstep kb list` shows all of them")
+        raise typer.Exit(1)
+
+
+def _row(entry: Entry) -> list[str]:
+    names = (*entry.model_ids, *entry.aliases)
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    precision = "; ".join(f"{part} {word}" for part, word in entry.parts.items()) or entry.train_precision
+    return [entry.id, precision, entry.tier, str(entry.year), entry.evidence_kind.replace("_", " "), names[0] + more]
+
+
+def _counted(entries: Any) -> str:
+    """Definitive entries, and the inferred ones apart: the two are not added up."""
+    definitive = sum(entry.tier == "definitive" for entry in entries)
+    return f"{definitive} definitive entries; apart from them, {len(entries) - definitive} inferred"
+
+
+def _measure(context: typer.Context, model: str) -> list[str]:
+    """How to find out by measuring, with the commands that this halfstep has."""
+    commands = getattr(context.find_root().command, "commands", {})
+    known = {
+        "inspect": f"halfstep inspect {model}: read from the weights which type they went through",
+        "probe": f"halfstep probe {model}: measure the range of activations and gradients",
+    }
+    return [step for name, step in known.items() if name in commands]
+
+
+def _plain(value: Any) -> Any:
+    return [asdict(item) if hasattr(item, "__dataclass_fields__") else item for item in value]

@@ -1,0 +1,1 @@
+"""The knowledge base as JSON, CSV, Markdown, or one HTML page."""

@@ -1,0 +1,116 @@
+"""The knowledge base as JSON, CSV or Markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from halfstep.kb.casts import table
+from halfstep.kb.entry import Entry
+from halfstep.kb.reader import KnowledgeBase
+
+
+_COLUMNS = [*(each.name for each in fields(Entry) if each.name not in ("origin", "overlay")), "compute", "regime"]
+
+
+def entry_data(entry: Entry) -> dict[str, Any]:
+    """An entry as plain data, with the compute type and the regime spelled out."""
+    return {**asdict(entry), "compute": entry.compute, "regime": entry.regime}
+
+
+def to_data(base: KnowledgeBase) -> dict[str, Any]:
+    """Everything, as plain data: the counts by tier, the entries, the failure reports, the cast table."""
+    return {
+        "counts": base.counts(),
+        "entries": [entry_data(entry) for entry in base.entries],
+        "failures": [asdict(report) for report in base.failures],
+        "casts": [{**asdict(cast), "verdict": cast.verdict} for cast in table().values()],
+    }
+
+
+def to_json(base: KnowledgeBase) -> str:
+    """Everything, as JSON."""
+    return json.dumps(to_data(base), indent=2) + "\n"
+
+
+def to_csv(base: KnowledgeBase) -> str:
+    """One line an entry; a field of several values has one a line, "name: value" where they have names."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, _COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for entry in base.entries:
+        cited = [f"{reference.kind} {reference.url} {reference.locator}" for reference in entry.references]
+        row = {**entry_data(entry), "references": cited}
+        writer.writerow({key: _cell(value) for key, value in row.items()})
+    return out.getvalue()
+
+
+def to_markdown(base: KnowledgeBase) -> str:
+    """The entries and the failure reports as two tables."""
+    counts = base.counts()
+    entries = [
+        (
+            *map(
+                escaped, (entry.id, entry.family, str(entry.year), _precision(entry), entry.tier, entry.evidence_kind)
+            ),
+            _joined(entry.model_ids + entry.aliases),
+            escaped(entry.paraphrase),
+            "<br>".join(f"[{escaped(reference.locator)}](<{reference.url}>)" for reference in entry.references),
+        )
+        for entry in base.entries
+    ]
+    failures = [
+        (
+            *map(escaped, (report.model, report.trained_in, report.tried, report.symptom)),
+            f"[{escaped(report.locator)}](<{report.url}>)",
+        )
+        for report in base.failures
+    ]
+    head = ("entry", "family", "year", "trained in", "tier", "evidence", "models", "says", "references")
+    return "\n".join(
+        [
+            "# In which precision was this model pre-trained?",
+            "",
+            f"{counts['definitive']} definitive entries; {counts['inferred']} inferred ones, which are weaker.",
+            "",
+            *_table(head, entries),
+            "",
+            "## Failure reports",
+            "",
+            *_table(("model", "trained in", "tried", "symptom", "reference"), failures),
+            "",
+        ]
+    )
+
+
+def escaped(text: str) -> str:
+    r"""Text that Markdown shows as it is, inside a table too.
+
+    >>> print(escaped("a | <b> *c*"))
+    a \| \<b\> \*c\*
+    """
+    return re.sub(r"([\\`*_\[\]<>|#&~!])", r"\\\1", text)
+
+
+def _precision(entry: Entry) -> str:
+    return "; ".join(f"{part}: {word}" for part, word in entry.parts.items()) or entry.train_precision
+
+
+def _joined(names: Iterable[str]) -> str:
+    return "<br>".join(map(escaped, names))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, dict):
+        return "\n".join(f"{name}: {text}" for name, text in value.items())
+    return "\n".join(value) if isinstance(value, list | tuple) else value

@@ -1,0 +1,167 @@
+"""Which entries speak of a model: exact id, alias, glob, base model of a local folder, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TypeVar
+
+from halfstep.kb.entry import Entry, FailureReport, matches
+from halfstep.kb.local import is_folder, read_folder
+from halfstep.kb.reader import DEFAULT_OVERLAY, KnowledgeBase, load
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the knowledge base holds on a model, and how it was found."""
+
+    model_id: str
+    how: str
+    """exact id, alias, glob, base model, or unknown."""
+    matched: tuple[str, ...] = ()
+    """The ids, aliases, globs or base models that led to the entries."""
+    entries: tuple[Entry, ...] = ()
+    """None, one, or those of a declared conflict."""
+    failures: tuple[FailureReport, ...] = ()
+    id_confirmed: bool = False
+    """Whether a reference names this hub id; many ids in the data are from memory."""
+    near: tuple[str, ...] = ()
+    """For an unknown model: ids that look alike."""
+    bases: tuple[str, ...] = ()
+    """For a local folder: the models that it names as its origin."""
+    stored_dtype: str | None = None
+    """For a local folder: the type its config.json names. Shown, and never used as evidence."""
+
+    @property
+    def known(self) -> bool:
+        """Whether there is an entry."""
+        return bool(self.entries)
+
+    @property
+    def conflict(self) -> bool:
+        """Whether entries disagree."""
+        return len({entry.train_precision for entry in self.entries}) > 1
+
+    @property
+    def tier(self) -> str | None:
+        """definitive if every entry is and the model itself is meant; inferred otherwise; None without an entry."""
+        if not self.entries:
+            return None
+        definitive = self.how != "base model" and all(entry.tier == "definitive" for entry in self.entries)
+        return "definitive" if definitive else "inferred"
+
+
+def lookup(model_id: str, overlay: Path | str | None = DEFAULT_OVERLAY) -> Answer:
+    """How a model was trained: a hub id, an alias, or the path of a local Hugging Face folder.
+
+    The first that finds an entry answers: the exact id, an alias, a glob, the base model that a local folder names
+    (then as inferred). The type that a checkpoint is stored in is never taken for the type it was trained in.
+
+    >>> answer = lookup("meta-llama/Llama-2-7b-hf", overlay=None)
+    >>> answer.entries[0].train_precision, answer.entries[0].released_dtype
+    ('bf16_mixed', 'float16 (hub), bfloat16 (Meta)')
+
+    Raises:
+        KnowledgeBaseError: the overlay or the local folder cannot be read.
+    """
+    return find(load(overlay), model_id)
+
+
+def find(base: KnowledgeBase, model_id: str) -> Answer:
+    """`lookup` in a knowledge base at hand."""
+    model_id = model_id.strip()
+    answer = _named(base, model_id)
+    if answer.known or not is_folder(model_id):
+        return answer if answer.known else _unknown(base, answer)
+    folder = read_folder(model_id)
+    inherited = [found for name in folder.bases if (found := _named(base, name)).known]
+    return Answer(
+        model_id,
+        "base model" if inherited else "unknown",
+        matched=tuple(found.model_id for found in inherited),
+        entries=_unique(entry for found in inherited for entry in found.entries),
+        failures=_unique(report for name in folder.bases for report in _named(base, name).failures),
+        bases=folder.bases,
+        stored_dtype=folder.stored_dtype,
+    )
+
+
+def search(base: KnowledgeBase, text: str) -> tuple[Entry, ...]:
+    """The entries in which every word of a text occurs, those with a word in a name first."""
+    wanted = text.casefold().split()
+    if not wanted:
+        return ()
+    hits = [entry for entry in base.entries if all(word in _text(entry) for word in wanted)]
+    return tuple(sorted(hits, key=lambda entry: not any(word in _names(entry) for word in wanted)))
+
+
+def _named(base: KnowledgeBase, model_id: str) -> Answer:
+    key = model_id.casefold()
+    ways: list[tuple[str, Callable[[Entry], list[str]]]] = [
+        ("exact id", lambda entry: [name for name in entry.model_ids if name.casefold() == key]),
+        ("alias", lambda entry: [name for name in (entry.id, *entry.aliases) if name.casefold() == key]),
+        ("glob", lambda entry: entry.globs_over(model_id)),
+    ]
+    for how, names in ways:
+        found = _own_first([entry for entry in base.entries if names(entry)])
+        if found:
+            matched = tuple(dict.fromkeys(names(entry)[0] for entry in found))
+            confirmed = any(entry.confirms(model_id) for entry in found)
+            return Answer(model_id, how, matched, found, _failures(base, model_id, found), confirmed)
+    return Answer(model_id, "unknown", failures=_failures(base, model_id, ()))
+
+
+def _own_first(found: list[Entry]) -> tuple[Entry, ...]:
+    """The user's own entries in front of the package's, which then count only where a conflict is declared."""
+    own = [entry for entry in found if entry.overlay]
+    if not own:
+        return tuple(found)
+    rivals = [entry for entry in found if not entry.overlay and any(_disagree(entry, mine) for mine in own)]
+    return tuple(own + rivals)
+
+
+def _disagree(one: Entry, other: Entry) -> bool:
+    return one.conflict_with == other.id or other.conflict_with == one.id
+
+
+def _failures(base: KnowledgeBase, model_id: str, entries: tuple[Entry, ...]) -> tuple[FailureReport, ...]:
+    ids = {entry.id for entry in entries}
+    return tuple(
+        report
+        for report in base.failures
+        if ids & set(report.entries) or any(matches(name, model_id) for name in report.model_ids)
+    )
+
+
+def _unknown(base: KnowledgeBase, answer: Answer) -> Answer:
+    """With ids that look alike: the same name under another organisation first."""
+    names = [name for entry in base.entries for name in (*entry.model_ids, *entry.aliases) if "*" not in name]
+    tail = answer.model_id.casefold().rsplit("/", 1)[-1]
+    same = [name for name in names if name.casefold().rsplit("/", 1)[-1] == tail]
+    folded = {name.casefold(): name for name in names}
+    close = get_close_matches(answer.model_id.casefold(), folded, n=3, cutoff=0.7)
+    near = tuple(dict.fromkeys([*same, *(folded[name] for name in close)]))
+    return Answer(answer.model_id, "unknown", failures=answer.failures, near=near[:3])
+
+
+def _unique(items: Iterable[T]) -> tuple[T, ...]:
+    seen: list[T] = []
+    for item in items:
+        if item not in seen:
+            seen.append(item)
+    return tuple(seen)
+
+
+def _names(entry: Entry) -> str:
+    return " ".join((entry.id, entry.family, *entry.model_ids, *entry.aliases)).casefold()
+
+
+def _text(entry: Entry) -> str:
+    more = [entry.train_precision, entry.paraphrase, entry.notes or "", entry.hardware or "", entry.framework or ""]
+    cited = [reference.locator for reference in entry.references]
+    return " ".join((_names(entry), *entry.parts.values(), *more, *cited)).casefold()

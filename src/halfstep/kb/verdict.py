@@ -1,0 +1,136 @@
+"""Is it safe to run this model in that type? The verdict, its reasons, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfstep.kb.casts import normal_use, table
+from halfstep.kb.entry import Entry, FailureReport, Reference, compute
+from halfstep.kb.reader import DEFAULT_OVERLAY, KnowledgeBase, load
+from halfstep.kb.resolve import Answer, find
+
+
+_CAREFUL = ("safe", "unknown", "risky")  # of two verdicts, the later one is the more careful advice
+_RANGE_STEP = (
+    "run one batch in fp32 and record the largest activation of every module: above 16000, a quarter of fp16's "
+    "largest value, take fp16 for unsafe; a backward pass can overflow where the forward pass does not"
+)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """What one entry, or one part of a model, has to say on a use."""
+
+    verdict: str
+    text: str
+    train_precision: str = "unknown"
+    entry: str | None = None
+    part: str | None = None
+    keep_in_fp32: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """safe, risky or unknown, with everything that it rests on."""
+
+    model_id: str
+    use: str
+    verdict: str
+    reasons: tuple[Reason, ...]
+    answer: Answer
+
+    @property
+    def safe(self) -> bool:
+        """Whether the verdict is safe; `bool(verdict)` is the same."""
+        return self.verdict == "safe"
+
+    def __bool__(self) -> bool:
+        return self.safe
+
+    @property
+    def references(self) -> tuple[Reference, ...]:
+        """What the entries cite."""
+        return tuple(dict.fromkeys(reference for entry in self.answer.entries for reference in entry.references))
+
+    @property
+    def failures(self) -> tuple[FailureReport, ...]:
+        """The reports on this use of this model, what went wrong before what was done about it."""
+        found = [report for report in self.answer.failures if self.use in report.uses]
+        return tuple(sorted(found, key=lambda report: report.kind))
+
+    @property
+    def keep_in_fp32(self) -> tuple[str, ...]:
+        """What to keep in fp32 when running the rest in `use`."""
+        if self.use in ("fp32", "tf32"):
+            return ()
+        return tuple(dict.fromkeys(part for reason in self.reasons for part in reason.keep_in_fp32))
+
+    @property
+    def next_steps(self) -> tuple[str, ...]:
+        """What to do when the verdict is not safe."""
+        if self.safe:
+            return ()
+        steps = [f"compare its outputs in {self.use} with those in fp32, on your own data"]
+        if self.use == "fp16":
+            steps.insert(0, _RANGE_STEP)
+        if not self.answer.known:
+            steps.append("if you know how it was trained and can cite it, add it: halfstep kb add")
+        return tuple(steps)
+
+
+def check(model_id: str, use: object, overlay: Path | str | None = DEFAULT_OVERLAY) -> Verdict:
+    """Whether a model can be run in a type: fp32, tf32, bf16, fp16, int8, fp8, mxfp4 or nvfp4.
+
+    Where entries conflict, or parts of a model differ, the more careful advice is the verdict and all reasons are
+    given.
+
+    >>> check("google/flan-t5-xxl", use="fp16", overlay=None).verdict
+    'risky'
+    >>> check("google/flan-t5-xxl", use="bf16", overlay=None).verdict
+    'safe'
+
+    Raises:
+        KnowledgeBaseError: the type is unknown, or the overlay or a local folder cannot be read.
+    """
+    return judge(load(overlay), model_id, use)
+
+
+def judge(base: KnowledgeBase, model_id: str, use: object) -> Verdict:
+    """`check` in a knowledge base at hand."""
+    word = normal_use(use)
+    answer = find(base, model_id)
+    reasons = tuple(reason for entry in answer.entries for reason in reasons_of(entry, word))
+    if not reasons:
+        reasons = (_without_an_entry(answer, word),)
+    verdict = max((reason.verdict for reason in reasons), key=_CAREFUL.index)
+    return Verdict(answer.model_id, word, verdict, reasons, answer)
+
+
+def reasons_of(entry: Entry, use: str) -> tuple[Reason, ...]:
+    """What an entry says on a use: one reason, or one for each part of the model."""
+    parts: list[tuple[str | None, str]] = [*entry.parts.items()] or [(None, entry.train_precision)]
+    return tuple(_reason(entry, part, precision, use) for part, precision in parts)
+
+
+def _reason(entry: Entry, part: str | None, precision: str, use: str) -> Reason:
+    cast = table()[compute(precision), use]
+    verdict, text = cast.verdict, cast.reason
+    if use in entry.safe:
+        verdict, text = "safe", entry.safe[use]
+    if use in entry.risky:
+        verdict, text = "risky", entry.risky[use]
+    own = entry.keep_in_fp32 + entry.higher_precision_parts
+    return Reason(verdict, text, precision, entry.id, part, own or cast.keep_in_fp32, cast.sources)
+
+
+def _without_an_entry(answer: Answer, use: str) -> Reason:
+    failed = [report for report in answer.failures if use in report.uses and report.kind == "failure"]
+    if failed:
+        return Reason("risky", f"no entry says how it was trained, but failures in {use} are reported")
+    if answer.bases:
+        return Reason(
+            "unknown", f"no entry for this model, nor for what the folder names as its base: {', '.join(answer.bases)}"
+        )
+    return Reason("unknown", "no entry says how this model was trained")

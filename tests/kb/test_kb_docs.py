@@ -1,0 +1,29 @@
+"""docs/knowledge_base.md: its figures are the data's, and its examples are entries that keep the rules."""
+
+import re
+from pathlib import Path
+
+from halfstep.kb import load
+from halfstep.kb.rules import validate
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "knowledge_base.md").read_text(encoding="utf-8")
+
+
+def test_the_figures_are_those_of_the_data(base):
+    counts = base.counts()
+    assert f"{counts['definitive']} entries are definitive" in PAGE
+    assert f"{counts['inferred']} inferred ones" in PAGE
+    assert f"{len(base.failures)} failure reports" in PAGE
+    undisclosed = [entry for entry in base.entries if (entry.tier, entry.train_precision) == ("definitive", "unknown")]
+    assert len(undisclosed) == 3
+    assert "Three of these state that it was never disclosed" in PAGE
+
+
+def test_the_examples_keep_the_rules(tmp_path):
+    entry, failure = re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "failures").mkdir()
+    (tmp_path / "toy.toml").write_text(entry)
+    (tmp_path / "failures" / "toy.toml").write_text(failure)
+    assert validate(tmp_path, under=load(None)) == []
+    assert len(load(tmp_path).entries) == 151

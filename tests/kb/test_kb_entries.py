@@ -1,0 +1,147 @@
+"""Every entry that the package carries, and the list that the knowledge base answers."""
+
+import re
+
+import pytest
+
+from halfstep.kb import check, load, lookup
+from halfstep.kb.casts import table
+from halfstep.kb.reader import package_folder
+from halfstep.kb.rules import validate
+from halfstep.kb.schema import schema, uses, words
+from halfstep.kb.verdict import judge
+
+
+ENTRIES = load(None).entries
+every_entry = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.id)
+
+# The lines of the forum wiki, each with the precision that the wiki gives. PEGASUS is the declared conflict.
+WIKI = {
+    "allenai/longformer": "fp16_mixed",
+    "allenai/longformer-base-4096": "fp16_mixed",
+    "allenai/led": "fp16_mixed",
+    "lvwerra/codeparrot": "fp16_mixed",
+    "facebook/m2m100_418M": "fp16_mixed",
+    "facebook/m2m100_1.2B": "fp16_mixed",
+    "eleutherai/gpt-neox-20b": "fp16_mixed",
+    "google/mobilebert": "bf16_mixed",
+    "eleutherai/gpt-neo-1.3b": "bf16_mixed",
+    "eleutherai/gpt-j-6b": "bf16_mixed",
+    "google/mt5": "bf16_mixed",
+    "t5": "bf16_mixed",
+    "bigscience/T0": "bf16_mixed",
+    "bigscience/T0pp": "bf16_mixed",
+    "bigscience/T0_anything": "bf16_mixed",
+    "EleutherAI/gpt-neo-2.7B": "fp32",
+    "gsarti/it5-base": "fp32",
+    "gsarti/it5-anything": "fp32",
+}
+
+
+def test_the_package_has_all_entries_and_reports(base):
+    assert len(base.entries) == 150
+    assert base.counts() == {"definitive": 100, "inferred": 50}
+    assert len({entry.family for entry in base.entries}) == 134
+    assert len(base.failures) == 65
+
+
+def test_the_package_keeps_its_own_rules():
+    assert validate(package_folder()) == []
+
+
+@pytest.mark.parametrize(("name", "precision"), WIKI.items())
+def test_every_line_of_the_forum_wiki_is_answered(name, precision):
+    answer = lookup(name, overlay=None)
+    assert [entry.train_precision for entry in answer.entries] == [precision]
+
+
+@pytest.mark.parametrize("name", ["google/pegasus-cnn_dailymail", "google/pegasus-xsum"])
+def test_the_wiki_line_without_a_reference_is_a_conflict_shown_from_both_sides(name):
+    answer = lookup(name, overlay=None)
+    assert answer.conflict
+    assert answer.tier == "inferred"
+    assert {entry.train_precision for entry in answer.entries} == {"fp32", "bf16_mixed"}
+
+
+@every_entry
+def test_every_id_leads_to_its_entry(base, entry):
+    for name in (*entry.model_ids, *entry.aliases, entry.id):
+        assert entry in lookup(name, overlay=None).entries
+
+
+@every_entry
+def test_every_entry_cites_something_that_can_be_followed(entry):
+    assert entry.references
+    for reference in entry.references:
+        assert re.fullmatch(r"https://[a-z0-9.-]+/\S+", reference.url)
+        if reference.url.startswith("https://github.com/") and reference.commit:
+            assert reference.commit in reference.url
+
+
+@every_entry
+def test_nothing_definitive_rests_on_hearsay(entry):
+    if entry.tier == "definitive":
+        assert entry.evidence_kind not in {"secondary", "inferred_hardware", "wiki_unreferenced"}
+
+
+@every_entry
+def test_every_entry_has_a_verdict_with_a_reason_for_every_use(base, entry):
+    for use in uses():
+        verdict = judge(base, entry.id, use)
+        assert verdict.verdict in {"safe", "risky", "unknown"}
+        assert all(reason.text for reason in verdict.reasons)
+        assert verdict.references
+
+
+@every_entry
+def test_fp32_is_safe_for_every_model(base, entry):
+    assert judge(base, entry.id, "fp32").safe
+
+
+@every_entry
+def test_bf16_trained_models_are_risky_in_fp16_unless_their_entry_says_why_not(base, entry):
+    if entry.compute == "bf16" and "fp16" not in entry.safe:
+        assert judge(base, entry.id, "fp16").verdict == "risky"
+
+
+@every_entry
+def test_a_model_is_safe_in_its_own_type_unless_its_entry_says_why_not(base, entry):
+    if entry.compute in uses() and entry.compute not in entry.risky and not entry.conflict_with:
+        assert judge(base, entry.id, entry.compute).safe
+
+
+def test_the_stored_type_changes_no_verdict():
+    llama = lookup("meta-llama/Llama-2-7b-hf", overlay=None).entries[0]
+    assert llama.released_dtype.startswith("float16")
+    assert llama.train_precision == "bf16_mixed"
+    assert check("meta-llama/Llama-2-7b-hf", use="fp16", overlay=None).verdict == "risky"
+
+
+def test_hub_ids_are_unconfirmed_until_a_reference_names_them():
+    assert lookup("google/flan-t5-xxl", overlay=None).id_confirmed
+    assert not lookup("google/flan-t5-small", overlay=None).id_confirmed
+    confirmed = [name for entry in ENTRIES for name in entry.id_confirmed]
+    ids = [name for entry in ENTRIES for name in entry.model_ids]
+    assert 0 < len(confirmed) < len(ids) / 5
+
+
+@pytest.mark.parametrize("name", ["openai-community/gpt2", "mistralai/Mistral-7B-v0.1", "facebook/bart-large"])
+def test_what_nobody_could_cite_is_left_out(name):
+    assert not lookup(name, overlay=None).known
+
+
+def test_every_report_is_linked_to_an_entry_or_names_its_model(base):
+    ids = {entry.id for entry in base.entries}
+    linked = [report for report in base.failures if report.entries]
+    assert all(set(report.entries) <= ids for report in linked)
+    assert len(linked) >= 40
+    assert all(report.model for report in base.failures)
+
+
+def test_the_cast_table_has_a_cell_for_every_training_type_and_use():
+    natives = {word.split("_")[0] for word in schema()["$defs"]["precision"]["enum"]}
+    assert set(table()) == {(native, use) for native in natives for use in uses()}
+
+
+def test_parts_take_the_words_of_whole_models():
+    assert set(words("train_precision")) - {"mixed_by_part"} == set(schema()["$defs"]["precision"]["enum"])

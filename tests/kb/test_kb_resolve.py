@@ -1,0 +1,219 @@
+"""Which entry answers: exact id, alias, glob, base model of a local folder, unknown; the user's own first."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from toy_entry import ENTRY
+
+from halfstep.errors import KnowledgeBaseError
+from halfstep.kb import DEFAULT_OVERLAY, check, load, lookup, search
+from halfstep.kb.entry import matches
+
+
+def ids(answer):
+    return [entry.id for entry in answer.entries]
+
+
+def entry(name, *model_ids, aliases=(), more=""):
+    text = ENTRY.replace('"toy"', f'"{name}"').replace('["toys/toy-1b"]', json.dumps(model_ids))
+    return text.replace("paraphrase", f"aliases = {json.dumps(aliases)}\nreason = 'a test'\n{more}\nparaphrase")
+
+
+def test_an_exact_id_is_stronger_than_an_alias_and_an_alias_than_a_glob(overlay):
+    levels = {
+        "exact": entry("exact", "toys/a"),
+        "alias": entry("alias", "toys/other", aliases=["toys/a", "toys/b"]),
+        "glob": entry("glob", "toys/*"),
+    }
+    folder = overlay("".join(levels.values()))
+    assert (lookup("toys/a", folder).how, ids(lookup("toys/a", folder))) == ("exact id", ["exact"])
+    assert (lookup("toys/b", folder).how, ids(lookup("toys/b", folder))) == ("alias", ["alias"])
+    assert (lookup("toys/c", folder).how, ids(lookup("toys/c", folder))) == ("glob", ["glob"])
+    assert lookup("elsewhere/c", folder).how == "unknown"
+
+
+def test_upper_and_lower_case_are_one():
+    assert ids(lookup("GOOGLE/Flan-T5-XXL", overlay=None)) == ["flan-t5"]
+    assert lookup("  google/flan-t5-xxl ", overlay=None).how == "exact id"
+
+
+def test_an_exception_to_a_glob_is_not_matched_by_it():
+    assert ids(lookup("BAAI/bge-base-en", overlay=None)) == ["bge"]
+    assert ids(lookup("BAAI/bge-reranker-v2-m3", overlay=None)) == ["bge-reranker-v2-m3"]
+
+
+def test_an_exception_without_an_entry_is_unknown(overlay):
+    folder = overlay(entry("glob", "toys/*", more='except_ids = ["toys/Other"]'))
+    assert lookup("toys/this", folder).how == "glob"
+    assert lookup("toys/other", folder).how == "unknown"
+
+
+@given(st.text("ab*/.+[", max_size=8), st.text("abAB/.+[", max_size=8))
+def test_a_glob_stands_for_characters_of_the_name_only(pattern, name):
+    """Against a definition by cases instead of a regular expression."""
+
+    def covers(pattern, name):
+        if not pattern:
+            return not name
+        if pattern[0] == "*":
+            return covers(pattern[1:], name) or (bool(name) and name[0] != "/" and covers(pattern, name[1:]))
+        return bool(name) and name[0] == pattern[0] and covers(pattern[1:], name[1:])
+
+    assert matches(pattern, name) == covers(pattern.lower(), name.lower())
+
+
+def test_a_like_name_is_offered_but_never_taken():
+    answer = lookup("somebody/flan-t5-xxl", overlay=None)
+    assert not answer.known
+    assert answer.near[0] == "google/flan-t5-xxl"
+
+
+def test_a_model_without_an_entry_still_has_its_failure_reports():
+    answer = lookup("microsoft/phi-2", overlay=None)
+    assert not answer.known
+    assert len(answer.failures) == 2
+    assert check("microsoft/phi-2", "fp16", overlay=None).verdict == "risky"
+    assert check("microsoft/phi-2", "bf16", overlay=None).verdict == "unknown"
+
+
+class TestLocalFolder:
+    def write(self, folder, **files):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name.replace("_json", ".json").replace("_md", ".md")).write_text(text, encoding="utf-8")
+        return str(folder)
+
+    @pytest.mark.parametrize(
+        "card",
+        [
+            "---\nbase_model: google/flan-t5-xl\nlicense: mit\n---\n# x",
+            '---\nlicense: mit\nbase_model: "google/flan-t5-xl"  # ours\n---\n',
+            "---\nbase_model:\n- google/flan-t5-xl\nlicense: mit\n---\n",
+            "---\r\nbase_model: [google/flan-t5-xl]\r\n---\r\n",
+        ],
+    )
+    def test_the_base_model_of_the_card_answers_with_less_confidence(self, tmp_path, card):
+        answer = lookup(self.write(tmp_path / "mine", README_md=card), overlay=None)
+        assert (answer.how, ids(answer), answer.tier) == ("base model", ["flan-t5"], "inferred")
+        assert answer.entries[0].tier == "definitive"
+
+    @pytest.mark.parametrize(
+        "files",
+        [
+            {"config_json": '{"_name_or_path": "google/flan-t5-xl"}'},
+            {"adapter_config_json": '{"base_model_name_or_path": "google/flan-t5-xl"}'},
+        ],
+    )
+    def test_so_does_the_one_of_the_configuration(self, tmp_path, files):
+        answer = lookup(self.write(tmp_path / "mine", **files), overlay=None)
+        assert (answer.how, ids(answer)) == ("base model", ["flan-t5"])
+
+    def test_the_hub_cache_has_the_id_in_its_path(self, tmp_path):
+        folder = tmp_path / "models--google--flan-t5-xl" / "snapshots" / "0123"
+        assert ids(lookup(self.write(folder, config_json="{}"), overlay=None)) == ["flan-t5"]
+
+    def test_several_bases_give_the_more_careful_advice(self, tmp_path):
+        card = "---\nbase_model:\n- EleutherAI/pythia-70m\n- google/flan-t5-xl\n---\n"
+        verdict = check(self.write(tmp_path / "merge", README_md=card), "fp16", overlay=None)
+        assert [reason.verdict for reason in verdict.reasons] == ["safe", "risky"]
+        assert verdict.verdict == "risky"
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+    @pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
+    def test_the_stored_type_alone_answers_nothing(self, tmp_path, key, dtype):
+        folder = self.write(tmp_path / "mine", config_json=json.dumps({key: dtype}))
+        answer = lookup(folder, overlay=None)
+        assert (answer.how, answer.stored_dtype) == ("unknown", dtype)
+        for use in ("fp16", "bf16"):
+            assert check(folder, use, overlay=None).verdict == "unknown"
+
+    def test_a_base_without_an_entry_is_named(self, tmp_path):
+        folder = self.write(tmp_path / "mine", config_json='{"_name_or_path": "foo/bar"}')
+        assert "foo/bar" in check(folder, "fp16", overlay=None).reasons[0].text
+
+    def test_a_card_without_a_header_and_an_empty_folder_answer_nothing(self, tmp_path):
+        assert not lookup(self.write(tmp_path / "a", README_md="base_model: google/flan-t5-xl"), overlay=None).known
+        assert not lookup(self.write(tmp_path / "b"), overlay=None).known
+
+    @pytest.mark.parametrize(
+        ("text", "message"), [("{", "is no JSON"), ("[1]", "holds a list"), ("[" * 100_000, "is no JSON")]
+    )
+    def test_a_broken_config_is_an_error_that_names_the_file(self, tmp_path, text, message):
+        folder = self.write(tmp_path / "mine", config_json=text)
+        with pytest.raises(KnowledgeBaseError, match=message) as caught:
+            lookup(folder, overlay=None)
+        assert "config.json" in str(caught.value)
+
+    def test_a_known_id_is_not_looked_for_on_disk(self, tmp_path, monkeypatch):
+        self.write(tmp_path / "google" / "flan-t5-xl", config_json="{")
+        monkeypatch.chdir(tmp_path)
+        assert lookup("google/flan-t5-xl", overlay=None).how == "exact id"
+
+
+@given(st.text(max_size=40))
+def test_no_text_breaks_a_lookup_or_a_search(base, text):
+    assert lookup(text, overlay=None).how in {"exact id", "alias", "glob", "base model", "unknown"}
+    assert len(search(base, text)) <= len(base.entries)
+
+
+@pytest.mark.parametrize("name", ["", "\0", "~nobody-here/x", "x" * 5000, "../" * 50, "a/b/c"])
+def test_odd_names_are_unknown(name):
+    assert not lookup(name, overlay=None).known
+
+
+class TestOverlay:
+    def test_the_users_entry_answers_instead_of_the_packages(self, overlay):
+        folder = overlay(entry("mine", "google/flan-t5-xxl"))
+        answer = lookup("google/flan-t5-xxl", folder)
+        assert ids(answer) == ["mine"]
+        assert answer.entries[0].overlay
+        assert ids(lookup("google/flan-t5-xl", folder)) == ["flan-t5"]
+
+    def test_an_entry_of_the_same_id_takes_the_packages_place(self, overlay):
+        folder = overlay(entry("flan-t5", "toys/flan"))
+        assert not lookup("google/flan-t5-xxl", folder).known
+
+    def test_a_declared_conflict_shows_both(self, overlay):
+        folder = overlay(
+            entry("mine", "google/flan-t5-xxl", more='conflict_with = "flan-t5"').replace("bf16_mixed", "fp32")
+        )
+        answer = lookup("google/flan-t5-xxl", folder)
+        assert ids(answer) == ["mine", "flan-t5"]
+        assert answer.conflict
+        assert check("google/flan-t5-xxl", "bf16", folder).verdict == "risky"
+
+    def test_its_failure_reports_count(self, overlay):
+        report = (
+            '[[failure]]\nid = "mine-1"\nkind = "failure"\nurl = "https://x.y/z"\nlocator = "x#1"\nmodel = "toy"\n'
+            'model_ids = ["toys/*"]\ntrained_in = "bf16"\ntried = "fp16"\nuses = ["fp16"]\nsymptom = "NaN"\n'
+        )
+        folder = overlay(report, name="failures/mine.toml", family=None)
+        assert check("toys/other", "fp16", folder).verdict == "risky"
+
+    def test_a_broken_overlay_is_an_error_that_names_the_file(self, overlay):
+        with pytest.raises(KnowledgeBaseError, match=r"toy\.toml: entry 'toy'.*unknown word"):
+            load(overlay(ENTRY.replace("bf16_mixed", "bf61")))
+        with pytest.raises(KnowledgeBaseError, match=r"this is no TOML.*line 2"):
+            load(overlay("=", name="toy.toml"))
+
+    def test_a_file_that_is_not_utf8_is_an_error(self, overlay):
+        folder = overlay()
+        (folder / "z.toml").write_bytes(b'family = "\xff"')
+        with pytest.raises(KnowledgeBaseError, match="cannot be read as UTF-8"):
+            load(folder)
+
+    def test_a_folder_that_is_not_there_is_an_error_unless_it_is_the_default(self, tmp_path, monkeypatch):
+        with pytest.raises(KnowledgeBaseError, match="no such folder; expected a folder of"):
+            load(tmp_path / "nowhere")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert load(DEFAULT_OVERLAY) == load(None)
+
+
+def test_search_wants_every_word_and_puts_names_first(base):
+    found = search(base, "FLAN t5")
+    assert {entry.id for entry in found[:2]} == {"flan-t5", "blip2-flan-t5"}
+    assert search(base, "flan nonsense") == ()
+    assert search(base, "  ") == ()
+    assert "codegeex" in {entry.id for entry in search(base, "ascend")}

@@ -1,0 +1,105 @@
+"""What is printed: nothing in an entry can steer a terminal, and everything of an entry is there."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfstep.kb import KnowledgeBase
+from halfstep.kb.resolve import find
+from halfstep.kb.text import describe_answer, describe_entry, describe_verdict, printable
+from halfstep.kb.verdict import judge
+
+
+HOSTILE = [
+    "\x1b[2J\x1b[31mgone",
+    "safe\rrisky",
+    "a\x08b",
+    "\x9b31m",
+    "\u202eevil",
+    "\u2066x\u2069",
+    "\ud800",
+    "a\u200bb",
+    "x\nsafe",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=ascii)
+def test_hostile_text_is_written_out(text):
+    shown = printable(text)
+    assert shown.isprintable()
+    assert "\\" in shown
+
+
+@given(st.text())
+def test_what_is_printed_is_printable_and_says_the_same(text):
+    shown = printable(text)
+    assert not any(ord(character) < 32 or 127 <= ord(character) < 160 for character in shown)
+    shown.encode("utf-8")
+    assert printable(shown) == shown
+    if all(character.isprintable() for character in text):
+        assert shown == text
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=ascii)
+def test_a_hostile_entry_prints_as_text(base, text):
+    entry = next(entry for entry in base.entries if entry.id == "flan-t5")
+    report = next(report for report in base.failures if "flan-t5" in report.entries)
+    bad = replace(
+        entry,
+        paraphrase=text,
+        notes=text,
+        hardware=text,
+        aliases=(text,),
+        keep_in_fp32=(text,),
+        risky={"fp16": text},
+        references=tuple(replace(reference, locator=text, url=text) for reference in entry.references),
+    )
+    hostile = KnowledgeBase((bad,), (replace(report, symptom=text, model=text, note=text),))
+    answer = find(hostile, "google/flan-t5-xxl")
+    for shown in (
+        describe_entry(bad),
+        describe_answer(answer),
+        describe_verdict(judge(hostile, "google/flan-t5-xxl", "fp16")),
+        describe_verdict(judge(hostile, text, "fp16")),
+    ):
+        assert all(line.isprintable() for line in shown.split("\n"))
+        assert not any(line.startswith("safe") for line in shown.split("\n"))
+
+
+def test_an_entry_is_shown_whole(base):
+    for entry in base.entries:
+        shown = describe_entry(entry)
+        for wanted in (entry.paraphrase, entry.tier, *entry.model_ids, *entry.aliases, *entry.higher_precision_parts):
+            assert wanted in shown
+        for reference in entry.references:
+            assert reference.url in shown
+            assert reference.locator in shown
+        assert ("an excerpt: open the references" in shown) == (entry.read_via == "excerpt")
+        assert shown.count("(id unconfirmed)") == len(entry.model_ids) - len(entry.id_confirmed)
+
+
+def test_a_verdict_names_what_it_rests_on(base):
+    shown = describe_verdict(judge(base, "google/flan-t5-xxl", "fp16"), ["measure it"])
+    lines = shown.split("\n")
+    assert lines[0] == "risky: google/flan-t5-xxl in fp16"
+    assert "trained in bf16_mixed: " in shown
+    assert "keep in fp32: " in shown
+    assert "https://huggingface.co/google/flan-t5-xxl/discussions/5/files" in shown
+    assert "https://github.com/huggingface/transformers/issues/23918" in shown
+    assert lines[-1] == "  measure it"
+
+
+def test_a_conflict_says_so_and_shows_both(base):
+    shown = describe_answer(find(base, "google/pegasus-xsum"))
+    assert "the entries conflict" in shown
+    assert "\npegasus-large\n" in shown
+    assert "\npegasus-wiki\n" in shown
+
+
+def test_a_stored_type_is_called_no_evidence(base, tmp_path):
+    (tmp_path / "config.json").write_text('{"torch_dtype": "float16"}')
+    shown = describe_verdict(judge(base, str(tmp_path), "fp16"))
+    assert "stored as float16, says config.json; that is no evidence" in shown
+    assert "stored" not in describe_verdict(judge(base, "foo/bar", "fp16"))

@@ -1,0 +1,117 @@
+"""The verdicts, on the models that the knowledge base was asked for, and as a function of their reasons."""
+
+import pytest
+import torch
+
+from halfstep import kb
+from halfstep.errors import KnowledgeBaseError
+from halfstep.kb.casts import normal_use
+from halfstep.kb.schema import uses
+from halfstep.kb.verdict import judge
+
+
+def verdict(model, use):
+    return kb.check(model, use=use, overlay=None)
+
+
+def test_flan_t5_is_risky_in_fp16_with_references_reports_and_what_to_keep():
+    found = verdict("google/flan-t5-xxl", "fp16")
+    assert not found
+    assert found.verdict == "risky"
+    assert found.references[0].url.startswith("https://huggingface.co/google/flan-t5-xxl")
+    assert any("wo" in part for part in found.keep_in_fp32)
+    assert {report.kind for report in found.failures} == {"failure", "mitigation"}
+    assert [report.kind for report in found.failures] == sorted(report.kind for report in found.failures)
+    assert any("65504" in reason.text for reason in found.reasons)
+    assert any("fp32" in step for step in found.next_steps)
+
+
+def test_flan_t5_is_safe_in_bf16():
+    found = verdict("google/flan-t5-xxl", "bf16")
+    assert found
+    assert found.next_steps == ()
+
+
+def test_llama_2_is_risky_in_fp16_although_it_is_stored_in_it():
+    found = verdict("meta-llama/Llama-2-7b-hf", "fp16")
+    assert found.verdict == "risky"
+    assert found.reasons[0].train_precision == "bf16_mixed"
+    assert "float16" in found.answer.entries[0].released_dtype
+
+
+@pytest.mark.parametrize(
+    ("use", "vision", "language", "whole"),
+    [("fp16", "safe", "risky", "risky"), ("bf16", "risky", "safe", "risky"), ("fp32", "safe", "safe", "safe")],
+)
+def test_blip_2_is_answered_by_part(use, vision, language, whole):
+    found = verdict("Salesforce/blip2-flan-t5-xl", use)
+    assert {reason.part: reason.verdict for reason in found.reasons} == {
+        "vision_model": vision,
+        "language_model": language,
+    }
+    assert found.verdict == whole
+
+
+def test_an_unknown_model_says_so_and_what_to_do():
+    found = verdict("foo/bar", "fp16")
+    assert found.verdict == "unknown"
+    assert not found
+    assert found.references == ()
+    assert any("record the largest activation" in step for step in found.next_steps)
+    assert any("halfstep kb add" in step for step in found.next_steps)
+
+
+@pytest.mark.parametrize(
+    ("model", "use", "expected"),
+    [
+        ("facebook/galactica-6.7b", "fp16", "safe"),  # the authors measured it
+        ("bigcode/santacoder", "fp16", "risky"),  # trained in fp16, and fine-tuning in it fails
+        ("Efficient-Large-Model/Sana_1600M_1024px", "bf16", "risky"),  # the reverse case
+        ("bigscience/bloom", "fp16", "risky"),  # one family, two precisions
+        ("bigscience/bloom-560m", "fp16", "safe"),
+        ("EleutherAI/pythia-1b", "fp16", "risky"),
+        ("EleutherAI/pythia-1.4b", "fp16", "safe"),
+        ("huggyllama/llama-7b", "fp16", "unknown"),  # recorded as unknown
+        ("huggyllama/llama-7b", "fp32", "safe"),
+        ("moonshotai/Kimi-K2-Base", "fp8", "risky"),  # released in fp8, trained in bf16
+        ("deepseek-ai/DeepSeek-V3", "fp8", "safe"),
+        ("deepseek-ai/DeepSeek-V3", "fp16", "risky"),
+        ("state-spaces/mamba-130m", "bf16", "risky"),
+        ("google/pegasus-xsum", "fp16", "risky"),
+        ("google/pegasus-xsum", "bf16", "safe"),
+        ("cerebras/btlm-3b-8k-base", "bf16", "safe"),
+    ],
+)
+def test_cases_that_a_rule_by_architecture_or_by_storage_would_get_wrong(model, use, expected):
+    assert verdict(model, use).verdict == expected
+
+
+def test_the_verdict_is_the_more_careful_of_its_reasons(base):
+    order = ["safe", "unknown", "risky"]
+    for entry in base.entries:
+        for use in uses():
+            found = judge(base, entry.id, use)
+            assert found.verdict == max((reason.verdict for reason in found.reasons), key=order.index)
+            assert found.safe == all(reason.verdict == "safe" for reason in found.reasons)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_torch_dtype_is_a_use(dtype):
+    expected = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    assert normal_use(dtype) == normal_use(str(dtype).removeprefix("torch.")) == expected
+
+
+@pytest.mark.parametrize("use", ["bf61", "", "fp64", "int4", "\x1b[31m"])
+def test_an_unknown_use_is_an_error_that_lists_the_known_ones(use):
+    with pytest.raises(
+        KnowledgeBaseError, match=r"unknown type to run a model in .*Known: bf16, fp16, fp32, fp8, int8"
+    ):
+        verdict("google/flan-t5-xxl", use)
+
+
+def test_the_public_names_are_reached_from_halfstep():
+    import halfstep
+
+    assert halfstep.kb.check is kb.check
+    assert halfstep.kb.lookup("t5", overlay=None).entries[0].id == "t5-v1"
+    assert "kb" in dir(halfstep)
