@@ -17,7 +17,6 @@ from halfstep.cli.training import (
     Resume,
     Seeds,
     Steps,
-    recipe_names,
     train_all,
 )
 from halfstep.lab.experiment import Experiment
@@ -44,15 +43,4 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Train one model under several recipes: the same first weights, the same batches; then say what each broke."""
-    options = {
-        "recipes": recipe_names(recipes),
-        "model": model,
-        "data": data,
-        "steps": steps,
-        "seeds": seeds,
-        "baseline_seeds": baseline_seeds,
-        "batch": batch,
-        "context": context,
-        "lr": lr,
-    }
-    train_all(ctx, options, out, "compare", resume, as_json)
+    train_all(ctx, "compare", out, resume, as_json)

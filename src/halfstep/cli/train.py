@@ -17,7 +17,6 @@ from halfstep.cli.training import (
     Resume,
     Seeds,
     Steps,
-    recipe_names,
     train_all,
 )
 from halfstep.lab.experiment import Experiment
@@ -38,15 +37,4 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model under one recipe; fp32's cached baseline, where there is one, judges it."""
-    options = {
-        "recipes": recipe_names(recipes),
-        "model": model,
-        "data": data,
-        "steps": steps,
-        "seeds": seeds,
-        "baseline_seeds": seeds,
-        "batch": batch,
-        "context": context,
-        "lr": lr,
-    }
-    train_all(ctx, options, out, "train", resume, as_json)
+    train_all(ctx, "train", out, resume, as_json)

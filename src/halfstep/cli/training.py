@@ -28,10 +28,8 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
 
-def train_all(
-    ctx: typer.Context, options: dict[str, Any], out: Path | None, name: str, resume: bool, as_json: bool
-) -> None:
-    """Open the experiment that the options say, train what is left of it, write the report, print the verdicts."""
+def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_json: bool) -> None:
+    """Open the experiment that the command's options say, train what is left of it, write the report, print it."""
     from rich.console import Console
 
     from halfstep.cli.live import Live
@@ -39,7 +37,8 @@ def train_all(
 
     if resume and out is None:
         raise RunError("--resume needs --out: the folder of the run to go on with")
-    experiment = _recorded(ctx, options, out) if resume and out else Experiment(**options)
+    asked = _asked(ctx)
+    experiment = _recorded(ctx, asked, out) if resume and out else Experiment(**asked)
     path = out or _fresh(Path("runs"), name)
     console = Console(stderr=True)
     console.print("loading torch, the data and the recipes ...", style="dim")
@@ -63,18 +62,21 @@ def train_all(
     console.print(f"\nreport: {page}", markup=False, soft_wrap=True)
 
 
-def _recorded(ctx: typer.Context, options: dict[str, Any], out: Path) -> Experiment:
+def _asked(ctx: typer.Context) -> dict[str, Any]:
+    """The experiment's fields among the command's options; `train` knows one number of seeds for all."""
+    known = {field.name for field in dataclasses.fields(Experiment)}
+    asked = {name: value for name, value in ctx.params.items() if name in known}
+    asked["recipes"] = tuple(recipe.strip() for recipe in asked["recipes"].split(",") if recipe.strip())
+    return {"baseline_seeds": asked["seeds"], **asked}
+
+
+def _recorded(ctx: typer.Context, asked: dict[str, Any], out: Path) -> Experiment:
     """The experiment in the folder, with what this command line asks for: a difference is refused when it opens."""
     from halfstep.lab.folder import RunFolder
 
-    sources = {name: ctx.get_parameter_source(name) for name in options}
-    asked = {name: options[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
-    return dataclasses.replace(RunFolder(out).experiment(), **asked)
-
-
-def recipe_names(text: str) -> tuple[str, ...]:
-    """The names in a list with commas."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    sources = {name: ctx.get_parameter_source(name) for name in asked}
+    given = {name: asked[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    return dataclasses.replace(RunFolder(out).experiment(), **given)
 
 
 def _fresh(parent: Path, name: str) -> Path:
