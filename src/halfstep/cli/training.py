@@ -43,7 +43,8 @@ def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_
     console = Console(stderr=True)
     console.print("loading torch, the data and the recipes ...", style="dim")
     from halfstep.lab.compare import open_experiment
-    from halfstep.lab.report import summarize, write_report
+    from halfstep.lab.folder import read_json
+    from halfstep.lab.report import write_report
 
     comparison = open_experiment(experiment, path, resume)
     try:
@@ -54,7 +55,7 @@ def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_
         console.print(f"\nstopped; nothing is lost. To go on:\n  {command}", markup=False, soft_wrap=True)
         raise typer.Exit(130) from None
     page = write_report(comparison.folder)
-    summary = summarize(comparison.folder)
+    summary = read_json(comparison.folder.path / "summary.json")
     if as_json:
         show_json({**summary, "folder": str(path), "report": str(page)})
     else:

@@ -11,6 +11,7 @@ from halfstep.lab.data import load_corpus
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.folder import RunFolder, read_json
+from halfstep.lab.metrics import TIMINGS, MetricsFile, read_metrics
 from halfstep.lab.models import build_model
 from halfstep.lab.task import LanguageModelling
 from halfstep.lab.train import Trainer, Watcher
@@ -68,7 +69,7 @@ class Comparison:
                 self._take_baseline(self.folder.run(_BASELINE, seed), seed)
         for recipe, seed in self.experiment.runs():
             path = self.folder.run(recipe, seed)
-            if recipe == _BASELINE:
+            if recipe == _BASELINE and seed > 0:  # the first is trained here and now, for its timings
                 self._take_baseline(path, seed)
             Trainer(self.experiment, self.recipes[recipe], seed, self.task, self._build, path, watch).run()
             if recipe == _BASELINE:
@@ -86,8 +87,10 @@ class Comparison:
     def _take_baseline(self, path: Path, seed: int) -> None:
         """Use an fp32 run that an earlier experiment made with the same everything, instead of making it again."""
         if self._cached(seed).is_file() and not path.exists():
-            path.mkdir(parents=True)
-            shutil.copyfile(self._cached(seed), path / "metrics.jsonl")
+            copy = MetricsFile(path / "metrics.jsonl", keep_to=-1)
+            for row in read_metrics(self._cached(seed)):
+                copy.write({**row, **dict.fromkeys(TIMINGS & row.keys())})
+            copy.close()
 
     def _keep_baseline(self, path: Path, seed: int) -> None:
         rows = path / "metrics.jsonl"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -93,6 +93,15 @@ def _divergence(rows: Sequence[Row]) -> Row | None:
     return None
 
 
+def timings(runs: Iterable[Sequence[Row]]) -> list[float]:
+    """The seconds of the steps of a recipe's runs, but for a run's first, which warms up.
+
+    A baseline taken from an earlier experiment has none: it ran at another time, beside other work.
+    """
+    steps = [row for rows in runs for row in rows if row["kind"] == "step" and row["seconds"] is not None]
+    return [row["seconds"] for row in steps if row["step"] > 1] or [row["seconds"] for row in steps]
+
+
 def judge(recipe: str, runs: Mapping[int, Sequence[Row]], baselines: Mapping[int, float]) -> Verdict:
     """The verdict on a recipe from its runs by seed, against fp32's final losses by seed."""
     fp32 = band(list(baselines.values()))
@@ -109,7 +118,7 @@ def judge(recipe: str, runs: Mapping[int, Sequence[Row]], baselines: Mapping[int
     else:
         status = MATCHES if mean <= fp32.upper else DEGRADES
     steps = [row for rows in runs.values() for row in rows if row["kind"] == "step"]
-    seconds = [row["seconds"] for row in steps[1:]] or [row["seconds"] for row in steps]
+    seconds = timings(runs.values())
     median = statistics.median(seconds) if seconds else None
     memory = next((row["bytes"] for rows in runs.values() for row in rows if row["kind"] == "memory"), None)
     return Verdict(

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from halfstep.lab.report.results import BASELINE, Results
 from halfstep.lab.report.style import INK, Look, Picture, looks, new_figure, plain, times
+from halfstep.lab.verdict import timings
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,7 @@ def speeds(results: Results) -> list[Speed]:
     for verdict in results.verdicts:
         if verdict.ms_per_step is None:
             continue
-        runs = results.runs[verdict.recipe].values()
-        times = [1000 * r["seconds"] for rows in runs for r in rows if r["kind"] == "step" and r["step"] > 1]
+        times = [1000 * seconds for seconds in timings(results.runs[verdict.recipe].values())]
         deciles = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else []
         low, high = (deciles[0], deciles[-1]) if deciles else (verdict.ms_per_step, verdict.ms_per_step)
         found.append(
