@@ -1,0 +1,63 @@
+"""Attention: torch's own where the machine has units for the dtype, carried in float32 where not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from halfstep import ops
+from halfstep.kernels import carried
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def operands(dtype=torch.float32, time=7):
+    return [torch.randn(2, 3, time, 8, dtype=dtype).requires_grad_() for _ in range(3)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_with_units_it_is_torchs_attention_bit_for_bit(dtype, causal, monkeypatch):
+    monkeypatch.setattr(carried, "_CARRIED", frozenset())
+    q, k, v = operands(dtype)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    assert torch.equal(ops.attention(q, k, v, is_causal=causal), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_carried_it_is_float32_attention_between_two_roundings(dtype, autocast, monkeypatch):
+    monkeypatch.setattr(carried, "_CARRIED", frozenset({dtype}))
+    q, k, v = operands(torch.float32 if autocast else dtype)
+    with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+        y = ops.attention(q, k, v, is_causal=True)
+    wide = [x.detach().to(dtype).float().requires_grad_() for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*wide, is_causal=True)
+    assert y.dtype == dtype
+    assert torch.equal(y, expected.to(dtype))
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    expected.backward(grad.float())
+    for x, reference in zip((q, k, v), wide, strict=True):
+        torch.testing.assert_close(x.grad, reference.grad.to(dtype).to(x.dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_carried_and_native_agree_to_the_dtypes_precision(dtype, monkeypatch):
+    results = []
+    for kinds in (frozenset(), frozenset({dtype})):
+        monkeypatch.setattr(carried, "_CARRIED", kinds)
+        torch.manual_seed(1)
+        results.append(ops.attention(*operands(dtype), is_causal=True))
+    torch.testing.assert_close(*results, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
+    assert results[0].dtype == results[1].dtype == dtype
+
+
+def test_matmul_dispatches_to_the_carried_product(monkeypatch):
+    lhs, rhs, bias = torch.randn(5, 9).half(), torch.randn(9, 4).half(), torch.randn(4).half()
+    monkeypatch.setattr(carried, "_CARRIED", frozenset({torch.float16}))
+    exact = lhs.double() @ rhs.double() + bias.double()
+    torch.testing.assert_close(ops.matmul(lhs, rhs, bias).double(), exact, rtol=2**-11, atol=2**-11)
+    assert torch.equal(ops.matmul(lhs, rhs), (lhs.float() @ rhs.float()).half())
+    single = torch.randn(3, 3)
+    assert torch.equal(ops.matmul(single, single), single @ single)
