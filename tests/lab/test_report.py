@@ -14,8 +14,9 @@ from run_folder import USUAL, Run, changed, edited, usual_experiment, write
 
 from halfstep.errors import RunError
 from halfstep.lab.experiment import Experiment
-from halfstep.lab.report import curves, exponents, style, summarize, write_report
+from halfstep.lab.report import curves, exponents, style, write_report
 from halfstep.lab.report import page as pages
+from halfstep.lab.report.results import load
 from halfstep.lab.verdict import RULE
 
 
@@ -83,7 +84,7 @@ def test_the_page_states_every_verdict_and_the_rule(usual):
 def test_the_summary_holds_what_was_judged(usual):
     folder, _ = usual
     summary = json.loads((folder.path / "summary.json").read_text())
-    assert summary == summarize(folder)
+    assert summary == load(folder).summary()
     assert set(summary) == {"experiment", "rule", "band", "verdicts"}
     assert (summary["experiment"], summary["rule"], summary["band"]["seeds"]) == ("usual", RULE, 3)
     found = {v["recipe"]: v["status"] for v in summary["verdicts"]}
@@ -193,7 +194,7 @@ def test_fp32_of_an_earlier_experiment_judges_too(tmp_path):
     """`halfstep train` copies cached fp32 runs into the folder without naming fp32 as a recipe."""
     both = write(tmp_path / "run", {"fp32": Run(), "bf16-mixed": Run(0.02)}, usual_experiment(("fp32", "bf16-mixed")))
     edited(both.experiment_file, recipes=["bf16-mixed"], baseline_seeds=1)
-    summary = summarize(both)
+    summary = load(both).summary()
     assert [v["recipe"] for v in summary["verdicts"]] == ["fp32", "bf16-mixed"]
     assert (summary["band"]["seeds"], summary["verdicts"][1]["status"]) == (3, "degrades")
 

@@ -12,6 +12,7 @@ import typer
 
 from halfstep.cli.kb_add import add
 from halfstep.cli.terminal import fail, show_json, show_table
+from halfstep.errors import KnowledgeBaseError, unknown
 
 
 if TYPE_CHECKING:
@@ -104,7 +105,6 @@ def listing(
     as_json: Json = False,
 ) -> None:
     """List the entries. Exit code 1 if none fits."""
-    from halfstep.errors import KnowledgeBaseError, unknown
     from halfstep.kb.schema import words
 
     entries = _load(overlay).entries
@@ -141,7 +141,6 @@ def validate(
     ] = None,
 ) -> None:
     """Check entries against the schema and the rules. Exit code 1 if one breaks them."""
-    from halfstep.errors import KnowledgeBaseError
     from halfstep.kb.reader import data_files, load, package_folder, read
     from halfstep.kb.rules import validate as problems
     from halfstep.kb.text import printable
@@ -167,7 +166,6 @@ def export(
     overlay: Overlay = None,
 ) -> None:
     """Write the whole knowledge base, or the page for a browser."""
-    from halfstep.errors import KnowledgeBaseError
 
     base = _load(overlay)
     if form is Format.html:

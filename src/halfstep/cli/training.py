@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from halfstep.cli.terminal import show_json, show_table
+from halfstep.errors import RunError
 from halfstep.lab.experiment import Experiment
 
 
@@ -33,7 +34,6 @@ def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_
     from rich.console import Console
 
     from halfstep.cli.live import Live
-    from halfstep.errors import RunError
 
     if resume and out is None:
         raise RunError("--resume needs --out: the folder of the run to go on with")

@@ -117,12 +117,3 @@ def load(folder: RunFolder) -> Results:
         band=band(list(baselines.values())),
         verdicts=tuple(judge(recipe, seeds, baselines) for recipe, seeds in runs.items()),
     )
-
-
-def summarize(folder: RunFolder) -> dict[str, Any]:
-    """The data of summary.json: the experiment's name, the rule, fp32's band and every recipe's verdict.
-
-    Raises:
-        RunError: a file is damaged or was edited.
-    """
-    return load(folder).summary()
