@@ -1,7 +1,7 @@
 """Rounding to whole numbers: the modes, on magnitudes measured in steps of the format.
 
-Each takes r >= 0 in float64, exact, and whether the number is negative, and returns whole numbers in float64. The sign is
-put back by the caller, so `toward_zero` is a floor here.
+Each takes r >= 0 in float64, exact, and whether the number is negative, and returns whole numbers in float64. The
+sign is put back by the caller, so `toward_zero` is a floor here.
 """
 
 from collections.abc import Callable
