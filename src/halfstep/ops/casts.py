@@ -56,7 +56,7 @@ def round_to(
     >>> round_to(torch.tensor([1.0, 3.3, 1000.0]), "e4m3fn")
     tensor([  1.0000,   3.2500, 448.0000])
     >>> round_to(torch.tensor([1.0, 3.3, 1000.0]), "mxfp4")
-    tensor([   0.,    0., 768.])
+    tensor([  0.,   0., 768.])
     """
     if formats.is_block(format) or scale is not None:
         return values(

@@ -22,9 +22,7 @@ from halfstep.quant.scaling import get_scaling
 
 
 _KEY = "halfstep.quantized"
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (formats.Float, formats.Integer, formats.Posit, formats.Codebook)
-}
+_KINDS: dict[str, Any] = {k.__name__: k for k in (formats.Float, formats.Integer, formats.Posit, formats.Codebook)}
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 _LARGEST = 2**48  # elements; what a file may claim before anything is allocated for it
 

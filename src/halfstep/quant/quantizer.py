@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,18 +120,20 @@ def get_quantizer(
     >>> get_quantizer("mxfp4", scale="even").tile
     Tile(rows=1, columns=32)
     """
-    changes = {key: value for key, value in (("rounding", rounding), ("overflow", overflow)) if value is not None}
+    changes: dict[str, Any] = {
+        key: value for key, value in (("rounding", rounding), ("overflow", overflow)) if value is not None
+    }
     if isinstance(format, Quantizer):
         if scale is not None:
-            changes["scaling"] = get_scaling(scale)  # type: ignore[assignment]
-        return replace(format, **changes)  # type: ignore[arg-type]
+            changes["scaling"] = get_scaling(scale)
+        return replace(format, **changes)
     if not formats.is_block(format):
         if scale is not None:
             raise QuantizationError(
                 f"scale={scale!r} for {formats.get(format).name}, which has none; block formats have: "
                 f"{', '.join(formats.block_names())}"
             )
-        return Quantizer(formats.get(format), **changes)  # type: ignore[arg-type]
+        return Quantizer(formats.get(format), **changes)
     block = formats.get_block(format)
     if scale is not None and scale not in block.rules:
         raise QuantizationError(f"{block.name} has no scale rule {scale!r}; it has: {', '.join(block.rules)}")
@@ -139,5 +142,5 @@ def get_quantizer(
         tile=Tile(*block.tile),
         scaling=get_scaling(scale or block.rules[0]),
         outliers=block.outliers,
-        **changes,  # type: ignore[arg-type]
+        **changes,
     )
