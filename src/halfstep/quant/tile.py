@@ -32,7 +32,7 @@ class Tile:
         return -(-rows // (self.rows or max(rows, 1))), -(-columns // (self.columns or max(columns, 1)))
 
     def reduce(self, x: Tensor, how: str) -> Tensor:
-        """The `amax`, `amin` or `sum` of each tile, a (tile rows, tile columns) matrix; a short tile is filled with 0."""
+        """The `amax`, `amin` or `sum` of each tile: (tile rows, tile columns). A short tile is filled with 0."""
         down, across = self.grid(*x.shape)
         high, wide = self.rows or max(x.shape[0], 1), self.columns or max(x.shape[1], 1)
         padded = torch.nn.functional.pad(x, (0, across * wide - x.shape[1], 0, down * high - x.shape[0]))
