@@ -123,12 +123,12 @@ class Peers:
             ways["gfloat"] = Way(lambda: gfloat.round_ndarray(info, array, sat=True), torch.from_numpy)
         return ways
 
-    def stochastic(self, scalar: Scalar, x: Tensor) -> Ways:
-        """To the format and back, stochastically."""
+    def stochastic(self, scalar: Scalar, x: Tensor, slow: bool) -> Ways:
+        """To the format and back, stochastically; `slow` ones too."""
         ways: Ways = {}
         if "qtorch" in self:
             ways["qtorch"] = Way(self._qtorch(scalar, x, "stochastic"), agrees=scalar.common)
-        if "unit-scaling" in self:
+        if slow and "unit-scaling" in self:
             ways["unit-scaling"] = Way(self._unit_scaling(scalar, x, "stochastic"), agrees=scalar.common)
         return ways
 

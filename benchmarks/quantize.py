@@ -25,6 +25,8 @@ SPAN = 0.002
 CHECKED = 1 << 12
 """Elements of every result that are compared before anything is timed."""
 COLUMNS = 1024
+SMALL = 1 << 20
+"""Elements up to which the slowest peers run too."""
 OURS, FRESH = "halfstep", "halfstep, fresh memory"
 COPY, CLONE = "copy", "copy, fresh memory"
 BLOCKS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "nvfp4", "nf4", "dynamic8")
@@ -71,7 +73,7 @@ def values_field(x: Tensor, peers: Peers) -> Field:
     torch_e4m3 = ("e4m3fn values", "torch")
     for scalar in FLOATS:
         name = f"{scalar.name} values"
-        ways = rounding_ways(x, scalar.name, out) | peers.values(scalar, x, slow=x.numel() <= 1 << 20)
+        ways = rounding_ways(x, scalar.name, out) | peers.values(scalar, x, slow=x.numel() <= SMALL)
         all_values.works.append(Work(name, 8 * x.numel(), ways, equal_to(peers.round(scalar, head))))
         if scalar.ml_dtypes:
             all_values.bars.append(Bar(name, (name, "ml_dtypes"), at_least=25))
@@ -83,7 +85,7 @@ def values_field(x: Tensor, peers: Peers) -> Field:
         ]
     for scalar in FLOATS[:3]:
         name = f"{scalar.name} values, stochastic"
-        ways = rounding_ways(x, scalar.name, out, "stochastic") | peers.stochastic(scalar, x)
+        ways = rounding_ways(x, scalar.name, out, "stochastic") | peers.stochastic(scalar, x, slow=x.numel() <= SMALL)
         all_values.works.append(Work(name, 8 * x.numel(), ways, neighbours(scalar, head, peers)))
         all_values.bars += [
             Bar(name, (name, "qtorch"), at_least=50),
@@ -128,7 +130,9 @@ def codes_field(x: Tensor, peers: Peers) -> Field:
         # The scale of the whole tensor comes first: nvfp4 reads its input twice.
         twice = 4 * size if block == "nvfp4" else 0
         codes.works.append(Work(f"{block} codes", moved + twice, quantizing_ways(x, block) | theirs, right))
-        ways = rounding_ways(x, block, torch.empty_like(x)) | peers.block_values(block, x)
+        ways = rounding_ways(x, block, torch.empty_like(x))
+        if size <= SMALL:  # there and back takes the peers seconds on large ones
+            ways |= peers.block_values(block, x)
         codes.works.append(Work(f"{block} values", 8 * size + twice, ways, right))
         if block in at_least:
             who, bar = at_least[block]
