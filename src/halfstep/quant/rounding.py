@@ -47,11 +47,11 @@ def down(r: Tensor, negative: Tensor) -> Tensor:
 def stochastic(r: Tensor, noise: Tensor) -> Tensor:
     """Round up with the probability of the remainder, down otherwise; a whole number stays.
 
-    `noise` holds whole numbers, uniform on [0, 2^32). Up if and only if remainder + noise / 2^32 >= 1, which has
+    `noise` holds whole numbers, uniform on [0, 2^32). Up if and only if floor(remainder * 2^32) + noise >= 2^32, which has
     probability floor(remainder * 2^32) / 2^32: exact whenever the remainder has at most 32 bits.
     """
     down = torch.floor(r)
-    return down + ((r - down) * 2.0**NOISE_BITS + noise >= 2.0**NOISE_BITS)
+    return down + (torch.floor((r - down) * 2.0**NOISE_BITS) + noise >= 2.0**NOISE_BITS)
 
 
 def noise_bits(seed: int, start: int, count: int, device: torch.device | None = None) -> Tensor:

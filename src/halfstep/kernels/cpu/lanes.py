@@ -44,6 +44,10 @@ class Lane:
             return other.value
         return ir.Constant(self.type, other)
 
+    def constant(self, number: float) -> Lane:
+        """A constant of this lane's type."""
+        return self._new(self._same(number))
+
     def _operation(self, other: Lane | float, integer: str, float_: str | None = None) -> Lane:
         name = float_ if self.type == _FLOAT else integer
         assert name is not None, f"no {integer} on floats"
