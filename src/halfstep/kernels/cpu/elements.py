@@ -92,7 +92,9 @@ def holds(format: Format, overflow: str, source: torch.dtype, target: torch.dtyp
     if source == target:
         return True
     if isinstance(format, Integer):
-        return format.high < 1 << _SIGNIFICANT[target] and ldexp(1, -format.fraction_bits) >= ldexp(1, _SMALLEST[target])
+        return format.high < 1 << _SIGNIFICANT[target] and ldexp(1, -format.fraction_bits) >= ldexp(
+            1, _SMALLEST[target]
+        )
     assert isinstance(format, Float)
     exact = format.mantissa_bits < _SIGNIFICANT[target]
     return exact and format.min_exponent - format.mantissa_bits >= _SMALLEST[target]
@@ -154,41 +156,52 @@ def _special(value: float) -> int:
 def nearest(bits: Lane, p: Rounding) -> Lane:
     """Float32 bits rounded to nearest, ties to even."""
     magnitude = bits & MAGNITUDE
-    on_bits = (magnitude + p.half + ((magnitude >> p.shift) & p.odd)) & _kept(p)
-    magic = p.magic.float()
-    fixed = ((magnitude.float() + magic) - magic).bits()
-    return _finish(bits, magnitude, (magnitude < p.min_normal).pick(fixed, on_bits), p)
+    on_bits, steps = nearest_both(magnitude, p)
+    fixed = (steps - p.magic.float()).bits()
+    return _finish(bits, magnitude, (magnitude < p.min_normal).pick(fixed, on_bits & kept(p)), p)
 
 
 def stochastic(bits: Lane, noise: Lane, p: Rounding) -> Lane:
     """Float32 bits rounded up if and only if floor(remainder * 2^32) + noise >= 2^32, the remainder in steps."""
-    return _finish(bits, bits & MAGNITUDE, _noisy(bits & MAGNITUDE, noise, p, False), p)
+    return _finish(bits, bits & MAGNITUDE, _value(bits & MAGNITUDE, noise, p, exact=False), p)
 
 
 def directed(bits: Lane, p: Rounding) -> Lane:
     """Float32 bits rounded by `add` or `add_negative`: to nearest away, toward zero, up, down."""
     add = (bits > MAGNITUDE).pick(p.add_negative, p.add)
-    return _finish(bits, bits & MAGNITUDE, _noisy(bits & MAGNITUDE, add, p, True), p)
+    return _finish(bits, bits & MAGNITUDE, _value(bits & MAGNITUDE, add, p, exact=True), p)
 
 
-def _kept(p: Rounding) -> Lane:
-    return p.shift.constant(_ALL) << p.shift
+def nearest_both(magnitude: Lane, p: Rounding) -> tuple[Lane, Lane]:
+    """The bits with the rounding's carry in them (dropped bits to be cut), and 2^23 fixed steps plus the rounded ones."""
+    return magnitude + p.half + ((magnitude >> p.shift) & p.odd), magnitude.float() + p.magic.float()
 
 
-def _noisy(magnitude: Lane, noise: Lane, p: Rounding, exact: bool) -> Lane:
-    """`exact`: a remainder below 2^-32 counts, so that rounding up notices it."""
-    on_bits = (magnitude + (noise >> (p.shift.constant(32) - p.shift))) & _kept(p)
+def noisy_both(magnitude: Lane, noise: Lane, p: Rounding, exact: bool) -> tuple[Lane, Lane]:
+    """The bits with the carry in them, and the number of fixed steps, as a float.
+
+    `exact`: a remainder below 2^-32 counts, so that rounding up notices it.
+    """
     steps = magnitude.float() * p.scale.float()
     if p.zero_sign is not None:  # all numbers of an integer format come this way, however large
         steps = steps.min(2.0**23)
     whole = steps.truncated().value_as_float()
     rest = steps - whole
     remainder = (rest * 2.0**32).truncated_wide()
-    if exact:
-        remainder = remainder | (rest > 0.0).to(32)
+    if exact:  # `steps` may have flushed to zero, too
+        remainder = remainder | (rest > 0.0).to(32) | ((whole <= 0.0).to(32) & (magnitude > 0).to(32))
     rises = (remainder + noise) < remainder
-    fixed = (rises.pick(whole + 1.0, whole) * p.step.float()).bits()
-    return (magnitude < p.min_normal).pick(fixed, on_bits)
+    return magnitude + (noise >> (p.shift.constant(32) - p.shift)), rises.pick(whole + 1.0, whole)
+
+
+def kept(p: Rounding) -> Lane:
+    """The bits that rounding keeps."""
+    return p.shift.constant(_ALL) << p.shift
+
+
+def _value(magnitude: Lane, noise: Lane, p: Rounding, exact: bool) -> Lane:
+    on_bits, steps = noisy_both(magnitude, noise, p, exact)
+    return (magnitude < p.min_normal).pick((steps * p.step.float()).bits(), on_bits & kept(p))
 
 
 def _finish(bits: Lane, magnitude: Lane, rounded: Lane, p: Rounding) -> Lane:
