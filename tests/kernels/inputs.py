@@ -30,7 +30,7 @@ def all_formats():
 
 @cache
 def float32_input():
-    """Random bit patterns, ordinary numbers of several sizes, and specials; more than one chunk, no whole number of them."""
+    """Random bit patterns, ordinary numbers of several sizes, and specials: some chunks and a rest."""
     generator = torch.Generator().manual_seed(1)
     patterns = torch.randint(-(2**31), 2**31, (CHUNK,), generator=generator, dtype=torch.int64).to(torch.int32)
     normal = torch.randn(CHUNK // 2, generator=generator)

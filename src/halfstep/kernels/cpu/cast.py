@@ -1,4 +1,4 @@
-"""Values to values: `quant.round_to` onto floats and integers, for fp32, bf16 and fp16 tensors, at the speed of a copy."""
+"""Values to values: `quant.round_to` onto floats and integers, in fp32, bf16 and fp16, at the speed of a copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
 
 
 def supports(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str) -> bool:
-    """Whether `run` can round `x` into `out`: contiguous CPU tensors of equal shape, the same one or apart in memory."""
+    """Whether `run` can round `x` into `out`: contiguous CPU tensors of one shape, the same one or apart in memory."""
     return (
         plain(x)
         and plain(out)

@@ -1,4 +1,4 @@
-"""Values to unpacked codes and back: `quant.encode` onto floats and integers of at most 16 bits, `quant.decode` of any."""
+"""Values to unpacked codes: `quant.encode` onto floats and integers of at most 16 bits; and back, from any format."""
 
 from __future__ import annotations
 

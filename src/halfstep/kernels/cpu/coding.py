@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from math import ldexp
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,22 +16,22 @@ from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane
 
 
 class Coding(NamedTuple):
-    """The numbers of one encoding, after those of its `Rounding`. Codes are without their sign, but that of fnuz's NaN."""
+    """The numbers of one encoding, beside those of its `Rounding`; codes are without sign, but fnuz's NaN."""
 
-    bias: int
+    bias: Any
     """What the bits, shifted down to the format's, exceed the code by."""
-    largest: int
-    over: int
-    nan: int
-    sign_shift: int
+    largest: Any
+    over: Any
+    nan: Any
+    sign_shift: Any
     """How far the sign bit of a float32 is above that of a code."""
 
     # Absent where signs are alike, -0 has a code and an infinity becomes `over`.
-    largest_negative: int | None = None
-    over_negative: int | None = None
-    infinite: int | None = None
-    infinite_negative: int | None = None
-    complement: int | None = None
+    largest_negative: Any = None
+    over_negative: Any = None
+    infinite: Any = None
+    infinite_negative: Any = None
+    complement: Any = None
     """Negative integers: the bits of a code, all set; 0 for floats."""
 
 
@@ -54,7 +54,7 @@ def scalars(format: Format, rounding: str, overflow: str) -> tuple[Scalars, Scal
     else:
         nan = infinity = 0
 
-    def code(value: int | None) -> int | None:
+    def code(value: Any) -> Any:
         if value is None or value == NAN:
             return value and nan
         if value == INFINITY:
@@ -127,17 +127,17 @@ def _finish(bits: Lane, magnitude: Lane, code: Lane, p: Rounding, c: Coding) -> 
 class Decoding(NamedTuple):
     """The numbers that turn a code into float32 bits."""
 
-    sign_shift: int
-    shift: int
-    offset: int
+    sign_shift: Any
+    shift: Any
+    offset: Any
     """Added to the magnitude's bits in float32 position."""
-    min_normal: int
+    min_normal: Any
     """Codes below it count fixed steps."""
-    step: int
-    largest: int
-    over: int
+    step: Any
+    largest: Any
+    over: Any
     """What the code above the largest one stands for: infinity or NaN. Those above that are NaN."""
-    nan: int
+    nan: Any
     """A code, with its sign, that is NaN."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from math import inf, ldexp, nan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,37 +25,37 @@ _ALL = 0xFFFFFFFF
 class Rounding(NamedTuple):
     """The numbers of one rounding: uint32 in a kernel's arguments, lanes inside it. Values are float32 bits."""
 
-    min_normal: int
+    min_normal: Any
     """From here on the step is a bit of the significand; 0: everywhere, infinity: nowhere."""
-    shift: int
+    shift: Any
     """Bits of the float32 significand that rounding drops: 23 - mantissa_bits."""
-    half: int
+    half: Any
     """Added before nearest rounding, together with the odd bit: half a step, less the bit that ties to even need."""
-    odd: int
+    odd: Any
     """1 where ties go to even; 0 where a tie is decided by `half` alone."""
-    magic: int
+    magic: Any
     """2^23 fixed steps."""
-    scale: int
+    scale: Any
     """1 / the fixed step."""
-    step: int
+    step: Any
     """The fixed step."""
-    largest: int
-    over: int
+    largest: Any
+    over: Any
     """What a rounded magnitude beyond the largest becomes."""
-    nan_above: int
+    nan_above: Any
     """Greater magnitudes give NaN: that of infinity, or the largest finite one where infinities do, too."""
 
     # Absent (None) where signs are alike, -0 is a value and an infinity becomes `over`: a third of the work is saved.
-    largest_negative: int | None = None
-    over_negative: int | None = None
-    infinite: int | None = None
+    largest_negative: Any = None
+    over_negative: Any = None
+    infinite: Any = None
     """What an infinity becomes, where `nan_above` does not make it NaN."""
-    infinite_negative: int | None = None
-    zero_sign: int | None = None
+    infinite_negative: Any = None
+    zero_sign: Any = None
     """The sign bit, or 0 in formats without -0."""
-    add: int | None = None
+    add: Any = None
     """Directed rounding: up where the remainder, in 2^-32 steps, plus this is at least a step."""
-    add_negative: int | None = None
+    add_negative: Any = None
 
 
 Scalars = tuple[np.uint32, ...]
@@ -113,7 +113,7 @@ def scalars(format: Format, rounding: str, overflow: str, dtype: torch.dtype = t
         if overflow == "ieee" and format.specials != "finite":
             beyond = inf if format.has_infinity else nan
             stays = {"toward_zero": (1, 1), "up": (0, 1), "down": (1, 0)}.get(rounding, (0, 0))
-            over = tuple(end if stay else beyond for end, stay in zip(over, stays, strict=True))
+            over = (largest if stays[0] else beyond, -lowest if stays[1] else beyond)
             infinite = (beyond, beyond)
         shift = 23 - format.mantissa_bits
         # Without a mantissa a step is the distance to the next binade, and 1.5 steps tie to 2.
@@ -173,7 +173,7 @@ def directed(bits: Lane, p: Rounding) -> Lane:
 
 
 def nearest_both(magnitude: Lane, p: Rounding) -> tuple[Lane, Lane]:
-    """The bits with the rounding's carry in them (dropped bits to be cut), and 2^23 fixed steps plus the rounded ones."""
+    """The bits with the rounding's carry in them, dropped bits not yet cut; and 2^23 plus the number of fixed steps."""
     return magnitude + p.half + ((magnitude >> p.shift) & p.odd), magnitude.float() + p.magic.float()
 
 

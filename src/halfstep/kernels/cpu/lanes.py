@@ -192,7 +192,7 @@ def lanes(result: Any) -> Callable[[Callable[..., Lane]], Any]:
 
 
 def _vectorise_fully(function: Any) -> None:
-    """Let a function's loops use the widest registers: LLVM takes half of AVX-512 for its own choice, a third slower here.
+    """Let a function's loops use the widest registers: left alone, LLVM takes half of AVX-512, a third slower here.
 
     llvmlite knows the attributes of LLVM without a value only, so this one is put into its set directly. The function
     is not inlined, for it would lose the attribute: it works on a chunk, and a call costs nothing beside that.
