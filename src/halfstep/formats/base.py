@@ -1,5 +1,6 @@
 """What a number format is: a finite set of values, each with a code, and where rounding turns between neighbours."""
 
+import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,7 +25,7 @@ class Format(ABC):
     has_nan: ClassVar[bool] = False
     has_negative_zero: ClassVar[bool] = False
     overflow_from: ClassVar[float] = inf
-    """Where the format has NaN but no infinity and no rule of its own: numbers from here on round to NaN unless saturated."""
+    """Of a listed format with NaN but no infinity: numbers from here on round to NaN unless saturated."""
     ties: ClassVar[str] = "even"
     """Where a number on a boundary goes when rounded to nearest: to the `even` code, the `lower` or `upper` value."""
     high_nibble_first: ClassVar[bool] = False
@@ -97,7 +98,7 @@ class Format(ABC):
     def boundaries(self) -> tuple[float, ...]:
         """Where rounding to nearest turns from `values()[i]` to `values()[i + 1]`: half way (at most 16 bits)."""
         values = self.values()
-        return tuple((low + high) / 2 for low, high in zip(values, values[1:], strict=False))
+        return tuple((low + high) / 2 for low, high in itertools.pairwise(values))
 
     def check_code(self, code: int) -> None:
         """Raise FormatError unless `code` is in [0, 2^bits)."""

@@ -71,4 +71,6 @@ int8_row = BlockFormat("int8_row", integer.int8, (1, 0), ("absmax",), 32, _INT8)
 llm_int8 = replace(int8_row, name="llm_int8", outliers=6.0)
 int4_64 = BlockFormat("int4_64", integer.int4, (1, 64), ("absmax",), 32, "absmax blocks of 64 with 15 levels")
 uint8_row = BlockFormat("uint8_row", integer.uint8, (1, 0), ("affine",), 40, "affine: a scale and a zero point per row")
-uint4_64 = BlockFormat("uint4_64", integer.uint4, (1, 64), ("affine",), 40, "affine: a scale and a zero point per block")
+uint4_64 = BlockFormat(
+    "uint4_64", integer.uint4, (1, 64), ("affine",), 40, "affine: a scale and a zero point per block"
+)

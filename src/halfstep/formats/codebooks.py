@@ -1,5 +1,6 @@
 """The 4-bit codebooks for weights and the 8-bit maps of 8-bit optimizers. All values are float32 numbers."""
 
+import itertools
 from struct import pack, unpack
 
 from halfstep.formats.lookup import Codebook
@@ -20,7 +21,7 @@ def _dynamic(signed: bool) -> tuple[float, ...]:
             for i in range(parts + 1)
         ]
         scale = _float32(10.0 ** (decade - 6))
-        means = [_float32(_float32(low + high) / 2) for low, high in zip(edges, edges[1:], strict=False)]
+        means = [_float32(_float32(low + high) / 2) for low, high in itertools.pairwise(edges)]
         values += [sign * _float32(scale * mean) for mean in means for sign in ((1, -1) if signed else (1,))]
     return tuple(sorted(values))
 

@@ -11,7 +11,8 @@ from halfstep.formats.base import Format
 class Integer(Format):
     """n / 2^fraction_bits for n from `low` to `high`: two's complement, or unsigned where `low` is 0.
 
-    Only these are `values()`, and rounding gives only these; a code below `low` (-128 of a symmetric int8) still decodes.
+    Only these are `values()`, and rounding gives only these; a code below `low` (-128 of a symmetric int8) still
+    decodes.
     """
 
     low: int

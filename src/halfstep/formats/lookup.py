@@ -1,4 +1,4 @@
-"""Formats that are a list of values: quantiles of a distribution, maps of 8-bit optimizers, a scale that is an exponent."""
+"""Formats that are a list of values: codebooks, and a scale that is a bare exponent."""
 
 from dataclasses import dataclass
 from math import isfinite, ldexp, nan

@@ -12,11 +12,12 @@ class Posit(Format):
     """An n-bit posit with `es` exponent bits.
 
     After the sign comes the regime, a run of k equal bits (r = k - 1 for ones, -k for zeros) and the bit that ends it;
-    then `es` exponent bits e (bits beyond the word read as 0) and the fraction f: ± (1 + f) * 2^(r * 2^es + e). A negative
-    number is the two's complement of its magnitude; 10...0 is NaR ("not a real", NaN here); there is no infinity.
+    then `es` exponent bits e (bits beyond the word read as 0) and the fraction f: ± (1 + f) * 2^(r * 2^es + e). A
+    negative number is the two's complement of its magnitude; 10...0 is NaR ("not a real", NaN here); there is no
+    infinity.
 
-    Rounding to nearest happens on the bit string: a boundary is the posit with one bit more that lies between two codes,
-    which is not half way where the cut falls into the exponent or the regime. Nothing rounds to zero or to NaR.
+    Rounding to nearest happens on the bit string: a boundary is the posit with one bit more that lies between two
+    codes, which is not half way where the cut falls into the exponent or the regime. Nothing rounds to zero or to NaR.
 
     Source: Posit Standard 2022, as implemented by stillwater-sc/universal.
     """
@@ -55,8 +56,10 @@ class Posit(Format):
         sign = code >> (self.width - 1)
         if code == sign << (self.width - 1):
             return nan if sign else 0.0
-        return -_magnitude((1 << self.width) - code, self.width, self.es) if sign else _magnitude(
-            code, self.width, self.es
+        return (
+            -_magnitude((1 << self.width) - code, self.width, self.es)
+            if sign
+            else _magnitude(code, self.width, self.es)
         )
 
     def boundaries(self) -> tuple[float, ...]:

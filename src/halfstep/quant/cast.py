@@ -139,8 +139,8 @@ def prepare_out(x: Tensor, out: Tensor | None, dtype: torch.dtype | None) -> Ten
 def shared_range(format: Format, dtype: torch.dtype) -> tuple[float, float]:
     """The lowest and the largest value that the format and the dtype both hold (± 65280 for fp16 in bfloat16).
 
-    Where no rounding in one of them leaves the other (a codebook's ends, which need not be exact in the dtype) these are the
-    format's own.
+    Where no rounding in one of them leaves the other (a codebook's ends, which need not be exact in the dtype) these
+    are the format's own.
     """
     return _held(format, dtype, format.min), _held(format, dtype, format.max)
 
@@ -156,5 +156,3 @@ def _held(format: Format, dtype: torch.dtype, end: float) -> float:
         value = family.of(format).rounded(narrow.double(), format, "toward_zero", "saturate", None)
         if value.item() == narrow.double().item():
             return value.item()
-
-

@@ -1,7 +1,7 @@
 """Rounding to whole numbers: the modes, on magnitudes measured in steps of the format.
 
-Each takes r >= 0 in float64, exact, and whether the number is negative, and returns whole numbers in float64. The sign
-is put back by the caller, so `toward_zero` is a floor here.
+Each takes r >= 0 in float64, exact, and whether the number is negative, and returns whole numbers in float64. The
+sign is put back by the caller, so `toward_zero` is a floor here.
 """
 
 from collections.abc import Callable
@@ -47,11 +47,11 @@ def down(r: Tensor, negative: Tensor) -> Tensor:
 def stochastic(r: Tensor, noise: Tensor) -> Tensor:
     """Round up with the probability of the remainder, down otherwise; a whole number stays.
 
-    `noise` holds whole numbers, uniform on [0, 2^32). Up if and only if floor(remainder * 2^32) + noise >= 2^32, which
-    has probability floor(remainder * 2^32) / 2^32: exact whenever the remainder has at most 32 bits.
+    `noise` holds whole numbers, uniform on [0, 2^32). Up if and only if remainder + noise / 2^32 >= 1, which has
+    probability floor(remainder * 2^32) / 2^32: exact whenever the remainder has at most 32 bits.
     """
     down = torch.floor(r)
-    return down + (torch.floor((r - down) * 2.0**NOISE_BITS) + noise >= 2.0**NOISE_BITS)
+    return down + ((r - down) * 2.0**NOISE_BITS + noise >= 2.0**NOISE_BITS)
 
 
 def noise_bits(seed: int, start: int, count: int, device: torch.device | None = None) -> Tensor:

@@ -14,8 +14,8 @@ from halfstep.errors import QuantizationError
 class Tile:
     """`rows` x `columns` elements share a scale; 0 stands for the whole dimension.
 
-    A tensor is seen as a matrix: its last dimension, and all others flattened to rows. The last tile of a row or column may
-    be short.
+    A tensor is seen as a matrix: its last dimension, and all others flattened to rows. The last tile of a row or
+    column may be short.
     """
 
     rows: int
@@ -23,14 +23,16 @@ class Tile:
 
     def __post_init__(self) -> None:
         if self.rows < 0 or self.columns < 0:
-            raise QuantizationError(f"tile {self.rows}x{self.columns}: expected sizes of at least 1, or 0 for all of it")
+            raise QuantizationError(
+                f"tile {self.rows}x{self.columns}: expected sizes of at least 1, or 0 for all of it"
+            )
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
         """How many tiles a matrix has, down and across."""
         return -(-rows // (self.rows or max(rows, 1))), -(-columns // (self.columns or max(columns, 1)))
 
     def reduce(self, x: Tensor, how: str) -> Tensor:
-        """The `amax`, `amin` or `sum` of each tile: (rows, columns) to (tile rows, tile columns). Missing elements are 0."""
+        """The `amax`, `amin` or `sum` of each tile: (tile rows, tile columns). A short tile is filled with 0."""
         down, across = self.grid(*x.shape)
         high, wide = self.rows or max(x.shape[0], 1), self.columns or max(x.shape[1], 1)
         padded = torch.nn.functional.pad(x, (0, across * wide - x.shape[1], 0, down * high - x.shape[0]))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.quant import round_to
+from halfstep.ops import round_to
 
 
 def share_zeroed(tensors: Iterable[Tensor], format: Format) -> float:

@@ -10,15 +10,27 @@ Each module offers
 floor(remainder * 2^32) + noise >= 2^32, the remainder measured in gaps between neighbours.
 """
 
-from types import ModuleType
+from typing import Protocol, cast
+
+from torch import Tensor
 
 from halfstep.formats import Float, Format, Integer, Posit
 from halfstep.quant.family import floating, integer, posit, table
 
 
-_ARITHMETIC: dict[type[Format], ModuleType] = {Float: floating, Integer: integer, Posit: posit}
+class Family(Protocol):
+    """What each module of this room offers."""
+
+    def rounded(self, x: Tensor, format: Format, rounding: str, overflow: str, noise: Tensor | None) -> Tensor: ...
+
+    def encode(self, values: Tensor, format: Format) -> Tensor: ...
+
+    def decode(self, codes: Tensor, format: Format) -> Tensor: ...
 
 
-def of(format: Format) -> ModuleType:
+_ARITHMETIC = {Float: floating, Integer: integer, Posit: posit}
+
+
+def of(format: Format) -> Family:
     """The module that knows this kind of format; one that is listed code by code needs no arithmetic of its own."""
-    return _ARITHMETIC.get(type(format), table)
+    return cast(Family, _ARITHMETIC.get(type(format), table))

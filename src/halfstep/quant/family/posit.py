@@ -39,7 +39,7 @@ def rounded(x: Tensor, format: Posit, rounding: str, overflow: str, noise: Tenso
 
 
 def _cut(magnitude: Tensor, format: Posit) -> tuple[Tensor, Tensor, Tensor]:
-    """The code at or below each number in [smallest, max], the bits cut off, and half of the first bit's weight above."""
+    """The code at or below each number in [smallest, max], the bits cut off, and what half a step is in those bits."""
     bits = magnitude.view(torch.int64)  # a positive normal float64: minpos is at least 2^-960
     exponent = (bits >> _FRACTION) - 1023
     regime = exponent >> format.es

@@ -13,7 +13,7 @@ from halfstep.quant.rounding import stochastic
 
 
 def rounded(x: Tensor, format: Format, rounding: str, overflow: str, noise: Tensor | None) -> Tensor:
-    """The neighbour of x that the rounding chooses; beyond the ends, the ends (NaN where the format keeps that rule)."""
+    """The neighbour of x that the rounding chooses; beyond the ends, the ends (see `Format.overflow_from`)."""
     values, boundaries, even = (t.to(x.device) for t in _lists(format))
     inside = x.nan_to_num(0.0).clamp(format.min, format.max)
     index = (torch.searchsorted(values, inside, right=True) - 1).clamp(0, len(values) - 2)

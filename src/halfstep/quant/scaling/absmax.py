@@ -12,7 +12,8 @@ from halfstep.quant.tile import Tile
 class Absmax(Scaling):
     """scale = amax / max, in float32.
 
-    Source: Dettmers et al. 2022, arXiv 2208.07339, section 2.1 (int8); 2305.14314 (NF4); DeepSeek-V3, arXiv 2412.19437 (FP8).
+    Source: Dettmers et al. 2022, arXiv 2208.07339, section 2.1 (int8); 2305.14314 (NF4); DeepSeek-V3, arXiv
+        2412.19437 (FP8).
     """
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:

@@ -11,14 +11,15 @@ from halfstep.quant.tile import Tile
 
 
 class Affine(Scaling):
-    """scale = (high - low) / max with low <= 0 <= high; zero_point = round(-low / scale); x = scale * (code - zero_point).
+    """scale = (high - low) / max with low <= 0 <= high; zero_point = round(-low / scale); x = scale * (code -
+    zero_point).
 
     Source: the standard affine form; 0 is always exact.
     """
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         low, high = tile.reduce(x, "amin").clamp(max=0), tile.reduce(x, "amax").clamp(min=0)
-        scale = (finite(high / element.max - low / element.max)).float()
+        scale = finite((high.double() - low.double()) / element.max).float()
         steps = torch.where(scale == 0, 0.0, -low / scale).nan_to_num(0)
         zero_point = torch.round(steps).clamp(0, element.max).to(torch.uint8)
         return {"scale": scale, "zero_point": zero_point}, scale

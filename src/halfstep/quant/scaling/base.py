@@ -33,7 +33,7 @@ class Scaling(ABC):
 
     @abstractmethod
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
-        """What is stored for a (rows, columns) matrix, and the multiplier of each tile that its elements are divided by."""
+        """What is stored for a (rows, columns) matrix, and what the elements of each tile are divided by."""
 
     @abstractmethod
     def multiplier(self, stored: Stored, element: Format) -> Tensor:

@@ -64,7 +64,13 @@ def _rceil(fraction: Tensor, power: Tensor, element: Format) -> Tensor:
 
 
 def _mantissa_bits(element: Format) -> int:
-    return element.mantissa_bits if isinstance(element, Float) else element.fraction_bits if isinstance(element, Integer) else 0
+    return (
+        element.mantissa_bits
+        if isinstance(element, Float)
+        else element.fraction_bits
+        if isinstance(element, Integer)
+        else 0
+    )
 
 
 floor = PowerOfTwoScaling("floor", _floor)

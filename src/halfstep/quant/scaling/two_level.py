@@ -20,8 +20,8 @@ _BLOCK = ocp.float8_e4m3fn
 class TwoLevel(Scaling):
     """tensor_scale = amax(x) / (room * max); scale = e4m3(amax(tile) / max / tensor_scale), in float32; no floor.
 
-    The multiplier is scale * tensor_scale. `max` is the element format's largest value, `room` what the largest block scale
-    becomes. Infinities and NaN lose their own block only: the tensor's amax is taken over the others.
+    The multiplier is scale * tensor_scale. `max` is the element format's largest value, `room` what the largest block
+    scale becomes. Infinities and NaN lose their own block only: the tensor's amax is taken over the others.
 
     Source: NVIDIA Transformer Engine, NVFP4 recipe and its reference implementation.
     """
