@@ -6,14 +6,14 @@ from fractions import Fraction
 import pytest
 import torch
 
-from halfstep import formats, round_to
-from halfstep.quant import derive_seed, draw_seed, noise_bits
+from halfstep import formats
+from halfstep.quant import derive_seed, draw_seed, noise_bits, round_to
 from halfstep.quant.rounding import stochastic
+from oracles import formats as oracle
 from oracles.numbers import same_bits
-from oracles.rounding import neighbours
 
 
-every_format = pytest.mark.parametrize("format", formats.names())
+every_format = pytest.mark.parametrize("format", oracle.NAMES)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 
 
