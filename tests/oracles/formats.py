@@ -223,7 +223,8 @@ class Listed:
     def round(self, x: np.ndarray, mode: str, overflow: str) -> np.ndarray:
         """x, float64, each rounded once; the sign of zero and NaN included."""
         grid, cuts, rises = self._extended()
-        inside = np.clip(np.where(np.isnan(x), grid[0], x), grid[0], grid[-1])
+        ends = grid[[0, -1]] if self.overflow is None else np.nextafter(grid[[0, -1]], self.values[[0, -1]])
+        inside = np.clip(np.where(np.isnan(x), grid[0], x), *ends)  # never the value after the largest itself
         low = np.minimum(np.searchsorted(grid, inside, side="right") - 1, len(grid) - 2)
         exact = inside == grid[low]
         if mode == "nearest_even":
