@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from halfstep import formats, kb, ops
     from halfstep.errors import HalfstepError
     from halfstep.nn.apply import Report, advance, apply, revert
+    from halfstep.ops import Quantized, decode, encode, load_quantized, quantize, round_to, save_quantized
     from halfstep.optim import LossScaler
     from halfstep.prepare import prepare
-    from halfstep.quant import Quantizer, round_to
+    from halfstep.quant import Quantizer, get_quantizer
     from halfstep.recipe import Recipe, get_recipe, list_recipes
 
 _HOME = {
@@ -30,25 +31,39 @@ _HOME = {
     "list_recipes": "halfstep.recipe",
     "prepare": "halfstep.prepare",
     "revert": "halfstep.nn",
-    "round_to": "halfstep.quant",
+    "Quantized": "halfstep.ops",
+    "decode": "halfstep.ops",
+    "encode": "halfstep.ops",
+    "load_quantized": "halfstep.ops",
+    "quantize": "halfstep.ops",
+    "get_quantizer": "halfstep.quant",
+    "round_to": "halfstep.ops",
+    "save_quantized": "halfstep.ops",
 }
 
 __all__ = [
     "HalfstepError",
     "LossScaler",
+    "Quantized",
     "Quantizer",
     "Recipe",
     "Report",
     "advance",
     "apply",
+    "decode",
+    "encode",
     "formats",
+    "get_quantizer",
     "get_recipe",
     "kb",
     "list_recipes",
+    "load_quantized",
     "ops",
     "prepare",
+    "quantize",
     "revert",
     "round_to",
+    "save_quantized",
 ]
 
 

@@ -88,7 +88,7 @@ def test_an_unknown_name_shows_what_there_is(name):
         ({"master": "bf16", "weights": "bf16"}, RecipeError, "master = 'bf16'; a master copy is fp32"),
         ({"master": "fp32"}, RecipeError, "fp32 weights are their own master; set master to None"),
         ({"update_rounding": "stochastic"}, RecipeError, "with fp32 weights.*store the weights in bf16"),
-        ({"update_rounding": "up", "weights": "bf16"}, QuantizationError, "unknown rounding 'up'"),
+        ({"update_rounding": "upward", "weights": "bf16"}, QuantizationError, "unknown rounding 'upward'; nearest: up"),
     ],
 )
 def test_a_recipe_that_means_nothing_is_refused(fields, error, words):

@@ -1,18 +1,29 @@
 """Number formats as data. This room imports nothing but the standard library."""
 
+import re
 from functools import cache
+from typing import TypeVar, overload
 
 from halfstep.errors import FormatError, unknown
-from halfstep.formats.base import Format, ieee
+from halfstep.formats.base import Format
+from halfstep.formats.block import BlockFormat
+from halfstep.formats.floating import Float, ieee
+from halfstep.formats.integer import Integer
+from halfstep.formats.lookup import Codebook, PowerOfTwo
+from halfstep.formats.posit import Posit, posit
 from halfstep.registry import collect
 
 
-__all__ = ["Format", "get", "ieee", "names"]
+__all__ = [
+    "BlockFormat", "Codebook", "Float", "Format", "Integer", "Posit", "PowerOfTwo",
+    "block_names", "get", "get_block", "ieee", "is_block", "names", "posit",
+]  # fmt: skip
+
+F = TypeVar("F", Format, BlockFormat)
+K = TypeVar("K", bound=Format)
 
 
-@cache
-def _by_name() -> dict[str, Format]:
-    members = collect("halfstep.formats", Format)
+def _with_aliases(members: dict[str, F]) -> dict[str, F]:
     table = dict(members)
     for member in members.values():
         for alias in member.aliases:
@@ -21,24 +32,96 @@ def _by_name() -> dict[str, Format]:
     return table
 
 
+@cache
+def _scalars() -> dict[str, Format]:
+    return _with_aliases(collect("halfstep.formats", Format))  # type: ignore[type-abstract]
+
+
+@cache
+def _blocks() -> dict[str, BlockFormat]:
+    return _with_aliases(collect("halfstep.formats", BlockFormat))
+
+
 def names() -> list[str]:
-    """The formats' own names, widest first (aliases left out)."""
-    distinct = set(_by_name().values())
+    """The scalar formats' own names, widest first (aliases left out)."""
+    distinct = set(_scalars().values())
     return [f.name for f in sorted(distinct, key=lambda f: (-f.bytes, -f.bits, f.name))]
 
 
-def get(name: object) -> Format:
-    """The format of that name or alias; a `torch.dtype` and a `Format` are accepted too.
+def block_names() -> list[str]:
+    """The block formats' own names, widest first (aliases left out)."""
+    distinct = set(_blocks().values())
+    return [f.name for f in sorted(distinct, key=lambda f: (-f.bits, f.name))]
+
+
+@overload
+def get(name: object) -> Format: ...
+
+
+@overload
+def get(name: object, kind: type[K]) -> K: ...
+
+
+def get(name: object, kind: type[Format] = Format) -> Format:
+    """The scalar format of that name or alias, of that kind; a `torch.dtype` and a `Format` are accepted too.
+
+    `eXmY` names the IEEE-style float with X exponent and Y mantissa bits where nothing else has that name, `positN_ES`
+    the posit of N bits.
 
     >>> get("e5m2").name
     'float8_e5m2'
+    >>> get("e6m3").max
+    4026531840.0
 
     Raises:
-        FormatError: no format has that name; the nearest ones are shown.
+        FormatError: no format has that name (the nearest ones are shown), or it is of another kind.
     """
-    if isinstance(name, Format):
+    format = name if isinstance(name, Format) else _find(name)
+    if not isinstance(format, kind):
+        raise FormatError(f"{format.name} is {_a(type(format))}; this needs {_a(kind)}")
+    return format
+
+
+def _find(name: object) -> Format:
+    key = _key(name)
+    if key in _scalars():
+        return _scalars()[key]
+    if made := re.fullmatch(r"e(\d{1,2})m(\d{1,2})", key):
+        return ieee(key, int(made[1]), int(made[2]), "IEEE 754-2019's rule with this split of the bits")
+    if made := re.fullmatch(r"posit(\d{1,2})_(\d)", key):
+        return posit(int(made[1]), int(made[2]))
+    if key in _blocks():
+        raise FormatError(f"{key!r} is a block format, and this takes a scalar one: use halfstep.quantize or round_to")
+    raise FormatError(unknown("format", name, [*names(), *block_names()]))
+
+
+def get_block(name: object) -> BlockFormat:
+    """The block format of that name or alias.
+
+    >>> get_block("nvfp4").bits
+    4.5
+
+    Raises:
+        FormatError: no block format has that name; the nearest ones are shown.
+    """
+    if isinstance(name, BlockFormat):
         return name
-    key = str(name).removeprefix("torch.").lower()
-    if key not in _by_name():
-        raise FormatError(unknown("format", name, names()))
-    return _by_name()[key]
+    if _key(name) not in _blocks():
+        raise FormatError(unknown("block format", name, block_names()))
+    return _blocks()[_key(name)]
+
+
+def is_block(name: object) -> bool:
+    """Whether that is a block format or the name of one.
+
+    A codebook's name (`nf4`) stands for the codebook here and for its blocks wherever a tensor is quantised.
+    """
+    return isinstance(name, BlockFormat) or (not isinstance(name, Format) and _key(name) in _blocks())
+
+
+def _a(kind: type[Format]) -> str:
+    return f"an {kind.__name__}" if kind.__name__[0] in "AEIOU" else f"a {kind.__name__}"
+
+
+def _key(name: object) -> str:
+    return str(name).removeprefix("torch.").lower()

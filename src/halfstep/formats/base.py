@@ -1,109 +1,111 @@
-"""What a number format is: which values exist, and what happens beyond the largest."""
+"""What a number format is: a finite set of values, each with a code, and where rounding turns between neighbours."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from fractions import Fraction
+import itertools
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from functools import cache
+from math import inf, isfinite
+from typing import ClassVar
 
 from halfstep.errors import FormatError
 
 
 @dataclass(frozen=True)
-class Format:
-    """A binary floating-point format: a sign, `exponent_bits`, `mantissa_bits`, subnormals.
+class Format(ABC):
+    """A scalar number format. Each kind (`Float`, `Integer`, `Posit`, `Codebook`, ...) says how a code is read.
 
-    With stored exponent e, stored mantissa m, M mantissa bits and bias b, a code stands for
-
-        e = 0:   ± 2^(1 - b) * m / 2^M            (zero and the subnormals)
-        e >= 1:  ± 2^(e - b) * (1 + m / 2^M)
-
-    `max` is the largest finite value; codes above it are infinity or NaN, as `has_infinity` says.
-    Source: IEEE 754-2019 for the rule; each format names its own.
+    Every value of every format here is exact in a Python float.
     """
 
     name: str
-    exponent_bits: int
-    mantissa_bits: int
-    bias: int
-    max: float
-    has_infinity: bool
-    source: str
-    aliases: tuple[str, ...] = ()
-    storage_bits: int | None = None
-    """Bits a value takes in memory, where that is more than the bits it uses (tf32)."""
+    source: str = field(kw_only=True)
+    aliases: tuple[str, ...] = field(default=(), kw_only=True)
 
-    def __post_init__(self) -> None:
-        if self.exponent_bits < 2 or self.mantissa_bits < 0 or self.bits > 32:
-            raise FormatError(
-                f"format {self.name!r}: {self.exponent_bits} exponent and {self.mantissa_bits} mantissa bits "
-                "given; a float format here has at least 2 exponent bits and at most 32 bits in all"
-            )
-        if Fraction(self.max) % Fraction(2) ** (self.max_exponent - self.mantissa_bits):
-            raise FormatError(
-                f"format {self.name!r}: max {self.max} is no value with {self.mantissa_bits} mantissa bits"
-            )
+    has_infinity: ClassVar[bool] = False
+    has_nan: ClassVar[bool] = False
+    has_negative_zero: ClassVar[bool] = False
+    overflow_from: ClassVar[float] = inf
+    """Of a listed format with NaN but no infinity: numbers from here on round to NaN unless saturated."""
+    ties: ClassVar[str] = "even"
+    """Where a number on a boundary goes when rounded to nearest: to the `even` code, the `lower` or `upper` value."""
+    high_nibble_first: ClassVar[bool] = False
+    """Which half of a byte the first of two packed 4-bit codes takes."""
 
     @property
+    @abstractmethod
     def bits(self) -> int:
-        """Bits of a value: sign, exponent, mantissa."""
-        return 1 + self.exponent_bits + self.mantissa_bits
+        """Bits of a code."""
+
+    @property
+    @abstractmethod
+    def max(self) -> float:
+        """The largest finite value."""
+
+    @property
+    @abstractmethod
+    def min(self) -> float:
+        """The most negative value; the smallest one where the format has no sign."""
+
+    @property
+    @abstractmethod
+    def smallest(self) -> float:
+        """The smallest positive value."""
+
+    @abstractmethod
+    def decode(self, code: int) -> float:
+        """The value of a code, exactly: a number, -0.0, an infinity or NaN.
+
+        Raises:
+            FormatError: the code is not in [0, 2^bits).
+        """
+
+    @property
+    def signed(self) -> bool:
+        """Whether there are negative values."""
+        return self.min < 0
+
+    @property
+    def storage_bits(self) -> int:
+        """Bits of the container of one unpacked code: 8, 16 or 32."""
+        return 8 if self.bits <= 8 else 16 if self.bits <= 16 else 32
 
     @property
     def bytes(self) -> float:
-        """Bytes a stored value takes."""
-        return (self.storage_bits or self.bits) / 8
+        """Bytes a stored value takes: 4- and 6-bit codes are packed, others fill their container."""
+        return (self.bits if self.bits in (4, 6) else self.storage_bits) / 8
 
     @property
-    def min_exponent(self) -> int:
-        """The exponent of the smallest normal value (and the step of the subnormals, before the mantissa)."""
-        return 1 - self.bias
+    def eps(self) -> float | None:
+        """The gap between 1 and the next value; None where 1 is no value or the largest."""
+        values = self.values()
+        after = [v for v in values if v > 1.0]
+        return after[0] - 1.0 if after and 1.0 in values else None
 
-    @property
-    def max_exponent(self) -> int:
-        """floor(log2(max))."""
-        numerator, denominator = self.max.as_integer_ratio()
-        return numerator.bit_length() - denominator.bit_length()
-
-    @property
-    def min_normal(self) -> float:
-        """The smallest positive normal value."""
-        return 2.0**self.min_exponent
-
-    @property
-    def min_subnormal(self) -> float:
-        """The smallest positive value."""
-        return 2.0 ** (self.min_exponent - self.mantissa_bits)
-
-    @property
-    def eps(self) -> float:
-        """The gap between 1 and the next value."""
-        return 2.0**-self.mantissa_bits
-
-    def values(self) -> Iterator[Fraction]:
-        """Every finite value that is not negative, ascending, exactly.
+    def codes(self) -> range:
+        """All codes.
 
         Raises:
             FormatError: the format has more than 16 bits; listing it would take minutes.
         """
         if self.bits > 16:
-            raise FormatError(f"{self.name} has {self.bits} bits; values() lists formats of at most 16")
-        top, scale = Fraction(self.max), 2**self.mantissa_bits
-        for code in range(2 ** (self.bits - 1)):
-            exponent, mantissa = divmod(code, scale)
-            significand = Fraction(mantissa + (scale if exponent else 0), scale)
-            value = significand * Fraction(2) ** (max(exponent, 1) - self.bias)
-            if value > top:
-                return
-            yield value
+            raise FormatError(f"{self.name} has {self.bits} bits; only formats of at most 16 are listed code by code")
+        return range(1 << self.bits)
+
+    def values(self) -> tuple[float, ...]:
+        """The distinct finite values, ascending (at most 16 bits)."""
+        return _values(self)
+
+    def boundaries(self) -> tuple[float, ...]:
+        """Where rounding to nearest turns from `values()[i]` to `values()[i + 1]`: half way (at most 16 bits)."""
+        values = self.values()
+        return tuple((low + high) / 2 for low, high in itertools.pairwise(values))
+
+    def check_code(self, code: int) -> None:
+        """Raise FormatError unless `code` is in [0, 2^bits)."""
+        if not 0 <= code < 1 << self.bits:
+            raise FormatError(f"{self.name} has codes 0 to {(1 << self.bits) - 1:#x}; got {code:#x}")
 
 
-def ieee(
-    name: str, exponent_bits: int, mantissa_bits: int, source: str, aliases: tuple[str, ...] = (), **more: int
-) -> Format:
-    """An IEEE-style format: bias 2^(E-1) - 1, the top exponent kept for infinity and NaN.
-
-    >>> ieee("e8m3", 8, 3, "made up").eps
-    0.125
-    """
-    bias = 2 ** (exponent_bits - 1) - 1
-    largest = (2 - 2.0**-mantissa_bits) * 2.0**bias
-    return Format(name, exponent_bits, mantissa_bits, bias, largest, True, source, aliases, **more)
+@cache
+def _values(format: Format) -> tuple[float, ...]:
+    return tuple(sorted({v + 0.0 for v in map(format.decode, format.codes()) if isfinite(v)}))

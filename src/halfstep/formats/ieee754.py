@@ -1,9 +1,9 @@
 """The IEEE 754 formats and the two that keep their exponent rule with fewer mantissa bits."""
 
-from halfstep.formats.base import ieee
+from halfstep.formats.floating import ieee
 
 
-fp32 = ieee("fp32", 8, 23, "IEEE 754-2019 binary32", aliases=("float32", "float"))
-tf32 = ieee("tf32", 8, 10, "NVIDIA A100 whitepaper: fp32's range, fp16's precision", storage_bits=32)
-fp16 = ieee("fp16", 5, 10, "IEEE 754-2019 binary16", aliases=("float16", "half"))
-bf16 = ieee("bf16", 8, 7, "Kalamkar et al. 2019, arXiv 1905.12322", aliases=("bfloat16",))
+fp32 = ieee("fp32", 8, 23, "IEEE 754-2019 binary32", aliases=("float32", "float", "e8m23"))
+tf32 = ieee("tf32", 8, 10, "NVIDIA A100 whitepaper: fp32's range, fp16's precision", ("e8m10",), container_bits=32)
+fp16 = ieee("fp16", 5, 10, "IEEE 754-2019 binary16", aliases=("float16", "half", "e5m10"))
+bf16 = ieee("bf16", 8, 7, "Kalamkar et al. 2019, arXiv 1905.12322", aliases=("bfloat16", "e8m7"))

@@ -1,9 +1,14 @@
-"""Differentiable operations on quantised operands."""
+"""Operations on quantised tensors, and differentiable ones on quantised operands."""
 
 from halfstep.ops.attention import attention
+from halfstep.ops.casts import decode, encode, fake_quantize, quantize, round_to
 from halfstep.ops.linear import linear
 from halfstep.ops.matmul import matmul
-from halfstep.ops.quantize import quantize
+from halfstep.ops.quantized import Quantized
+from halfstep.ops.storage import load_quantized, save_quantized
 
 
-__all__ = ["attention", "linear", "matmul", "quantize"]
+__all__ = [
+    "Quantized", "attention", "decode", "encode", "fake_quantize", "linear", "load_quantized", "matmul", "quantize",
+    "round_to", "save_quantized",
+]  # fmt: skip

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.ops.casts import values
 from halfstep.ops.matmul import matmul
 from halfstep.quant import Quantizer
 from halfstep.recipe import LinearSpec
@@ -57,4 +58,4 @@ class _Linear(torch.autograd.Function):
 
 
 def _rounded(x: Tensor, quantizer: Quantizer | None, dtype: torch.dtype) -> Tensor:
-    return (x if quantizer is None else quantizer(x)).to(dtype)
+    return (x if quantizer is None else values(x, quantizer)).to(dtype)

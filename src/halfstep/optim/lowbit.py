@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import OptimizerError
+from halfstep.ops import round_to
 from halfstep.optim.rules import rule_of
 from halfstep.optim.rules.base import UpdateRule
-from halfstep.quant import derive_seed, draw_seed, round_to
+from halfstep.quant import derive_seed, draw_seed
 from halfstep.recipe import STORABLE, Recipe
 
 

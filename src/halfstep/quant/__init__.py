@@ -1,8 +1,14 @@
 """Rounding tensors onto formats, in torch, bit-defined: the reference for every kernel."""
 
-from halfstep.quant.cast import round_to
-from halfstep.quant.quantizer import Quantizer
+from halfstep.quant.cast import decode, encode, round_to
+from halfstep.quant.quantized import Quantized
+from halfstep.quant.quantizer import Quantizer, get_quantizer
 from halfstep.quant.rounding import derive_seed, draw_seed, noise_bits
+from halfstep.quant.scaling import Scaling
+from halfstep.quant.tile import Tile
 
 
-__all__ = ["Quantizer", "derive_seed", "draw_seed", "noise_bits", "round_to"]
+__all__ = [
+    "Quantized", "Quantizer", "Scaling", "Tile", "decode", "derive_seed", "draw_seed", "encode", "get_quantizer",
+    "noise_bits", "quantizer", "round_to",
+]  # fmt: skip

@@ -1,8 +1,8 @@
-"""Round a tensor onto a format: the reference that everything faster is tested against."""
+"""Round tensors onto scalar formats, and turn values into codes and back: the reference for everything faster."""
 
 from __future__ import annotations
 
-import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -10,10 +10,13 @@ from torch import Tensor
 from halfstep import formats
 from halfstep.errors import QuantizationError, unknown
 from halfstep.formats import Format
-from halfstep.quant.rounding import DETERMINISTIC, check_rounding, draw_seed, noise_bits, stochastic
+from halfstep.quant import family
+from halfstep.quant.rounding import check_rounding, draw_seed, noise_bits
 
 
 OVERFLOWS = ("saturate", "ieee")
+CONTAINERS = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
+"""The dtype of unpacked codes, by `Format.storage_bits`."""
 _CHUNK = 1 << 20  # elements rounded at a time: bounds the float64 temporaries at 8 MB each
 
 
@@ -24,92 +27,132 @@ def round_to(
     overflow: str = "saturate",
     generator: torch.Generator | int | None = None,
     out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The values of `x`, each rounded to a neighbour in `format`, in x's dtype and shape; x is not changed.
+    """The values of `x`, each rounded to a neighbour in a scalar `format`; `halfstep.round_to` documents it."""
+    target = formats.get(format)
+    check_input("round_to", x, rounding, overflow)
+    result = prepare_out(x, out, dtype)
+    seed = draw_seed(generator) if rounding == "stochastic" else None
+    flat, written = x.detach().contiguous().view(-1), torch.empty(x.numel(), dtype=result.dtype, device=x.device)
+    for start in range(0, flat.numel(), _CHUNK):
+        piece = flat[start : start + _CHUNK]
+        noise = None if seed is None else noise_bits(seed, start, piece.numel(), x.device)
+        written[start : start + _CHUNK] = round_values(piece, target, rounding, overflow, noise, result.dtype)
+    return result.copy_(written.view(x.shape))
 
-    With q = max(floor(log2 |x|), min_exponent) - mantissa_bits, the result is ± rounding(|x| / 2^q) * 2^q, computed
-    exactly and rounded once from x's own value (float64 included). Overflow is decided after rounding.
 
-    Args:
-        x: any shape, float32, bfloat16, float16 or float64.
-        format: a name or alias (`"bf16"`, `"e4m3fn"`), a `torch.dtype`, or a `Format`.
-        rounding: `nearest_even`, `nearest_away`, `toward_zero` or `stochastic`.
-        overflow: `saturate` gives ± the largest value that both the format and x's dtype hold, for infinities
-            too; `ieee` gives infinity, or NaN where the format has none (but `toward_zero` takes finite values no
-            further than the largest). NaN stays NaN in both.
-        generator: where stochastic rounding draws its seed from, one draw a call (None: torch's default generator),
-            or the 64-bit seed itself. The result is the same for a seed on any number of threads.
-        out: a tensor like x to write to (x itself is allowed).
+def round_values(
+    x: Tensor, format: Format, rounding: str, overflow: str, noise: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """A flat tensor rounded, in `dtype`."""
+    values = family.of(format).rounded(x.double(), format, rounding, overflow, noise)
+    if overflow == "saturate":
+        values = values.clamp(*shared_range(format, dtype))
+    return values.to(dtype)
+
+
+def encode(
+    x: Tensor,
+    format: str | Format | torch.dtype,
+    rounding: str = "nearest_even",
+    overflow: str = "saturate",
+    generator: torch.Generator | int | None = None,
+) -> Tensor:
+    """The codes of `x` rounded to a scalar `format`; `halfstep.encode` documents it."""
+    target = formats.get(format)
+    check_input("encode", x, rounding, overflow)
+    seed = draw_seed(generator) if rounding == "stochastic" else None
+    flat = x.detach().contiguous().view(-1)
+    codes = torch.empty(x.numel(), dtype=CONTAINERS[target.storage_bits], device=x.device)
+    for start in range(0, flat.numel(), _CHUNK):
+        piece = flat[start : start + _CHUNK]
+        noise = None if seed is None else noise_bits(seed, start, piece.numel(), x.device)
+        codes[start : start + _CHUNK] = encode_values(piece, target, rounding, overflow, noise)
+    return codes.view(x.shape)
+
+
+def encode_values(x: Tensor, format: Format, rounding: str, overflow: str, noise: Tensor | None) -> Tensor:
+    """The codes of a flat tensor, in the format's container.
 
     Raises:
-        FormatError: unknown format.
-        QuantizationError: x is not floating point, requires grad (rounding has no gradient: detach it), or `out`
-            does not match.
-
-    Source: IEEE 754-2019 sections 4.3 and 7.4; OCP OFP8 1.0 for saturation.
-
-    >>> round_to(torch.tensor([1.0, 3.3, 1000.0]), "e4m3fn")
-    tensor([  1.0000,   3.2500, 448.0000])
+        QuantizationError: there is NaN in x, or what became NaN, and the format has no code for it.
     """
+    values = family.of(format).rounded(x.double(), format, rounding, overflow, noise)
+    if not format.has_nan and bool(values.isnan().any()):
+        raise QuantizationError(
+            f"{int(values.isnan().sum())} of {x.numel()} elements are NaN, and {format.name} has no code for NaN: find "
+            "where they come from, or replace them (torch.nan_to_num) first"
+        )
+    return family.of(format).encode(values, format).to(CONTAINERS[format.storage_bits])
+
+
+def decode(codes: Tensor, format: str | Format | torch.dtype, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of codes of a scalar `format`; `halfstep.decode` documents it."""
     target = formats.get(format)
+    expected = CONTAINERS[target.storage_bits]
+    if codes.dtype != expected:
+        raise QuantizationError(
+            f"decode got {codes.dtype} codes; {target.name} has {target.bits} bits, which lie in {expected}"
+        )
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise QuantizationError(f"decode to {dtype} asked for; values come in float64, float32, bfloat16 or float16")
+    flat = codes.contiguous().view(-1).long()
+    if target.bits != target.storage_bits and flat.numel() and int(flat.max()) >> target.bits:
+        raise QuantizationError(f"code {int(flat.max()):#x} found; {target.name} has {target.bits} bits")
+    return family.of(target).decode(flat, target).to(dtype).view(codes.shape)
+
+
+def check_input(verb: str, x: Tensor, rounding: str, overflow: str) -> None:
+    """Raise QuantizationError unless x can be rounded so."""
     check_rounding(rounding)
     if overflow not in OVERFLOWS:
         raise QuantizationError(unknown("overflow", overflow, OVERFLOWS))
     if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
         raise QuantizationError(
-            f"round_to got {x.dtype}; it takes float32, bfloat16, float16 and float64. Convert with x.float()"
+            f"{verb} got {x.dtype}; it takes float32, bfloat16, float16 and float64. Convert with x.float()"
         )
     if x.requires_grad and torch.is_grad_enabled():
         raise QuantizationError(
-            "round_to got a tensor that requires grad, and rounding has no gradient: pass x.detach(), or use "
-            "halfstep.ops.quantize, whose gradient is the identity (straight-through)"
+            f"{verb} got a tensor that requires grad, and rounding has no gradient: pass x.detach(), or use "
+            "halfstep.ops.fake_quantize, whose gradient is the identity (straight-through)"
         )
-    if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
+
+
+def prepare_out(x: Tensor, out: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """`out`, checked, or a new tensor of x's shape and that dtype."""
+    if out is None:
+        if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
+            raise QuantizationError(
+                f"values in {dtype} asked for; expected float64, float32, bfloat16 or float16 (for codes use encode)"
+            )
+        return torch.empty_like(x, dtype=dtype or x.dtype, requires_grad=False, memory_format=torch.contiguous_format)
+    expected = dtype or (out.dtype if out.dtype.is_floating_point and out.dtype.itemsize >= 2 else x.dtype)
+    if out.shape != x.shape or out.dtype != expected or out.device != x.device:
         raise QuantizationError(
-            f"out is {tuple(out.shape)} {out.dtype} on {out.device}; expected {tuple(x.shape)} {x.dtype} on {x.device}"
+            f"out is {tuple(out.shape)} {out.dtype} on {out.device}; expected {tuple(x.shape)} {expected} on {x.device}"
         )
-    seed = draw_seed(generator) if rounding == "stochastic" else None
-    flat = x.detach().contiguous().view(-1)
-    result = torch.empty_like(flat)
-    for start in range(0, flat.numel(), _CHUNK):
-        piece = flat[start : start + _CHUNK]
-        noise = None if seed is None else noise_bits(seed, start, piece.numel(), x.device)
-        result[start : start + _CHUNK] = _round(piece, target, rounding, overflow, noise)
-    rounded = result.view(x.shape)
-    return rounded if out is None else out.copy_(rounded)
+    return out
 
 
-def _round(x: Tensor, format: Format, rounding: str, overflow: str, noise: Tensor | None) -> Tensor:
-    """Round a flat piece. float64 holds every intermediate exactly: at most 24 significant bits of a step."""
-    wide = x.double()
-    magnitude = wide.abs()
-    _, exponent = torch.frexp(magnitude)  # magnitude = f * 2^exponent with f in [1/2, 1)
-    step_exponent = (exponent.long() - 1).clamp(min=format.min_exponent) - format.mantissa_bits
-    steps = magnitude * _power_of_two(-step_exponent)
-    whole = stochastic(steps, noise) if noise is not None else DETERMINISTIC[rounding](steps)
-    rounded = whole * _power_of_two(step_exponent)
-    largest = _largest(format, x.dtype)
-    if overflow == "saturate":
-        rounded = rounded.clamp(max=largest)
-    else:
-        if rounding == "toward_zero":  # IEEE 754 section 7.4: it carries finite values no further than the largest
-            rounded = torch.where(magnitude.isinf(), rounded, rounded.clamp(max=largest))
-        beyond = math.inf if format.has_infinity else math.nan
-        rounded = torch.where(rounded > format.max, beyond, rounded)
-    rounded = torch.where(magnitude.isnan(), math.nan, rounded)
-    return torch.copysign(rounded, wide).to(x.dtype)
+@cache
+def shared_range(format: Format, dtype: torch.dtype) -> tuple[float, float]:
+    """The lowest and the largest value that the format and the dtype both hold (± 65280 for fp16 in bfloat16).
+
+    Where no rounding in one of them leaves the other (a codebook's ends, which need not be exact in the dtype) these
+    are the format's own.
+    """
+    return _held(format, dtype, format.min), _held(format, dtype, format.max)
 
 
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent in float64, from the bits; torch.ldexp goes through float32 and overflows beyond 2^127."""
-    return (exponent.clamp(-1022, 1023) + 1023 << 52).view(torch.float64)
-
-
-def _largest(format: Format, dtype: torch.dtype) -> float:
-    """The largest value that is in the format and in the dtype (65280 for fp16 values held in bfloat16)."""
-    info = torch.finfo(dtype)
-    if format.max <= info.max and float(torch.tensor(format.max, dtype=torch.float64).to(dtype)) == format.max:
-        return format.max
-    significand = min(format.mantissa_bits, round(-math.log2(info.eps)))
-    exponent = min(format.max_exponent, math.frexp(info.max)[1] - 1)
-    return (2.0 - 2.0**-significand) * 2.0**exponent
+def _held(format: Format, dtype: torch.dtype, end: float) -> float:
+    if format.bits <= 8 and abs(end) <= torch.finfo(dtype).max:
+        return end
+    value = torch.tensor([end], dtype=torch.float64)
+    while True:
+        narrow = value.to(dtype)
+        if narrow.double().abs() > value.abs():
+            narrow = torch.nextafter(narrow, torch.zeros_like(narrow))
+        value = family.of(format).rounded(narrow.double(), format, "toward_zero", "saturate", None)
+        if value.item() == narrow.double().item():
+            return value.item()

@@ -1,7 +1,7 @@
-"""Rounding to whole numbers: the four modes, on magnitudes measured in steps of the format.
+"""Rounding to whole numbers: the modes, on magnitudes measured in steps of the format.
 
-Each takes r >= 0 in float64, exact, and returns whole numbers in float64. The sign is put back by the caller, so
-`toward_zero` is a floor here and every mode is symmetric in sign.
+Each takes r >= 0 in float64, exact, and whether the number is negative, and returns whole numbers in float64. The
+sign is put back by the caller, so `toward_zero` is a floor here.
 """
 
 from collections.abc import Callable
@@ -16,20 +16,30 @@ NOISE_BITS = 32
 """Bits of noise that stochastic rounding compares with the remainder; see `noise_bits`."""
 
 
-def nearest_even(r: Tensor) -> Tensor:
+def nearest_even(r: Tensor, negative: Tensor) -> Tensor:
     """Round to the nearest whole number, ties to the even one (IEEE 754 roundTiesToEven)."""
     return torch.round(r)
 
 
-def nearest_away(r: Tensor) -> Tensor:
+def nearest_away(r: Tensor, negative: Tensor) -> Tensor:
     """Round to the nearest whole number, ties to the larger magnitude (IEEE 754 roundTiesToAway)."""
     down = torch.floor(r)
     return down + (r - down >= 0.5)
 
 
-def toward_zero(r: Tensor) -> Tensor:
+def toward_zero(r: Tensor, negative: Tensor) -> Tensor:
     """Drop the remainder (IEEE 754 roundTowardZero; "truncation")."""
     return torch.floor(r)
+
+
+def up(r: Tensor, negative: Tensor) -> Tensor:
+    """Round to the whole number above (IEEE 754 roundTowardPositive)."""
+    return torch.where(negative, torch.floor(r), torch.ceil(r))
+
+
+def down(r: Tensor, negative: Tensor) -> Tensor:
+    """Round to the whole number below (IEEE 754 roundTowardNegative)."""
+    return torch.where(negative, torch.ceil(r), torch.floor(r))
 
 
 def stochastic(r: Tensor, noise: Tensor) -> Tensor:
@@ -84,11 +94,27 @@ def draw_seed(source: torch.Generator | int | None) -> int:
     return int(halves[0]) | int(halves[1]) << 32
 
 
-DETERMINISTIC: dict[str, Callable[[Tensor], Tensor]] = {
+DETERMINISTIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "nearest_even": nearest_even,
     "nearest_away": nearest_away,
     "toward_zero": toward_zero,
+    "up": up,
+    "down": down,
 }
+
+
+def round_steps(r: Tensor, negative: Tensor, rounding: str, noise: Tensor | None) -> Tensor:
+    """`r` rounded by the mode of that name; noise, where there is some, makes it stochastic."""
+    return DETERMINISTIC[rounding](r, negative) if noise is None else stochastic(r, noise)
+
+
+def carries_to_infinity(rounding: str, negative: Tensor) -> Tensor:
+    """Whether a finite number beyond the largest value leaves the range (IEEE 754 section 7.4)."""
+    sides = {"toward_zero": (False, False), "up": (True, False), "down": (False, True)}
+    positive_side, negative_side = sides.get(rounding, (True, True))
+    return torch.where(negative, negative_side, positive_side)
+
+
 ROUNDINGS = (*DETERMINISTIC, "stochastic")
 
 

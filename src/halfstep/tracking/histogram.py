@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.formats import Format
+from halfstep.formats import Float
 
 
 _LOWEST, _HIGHEST = -149, 128  # floor(log2 |x|) of float32's values; infinities and NaN are counted apart
@@ -23,7 +23,7 @@ class ExponentHistogram:
     zeros: int = 0
     nonfinite: int = 0
 
-    def share_zeroed(self, format: Format, scale: float = 1.0) -> float:
+    def share_zeroed(self, format: Float, scale: float = 1.0) -> float:
         """The share of the non-zero values that a cast to `format` makes zero after multiplying by `scale`.
 
         Read off the bins: a value becomes zero at half the smallest subnormal and below, so a bin does when it lies
@@ -33,7 +33,7 @@ class ExponentHistogram:
         limit = format.min_exponent - format.mantissa_bits - 1 - _log2(scale)
         return sum(n for exponent, n in self.counts.items() if exponent < limit) / total if total else 0.0
 
-    def share_subnormal(self, format: Format, scale: float = 1.0) -> float:
+    def share_subnormal(self, format: Float, scale: float = 1.0) -> float:
         """The share of the non-zero values that become subnormal in `format`, after multiplying by `scale`."""
         total = sum(self.counts.values())
         high = format.min_exponent - _log2(scale)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.quant import round_to
+from halfstep.ops import round_to
 
 
 def share_zeroed(tensors: Iterable[Tensor], format: Format) -> float:
     """The share of the non-zero values that rounding to `format` (nearest-even) makes zero, without a scale."""
     zeroed = nonzero = 0
-    half = format.min_subnormal / 2  # itself a tie between zero and the smallest subnormal, and zero is even
+    half = format.smallest / 2  # itself a tie between zero and the smallest subnormal, and zero is even
     for tensor in tensors:
         magnitude = tensor.detach().float().abs()
         nonzero += int((magnitude > 0).sum())

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from halfstep import formats
-from halfstep.formats import Format
+from halfstep.formats import Float
 from halfstep.lab.metrics import Row
 from halfstep.lab.report.results import BASELINE, Results
 from halfstep.lab.report.style import FAINT, INK, Picture, new_figure, plain, power, share
@@ -51,7 +51,7 @@ class Values:
         """How many values there are, zeros and infinities included."""
         return sum(self.counts.values()) + self.zeros + self.nonfinite
 
-    def cast(self, format: Format, shift: int) -> Cast:
+    def cast(self, format: Float, shift: int) -> Cast:
         """What `format` makes of the values times 2^shift."""
         total = sum(self.counts.values())
         shares = {e + shift: n / total for e, n in sorted(self.counts.items())}
@@ -76,7 +76,7 @@ class Exponents:
     shift_from: str
 
 
-def limits(format: Format) -> tuple[int, int, int]:
+def limits(format: Float) -> tuple[int, int, int]:
     """The exponents from which on a value is not zero, normal, and too large."""
     return format.min_exponent - format.mantissa_bits - 1, format.min_exponent, format.max_exponent + 1
 
@@ -122,7 +122,7 @@ def picture(results: Results) -> Picture:
     if data is None:
         return Picture("gradient-exponents", heading, look_for, "Not drawn: no run has written statistics yet.")
     kind, values = next(iter(data.values.items()))
-    fp16 = formats.get("fp16")
+    fp16 = formats.get("fp16", Float)
     before, after = values.cast(fp16, 0), values.cast(fp16, data.shift)
     title = (
         f"{share(before.zeroed)} of {plain(data.recipe)}'s {KINDS[kind]} become zero in fp16; "
@@ -132,7 +132,7 @@ def picture(results: Results) -> Picture:
 
 
 def _finding(data: Exponents) -> str:
-    fp16 = formats.get("fp16")
+    fp16 = formats.get("fp16", Float)
     sentences = [f"From {data.recipe}, seed {data.seed}, step {data.step}; {power(data.shift)} is {data.shift_from}"]
     if data.recipe != BASELINE:
         sentences[0] += " (there is no fp32 run to take them from: what this recipe made zero counts as exact zeros)"
@@ -153,7 +153,7 @@ def _zeros(kind: str, values: Values) -> str:
 
 def draw(data: Exponents, title: str) -> Figure:
     """Two panels over one axis: the values as they are, and multiplied by the loss scale."""
-    fp16 = formats.get("fp16")
+    fp16 = formats.get("fp16", Float)
     figure = new_figure(5.6, title)
     panels = figure.subplots(2, 1, sharex=True, sharey=True)
     casts = [{kind: values.cast(fp16, shift) for kind, values in data.values.items()} for shift in (0, data.shift)]

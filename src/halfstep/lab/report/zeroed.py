@@ -39,7 +39,9 @@ class Lost:
 
     def formats(self, what: str) -> list[str]:
         """The formats of one table, most bits first."""
-        return sorted(self.shares[what], key=lambda n: (-formats.get(n).bits, -formats.get(n).mantissa_bits))
+        return sorted(
+            self.shares[what], key=lambda n: (-formats.get(n).bits, -formats.get(n, formats.Float).mantissa_bits)
+        )
 
 
 def shares_lost(results: Results) -> Lost | None:

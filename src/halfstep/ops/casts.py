@@ -1,0 +1,172 @@
+"""Rounding, codes and scales: a kernel where one supports the call, else the reference in `quant`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep import formats, quant
+from halfstep.formats import BlockFormat, Format
+from halfstep.ops.quantized import Quantized
+from halfstep.quant import Quantizer
+
+
+def round_to(
+    x: Tensor,
+    format: str | Format | BlockFormat | torch.dtype,
+    rounding: str = "nearest_even",
+    overflow: str = "saturate",
+    generator: torch.Generator | int | None = None,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    scale: str | None = None,
+) -> Tensor:
+    """The values of `x`, each rounded to a neighbour in `format`, in x's dtype and shape; x is not changed.
+
+    With q = max(floor(log2 |x|), min_exponent) - mantissa_bits, a float format gives ± rounding(|x| / 2^q) * 2^q,
+    computed exactly and rounded once from x's own value (float64 included). Overflow is decided after rounding. A
+    block format divides each tile by its scale, rounds, and multiplies again (`quantize` and `dequantize` in one).
+
+    Args:
+        x: any shape, float32, bfloat16, float16 or float64.
+        format: a name or alias (`"bf16"`, `"e4m3fn"`, `"posit16_1"`, `"e5m4"`; blocks: `"mxfp4"`, `"nvfp4"`, `"nf4"`
+            ...), a `torch.dtype`, a `Format` or a `BlockFormat`.
+        rounding: `nearest_even`, `nearest_away`, `toward_zero`, `up`, `down` or `stochastic`.
+        overflow: `saturate` gives ± the largest value that both the format and the result's dtype hold, for infinities
+            too; `ieee` gives infinity, or NaN where the format has no infinity (but `toward_zero` takes finite values
+            no further than the largest). A format with neither saturates in both; the fnuz formats and posits make
+            infinities NaN in both. NaN stays NaN. Elements of a tile saturate.
+        generator: where stochastic rounding draws its seed from, one draw a call (None: torch's default generator),
+            or the 64-bit seed itself. The result is the same for a seed on any number of threads.
+        out: a tensor of x's shape to write to (x itself is allowed).
+        dtype: the dtype of the values, when not x's (or out's); one that does not hold a value gets it rounded once
+            more.
+        scale: the rule for a block format's scales, where it has a choice: `floor` (default), `ceil`, `even`, `rceil`
+            for MX; `two_level`, `four_over_six` for nvfp4; `absmax`, `double_absmax` for nf4.
+
+    Raises:
+        FormatError: unknown format.
+        QuantizationError: x is not floating point, requires grad (rounding has no gradient: detach it, or use
+            `ops.fake_quantize`), or `out` does not match; a scale rule that the format does not have.
+
+    Source: IEEE 754-2019 sections 4.3 and 7.4; OCP OFP8 1.0 for saturation; OCP MX 1.0 for blocks.
+
+    >>> round_to(torch.tensor([1.0, 3.3, 1000.0]), "e4m3fn")
+    tensor([  1.0000,   3.2500, 448.0000])
+    >>> round_to(torch.tensor([1.0, 3.3, 1000.0]), "mxfp4")
+    tensor([  0.,   0., 768.])
+    """
+    if formats.is_block(format) or scale is not None:
+        return values(
+            x, quant.get_quantizer(format, scale=scale, rounding=rounding, overflow=overflow), generator, out, dtype
+        )
+    return quant.round_to(x, format, rounding, overflow, generator, out, dtype)  # type: ignore[arg-type]
+
+
+def quantize(
+    x: Tensor,
+    format: str | Format | BlockFormat | torch.dtype | Quantizer,
+    *,
+    scale: str | None = None,
+    rounding: str | None = None,
+    overflow: str | None = None,
+    generator: torch.Generator | int | None = None,
+    out: Quantized | None = None,
+) -> Quantized:
+    """Codes and scales of `x`: by a quantizer, or by a format's name with its usual tiles.
+
+    Args:
+        x: any shape, float32, bfloat16, float16 or float64; tiles lie along the last dimension.
+        format: what `round_to` takes, or a `Quantizer`.
+        scale, rounding, overflow, generator: as for `round_to`.
+        out: a result of the same quantizer and shape to write over.
+
+    Raises:
+        as `round_to`; also where an unscaled NaN has no code in the format.
+
+    >>> q = quantize(torch.tensor([7.0, 0.5, -3.0, 0.0]), "mxfp4")
+    >>> q.codes, q.scale
+    (tensor([[23, 13]], dtype=torch.uint8), tensor([[127]], dtype=torch.uint8))
+    >>> q.dequantize()
+    tensor([ 6.0000,  0.5000, -3.0000,  0.0000])
+    """
+    quantizer = quant.get_quantizer(format, scale=scale, rounding=rounding, overflow=overflow)
+    reference = quantizer.quantize(x, generator)
+    if out is None:
+        return Quantized(reference.quantizer, reference.shape, reference.dtype, reference.tensors)
+    for name, tensor in reference.tensors.items():
+        out.tensors[name].copy_(tensor)
+    return out
+
+
+def values(
+    x: Tensor,
+    quantizer: Quantizer,
+    generator: torch.Generator | int | None = None,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The values of x after quantising and dequantising."""
+    if quantizer.scaling is None:
+        return round_to(x, quantizer.format, quantizer.rounding, quantizer.overflow, generator, out, dtype)
+    return quantizer.quantize(x, generator).dequantize(dtype, out)
+
+
+def encode(
+    x: Tensor,
+    format: str | Format | torch.dtype,
+    rounding: str = "nearest_even",
+    overflow: str = "saturate",
+    generator: torch.Generator | int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The codes of `x` rounded to a scalar format: x's shape, one code an element, in uint8, uint16 or uint32.
+
+    Rounding and overflow are those of `round_to`. 4- and 6-bit codes are not packed here; `quantize` packs.
+
+    Raises:
+        QuantizationError: as `round_to`; also NaN in x where the format has no code for it.
+
+    >>> encode(torch.tensor([1.0, -448.0]), "e4m3fn")
+    tensor([ 56, 254], dtype=torch.uint8)
+    """
+    codes = quant.encode(x, format, rounding, overflow, generator)
+    return codes if out is None else out.copy_(codes)
+
+
+def decode(
+    codes: Tensor,
+    format: str | Format | torch.dtype,
+    dtype: torch.dtype = torch.float32,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The values of unpacked codes of a scalar format, in `dtype` (rounded once where it does not hold a value).
+
+    Raises:
+        QuantizationError: codes in another dtype than the format's container, or beyond its bits.
+
+    >>> decode(torch.tensor([0x7E], dtype=torch.uint8), "e4m3fn")
+    tensor([448.])
+    """
+    decoded = quant.decode(codes, format, dtype if out is None else out.dtype)
+    return decoded if out is None else out.copy_(decoded)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer) -> Tensor:
+        return values(x, quantizer)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def fake_quantize(x: Tensor, quantizer: Quantizer) -> Tensor:
+    """The quantizer's values of x; the gradient passes as if nothing had been rounded (straight-through).
+
+    Source: Bengio, Leonard and Courville 2013, arXiv 1308.3432.
+    """
+    return _StraightThrough.apply(x, quantizer)  # type: ignore[no-any-return,no-untyped-call]

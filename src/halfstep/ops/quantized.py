@@ -1,0 +1,22 @@
+"""A quantised tensor that knows the fast ways back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfstep import quant
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized(quant.Quantized):
+    """Packed codes and scales: `quant.Quantized`, whose `dequantize` takes a kernel where one supports it.
+
+    `.codes`, `.scale` and `.tensors` are plain tensors; `save_quantized` and `load_quantized` keep them in
+    safetensors files.
+    """
+
+    def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        return super().dequantize(dtype, out)

@@ -1,0 +1,43 @@
+"""4- and 6-bit codes in bytes and back; each row of a tensor packs on its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def packed_columns(columns: int, bits: int) -> int:
+    """Elements of the packed row: bytes for 4 and 6 bits, else one container a code."""
+    return -(-columns * bits // 8) if bits in (4, 6) else columns
+
+
+def pack(codes: Tensor, bits: int, high_nibble_first: bool = False) -> Tensor:
+    """(rows, columns) codes to (rows, packed columns).
+
+    4 bits: two a byte, the first in the low half (OCP MX, torch.float4_e2m1fn_x2) or in the high half (bitsandbytes).
+    6 bits: four in three bytes, as a little-endian string of bits. Other widths stay one code a container.
+    """
+    if bits not in (4, 6):
+        return codes
+    group = 8 // bits if bits == 4 else 4
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % group)).view(codes.shape[0], -1, group).int()
+    if bits == 4:
+        first, second = (1, 0) if high_nibble_first else (0, 1)
+        whole = (padded[..., first] | padded[..., second] << 4).to(torch.uint8)
+    else:
+        word = padded[..., 0] | padded[..., 1] << 6 | padded[..., 2] << 12 | padded[..., 3] << 18
+        whole = torch.stack([word & 255, word >> 8 & 255, word >> 16], dim=-1).to(torch.uint8).flatten(1)
+    return whole[:, : packed_columns(codes.shape[1], bits)].contiguous()
+
+
+def unpack(packed: Tensor, bits: int, columns: int, high_nibble_first: bool = False) -> Tensor:
+    """(rows, packed columns) to (rows, columns) codes: the inverse of `pack`."""
+    if bits not in (4, 6):
+        return packed
+    if bits == 4:
+        halves = (packed >> 4, packed & 15) if high_nibble_first else (packed & 15, packed >> 4)
+        return torch.stack(halves, dim=-1).flatten(1)[:, :columns].contiguous()
+    padded = torch.nn.functional.pad(packed, (0, -packed.shape[1] % 3)).view(packed.shape[0], -1, 3).int()
+    word = padded[..., 0] | padded[..., 1] << 8 | padded[..., 2] << 16
+    codes = torch.stack([word >> shift & 63 for shift in (0, 6, 12, 18)], dim=-1).to(torch.uint8)
+    return codes.flatten(1)[:, :columns].contiguous()

@@ -1,0 +1,112 @@
+"""A quantised tensor: packed codes, the scales beside them, and how to get back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import QuantizationError
+from halfstep.quant.cast import CONTAINERS, decode, prepare_out
+from halfstep.quant.pack import packed_columns, unpack
+
+
+if TYPE_CHECKING:
+    from halfstep.quant.quantizer import Quantizer
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """What a quantizer made of a tensor of that shape and dtype.
+
+    `tensors` holds plain tensors by name: `codes` (rows, packed columns; see `quant.pack`), `scale` (tile rows, tile
+    columns) where there are tiles, and what else the scale rule keeps. Saved and loaded by `halfstep.quant.storage`.
+    """
+
+    quantizer: Quantizer
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tensors: dict[str, Tensor]
+
+    def __post_init__(self) -> None:
+        layout = self.layout()
+        if set(self.tensors) != set(layout):
+            raise QuantizationError(f"tensors {sorted(self.tensors)} found; expected {sorted(layout)}")
+        for name, (dtype, shape) in layout.items():
+            found = self.tensors[name]
+            if found.dtype != dtype or not _fits(tuple(found.shape), shape):
+                sizes = tuple("any" if size is None else size for size in shape)
+                raise QuantizationError(
+                    f"{name!r} is {tuple(found.shape)} {found.dtype}; {self.quantizer.format.name} of shape "
+                    f"{self.shape} has {sizes} {dtype}"
+                )
+
+    def layout(self) -> dict[str, tuple[torch.dtype, tuple[int | None, ...]]]:
+        """Name, dtype and shape of every tensor that there must be (None: any size)."""
+        rows, columns = self.matrix_shape
+        format = self.quantizer.format
+        layout: dict[str, tuple[torch.dtype, tuple[int | None, ...]]] = {
+            "codes": (CONTAINERS[format.storage_bits], (rows, packed_columns(columns, format.bits)))
+        }
+        if self.quantizer.scaling is not None and self.quantizer.tile is not None:
+            layout |= self.quantizer.scaling.layout(self.quantizer.tile.grid(rows, columns))
+        if self.quantizer.outliers is not None:
+            layout |= {"outlier_columns": (torch.int64, (None,)), "outliers": (self.dtype, (rows, None))}
+        return layout
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns: the last dimension, and all others flattened."""
+        columns = self.shape[-1] if self.shape else 1
+        return math.prod(self.shape[:-1]), columns
+
+    @property
+    def codes(self) -> Tensor:
+        """The packed codes."""
+        return self.tensors["codes"]
+
+    @property
+    def scale(self) -> Tensor:
+        """The stored scales, an entry a tile: bytes of E8M0 or E4M3, or float32, as the scale rule has it.
+
+        Raises:
+            QuantizationError: there are none.
+        """
+        if "scale" not in self.tensors:
+            raise QuantizationError(f"a plain cast to {self.quantizer.format.name} has no scale")
+        return self.tensors["scale"]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and whatever else is stored."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        """The values, in `dtype` (the original's when None) and the original shape.
+
+        An element times its scale is formed in float32 (float64 for a float64 result), saturated to what the dtype
+        holds and rounded to it. Tiles whose scale is NaN give NaN.
+        """
+        result = prepare_out(torch.empty(self.shape, dtype=self.dtype, device=self.codes.device), out, dtype)
+        rows, columns = self.matrix_shape
+        format, wide = self.quantizer.format, torch.float64 if result.dtype == torch.float64 else torch.float32
+        codes = unpack(self.codes, format.bits, columns, format.high_nibble_first)
+        values = decode(codes, format, wide)
+        if self.quantizer.scaling is not None and self.quantizer.tile is not None:
+            spread = self.quantizer.tile.spread
+            if "zero_point" in self.tensors:
+                values = values - spread(self.tensors["zero_point"], rows, columns)
+            multiplier = spread(self.quantizer.scaling.multiplier(self.tensors, format), rows, columns)
+            # A code that means a number other than 0 may stand in a tile without scale (a codebook's first entry).
+            limit = torch.finfo(result.dtype).max
+            values = torch.where(multiplier == 0, 0.0, values * multiplier.to(wide)).clamp(-limit, limit)
+        if "outliers" in self.tensors:
+            values = values.index_copy(1, self.tensors["outlier_columns"], self.tensors["outliers"].to(wide))
+        return result.copy_(values.view(self.shape))
+
+
+def _fits(found: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+    return len(found) == len(expected) and all(e is None or f == e for f, e in zip(found, expected, strict=True))

@@ -1,0 +1,60 @@
+"""Double quantisation: the float32 scales of blocks are themselves kept in 8 bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfstep.formats import Format, codebooks
+from halfstep.quant.cast import decode, encode
+from halfstep.quant.scaling.absmax import Absmax
+from halfstep.quant.scaling.base import Stored
+from halfstep.quant.tile import Tile
+
+
+_GROUP = 256
+_MAP = codebooks.dynamic8
+
+
+class DoubleAbsmax(Absmax):
+    """Absmax scales less their mean, in groups of 256 as codes of the dynamic map with an absmax scale each.
+
+    Elements are divided by the scale before it is compressed, and multiplied by it after.
+
+    Source: Dettmers et al. 2023, arXiv 2305.14314, section 3 (double quantization), as in bitsandbytes.
+    """
+
+    def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
+        exact = super().scale(x, tile, element)[1]
+        known = exact[exact.isfinite()]
+        offset = (known.double().mean() if known.numel() else torch.zeros((), device=x.device)).float()
+        rest = (exact - offset).flatten()
+        group_scale = _groups(rest).abs().nan_to_num(0).amax(1)
+        codes = encode((rest / _spread(group_scale, rest)).nan_to_num(0), _MAP).view(exact.shape)
+        stored = {"scale": codes, "scale_scale": group_scale, "scale_offset": offset}
+        # A code has no NaN: the group of a lost tile is lost with it.
+        stored["scale_scale"] = torch.where(_groups(rest).isnan().any(1), torch.nan, group_scale)
+        return stored, torch.where(self.multiplier(stored, element).isnan(), torch.nan, exact)
+
+    def multiplier(self, stored: Stored, element: Format) -> Tensor:
+        rest = decode(stored["scale"], _MAP).flatten()
+        return (rest * _spread(stored["scale_scale"], rest) + stored["scale_offset"]).view(stored["scale"].shape)
+
+    def layout(self, grid: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        groups = -(-grid[0] * grid[1] // _GROUP)
+        return {
+            "scale": (torch.uint8, grid),
+            "scale_scale": (torch.float32, (groups,)),
+            "scale_offset": (torch.float32, ()),
+        }
+
+
+def _groups(scales: Tensor) -> Tensor:
+    return torch.nn.functional.pad(scales, (0, -scales.numel() % _GROUP)).view(-1, _GROUP)
+
+
+def _spread(group_scale: Tensor, like: Tensor) -> Tensor:
+    return group_scale.repeat_interleave(_GROUP)[: like.numel()]
+
+
+double_absmax = DoubleAbsmax("double_absmax")

@@ -1,0 +1,79 @@
+"""Scales that are powers of two, kept as a bare exponent (E8M0): the rules of the MX formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import frexp
+
+import torch
+from torch import Tensor
+
+from halfstep.formats import Float, Format, Integer
+from halfstep.quant.family.floating import power_of_two
+from halfstep.quant.scaling.base import Scaling, Stored
+from halfstep.quant.tile import Tile
+
+
+@dataclass(frozen=True)
+class PowerOfTwoScaling(Scaling):
+    """scale = 2^k with k from `exponent`, clamped to [-127, 127] and stored as the byte k + 127.
+
+    A tile of zeros has byte 0, one with an infinity or NaN byte 255 (NaN).
+    """
+
+    exponent: Callable[[Tensor, Tensor, Format], Tensor]
+    """k from the tile's amax = f * 2^e: takes f in [1/2, 1), e, and the element format."""
+
+    exact = True
+
+    def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
+        amax = tile.reduce(x.abs(), "amax").double()
+        fraction, power = torch.frexp(amax)
+        byte = self.exponent(fraction, power.long(), element).clamp(-127, 127) + 127
+        byte = torch.where(amax == 0, 0, torch.where(amax.isfinite(), byte, 255))
+        stored = {"scale": byte.to(torch.uint8)}
+        return stored, self.multiplier(stored, element)
+
+    def multiplier(self, stored: Stored, element: Format) -> Tensor:
+        byte = stored["scale"].long()
+        return torch.where(byte == 255, torch.nan, power_of_two(byte - 127)).float()
+
+    def layout(self, grid: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return {"scale": (torch.uint8, grid)}
+
+
+def _floor(fraction: Tensor, power: Tensor, element: Format) -> Tensor:
+    """floor(log2 amax) - floor(log2 max): the OCP rule. The largest element may saturate."""
+    return power - frexp(element.max)[1]
+
+
+def _ceil(fraction: Tensor, power: Tensor, element: Format) -> Tensor:
+    """ceil(log2 amax) - floor(log2 max)."""
+    return _floor(fraction, power, element) + (fraction > 0.5)
+
+
+def _even(fraction: Tensor, power: Tensor, element: Format) -> Tensor:
+    """The OCP rule after rounding amax, half up, to the element's significand."""
+    return _floor(fraction, power, element) + (fraction >= 1 - 2.0 ** -(_mantissa_bits(element) + 2))
+
+
+def _rceil(fraction: Tensor, power: Tensor, element: Format) -> Tensor:
+    """ceil(log2(amax / max)): the smallest power of two at which no element saturates."""
+    return _floor(fraction, power, element) + (fraction > frexp(element.max)[0])
+
+
+def _mantissa_bits(element: Format) -> int:
+    return (
+        element.mantissa_bits
+        if isinstance(element, Float)
+        else element.fraction_bits
+        if isinstance(element, Integer)
+        else 0
+    )
+
+
+floor = PowerOfTwoScaling("floor", _floor)
+ceil = PowerOfTwoScaling("ceil", _ceil)
+even = PowerOfTwoScaling("even", _even)
+rceil = PowerOfTwoScaling("rceil", _rceil)

@@ -1,0 +1,78 @@
+"""NVFP4's scales: an E4M3 scale a block, and one float32 scale for the tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfstep.formats import Format, ocp
+from halfstep.quant.cast import decode, encode, round_to
+from halfstep.quant.scaling.base import Scaling, Stored, finite
+from halfstep.quant.tile import Tile
+
+
+_BLOCK = ocp.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class TwoLevel(Scaling):
+    """tensor_scale = amax(x) / (room * max); scale = e4m3(amax(tile) / max / tensor_scale), in float32; no floor.
+
+    The multiplier is scale * tensor_scale. `max` is the element format's largest value, `room` what the largest block
+    scale becomes. Infinities and NaN lose their own block only: the tensor's amax is taken over the others.
+
+    Source: NVIDIA Transformer Engine, NVFP4 recipe and its reference implementation.
+    """
+
+    room: float = _BLOCK.max
+
+    def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
+        amax = finite(tile.reduce(x.abs(), "amax"))
+        tensor_scale = self._tensor_scale(amax, element)
+        stored = self._store(amax, element.max, tensor_scale)
+        return stored, self.multiplier(stored, element)
+
+    def multiplier(self, stored: Stored, element: Format) -> Tensor:
+        return decode(stored["scale"], _BLOCK) * stored["tensor_scale"]
+
+    def layout(self, grid: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return {"scale": (torch.uint8, grid), "tensor_scale": (torch.float32, ())}
+
+    def _tensor_scale(self, amax: Tensor, element: Format) -> Tensor:
+        largest = amax.nan_to_num(0).amax() if amax.numel() else amax.new_zeros(())
+        scale = (largest / (self.room * element.max)).float()
+        return torch.where(scale == 0, 1.0, scale)
+
+    def _store(self, amax: Tensor, largest: float, tensor_scale: Tensor) -> Stored:
+        return {"scale": encode((amax / largest).float() / tensor_scale, _BLOCK), "tensor_scale": tensor_scale}
+
+
+@dataclass(frozen=True)
+class FourOverSix(TwoLevel):
+    """Each block maps its maximum to 6 or to 4, whichever leaves the smaller sum of absolute errors (a tie: to 6).
+
+    The room of 256 leaves the block scales the factor of 1.5 between the two.
+
+    Source: NVIDIA Transformer Engine, NVFP4 recipe, "4 over 6".
+    """
+
+    room: float = 256.0
+
+    def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
+        amax = finite(tile.reduce(x.abs(), "amax"))
+        tensor_scale = self._tensor_scale(amax, element)
+        six, four = (self._store(amax, top, tensor_scale) for top in (element.max, element.max / 1.5))
+        worse = self._error(x, six, tile, element) > self._error(x, four, tile, element)
+        stored = {"scale": torch.where(worse, four["scale"], six["scale"]), "tensor_scale": tensor_scale}
+        return stored, self.multiplier(stored, element)
+
+    def _error(self, x: Tensor, stored: Stored, tile: Tile, element: Format) -> Tensor:
+        multiplier = tile.spread(self.multiplier(stored, element), *x.shape).to(x.dtype)
+        ratio = torch.where(multiplier == 0, 0.0, x / multiplier)
+        return tile.reduce((round_to(ratio, element).double() * multiplier.double() - x.double()).abs(), "sum")
+
+
+two_level = TwoLevel("two_level")
+four_over_six = FourOverSix("four_over_six")

@@ -1,0 +1,59 @@
+"""Tiles: which elements of a tensor share a scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import QuantizationError
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`rows` x `columns` elements share a scale; 0 stands for the whole dimension.
+
+    A tensor is seen as a matrix: its last dimension, and all others flattened to rows. The last tile of a row or
+    column may be short.
+    """
+
+    rows: int
+    columns: int
+
+    def __post_init__(self) -> None:
+        if self.rows < 0 or self.columns < 0:
+            raise QuantizationError(
+                f"tile {self.rows}x{self.columns}: expected sizes of at least 1, or 0 for all of it"
+            )
+
+    def grid(self, rows: int, columns: int) -> tuple[int, int]:
+        """How many tiles a matrix has, down and across."""
+        return -(-rows // (self.rows or max(rows, 1))), -(-columns // (self.columns or max(columns, 1)))
+
+    def reduce(self, x: Tensor, how: str) -> Tensor:
+        """The `amax`, `amin` or `sum` of each tile: (tile rows, tile columns). A short tile is filled with 0."""
+        down, across = self.grid(*x.shape)
+        high, wide = self.rows or max(x.shape[0], 1), self.columns or max(x.shape[1], 1)
+        padded = torch.nn.functional.pad(x, (0, across * wide - x.shape[1], 0, down * high - x.shape[0]))
+        return getattr(padded.view(down, high, across, wide), how)(dim=(1, 3))  # type: ignore[no-any-return]
+
+    def spread(self, scales: Tensor, rows: int, columns: int) -> Tensor:
+        """Each tile's number at each of its elements: (tile rows, tile columns) to (rows, columns)."""
+        high, wide = self.rows or rows, self.columns or columns
+        tall = scales.repeat_interleave(high, 0)[:rows] if scales.shape[0] != 1 else scales.expand(rows, -1)
+        return tall.repeat_interleave(wide, 1)[:, :columns] if scales.shape[1] != 1 else tall.expand(-1, columns)
+
+
+TENSOR = Tile(0, 0)
+ROW = Tile(1, 0)
+
+
+def block(columns: int) -> Tile:
+    """`columns` elements in a row share a scale."""
+    return Tile(1, columns)
+
+
+def square(size: int) -> Tile:
+    """`size` x `size` elements share a scale."""
+    return Tile(size, size)
