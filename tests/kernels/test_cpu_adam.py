@@ -11,6 +11,7 @@ import torch
 
 from halfstep import round_to
 from halfstep.kernels.cpu import adam as kernel
+from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
 from halfstep.optim import convert
 from halfstep.optim.rules.adam import move
 from halfstep.optim.rules.base import never
@@ -19,7 +20,7 @@ from halfstep.recipe import STORABLE, Recipe
 from oracles.numbers import every_16_bit_value, same_bits
 
 
-CHUNK = kernel._CHUNK
+CHUNK = kernel.CHUNK
 STORAGES = [
     {"weights": weights, "master": master, "moments": moments, "update_rounding": rounding}
     for weights, master, moments, rounding in product(
@@ -119,7 +120,7 @@ def test_it_is_the_equation():
     same_bits(second, moments["exp_avg_sq"])
 
 
-@pytest.mark.parametrize("start", [0, 2**32 - CHUNK, 2**32, 5 * 2**32 + 3 * CHUNK])
+@pytest.mark.parametrize("start", [0, 2**32 - CHUNK, 2**32, 5 * 2**32 + 3 * CHUNK, 2**46])
 @pytest.mark.parametrize("seed", [0, 12345, 2**64 - 1])
 def test_noise_is_that_of_the_reference_at_any_index(start, seed):
     """One chunk of a tensor of more than 2^32 elements, without the tensor."""
@@ -127,9 +128,8 @@ def test_noise_is_that_of_the_reference_at_any_index(start, seed):
     weight, stored, zero = torch.randn(n), torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n)
     # Both betas, the step size and eps are 1, the rest 0: what is rounded is 0 - (-w) / (0 + 1), w itself.
     numbers = [np.float32(v) for v in (0, 1, 0, 1, 0, 0, 0, 1, 0, 1)]
-    keys = (np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32))
     arrays = stored.view(torch.uint16).numpy(), None, zero.numpy(), (-weight).numpy(), zero.clone().numpy()
-    kernel._update(*arrays, *numbers, keys, start)
+    kernel._update(*arrays, *numbers, chunk_keys(seed_keys(seed), start // CHUNK))
     bits = weight.view(torch.int32).long() & 0xFFFFFFFF
     rounded = (bits + (noise_bits(seed, start, n) >> 16) >> 16 << 16).to(torch.int32)
     expected = torch.where(rounded >= 2**31, rounded - 2**32, rounded).to(torch.int32).view(torch.float32)
@@ -196,7 +196,7 @@ FORKED = """
 import os, numpy, torch
 from halfstep.kernels.cpu import adam as kernel
 def run():  # numpy makes the tensors: torch's own threads do not survive a fork either
-    weight, grad, first, second = (torch.from_numpy(numpy.ones(4 * kernel._CHUNK, numpy.float32)) for _ in range(4))
+    weight, grad, first, second = (torch.from_numpy(numpy.ones(4 * kernel.CHUNK, numpy.float32)) for _ in range(4))
     kernel.run(weight, None, grad, first, second, kernel.AdamScalars(1, .9, .99, 0, 1, 1e-2, 1, 1e-8), None)
     return weight[-1].item()
 first = run()

@@ -14,6 +14,8 @@ from halfstep.errors import QuantizationError, unknown
 
 NOISE_BITS = 32
 """Bits of noise that stochastic rounding compares with the remainder; see `noise_bits`."""
+NOISE_CHUNK = 1 << 14
+"""Elements that share a pair of noise keys; see `noise_bits`."""
 
 
 def nearest_even(r: Tensor, negative: Tensor) -> Tensor:
@@ -56,13 +58,28 @@ def noise_bits(seed: int, start: int, count: int, device: torch.device | None = 
     """`count` whole numbers uniform on [0, 2^32), a function of (seed, element index) alone.
 
     Element i of a tensor draws hash(seed, start + i), so the result depends on neither the number of threads nor
-    the order of work, and a kernel that computes the same hash in its lanes gives the same bits. The hash is
-    two rounds of a 32-bit multiply-xorshift mixer, keyed with half of the 64-bit seed each.
+    the order of work, and a kernel that computes the same hash in its lanes gives the same bits. Every NOISE_CHUNK
+    elements share two 32-bit keys, `noise_keys`; within them the hash is the mixer `lowbias32` of (first key + index),
+    with the second key put between its two multiplications.
     Source: the `lowbias32` constants found by Wellons' hash prospector (bias 0.17).
     """
     index = torch.arange(start, start + count, dtype=torch.int64, device=device)
-    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
-    return _mix(_mix((index & 0xFFFFFFFF) ^ low) + high + (index >> 32) * 0x9E3779B9 & 0xFFFFFFFF)
+    first = start // NOISE_CHUNK
+    chunks = torch.arange(first, (start + max(count, 1) - 1) // NOISE_CHUNK + 1, dtype=torch.int64, device=device)
+    one, two = (key[index // NOISE_CHUNK - first] for key in noise_keys(seed, chunks))
+    x = one + index % NOISE_CHUNK & 0xFFFFFFFF
+    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF ^ two
+    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def noise_keys(seed: int, chunk: Tensor) -> tuple[Tensor, Tensor]:
+    """The two keys of a chunk's noise: a 64-bit mix of the 64-bit seed and the chunk's number."""
+    low = _mix(torch.tensor(seed + 0x9E3779B9 & 0xFFFFFFFF, device=chunk.device))
+    high = _mix(low ^ (seed >> 32 & 0xFFFFFFFF))
+    left = _mix(low ^ (chunk & 0xFFFFFFFF))
+    one = _mix(left + high + (chunk >> 32) * 0x9E3779B9 & 0xFFFFFFFF)
+    return one, _mix(one ^ left)
 
 
 def _mix(x: Tensor) -> Tensor:

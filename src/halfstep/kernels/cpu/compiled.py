@@ -1,0 +1,134 @@
+"""Compiling kernels: a loop over chunks, once serial and once parallel, kept on disk for the next process.
+
+numba's own on-disk cache notices edits to a function's own file only, and a kernel is made of functions of several: a
+stale kernel would be a silent wrong number. Here the folder of the compiled code carries a hash of all kernel sources.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+import torch
+from numba import types
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, InTreeCacheLocator, UserWideCacheLocator
+from numba.extending import overload
+
+
+CHUNK = 1 << 14  # elements a thread takes at a time, the reach of one pair of noise keys (`quant.rounding.NOISE_CHUNK`)
+_PROCESS = os.getpid()  # GNU OpenMP aborts a forked child that starts threads after its parent did
+_OPTIONS = {"error_model": "numpy"}
+
+
+def inner(function: Callable[..., Any]) -> Any:
+    """A function that kernels call: compiled into them."""
+    return numba.njit(function, **_OPTIONS)
+
+
+def piece(array, start, stop):
+    """In kernels: array[start:stop], or None for None, decided when the kernel is compiled."""
+    return None if array is None else array[start:stop]
+
+
+@overload(piece)
+def _piece_overload(array, start, stop):
+    if isinstance(array, types.NoneType):
+        return lambda array, start, stop: None
+    return lambda array, start, stop: array[start:stop]
+
+
+class Kernel:
+    """A function that loops over chunks with `numba.prange`, compiled when first called, serial and parallel apart.
+
+    Serial for small tensors, where torch has one thread, and in forked children (a DataLoader's worker).
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.serial = _compile(function, parallel=False)
+        self.parallel = _compile(function, parallel=True)
+
+    def __call__(self, size: int, *arguments: Any) -> Any:
+        """Run on `arguments`; `size` elements of work decide whether threads are worth their start."""
+        threads = torch.get_num_threads()
+        if threads == 1 or size <= CHUNK or os.getpid() != _PROCESS:
+            return self.serial(*arguments)
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        result = self.parallel(*arguments)
+        if torch.get_num_threads() != threads:  # numba's pool sets the number of an OpenMP runtime that torch may share
+            torch.set_num_threads(threads)
+        return result
+
+
+def source_hash(folder: Path) -> str:
+    """Names the state of all Python files in a folder."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.py")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+@cache
+def _sources() -> str:
+    return source_hash(Path(__file__).parent)
+
+
+def _compile(function: Callable[..., Any], parallel: bool) -> Any:
+    dispatcher = numba.njit(function, parallel=parallel, **_OPTIONS)
+    try:
+        dispatcher._cache = (_ParallelCache if parallel else _SerialCache)(function)
+    except RuntimeError:  # no folder can be written to: every process compiles for itself
+        return dispatcher
+    return dispatcher
+
+
+class _Hashed:
+    """Puts a locator's files in a folder named after the hash of the kernel sources, which is their only stamp."""
+
+    name = "serial"
+
+    def __init__(self, function: Any, file: str) -> None:
+        super().__init__(function, file)
+        self._cache_path = os.path.join(self._cache_path, f"kernels-{_sources()}")
+
+    def get_source_stamp(self) -> str:
+        return _sources()
+
+    def get_disambiguator(self) -> str:
+        return self.name
+
+
+class _BesideTheSources(_Hashed, InTreeCacheLocator):
+    pass
+
+
+class _InTheUsersCache(_Hashed, UserWideCacheLocator):
+    pass
+
+
+class _ParallelBesideTheSources(_BesideTheSources):
+    name = "parallel"
+
+
+class _ParallelInTheUsersCache(_InTheUsersCache):
+    name = "parallel"
+
+
+class _SerialFiles(CompileResultCacheImpl):
+    _locator_classes = [_BesideTheSources, _InTheUsersCache]
+
+
+class _ParallelFiles(CompileResultCacheImpl):
+    _locator_classes = [_ParallelBesideTheSources, _ParallelInTheUsersCache]
+
+
+class _SerialCache(FunctionCache):
+    _impl_class = _SerialFiles
+
+
+class _ParallelCache(FunctionCache):
+    _impl_class = _ParallelFiles

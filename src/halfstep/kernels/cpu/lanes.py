@@ -1,0 +1,235 @@
+"""Arithmetic on lanes: what a kernel does to one element, written in Python, traced into the loop that numba compiles.
+
+numba widens uint16 and uint32 arithmetic to 64 bits, which costs four to eight times the vector lanes. A function under
+`@lanes(...)` is called once, while numba compiles, with a `Lane` for every argument: `+`, `&`, `<<` and the rest write
+one instruction each, at the width of their operands. Nothing is contracted or reordered: float results are IEEE's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+
+_WIDTHS = {8: ir.IntType(8), 16: ir.IntType(16), 32: ir.IntType(32), 64: ir.IntType(64)}
+_FLOAT, _HALF = ir.FloatType(), ir.HalfType()
+
+
+class Lane:
+    """An unsigned integer, a float32 or a truth value in a register. Integer operands must have equal widths.
+
+    `stored` is the numba type of an argument, which tells a float16 from a bfloat16; None for what is computed.
+    """
+
+    def __init__(self, builder: ir.IRBuilder, value: Any, stored: Any = None) -> None:
+        self.builder, self.value, self.stored = builder, value, stored
+
+    @property
+    def type(self) -> Any:
+        """The LLVM type."""
+        return self.value.type
+
+    def _new(self, value: Any) -> Lane:
+        return Lane(self.builder, value)
+
+    def _same(self, other: Lane | float) -> Any:
+        """The LLVM value of `other`; a Python number becomes a constant of this lane's type."""
+        if isinstance(other, Lane):
+            assert other.type == self.type, f"{other.type} and {self.type}: convert one of them"
+            return other.value
+        return ir.Constant(self.type, other)
+
+    def _operation(self, other: Lane | float, integer: str, float_: str | None = None) -> Lane:
+        name = float_ if self.type == _FLOAT else integer
+        assert name is not None, f"no {integer} on floats"
+        return self._new(getattr(self.builder, name)(self.value, self._same(other)))
+
+    def __add__(self, other: Lane | float) -> Lane:
+        return self._operation(other, "add", "fadd")
+
+    def __sub__(self, other: Lane | float) -> Lane:
+        return self._operation(other, "sub", "fsub")
+
+    def __mul__(self, other: Lane | float) -> Lane:
+        return self._operation(other, "mul", "fmul")
+
+    def __truediv__(self, other: Lane | float) -> Lane:
+        assert self.type == _FLOAT, "division is of floats"
+        return self._operation(other, "", "fdiv")
+
+    def __and__(self, other: Lane | int) -> Lane:
+        return self._operation(other, "and_")
+
+    def __or__(self, other: Lane | int) -> Lane:
+        return self._operation(other, "or_")
+
+    def __xor__(self, other: Lane | int) -> Lane:
+        return self._operation(other, "xor")
+
+    def __lshift__(self, other: Lane | int) -> Lane:
+        return self._operation(other, "shl")
+
+    def __rshift__(self, other: Lane | int) -> Lane:
+        return self._operation(other, "lshr")
+
+    def shift_signed(self, other: Lane | int) -> Lane:
+        """Shifted right with copies of the top bit coming in."""
+        return self._operation(other, "ashr")
+
+    def __invert__(self) -> Lane:
+        return self._new(self.builder.not_(self.value))
+
+    def _compare(self, sign: str, other: Lane | float) -> Lane:
+        compare = self.builder.fcmp_ordered if self.type == _FLOAT else self.builder.icmp_unsigned
+        return self._new(compare(sign, self.value, self._same(other)))
+
+    def __lt__(self, other: Lane | float) -> Lane:
+        return self._compare("<", other)
+
+    def __le__(self, other: Lane | float) -> Lane:
+        return self._compare("<=", other)
+
+    def __gt__(self, other: Lane | float) -> Lane:
+        return self._compare(">", other)
+
+    def __ge__(self, other: Lane | float) -> Lane:
+        return self._compare(">=", other)
+
+    def equals(self, other: Lane | float) -> Lane:
+        """Equality, as a truth value (`==` keeps its Python meaning)."""
+        return self._compare("==", other)
+
+    def pick(self, if_true: Lane, if_false: Lane | float) -> Lane:
+        """`if_true` where this truth value holds, else `if_false`; both are computed."""
+        return self._new(self.builder.select(self.value, if_true.value, if_true._same(if_false)))
+
+    def min(self, other: Lane | float) -> Lane:
+        """The smaller; of floats, `other` where either is NaN."""
+        other = self._new(self._same(other))
+        return (self < other).pick(self, other)
+
+    def max(self, other: Lane | float) -> Lane:
+        """The larger; of floats, `other` where either is NaN."""
+        other = self._new(self._same(other))
+        return (self > other).pick(self, other)
+
+    def bits(self) -> Lane:
+        """The 32 bits of a float."""
+        return self._new(self.builder.bitcast(self.value, _WIDTHS[32]))
+
+    def float(self) -> Lane:
+        """The float that has these 32 bits."""
+        return self._new(self.builder.bitcast(self.value, _FLOAT))
+
+    def to(self, width: int) -> Lane:
+        """The same whole number in another width; upper bits are cut, or zero. A truth value becomes 0 or 1."""
+        if self.type.width == width:
+            return self
+        convert = self.builder.trunc if width < self.type.width else self.builder.zext
+        return self._new(convert(self.value, _WIDTHS[width]))
+
+    def value_as_float(self) -> Lane:
+        """A 32-bit whole number as a float. Below 2^31: the instruction for signed numbers, which every CPU has."""
+        return self._new(self.builder.sitofp(self.value, _FLOAT))
+
+    def truncated(self) -> Lane:
+        """A float in [0, 2^31) as a 32-bit whole number, its fraction dropped."""
+        return self._new(self.builder.fptosi(self.value, _WIDTHS[32]))
+
+    def truncated_wide(self) -> Lane:
+        """The same for a float in [0, 2^32)."""
+        return self._new(self.builder.fptoui(self.value, _WIDTHS[32]))
+
+    def half_to_float(self) -> Lane:
+        """The value of 16 bits that are a float16's."""
+        return self._new(self.builder.fpext(self.builder.bitcast(self.value, _HALF), _FLOAT))
+
+    def float_to_half(self) -> Lane:
+        """The 16 bits of the nearest float16."""
+        return self._new(self.builder.bitcast(self.builder.fptrunc(self.value, _HALF), _WIDTHS[16]))
+
+
+def lanes(result: Any) -> Callable[[Callable[..., Lane]], Any]:
+    """Make a function on lanes callable from numba code.
+
+    Its arguments are scalars, which arrive as lanes, and tuples of scalars, which arrive as lists of lanes; an argument
+    named `like` arrives as its numba type. `result` is the numba type of what comes back, or the name of an argument
+    whose type it shares.
+    """
+
+    def decorate(body: Callable[..., Lane]) -> Any:
+        names = list(inspect.signature(body).parameters)
+
+        def definition(context: Any, *arguments: Any) -> Any:
+            given = dict(zip(names, arguments, strict=True))
+            returned = given[result] if isinstance(result, str) else result
+            if isinstance(returned, types.Literal):
+                returned = returned.literal_type
+
+            def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                traced = {name: _trace(builder, name, t, v) for (name, t), v in zip(given.items(), values, strict=True)}
+                return body(**traced).value
+
+            return returned(*arguments), code
+
+        parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ["context", *names]]
+        definition.__signature__ = inspect.Signature(parameters)
+        definition.__name__ = body.__name__
+        definition.__doc__ = body.__doc__
+        return intrinsic(definition)
+
+    return decorate
+
+
+def _trace(builder: Any, name: str, numba_type: Any, value: Any) -> Any:
+    if name == "like":
+        return numba_type
+    if isinstance(numba_type, types.BaseTuple):
+        return [Lane(builder, builder.extract_value(value, i)) for i in range(len(numba_type))]
+    return Lane(builder, value, numba_type)
+
+
+# ---- what every kernel does at its ends --------------------------------------------------------------------------
+# A tensor's dtype travels in its numpy type, as numpy has no bfloat16: float32 is itself or is viewed as uint32,
+# bfloat16 is viewed as uint16, float16 as int16.
+
+SIGN, MAGNITUDE, INFINITY, NAN = 0x80000000, 0x7FFFFFFF, 0x7F800000, 0x7FC00000
+
+
+def bits_of(value: Lane) -> Lane:
+    """The float32 bits of a stored float32, bfloat16 or float16."""
+    if value.stored == types.uint16:
+        return value.to(32) << 16
+    if value.stored == types.int16:
+        return value.half_to_float().bits()
+    return value.bits() if value.stored == types.float32 else value
+
+
+def stored_as(bits: Lane, stored: Any) -> Lane:
+    """Float32 bits as the stored type, which holds that value exactly; NaN stays one."""
+    if stored == types.uint16:
+        return (bits >> 16).to(16)
+    if stored == types.int16:
+        return bits.float().float_to_half()
+    return bits.float() if stored == types.float32 else bits
+
+
+def nearest_as(value: Lane, stored: Any) -> Lane:
+    """A float32 rounded to nearest-even into the stored type."""
+    return nearest_bf16(value.bits()) if stored == types.uint16 else stored_as(value.bits(), stored)
+
+
+def nearest_bf16(bits: Lane) -> Lane:
+    """The 16 bits of the bfloat16 nearest to a float32, ties to even."""
+    return bf16_of(bits, bits + ((bits >> 16) & 1) + 0x7FFF)
+
+
+def bf16_of(bits: Lane, rounded: Lane) -> Lane:
+    """The upper half of `rounded`, except that NaN stays NaN: adding to its payload could make it infinity."""
+    nan = (bits & MAGNITUDE) > INFINITY
+    return (nan.pick(bits | 0x400000, rounded) >> 16).to(16)

@@ -1,0 +1,70 @@
+"""The noise of stochastic rounding in lanes: `quant.noise_bits`, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from halfstep.kernels.cpu.compiled import inner
+from halfstep.kernels.cpu.lanes import Lane, lanes
+
+
+def seed_keys(seed: int | None) -> tuple[np.uint32, np.uint32] | None:
+    """A 64-bit seed as kernels take it."""
+    if seed is None:
+        return None
+    return np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32 & 0xFFFFFFFF)
+
+
+def mix(x: Lane) -> Lane:
+    """`quant.rounding._mix`: the mixer lowbias32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@lanes(types.uint32)
+def _left_key(seed_low: Lane, chunk: Lane) -> Lane:
+    return mix(mix(seed_low + 0x9E3779B9) ^ chunk.to(32))
+
+
+@lanes(types.uint32)
+def _first_key(seed_low: Lane, seed_high: Lane, left: Lane, chunk: Lane) -> Lane:
+    high = mix(mix(seed_low + 0x9E3779B9) ^ seed_high)
+    return mix(left + high + (chunk >> 32).to(32) * 0x9E3779B9)
+
+
+@lanes(types.uint32)
+def _second_key(first: Lane, left: Lane) -> Lane:
+    return mix(first ^ left)
+
+
+@inner
+def _chunk_keys(seed, chunk):
+    left = _left_key(seed[0], chunk)
+    first = _first_key(seed[0], seed[1], left, chunk)
+    return first, _second_key(first, left)
+
+
+def chunk_keys(seed, chunk):
+    """The two keys of a chunk, `quant.rounding.noise_keys`; None where there is no seed. Kernels call it, too."""
+    if seed is None:
+        return None
+    first, second = _chunk_keys(seed, np.int64(chunk))
+    return np.uint32(first), np.uint32(second)
+
+
+@overload(chunk_keys)
+def _chunk_keys_overload(seed, chunk):
+    if isinstance(seed, types.NoneType):
+        return lambda seed, chunk: None
+    return lambda seed, chunk: _chunk_keys(seed, np.int64(chunk))
+
+
+def noise(keys: list[Lane], index: Lane) -> Lane:
+    """32 bits of noise for the element of that index within the chunk."""
+    x = keys[0] + index.to(32)
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ keys[1]
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
