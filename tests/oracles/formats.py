@@ -173,7 +173,7 @@ def codebook(name: str) -> list[float]:
     """The value of each code."""
     if name == "bnb_fp4":
         positive = [float32(Fraction(v) / 12) for v in FP4_TWELFTHS.split()]
-        return positive + [0.0 - v for v in positive]  # the 8th code is a second zero, not -0
+        return positive + [-v for v in positive]  # code 8 is -0, which nothing rounds to
     if name in ("nf4", "af4"):
         return [float32(Fraction(v)) for v in (NF4 if name == "nf4" else AF4).split()]
     return dynamic_map(signed=name == "dynamic8")
@@ -319,7 +319,7 @@ def make_float(name: str, exponent_bits: int, mantissa_bits: int, bias: int, spe
     decoded = [float_code(code, exponent_bits, mantissa_bits, bias, specials) for code in range(2**bits)]
     values = sorted({v + 0.0 for v in decoded if math.isfinite(v)})
     code = {v + 0.0: c for c, v in reversed(list(enumerate(decoded)))}
-    step = Fraction(values[-1]) - Fraction(values[-2])
+    step = Fraction(2) ** (floor_log2(Fraction(values[-1])) - mantissa_bits)
     return Listed(
         name,
         bits,
@@ -362,10 +362,9 @@ def make_posit(name: str, bits: int, es: int) -> Listed:
 def make_codebook(name: str, table: list[float]) -> Listed:
     values = sorted({v + 0.0 for v in table})
     cuts = middles(values)
-    minus = any(v == 0 and math.copysign(1, v) < 0 for v in table)
     falls = np.full(len(cuts), False)
     bits = len(table).bit_length() - 1
-    return Listed(name, bits, np.array(table), np.array(values), cuts, falls, None, False, False, minus, False)
+    return Listed(name, bits, np.array(table), np.array(values), cuts, falls, None, False, False, False, False)
 
 
 def make_e8m0() -> Listed:
@@ -443,7 +442,8 @@ class Wide:
                 outward = above - size < size - below
         result = above if outward else below
         if result > Fraction(self.max):
-            return math.copysign(limit if outward or overflow == "saturate" else self.max, x)
+            inward = overflow == "saturate" or (mode in ("toward_zero", "up", "down") and not outward)
+            return math.copysign(self.max if inward else math.inf, x)
         return math.copysign(float(result), x)
 
 
