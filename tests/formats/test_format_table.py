@@ -176,8 +176,11 @@ def test_every_code_is_what_gfloat_reads(name):
     [
         ("e2m1", [0.5, 1, 1.5, 2, 3, 4, 6]),
         ("fp6_e2m3", [*np.arange(1, 16) / 8, *np.arange(8, 16) / 4, *np.arange(8, 16) / 2]),
-        ("fp6_e3m2", [k / 16 for k in (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))]
-        + [*range(5, 9), *range(10, 17, 2), *range(20, 29, 4)]),
+        (
+            "fp6_e3m2",
+            [k / 16 for k in (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))]
+            + [*range(5, 9), *range(10, 17, 2), *range(20, 29, 4)],
+        ),
         ("bnb_fp4", list(np.array([0.0625, 2, 3, 4, 6, 8, 12], np.float32) / np.float32(12))),
         ("int4", [1, 2, 3, 4, 5, 6, 7]),
     ],

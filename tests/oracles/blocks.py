@@ -176,12 +176,15 @@ def _double_absmax(x: np.ndarray, tile: tuple[int, int], format: formats.Listed,
     for start in range(0, len(flat), 256):
         group = rest[start : start + 256]
         top = np.abs(group).max()
-        code = book.encode(book.round((group / top if top else group * 0).astype(np.float64), "nearest_even", "saturate"))
+        code = book.encode(
+            book.round((group / top if top else group * 0).astype(np.float64), "nearest_even", "saturate")
+        )
         group_scale.append(top)
         codes.extend(code)
         back.extend(book.decoded[code].astype(np.float32) * top + offset)
     result = _tile_by_tile(x, tile, format, exact)
-    multiplier = np.array(back, np.float32).reshape(exact.shape)
+    limit = np.finfo(np.float32).max
+    multiplier = np.clip(np.array(back, np.float32), -limit, limit).reshape(exact.shape)
     for i, row in enumerate(tiles(x, tile)):
         for j, where in enumerate(row):
             result.values[where] = times(format.decoded[result.codes[where]], multiplier[i, j], x.dtype)
@@ -267,5 +270,7 @@ def pack(codes: np.ndarray, bits: int, high_nibble_first: bool) -> np.ndarray:
         if high_nibble_first:
             row = [code for pair in zip(row[::2], [*row[1::2], 0], strict=False) for code in reversed(pair)]
         word = sum(code << bits * i for i, code in enumerate(row))
-        rows.append(list(word.to_bytes((codes.shape[1] * bits + 7) // 8 + 1, "little"))[: (codes.shape[1] * bits + 7) // 8])
+        rows.append(
+            list(word.to_bytes((codes.shape[1] * bits + 7) // 8 + 1, "little"))[: (codes.shape[1] * bits + 7) // 8]
+        )
     return np.array(rows, np.uint8).reshape(codes.shape[0], (codes.shape[1] * bits + 7) // 8)

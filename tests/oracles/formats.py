@@ -160,9 +160,7 @@ def dynamic_map(signed: bool) -> list[float]:
         for i in range(parts + 1):
             if 2 * i >= parts + 1:
                 edge[i] = float32(1 - (parts - i) * Fraction(float(step)))
-        middle = [
-            float32(Fraction(float32(Fraction(a) + Fraction(b))) / 2) for a, b in pairwise(edge)
-        ]
+        middle = [float32(Fraction(float32(Fraction(a) + Fraction(b))) / 2) for a, b in pairwise(edge)]
         factor = float32(Fraction(10) ** (decade - 6))
         positive = [float32(Fraction(m) * Fraction(factor)) for m in middle]
         values += positive + ([-v for v in positive] if signed else [])
