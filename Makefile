@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 install: $(VENV)/.lab
 dev: $(VENV)/.dev
 
-$(VENV)/.lab $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt
+$(VENV)/.lab $(VENV)/.dev $(VENV)/.bench: $(VENV)/.%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[$*]'
 	@touch $@
@@ -35,9 +35,10 @@ docs: install
 	mkdir -p docs/_build
 	$(BIN)/halfstep kb export --format html --output docs/_build/knowledge_base.html
 
-bench: dev
+bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/step.py --keep
 	$(BIN)/python benchmarks/optimizer.py --keep
+	$(BIN)/python benchmarks/quantize.py --keep
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -23,6 +23,14 @@ BYTES = {
     "bf16-nomaster": (2, 2, 0, 8, 0),
     "bf16-stochastic": (2, 2, 0, 8, 0),
     "bf16-pure": (2, 2, 0, 4, 0),
+    "bf16-fp32grad": (2, 4, 0, 8, 0),
+    "bf16-megatron": (2, 4, 4, 8, 0),
+    "bf16-split": (2, 2, 2, 8, 0),
+    "bf16-kahan": (2, 2, 2, 8, 0),
+    "bf16-collage-light": (2, 2, 2, 4, 0),
+    "bf16-collage-plus": (2, 2, 2, 6, 0),
+    "bf16-truncate": (4, 4, 0, 8, 2),
+    "fp16-static": (4, 4, 0, 8, 2),
     "fp16-pure": (2, 2, 0, 4, 0),
 }
 every_recipe = pytest.mark.parametrize("name", RECIPES)
@@ -67,14 +75,14 @@ def test_a_recipe_is_frozen_data_and_is_its_own_name(name):
     recipe = get_recipe(name)
     assert get_recipe(recipe) is recipe
     assert pickle.loads(pickle.dumps(recipe)) == recipe
-    assert recipe.grads == recipe.weights
+    assert recipe.grad_format == (recipe.grads or recipe.weights)
     with pytest.raises(FrozenInstanceError):
         recipe.weights = "fp16"
 
 
 @pytest.mark.parametrize("name", ["bf16-mixd", None, 3])
 def test_an_unknown_name_shows_what_there_is(name):
-    with pytest.raises(RecipeError, match=r"unknown recipe .*Known: bf16-master"):
+    with pytest.raises(RecipeError, match=r"unknown recipe .*Known: bf16-collage-light"):
         get_recipe(name)
 
 
@@ -84,8 +92,11 @@ def test_an_unknown_name_shows_what_there_is(name):
         ({"weights": "e4m3fn"}, RecipeError, "'made': weights = 'e4m3fn'; tensors are stored as fp32, bf16, fp16"),
         ({"moments": "tf32"}, RecipeError, "moments = 'tf32'"),
         ({"compute": "float16"}, RecipeError, "compute = 'float16'"),
-        ({"master": "x", "weights": "bf16"}, RecipeError, "master = 'x'; tensors are stored"),
-        ({"master": "bf16", "weights": "bf16"}, RecipeError, "master = 'bf16'; a master copy is fp32"),
+        ({"master": "x", "weights": "bf16"}, RecipeError, "unknown master 'x'.*Known: collage, fp32, kahan, split"),
+        ({"master": "bf16", "weights": "bf16"}, RecipeError, "unknown master 'bf16'"),
+        ({"master": "split", "weights": "fp16"}, RecipeError, "'split' stands beside bf16 weights, not fp16"),
+        ({"grads": "bf16", "weights": "bf16"}, RecipeError, "grads = 'bf16' is the weights' format; leave it out"),
+        ({"grads": "fp8", "weights": "bf16"}, RecipeError, "grads = 'fp8'; tensors are stored as"),
         ({"master": "fp32"}, RecipeError, "fp32 weights are their own master; set master to None"),
         ({"update_rounding": "stochastic"}, RecipeError, "with fp32 weights.*store the weights in bf16"),
         ({"update_rounding": "upward", "weights": "bf16"}, QuantizationError, "unknown rounding 'upward'; nearest: up"),

@@ -47,4 +47,4 @@ def show(name: Annotated[str, typer.Argument(help="A recipe's name.")], as_json:
 
 def _as_data(recipe: Any) -> dict[str, Any]:
     size = recipe.bytes_per_parameter()
-    return {**asdict(recipe), "grads": recipe.grads, "bytes_per_parameter": {**asdict(size), "total": size.total}}
+    return {**asdict(recipe), "grads": recipe.grad_format, "bytes_per_parameter": {**asdict(size), "total": size.total}}

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from halfstep.recipe import BytesPerParameter
+from halfstep.recipe import MASTERS, BytesPerParameter
 
 
 def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> BytesPerParameter:
@@ -24,12 +24,13 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> BytesPerParam
     count = sum(p.numel() for p in weights.values())
     if count == 0:
         raise ValueError("the model trains no parameter; bytes per parameter mean nothing")
+    kept_of_weights = {name for name, _ in MASTERS.values()}
     masters: list[Tensor] = []
     moments: list[Tensor] = []
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step":
-                (masters if name == "master" else moments).append(value)
+                (masters if name in kept_of_weights else moments).append(value)
     return BytesPerParameter(
         weights=_bytes(weights.values()) / count,
         grads=_bytes(p.grad for p in weights.values() if p.grad is not None) / count,

@@ -11,15 +11,17 @@ from torch import nn
 
 Forward = Callable[..., Any]
 """forward(stock_forward, module, *args, **kwargs) -> what the module returns"""
+OnCopy = Callable[[nn.Module], None]
 
 
-def adopt(module: nn.Module, forward: Forward) -> None:
+def adopt(module: nn.Module, forward: Forward, on_copy: OnCopy | None = None) -> None:
     """Make `module` call `forward`, by giving it a subclass of its own class.
 
     Parameters, names, ties, hooks, state-dict keys and `isinstance` keep their identity; the class keeps its name,
-    which Hugging Face writes into config.json, and `forward` its signature. `release` undoes it exactly.
+    which Hugging Face writes into config.json, and `forward` its signature. `release` undoes it exactly. `on_copy` is
+    called with every deep copy of the module, for what torch does not copy.
     """
-    module.__class__ = _subclass(type(module), forward)  # type: ignore[arg-type]
+    module.__class__ = _subclass(type(module), forward, on_copy)  # type: ignore[arg-type]
 
 
 def release(module: nn.Module) -> None:
@@ -29,7 +31,7 @@ def release(module: nn.Module) -> None:
 
 
 @cache
-def _subclass(stock: type[nn.Module], forward: Forward) -> type[nn.Module]:
+def _subclass(stock: type[nn.Module], forward: Forward, on_copy: OnCopy | None) -> type[nn.Module]:
     # One class for each pair, so that modules of a kind stay of one kind (torch.compile guards on it).
     stock_forward = stock.forward
 
@@ -37,11 +39,18 @@ def _subclass(stock: type[nn.Module], forward: Forward) -> type[nn.Module]:
     def adopted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(stock_forward, self, *args, **kwargs)
 
-    members = {
+    members: dict[str, Any] = {
         "forward": adopted,
         "_halfstep_stock": stock,
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
     }
+    if on_copy is not None:
+
+        def __setstate__(self: nn.Module, state: dict[str, Any]) -> None:
+            stock.__setstate__(self, state)
+            on_copy(self)
+
+        members["__setstate__"] = __setstate__
     return type(stock.__name__, (stock,), members)

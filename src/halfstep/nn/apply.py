@@ -52,6 +52,8 @@ class _Applied:
     autocast: torch.dtype | None
     dtypes: dict[str, torch.dtype]
     """The dtype that each parameter had."""
+    grads: torch.dtype
+    """The dtype that their gradients accumulate in."""
 
 
 def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | None = None) -> Report:
@@ -85,7 +87,7 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
             kept[path] = "its forward is not nn.Linear's"
     before = {name: parameter.dtype for name, parameter in moves.items()}
     for parameter in moves.values():
-        store(parameter, STORABLE[recipe.weights])
+        store(parameter, STORABLE[recipe.weights], STORABLE[recipe.grad_format])
     if recipe.weights != "fp32":
         for module in model.modules():
             if norm.fits(module):
@@ -96,8 +98,8 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
             module._halfstep_linear = spec or LinearSpec()  # type: ignore[assignment]
             adopt(module, linear.forward)
     autocast = None if recipe.compute == "fp32" else STORABLE[recipe.compute]
-    model._halfstep = _Applied(recipe.name, autocast, before)  # type: ignore[assignment]
-    adopt(model, _forward)
+    model._halfstep = _Applied(recipe.name, autocast, before, STORABLE[recipe.grad_format])  # type: ignore[assignment]
+    adopt(model, _forward, _after_copy)
     return Report(recipe.name, count(model), tuple(specs), kept)
 
 
@@ -139,6 +141,14 @@ def _forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     with torch.autocast(next(model.parameters()).device.type, dtype=dtype):
         output = stock(model, *args, **kwargs)
     return to_float32(output)
+
+
+def _after_copy(model: nn.Module) -> None:
+    """torch copies a parameter without the dtype that its gradients accumulate in."""
+    applied = _applied(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in applied.dtypes.keys() & parameters.keys():
+        store(parameters[name], parameters[name].dtype, applied.grads)
 
 
 def _applied(model: nn.Module) -> _Applied:

@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
+from halfstep.errors import ModelError
 from halfstep.recipe import STORABLE
 
 
@@ -27,14 +28,28 @@ def storable(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]
     return moves, kept
 
 
-def store(parameter: Tensor, dtype: torch.dtype) -> None:
-    """Round a parameter, and a gradient that it carries, into `dtype`; it stays the same object, ties and all."""
-    if parameter.dtype == dtype:
+def store(parameter: Tensor, dtype: torch.dtype, grads: torch.dtype | None = None) -> None:
+    """Round a parameter into `dtype` and a gradient that it carries into `grads` (None: the same dtype), in which
+    gradients accumulate from then on. It stays the same object, ties and all."""
+    grads = grads or dtype
+    if parameter.dtype == dtype and _accumulates(parameter) == grads:
         return
     grad, parameter.grad = parameter.grad, None
     parameter.data = parameter.data.to(dtype)
+    if _accumulates(parameter) != grads:
+        if not hasattr(parameter, "grad_dtype"):
+            raise ModelError(
+                f"torch {torch.__version__} keeps gradients in the parameters' dtype, and this recipe in {grads}: "
+                "use torch 2.10 or newer"
+            )
+        parameter.grad_dtype = grads
     if grad is not None:
-        parameter.grad = grad.to(dtype)
+        parameter.grad = grad.to(grads)
+
+
+def _accumulates(parameter: Tensor) -> torch.dtype:
+    """The dtype that gradients of a parameter accumulate in."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def count(model: nn.Module) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,20 +11,36 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import OptimizerError
-from halfstep.ops import round_to
+from halfstep.optim.masters import Kept, Master, Own, get_master
 from halfstep.optim.rules import rule_of
 from halfstep.optim.rules.base import UpdateRule
 from halfstep.quant import derive_seed, draw_seed
 from halfstep.recipe import STORABLE, Recipe
 
 
+_RESIDUAL = "_residual"  # ends the state's name for what rounding a moment left over
+
+
 @dataclass(frozen=True)
 class Storage:
-    """In which dtypes an optimizer keeps what it keeps."""
+    """How an optimizer keeps what it keeps."""
 
     moments: torch.dtype
-    master: bool
+    residuals: tuple[str, ...]
+    """Moments kept as the sum of two numbers of that dtype."""
+    master: Master
     update_rounding: str
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one update wanted of a parameter and what became of it, both in float32."""
+
+    weight: Tensor
+    wanted: Tensor
+    """The rule's step."""
+    effective: Tensor
+    """All that is stored of the weight (its master included) after the step, less what was stored before."""
 
 
 class LowBit(torch.optim.Optimizer):
@@ -36,7 +53,7 @@ class LowBit(torch.optim.Optimizer):
     gradient is divided by the scale in float32, inside the update: fp16 gradients are never unscaled in place, which
     would flush the small ones. `torch.amp.GradScaler` works with it as well as `halfstep.LossScaler`.
 
-    State a parameter: `step`, the rule's moments under torch's names, and `master` where there is one.
+    State a parameter: `step`, the rule's moments under torch's names, and what the recipe's master keeps.
     """
 
     _step_supports_amp_scaling = True
@@ -46,10 +63,20 @@ class LowBit(torch.optim.Optimizer):
         self.rule = rule
         self.storage = storage
         self._versions: dict[Tensor, int] = {}
+        self._watch: Callable[[Update], None] | None = None
+
+    @contextmanager
+    def watched(self, watch: Callable[[Update], None]) -> Iterator[None]:
+        """While this lasts, `watch` is told of every update, which then takes the reference path: equal, and slower."""
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
 
     def __getstate__(self) -> dict[str, Any]:
         # What a copy needs beside torch's own; `_versions` starts anew, so the copy's masters follow its weights.
-        return {**super().__getstate__(), "rule": self.rule, "storage": self.storage, "_versions": {}}
+        return {**super().__getstate__(), "rule": self.rule, "storage": self.storage, "_versions": {}, "_watch": None}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -82,55 +109,52 @@ class LowBit(torch.optim.Optimizer):
                 f"parameter {index} has a {grad.layout} gradient; expected a dense one. "
                 "Build its embedding with sparse=False"
             )
-        state = self.state[weight]
+        state, storage = self.state[weight], self.storage
         names = self.rule.moments(group)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-        if self.storage.master and weight.dtype != torch.float32 and "master" not in state:
-            state["master"] = _follow(None, weight)  # it came with add_param_group
-        for name in names:
+        for name in (*names, *(name + _RESIDUAL for name in names if name in storage.residuals)):
             if state.get(name) is None:
-                state[name] = torch.zeros_like(weight, dtype=self.storage.moments)
+                state[name] = torch.zeros_like(weight, dtype=storage.moments)
+        master = get_master(None) if weight.dtype == torch.float32 else storage.master
+        if not master.keeps.keys() <= state.keys():
+            state.update(master.start(weight, weight.float()))  # it came with add_param_group
         state["step"] += 1
-        step, master = int(state["step"]), state.get("master")
-        if master is not None and self._versions.get(weight) != weight._version:
-            master.copy_(_follow(master, weight))  # somebody wrote to the weight: load_state_dict, a clamp, an average
-        rounding = self.storage.update_rounding if master is None else "nearest_even"
-        seed = derive_seed(group["rounding_seed"], step, index) if rounding == "stochastic" else None
-        moments = {name: state[name] for name in names}
-        if self.rule.fused(weight, master, grad, moments, step, group, grad_scale, rounding, seed):
+        step, kept = int(state["step"]), {name: state[name] for name in master.keeps}
+        if kept and self._versions.get(weight) != weight._version:
+            master.follow(weight, kept)  # somebody wrote to the weight: load_state_dict, a clamp, an average
+        if not kept:
+            rounding = storage.update_rounding
+            seed = derive_seed(group["rounding_seed"], step, index) if rounding == "stochastic" else None
+            master = Own("none", rounding, seed)
+        moments = {name: value for name, value in state.items() if name.removesuffix(_RESIDUAL) in names}
+        if self._watch is None and self.rule.fused(weight, master, kept, grad, moments, step, group, grad_scale):
             torch.autograd.graph.increment_version(weight)
         else:
-            self._reference(weight, master, grad, moments, step, group, grad_scale, rounding, seed)
+            self._reference(weight, master, kept, grad, moments, step, group, grad_scale)
         self._versions[weight] = weight._version
 
     def _reference(
         self,
         weight: Tensor,
-        master: Tensor | None,
+        master: Master,
+        kept: Kept,
         grad: Tensor,
         moments: dict[str, Tensor],
         step: int,
         group: dict[str, Any],
         grad_scale: float,
-        rounding: str,
-        seed: int | None,
     ) -> None:
         """What `rule.fused` does, in torch, for any rule, device and format."""
-        updated, new = self.rule.update(
-            (weight if master is None else master).float(),
-            grad.float() * grad_scale,
-            {name: moment.float() for name, moment in moments.items()},
-            step,
-            group,
-        )
+        full, before = master.read(weight, kept), master.value(weight, kept) if self._watch else None
+        updated, new = self.rule.update(full, grad.float() * grad_scale, _decode(moments), step, group)
         for name, moment in new.items():
             moments[name].copy_(moment)
-        if master is not None:
-            master.copy_(updated)
-        if rounding != "nearest_even":
-            updated = round_to(updated, weight.dtype, rounding, overflow="ieee", generator=seed)
-        weight.copy_(updated)
+            if name + _RESIDUAL in moments:
+                moments[name + _RESIDUAL].copy_(moment - moments[name].float())
+        master.write(weight, kept, updated)
+        if self._watch is not None and before is not None:
+            self._watch(Update(weight, updated - full, master.value(weight, kept) - before))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class, or of the torch optimizer with the same rule, returned.
@@ -177,21 +201,29 @@ class LowBit(torch.optim.Optimizer):
                     f"expected {tuple(parameter.shape)}: it belongs to another model"
                 )
             else:
-                dtype = torch.float32 if name == "master" else self.storage.moments
+                dtype = self.storage.master.keeps.get(name, self.storage.moments)
                 state[name] = value.detach().to(parameter.device, dtype, copy=True)
         if "step" not in state:  # torch.optim.SGD counts no steps: with a momentum there was at least one
             state["step"] = torch.ones((), dtype=torch.float32)
-        if self.storage.master and parameter.dtype != torch.float32 and "master" not in state:
-            state["master"] = _follow(self.state[parameter].get("master"), parameter)
+        keeps = self.storage.master.keeps
+        if parameter.dtype != torch.float32 and not keeps.keys() <= state.keys():
+            present = self.state[parameter]
+            if keeps.keys() <= present.keys():
+                kept = {name: present[name] for name in keeps}
+                self.storage.master.follow(parameter, kept)
+            else:
+                kept = self.storage.master.start(parameter, parameter.detach().float())
+            state.update(kept)
         return state
 
 
-def _follow(master: Tensor | None, weight: Tensor) -> Tensor:
-    """The master copy with every entry replaced whose rounded image is no longer the weight."""
-    wide = weight.detach().float()
-    if master is None:
-        return wide
-    return torch.where(master.to(weight.dtype) == weight, master, wide)
+def _decode(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The rule's moments in float32, each with its residual added."""
+    decoded = {name: value.float() for name, value in moments.items() if not name.endswith(_RESIDUAL)}
+    return {
+        name: value + moments[name + _RESIDUAL].float() if name + _RESIDUAL in moments else value
+        for name, value in decoded.items()
+    }
 
 
 def convert(
@@ -213,7 +245,8 @@ def convert(
         OptimizerError: the class or an option cannot be expressed; the optimizer is left as it was.
     """
     rule = rule_of(optimizer)
-    storage = Storage(STORABLE[recipe.moments], recipe.master is not None, recipe.update_rounding)
+    master = get_master(recipe.master)
+    storage = Storage(STORABLE[recipe.moments], recipe.moment_residuals, master, recipe.update_rounding)
     # Drawn only where it is used: a recipe that rounds to nearest leaves the model's dropout masks as they were.
     seed = draw_seed(generator) if recipe.update_rounding == "stochastic" else 0
     result = LowBit(list(optimizer.param_groups), rule, storage, seed)
@@ -225,7 +258,8 @@ def convert(
             if parameter in optimizer.state:
                 result.state[parameter] = result._adopt(parameter, optimizer.state.pop(parameter), "?")
             if parameter in masters:
-                result.state[parameter]["master"] = masters[parameter]
+                with torch.no_grad():
+                    result.state[parameter].update(master.start(parameter, masters[parameter]))
     # A scheduler built on the old optimizer asks whether that one has stepped; its steps are the new one's now.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return result

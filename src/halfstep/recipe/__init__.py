@@ -3,11 +3,12 @@
 from functools import cache
 
 from halfstep.errors import RecipeError, unknown
-from halfstep.recipe.spec import STORABLE, BytesPerParameter, LinearSpec, LossScale, Matmul, Recipe, Rule
+from halfstep.recipe.spec import MASTERS, STORABLE, BytesPerParameter, LinearSpec, LossScale, Matmul, Recipe, Rule
 from halfstep.registry import collect
 
 
 __all__ = [
+    "MASTERS",
     "STORABLE",
     "BytesPerParameter",
     "LinearSpec",

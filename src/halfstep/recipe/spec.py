@@ -8,13 +8,24 @@ from dataclasses import dataclass
 import torch
 
 from halfstep import formats
-from halfstep.errors import RecipeError
+from halfstep.errors import RecipeError, unknown
 from halfstep.quant import Quantizer
 from halfstep.quant.rounding import check_rounding
 
 
 STORABLE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Formats in which whole tensors (weights, gradients, moments) are stored as they are, with torch's dtypes."""
+
+
+MASTERS = {
+    "fp32": ("master", 4.0),
+    "split": ("low", 2.0),
+    "kahan": ("compensation", 2.0),
+    "collage": ("residual", 2.0),
+}
+"""What can take the update in the place of a 16-bit weight: the name of its tensor in the optimizer's state, and its
+bytes a parameter. A float32 copy; the lower 16 bits of the float32 weight; what rounding lost (Kahan); a second bf16
+number."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +109,15 @@ class Recipe:
     summary: str
     source: str
     weights: str = "fp32"
-    """The parameters as stored, and so their gradients: torch keeps the two in one dtype."""
+    """The parameters as stored."""
+    grads: str | None = None
+    """The gradients as accumulated; None is the weights' own format."""
     master: str | None = None
-    """A copy of the weights that takes the update; None where the weights take it themselves."""
+    """What takes the update (a key of `MASTERS`); None where the weights take it themselves."""
     moments: str = "fp32"
     """The optimizer's states."""
+    moment_residuals: tuple[str, ...] = ()
+    """Moments kept as the sum of two numbers in the format of `moments`, by torch's names."""
     update_rounding: str = "nearest_even"
     """How an updated weight is rounded to its stored format."""
     compute: str = "fp32"
@@ -112,7 +127,7 @@ class Recipe:
     """Which linear layers round their operands, and how."""
 
     def __post_init__(self) -> None:
-        for role in ("weights", "master", "moments", "compute"):
+        for role in ("weights", "grads", "moments", "compute"):
             name = getattr(self, role)
             if name is not None and name not in STORABLE:
                 raise RecipeError(
@@ -124,15 +139,21 @@ class Recipe:
                 f"recipe {self.name!r}: update_rounding = {self.update_rounding!r} with fp32 weights, which an "
                 "update in float32 never rounds; store the weights in bf16 or fp16, or drop it"
             )
-        if self.master is not None and self.master != "fp32":
-            raise RecipeError(f"recipe {self.name!r}: master = {self.master!r}; a master copy is fp32")
+        if self.master is not None and self.master not in MASTERS:
+            raise RecipeError(f"recipe {self.name!r}: {unknown('master', self.master, MASTERS)}")
         if self.master is not None and self.weights == "fp32":
             raise RecipeError(f"recipe {self.name!r}: fp32 weights are their own master; set master to None")
+        if self.master not in (None, "fp32") and self.weights != "bf16":
+            raise RecipeError(
+                f"recipe {self.name!r}: master = {self.master!r} stands beside bf16 weights, not {self.weights}"
+            )
+        if self.grads == self.weights:
+            raise RecipeError(f"recipe {self.name!r}: grads = {self.grads!r} is the weights' format; leave it out")
 
     @property
-    def grads(self) -> str:
+    def grad_format(self) -> str:
         """The format of the gradients."""
-        return self.weights
+        return self.grads or self.weights
 
     def bytes_per_parameter(self, moments: int = 2) -> BytesPerParameter:
         """The bytes of one parameter by role, for an optimizer with that many moments (Adam 2, SGD 0 or 1).
@@ -147,9 +168,9 @@ class Recipe:
         casts = size(self.compute) if self.compute != self.weights else 0.0
         return BytesPerParameter(
             weights=size(self.weights),
-            grads=size(self.grads),
-            master=size(self.master),
-            states=moments * size(self.moments),
+            grads=size(self.grad_format),
+            master=MASTERS[self.master][1] if self.master else 0.0,
+            states=(moments + (len(self.moment_residuals) if moments > 1 else 0)) * size(self.moments),
             transient=casts,
         )
 
@@ -159,9 +180,9 @@ class Recipe:
         own = "the weights themselves" if self.weights == "fp32" else "none"
         lines = [
             ("weights", self.weights + rounding),
-            ("gradients", self.grads),
-            ("master", self.master or own),
-            ("moments", self.moments),
+            ("gradients", self.grad_format),
+            ("master", f"{self.master}, {MASTERS[self.master][1]:g} bytes" if self.master else own),
+            ("moments", ", ".join([self.moments, *(f"{m} twice" for m in self.moment_residuals)])),
             ("compute", "as stored" if self.compute == "fp32" else f"torch.autocast to {self.compute}"),
             ("loss scale", str(self.loss_scale or "none")),
             *[(f"linear {rule.path!r}", _linear(rule.linear)) for rule in self.rules],

@@ -8,6 +8,7 @@ has no bfloat16: float32 is itself, bfloat16 is viewed as uint16, float16 as int
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,12 @@ from numba import types
 from torch import Tensor
 
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, bf16_of, bits_of, lanes, nearest_as
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, bf16_of, bits_of, lanes, nearest_as, nearest_bf16
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
 
 
 _VIEWS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+_PLAIN = {**_VIEWS, torch.int16: torch.uint16}  # int16 holds the lower halves of split weights
 
 
 @dataclass(frozen=True)
@@ -44,44 +46,54 @@ class AdamScalars:
     eps: float
 
 
+_KEPT = {"none": None, "fp32": "master", "split": "low", "kahan": "compensation", "collage": "residual"}
+
+
 def supports(
-    weight: Tensor, master: Tensor | None, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rounding: str
+    weight: Tensor, master: str, kept: Mapping[str, Tensor], grad: Tensor, moments: Mapping[str, Tensor], rounding: str
 ) -> bool:
     """Whether `run` can do this update: dense contiguous CPU tensors, rounding to nearest (bf16: stochastic too)."""
-    tensors = [weight, grad, exp_avg, exp_avg_sq, *([master] if master is not None else [])]
+    tensors = [weight, grad, *kept.values(), *moments.values()]
     return (
-        all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in tensors)
-        and all(t.layout == torch.strided and t.is_contiguous() and t.dtype in _VIEWS for t in tensors)
-        and exp_avg.dtype == exp_avg_sq.dtype
+        master in _KEPT
+        and all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in tensors)
+        and all(t.layout == torch.strided and t.is_contiguous() for t in tensors)
+        and all(t.dtype in _VIEWS for t in (weight, grad, *moments.values()))
+        and set(moments) <= {"exp_avg", "exp_avg_sq", "exp_avg_sq_residual"}
         and (rounding == "nearest_even" or (rounding == "stochastic" and weight.dtype == torch.bfloat16))
     )
 
 
 def run(
     weight: Tensor,
-    master: Tensor | None,
+    master: str,
+    kept: Mapping[str, Tensor],
     grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    moments: Mapping[str, Tensor],
     scalars: AdamScalars,
     seed: int | None,
 ) -> None:
-    """Update `weight`, `master` (where there is one) and both moments in place.
+    """Update the weight, what its master keeps, and the moments in place.
 
     `seed` keys the noise of stochastic rounding (`quant.noise_bits`); None rounds the weight to nearest-even.
     """
-    arrays = [None if t is None else _array(t) for t in (weight, master, grad, exp_avg, exp_avg_sq)]
+    beside = [_array(kept[name]) if name in kept else None for name in _KEPT.values() if name]
+    second = moments.get("exp_avg_sq_residual")
     numbers = [np.float32(getattr(scalars, name)) for name in _SCALARS]
     numbers[2:2] = [np.float32(1 - scalars.beta1)]
     numbers[4:4] = [np.float32(1 - scalars.beta2)]
-    _step(weight.numel(), *arrays, *numbers, seed_keys(seed))
+    arrays = [_array(t) for t in (grad, moments["exp_avg"], moments["exp_avg_sq"])]
+    _step(
+        weight.numel(), _array(weight), tuple(beside), *arrays, None if second is None else _array(second),
+        *numbers, seed_keys(seed),
+    )  # fmt: skip
 
 
 _SCALARS = ("grad_scale", "beta1", "beta2", "l2", "keep", "step_size", "rescale", "eps")
 
 
 def _array(tensor: Tensor) -> Any:
-    return tensor.detach().view(-1).view(_VIEWS[tensor.dtype]).numpy()
+    return tensor.detach().view(-1).view(_PLAIN[tensor.dtype]).numpy()
 
 
 # ---- lanes -----------------------------------------------------------------------------------------------------
@@ -107,45 +119,99 @@ def _encode_stochastic(value, index, keys):
     return bf16_of(bits, infinite.pick(bits, bits + (noise(keys, index) >> 16)))
 
 
+@lanes(types.float32)
+def _bf16(value):
+    """A float32 rounded to the nearest bfloat16, in float32."""
+    return (nearest_bf16(value.bits()).to(32) << 16).float()
+
+
+@lanes(types.float32)
+def _join(high, low):
+    """The float32 of a rounded upper half and the signed rest (`optim.masters.split`)."""
+    return ((high.to(32) << 16) + (low.to(32) << 16).shift_signed(16)).float()
+
+
+@lanes(types.uint16)
+def _upper(value):
+    """The upper half of a float32's bits, rounded to nearest with ties away."""
+    return ((value.bits() + 0x8000) >> 16).to(16)
+
+
+@lanes(types.uint16)
+def _lower(value):
+    return value.bits().to(16)
+
+
 # ---- the update ------------------------------------------------------------------------------------------------
 
 
 @inner
 def _update(
-    weight, master, grad, exp_avg, exp_avg_sq,
+    weight, master, low, compensation, residual, grad, exp_avg, exp_avg_sq, exp_avg_sq_residual,
     grad_scale, beta1, rest1, beta2, rest2, l2, keep, step_size, rescale, eps,
     keys,
 ):  # fmt: skip
-    """One chunk. numba drops the branches on `master` and `keys` when it compiles."""
+    """One chunk. numba drops the branches on what is None when it compiles."""
     for i in range(weight.size):
-        w = _decode(weight[i]) if master is None else master[i]
+        if master is not None:
+            full = master[i]
+        elif low is not None:
+            full = _join(weight[i], low[i])
+        else:
+            full = _decode(weight[i])
+            if residual is not None:
+                full = full + _decode(residual[i])
         g = _decode(grad[i]) * grad_scale
         if l2 != 0:
-            g = g + w * l2
+            g = g + full * l2
         m = _decode(exp_avg[i]) * beta1 + g * rest1
-        v = _decode(exp_avg_sq[i]) * beta2 + g * g * rest2
-        w = w * keep - m / (math.sqrt(v) * rescale + eps) * step_size
+        v = _decode(exp_avg_sq[i])
+        if exp_avg_sq_residual is not None:
+            v = v + _decode(exp_avg_sq_residual[i])
+        v = v * beta2 + g * g * rest2
+        w = full * keep - m / (math.sqrt(v) * rescale + eps) * step_size
         exp_avg[i] = _encode(m, exp_avg[i])
         exp_avg_sq[i] = _encode(v, exp_avg_sq[i])
-        if master is not None:
-            master[i] = w
-        if keys is None:
-            weight[i] = _encode(w, weight[i])
+        if exp_avg_sq_residual is not None:
+            exp_avg_sq_residual[i] = _encode(v - _decode(exp_avg_sq[i]), exp_avg_sq_residual[i])
+        if low is not None:
+            low[i] = _lower(w)
+            weight[i] = _upper(w)
+        elif compensation is not None:
+            c = _bf16(_decode(compensation[i]) + _bf16(w - full))
+            moved = _bf16(full + c)
+            compensation[i] = _encode(c + _bf16(full - moved), compensation[i])
+            weight[i] = _encode(moved, weight[i])
+        elif residual is not None:
+            high = _decode(weight[i])
+            u = _bf16(w - full)
+            total = _bf16(high + u)
+            rest = _bf16(_decode(residual[i]) + _bf16(u - _bf16(total - high)))
+            grown = _bf16(total + rest)
+            residual[i] = _encode(rest - _bf16(grown - total), residual[i])
+            weight[i] = _encode(grown, weight[i])
         else:
-            weight[i] = _encode_stochastic(w, i, keys)
+            if master is not None:
+                master[i] = w
+            if keys is None:
+                weight[i] = _encode(w, weight[i])
+            else:
+                weight[i] = _encode_stochastic(w, i, keys)
 
 
 @Kernel
 def _step(
-    weight, master, grad, exp_avg, exp_avg_sq,
+    weight, kept, grad, exp_avg, exp_avg_sq, exp_avg_sq_residual,
     grad_scale, beta1, rest1, beta2, rest2, l2, keep, step_size, rescale, eps,
     seed,
 ):  # fmt: skip
+    master, low, compensation, residual = kept
     for chunk in numba.prange((weight.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, weight.size)
         _update(
-            weight[a:b], piece(master, a, b), grad[a:b], exp_avg[a:b], exp_avg_sq[a:b],
+            weight[a:b], piece(master, a, b), piece(low, a, b), piece(compensation, a, b), piece(residual, a, b),
+            grad[a:b], exp_avg[a:b], exp_avg_sq[a:b], piece(exp_avg_sq_residual, a, b),
             grad_scale, beta1, rest1, beta2, rest2, l2, keep, step_size, rescale, eps,
             chunk_keys(seed, chunk),
         )  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.cpu import adam as kernel
+from halfstep.optim.masters import Kept, Master, Own
 from halfstep.optim.rules.base import Group, Moments, UpdateRule
 
 
@@ -60,20 +61,19 @@ def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bo
 
     def fused(
         weight: Tensor,
-        master: Tensor | None,
+        master: Master,
+        kept: Kept,
         grad: Tensor,
         moments: Moments,
         step: int,
         group: Group,
         grad_scale: float,
-        rounding: str,
-        seed: int | None,
     ) -> bool:
-        first, second = moments["exp_avg"], moments["exp_avg_sq"]
-        if not kernel.supports(weight, master, grad, first, second, rounding):
+        rounding, seed = (master.rounding, master.seed) if isinstance(master, Own) else ("nearest_even", None)
+        if not kernel.supports(weight, master.name, kept, grad, moments, rounding):
             return False
         numbers = scalars(step, group, grad_scale, is_decoupled(group))
-        kernel.run(weight, master, grad, first, second, numbers, seed)
+        kernel.run(weight, master.name, kept, grad, moments, numbers, seed)
         return True
 
     return UpdateRule(name, torch_class, lambda group: ("exp_avg", "exp_avg_sq"), update, REFUSED, fused)

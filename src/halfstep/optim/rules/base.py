@@ -7,6 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from halfstep.optim.masters import Kept, Master
+
 
 Group = Mapping[str, Any]
 """A parameter group's options, as torch.optim names them."""
@@ -20,16 +22,15 @@ class Fused(Protocol):
     def __call__(
         self,
         weight: Tensor,
-        master: Tensor | None,
+        master: Master,
+        kept: Kept,
         grad: Tensor,
         moments: Moments,
         step: int,
         group: Group,
         grad_scale: float,
-        rounding: str,
-        seed: int | None,
     ) -> bool:
-        """Update weight, master and moments in place and say so, or touch nothing and return False."""
+        """Update weight, what the master keeps, and moments in place and say so, or touch nothing and return False."""
 
 
 def never(*_: Any, **__: Any) -> bool:

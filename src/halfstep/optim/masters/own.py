@@ -1,0 +1,35 @@
+"""The stored weight takes the update itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfstep.ops import round_to
+from halfstep.optim.masters.base import Kept, Master
+
+
+@dataclass(frozen=True)
+class Own(Master):
+    """Nothing is kept: the updated weight is rounded to its stored format, and what does not fit is lost."""
+
+    rounding: str = "nearest_even"
+    seed: int | None = None
+    """Keys the noise of stochastic rounding."""
+
+    def start(self, weight: Tensor, full: Tensor) -> Kept:
+        weight.copy_(full)
+        return {}
+
+    def read(self, weight: Tensor, kept: Kept) -> Tensor:
+        return weight.to(torch.float32, copy=True)
+
+    def write(self, weight: Tensor, kept: Kept, updated: Tensor) -> None:
+        if self.rounding != "nearest_even":
+            updated = round_to(updated, weight.dtype, self.rounding, overflow="ieee", generator=self.seed)
+        weight.copy_(updated)
+
+
+own = Own("none")

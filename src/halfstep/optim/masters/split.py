@@ -1,0 +1,42 @@
+"""The lower 16 bits of the float32 weight, kept apart: an exact master in half its bytes."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from halfstep.optim.masters.base import Kept, Master
+
+
+class Split(Master):
+    """2 bytes a parameter: float32 bits = (bfloat16 bits << 16) + low, with low in [-2^15, 2^15).
+
+    The bfloat16 half is therefore the float32 weight rounded to nearest with ties away from zero (to nearest-even, a
+    tie would leave 2^15 or -2^15 over, and 16 bits hold one of them).
+
+    Source: nothing is approximated: the two halves are the float32 number.
+    """
+
+    keeps: ClassVar = {"low": torch.int16}
+
+    def start(self, weight: Tensor, full: Tensor) -> Kept:
+        kept = {"low": torch.empty_like(weight, dtype=torch.int16)}
+        self.write(weight, kept, full)
+        return kept
+
+    def read(self, weight: Tensor, kept: Kept) -> Tensor:
+        return ((weight.view(torch.int16).int() << 16) + kept["low"].int()).view(torch.float32)
+
+    def write(self, weight: Tensor, kept: Kept, updated: Tensor) -> None:
+        bits = updated.float().contiguous().view(torch.int32)
+        high = bits + 0x8000 >> 16
+        kept["low"].copy_(bits - (high << 16))
+        weight.view(torch.int16).copy_(high)
+
+    def follow(self, weight: Tensor, kept: Kept) -> None:
+        """Nothing to drop: the low bits are at most half an ulp of whatever weight they stand beside."""
+
+
+split = Split("split")
