@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -95,8 +96,7 @@ _WHOLE = formats.Integer("whole", -(2**15) + 1, 2**15 - 1, source="steps from th
 
 def as_rows(x: Tensor) -> Tensor:
     """x as a contiguous matrix: its last dimension, and all others flattened to rows."""
-    columns = x.shape[-1] if x.dim() else 1
-    return x.contiguous().view(x.numel() // columns if columns else 0, columns)
+    return x.contiguous().view(prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
 
 
 def get_quantizer(
