@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from functools import cache
-from math import log10, sqrt
-from statistics import NormalDist
+from math import log10
 from typing import Any
 
+from halfstep.cli.formats_error import SIGMAS, normal_error, scaled_error
 from halfstep.cli.formats_number import exact_text, value_text
 from halfstep.cli.formats_sketch import binades, density, per_binade
 from halfstep.cli.formats_table import kind, layout, parameters, specials
 from halfstep.cli.formats_text import labelled, width
 from halfstep.formats import Float, Format
-from halfstep.formats.exact import boundary
 from halfstep.formats.line import Line, line
 
 
-SAMPLES = 4096
-"""Quantiles of the standard normal distribution that the rounding error is taken over."""
 EXAMPLES = 4
 
 
@@ -35,7 +31,8 @@ def as_data(a: Format, b: Format) -> dict[str, Any]:
         "only_in_b": {"count": len(line(b).numbers) - common(a, b), "examples": examples(b, a)},
         "first_binade": exponents.start,
         "per_binade": [per_binade(a, exponents), per_binade(b, exponents)],
-        "error_on_normal": {"as_it_is": [normal_error(a), normal_error(b)], "scaled": [scaled(a), scaled(b)]},
+        "normal_error": [normal_error(a), normal_error(b)],
+        "scaled_normal_error": [scaled_error(a), scaled_error(b)],
     }
 
 
@@ -96,30 +93,6 @@ def examples(a: Format, b: Format) -> list[float]:
     return [value for value in found if not _holds(line(b), value)][:EXAMPLES]
 
 
-@cache
-def normal_error(format: Format, scale: float = 1.0) -> float:
-    """RMS of the rounding error of scale * x over that of scale * x, for x at the quantiles of N(0, 1)."""
-    values, errors, squares = line(format), 0.0, 0.0
-    for i in range(SAMPLES):
-        x = NormalDist().inv_cdf((i + 0.5) / SAMPLES) * scale
-        errors += (_nearest(x, values, format) - x) ** 2
-        squares += x * x
-    return sqrt(errors / squares)
-
-
-def scaled(format: Format) -> float:
-    """`normal_error` with the largest of the numbers scaled to the format's largest value (absmax)."""
-    return normal_error(format, format.max / NormalDist().inv_cdf(1 - 0.5 / SAMPLES))
-
-
-def _nearest(x: float, values: Line, format: Format) -> float:
-    number = values.at_most(x)
-    if number < values.numbers.start or number == values.numbers[-1]:
-        return format.min if number < values.numbers.start else format.max
-    low, high = values.value(number), values.value(number + 1)
-    return high if x > boundary(Fraction(low), Fraction(high), format) else low
-
-
 def _holds(values: Line, x: Fraction | float) -> bool:
     number = values.at_most(x)
     return number in values.numbers and values.value(number) == x
@@ -133,6 +106,7 @@ def _common_binades(a: Format, b: Format) -> range:
 def _side_by_side(a: Format, b: Format) -> str:
     def column(format: Format) -> list[str]:
         least = value_text(format.min_normal) if isinstance(format, Float) else "-"
+        fitted = scaled_error(format)
         return [
             format.name,
             kind(format),
@@ -146,11 +120,11 @@ def _side_by_side(a: Format, b: Format) -> str:
             specials(format),
             str(len(line(format).numbers)),
             f"{normal_error(format):.4g}",
-            f"{scaled(format):.4g}",
+            "-" if fitted is None else f"{fitted:.4g}",
         ]
 
     labels = ["", "kind", "fields", "bits", "largest", "least normal", "least positive", "decades", "eps", "beyond"]
-    labels += ["finite values", "error on N(0,1)", "  scaled to fit"]
+    labels += ["finite values", "error on N(0,1)", f"  max at {SIGMAS:g} sigma"]
     left, right = column(a), column(b)
     wide = max(map(len, left)) + 2
     return "\n".join(
