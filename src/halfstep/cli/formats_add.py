@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from math import isfinite
+from math import copysign, isfinite
 from typing import Any
 
 from halfstep.cli.formats_number import exact_text, short_text
@@ -64,9 +64,9 @@ def work_out(format: Format, a: Fraction | float, b: Fraction | float) -> Work:
                 f"{exact_text(x)} is not within {format.name}, whose largest value is {exact_text(format.max)}; "
                 "add takes finite numbers"
             )
-    a_value, b_value = (operand.value or 0.0 for operand in operands)
-    total = Fraction(a_value) + Fraction(b_value)
-    signed = total or a_value + b_value  # a sum of zeros has a sign that no fraction keeps
+    total = sum(map(_value, operands), Fraction(0))
+    both_negative = all(operand.value is not None and copysign(1, operand.value) < 0 for operand in operands)
+    signed = total if total or not both_negative else -0.0  # a fraction has no -0
     return Work(format, operands[0], operands[1], total, round_exactly(signed, format, overflow="ieee"))
 
 

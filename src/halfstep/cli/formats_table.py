@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -58,7 +59,7 @@ def _show_what_fits(
     kept = [i for i, c in enumerate(columns) if c in sizes]
     show_table([columns[i] for i in kept], [[row[i] for i in kept] for row in rows], right)
     if dropped:
-        typer.echo(f"({', '.join(dropped)}: in a wider terminal, or with --json)")
+        typer.echo(textwrap.fill(f"({', '.join(dropped)}: in a wider terminal, or with --json)", width()))
 
 
 def kind(format: Format) -> str:
