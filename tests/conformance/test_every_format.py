@@ -1,4 +1,5 @@
-"""What holds of every format, stated as properties of round_to, encode and decode: a new format is tested by being named.
+"""What holds of every format, stated as properties of round_to, encode and decode: a new format is tested by being
+named.
 
 The neighbours of a number are what rounding down and up give; only what a format says of itself is read besides.
 """
