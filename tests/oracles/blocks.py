@@ -1,8 +1,8 @@
 """Every block format from its definition: scales tile by tile in Python, elements by the oracle of their format.
 
-Nothing here reads halfstep. A scale rule is written as in its source, in fractions where it is exact and in numpy's
-float32 (each operation rounded once) where the definition is in float32. Input is a matrix, float32 or float64; a
-quotient that is not exact is taken in the input's own type.
+Nothing here reads halfstep. A scale rule is written as in its source, in fractions where it is exact, in numpy's float32
+(each operation rounded once) where the definition is. Input is a matrix, float32 or float64; a quotient that
+is not exact is taken in the input's own type.
 """
 
 import math
@@ -217,7 +217,7 @@ def _affine(x: np.ndarray, tile: tuple[int, int], format: formats.Listed, rule: 
 
 
 def _two_level(x: np.ndarray, tile: tuple[int, int], format: formats.Listed, rule: str) -> Expected:
-    """NVFP4: a float32 scale for the tensor, e4m3fn ones for blocks; with a choice of 4 or 6 for a block's maximum."""
+    """NVFP4: a float32 scale for the tensor, e4m3fn ones for blocks; their maximum goes to 6, or to 4 or 6."""
     amax = amaxes(x, tile)
     room = 448 if rule == "two_level" else 256
     largest = np.nan_to_num(amax).max() if amax.size else x.dtype.type(0)
