@@ -107,7 +107,8 @@ def round_exactly(
     chosen = above if rises else below
     end = format.max if x > 0 else format.min
     if certain and chosen.code is not None:
-        past = any(n.code is None and abs(Fraction(x)) >= abs(n.value) for n in (below, above))  # a directed mode
+        # A directed mode may keep the largest value where the exact one rounds beyond it: overflow all the same.
+        past = any(n.code is None and abs(Fraction(x)) >= abs(n.value) for n in (below, above))
         return _landed(replace(between, overflow=past), chosen.value, format)
     if certain or (None in (below.code, above.code) and _saturates(format, overflow)):
         return _beyond(replace(between, overflow=True), end, format, overflow)
