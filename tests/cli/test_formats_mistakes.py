@@ -60,7 +60,7 @@ def test_a_picture_is_written_over_the_last_one(run, tmp_path, name):
 
 
 def test_a_picture_without_matplotlib_says_how_to_get_it(run, monkeypatch, tmp_path):
-    monkeypatch.setattr("halfstep.cli.formats_plot.find_spec", lambda name: None)
+    monkeypatch.setattr("halfstep.cli.formats.plot.find_spec", lambda name: None)
     code, _, err = run("formats", "show", "fp4", "--plot", str(tmp_path / "x.png"))
     assert code == 2
     assert "pip install 'halfstep[lab]'" in err
