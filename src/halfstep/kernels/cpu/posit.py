@@ -1,6 +1,6 @@
 """Rounding to the nearest posit, as values or as codes, at the speed of floats.
 
-The exponent and the significand of a float32, less the bias, are one signed number d whose upper bits are the regime and
+The exponent and significand of a float32, less the bias, are one signed number d whose upper bits are the regime and
 whose lower bits are a posit's exponent and fraction: adding half of the bit at the cut, and cutting, rounds on the bit
 string. Where the cut is depends on the regime alone.
 """
