@@ -29,9 +29,9 @@ def _named() -> dict[str, Recipe]:
 def list_recipes() -> list[str]:
     """The names of the recipes that come with halfstep: fp32 first, then by bytes per parameter, most first."""
 
-    def order(name: str) -> tuple[float, float, float, str]:
+    def order(name: str) -> tuple[bool, float, float, float, str]:
         size = _named()[name].bytes_per_parameter()
-        return -size.total, -size.weights, size.transient, name
+        return name != "fp32", -size.total, -size.weights, size.transient, name
 
     return sorted(_named(), key=order)
 
