@@ -207,7 +207,7 @@ def _trace(builder: Any, name: str, numba_type: Any, value: Any) -> Any:
     if isinstance(numba_type, types.NoneType):
         return None
     if isinstance(numba_type, types.BaseTuple):
-        return [_trace(builder, "", t, builder.extract_value(value, i)) for i, t in enumerate(numba_type)]
+        return [_trace(builder, "", t, builder.extract_value(value, i)) for i, t in enumerate(list(numba_type))]  # type: ignore
     return Lane(builder, value, numba_type)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numba import types
 
 from halfstep.formats import Float, Format, Integer, ocp
-from halfstep.kernels.cpu import coding, elements
+from halfstep.kernels.cpu import coding
 from halfstep.kernels.cpu.coding import Coding, Decoding
 from halfstep.kernels.cpu.compiled import inner
 from halfstep.kernels.cpu.elements import Rounding, Scalars
@@ -25,7 +25,7 @@ POWER_RULES = ("floor", "ceil", "even", "rceil")
 def power_scalars(element: Format, rule: str) -> Scalars:
     """What `power_byte` needs: `quant.scaling.power_of_two`'s rules, as what is added to the bits of the maximum."""
     fraction, exponent = frexp(element.max)
-    bits = element.mantissa_bits if isinstance(element, Float) else element.fraction_bits  # type: ignore[attr-defined]
+    bits = element.mantissa_bits if isinstance(element, Float) else element.fraction_bits
     added = {
         "floor": 0,
         "ceil": (1 << 23) - 1,
@@ -74,7 +74,7 @@ def _halving(x, out):
 
 @inner
 def block_maxima(x, levels, one, two):
-    """The bits of the largest magnitude of each 2^levels elements, in the front of a buffer. NaN counts as above infinity.
+    """The bits of the largest magnitude of each 2^levels elements, in the front of a buffer. NaN is above infinity.
 
     A tree of pairwise maxima: each level is one flat loop, which vectorises; a maximum across a register does not.
     `one` and `two` are buffers for half of x.
@@ -138,5 +138,3 @@ def two_level_multiplier(code, tensor_scale, decoding):
 def larger_finite(worst, amax):
     """The larger of two magnitudes' bits, the second left out where it is not finite."""
     return (amax >= INFINITY).pick(worst, worst.max(amax))
-
-
