@@ -1,7 +1,7 @@
-"""Blocks of a row that share a scale, to packed codes and scales or to values, in one pass: `quant.Quantizer`, bit for bit.
+"""Blocks of a row that share a scale, to packed codes and scales or to values: `quant.Quantizer`, bit for bit.
 
-Chunk by chunk: block maxima, scales, then every element over its scale, rounded. Only NVFP4 reads its tensor twice, as the
-scale of the whole comes first.
+One pass, chunk by chunk: block maxima, scales, then every element over its scale, rounded. Only NVFP4 reads its tensor
+twice, as the scale of the whole comes first.
 """
 
 from __future__ import annotations

@@ -63,25 +63,15 @@ def _meaning(format: Format) -> Any:
     return coding.table(format, torch.float32).numpy()
 
 
-@lanes(types.float32)
-def _decoded(code, meaning):
+@lanes("like")
+def _restored(code, scale, meaning, like):
     wide = code.to(32)
     if len(meaning) == 2:
         shift, step = meaning
-        return (wide << shift).shift_signed(shift).value_as_float() * step.float()
-    return coding.decoded(wide, Decoding(*meaning)).float()
-
-
-def _value(code, meaning):
-    """The value of a code, in kernels."""
-    raise NotImplementedError
-
-
-@overload(_value)
-def _value_overload(code, meaning):
-    if isinstance(meaning, types.Array):
-        return lambda code, meaning: meaning[code & 15]
-    return lambda code, meaning: _decoded(code, meaning)
+        value = (wide << shift).shift_signed(shift).value_as_float() * step.float()
+    else:
+        value = coding.decoded(wide, Decoding(*meaning)).float()
+    return nearest_as(blocks._scaled(value, scale, like), like)
 
 
 @lanes("like")
@@ -90,14 +80,37 @@ def _scaled(value, scale, like):
 
 
 @inner
-def _blocks(codes, scale, levels, out, meaning):
+def _numbers_piece(codes, scale, levels, out, meaning):
+    block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises
+    for b in range(scale.size):
+        s = scale[b]
+        start = b * block
+        for i in range(block):
+            j = start + i
+            out[j] = _restored(codes[j], s, meaning, out[j])
+
+
+@inner
+def _table_piece(codes, scale, levels, out, table):
     block = 1 << len(levels)
     for b in range(scale.size):
         s = scale[b]
         start = b * block
         for i in range(block):
             j = start + i
-            out[j] = _scaled(_value(codes[j], meaning), s, out[j])
+            out[j] = _scaled(table[codes[j] & 15], s, out[j])
+
+
+def _blocks(codes, scale, levels, out, meaning):
+    """The values of a chunk's blocks, in kernels."""
+    raise NotImplementedError
+
+
+@overload(_blocks)
+def _blocks_overload(codes, scale, levels, out, meaning):
+    if isinstance(meaning, types.Array):
+        return lambda codes, scale, levels, out, meaning: _table_piece(codes, scale, levels, out, meaning)
+    return lambda codes, scale, levels, out, meaning: _numbers_piece(codes, scale, levels, out, meaning)
 
 
 @Kernel
