@@ -31,6 +31,7 @@ BYTES = {
     "bf16-collage-plus": (2, 2, 2, 6, 0),
     "bf16-truncate": (4, 4, 0, 8, 2),
     "fp16-static": (4, 4, 0, 8, 2),
+    "fp16-lists": (4, 4, 0, 8, 2),
     "fp16-pure": (2, 2, 0, 4, 0),
 }
 every_recipe = pytest.mark.parametrize("name", RECIPES)
