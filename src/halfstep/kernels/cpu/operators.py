@@ -1,7 +1,7 @@
 """The kernels as torch operators: under `torch.compile` each is one opaque node that writes to `out`.
 
 Formats travel by name, so `named` must hold. An operator takes the kernel that supports the call, else the reference;
-what is asked of the tensors' memory is asked when it runs, not while it is traced. Outside of `torch.compile` calling the
+what is asked of the tensors' memory is asked when it runs, not while it is traced. Outside of `torch.compile` the
 kernels' own `run` is quicker.
 """
 
