@@ -4,7 +4,7 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install dev demo test test-slow check lint docs bench clean
+.PHONY: install dev demo test test-slow check lint docs bench exhaustive clean
 
 install: $(VENV)/.lab
 dev: $(VENV)/.dev
@@ -18,7 +18,7 @@ demo: install
 	$(BIN)/halfstep compare
 
 test: dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --dist worksteal
 
 test-slow: dev
 	$(BIN)/python -m pytest -m slow
@@ -34,6 +34,9 @@ docs: install
 	$(BIN)/halfstep kb validate
 	mkdir -p docs/_build
 	$(BIN)/halfstep kb export --format html --output docs/_build/knowledge_base.html
+
+exhaustive: dev
+	$(BIN)/python tests/exhaustive/float32.py
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/step.py --keep

@@ -23,6 +23,9 @@ def heavy_after(code):
         "import halfstep; halfstep.formats.get('bf16'); dir(halfstep); halfstep.__version__",
         COMMAND.format(["halfstep", "formats"]),
         COMMAND.format(["halfstep", "formats", "--json"]),
+        COMMAND.format(["halfstep", "formats", "show", "posit32_2", "--value", "0.1"]),
+        COMMAND.format(["halfstep", "formats", "compare", "bf16", "e4m3fn"]),
+        COMMAND.format(["halfstep", "formats", "add", "bf16", "1", "-0.001"]),
         COMMAND.format(["halfstep", "--help"]),
     ],
 )

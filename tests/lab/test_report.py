@@ -20,7 +20,7 @@ from halfstep.lab.report.results import load
 from halfstep.lab.verdict import rule
 
 
-PLOTS = {"loss", "gap", "speed", "memory", "loss-scale", "gradient-exponents", "zeroed"}
+PLOTS = {"metric", "loss", "gap", "speed", "memory", "loss-scale", "gradient-exponents", "zeroed"}
 VOID = {"meta", "img", "link", "br", "hr", "input"}
 
 
@@ -85,7 +85,7 @@ def test_the_summary_holds_what_was_judged(usual):
     folder, _ = usual
     summary = json.loads((folder.path / "summary.json").read_text())
     assert summary == load(folder).summary()
-    assert set(summary) == {"experiment", "rule", "band", "verdicts"}
+    assert set(summary) == {"experiment", "rule", "metric", "band", "verdicts"}
     assert (summary["experiment"], summary["rule"], summary["band"]["seeds"]) == ("usual", rule(), 3)
     found = {v["recipe"]: v["status"] for v in summary["verdicts"]}
     assert list(found) == list(USUAL)

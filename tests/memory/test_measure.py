@@ -44,7 +44,7 @@ TABLE = {
     "fp32": 16, "bf16-mixed": 16, "fp16-mixed": 16, "fp16-mixed-unscaled": 16, "bf16-master": 16, "fp16-master": 16,
     "bf16-nomaster": 12, "bf16-stochastic": 12, "bf16-pure": 8, "fp16-pure": 8, "bf16-fp32grad": 14,
     "bf16-megatron": 18, "bf16-split": 14, "bf16-kahan": 14, "bf16-collage-light": 10, "bf16-collage-plus": 12,
-    "bf16-truncate": 16, "fp16-static": 16,
+    "bf16-truncate": 16, "fp16-static": 16, "fp16-lists": 16,
 }  # fmt: skip
 
 

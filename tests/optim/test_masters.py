@@ -1,6 +1,7 @@
 """Masters of every kind: exact where they say so, close where they approximate, fused equal to the reference."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def test_split_is_bitwise_an_fp32_master():
     plain = halfstep.optim.LowBit(
         [{**adamw(mlp()).param_groups[0], "params": [torch.nn.Parameter(f) for f in full]}],
         optimizer.rule,
-        copy.replace(optimizer.storage, master=get_master(None)) if hasattr(copy, "replace") else optimizer.storage,
+        replace(optimizer.storage, master=get_master(None)),
         0,
     )
     masters = plain.param_groups[0]["params"]

@@ -62,7 +62,7 @@ def test_a_torch_optimizers_state_loads(name, build):
         for moment in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
             if moment in torchs.state[q]:
                 assert_same(optimizer.state[p][moment], torchs.state[q][moment].to(optimizer.storage.moments))
-        assert ("master" in optimizer.state[p]) == optimizer.storage.master
+        assert optimizer.storage.master.keeps.keys() <= optimizer.state[p].keys()
     train(model, optimizer, scaler, 1)
     expected = torchs.state[q].get("step", torch.tensor(1.0)) + 1
     assert optimizer.state[p]["step"] == expected or scaler.skipped_steps

@@ -1,9 +1,11 @@
 """Inputs that numbers go wrong on: every 16-bit value, and the surroundings of every boundary of a format."""
 
+import math
+
 import numpy as np
 import torch
 
-from oracles.rounding import around
+from oracles import formats as oracle
 
 
 def every_16_bit_value(dtype: torch.dtype) -> torch.Tensor:
@@ -11,24 +13,63 @@ def every_16_bit_value(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
-def boundaries(format, dtype: type) -> list[float]:
-    """Values, midpoints, overflow thresholds and subnormal edges of a format, each with its neighbours in `dtype`."""
-    ulp = 2.0 ** (format.max_exponent - format.mantissa_bits)
-    tiny, gap = format.min_subnormal, format.eps
-    points = [0.0, 1.0, 1 + gap / 2, 1 + gap, 1 + 1.5 * gap, 2 - gap / 2, 3.0, 3.0 + gap]
-    points += [k * tiny / 2 for k in range(1, 8)] + [tiny / 4]
-    points += [format.min_normal, format.min_normal - tiny, format.min_normal - tiny / 2, format.min_normal + tiny / 2]
-    points += [format.max, format.max - ulp / 2, format.max - ulp, np.inf, np.nan]
-    if format.max < 1e38:
-        points += [format.max + ulp / 2, format.max + ulp, 2 * format.max, 1e6]
-    elif dtype is np.float64:
-        points += [format.max + ulp / 2, format.max + ulp, 2 * format.max, 1e300]
+def around(points: np.ndarray, dtype: type) -> np.ndarray:
+    """Numbers in a numpy dtype with their two neighbours there, of both signs."""
+    with np.errstate(over="ignore", under="ignore"):
+        middle = np.asarray(points, np.float64).astype(dtype)
+        near = [middle, np.nextafter(middle, dtype(math.inf)), np.nextafter(middle, dtype(-math.inf))]
+    return np.unique(np.concatenate([s * v for v in near for s in (dtype(1), dtype(-1))]))
+
+
+def hard_inputs(name: str, dtype: type) -> np.ndarray:
+    """Every value and cut of a format (of a wide one: those at its ends and around 1), with neighbours; the specials.
+
+    Overflow thresholds, both zeros, the ends of the dtype, infinities and NaN are among them.
+    """
+    format = oracle.get(name)
+    if isinstance(format, oracle.Listed):
+        points = np.concatenate([format.values, format.cuts])
+        if format.overflow is not None:
+            over, ulp = float(format.overflow), float(format.overflow) - format.max
+            points = np.concatenate([points, [over, over - ulp / 2, 2 * over]])
+        else:
+            points = np.concatenate([points, format.max * np.array([1.01, 2.0]), [2 * format.values[1] - format.max]])
+    elif isinstance(format, oracle.Wide):
+        points = np.array(_ends_of_a_float(format))
     else:
-        points += [float(np.finfo(np.float32).max)]
-        if ulp > 2.0**104:
-            points += [format.max + ulp / 2]
-    with np.errstate(over="ignore"):
-        return [v for point in points for v in around(point, dtype)]
+        codes = [1, 2, 3, 2**29 - 1, 2**29, 2**30 - 1, 2**30, 2**30 + 1, 0x6A400000, 2**31 - 3, 2**31 - 2, 2**31 - 1]
+        words = [c for code in codes for c in (2 * code, 2 * code + 1)]  # with one bit more: the cuts too
+        points = np.array([float(oracle.posit_by_magnitude(c, format.bits + 1, format.es) or 0) for c in words])
+    info = np.finfo(dtype)
+    ends = [info.max, info.smallest_subnormal, info.smallest_normal, 1e6, math.pi]
+    near = around(np.concatenate([points, np.array(ends, np.float64)]), dtype)
+    return np.concatenate([near, np.array([0.0, -0.0, math.inf, -math.inf, math.nan], dtype)])
+
+
+def _ends_of_a_float(format: oracle.Wide) -> list[float]:
+    tiny = 2.0 ** (1 - format.bias - format.mantissa_bits)
+    normal, gap = 2.0 ** (1 - format.bias), 2.0**-format.mantissa_bits
+    ulp = format.max * gap / 2 / (1 - gap / 2)
+    points = [1 + k * gap / 2 for k in range(5)] + [1 - gap / 2, 1 - gap / 4, 2 - gap / 2, 3.0, 3 + gap]
+    points += [k * tiny / 2 for k in range(1, 8)] + [
+        tiny / 4,
+        normal,
+        normal - tiny,
+        normal - tiny / 2,
+        normal + tiny / 2,
+    ]
+    return [*points, format.max, format.max - ulp / 2, format.max - ulp, format.max + ulp / 2, format.max + ulp]
+
+
+def largest_shared(name: str, dtype: torch.dtype) -> float:
+    """The largest value of a format that a torch dtype holds too."""
+    format, info = oracle.get(name), torch.finfo(dtype)
+    if isinstance(format, oracle.Listed):
+        values = format.values[format.values <= info.max]
+        held = torch.from_numpy(values).to(dtype).double().numpy()
+        return float(values[values == held][-1]) if (values == held).any() else format.max
+    bits = min(format.mantissa_bits if isinstance(format, oracle.Wide) else 27, round(-math.log2(info.eps)))
+    return format.max if info.max >= format.max else (2 - 2.0**-bits) * 2.0 ** (math.frexp(info.max)[1] - 1)
 
 
 def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:

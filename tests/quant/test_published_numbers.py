@@ -7,16 +7,109 @@ import pytest
 import torch
 
 from halfstep import round_to
+from halfstep.quant import Quantizer, Tile, get_quantizer
+from halfstep.quant.scaling import get_scaling
+
+
+def normal_numbers():
+    return torch.from_numpy(np.random.default_rng(0).standard_normal(65536).astype(np.float32))
+
+
+def relative(result, x):
+    return ((result.double() - x.double()).norm() / x.double().norm()).item()
+
+
+def blocks_of(format, columns):
+    return Quantizer(format=get_quantizer(format).format, tile=Tile(1, columns), scaling=get_scaling("absmax"))
 
 
 @pytest.mark.parametrize(
     ("format", "error"),
-    [("bf16", 1.6578e-3), ("fp16", 2.0683e-4), ("tf32", 2.0683e-4), ("e4m3fn", 2.6527e-2), ("e5m2", 5.2727e-2)],
+    [
+        ("bf16", 1.6578e-3),
+        ("fp16", 2.0683e-4),
+        ("tf32", 2.0683e-4),
+        ("e4m3fn", 2.6527e-2),
+        ("e5m2", 5.2727e-2),
+        ("float8_e4m3fnuz", 2.6527e-2),
+        ("e3m4", 1.3413e-2),
+    ],
 )
 def test_relative_rms_error_of_normal_numbers(format, error):
-    x = torch.from_numpy(np.random.default_rng(0).standard_normal(65536).astype(np.float32)).double()
-    found = ((round_to(x.float(), format).double() - x).norm() / x.norm()).item()
-    assert found == pytest.approx(error, rel=5e-5)
+    x = normal_numbers()
+    assert relative(round_to(x, format), x) == pytest.approx(error, rel=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("format", "error"),
+    [
+        ("posit8_0", 9.597e-3),
+        ("posit8_1", 1.3297e-2),
+        ("posit8_2", 2.6724e-2),
+        ("posit16_1", 5.212e-5),
+        ("posit16_2", 1.0479e-4),
+        ("posit32_2", 0.0),
+    ],
+)
+def test_relative_rms_error_of_posits(format, error):
+    x = normal_numbers()[:8192]
+    assert relative(round_to(x, format), x) == pytest.approx(error, rel=1e-4)
+
+
+BLOCKS = {
+    ("mxfp8_e4m3", "floor"): 2.9505e-2,
+    ("mxfp8_e4m3", "rceil"): 2.6527e-2,
+    ("mxfp8_e5m2", "floor"): 5.3945e-2,
+    ("mxfp6_e3m2", "floor"): 5.3946e-2,
+    ("mxfp6_e2m3", "floor"): 2.8388e-2,
+    ("mxfp4", "floor"): 1.15598e-1,
+    ("mxfp4", "rceil"): 1.15935e-1,
+    ("mxint8", "floor"): 8.2959e-3,
+    ("nvfp4", None): 9.4966e-2,
+    ("nf4", None): 9.2094e-2,
+    ("nf4", "double_absmax"): 9.2127e-2,
+    ("bnb_fp4", None): 1.21770e-1,
+    ("bnb_fp4", "double_absmax"): 1.21796e-1,
+    ("af4", None): 9.5703e-2,
+    ("int4_64", None): 1.08246e-1,
+    ("int8_tensor", None): 1.0794e-2,
+}
+
+
+def error_of(format, rule=None):
+    x = normal_numbers()
+    return relative(get_quantizer(format, scale=rule)(x), x)
+
+
+@pytest.mark.parametrize(("format", "rule"), BLOCKS)
+def test_relative_rms_error_of_block_formats(format, rule):
+    assert error_of(format, rule) == pytest.approx(BLOCKS[format, rule], rel=6e-5)
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "columns", "error"),
+    [
+        (blocks_of("nf4", 128), 65536, 9.5861e-2),
+        (blocks_of("nf4", 4096), 65536, 1.1164e-1),
+        (get_quantizer("int8_row"), 256, 6.9955e-3),
+        (blocks_of("e4m3fn", 0), 65536, 2.6347e-2),
+    ],
+    ids=["nf4 in 128", "nf4 in 4096", "int8 per row of 256", "e4m3fn scaled to 448"],
+)
+def test_relative_rms_error_of_other_tiles(quantizer, columns, error):
+    x = normal_numbers().view(-1, columns)
+    assert relative(quantizer(x), x) == pytest.approx(error, rel=6e-5)
+
+
+def test_order_of_the_4_bit_formats_on_normal_numbers():
+    order = ["nf4", "nvfp4", "af4", "int4_64", "mxfp4", "bnb_fp4"]
+    errors = [error_of(name) for name in order]
+    assert errors == sorted(errors)
+    assert error_of("nf4", "double_absmax") == pytest.approx(error_of("nf4"), rel=5e-4)
+
+
+def test_four_over_six_helps_on_normal_numbers():
+    assert error_of("nvfp4", "four_over_six") < error_of("nvfp4")
 
 
 @pytest.mark.parametrize(

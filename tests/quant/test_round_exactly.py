@@ -3,80 +3,120 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep import formats, round_to
-from oracles.numbers import boundaries, every_16_bit_value, same_bits
-from oracles.rounding import exact, largest_shared, on_grid
+from halfstep import formats
+from halfstep.quant import round_to
+from oracles import formats as oracle
+from oracles.numbers import every_16_bit_value, hard_inputs, largest_shared, same_bits
 
 
-FORMATS = [formats.get(name) for name in formats.names()]
-LISTED = [f for f in FORMATS if f.bits <= 16]
-every_format = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
-every_rounding = pytest.mark.parametrize("rounding", ["nearest_even", "nearest_away", "toward_zero"])
-every_overflow = pytest.mark.parametrize("overflow", ["saturate", "ieee"])
+every_listed = pytest.mark.parametrize("name", oracle.LISTED)
+every_wide = pytest.mark.parametrize("name", oracle.WIDE)
+every_format = pytest.mark.parametrize("name", oracle.NAMES)
+every_rounding = pytest.mark.parametrize("rounding", oracle.MODES)
+every_overflow = pytest.mark.parametrize("overflow", oracle.OVERFLOWS)
+half_precision = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+full_precision = pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
 
 
-@pytest.mark.parametrize("format", LISTED, ids=lambda f: f.name)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def expected(name, x, rounding, overflow):
+    return torch.from_numpy(oracle.get(name).round(x.double().numpy(), rounding, overflow))
+
+
+def test_every_named_format_has_an_oracle():
+    assert set(formats.names()) == set(oracle.NAMES)
+
+
+@every_listed
+@half_precision
+@every_overflow
+def test_every_16_bit_value(name, dtype, overflow):
+    x = every_16_bit_value(dtype)
+    for rounding in oracle.MODES:
+        same_bits(round_to(x, name, rounding, overflow, dtype=torch.float64), expected(name, x, rounding, overflow))
+
+
+@every_listed
+@half_precision
+@every_overflow
+def test_every_16_bit_value_in_its_own_dtype(name, dtype, overflow):
+    """What a 16-bit dtype does not hold of the format is rounded to the dtype; saturation ends at what both hold."""
+    x, end = every_16_bit_value(dtype), largest_shared(name, dtype)
+    for rounding in ("nearest_even", "up"):
+        exact = expected(name, x, rounding, overflow)
+        if overflow == "saturate":
+            exact = exact.clamp(-end, end)
+        same_bits(round_to(x, name, rounding, overflow), exact.to(dtype))
+
+
+@pytest.mark.parametrize("name", ["fp32", "tf32"])
+@half_precision
+@every_rounding
+def test_a_wide_format_holds_every_16_bit_value(name, dtype, rounding):
+    x = every_16_bit_value(dtype)
+    same_bits(round_to(x, name, rounding, "ieee"), x)
+    same_bits(round_to(x, name, rounding), x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max))
+
+
+@pytest.mark.parametrize("name", ["fp32", "tf32", "posit32_2"])
+@half_precision
 @every_rounding
 @every_overflow
-def test_every_16_bit_value(format, dtype, rounding, overflow):
-    x = every_16_bit_value(dtype)
-    largest = largest_shared(format.name, str(dtype).removeprefix("torch."))
-    expected = torch.from_numpy(on_grid(x.double().numpy(), format, rounding, overflow, largest))
-    same_bits(round_to(x, format, rounding, overflow), expected.to(dtype))
-
-
-@pytest.mark.parametrize("format", ["fp32", "tf32"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@every_rounding
-def test_a_wide_format_holds_every_16_bit_value(format, dtype, rounding):
-    x = every_16_bit_value(dtype)
-    same_bits(round_to(x, format, rounding, "ieee"), x)
-    same_bits(round_to(x, format, rounding), x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max))
+def test_some_16_bit_values_in_wide_formats(name, dtype, rounding, overflow):
+    x = every_16_bit_value(dtype)[::79]
+    same_bits(round_to(x, name, rounding, overflow, dtype=torch.float64), expected(name, x, rounding, overflow))
 
 
 @every_format
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@every_rounding
+@full_precision
 @every_overflow
-def test_boundaries(format, dtype, rounding, overflow):
-    x = boundaries(format, dtype)
-    expected = torch.tensor([exact(v, format, rounding, overflow) for v in x], dtype=torch.float64)
-    actual = round_to(torch.from_numpy(np.array(x, dtype)), format, rounding, overflow)
-    same_bits(actual, expected.to(actual.dtype))
+def test_boundaries(name, dtype, overflow):
+    """Every value and cut with its neighbours, the ends of format and dtype, signed zeros, infinities, NaN."""
+    x = torch.from_numpy(hard_inputs(name, dtype))
+    for rounding in oracle.MODES:
+        same_bits(round_to(x, name, rounding, overflow, dtype=torch.float64), expected(name, x, rounding, overflow))
 
 
 @every_format
-@every_rounding
-@given(x=st.floats(width=32))
-def test_any_float32(format, rounding, x):
-    expected = torch.tensor(exact(x, format, rounding, "ieee"), dtype=torch.float64).float()
-    same_bits(round_to(torch.tensor(x), format, rounding, "ieee"), expected)
+@settings(max_examples=12)
+@given(x=st.lists(st.floats(width=32), min_size=1, max_size=60))
+def test_any_float32(name, x):
+    x = torch.tensor(x)
+    for rounding in oracle.MODES:
+        same_bits(round_to(x, name, rounding, "ieee", dtype=torch.float64), expected(name, x, rounding, "ieee"))
 
 
 @every_format
-@given(x=st.floats())
-def test_any_float64_is_rounded_once(format, x):
-    wide = torch.tensor(x, dtype=torch.float64)
-    same_bits(round_to(wide, format), torch.tensor(exact(x, format, "nearest_even", "saturate"), dtype=torch.float64))
+@settings(max_examples=12)
+@given(x=st.lists(st.floats(), min_size=1, max_size=60))
+def test_any_float64_is_rounded_once(name, x):
+    x = torch.tensor(x, dtype=torch.float64)
+    for rounding in oracle.MODES:
+        same_bits(round_to(x, name, rounding), expected(name, x, rounding, "saturate"))
 
 
 @pytest.mark.parametrize(
-    ("x", "format", "expected"),
-    [(17 + 2.0**-30, "e4m3fn", 18.0), (257 * (1 + 2.0**-30), "bf16", 258.0), (2049 + 1e-9, "fp16", 2050.0)],
+    ("x", "format", "nearest"),
+    [
+        (17 + 2.0**-30, "e4m3fn", 18.0),
+        (257 * (1 + 2.0**-30), "bf16", 258.0),
+        (2049 + 1e-9, "fp16", 2050.0),
+        (2.5 + 2.0**-30, "e2m1fn", 3.0),
+        (1.0625 + 2.0**-30, "posit8_2", 1.125),
+        (2.5 + 2.0**-40, "int8", 3.0),
+    ],
 )
-def test_values_that_other_libraries_round_twice(x, format, expected):
+def test_values_that_other_libraries_round_twice(x, format, nearest):
     """Through float32 each of these lands on a tie, and then on the wrong side of it."""
     wide = torch.tensor(x, dtype=torch.float64)
-    assert round_to(wide, format).item() == expected
-    assert round_to(wide.float(), format).item() != expected
+    assert round_to(wide, format).item() == nearest
+    assert round_to(wide.float(), format).item() != nearest
 
 
 @pytest.mark.parametrize(
-    ("format", "x", "rounding", "overflow", "expected"),
+    ("format", "x", "rounding", "overflow", "result"),
     [
         ("e4m3fn", 464.0, "nearest_even", "ieee", 448.0),  # a tie, and 448 is the even one
         ("e4m3fn", 464.01, "nearest_even", "ieee", np.nan),
@@ -87,14 +127,60 @@ def test_values_that_other_libraries_round_twice(x, format, expected):
         ("e5m2", 61440.0, "nearest_even", "ieee", np.inf),  # a tie, and 57344 is odd
         ("e5m2", 61439.0, "nearest_even", "ieee", 57344.0),
         ("e5m2", 61440.0, "nearest_even", "saturate", 57344.0),
+        ("e5m2", np.inf, "nearest_even", "ieee", np.inf),
+        ("e5m2", np.inf, "nearest_even", "saturate", 57344.0),
+        ("float8_e4m3", 248.0, "nearest_even", "ieee", np.inf),
+        ("float8_e4m3fnuz", 247.9, "nearest_even", "ieee", 240.0),
+        ("float8_e4m3fnuz", 248.0, "nearest_even", "ieee", np.nan),
+        ("float8_e4m3fnuz", 1e6, "nearest_even", "saturate", 240.0),
+        ("float8_e4m3fnuz", np.inf, "nearest_even", "saturate", np.nan),  # the table of ONNX
+        ("float8_e5m2fnuz", 1e6, "nearest_even", "ieee", np.nan),
+        ("float8_e5m2fnuz", 1e6, "nearest_even", "saturate", 57344.0),
+        ("float8_e5m2fnuz", np.inf, "nearest_even", "ieee", np.nan),
+        ("float8_e4m3b11fnuz", 31.0, "nearest_even", "ieee", np.nan),
+        ("float6_e3m2fn", np.inf, "nearest_even", "ieee", 28.0),
+        ("float4_e2m1fn", 1e6, "nearest_even", "ieee", 6.0),
         ("fp16", 65519.0, "nearest_even", "ieee", 65504.0),
         ("fp16", 65520.0, "nearest_even", "ieee", np.inf),
         ("fp16", np.inf, "toward_zero", "ieee", np.inf),
+        ("int8", np.inf, "nearest_even", "ieee", 127.0),
+        ("posit8_2", 1e30, "nearest_even", "ieee", 2.0**24),
+        ("posit8_2", 1e-30, "nearest_even", "ieee", 2.0**-24),
+        ("posit8_2", np.inf, "nearest_even", "saturate", np.nan),
     ],
 )
-def test_overflow_is_decided_after_rounding(format, x, rounding, overflow, expected):
+def test_overflow_is_decided_after_rounding(format, x, rounding, overflow, result):
     for sign in (1, -1):
-        same_bits(round_to(torch.tensor(sign * x), format, rounding, overflow), torch.tensor(sign * expected))
+        same_bits(round_to(torch.tensor(sign * x), format, rounding, overflow), torch.tensor(sign * result))
+
+
+@every_format
+@every_overflow
+def test_nan_stays_nan_and_zero_keeps_its_sign_where_the_format_has_two(name, overflow):
+    x = torch.tensor([torch.nan, 0.0, -0.0])
+    for rounding in oracle.MODES:
+        result = round_to(x, name, rounding, overflow)
+        assert result[0].isnan()
+        if name == "float8_e8m0fnu":
+            assert result.isnan().all()
+        else:
+            two = name in oracle.FLOATS and oracle.FLOATS[name][3] != "minus zero"
+            same_bits(result[1:], torch.tensor([0.0, -0.0 if two else 0.0]))
+
+
+@pytest.mark.parametrize(
+    ("x", "exponent"),
+    [(1.5, 1), (3.0, 2), (1.4999, 0), (2.0**-127, -127), (2.0**-140, -127), (2.0**127, 127), (1.49 * 2.0**127, 127)],
+)
+def test_e8m0_is_the_nearest_power_of_two_and_ties_go_up(x, exponent):
+    assert round_to(torch.tensor(x, dtype=torch.float64), "e8m0", overflow="ieee").item() == 2.0**exponent
+    assert round_to(torch.tensor(-x, dtype=torch.float64), "e8m0").isnan()
+
+
+def test_e8m0_overflows_to_nan_or_saturates():
+    x = torch.tensor([1.5 * 2.0**127, torch.inf])
+    assert round_to(x, "e8m0", overflow="ieee").isnan().all()
+    assert (round_to(x, "e8m0") == 2.0**127).all()
 
 
 @pytest.mark.parametrize(

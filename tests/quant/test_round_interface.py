@@ -44,7 +44,33 @@ def test_out_is_written_and_returned(x):
     same_bits(x, expected)
 
 
-@pytest.mark.parametrize("out", [torch.empty(4), torch.empty(3, dtype=torch.float64), torch.empty(3, device="meta")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("source", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_values_are_written_in_the_dtype_asked_for(source, dtype):
+    """Rounded once onto the format; e4m3fn's values are exact in every dtype."""
+    x = torch.randn(3, 50).to(source)
+    expected = round_to(x.double(), "e4m3fn").to(dtype)
+    out = torch.empty(3, 50, dtype=dtype)
+    same_bits(round_to(x, "e4m3fn", dtype=dtype), expected)
+    assert round_to(x, "e4m3fn", out=out) is out
+    same_bits(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.bool])
+def test_values_come_in_wide_floats_only(dtype):
+    with pytest.raises(QuantizationError, match=f"values in {dtype} asked for; expected float64"):
+        round_to(torch.zeros(3), "e4m3fn", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.empty(4),
+        torch.empty(3, dtype=torch.int32),
+        torch.empty(3).to(torch.float8_e5m2),
+        torch.empty(3, device="meta"),
+    ],
+)
 def test_an_out_of_another_kind_is_refused(out):
     with pytest.raises(QuantizationError, match=r"out is .*; expected \(3,\) torch.float32 on cpu"):
         round_to(torch.zeros(3), "bf16", out=out)
@@ -60,7 +86,7 @@ def test_a_dtype_that_is_not_rounded_is_refused(dtype):
 
 def test_a_tensor_that_requires_grad_is_refused_and_the_next_step_named():
     x = torch.ones(3, requires_grad=True)
-    with pytest.raises(QuantizationError, match=r"requires grad.*detach\(\).*halfstep.ops.quantize"):
+    with pytest.raises(QuantizationError, match=r"requires grad.*detach\(\).*halfstep.ops.fake_quantize"):
         round_to(x, "bf16")
     with torch.no_grad():
         same_bits(round_to(x, "bf16"), torch.ones(3))

@@ -1,4 +1,4 @@
-"""round_to beside gfloat, ml_dtypes, numpy and torch's casts; where one differs, the difference is stated."""
+"""round_to, encode and decode beside gfloat, ml_dtypes, numpy and torch's casts; where one differs, a test says so."""
 
 import gfloat
 import gfloat.formats as gf
@@ -8,8 +8,9 @@ import pytest
 import torch
 from gfloat import RoundMode
 
-from halfstep import formats, round_to
-from oracles.numbers import boundaries, every_16_bit_value, same_bits
+from halfstep import formats
+from halfstep.quant import decode, encode, round_to
+from oracles.numbers import every_16_bit_value, hard_inputs, same_bits
 
 
 GFLOAT = {
@@ -18,43 +19,120 @@ GFLOAT = {
     "bf16": gf.format_info_bfloat16,
     "float8_e4m3fn": gf.format_info_ocp_e4m3,
     "float8_e5m2": gf.format_info_ocp_e5m2,
+    "float6_e3m2fn": gf.format_info_ocp_e3m2,
+    "float6_e2m3fn": gf.format_info_ocp_e2m3,
+    "float4_e2m1fn": gf.format_info_ocp_e2m1,
 }
+# ml_dtypes overflows to infinity or NaN.
 NUMPY = {
     "fp16": np.float16,
     "bf16": ml_dtypes.bfloat16,
     "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e4m3": ml_dtypes.float8_e4m3,
     "float8_e5m2": ml_dtypes.float8_e5m2,
+    "float8_e3m4": ml_dtypes.float8_e3m4,
+    "float8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+    "float8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "float8_e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz,
+}
+# ... and saturates where there is neither.
+FINITE = {
+    "float6_e3m2fn": ml_dtypes.float6_e3m2fn,
+    "float6_e2m3fn": ml_dtypes.float6_e2m3fn,
+    "float4_e2m1fn": ml_dtypes.float4_e2m1fn,
 }
 MODES = {
     "nearest_even": RoundMode.TiesToEven,
     "nearest_away": RoundMode.TiesToAway,
     "toward_zero": RoundMode.TowardZero,
+    "up": RoundMode.TowardPositive,
+    "down": RoundMode.TowardNegative,
 }
-TORCH = [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+TORCH = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "float8_e4m3fnuz": torch.float8_e4m3fnuz,
+    "float8_e5m2fnuz": torch.float8_e5m2fnuz,
+}
 ignore_overflow = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered in cast:RuntimeWarning")
 
 
-def inputs(format, dtype=np.float32):
+def inputs(name, dtype=np.float32, most=6000):
+    """Numbers of all sizes, and (of the 16-bit formats a sample of) what is hard about the format."""
     random = np.random.default_rng(1).standard_normal(4096) * 2.0 ** np.random.default_rng(2).integers(-20, 20, 4096)
-    return np.concatenate([np.array(boundaries(format, dtype), dtype), random.astype(dtype)])
+    hard = hard_inputs(name, dtype)
+    return np.concatenate([hard[:: len(hard) // most + 1], hard[-1000:], random.astype(dtype)])
 
 
 @pytest.mark.parametrize("name", GFLOAT)
-@pytest.mark.parametrize("rounding", MODES)
 @pytest.mark.parametrize("overflow", ["saturate", "ieee"])
 @pytest.mark.filterwarnings("ignore:overflow encountered in ldexp:RuntimeWarning")  # at float64's own end
-def test_gfloat(name, rounding, overflow):
-    x = inputs(formats.get(name), np.float64)
-    expected = gfloat.round_ndarray(GFLOAT[name], x, MODES[rounding], sat=overflow == "saturate")
-    same_bits(round_to(torch.from_numpy(x), name, rounding, overflow), torch.from_numpy(expected))
+def test_gfloat(name, overflow):
+    x = inputs(name, np.float64)
+    f = formats.get(name)
+    if not f.has_nan:
+        x, overflow = x[~np.isnan(x)], "saturate"  # gfloat refuses NaN there, and infinities unless it saturates
+    for rounding, mode in MODES.items():
+        expected = gfloat.round_ndarray(GFLOAT[name], x, mode, sat=overflow == "saturate")
+        same_bits(round_to(torch.from_numpy(x), name, rounding, overflow), torch.from_numpy(expected))
+
+
+def test_gfloat_has_the_code_of_minus_two_in_ocp_int8_and_rounds_to_it():
+    x = np.array([-1.99, -2.5, 1.99, 0.3, 1 / 128, 3 / 128])
+    theirs = gfloat.round_ndarray(gf.format_info_ocp_int8, x, RoundMode.TiesToEven, sat=True)
+    ours = round_to(torch.from_numpy(x), "ocp_int8")
+    assert theirs[:2].tolist() == [-127 / 64, -2.0]
+    assert ours[:2].tolist() == [-127 / 64, -127 / 64]
+    same_bits(ours[2:], torch.from_numpy(theirs[2:]))
 
 
 @pytest.mark.parametrize("name", NUMPY)
 @ignore_overflow
 def test_numpy_and_ml_dtypes_overflow_to_infinity_or_nan(name):
-    x = inputs(formats.get(name))
-    expected = x.astype(NUMPY[name]).astype(np.float32)
-    same_bits(round_to(torch.from_numpy(x), name, overflow="ieee"), torch.from_numpy(expected))
+    x = inputs(name)
+    expected = x.astype(NUMPY[name])
+    same_bits(round_to(torch.from_numpy(x), name, overflow="ieee"), torch.from_numpy(expected.astype(np.float32)))
+    codes = encode(torch.from_numpy(x), name, overflow="ieee")
+    theirs = expected.view(f"uint{8 * expected.itemsize}")
+    number = ~np.isnan(expected.astype(np.float32))
+    np.testing.assert_array_equal(codes.numpy()[number], theirs[number])
+    same_bits(decode(torch.from_numpy(theirs), name), torch.from_numpy(expected.astype(np.float32)))
+
+
+@pytest.mark.parametrize("name", FINITE)
+@ignore_overflow
+def test_ml_dtypes_saturates_what_has_neither_infinity_nor_nan(name):
+    x = inputs(name)
+    x = x[~np.isnan(x)]
+    expected = x.astype(FINITE[name])
+    for overflow in ("saturate", "ieee"):
+        found = round_to(torch.from_numpy(x), name, overflow=overflow)
+        same_bits(found, torch.from_numpy(expected.astype(np.float32)))
+    np.testing.assert_array_equal(encode(torch.from_numpy(x), name).numpy(), expected.view(np.uint8))
+
+
+@pytest.mark.parametrize(("name", "code"), [("float6_e3m2fn", 0x20), ("float6_e2m3fn", 0x20), ("float4_e2m1fn", 0x8)])
+@ignore_overflow
+def test_ml_dtypes_makes_minus_zero_of_nan_and_we_keep_it(name, code):
+    theirs = np.array([np.nan], np.float32).astype(FINITE[name])
+    assert theirs.view(np.uint8)[0] == code
+    assert round_to(torch.tensor(torch.nan), name).isnan()
+
+
+@ignore_overflow
+def test_ml_dtypes_e8m0():
+    """Equal for normal numbers; between 2^-127 and 1.5 * 2^-127 (subnormal) theirs is the upper neighbour."""
+    x = inputs("float8_e8m0fnu")
+    theirs = x.astype(ml_dtypes.float8_e8m0fnu)
+    number = ~np.isinf(x) & ((x <= 0) | (x >= 2.0**-126) | np.isnan(x))
+    found = round_to(torch.from_numpy(x), "e8m0", overflow="ieee")
+    same_bits(found[number], torch.from_numpy(theirs.astype(np.float32)[number]))
+    low = np.array([2.0**-127 * 1.25], np.float32)
+    assert low.astype(ml_dtypes.float8_e8m0fnu).astype(np.float32)[0] == 2.0**-126
+    assert round_to(torch.from_numpy(low), "e8m0").item() == 2.0**-127
+    same_bits(found[torch.from_numpy(np.isinf(x))], torch.full((int(np.isinf(x).sum()),), torch.nan))
 
 
 @ignore_overflow
@@ -62,26 +140,49 @@ def test_ml_dtypes_rounds_float64_twice_and_numpy_does_not():
     trap = np.array([17 + 2.0**-30])
     assert float(trap.astype(ml_dtypes.float8_e4m3fn)[0]) == 16
     assert round_to(torch.from_numpy(trap), "e4m3fn").item() == 18
-    x = inputs(formats.get("fp16"), np.float64)
+    x = inputs("fp16", np.float64)
     expected = torch.from_numpy(x.astype(np.float16).astype(np.float64))
     same_bits(round_to(torch.from_numpy(x), "fp16", overflow="ieee"), expected)
 
 
-@pytest.mark.parametrize("dtype", TORCH, ids=str)
+@pytest.mark.parametrize("name", TORCH)
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_torch_casts_of_what_fits(dtype, source):
+def test_torch_casts_of_what_fits(name, source):
     """torch's casts agree wherever nothing overflows; e4m3fn overflows to max or to NaN as torch's version has it."""
-    x = torch.from_numpy(inputs(formats.get(dtype))).to(source) if source.itemsize == 4 else every_16_bit_value(source)
-    fits = (x.double().abs() <= formats.get(dtype).max) | x.isnan()
+    x = torch.from_numpy(inputs(name)) if source.itemsize == 4 else every_16_bit_value(source)
+    fits = (x.double().abs() <= formats.get(name).max) | x.isnan()
     x = torch.where(fits, x, 0)
-    cast = x.to(dtype)
-    same_bits(round_to(x, dtype, overflow="ieee"), cast.to(source))
+    cast = x.to(TORCH[name])
+    same_bits(round_to(x, name, overflow="ieee"), cast.to(source))
+    number = ~x.isnan()
+    codes = cast.view(torch.uint8 if cast.element_size() == 1 else torch.uint16).to(torch.int64)
+    torch.testing.assert_close(encode(x, name).to(torch.int64)[number], codes[number], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e5m2], ids=str)
-def test_torch_casts_overflow_to_infinity(dtype):
-    x = torch.from_numpy(inputs(formats.get(dtype)))
-    same_bits(round_to(x, dtype, overflow="ieee"), x.to(dtype).float())
+@pytest.mark.parametrize("name", [name for name in TORCH if name != "float8_e4m3fn"])
+def test_torch_casts_overflow_to_infinity_or_nan(name):
+    x = torch.from_numpy(inputs(name))
+    same_bits(round_to(x, name, overflow="ieee"), x.to(TORCH[name]).float())
+
+
+def test_torchs_e4m3fn_overflows_as_one_of_our_two_conventions():
+    """Versions before 2.13 gave NaN, later ones saturate (infinities too)."""
+    x = torch.from_numpy(inputs("float8_e4m3fn"))
+    cast = x.to(torch.float8_e4m3fn).float()
+    saturates = cast[x == torch.inf].isfinite().all()
+    same_bits(round_to(x, "e4m3fn", overflow="saturate" if saturates else "ieee"), cast)
+
+
+def test_torchs_e8m0_drops_signs_and_knows_zero():
+    x = torch.tensor([-1.0, 0.0, -3.0])
+    assert x.to(torch.float8_e8m0fnu).float().tolist() == [1.0, 2.0**-127, 4.0]
+    assert round_to(x, "e8m0").isnan().all()
+
+
+def test_torch_misstates_the_eps_of_e5m2fnuz():
+    values = formats.get("e5m2fnuz").values()
+    assert min(v for v in values if v > 1) - 1 == formats.get("e5m2fnuz").eps == 0.25
+    assert torch.finfo(torch.float8_e5m2fnuz).eps == 0.125
 
 
 def test_torch_rounds_float64_twice():

@@ -44,7 +44,7 @@ def options(
 
 app.command("compare")(compare)
 app.command("train")(train)
-app.command("formats")(formats)
+app.add_typer(formats, name="formats")
 app.add_typer(recipes, name="recipes")
 app.add_typer(kb, name="kb")
 

@@ -17,8 +17,8 @@ float8_e4m3fnuz = Float("float8_e4m3fnuz", 4, 3, 8, "fnuz", source=_NOUNE, alias
 float8_e5m2fnuz = Float("float8_e5m2fnuz", 5, 2, 16, "fnuz", source=_NOUNE, aliases=("e5m2fnuz",))
 float8_e4m3b11fnuz = Float("float8_e4m3b11fnuz", 4, 3, 11, "fnuz", source=_XLA, aliases=("e4m3b11fnuz",))
 
-float6_e3m2fn = Float("float6_e3m2fn", 3, 2, 3, "finite", source=_MX, aliases=("e3m2fn", "fp6_e3m2"))
-float6_e2m3fn = Float("float6_e2m3fn", 2, 3, 1, "finite", source=_MX, aliases=("e2m3fn", "fp6_e2m3"))
+float6_e3m2fn = Float("float6_e3m2fn", 3, 2, 3, "finite", source=_MX, aliases=("e3m2fn", "e3m2", "fp6_e3m2"))
+float6_e2m3fn = Float("float6_e2m3fn", 2, 3, 1, "finite", source=_MX, aliases=("e2m3fn", "e2m3", "fp6_e2m3"))
 float4_e2m1fn = Float(
-    "float4_e2m1fn", 2, 1, 1, "finite", source=_MX, aliases=("e2m1fn", "fp4_e2m1", "fp4", "float4_e2m1fn_x2")
+    "float4_e2m1fn", 2, 1, 1, "finite", source=_MX, aliases=("e2m1fn", "e2m1", "fp4_e2m1", "fp4", "float4_e2m1fn_x2")
 )

@@ -49,7 +49,7 @@ def _subclass(stock: type[nn.Module], forward: Forward, on_copy: OnCopy | None) 
     if on_copy is not None:
 
         def __setstate__(self: nn.Module, state: dict[str, Any]) -> None:
-            stock.__setstate__(self, state)
+            stock.__setstate__(self, state)  # type: ignore[no-untyped-call]
             on_copy(self)
 
         members["__setstate__"] = __setstate__

@@ -13,7 +13,7 @@ from torch import nn
 
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
-from halfstep.nn.adapters import convolution, linear, norm
+from halfstep.nn.adapters import convolution, linear, norm, wide
 from halfstep.nn.adopt import adopt, release
 from halfstep.nn.outputs import to_float32
 from halfstep.nn.storage import count, storable, store
@@ -92,6 +92,10 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
         for module in model.modules():
             if norm.fits(module):
                 adopt(module, norm.forward)
+    for path, module in model.named_modules():
+        if module is not model and wide.fits(module, recipe.float32_modules):
+            adopt(module, wide.forward)
+            kept[path] = "computes in float32"
     for path, module in _linears(model).items():
         spec = specs.get(path)
         if spec is not None or carried.supports(STORABLE[recipe.compute], module.weight.device):

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from halfstep import formats, quant
+from halfstep.errors import QuantizationError
 from halfstep.formats import BlockFormat, Format
+from halfstep.kernels.cpu import cast, codes
 from halfstep.ops.quantized import Quantized
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, draw_seed
+from halfstep.quant.cast import CONTAINERS, check_codes, check_input, no_code_for_nan, no_such_code, prepare_out
 
 
 def round_to(
@@ -62,7 +65,14 @@ def round_to(
         return values(
             x, quant.get_quantizer(format, scale=scale, rounding=rounding, overflow=overflow), generator, out, dtype
         )
-    return quant.round_to(x, format, rounding, overflow, generator, out, dtype)  # type: ignore[arg-type]
+    target = formats.get(format)
+    check_input("round_to", x, rounding, overflow)
+    result, x = prepare_out(x, out, dtype), x.detach().contiguous()
+    seed = draw_seed(generator) if rounding == "stochastic" else None
+    if cast.supports(x, result, target, rounding, overflow):
+        cast.run(x, result, target, rounding, overflow, seed)
+        return result
+    return quant.round_to(x, target, rounding, overflow, seed, result)
 
 
 def quantize(
@@ -132,12 +142,31 @@ def encode(
     >>> encode(torch.tensor([1.0, -448.0]), "e4m3fn")
     tensor([ 56, 254], dtype=torch.uint8)
     """
-    codes = quant.encode(x, format, rounding, overflow, generator)
-    return codes if out is None else out.copy_(codes)
+    target = formats.get(format)
+    check_input("encode", x, rounding, overflow)
+    result = _new_codes(x, target, out)
+    x, seed = x.detach().contiguous(), draw_seed(generator) if rounding == "stochastic" else None
+    if not codes.supports(x, result, target, rounding, overflow):
+        return result.copy_(quant.encode(x, target, rounding, overflow, seed))
+    if not codes.run(x, result, target, rounding, overflow, seed):
+        raise no_code_for_nan(x, target)
+    return result
+
+
+def _new_codes(x: Tensor, format: Format, out: Tensor | None) -> Tensor:
+    """`out`, checked, or a new tensor for the codes of x."""
+    expected = CONTAINERS[format.storage_bits]
+    if out is None:
+        return torch.empty(x.shape, dtype=expected, device=x.device)
+    if out.shape != x.shape or out.dtype != expected or out.device != x.device:
+        raise QuantizationError(
+            f"out is {tuple(out.shape)} {out.dtype} on {out.device}; expected {tuple(x.shape)} {expected} on {x.device}"
+        )
+    return out
 
 
 def decode(
-    codes: Tensor,
+    encoded: Tensor,
     format: str | Format | torch.dtype,
     dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
@@ -150,8 +179,19 @@ def decode(
     >>> decode(torch.tensor([0x7E], dtype=torch.uint8), "e4m3fn")
     tensor([448.])
     """
-    decoded = quant.decode(codes, format, dtype if out is None else out.dtype)
-    return decoded if out is None else out.copy_(decoded)
+    target = formats.get(format)
+    check_codes(encoded, target, dtype if out is None else out.dtype)
+    result = torch.empty(encoded.shape, dtype=dtype, device=encoded.device) if out is None else out
+    if result.shape != encoded.shape or result.device != encoded.device:
+        raise QuantizationError(
+            f"out is {tuple(result.shape)} on {result.device}; expected {tuple(encoded.shape)} on {encoded.device}"
+        )
+    encoded = encoded.contiguous()
+    if not codes.supports_decode(encoded, result, target):
+        return result.copy_(quant.decode(encoded, target, result.dtype))
+    if not codes.run_decode(encoded, result, target):
+        raise no_such_code(encoded, target)
+    return result
 
 
 class _StraightThrough(torch.autograd.Function):

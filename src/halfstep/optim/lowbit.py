@@ -186,6 +186,7 @@ class LowBit(torch.optim.Optimizer):
         self.param_groups = groups  # the same objects: a scheduler built before `convert` holds them
         self.state.update(states)
 
+    @torch.no_grad()
     def _adopt(self, parameter: Tensor, saved: dict[str, Any], number: object) -> dict[str, Any]:
         """A parameter's saved state in this optimizer's dtypes, on the parameter's device."""
         state: dict[str, Any] = {}
@@ -203,6 +204,8 @@ class LowBit(torch.optim.Optimizer):
             else:
                 dtype = self.storage.master.keeps.get(name, self.storage.moments)
                 state[name] = value.detach().to(parameter.device, dtype, copy=True)
+                if name in self.storage.residuals and name + _RESIDUAL not in saved:
+                    state[name + _RESIDUAL] = (value.to(parameter.device) - state[name].float()).to(dtype)
         if "step" not in state:  # torch.optim.SGD counts no steps: with a momentum there was at least one
             state["step"] = torch.ones((), dtype=torch.float32)
         keeps = self.storage.master.keeps

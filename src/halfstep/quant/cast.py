@@ -10,11 +10,11 @@ from torch import Tensor
 from halfstep import formats
 from halfstep.errors import QuantizationError, unknown
 from halfstep.formats import Format
+from halfstep.formats.exact import OVERFLOWS
 from halfstep.quant import family
 from halfstep.quant.rounding import check_rounding, draw_seed, noise_bits
 
 
-OVERFLOWS = ("saturate", "ieee")
 CONTAINERS = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
 """The dtype of unpacked codes, by `Format.storage_bits`."""
 _CHUNK = 1 << 20  # elements rounded at a time: bounds the float64 temporaries at 8 MB each
@@ -80,27 +80,42 @@ def encode_values(x: Tensor, format: Format, rounding: str, overflow: str, noise
     """
     values = family.of(format).rounded(x.double(), format, rounding, overflow, noise)
     if not format.has_nan and bool(values.isnan().any()):
-        raise QuantizationError(
-            f"{int(values.isnan().sum())} of {x.numel()} elements are NaN, and {format.name} has no code for NaN: find "
-            "where they come from, or replace them (torch.nan_to_num) first"
-        )
+        raise no_code_for_nan(x, format)
     return family.of(format).encode(values, format).to(CONTAINERS[format.storage_bits])
+
+
+def no_code_for_nan(x: Tensor, format: Format) -> QuantizationError:
+    """The error of NaN in x where the format has no code for it."""
+    return QuantizationError(
+        f"{int(x.isnan().sum())} of {x.numel()} elements are NaN, and {format.name} has no code for NaN: find "
+        "where they come from, or replace them (torch.nan_to_num) first"
+    )
 
 
 def decode(codes: Tensor, format: str | Format | torch.dtype, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values of codes of a scalar `format`; `halfstep.decode` documents it."""
     target = formats.get(format)
-    expected = CONTAINERS[target.storage_bits]
+    check_codes(codes, target, dtype)
+    flat = codes.contiguous().view(-1).long()
+    if target.bits != target.storage_bits and flat.numel() and int(flat.max()) >> target.bits:
+        raise no_such_code(codes, target)
+    return family.of(target).decode(flat, target).to(dtype).view(codes.shape)
+
+
+def check_codes(codes: Tensor, format: Format, dtype: torch.dtype) -> None:
+    """Raise QuantizationError unless codes lie in the format's container and `dtype` can be decoded to."""
+    expected = CONTAINERS[format.storage_bits]
     if codes.dtype != expected:
         raise QuantizationError(
-            f"decode got {codes.dtype} codes; {target.name} has {target.bits} bits, which lie in {expected}"
+            f"decode got {codes.dtype} codes; {format.name} has {format.bits} bits, which lie in {expected}"
         )
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise QuantizationError(f"decode to {dtype} asked for; values come in float64, float32, bfloat16 or float16")
-    flat = codes.contiguous().view(-1).long()
-    if target.bits != target.storage_bits and flat.numel() and int(flat.max()) >> target.bits:
-        raise QuantizationError(f"code {int(flat.max()):#x} found; {target.name} has {target.bits} bits")
-    return family.of(target).decode(flat, target).to(dtype).view(codes.shape)
+
+
+def no_such_code(codes: Tensor, format: Format) -> QuantizationError:
+    """The error of a code with more bits than the format has."""
+    return QuantizationError(f"code {int(codes.long().max()):#x} found; {format.name} has {format.bits} bits")
 
 
 def check_input(verb: str, x: Tensor, rounding: str, overflow: str) -> None:

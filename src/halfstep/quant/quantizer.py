@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -41,6 +42,10 @@ class Quantizer:
         if (self.tile is None) != (self.scaling is None):
             raise QuantizationError(
                 f"a quantizer with tile {self.tile} and scaling {self.scaling}: give both, or neither for a plain cast"
+            )
+        if self.outliers is not None and (self.scaling is None or not self.outliers > 0):
+            raise QuantizationError(
+                f"outliers = {self.outliers}, scaling = {self.scaling}: expected a positive threshold beside tiles"
             )
         if self.scaling is not None and self.overflow != "saturate":
             raise QuantizationError(f"overflow={self.overflow!r} with scaled tiles: elements of a tile always saturate")
@@ -95,8 +100,7 @@ _WHOLE = formats.Integer("whole", -(2**15) + 1, 2**15 - 1, source="steps from th
 
 def as_rows(x: Tensor) -> Tensor:
     """x as a contiguous matrix: its last dimension, and all others flattened to rows."""
-    columns = x.shape[-1] if x.dim() else 1
-    return x.contiguous().view(x.numel() // columns if columns else 0, columns)
+    return x.contiguous().view(prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
 
 
 def get_quantizer(

@@ -125,6 +125,12 @@ class Recipe:
     loss_scale: LossScale | None = None
     rules: tuple[Rule, ...] = ()
     """Which linear layers round their operands, and how."""
+    float32_modules: tuple[str, ...] = ()
+    """Modules that compute in float32 under autocast: globs on their classes' names."""
+    aliases: tuple[str, ...] = ()
+    """Other names, such as apex's optimization levels."""
+    notes: tuple[str, ...] = ()
+    """Where the source and this recipe differ, for `recipes show`."""
 
     def __post_init__(self) -> None:
         for role in ("weights", "grads", "moments", "compute"):
@@ -184,13 +190,19 @@ class Recipe:
             ("master", f"{self.master}, {MASTERS[self.master][1]:g} bytes" if self.master else own),
             ("moments", ", ".join([self.moments, *(f"{m} twice" for m in self.moment_residuals)])),
             ("compute", "as stored" if self.compute == "fp32" else f"torch.autocast to {self.compute}"),
+            *[("in fp32", ", ".join(self.float32_modules))] * bool(self.float32_modules),
             ("loss scale", str(self.loss_scale or "none")),
             *[(f"linear {rule.path!r}", _linear(rule.linear)) for rule in self.rules],
             ("bytes/param", f"{self.bytes_per_parameter()}, with Adam"),
             ("source", self.source),
+            *[("note", note) for note in self.notes],
         ]
-        body = "\n".join(f"  {label:<12} {text}" for label, text in lines)
-        return f"{self.name}\n{textwrap.fill(self.summary, 100, initial_indent='  ', subsequent_indent='  ')}\n{body}"
+        body = "\n".join(
+            textwrap.fill(text, 105, initial_indent=f"  {label:<12} ", subsequent_indent=" " * 15)
+            for label, text in lines
+        )
+        title = f"{self.name} ({', '.join(self.aliases)})" if self.aliases else self.name
+        return f"{title}\n{textwrap.fill(self.summary, 100, initial_indent='  ', subsequent_indent='  ')}\n{body}"
 
 
 def _linear(spec: LinearSpec) -> str:

@@ -1,5 +1,6 @@
 """Look at the numbers of a training step. This room only reads."""
 
+from halfstep.tracking.descent import Arrival, Arrivals, arrival, arrivals
 from halfstep.tracking.gradients import activation_gradients
 from halfstep.tracking.histogram import ExponentHistogram, exponents
 from halfstep.tracking.nonfinite import first_nonfinite
@@ -7,8 +8,12 @@ from halfstep.tracking.zeroed import share_lost, share_zeroed
 
 
 __all__ = [
+    "Arrival",
+    "Arrivals",
     "ExponentHistogram",
     "activation_gradients",
+    "arrival",
+    "arrivals",
     "exponents",
     "first_nonfinite",
     "share_lost",

@@ -22,12 +22,11 @@ from numba.extending import overload
 
 CHUNK = 1 << 14  # elements a thread takes at a time, the reach of one pair of noise keys (`quant.rounding.NOISE_CHUNK`)
 _PROCESS = os.getpid()  # GNU OpenMP aborts a forked child that starts threads after its parent did
-_OPTIONS = {"error_model": "numpy"}
 
 
 def inner(function: Callable[..., Any]) -> Any:
     """A function that kernels call: compiled into them."""
-    return numba.njit(function, **_OPTIONS)
+    return numba.njit(function, error_model="numpy")
 
 
 def piece(array, start, stop):
@@ -78,7 +77,7 @@ def _sources() -> str:
 
 
 def _compile(function: Callable[..., Any], parallel: bool) -> Any:
-    dispatcher = numba.njit(function, parallel=parallel, **_OPTIONS)
+    dispatcher: Any = numba.njit(function, parallel=parallel, error_model="numpy")
     try:
         dispatcher._cache = (_ParallelCache if parallel else _SerialCache)(function)
     except RuntimeError:  # no folder can be written to: every process compiles for itself
@@ -90,6 +89,7 @@ class _Hashed:
     """Puts a locator's files in a folder named after the hash of the kernel sources, which is their only stamp."""
 
     name = "serial"
+    _cache_path: str
 
     def __init__(self, function: Any, file: str) -> None:
         super().__init__(function, file)
@@ -119,11 +119,11 @@ class _ParallelInTheUsersCache(_InTheUsersCache):
 
 
 class _SerialFiles(CompileResultCacheImpl):
-    _locator_classes = [_BesideTheSources, _InTheUsersCache]
+    _locator_classes = [_BesideTheSources, _InTheUsersCache]  # noqa: RUF012
 
 
 class _ParallelFiles(CompileResultCacheImpl):
-    _locator_classes = [_ParallelBesideTheSources, _ParallelInTheUsersCache]
+    _locator_classes = [_ParallelBesideTheSources, _ParallelInTheUsersCache]  # noqa: RUF012
 
 
 class _SerialCache(FunctionCache):

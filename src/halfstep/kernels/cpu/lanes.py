@@ -44,6 +44,10 @@ class Lane:
             return other.value
         return ir.Constant(self.type, other)
 
+    def constant(self, number: float) -> Lane:
+        """A constant of this lane's type."""
+        return self._new(self._same(number))
+
     def _operation(self, other: Lane | float, integer: str, float_: str | None = None) -> Lane:
         name = float_ if self.type == _FLOAT else integer
         assert name is not None, f"no {integer} on floats"
@@ -172,6 +176,7 @@ def lanes(result: Any) -> Callable[[Callable[..., Lane]], Any]:
                 returned = returned.literal_type
 
             def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                _vectorise_fully(builder.function)
                 traced = {name: _trace(builder, name, t, v) for (name, t), v in zip(given.items(), values, strict=True)}
                 return body(**traced).value
 
@@ -184,6 +189,16 @@ def lanes(result: Any) -> Callable[[Callable[..., Lane]], Any]:
         return intrinsic(definition)
 
     return decorate
+
+
+def _vectorise_fully(function: Any) -> None:
+    """Let a function's loops use the widest registers: left alone, LLVM takes half of AVX-512, a third slower here.
+
+    llvmlite knows the attributes of LLVM without a value only, so this one is put into its set directly. The function
+    is not inlined, for it would lose the attribute: it works on a chunk, and a call costs nothing beside that.
+    """
+    function.attributes.add("noinline")
+    set.add(function.attributes, '"prefer-vector-width"="512"')
 
 
 def _trace(builder: Any, name: str, numba_type: Any, value: Any) -> Any:

@@ -30,8 +30,12 @@ def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule:
                         f"Build it with {option}=False"
                     )
             return rule
-    known = ", ".join(f"torch.optim.{rule.torch_class.__name__}" for rule in update_rules().values())
+    known = ", ".join(_public_name(rule.torch_class) for rule in update_rules().values())
     raise OptimizerError(
         f"{type(optimizer).__module__}.{type(optimizer).__qualname__} cannot be expressed as an update rule. "
         f"Expected one of {known}; for another optimizer use halfstep.apply and LossScaler around it"
     )
+
+
+def _public_name(kind: type) -> str:
+    return f"{kind.__module__.split('.')[0]}.optim.{kind.__name__}"

@@ -53,3 +53,5 @@ class UpdateRule:
     refused: Mapping[str, str] = field(default_factory=dict)
     """Options that, when true, have no counterpart here; with the reason."""
     fused: Fused = never
+    elementwise: bool = True
+    """Whether an element moves by its own gradient and moments alone (not so where norms of tensors enter)."""

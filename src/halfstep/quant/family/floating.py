@@ -15,7 +15,10 @@ def rounded(x: Tensor, format: Float, rounding: str, overflow: str, noise: Tenso
     """float64 holds every intermediate exactly: a significand of at most 53 bits, scaled by powers of two."""
     magnitude, negative = x.abs(), x.signbit()
     step_exponent = _exponent(magnitude, format) - format.mantissa_bits
-    whole = round_steps(magnitude * power_of_two(-step_exponent), negative, rounding, noise)
+    steps = magnitude * power_of_two(-step_exponent)
+    whole = round_steps(steps, negative, rounding, noise)
+    if format.mantissa_bits == 0 and rounding == "nearest_even":  # the parity of a code is that of its exponent
+        whole = torch.where((steps == 1.5) & ((step_exponent + format.bias) & 1 == 0), 1.0, whole)
     result = whole * power_of_two(step_exponent)
     if overflow == "saturate" or format.specials == "finite":
         result = result.clamp(max=format.max)

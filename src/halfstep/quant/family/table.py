@@ -31,8 +31,9 @@ def rounded(x: Tensor, format: Format, rounding: str, overflow: str, noise: Tens
         rises = inside > low if rounding == "up" else inside == high
     result = torch.where(rises, high, low)
     lost = x.isnan() if format.min <= 0 else x.isnan() | (x <= 0)
-    if overflow == "ieee":
-        lost = lost | (x >= format.overflow_from)
+    if overflow == "ieee" and format.has_nan:
+        inward = rounding in ("toward_zero", "down")
+        lost = lost | (x.isposinf() if inward else x > format.max if rounding == "up" else x >= format.overflow_from)
     return torch.where(lost, math.nan, result)
 
 

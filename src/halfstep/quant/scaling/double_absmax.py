@@ -38,7 +38,9 @@ class DoubleAbsmax(Absmax):
 
     def multiplier(self, stored: Stored, element: Format) -> Tensor:
         rest = decode(stored["scale"], _MAP).flatten()
-        return (rest * _spread(stored["scale_scale"], rest) + stored["scale_offset"]).view(stored["scale"].shape)
+        scale = rest * _spread(stored["scale_scale"], rest) + stored["scale_offset"]
+        limit = torch.finfo(torch.float32).max  # what was rounded up must not become an infinity
+        return scale.clamp(-limit, limit).view(stored["scale"].shape)
 
     def layout(self, grid: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         groups = -(-grid[0] * grid[1] // _GROUP)

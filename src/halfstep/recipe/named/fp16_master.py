@@ -11,4 +11,6 @@ fp16_master = Recipe(
     master="fp32",
     compute="fp16",
     loss_scale=LossScale(),
+    aliases=("O2",),
+    notes=("batch norms keep fp32 weights and statistics, apex's keep_batchnorm_fp32",),
 )

@@ -11,4 +11,6 @@ fp16_pure = Recipe(
     moments="fp16",
     compute="fp16",
     loss_scale=LossScale(init=1.0, dynamic=False),
+    aliases=("O3",),
+    notes=("apex O3 casts batch norms too; here they keep fp32 weights and statistics",),
 )

@@ -6,5 +6,6 @@ from halfstep.recipe.spec import Recipe
 fp32 = Recipe(
     name="fp32",
     summary="Everything in float32: the baseline.",
-    source="torch's default",
+    source="torch's default; apex O0",
+    aliases=("O0",),
 )

@@ -1,49 +1,11 @@
-"""`halfstep formats` and `halfstep recipes`: tables for people, JSON for machines, exit code 2 for mistakes."""
+"""`halfstep recipes`, and what every command does alike: JSON for machines, exit code 2 for mistakes."""
 
 import json
-import sys
 
 import pytest
 
-from halfstep import formats, get_recipe
-from halfstep.cli.app import main
+from halfstep import get_recipe
 from tiny import RECIPES
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs the command in this process; gives exit code, standard output, standard error."""
-
-    def command(*arguments):
-        monkeypatch.setattr(sys, "argv", ["halfstep", *arguments])
-        monkeypatch.setenv("COLUMNS", "200")
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        captured = capsys.readouterr()
-        return stopped.value.code or 0, captured.out, captured.err
-
-    return command
-
-
-def test_formats_lists_every_format(run):
-    code, out, err = run("formats")
-    assert (code, err) == (0, "")
-    lines = out.splitlines()
-    assert len(lines) == 1 + len(formats.names())
-    for line, name in zip(lines[1:], formats.names(), strict=True):
-        assert line.split()[0] == name
-        assert f"{formats.get(name).max:.6g}" in line
-
-
-def test_formats_as_json_are_the_formats(run):
-    code, out, err = run("formats", "--json")
-    assert (code, err) == (0, "")
-    data = json.loads(out)
-    assert [f["name"] for f in data] == formats.names()
-    for entry in data:
-        f = formats.get(entry["name"])
-        for key in ("bits", "exponent_bits", "mantissa_bits", "max", "min_normal", "min_subnormal", "eps", "source"):
-            assert entry[key] == getattr(f, key)
 
 
 def test_recipes_lists_every_recipe(run):

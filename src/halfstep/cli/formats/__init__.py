@@ -1,0 +1,109 @@
+"""`halfstep formats`: the number formats, one of them whole, two compared, and an addition by hand. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfstep.cli.terminal import show_json
+
+
+formats = typer.Typer(
+    help="List the number formats; `formats show NAME` prints one whole, and what rounding does to a number.",
+    invoke_without_command=True,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Name = Annotated[str, typer.Argument(help="A format's name or alias; also eXmY and positN_ES.")]
+Rounding = Annotated[
+    str, typer.Option("--rounding", help="nearest_even, nearest_away, toward_zero, up, down or stochastic.")
+]
+Overflow = Annotated[str, typer.Option("--overflow", help="saturate, or ieee: infinity or NaN beyond the range.")]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the number line to a file (png, pdf or svg).")
+]
+Number = Annotated[str, typer.Argument(help="3.25, -1e-3, 0x1.8p3, 1/3 or 2^-24.")]
+
+
+@formats.callback()
+def listing(context: typer.Context, as_json: Json = False) -> None:
+    """List the number formats: scalar ones first, then those whose elements share a scale."""
+    if context.invoked_subcommand is not None:
+        return
+    from halfstep import formats as room
+    from halfstep.cli.formats import table
+
+    scalars = [room.get(name) for name in room.names()]
+    blocks = [room.get_block(name) for name in room.block_names()]
+    if as_json:
+        members = [table.parameters(f) for f in scalars]
+        show_json({"formats": members, "block_formats": [table.block_parameters(b) for b in blocks]})
+        return
+    table.show_scalar_table(scalars)
+    typer.echo("")
+    table.show_block_table(blocks)
+
+
+@formats.command()
+def show(
+    name: Name,
+    value: Annotated[
+        str | None, typer.Option("--value", help="Round this number: 3.25, -1e-3, 0x1.8p3, 1/3, 2^-24, inf or nan.")
+    ] = None,
+    rounding: Rounding = "nearest_even",
+    overflow: Overflow = "saturate",
+    as_json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Print one format: parameters, special codes, number line; with --value, what rounding makes of a number."""
+    from halfstep.cli.formats import page
+
+    scalar, block = page.find(name)
+    if scalar is None and (value is not None or plot is not None):
+        raise page.needs_scalar(name)
+    rounded = None
+    if scalar is not None and value is not None:
+        from halfstep.cli.formats.number import read_number
+        from halfstep.formats.exact import round_exactly
+
+        rounded = round_exactly(read_number(value), scalar, rounding, overflow)
+    if scalar is not None and plot is not None:
+        from halfstep.cli.formats.plot import draw
+
+        draw(scalar, plot, rounded)
+    if as_json:
+        show_json(page.as_data(scalar, block, rounded))
+        return
+    typer.echo(page.describe(scalar, block, rounded, rounding))
+    if plot is not None:
+        typer.echo(f"\nwrote {plot}")
+
+
+@formats.command()
+def compare(a: Name, b: Name, as_json: Json = False) -> None:
+    """Compare two formats: range, values per binade, which values of the one the other lacks, rounding error."""
+    from halfstep.cli.formats.difference import as_data, describe
+    from halfstep.cli.formats.page import scalar
+
+    one, other = scalar(a), scalar(b)
+    if as_json:
+        show_json(as_data(one, other))
+    else:
+        typer.echo(describe(one, other))
+
+
+# A negative number is an argument here, not an unknown option.
+@formats.command(context_settings={"ignore_unknown_options": True})
+def add(name: Name, a: Number, b: Number, as_json: Json = False) -> None:
+    """Add two numbers by hand: align, add, round, and see what was lost. For floats (fp32, bf16, e4m3fn ...)."""
+    from halfstep.cli.formats.addition import as_data, describe, work_out
+    from halfstep.cli.formats.number import read_number
+    from halfstep.cli.formats.page import scalar
+
+    work = work_out(scalar(name), read_number(a), read_number(b))
+    if as_json:
+        show_json(as_data(work))
+    else:
+        typer.echo(describe(work))

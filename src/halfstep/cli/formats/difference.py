@@ -1,0 +1,157 @@
+"""Two formats side by side: what the one holds that the other does not, and how well each holds normal numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import islice
+from math import inf, log2, log10
+from typing import Any
+
+from halfstep.cli.formats.error import SIGMAS, normal_error, scaled_error
+from halfstep.cli.formats.number import exact_text, value_text
+from halfstep.cli.formats.sketch import binades, density, per_binade
+from halfstep.cli.formats.table import kind, layout, parameters, specials
+from halfstep.cli.formats.text import labelled, width
+from halfstep.formats import Float, Format
+from halfstep.formats.line import Line, line
+
+
+EXAMPLES = 4
+
+
+def as_data(a: Format, b: Format) -> dict[str, Any]:
+    """The comparison as JSON."""
+    exponents = _common_binades(a, b)
+    return {
+        "a": parameters(a),
+        "b": parameters(b),
+        "decades": [decades(a), decades(b)],
+        "values": [len(line(a).numbers), len(line(b).numbers)],
+        "common": common(a, b),
+        "only_in_a": {"count": len(line(a).numbers) - common(a, b), "examples": examples(a, b)},
+        "only_in_b": {"count": len(line(b).numbers) - common(a, b), "examples": examples(b, a)},
+        "first_binade": exponents.start,
+        "per_binade": [per_binade(a, exponents), per_binade(b, exponents)],
+        "normal_error": [normal_error(a), normal_error(b)],
+        "scaled_normal_error": [scaled_error(a), scaled_error(b)],
+    }
+
+
+def describe(a: Format, b: Format) -> str:
+    """The comparison as text."""
+    exponents = _common_binades(a, b)
+    counts = [per_binade(format, exponents) for format in (a, b)]
+    most = max(map(max, counts))
+    ends = {exponents[0]: f"2^{exponents[0]}", exponents[-1]: f"2^{exponents[-1] + 1}", 0: "1"}
+    parts = [_side_by_side(a, b)]
+    for format, count in zip((a, b), counts, strict=True):
+        parts.append(f"{format.name}: positive values per binade\n{density(count, exponents, most, ends)}")
+    parts.append(labelled([_held(a, b), _held(b, a)]))
+    return "\n\n".join(parts)
+
+
+def decades(format: Format) -> float:
+    """log10 of the largest over the smallest positive value."""
+    return log10(format.max) - log10(format.smallest)
+
+
+def common(a: Format, b: Format) -> int:
+    """How many finite values both formats have."""
+    small, large = sorted((a, b), key=lambda format: len(line(format).numbers))
+    if small.bits <= 8:
+        return sum(_holds(line(large), line(small).value(n)) for n in line(small).numbers)
+    zero = _holds(line(a), 0.0) and _holds(line(b), 0.0)
+    exponents = _common_binades(a, b)
+    return zero + sum(_common_in(a, b, k, sign) for k in exponents for sign in (1, -1))
+
+
+def _common_in(a: Format, b: Format, k: int, sign: int) -> int:
+    """Values in common with magnitudes in [2^k, 2^(k+1)): in wide formats they start at 2^k and are evenly spaced."""
+    first, steps, last = Fraction(2) ** k, [], []
+    for format in (a, b):
+        values = line(format)
+        inside = [values.at_most(sign * first), values.at_most(sign * 2 * first)]
+        if not _holds(values, sign * first):
+            return 0
+        start, end = inside
+        if values.value(end) == sign * 2 * first or sign < 0:
+            end -= sign  # the far end belongs to the next binade; on the negative side `at_most` lies beyond it
+        start, end = sorted((start, end))
+        numbers = range(max(start, values.numbers.start), min(end, values.numbers[-1]) + 1)
+        near, far = sorted((abs(Fraction(values.value(numbers[0]))), abs(Fraction(values.value(numbers[-1])))))
+        steps.append((far - near) / (len(numbers) - 1) if len(numbers) > 1 else first)
+        last.append(far)
+    return int((min(last) - first) / max(steps)) + 1
+
+
+def examples(a: Format, b: Format) -> list[float]:
+    """A few values of `a` that `b` has not: both ends, then from 1 outwards."""
+    missing = (value for value in dict.fromkeys(_candidates(a)) if not _holds(line(b), value))
+    return list(islice(missing, EXAMPLES))
+
+
+def _candidates(format: Format) -> Iterator[float]:
+    """Every value of a narrow format; of a wide one the second and the last of each binade, where grids differ."""
+    values = line(format)
+    yield format.max
+    yield format.smallest
+    if format.bits <= 8:
+        yield from sorted(map(values.value, values.numbers), key=lambda v: (abs(log2(abs(v))) if v else inf, -v))
+        return
+    for k in sorted(binades(format), key=abs):
+        start = values.at_most(Fraction(2) ** k)
+        yield from (
+            values.value(n) for n in (start + 1, values.at_most(Fraction(2) ** (k + 1)) - 1) if n in values.numbers
+        )
+    yield format.min
+
+
+def _holds(values: Line, x: Fraction | float) -> bool:
+    number = values.at_most(x)
+    return number in values.numbers and values.value(number) == x
+
+
+def _common_binades(a: Format, b: Format) -> range:
+    one, other = binades(a), binades(b)
+    return range(min(one.start, other.start), max(one.stop, other.stop))
+
+
+def _side_by_side(a: Format, b: Format) -> str:
+    def column(format: Format) -> list[str]:
+        least = value_text(format.min_normal) if isinstance(format, Float) else "-"
+        fitted = scaled_error(format)
+        return [
+            format.name,
+            kind(format),
+            layout(format),
+            str(format.bits),
+            value_text(format.max),
+            least,
+            value_text(format.smallest),
+            f"{decades(format):.1f}",
+            value_text(format.eps),
+            specials(format),
+            str(len(line(format).numbers)),
+            f"{normal_error(format):.4g}",
+            "-" if fitted is None else f"{fitted:.4g}",
+        ]
+
+    labels = ["", "kind", "fields", "bits", "largest", "least normal", "least positive", "decades", "eps", "beyond"]
+    labels += ["finite values", "error on N(0,1)", f"  max at {SIGMAS:g} sigma"]
+    left, right = column(a), column(b)
+    wide = max(map(len, left)) + 2
+    return "\n".join(
+        f"{label:<17}{one:<{wide}}{other}".rstrip()[: width()]
+        for label, one, other in zip(labels, left, right, strict=True)
+    )
+
+
+def _held(a: Format, b: Format) -> tuple[str, str]:
+    missing = len(line(a).numbers) - common(a, b)
+    if not missing:
+        return f"{a.name} in {b.name}", "every value is exact"
+    some = ", ".join(exact_text(value) for value in examples(a, b))
+    return f"{a.name} in {b.name}", f"{missing} of {len(line(a).numbers)} values are not" + (
+        f": {some}" if some else ""
+    )

@@ -1,0 +1,204 @@
+"""One number rounded onto a format in exact fractions, with its neighbours and the reason: slow, made to be read."""
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import copysign, inf, isfinite, isinf, isnan, nan
+
+from halfstep.errors import FormatError, unknown
+from halfstep.formats.base import Format
+from halfstep.formats.floating import Float
+from halfstep.formats.line import infinity_code, line, nan_codes, negated
+from halfstep.formats.posit import Posit
+
+
+ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic")
+OVERFLOWS = ("saturate", "ieee")
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A value beside a number, and its code: None for what would follow a float's largest value, where overflow
+    is decided."""
+
+    value: Fraction
+    code: int | None
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """What rounding made of x: a fraction, or one of the floats inf, -inf, nan and -0.0."""
+
+    x: Fraction | float
+    value: float | None
+    """A value of the format, an infinity or NaN; None where stochastic rounding has a choice."""
+    code: int | None
+    """None also where the format has no code for the value (NaN in int8)."""
+    below: Neighbour | None = None
+    above: Neighbour | None = None
+    """On either side of x; None where x is a value, or beyond the last one of a format that only saturates."""
+    boundary: Fraction | None = None
+    """Where nearest rounding turns from the one to the other."""
+    overflow: bool = False
+    """Whether x, once rounded, was beyond the largest value."""
+
+    @property
+    def tie(self) -> bool:
+        """Whether x lies on the boundary."""
+        return self.boundary is not None and self.boundary == self.x
+
+    @property
+    def underflow(self) -> bool:
+        """Whether a number other than zero became zero."""
+        return self.value == 0 and self.x != 0
+
+    @property
+    def gap(self) -> Fraction | None:
+        """The distance between the neighbours."""
+        return self.above.value - self.below.value if self.below and self.above else None
+
+    @property
+    def error(self) -> Fraction | None:
+        """The value less x, where both are numbers."""
+        if self.value is None or not isfinite(self.value) or not isfinite(self.x):
+            return None
+        return Fraction(self.value) - Fraction(self.x)
+
+    @property
+    def chance_up(self) -> Fraction | None:
+        """The probability that stochastic rounding takes the value above."""
+        if self.below is None or self.gap is None:
+            return None
+        return max(Fraction(0), min(Fraction(1), (Fraction(self.x) - self.below.value) / self.gap))
+
+
+def round_exactly(
+    x: Fraction | float, format: Format, rounding: str = "nearest_even", overflow: str = "saturate"
+) -> Rounded:
+    """x rounded onto a format as `halfstep.round_to` does, computed from the definitions, with the working.
+
+    Raises:
+        FormatError: unknown rounding or overflow.
+
+    >>> r = round_exactly(Fraction(33, 10), Float("e4m3", 4, 3, 7, "fn", source="OFP8"))
+    >>> r.value, r.boundary, r.error
+    (3.25, Fraction(27, 8), Fraction(-1, 20))
+    """
+    for kind, name, known in (("rounding", rounding, ROUNDINGS), ("overflow", overflow, OVERFLOWS)):
+        if name not in known:
+            raise FormatError(unknown(kind, name, known))
+    if isnan(x) or (format.min > 0 and x <= 0):
+        return Rounded(x, nan, nan_code(format))
+    if isinf(x):
+        end = format.max if x > 0 else format.min
+        lost = isinstance(format, Posit) or (isinstance(format, Float) and format.specials == "fnuz")
+        return _beyond(Rounded(x, end, None, overflow=True), end, format, rounding, "ieee" if lost else overflow)
+    below, above = neighbours(Fraction(x), format)
+    at = next((n for n in (below, above) if n is not None and n.value == x), None)
+    if at is not None and at.code is not None:
+        return _landed(Rounded(x, None, None), at.value, format)
+    if below is None or above is None:
+        end = format.max if below else format.min
+        return _beyond(Rounded(x, end, None, overflow=True), end, format, rounding, overflow)
+    turn = boundary(below.value, above.value, format)
+    between = Rounded(x, None, None, below, above, turn)
+    chance = between.chance_up
+    certain = rounding != "stochastic" or chance in (0, 1)
+    rises = chance == 1 if rounding == "stochastic" else _rises(Fraction(x), below, above, turn, rounding, format)
+    chosen = above if rises else below
+    end = format.max if x > 0 else format.min
+    if certain and chosen.code is not None:
+        # A directed mode may keep the largest value where the exact one rounds beyond it: overflow all the same.
+        past = any(n.code is None and abs(Fraction(x)) >= abs(n.value) for n in (below, above))
+        return _landed(replace(between, overflow=past), chosen.value, format)
+    if certain or (None in (below.code, above.code) and _saturates(format, overflow)):
+        return _beyond(replace(between, overflow=True), end, format, rounding, overflow)
+    return between
+
+
+def neighbours(x: Fraction, format: Format) -> tuple[Neighbour | None, Neighbour | None]:
+    """The largest value that is at most x and the one after it; beyond the ends of a float, the one that would follow
+    there; None beyond the ends of other formats."""
+    values = line(format)
+    number = values.at_most(x)
+
+    def at(number: int) -> Neighbour | None:
+        if number in values.numbers:
+            return Neighbour(Fraction(values.value(number)), values.code(number))
+        if not isinstance(format, Float):
+            return None
+        end = Fraction(format.max)
+        follows = end + Fraction(2) ** (format.max_exponent - format.mantissa_bits)
+        return Neighbour(follows if number > 0 else -follows, None)
+
+    return at(number), at(number + 1)
+
+
+def boundary(below: Fraction, above: Fraction, format: Format) -> Fraction:
+    """Where rounding to nearest turns between two neighbouring values.
+
+    Half way; but for a posit, whose boundary is the posit with one bit more between them, the geometric mean where
+    neighbours are four times apart or more (the cut falls into exponent or regime), and zero next to zero.
+    """
+    if isinstance(format, Posit):
+        near, far = sorted((abs(below), abs(above)))
+        if near == 0:
+            return near
+        if far >= 4 * near:
+            mean = near * Fraction(2) ** ((far / near).numerator.bit_length() // 2)
+            return mean if above > 0 else -mean
+    return (below + above) / 2
+
+
+def nan_code(format: Format, negative: bool = False) -> int | None:
+    """The code that rounding gives for NaN; None where there is none."""
+    runs = nan_codes(format)
+    if not runs:
+        return None
+    if isinstance(format, Float) and format.has_infinity:
+        return infinity_code(format) | 1 << format.mantissa_bits - 1
+    return runs[-1 if negative else 0][0]
+
+
+def _rises(x: Fraction, below: Neighbour, above: Neighbour, turn: Fraction, rounding: str, format: Format) -> bool:
+    if not rounding.startswith("nearest"):
+        return {"toward_zero": x < 0, "up": True, "down": False}[rounding]
+    if x != turn:
+        return x > turn
+    if rounding == "nearest_away":
+        return abs(above.value) >= abs(below.value)
+    if format.ties != "even":
+        return format.ties == "upper"
+    return above.code % 2 == 0 if above.code is not None else below.code is not None and below.code % 2 == 1
+
+
+def _landed(rounded: Rounded, value: Fraction, format: Format) -> Rounded:
+    """The result is a value of the format."""
+    values = line(format)
+    code, number = values.code(values.at_most(value)), float(value)
+    if value == 0 and copysign(1, rounded.x) < 0 and isinstance(format, Float) and format.has_negative_zero:
+        code, number = negated(format, code), -0.0
+    return replace(rounded, value=number, code=code)
+
+
+def _saturates(format: Format, overflow: str) -> bool:
+    return overflow == "saturate" or not (format.has_infinity or format.has_nan)
+
+
+def _beyond(rounded: Rounded, end: float, format: Format, rounding: str, overflow: str) -> Rounded:
+    """The result is beyond the values of the format."""
+    negative = rounded.x < 0
+    if _saturates(format, overflow) or not _leaves(rounded.x, format, rounding):
+        return _landed(rounded, Fraction(end), format)
+    if isinstance(format, Float) and format.has_infinity:
+        code = infinity_code(format)
+        return replace(rounded, value=-inf if negative else inf, code=negated(format, code) if negative else code)
+    return replace(rounded, value=nan, code=nan_code(format, negative))
+
+
+def _leaves(x: Fraction | float, format: Format, rounding: str) -> bool:
+    """Whether a number beyond the last value becomes infinity or NaN where nothing saturates."""
+    if isinstance(format, Float):
+        return True
+    if isinstance(format, Posit) or rounding in ("toward_zero", "down"):
+        return isinf(x)
+    return rounding == "up" or x >= format.overflow_from

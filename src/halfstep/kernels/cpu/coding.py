@@ -1,0 +1,183 @@
+"""What encoding and decoding do to one element, in lanes: `elements` rounds, this finds the code of the result."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import ldexp
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from halfstep.formats import Float, Format, Integer
+from halfstep.kernels.cpu import elements
+from halfstep.kernels.cpu.elements import Rounding, Scalars, float_bits
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane
+
+
+class Coding(NamedTuple):
+    """The numbers of one encoding, beside those of its `Rounding`; codes are without sign, but fnuz's NaN."""
+
+    bias: Any
+    """What the bits, shifted down to the format's, exceed the code by."""
+    largest: Any
+    over: Any
+    nan: Any
+    sign_shift: Any
+    """How far the sign bit of a float32 is above that of a code."""
+
+    # Absent where signs are alike, -0 has a code and an infinity becomes `over`.
+    largest_negative: Any = None
+    over_negative: Any = None
+    infinite: Any = None
+    infinite_negative: Any = None
+    complement: Any = None
+    """Negative integers: the bits of a code, all set; 0 for floats."""
+
+
+def knows(format: Format) -> bool:
+    """Whether `scalars` can describe the format."""
+    return elements.knows(format) and format.bits <= 16
+
+
+@cache
+def scalars(format: Format, rounding: str, overflow: str) -> tuple[Scalars, Scalars]:
+    """The `Rounding` and the `Coding` of a format that this module knows."""
+    numbers = elements.scalars(format, rounding, overflow)
+    p = Rounding(*(int(n) for n in numbers))
+    bias = 0
+    if isinstance(format, Float):
+        bias = format.min_exponent - 1 + 127 << format.mantissa_bits
+        last = (1 << format.bits - 1) - 1
+        infinity = (1 << format.exponent_bits) - 1 << format.mantissa_bits
+        nan = {"fn": last, "fnuz": last + 1}.get(format.specials, infinity | 1 << max(format.mantissa_bits - 1, 0))
+    else:
+        nan = infinity = 0
+
+    def code(value: Any) -> Any:
+        if value is None or value == NAN:
+            return value and nan
+        if value == INFINITY:
+            return infinity
+        magnitude = float(np.uint32(value).view(np.float32))
+        if isinstance(format, Integer):
+            return int(ldexp(magnitude, format.fraction_bits))
+        if magnitude < format.min_normal:
+            return int(magnitude / format.min_subnormal)
+        return (value >> p.shift) - bias
+
+    coding = Coding(
+        bias=bias,
+        largest=code(p.largest) or 0,
+        over=code(p.over) or 0,
+        nan=nan,
+        sign_shift=32 - format.bits,
+        largest_negative=code(p.largest_negative),
+        over_negative=code(p.over_negative),
+        infinite=code(p.infinite),
+        infinite_negative=code(p.infinite_negative),
+        complement=None if p.zero_sign is None else 0 if isinstance(format, Float) else (1 << format.bits) - 1,
+    )
+    return numbers, tuple(np.uint32(number) for number in coding if number is not None)
+
+
+def nearest(bits: Lane, p: Rounding, c: Coding) -> Lane:
+    """The code of float32 bits rounded to nearest, ties to even; 32 bits wide."""
+    magnitude = bits & MAGNITUDE
+    on_bits, steps = elements.nearest_both(magnitude, p)
+    fixed = steps.bits() - p.magic
+    return _finish(bits, magnitude, (magnitude < p.min_normal).pick(fixed, (on_bits >> p.shift) - c.bias), p, c)
+
+
+def stochastic(bits: Lane, noise: Lane, p: Rounding, c: Coding) -> Lane:
+    """The code of float32 bits rounded as `elements.stochastic`."""
+    return _noisy(bits, noise, p, c, exact=False)
+
+
+def directed(bits: Lane, p: Rounding, c: Coding) -> Lane:
+    """The code of float32 bits rounded as `elements.directed`."""
+    return _noisy(bits, (bits > MAGNITUDE).pick(p.add_negative, p.add), p, c, exact=True)
+
+
+def _noisy(bits: Lane, noise: Lane, p: Rounding, c: Coding, exact: bool) -> Lane:
+    magnitude = bits & MAGNITUDE
+    on_bits, steps = elements.noisy_both(magnitude, noise, p, exact)
+    fixed = steps.truncated()
+    return _finish(bits, magnitude, (magnitude < p.min_normal).pick(fixed, (on_bits >> p.shift) - c.bias), p, c)
+
+
+def _finish(bits: Lane, magnitude: Lane, code: Lane, p: Rounding, c: Coding) -> Lane:
+    sign = (bits & SIGN) >> c.sign_shift
+    if c.complement is None:
+        code = (code > c.largest).pick(c.over, code)
+        return (magnitude > p.nan_above).pick(c.nan, code) | sign
+    negative = bits > MAGNITUDE
+    over = negative.pick(c.over_negative, c.over)
+    code = (code > negative.pick(c.largest_negative, c.largest)).pick(over, code)
+    code = magnitude.equals(INFINITY).pick(negative.pick(c.infinite_negative, c.infinite), code)
+    code = (magnitude > p.nan_above).pick(c.nan, code)
+    twos = negative.pick(code.constant(0) - code, code) & c.complement
+    signed = code | code.equals(0).pick((bits & p.zero_sign) >> c.sign_shift, sign)
+    return c.complement.equals(0).pick(signed, twos)
+
+
+# ---- decoding ----------------------------------------------------------------------------------------------------
+
+
+class Decoding(NamedTuple):
+    """The numbers that turn a code into float32 bits."""
+
+    sign_shift: Any
+    shift: Any
+    offset: Any
+    """Added to the magnitude's bits in float32 position."""
+    min_normal: Any
+    """Codes below it count fixed steps."""
+    step: Any
+    largest: Any
+    over: Any
+    """What the code above the largest one stands for: infinity or NaN. Those above that are NaN."""
+    nan: Any
+    """A code, with its sign, that is NaN."""
+
+
+def knows_codes(format: Format) -> bool:
+    """Whether `decoding_scalars` can describe the format."""
+    return knows(format) and isinstance(format, Float)
+
+
+@cache
+def decoding_scalars(format: Float) -> Scalars:
+    """The `Decoding` of a format that `knows_codes` accepts."""
+    magnitude = (1 << format.bits - 1) - 1
+    infinity = (1 << format.exponent_bits) - 1 << format.mantissa_bits
+    same = format.min_exponent == -126
+    numbers = Decoding(
+        sign_shift=32 - format.bits,
+        shift=23 - format.mantissa_bits,
+        offset=127 - format.bias << 23,
+        min_normal=0 if same else 1 << format.mantissa_bits,
+        step=float_bits(1.0 if same else format.min_subnormal),
+        largest={"ieee": infinity - 1, "fn": magnitude - 1}.get(format.specials, magnitude),
+        over=INFINITY if format.has_infinity else NAN,
+        nan=1 << format.bits - 1 if format.specials == "fnuz" else elements._ALL,
+    )
+    return tuple(np.uint32(number & elements._ALL) for number in numbers)
+
+
+def decoded(code: Lane, d: Decoding) -> Lane:
+    """The float32 bits of a code, given 32 bits wide."""
+    shifted = code << d.sign_shift
+    magnitude = (shifted & MAGNITUDE) >> d.sign_shift
+    fixed = (magnitude.value_as_float() * d.step.float()).bits()
+    value = (magnitude < d.min_normal).pick(fixed, (magnitude << d.shift) + d.offset)
+    value = (magnitude > d.largest).pick(d.over, value)
+    nan = magnitude > d.largest + 1
+    value = nan.pick(value.constant(NAN), value) | (shifted & SIGN)
+    return code.equals(d.nan).pick(value.constant(NAN), value)
+
+
+@cache
+def table(format: Format, dtype: torch.dtype) -> torch.Tensor:
+    """The values of all codes, in `dtype`."""
+    return torch.tensor([format.decode(code) for code in format.codes()], dtype=torch.float64).to(dtype)

@@ -1,0 +1,217 @@
+"""What rounding does to one element, in lanes: magnitudes as float32 bits, one step size above and below min_normal.
+
+A magnitude of at least `min_normal` is rounded on its bits: the step is a bit of the significand, and a carry out of it
+is the next binade. Below (and everywhere, in a format of whole multiples), the step is fixed: there a float32 sum with
+2^23 steps rounds to nearest-even by itself. Overflow is decided afterwards, on the rounded magnitude.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import inf, ldexp, nan
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from halfstep.formats import Float, Format, Integer
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane
+from halfstep.quant.cast import shared_range
+
+
+_ALL = 0xFFFFFFFF
+
+
+class Rounding(NamedTuple):
+    """The numbers of one rounding: uint32 in a kernel's arguments, lanes inside it. Values are float32 bits."""
+
+    min_normal: Any
+    """From here on the step is a bit of the significand; 0: everywhere, infinity: nowhere."""
+    shift: Any
+    """Bits of the float32 significand that rounding drops: 23 - mantissa_bits."""
+    half: Any
+    """Added before nearest rounding, together with the odd bit: half a step, less the bit that ties to even need."""
+    odd: Any
+    """1 where ties go to even; 0 where a tie is decided by `half` alone."""
+    magic: Any
+    """2^23 fixed steps."""
+    scale: Any
+    """1 / the fixed step."""
+    step: Any
+    """The fixed step."""
+    largest: Any
+    over: Any
+    """What a rounded magnitude beyond the largest becomes."""
+    nan_above: Any
+    """Greater magnitudes give NaN: that of infinity, or the largest finite one where infinities do, too."""
+
+    # Absent (None) where signs are alike, -0 is a value and an infinity becomes `over`: a third of the work is saved.
+    largest_negative: Any = None
+    over_negative: Any = None
+    infinite: Any = None
+    """What an infinity becomes, where `nan_above` does not make it NaN."""
+    infinite_negative: Any = None
+    zero_sign: Any = None
+    """The sign bit, or 0 in formats without -0."""
+    add: Any = None
+    """Directed rounding: up where the remainder, in 2^-32 steps, plus this is at least a step."""
+    add_negative: Any = None
+
+
+Scalars = tuple[np.uint32, ...]
+
+_SIGNIFICANT = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
+_SMALLEST = {torch.float32: -149, torch.bfloat16: -133, torch.float16: -24}
+_ADDED = {
+    "nearest_even": (0, 0), "nearest_away": (1 << 31, 1 << 31), "toward_zero": (0, 0),
+    "up": (_ALL, 0), "down": (0, _ALL), "stochastic": (0, 0),
+}  # fmt: skip
+
+
+def float_bits(value: float) -> int:
+    """The bits of a float32 magnitude."""
+    return int(np.float32(abs(value)).view(np.uint32))
+
+
+@cache
+def knows(format: Format) -> bool:
+    """Whether `scalars` can describe the format: its steps and its largest value are float32 numbers."""
+    if isinstance(format, Integer):
+        return -100 < format.fraction_bits < 100
+    if not isinstance(format, Float) or format.mantissa_bits > 22 or format.max_exponent > 127:
+        return False
+    step = format.min_exponent - format.mantissa_bits
+    return format.min_exponent == -126 or (step >= -126 and step + 23 <= 127)
+
+
+@cache
+def holds(format: Format, overflow: str, source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether `target` has every value of the format that rounding a `source` number can give."""
+    if overflow == "ieee" and shared_range(format, target) != (format.min, format.max):
+        return False
+    if source == target:
+        return True
+    if isinstance(format, Integer):
+        return format.high < 1 << _SIGNIFICANT[target] and ldexp(1, -format.fraction_bits) >= ldexp(
+            1, _SMALLEST[target]
+        )
+    assert isinstance(format, Float)
+    exact = format.mantissa_bits < _SIGNIFICANT[target]
+    return exact and format.min_exponent - format.mantissa_bits >= _SMALLEST[target]
+
+
+@cache
+def scalars(format: Format, rounding: str, overflow: str, dtype: torch.dtype = torch.float32) -> Scalars:
+    """The `Rounding` of a format that `knows` accepts, for values written in `dtype`."""
+    lowest, largest = shared_range(format, dtype) if overflow == "saturate" else (format.min, format.max)
+    over = infinite = (largest, -lowest)
+    nan_above = INFINITY
+    if isinstance(format, Float):
+        step, fixed_below = format.min_exponent - format.mantissa_bits, ldexp(1, format.min_exponent)
+        if format.min_exponent == -126:  # float32's own: its subnormals are steps of the last bit, too
+            step, fixed_below = 0, 0.0
+        if overflow == "ieee" and format.specials != "finite":
+            beyond = inf if format.has_infinity else nan
+            stays = {"toward_zero": (1, 1), "up": (0, 1), "down": (1, 0)}.get(rounding, (0, 0))
+            over = (largest if stays[0] else beyond, -lowest if stays[1] else beyond)
+            infinite = (beyond, beyond)
+        shift = 23 - format.mantissa_bits
+        # Without a mantissa a step is the distance to the next binade, and 1.5 steps tie to 2.
+        half, odd = ((1 << shift - 1) - 1, 1) if format.mantissa_bits else (1 << 22, 0)
+        if format.specials == "fnuz":
+            nan_above = INFINITY - 1
+    else:
+        assert isinstance(format, Integer)
+        step, fixed_below, shift, half, odd = -format.fraction_bits, inf, 23, 0, 0
+    numbers = Rounding(
+        min_normal=float_bits(fixed_below),
+        shift=shift,
+        half=half,
+        odd=odd,
+        magic=float_bits(ldexp(1, step + 23)),
+        scale=float_bits(ldexp(1, -step)),
+        step=float_bits(ldexp(1, step)),
+        largest=float_bits(largest),
+        over=_special(over[0]),
+        nan_above=nan_above,
+    )
+    alike = largest == -lowest and over[0] is over[1] and over == infinite and format.has_negative_zero
+    if not alike or rounding not in ("nearest_even", "stochastic"):
+        numbers = numbers._replace(
+            largest_negative=float_bits(lowest),
+            over_negative=_special(over[1]),
+            infinite=_special(infinite[0]),
+            infinite_negative=_special(infinite[1]),
+            zero_sign=SIGN if format.has_negative_zero else 0,
+            add=_ADDED[rounding][0],
+            add_negative=_ADDED[rounding][1],
+        )
+    return tuple(np.uint32(number) for number in numbers if number is not None)
+
+
+def _special(value: float) -> int:
+    return NAN if value != value else float_bits(value)
+
+
+def nearest(bits: Lane, p: Rounding) -> Lane:
+    """Float32 bits rounded to nearest, ties to even."""
+    magnitude = bits & MAGNITUDE
+    on_bits, steps = nearest_both(magnitude, p)
+    fixed = (steps - p.magic.float()).bits()
+    return _finish(bits, magnitude, (magnitude < p.min_normal).pick(fixed, on_bits & kept(p)), p)
+
+
+def stochastic(bits: Lane, noise: Lane, p: Rounding) -> Lane:
+    """Float32 bits rounded up if and only if floor(remainder * 2^32) + noise >= 2^32, the remainder in steps."""
+    return _finish(bits, bits & MAGNITUDE, _value(bits & MAGNITUDE, noise, p, exact=False), p)
+
+
+def directed(bits: Lane, p: Rounding) -> Lane:
+    """Float32 bits rounded by `add` or `add_negative`: to nearest away, toward zero, up, down."""
+    add = (bits > MAGNITUDE).pick(p.add_negative, p.add)
+    return _finish(bits, bits & MAGNITUDE, _value(bits & MAGNITUDE, add, p, exact=True), p)
+
+
+def nearest_both(magnitude: Lane, p: Rounding) -> tuple[Lane, Lane]:
+    """The bits with the rounding's carry in them, dropped bits not yet cut; and 2^23 plus the number of fixed steps."""
+    return magnitude + p.half + ((magnitude >> p.shift) & p.odd), magnitude.float() + p.magic.float()
+
+
+def noisy_both(magnitude: Lane, noise: Lane, p: Rounding, exact: bool) -> tuple[Lane, Lane]:
+    """The bits with the carry in them, and the number of fixed steps, as a float.
+
+    `exact`: a remainder below 2^-32 counts, so that rounding up notices it.
+    """
+    steps = magnitude.float() * p.scale.float()
+    if p.zero_sign is not None:  # all numbers of an integer format come this way, however large
+        steps = steps.min(2.0**23)
+    whole = steps.truncated().value_as_float()
+    rest = steps - whole
+    remainder = (rest * 2.0**32).truncated_wide()
+    if exact:  # `steps` may have flushed to zero, too
+        remainder = remainder | (rest > 0.0).to(32) | ((whole <= 0.0).to(32) & (magnitude > 0).to(32))
+    rises = (remainder + noise) < remainder
+    return magnitude + (noise >> (p.shift.constant(32) - p.shift)), rises.pick(whole + 1.0, whole)
+
+
+def kept(p: Rounding) -> Lane:
+    """The bits that rounding keeps."""
+    return p.shift.constant(_ALL) << p.shift
+
+
+def _value(magnitude: Lane, noise: Lane, p: Rounding, exact: bool) -> Lane:
+    on_bits, steps = noisy_both(magnitude, noise, p, exact)
+    return (magnitude < p.min_normal).pick((steps * p.step.float()).bits(), on_bits & kept(p))
+
+
+def _finish(bits: Lane, magnitude: Lane, rounded: Lane, p: Rounding) -> Lane:
+    nan, sign = bits.constant(NAN), bits.constant(SIGN)
+    if p.zero_sign is None:
+        rounded = (rounded > p.largest).pick(p.over, rounded)
+        return (magnitude > p.nan_above).pick(nan, rounded) | (bits & sign)
+    negative = bits > MAGNITUDE
+    over = negative.pick(p.over_negative, p.over)
+    rounded = (rounded > negative.pick(p.largest_negative, p.largest)).pick(over, rounded)
+    rounded = magnitude.equals(INFINITY).pick(negative.pick(p.infinite_negative, p.infinite), rounded)
+    rounded = (magnitude > p.nan_above).pick(nan, rounded)
+    return rounded | (bits & rounded.equals(0).pick(p.zero_sign, sign))

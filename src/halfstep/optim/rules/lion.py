@@ -1,0 +1,24 @@
+"""Lion: the sign of a momentum, with one moment instead of Adam's two."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfstep.optim.classes import Lion
+from halfstep.optim.rules.base import Group, Moments, UpdateRule
+
+
+def _update(weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Group) -> tuple[Tensor, Moments]:
+    """w <- (1 - lr decay) w - lr sign(beta1 m + (1 - beta1) g);  m <- beta2 m + (1 - beta2) g.
+
+    Source: Chen et al. 2023, arXiv 2302.06675, program 1.
+    """
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    lr, decay = float(group["lr"]), float(group["weight_decay"])
+    momentum = moments["exp_avg"]
+    direction = torch.sign(momentum * beta1 + grad * (1 - beta1))
+    return weight * (1 - lr * decay) - direction * lr, {"exp_avg": momentum * beta2 + grad * (1 - beta2)}
+
+
+lion = UpdateRule("lion", Lion, lambda group: ("exp_avg",), _update)

@@ -1,0 +1,124 @@
+"""What goes wrong in `halfstep formats` is one message and exit code 2; pictures; a new format found everywhere."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--yaml"], "No such option"),
+        (["show"], "Missing argument"),
+        (["show", "bf61"], "unknown format 'bf61'; nearest: bf16"),
+        (["show", "[bold]x"], "unknown format '[bold]x'"),
+        (["show", "e1m2"], "1 exponent and 2 mantissa bits given"),
+        (["show", "bf16", "--value", "three"], "'three' is not a number; write 3.25"),
+        (["show", "bf16", "--value", ""], "'' is not a number"),
+        (["show", "bf16", "--value", "1/0"], "'1/0' divides by zero"),
+        (["show", "bf16", "--value", "1e999999999"], "'1e999999999' is beyond 2^±4000"),
+        (["show", "bf16", "--value", "9" * 5000], "is not a number"),
+        (["show", "bf16", "--value", "2^99999"], "is beyond 2^±4000"),
+        (["show", "bf16", "--value", "1", "--rounding", "nearest"], "unknown rounding 'nearest'; nearest: nearest"),
+        (["show", "bf16", "--value", "1", "--overflow", "wrap"], "unknown overflow 'wrap'"),
+        (["show", "mxfp4", "--value", "1"], "mxfp4 is a block format"),
+        (["show", "mxfp4", "--plot", "x.png"], "Take its element format, float4_e2m1fn"),
+        (["show", "bf16", "--plot", "x.jpeg2000"], "the name ends in one of .png, .pdf, .svg"),
+        (["show", "bf16", "--plot", "/nowhere/x.png"], "cannot write '/nowhere/x.png': No such file or directory"),
+        (["compare", "bf16"], "Missing argument"),
+        (["compare", "bf16", "nvfp4"], "nvfp4 is a block format"),
+        (["add", "int8", "1", "2"], "int8 has no exponent and mantissa to align"),
+        (["add", "posit16_1", "1", "2"], "addition by hand is shown for floats"),
+        (["add", "bf16", "1", "nan"], "nan is not within bf16"),
+        (["add", "fp16", "65520", "1"], "65520 is not within fp16, whose largest value is 65504"),
+        (["add", "bf16", "1"], "Missing argument"),
+        (["add", "bf16", "1", "2", "3"], "unexpected extra argument"),
+        (["add", "bf16", "1", "--typo"], "'--typo' is not a number"),
+    ],
+    ids=lambda x: " ".join(x)[:40] if isinstance(x, list) else "",
+)
+def test_mistakes_are_a_message_and_exit_code_2(run, arguments, words):
+    code, out, err = run("formats", *arguments)
+    assert (code, out) == (2, "")
+    assert words in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", ["fp4", "e4m3fn", "posit16_1", "fp32", "nf4", "e8m0", "uint8", "dynamic8"])
+def test_a_picture_is_written_over_the_last_one(run, tmp_path, name):
+    path = tmp_path / "line.png"
+    path.write_text("an old one")
+    code, out, err = run("formats", "show", name, "--plot", str(path), "--value", "0.8")
+    assert (code, err) == (0, "")
+    assert out.endswith(f"wrote {path}\n")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_says_how_to_get_it(run, monkeypatch, tmp_path):
+    monkeypatch.setattr("halfstep.cli.formats.plot.find_spec", lambda name: None)
+    code, _, err = run("formats", "show", "fp4", "--plot", str(tmp_path / "x.png"))
+    assert code == 2
+    assert "pip install 'halfstep[lab]'" in err
+
+
+def test_a_terminal_without_block_characters_gets_a_sketch():
+    command = [sys.executable, "-m", "halfstep", "formats", "show", "e4m3fn"]
+    done = subprocess.run(
+        command, capture_output=True, env={"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT / "src")}
+    )
+    assert done.returncode == 0
+    assert b"####" in done.stdout
+
+
+MADE_UP = '''"""A format nobody has."""
+
+from halfstep.formats.floating import Float
+
+made_up = Float("made_up5", 3, 1, 2, "fn", source="made up", aliases=("mu5",))
+'''
+
+
+def in_a_package_with_one_file_more(folder, code):
+    """Runs code in a process whose `halfstep.formats` finds its members in `folder`, too."""
+    (folder / "made_up.py").write_text(MADE_UP)
+    start = f"import halfstep.formats as room; room.__path__.append({str(folder)!r}); import sys\n"
+    command = [sys.executable, "-c", start + code]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+
+
+def test_a_format_is_one_call_in_one_file(tmp_path):
+    """The table, the page and the tensor functions know it without being told."""
+    code = """
+from halfstep.cli.app import main
+for arguments in (["formats"], ["formats", "show", "mu5", "--value", "3.3"], ["formats", "add", "mu5", "12", "1"]):
+    sys.argv = ["halfstep", *arguments]
+    try:
+        main()
+    except SystemExit as stopped:
+        assert not stopped.code
+import torch, halfstep
+x = torch.tensor([1.1, 40.0, -0.4])
+print(halfstep.round_to(x, "made_up5").tolist(), halfstep.encode(x, "mu5").tolist())
+"""
+    done = in_a_package_with_one_file_more(tmp_path, code)
+    assert done.returncode == 0, done.stderr
+    assert any(line.startswith("made_up5 ") for line in done.stdout.splitlines())
+    assert "0 011 1" in done.stdout  # 3 = 2^(3 - 2) * 1.5
+    assert "all of b, which vanished" in done.stdout.replace("\n", " ")
+    assert done.stdout.splitlines()[-1] == "[1.0, 32.0, -0.5] [4, 14, 18]"
+
+
+def test_the_conformance_tests_take_the_new_format(tmp_path):
+    """They are run on it alone; exit code 5 would mean that none was collected."""
+    code = """
+import pytest
+sys.exit(pytest.main(["-p", "no:cacheprovider", "-k", "made_up5", "tests/conformance/test_every_format.py"]))
+"""
+    done = in_a_package_with_one_file_more(tmp_path, code)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout

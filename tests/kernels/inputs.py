@@ -1,0 +1,54 @@
+"""Inputs and comparisons that the kernels' tests share."""
+
+import math
+from functools import cache
+
+import torch
+
+from halfstep import formats
+from halfstep.formats import Float, Integer
+from halfstep.kernels.cpu.compiled import CHUNK
+from oracles.numbers import every_16_bit_value
+
+
+ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic")
+OVERFLOWS = ("saturate", "ieee")
+MADE_UP = (
+    *("e5m3", "e8m5", "e4m10", "e3m0", "e2m0", "e7m1", "e6m9"),
+    Float("finite5", 3, 1, 2, "finite", source="made up"),
+    Float("shifted", 5, 2, -20, "fn", source="made up"),
+    Float("tiny", 4, 3, 90, "fnuz", source="made up"),
+    Integer("lopsided", -128, 127, 3, source="made up"),
+    Integer("wide", -1000, 1000, -2, source="made up"),
+)
+
+
+def all_formats():
+    """Named formats, bit splits without a name, and made-up ones that no peer has."""
+    return [formats.get(name) for name in (*formats.names(), *MADE_UP)]
+
+
+@cache
+def float32_input():
+    """Random bit patterns, ordinary numbers of several sizes, and specials: some chunks and a rest."""
+    generator = torch.Generator().manual_seed(1)
+    patterns = torch.randint(-(2**31), 2**31, (CHUNK,), generator=generator, dtype=torch.int64).to(torch.int32)
+    normal = torch.randn(CHUNK // 2, generator=generator)
+    specials = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 1e-45, -1e-45, 3.4e38])
+    return torch.cat([patterns.view(torch.float32), normal, normal * 1e-3, normal * 100, specials])
+
+
+def edges(format):
+    """Values and boundaries of a format with at most 8 bits, each with its float32 neighbours."""
+    if format.bits > 8:
+        return torch.empty(0)
+    points = torch.tensor([*format.boundaries(), *format.values()], dtype=torch.float64).float()
+    up, down = torch.tensor(math.inf), torch.tensor(-math.inf)
+    return torch.cat([points, torch.nextafter(points, up), torch.nextafter(points, down)])
+
+
+def inputs(format, dtype):
+    """What to round: every value of a 16-bit dtype, or float32 numbers and the format's edges."""
+    if dtype == torch.float32:
+        return torch.cat([float32_input(), edges(format)])
+    return every_16_bit_value(dtype)

@@ -1,0 +1,110 @@
+"""Rounding values by kernel is the reference, bit for bit."""
+
+import pytest
+import torch
+
+from halfstep import formats
+from halfstep.formats import Integer
+from halfstep.kernels.cpu import cast as kernel
+from halfstep.kernels.cpu.compiled import CHUNK
+from halfstep.quant.cast import round_to
+from kernels.inputs import OVERFLOWS, ROUNDINGS, all_formats, float32_input, inputs
+from oracles.numbers import same_bits
+
+
+PAIRS = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.float32, torch.bfloat16),
+]
+every_pair = pytest.mark.parametrize("pair", PAIRS, ids=lambda p: f"{p[0]}-{p[1]}".replace("torch.", ""))
+
+
+def assert_rounds(x, out, format, rounding, overflow):
+    seed = 99 if rounding == "stochastic" else None
+    kernel.run(x, out, format, rounding, overflow, seed)
+    same_bits(out, round_to(x, format, rounding, overflow, seed, dtype=out.dtype))
+
+
+@every_pair
+@pytest.mark.parametrize("format", all_formats(), ids=lambda f: f.name)
+def test_every_format_rounding_and_overflow(format, pair):
+    x = inputs(format, pair[0])
+    out = torch.empty(x.shape, dtype=pair[1])
+    for rounding in ROUNDINGS:
+        for overflow in OVERFLOWS:
+            if kernel.supports(x, out, format, rounding, overflow):
+                assert_rounds(x, out, format, rounding, overflow)
+
+
+@pytest.mark.parametrize(
+    "name", ["e4m3fn", "e5m2", "e2m1fn", "e5m3", "tf32", "bf16", "fp16", "int8", "float8_e5m2fnuz"]
+)
+def test_what_it_must_know(name):
+    x, format = torch.zeros(3), formats.get(name)
+    assert kernel.supports(x, torch.empty(3), format, "nearest_even", "saturate")
+    assert kernel.supports(x.bfloat16(), x.bfloat16(), format, "stochastic", "saturate")
+    few = isinstance(format, Integer) or format.mantissa_bits <= 7
+    assert kernel.supports(x, x.bfloat16(), format, "nearest_even", "saturate") == few
+
+
+@pytest.mark.parametrize("rounding", ["nearest_even", "toward_zero", "stochastic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["e4m3fn", "int8"])
+def test_in_place(rounding, dtype, name):
+    x = float32_input().to(dtype)
+    expected = round_to(x, name, rounding, generator=4)
+    kernel.run(x, x, formats.get(name), rounding, "saturate", 4)
+    same_bits(x, expected)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 15, 16, 17, 31, 33, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 3])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_sizes_and_threads(size, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x = torch.randn(size, generator=torch.Generator().manual_seed(size))
+        for rounding in ("nearest_even", "stochastic"):
+            out = torch.full((size + 1,), 7.0)  # one more than is written, in a tensor of its own
+            assert_rounds(x, out[:size], formats.get("e4m3fn"), rounding, "saturate")
+            assert out[size] == 7
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_any_shape():
+    x = torch.randn(3, 1, 5, 7)
+    assert_rounds(x, torch.empty_like(x), formats.get("e5m2"), "nearest_even", "saturate")
+    assert_rounds(x[0, 0, 0, 0], torch.empty(()), formats.get("e5m2"), "nearest_even", "saturate")
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("x", "out"),
+    [
+        (torch.zeros(4, 2)[:, 0], torch.zeros(4)),
+        (torch.zeros(4), torch.zeros(4, 2)[:, 0]),
+        (torch.zeros(4), torch.zeros(5)),
+        (torch.zeros(4).double(), torch.zeros(4).double()),
+        (torch.zeros(4, device="meta"), torch.zeros(4)),
+        (torch.zeros(4).as_subclass(Subclass), torch.zeros(4)),
+        (torch.zeros(4).to_sparse(), torch.zeros(4)),
+        (torch.zeros(4, dtype=torch.int32), torch.zeros(4)),
+    ],
+)
+def test_refuses_other_tensors(x, out):
+    assert not kernel.supports(x, out, formats.get("e4m3fn"), "nearest_even", "saturate")
+
+
+def test_refuses_overlapping_tensors_and_formats_it_does_not_know():
+    x = torch.zeros(10)
+    assert not kernel.supports(x[:8], x[2:], formats.get("e4m3fn"), "nearest_even", "saturate")
+    for name in ("fp32", "nf4", "e8m0fnu"):
+        assert not kernel.supports(x, torch.zeros(10), formats.get(name), "nearest_even", "saturate")
+    assert not kernel.supports(x, x.bfloat16(), formats.get("fp16"), "nearest_even", "saturate")
+    assert not kernel.supports(x.bfloat16(), x.bfloat16(), formats.get("fp16"), "nearest_even", "ieee")

@@ -1,0 +1,89 @@
+"""Encoding and decoding by kernel is the reference, code for code."""
+
+import pytest
+import torch
+
+from halfstep import formats
+from halfstep.kernels.cpu import codes as kernel
+from halfstep.kernels.cpu.compiled import CHUNK
+from halfstep.quant.cast import CONTAINERS, decode, encode
+from kernels.inputs import OVERFLOWS, ROUNDINGS, all_formats, inputs
+from oracles.numbers import same_bits
+
+
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+every_format = pytest.mark.parametrize("format", [f for f in all_formats() if f.bits <= 16], ids=lambda f: f.name)
+
+
+def assert_encodes(x, format, rounding, overflow):
+    out = torch.empty(x.shape, dtype=CONTAINERS[format.storage_bits])
+    seed = 99 if rounding == "stochastic" else None
+    assert kernel.supports(x, out, format, rounding, overflow)
+    assert kernel.run(x, out, format, rounding, overflow, seed)
+    assert torch.equal(out.int(), encode(x, format, rounding, overflow, seed).int())
+
+
+@every_format
+@every_dtype
+def test_every_format_rounding_and_overflow(format, dtype):
+    x = inputs(format, dtype)
+    x = x if format.has_nan else x[~x.isnan()]
+    for rounding in ROUNDINGS:
+        for overflow in OVERFLOWS:
+            if kernel.supports(
+                x, torch.empty(x.shape, dtype=CONTAINERS[format.storage_bits]), format, rounding, overflow
+            ):
+                assert_encodes(x, format, rounding, overflow)
+
+
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e2m1fn", "e3m2fn", "fp16", "bf16", "int8", "ocp_int8", "uint4"])
+@pytest.mark.parametrize("size", [0, 1, 17, CHUNK + 1, 3 * CHUNK])
+def test_what_it_must_know_at_any_size(name, size):
+    assert_encodes(torch.randn(size), formats.get(name), "nearest_even", "saturate")
+
+
+@pytest.mark.parametrize("name", ["e2m1fn", "int8"])
+@pytest.mark.parametrize("where", [0, 2 * CHUNK + 3])
+def test_nan_without_a_code_is_reported(name, where):
+    x = torch.ones(2 * CHUNK + 4)
+    out = torch.empty(x.shape, dtype=torch.uint8)
+    assert kernel.run(x, out, formats.get(name), "nearest_even", "saturate", None)
+    x[where] = torch.nan
+    assert not kernel.run(x, out, formats.get(name), "nearest_even", "saturate", None)
+
+
+@every_format
+@every_dtype
+def test_every_code_decodes(format, dtype):
+    codes = torch.arange(1 << format.bits).to(CONTAINERS[format.storage_bits])
+    out = torch.empty(codes.shape, dtype=dtype)
+    if kernel.supports_decode(codes, out, format):
+        assert kernel.run_decode(codes, out, format)
+        same_bits(out, decode(codes, format, dtype))
+
+
+@pytest.mark.parametrize("name", ["e4m3fn", "e2m1fn", "nf4", "posit8_2", "posit16_2", "e8m0fnu", "int8", "fp16"])
+def test_decodes_what_it_must_know(name):
+    format = formats.get(name)
+    codes = torch.arange(2 * CHUNK + 5).remainder(1 << format.bits).to(CONTAINERS[format.storage_bits])
+    out = torch.empty(codes.shape)
+    assert kernel.supports_decode(codes, out, format)
+    assert kernel.run_decode(codes, out, format)
+    same_bits(out, decode(codes, format))
+
+
+@pytest.mark.parametrize("name", ["e2m1fn", "nf4", "e3m2fn"])
+def test_a_code_that_the_format_does_not_have_is_reported(name):
+    codes = torch.zeros(CHUNK + 3, dtype=torch.uint8)
+    assert kernel.run_decode(codes, torch.empty(codes.shape), formats.get(name))
+    codes[-1] = 1 << formats.get(name).bits
+    assert not kernel.run_decode(codes, torch.empty(codes.shape), formats.get(name))
+
+
+def test_refuses_other_tensors():
+    x, format = torch.zeros(4), formats.get("e4m3fn")
+    assert not kernel.supports(x, torch.empty(4, dtype=torch.uint16), format, "nearest_even", "saturate")
+    assert not kernel.supports(x, torch.empty(5, dtype=torch.uint8), format, "nearest_even", "saturate")
+    assert not kernel.supports(x.double(), torch.empty(4, dtype=torch.uint8), format, "nearest_even", "saturate")
+    assert not kernel.supports_decode(x, x, format)
+    assert not kernel.supports_decode(torch.zeros(4, dtype=torch.uint8), torch.empty(4, 1), format)

@@ -1,0 +1,119 @@
+"""Compiled kernels are kept on disk under a hash of all kernel sources, and never start threads in a forked child."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import halfstep
+from halfstep.kernels.cpu import cast
+from halfstep.kernels.cpu.compiled import CHUNK, source_hash
+
+
+PACKAGE = Path(halfstep.__file__).parent
+ROUND = """
+import sys, torch
+from halfstep import formats
+from halfstep.kernels.cpu import cast
+x = torch.tensor([1.0, 3.3, 1000.0])
+cast.run(x, x, formats.get("e4m3fn"), "nearest_even", "saturate", None)
+assert x.tolist() == [1.0, 3.25, 448.0]
+stats = cast._nearest.serial.stats
+print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()), stats.cache_path)
+"""
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A copy of the package without compiled files, and the environment of a process that imports it."""
+    shutil.copytree(PACKAGE, tmp_path / "src" / "halfstep", ignore=shutil.ignore_patterns("__pycache__"))
+    home = tmp_path / "home"
+    home.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), "HOME": str(home), "XDG_CACHE_HOME": str(home)}
+    return tmp_path / "src" / "halfstep" / "kernels" / "cpu", environment
+
+
+def hits_misses_folder(environment):
+    result = subprocess.run([sys.executable, "-c", ROUND], env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    hits, misses, folder = result.stdout.split()
+    return int(hits), int(misses), folder
+
+
+def test_a_second_process_compiles_nothing_and_an_edited_helper_is_noticed(copied):
+    kernels, environment = copied
+    hits, misses, first = hits_misses_folder(environment)
+    assert (hits, misses) == (0, 1)
+    assert Path(first).parent == kernels / "__pycache__"
+    assert hits_misses_folder(environment) == (1, 0, first)
+    lanes = kernels / "lanes.py"
+    lanes.write_text(lanes.read_text() + "\n# another helper\n")
+    hits, misses, second = hits_misses_folder(environment)
+    assert (hits, misses) == (0, 1)
+    assert second != first
+
+
+def test_a_read_only_install_keeps_them_with_the_users_files_or_nowhere(copied):
+    """A file where the folder should be: what read-only means here, for root too."""
+    kernels, environment = copied
+    (kernels / "__pycache__").write_text("")
+    hits, misses, folder = hits_misses_folder({**environment, "PYTHONDONTWRITEBYTECODE": "1"})
+    assert (hits, misses) == (0, 1)
+    assert folder.startswith(environment["XDG_CACHE_HOME"])
+    shutil.rmtree(environment["XDG_CACHE_HOME"])
+    Path(environment["XDG_CACHE_HOME"]).write_text("")
+    hits, misses, folder = hits_misses_folder({**environment, "PYTHONDONTWRITEBYTECODE": "1"})
+    assert (hits, misses, folder) == (0, 1, "None")
+
+
+def test_the_hash_covers_every_file_and_its_name(tmp_path):
+    (tmp_path / "a.py").write_text("x")
+    first = source_hash(tmp_path)
+    (tmp_path / "b.py").write_text("")
+    second = source_hash(tmp_path)
+    (tmp_path / "b.py").rename(tmp_path / "c.py")
+    assert len({first, second, source_hash(tmp_path)}) == 3
+
+
+FORKED = """
+import numpy, torch, warnings
+from torch.utils.data import DataLoader, Dataset
+from halfstep import formats
+from halfstep.kernels.cpu import cast
+from halfstep.kernels.cpu.compiled import CHUNK
+warnings.simplefilter("ignore")
+def rounded():
+    x = torch.from_numpy(numpy.full(4 * CHUNK, 3.3, numpy.float32))
+    cast.run(x, x, formats.get("e4m3fn"), "nearest_even", "saturate", None)
+    return x
+class Rounded(Dataset):
+    def __len__(self): return 2
+    def __getitem__(self, index): return rounded()
+torch.set_num_threads(2)
+parent = rounded()
+for batch in DataLoader(Rounded(), batch_size=1, num_workers=1, multiprocessing_context="fork"):
+    assert torch.equal(batch[0], parent)
+print("fine")
+"""
+
+
+def test_a_data_loaders_worker_may_round_after_its_parent_did():
+    result = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip() == "fine", result.stderr
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_torchs_number_of_threads_is_used_and_left_as_it_is(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x = torch.full((4 * CHUNK + 3,), 3.3)
+        cast.run(x, x, halfstep.formats.get("e4m3fn"), "nearest_even", "saturate", None)
+        assert torch.get_num_threads() == threads
+        assert (x == 3.25).all()
+    finally:
+        torch.set_num_threads(before)

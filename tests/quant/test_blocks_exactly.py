@@ -1,0 +1,245 @@
+"""Block formats are what their definitions say, bit for bit: codes, scales, packing and the values that come back."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from halfstep import formats
+from halfstep.quant import get_quantizer
+from oracles import blocks
+from oracles import formats as oracle
+from oracles.numbers import same_bits
+
+
+RULES = [
+    *((name, rule) for name, rule in itertools.product(blocks.MX, blocks.POWERS_OF_TWO)),
+    *(("nvfp4", rule) for rule in ("two_level", "four_over_six")),
+    *((name, rule) for name in ("fp8_1x128", "fp8_128x128") for rule in ("absmax", "rceil")),
+    *((name, rule) for name in ("nf4", "bnb_fp4", "af4") for rule in ("absmax", "double_absmax")),
+    *((name, "absmax") for name in ("dynamic8", "int8_tensor", "int8_row", "llm_int8", "int4_64")),
+    *((name, "affine") for name in ("uint8_row", "uint4_64")),
+]
+IDS = ["-".join(pair) for pair in RULES]
+every_rule = pytest.mark.parametrize(("name", "rule"), RULES, ids=IDS)
+every_block = pytest.mark.parametrize("name", blocks.BLOCKS)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+ONE_TILE = [name for name, (_, tile, _) in blocks.BLOCKS.items() if tile[0] == 1 and tile[1]]
+
+
+def matches(name, rule, x):
+    """Quantise x, and compare all that is stored and what comes back with the oracle's."""
+    found = get_quantizer(name, scale=rule).quantize(x)
+    matrix = x.reshape(-1, x.shape[-1] if x.dim() else 1)
+    wide = matrix.numpy() if x.dtype in (torch.float32, torch.float64) else matrix.float().numpy()
+    expected = blocks.quantize(name, wide, rule)
+    for key, value in expected.stored.items():
+        wanted = torch.from_numpy(np.asarray(value))
+        if key == "outliers":
+            wanted = wanted.to(x.dtype)
+        if key == "scale" and wanted.dtype == torch.uint8 and name == "nvfp4":
+            nan = (wanted & 0x7F) == 0x7F  # either NaN
+            torch.testing.assert_close(found.tensors[key] & 0x7F == 0x7F, nan, rtol=0, atol=0)
+            torch.testing.assert_close(found.tensors[key][~nan], wanted[~nan], rtol=0, atol=0)
+        else:
+            torch.testing.assert_close(found.tensors[key], wanted, rtol=0, atol=0, equal_nan=True)
+    known = expected.codes >= 0
+    if known.all():
+        element = blocks.BLOCKS[name][0]
+        packed = blocks.pack(expected.codes, oracle.listed(element).bits, element in blocks.HIGH_NIBBLE_FIRST)
+        torch.testing.assert_close(found.codes, torch.from_numpy(packed).to(torch.uint8), rtol=0, atol=0)
+    limit = torch.finfo(x.dtype).max
+    values = torch.from_numpy(expected.values).clamp(-limit, limit).to(x.dtype).view(x.shape)
+    torch.testing.assert_close(found.dequantize(), values, rtol=0, atol=0, equal_nan=True)
+    return found
+
+
+@every_rule
+@every_dtype
+def test_normal_numbers_of_many_sizes(name, rule, dtype):
+    """Rows of 200 in blocks of every length, the last ones short; each row of another order of magnitude."""
+    rows = 3 if rule == "four_over_six" else 12
+    random = np.random.default_rng(3)
+    x = random.standard_normal((rows, 200)) * 10.0 ** random.integers(-4, 4, (rows, 1))
+    matches(name, rule, torch.from_numpy(x).to(dtype))
+
+
+@every_rule
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 3, 40), (5,), (130, 131)], ids=str)
+def test_shapes(name, rule, shape):
+    if blocks.BLOCKS[name][1][0] == 1 and shape[0] == 130:
+        shape = (9, 131)
+    matches(name, rule, torch.randn(shape))
+
+
+@every_rule
+def test_a_large_tensor_has_more_than_one_group_of_scales(name, rule):
+    if rule != "double_absmax":
+        return
+    matches(name, rule, torch.randn(70, 64 * 5 - 3))
+
+
+@pytest.mark.parametrize("name", [*blocks.MX, "fp8_1x128"])
+@pytest.mark.parametrize("rule", blocks.POWERS_OF_TWO)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_power_of_two_scales_around_every_threshold(name, rule, dtype):
+    """One block for each amax: the element's max and every bound of a rule times powers of two, with neighbours."""
+    if name == "fp8_1x128" and rule != "rceil":
+        return
+    element, (_, columns), _ = blocks.BLOCKS[name]
+    top, bits = oracle.listed(element).max, blocks.MANTISSA[element]
+    points = [1.0, top, 2 - 2.0 ** -(bits + 1), 2 - 2.0**-bits, 1.5, 1.9, 7.0]
+    powers = [-149, -127, -126, 0, 100, 119, 126, 127]
+    values = [p * 2.0**k for p in points for k in powers]
+    amax = torch.tensor([v for v in values if v < 2.0**128], dtype=torch.float64).to(dtype)
+    up, down = (torch.nextafter(amax, torch.full_like(amax, e)) for e in (torch.inf, 0.0))
+    amax = torch.cat([amax, up, down])
+    amax = amax[amax.isfinite()]
+    x = torch.randn(len(amax), columns, dtype=torch.float64).clamp(-1, 1).to(dtype) * amax[:, None] * 0.9
+    x[:, 3] = -amax
+    matches(name, rule, x)
+
+
+@every_rule
+@every_dtype
+def test_zeros(name, rule, dtype):
+    x = torch.zeros(3, 256, dtype=dtype)
+    x[0] = -0.0
+    x[1, 5] = 1.0
+    found = matches(name, rule, x)
+    assert found.dequantize()[1, 5].item() == pytest.approx(1.0, rel=0.1)
+    same_bits(found.dequantize().abs(), x.abs().where(x == 0, found.dequantize()[1, 5]))
+    same_bits(get_quantizer(name, scale=rule)(torch.zeros(2, 64, dtype=dtype)), torch.zeros(2, 64, dtype=dtype))
+
+
+@every_rule
+def test_subnormal_blocks(name, rule):
+    x = torch.randint(-5, 6, (3, 256)) * 2.0**-149
+    matches(name, rule, x)
+    matches(name, rule, x * 2**20)
+
+
+@every_rule
+def test_huge_blocks(name, rule):
+    x = torch.randn(3, 256).clamp(-1, 1) * torch.finfo(torch.float32).max
+    x[1] /= 2
+    x[2, 3] = torch.finfo(torch.float32).max
+    assert matches(name, rule, x).dequantize().isfinite().all()
+
+
+@pytest.mark.parametrize("name", ONE_TILE)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_none_takes_its_own_tile_with_it(name, bad):
+    columns = blocks.BLOCKS[name][1][1]
+    x = torch.randn(4, 2 * columns)
+    x[1, columns + 3] = bad
+    x[2, 0] = bad
+    result = get_quantizer(name)(x)
+    lost = torch.zeros(x.shape, dtype=torch.bool)
+    lost[1, columns:] = lost[2, :columns] = True
+    assert result[lost].isnan().all()
+    assert result[~lost].isfinite().all()
+    clean = torch.where(lost, 0.0, x)
+    same_bits(result[~lost], get_quantizer(name)(clean)[~lost])
+
+
+@every_rule
+@pytest.mark.parametrize("shape", [(0,), (0, 32), (3, 0)], ids=str)
+def test_empty(name, rule, shape):
+    found = get_quantizer(name, scale=rule).quantize(torch.zeros(shape))
+    assert found.dequantize().shape == shape
+
+
+@every_rule
+def test_layout_does_not_matter(name, rule):
+    x = torch.randn(40, 40)
+    for view in (x.t(), x[::2, 1::3], x[:1].expand(4, 40)):
+        same_bits(get_quantizer(name, scale=rule)(view), get_quantizer(name, scale=rule)(view.contiguous()))
+
+
+@pytest.mark.parametrize(("name", "rule"), [r for r in RULES if r[1] in blocks.POWERS_OF_TWO])
+def test_twice_is_once_where_the_scale_is_a_power_of_two(name, rule):
+    """With its own scale a tile's values are already in the format; a smaller amax may choose a smaller scale."""
+    x = torch.randn(16, 256)
+    once = get_quantizer(name, scale=rule).quantize(x)
+    again = get_quantizer(name, scale=rule).quantize(once.dequantize())
+    kept = (once.scale == again.scale).repeat_interleave(256 // once.scale.shape[1], 1)
+    kept = kept if kept.shape[0] == 16 else kept.expand(16, -1)
+    same_bits(again.dequantize()[kept], once.dequantize()[kept])
+    assert kept.double().mean() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "block", "byte", "decoded"),
+    [
+        ("mxfp4", "floor", [7.0, 0.1], 127, [6.0, 0.0]),
+        ("mxfp4", "floor", [4.0, 0.26], 127, [4.0, 0.5]),
+        ("mxfp4", "floor", [7.99, 0.1], 127, [6.0, 0.0]),
+        ("mxfp4", "ceil", [7.0, 0.1], 128, [8.0, 0.0]),
+        ("mxfp4", "rceil", [7.0, 0.1], 128, [8.0, 0.0]),
+        ("mxfp4", "rceil", [6.0, 0.1], 127, [6.0, 0.0]),
+        ("mxfp4", "even", [7.0, 0.1], 128, [8.0, 0.0]),
+        ("mxfp4", "even", [6.9, 0.1], 127, [6.0, 0.0]),
+        ("mxfp8_e4m3", "floor", [1.9, 0.0], 119, [1.75, 0.0]),
+        ("mxfp8_e4m3", "rceil", [1.9, 0.0], 120, [1.875, 0.0]),
+        ("mxfp8_e4m3", "floor", [511.0, 1.0], 127, [448.0, 1.0]),
+        ("mxint8", "floor", [1.0, -0.5], 127, [1.0, -0.5]),
+        ("mxint8", "floor", [-1.999, 1 / 128], 127, [-127 / 64, 0.0]),
+    ],
+)
+def test_worked_vectors(name, rule, block, byte, decoded):
+    x = torch.tensor([[block[0]] + [block[1]] * 31])
+    found = get_quantizer(name, scale=rule).quantize(x)
+    assert found.scale.tolist() == [[byte]]
+    same_bits(found.dequantize(), torch.tensor([[decoded[0]] + [decoded[1]] * 31]))
+
+
+def test_cut_points_of_nvfp4():
+    """Ties of e2m1 go to the even code: 0.25 to 0, 0.75 to 1, 1.25 to 1, 1.75 to 2, 2.5 to 2, 3.5 to 4, 5 to 4."""
+    x = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] * 2]) * 448
+    found = get_quantizer("nvfp4").quantize(x)
+    assert found.tensors["tensor_scale"].item() == 1
+    assert found.scale.tolist() == [[0x7E]]
+    assert (found.dequantize() / 448)[0, :8].tolist() == [0, 1, 1, 2, 2, 4, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("element", "codes", "packed"),
+    [
+        ("mxfp4", [1.0, 2.0, 4.0], [0x42, 0x06]),
+        ("nf4", [-1.0, 1.0, 0.0], [0x0F, 0x70]),
+        ("mxfp6_e2m3", [0.125, 0.25, 0.375, 7.5], [0x81, 0x30, 0x7C]),
+        ("mxfp6_e2m3", [0.125, 7.5], [0xC1, 0x07]),
+    ],
+)
+def test_packed_bytes(element, codes, packed):
+    assert get_quantizer(element).quantize(torch.tensor(codes)).codes.tolist() == [packed]
+
+
+@every_block
+def test_every_block_format_has_an_oracle_and_its_numbers(name):
+    f = formats.get_block(name)
+    element, tile, rule = blocks.BLOCKS[name]
+    assert (f.element.name, f.tile, f.rules[0]) == (element, tile, rule)
+    assert set(f.rules) == {r for n, r in RULES if n == name}
+    assert set(formats.block_names()) == set(blocks.BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [("mxfp8_e4m3", 8.25), ("mxfp6_e3m2", 6.25), ("mxfp4", 4.25), ("mxint8", 8.25), ("nvfp4", 4.5)]
+)
+def test_bits_per_value(name, bits):
+    assert formats.get_block(name).bits == bits
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "nvfp4", "nf4"])
+def test_stochastic_elements_are_neighbours_and_right_on_average(name):
+    x = torch.linspace(-1, 1, 64).repeat(4000, 1)
+    scaled = get_quantizer(name, rounding="stochastic")
+    result = scaled(x, 5).double()
+    same_bits(scaled(x, 5).double(), result)
+    gap = {"mxfp4": 0.5, "mxfp8_e4m3": 0.125, "nvfp4": 0.5, "nf4": 0.35}[name]
+    assert (result - x).abs().max() <= gap
+    if name != "mxfp4":
+        torch.testing.assert_close(result.mean(0), x[0].double(), atol=4 * gap / 2 / 4000**0.5, rtol=0)
