@@ -44,7 +44,9 @@ def problems(row: Mapping[str, Any], machines: Mapping[str, str]) -> Iterator[st
     yield from found or _contents(row, machines)
 
 
-def _fields(table: Mapping[str, Any], needed: Mapping[str, Any], known: Mapping[str, Any], under: str = "") -> list[str]:
+def _fields(
+    table: Mapping[str, Any], needed: Mapping[str, Any], known: Mapping[str, Any], under: str = ""
+) -> list[str]:
     found = [f"{under}{name} is missing; write it" for name in needed if name not in table]
     for name, value in table.items():
         if name not in known:

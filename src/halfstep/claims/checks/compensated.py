@@ -38,7 +38,11 @@ def sizes() -> Numbers:
     """Bytes a parameter, measured on live tensors."""
     recipes = {"light": "bf16-collage-light", "plus": "bf16-collage-plus", "master": "bf16-master"}
     found = {short: bytes_per_parameter(recipe) for short, recipe in recipes.items()}
-    return {**found, "light_less": 1 - found["light"] / found["master"], "plus_less": 1 - found["plus"] / found["master"]}
+    return {
+        **found,
+        "light_less": 1 - found["light"] / found["master"],
+        "plus_less": 1 - found["plus"] / found["master"],
+    }
 
 
 @check("collage-second-moment")

@@ -16,7 +16,7 @@ from halfstep.tracking import Arrival, arrivals, share_lost, share_zeroed
 
 def bytes_per_parameter(recipe: str) -> float:
     """Measured on the live tensors of a linear layer under AdamW, before its second step."""
-    model = nn.Linear(64, 64)
+    model: nn.Module = nn.Linear(64, 64)
     model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe, generator=0)
     for step in range(2):
         scaler.scale(model(torch.ones(4, 64)).square().mean()).backward()

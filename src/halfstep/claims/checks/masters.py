@@ -13,13 +13,13 @@ from halfstep.claims.checks.base import Numbers, check, one_weight
 
 def _mantissas(bits: int) -> Tensor:
     """The values in [1, 2) with that many bits after the point."""
-    return 1 + torch.arange(2**bits, dtype=torch.float32) / 2**bits
+    return torch.arange(2**bits, dtype=torch.float32) / 2**bits + 1
 
 
 def _lost(weight: Tensor, update: Tensor, format: str, rounding: str = "nearest_even") -> Tensor:
     """Where weight + update, rounded to the format, is the weight again; exact in float64 before it is rounded."""
     total = weight.double() + update.double()
-    return halfstep.round_to(total, format, rounding) == weight
+    return torch.eq(halfstep.round_to(total, format, rounding), weight)
 
 
 @check("micikevicius-ratio")

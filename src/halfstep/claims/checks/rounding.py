@@ -29,7 +29,7 @@ def loss_scale() -> Numbers:
 
 @check("kalamkar-range")
 def bfloat16_range() -> Numbers:
-    """The ends of bf16's range beside float32's (the lower as a power of two), and what of small gradients it makes zero."""
+    """The ends of bf16's range, the lower as a power of two, and the share of small gradients it makes zero."""
     found: Numbers = {"zeroed": share_zeroed([_small_gradients()], formats.get("bf16"))}
     for name in ("fp32", "bf16", "fp16"):
         finfo = torch.finfo(STORABLE[name])
@@ -55,7 +55,7 @@ def accumulate() -> Numbers:
     x, y = torch.rand(2, 4096, 256, generator=generator) + 0.5
     exact = (x.double() * y.double()).sum(0)
 
-    # A product of two rounded inputs is exact in float32, and a sum is rounded there once before it is rounded to `sums`.
+    # A product of two rounded inputs is exact in float32; a sum is rounded there, and once more to `sums`.
     def error(inputs: str, sums: str, mode: str = "nearest_even") -> float:
         total = torch.zeros(256)
         for a, b in zip(round_to(x, inputs, mode), round_to(y, inputs, mode), strict=True):
