@@ -2,13 +2,12 @@
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
 from halfstep.claims import Number, get_claim, load
+from halfstep.claims.checks.__main__ import main
 from halfstep.claims.run import Outcome, run
 from halfstep.errors import ClaimError
 
@@ -49,11 +48,17 @@ def test_a_long_claim_has_no_check():
         run(get_claim("forum-loss"))
 
 
-def test_the_command_of_a_check_prints_its_numbers():
-    command = [sys.executable, "-m", "halfstep.claims.checks"]
-    done = subprocess.run([*command, "autocast-cpu"], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == {"operations": 24, "float32": 5, "named": 5}
-    wrong = subprocess.run([*command, "autocast"], capture_output=True, text=True, check=False)
-    assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert "unknown check 'autocast'; nearest: autocast-cpu" in wrong.stderr
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 2
+def test_the_command_of_a_check_prints_its_numbers(capsys):
+    assert main(["autocast-cpu"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"operations": 24, "float32": 5, "named": 5}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["autocast"], "unknown check 'autocast'; nearest: autocast-cpu"), ([], "usage: "), (["a", "b"], "usage: ")],
+)
+def test_the_command_of_a_check_refuses(capsys, arguments, words):
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err

@@ -19,7 +19,7 @@ READ = {
     "text": "the text was read",
     "abstract": "the abstract was read",
     "code": "the code and its documentation were read",
-    "secondary": "not read itself: the claim and its numbers are from notes and slides about it",
+    "secondary": "secondary: from notes and slides about it",
 }
 """What of a source was read."""
 

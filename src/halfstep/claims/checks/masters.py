@@ -13,7 +13,7 @@ from halfstep.claims.checks.base import Numbers, check, one_weight
 
 def _mantissas(bits: int) -> Tensor:
     """The values in [1, 2) with that many bits after the point."""
-    return torch.arange(2**bits, dtype=torch.float32) / 2**bits + 1
+    return 1 + torch.arange(1 << bits, dtype=torch.float32) / (1 << bits)
 
 
 def _lost(weight: Tensor, update: Tensor, format: str, rounding: str = "nearest_even") -> Tensor:
