@@ -4,7 +4,7 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install dev demo test test-slow check lint docs claims bench clean
+.PHONY: install dev demo test test-slow check lint docs claims bench exhaustive clean
 
 install: $(VENV)/.lab
 dev: $(VENV)/.dev
@@ -18,7 +18,7 @@ demo: install
 	$(BIN)/halfstep compare
 
 test: dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --dist worksteal
 
 test-slow: dev
 	$(BIN)/python -m pytest -m slow
@@ -38,6 +38,9 @@ docs: install
 
 claims: install
 	$(BIN)/halfstep claims --check
+
+exhaustive: dev
+	$(BIN)/python tests/exhaustive/float32.py
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/step.py --keep

@@ -60,7 +60,7 @@ def test_a_picture_is_written_over_the_last_one(run, tmp_path, name):
 
 
 def test_a_picture_without_matplotlib_says_how_to_get_it(run, monkeypatch, tmp_path):
-    monkeypatch.setattr("halfstep.cli.formats_plot.find_spec", lambda name: None)
+    monkeypatch.setattr("halfstep.cli.formats.plot.find_spec", lambda name: None)
     code, _, err = run("formats", "show", "fp4", "--plot", str(tmp_path / "x.png"))
     assert code == 2
     assert "pip install 'halfstep[lab]'" in err
@@ -110,7 +110,7 @@ print(halfstep.round_to(x, "made_up5").tolist(), halfstep.encode(x, "mu5").tolis
     assert any(line.startswith("made_up5 ") for line in done.stdout.splitlines())
     assert "0 011 1" in done.stdout  # 3 = 2^(3 - 2) * 1.5
     assert "all of b, which vanished" in done.stdout.replace("\n", " ")
-    assert done.stdout.splitlines()[-1] == "[1.0, 32.0, -0.375] [4, 14, 17]"
+    assert done.stdout.splitlines()[-1] == "[1.0, 32.0, -0.5] [4, 14, 18]"
 
 
 def test_the_conformance_tests_take_the_new_format(tmp_path):

@@ -8,12 +8,12 @@ import torch
 
 from halfstep import formats, quant
 from halfstep.errors import FormatError
-from halfstep.formats import Codebook, Posit
+from halfstep.formats import Posit
 from halfstep.formats.exact import OVERFLOWS, ROUNDINGS, boundary, neighbours, round_exactly
 from halfstep.formats.line import line, nan_codes
 
 
-FORMATS = [formats.get(name) for name in [*formats.names(), "posit5_1", "posit3_2", "posit32_0", "e6m3"]]
+FORMATS = [formats.get(name) for name in [*formats.names(), "posit5_1", "posit3_2", "posit32_0", "e6m3", "e5m0"]]
 every_format = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 
 
@@ -28,9 +28,7 @@ def hard_numbers(format):
         if len(sides) == 2:
             turn = float(boundary(*map(Fraction, sides), format))
             found += [turn, math.nextafter(turn, math.inf), math.nextafter(turn, -math.inf), sum(sides) / 3]
-    if not isinstance(format, Codebook):
-        found += [math.inf, -math.inf]
-    return found
+    return [*found, math.inf, -math.inf]
 
 
 @every_format

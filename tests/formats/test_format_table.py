@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from gfloat import decode_float
+from hypothesis import given
 from hypothesis import strategies as st
 
 import halfstep

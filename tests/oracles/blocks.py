@@ -1,7 +1,7 @@
 """Every block format from its definition: scales tile by tile in Python, elements by the oracle of their format.
 
-Nothing here reads halfstep. A scale rule is written as in its source, in fractions where it is exact and in numpy's float32
-(each operation rounded once) where the definition is in float32. Input is a matrix, float32 or float64; a quotient that
+Nothing here reads halfstep. A scale rule is written as in its source, in fractions where it is exact, in numpy's float32
+(each operation rounded once) where the definition is. Input is a matrix, float32 or float64; a quotient that
 is not exact is taken in the input's own type.
 """
 
@@ -217,7 +217,7 @@ def _affine(x: np.ndarray, tile: tuple[int, int], format: formats.Listed, rule: 
 
 
 def _two_level(x: np.ndarray, tile: tuple[int, int], format: formats.Listed, rule: str) -> Expected:
-    """NVFP4: a float32 scale for the tensor and e4m3fn ones for blocks; with a choice of 4 or 6 for a block's maximum."""
+    """NVFP4: a float32 scale for the tensor, e4m3fn ones for blocks; their maximum goes to 6, or to 4 or 6."""
     amax = amaxes(x, tile)
     room = 448 if rule == "two_level" else 256
     largest = np.nan_to_num(amax).max() if amax.size else x.dtype.type(0)
@@ -252,7 +252,7 @@ def _error(x: np.ndarray, multiplier: float, format: formats.Listed) -> Fraction
     return sum((abs(Fraction(v) * Fraction(multiplier) - Fraction(o)) for v, o in pairs), Fraction(0))
 
 
-_TILED = {rule: _power_of_two for rule in POWERS_OF_TWO} | {
+_TILED = dict.fromkeys(POWERS_OF_TWO, _power_of_two) | {
     "absmax": _absmax,
     "double_absmax": _double_absmax,
     "affine": _affine,

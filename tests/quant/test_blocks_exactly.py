@@ -68,8 +68,8 @@ def test_normal_numbers_of_many_sizes(name, rule, dtype):
 @every_rule
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 3, 40), (5,), (130, 131)], ids=str)
 def test_shapes(name, rule, shape):
-    if rule == "four_over_six" and shape == (130, 131):
-        shape = (13, 31)
+    if blocks.BLOCKS[name][1][0] == 1 and shape[0] == 130:
+        shape = (9, 131)
     matches(name, rule, torch.randn(shape))
 
 
@@ -90,7 +90,7 @@ def test_power_of_two_scales_around_every_threshold(name, rule, dtype):
     element, (_, columns), _ = blocks.BLOCKS[name]
     top, bits = oracle.listed(element).max, blocks.MANTISSA[element]
     points = [1.0, top, 2 - 2.0 ** -(bits + 1), 2 - 2.0**-bits, 1.5, 1.9, 7.0]
-    powers = [-149, -140, -127, -126, -125, -30, 0, 1, 100, 118, 119, 120, 125, 126, 127]
+    powers = [-149, -127, -126, 0, 100, 119, 126, 127]
     values = [p * 2.0**k for p in points for k in powers]
     amax = torch.tensor([v for v in values if v < 2.0**128], dtype=torch.float64).to(dtype)
     up, down = (torch.nextafter(amax, torch.full_like(amax, e)) for e in (torch.inf, 0.0))

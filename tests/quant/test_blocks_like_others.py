@@ -70,7 +70,7 @@ def test_torchao_mx(name, rule, dtype):
 
 
 def test_torchao_mx_of_special_blocks():
-    """NaN costs the block in both; an infinity does here, and there counts as 2^128 (floor) or the largest number (rceil)."""
+    """NaN costs the block in both; an infinity does so here, and there counts as 2^128 (floor) or the largest (rceil)."""
     x = torch.randn(4, 32)
     x[0, 3], x[1, 4], x[2, 5] = torch.nan, torch.inf, -torch.inf
     for rule, infinite in (("floor", 128 - 8 + 127), ("rceil", 254)):
@@ -96,7 +96,7 @@ def test_gfloat_mx(name):
 
 
 def test_torchao_nvfp4_in_the_middle_of_the_range():
-    """Scales equal; codes equal but for quotients one rounding apart (torchao multiplies by a reciprocal, we divide)."""
+    """Scales equal; codes equal but for quotients one rounding apart (torchao takes a reciprocal, we divide)."""
     x = torch.randn(128, 256)
     tensor_scale = x.abs().max() / (448 * 6)
     scale, codes = nvfp4_quantize(x, per_tensor_scale=tensor_scale)

@@ -67,7 +67,7 @@ def test_every_16_bit_value_has_the_code_of_its_rounded_value(name, dtype, overf
     format, x = oracle.listed(name), every_16_bit_value(dtype)
     if not format.not_a_number:
         x = x[~x.isnan()]
-    for rounding in oracle.MODES:
+    for rounding in ("nearest_even", "up"):  # the codes of the values that test_round_exactly.py compares in every mode
         expected = format.encode(format.round(x.double().numpy(), rounding, overflow))
         found = encode(x, name, rounding, overflow)
         number = torch.from_numpy(expected >= 0)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep import formats
@@ -80,7 +80,8 @@ def test_boundaries(name, dtype, overflow):
 
 
 @every_format
-@given(x=st.lists(st.floats(width=32), min_size=1, max_size=20))
+@settings(max_examples=12)
+@given(x=st.lists(st.floats(width=32), min_size=1, max_size=60))
 def test_any_float32(name, x):
     x = torch.tensor(x)
     for rounding in oracle.MODES:
@@ -88,7 +89,8 @@ def test_any_float32(name, x):
 
 
 @every_format
-@given(x=st.lists(st.floats(), min_size=1, max_size=20))
+@settings(max_examples=12)
+@given(x=st.lists(st.floats(), min_size=1, max_size=60))
 def test_any_float64_is_rounded_once(name, x):
     x = torch.tensor(x, dtype=torch.float64)
     for rounding in oracle.MODES:

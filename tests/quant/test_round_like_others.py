@@ -1,4 +1,4 @@
-"""round_to, encode and decode beside gfloat, ml_dtypes, numpy and torch's casts; a difference is stated where there is one."""
+"""round_to, encode and decode beside gfloat, ml_dtypes, numpy and torch's casts; where one differs, a test says so."""
 
 import gfloat
 import gfloat.formats as gf
@@ -123,7 +123,7 @@ def test_ml_dtypes_makes_minus_zero_of_nan_and_we_keep_it(name, code):
 
 @ignore_overflow
 def test_ml_dtypes_e8m0():
-    """Equal for normal numbers; between 2^-127 and 1.5 * 2^-127 (subnormal in float32) theirs is the upper neighbour."""
+    """Equal for normal numbers; between 2^-127 and 1.5 * 2^-127 (subnormal) theirs is the upper neighbour."""
     x = inputs("float8_e8m0fnu")
     theirs = x.astype(ml_dtypes.float8_e8m0fnu)
     number = ~np.isinf(x) & ((x <= 0) | (x >= 2.0**-126) | np.isnan(x))

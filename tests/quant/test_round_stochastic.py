@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfstep import formats
-from halfstep.quant import derive_seed, draw_seed, noise_bits, round_to
+from halfstep.quant import decode, derive_seed, draw_seed, encode, noise_bits, round_to
 from halfstep.quant.rounding import stochastic
 from oracles import formats as oracle
 from oracles.numbers import same_bits
@@ -42,6 +42,13 @@ def test_exact_values_are_unchanged(name, dtype):
     x = round_to(x, name, dtype=torch.float64)  # a codebook's values need not be exact in a narrow dtype
     for seed in range(3):
         same_bits(round_to(x, name, "stochastic", generator=seed), x)
+
+
+@every_format
+def test_codes_are_those_of_the_values(name):
+    x = inside(name, torch.float32, 4096)
+    found = decode(encode(x, name, "stochastic", generator=3), name, torch.float64)
+    same_bits(found, round_to(x, name, "stochastic", generator=3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("name", oracle.LISTED)

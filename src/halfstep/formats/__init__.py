@@ -92,7 +92,7 @@ def _find(name: object) -> Format:
         return posit(int(made[1]), int(made[2]))
     if key in _blocks():
         raise FormatError(f"{key!r} is a block format, and this takes a scalar one: use halfstep.quantize or round_to")
-    raise FormatError(unknown("format", name, [*names(), *block_names()]))
+    raise FormatError(unknown("format", name, {*names(), *block_names()}))
 
 
 def get_block(name: object) -> BlockFormat:

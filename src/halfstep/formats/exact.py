@@ -91,14 +91,14 @@ def round_exactly(
     if isinf(x):
         end = format.max if x > 0 else format.min
         lost = isinstance(format, Posit) or (isinstance(format, Float) and format.specials == "fnuz")
-        return _beyond(Rounded(x, end, None, overflow=True), end, format, "ieee" if lost else overflow)
+        return _beyond(Rounded(x, end, None, overflow=True), end, format, rounding, "ieee" if lost else overflow)
     below, above = neighbours(Fraction(x), format)
     at = next((n for n in (below, above) if n is not None and n.value == x), None)
     if at is not None and at.code is not None:
         return _landed(Rounded(x, None, None), at.value, format)
     if below is None or above is None:
         end = format.max if below else format.min
-        return _beyond(Rounded(x, end, None, overflow=True), end, format, overflow)
+        return _beyond(Rounded(x, end, None, overflow=True), end, format, rounding, overflow)
     turn = boundary(below.value, above.value, format)
     between = Rounded(x, None, None, below, above, turn)
     chance = between.chance_up
@@ -107,10 +107,11 @@ def round_exactly(
     chosen = above if rises else below
     end = format.max if x > 0 else format.min
     if certain and chosen.code is not None:
-        past = any(n.code is None and abs(Fraction(x)) >= abs(n.value) for n in (below, above))  # a directed mode
+        # A directed mode may keep the largest value where the exact one rounds beyond it: overflow all the same.
+        past = any(n.code is None and abs(Fraction(x)) >= abs(n.value) for n in (below, above))
         return _landed(replace(between, overflow=past), chosen.value, format)
     if certain or (None in (below.code, above.code) and _saturates(format, overflow)):
-        return _beyond(replace(between, overflow=True), end, format, overflow)
+        return _beyond(replace(between, overflow=True), end, format, rounding, overflow)
     return between
 
 
@@ -183,10 +184,10 @@ def _saturates(format: Format, overflow: str) -> bool:
     return overflow == "saturate" or not (format.has_infinity or format.has_nan)
 
 
-def _beyond(rounded: Rounded, end: float, format: Format, overflow: str) -> Rounded:
+def _beyond(rounded: Rounded, end: float, format: Format, rounding: str, overflow: str) -> Rounded:
     """The result is beyond the values of the format."""
     negative = rounded.x < 0
-    if _saturates(format, overflow) or not _leaves(rounded.x, format):
+    if _saturates(format, overflow) or not _leaves(rounded.x, format, rounding):
         return _landed(rounded, Fraction(end), format)
     if isinstance(format, Float) and format.has_infinity:
         code = infinity_code(format)
@@ -194,8 +195,10 @@ def _beyond(rounded: Rounded, end: float, format: Format, overflow: str) -> Roun
     return replace(rounded, value=nan, code=nan_code(format, negative))
 
 
-def _leaves(x: Fraction | float, format: Format) -> bool:
+def _leaves(x: Fraction | float, format: Format, rounding: str) -> bool:
     """Whether a number beyond the last value becomes infinity or NaN where nothing saturates."""
-    if isinstance(format, Posit):
+    if isinstance(format, Float):
+        return True
+    if isinstance(format, Posit) or rounding in ("toward_zero", "down"):
         return isinf(x)
-    return isinstance(format, Float) or x >= format.overflow_from
+    return rounding == "up" or x >= format.overflow_from

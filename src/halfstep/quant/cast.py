@@ -10,11 +10,11 @@ from torch import Tensor
 from halfstep import formats
 from halfstep.errors import QuantizationError, unknown
 from halfstep.formats import Format
+from halfstep.formats.exact import OVERFLOWS
 from halfstep.quant import family
 from halfstep.quant.rounding import check_rounding, draw_seed, noise_bits
 
 
-OVERFLOWS = ("saturate", "ieee")
 CONTAINERS = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
 """The dtype of unpacked codes, by `Format.storage_bits`."""
 _CHUNK = 1 << 20  # elements rounded at a time: bounds the float64 temporaries at 8 MB each

@@ -19,19 +19,16 @@ def pack(codes: Tensor, bits: int, high_nibble_first: bool = False) -> Tensor:
     """
     if bits not in (4, 6):
         return codes
-    group = 8 // bits if bits == 4 else 4
-    padded = (
-        torch.nn.functional.pad(codes, (0, -codes.shape[1] % group))
-        .unflatten(1, (-(-codes.shape[1] // group), group))
-        .int()
-    )
+    group = 2 if bits == 4 else 4
+    padded = _groups(codes, group)
     if bits == 4:
         first, second = (1, 0) if high_nibble_first else (0, 1)
         whole = (padded[..., first] | padded[..., second] << 4).to(torch.uint8)
     else:
         word = padded[..., 0] | padded[..., 1] << 6 | padded[..., 2] << 12 | padded[..., 3] << 18
         whole = torch.stack([word & 255, word >> 8 & 255, word >> 16], dim=-1).to(torch.uint8).flatten(1)
-    return whole[:, : packed_columns(codes.shape[1], bits)].contiguous()
+    packed: Tensor = whole[:, : packed_columns(codes.shape[1], bits)].contiguous()
+    return packed
 
 
 def unpack(packed: Tensor, bits: int, columns: int, high_nibble_first: bool = False) -> Tensor:
@@ -41,9 +38,13 @@ def unpack(packed: Tensor, bits: int, columns: int, high_nibble_first: bool = Fa
     if bits == 4:
         halves = (packed >> 4, packed & 15) if high_nibble_first else (packed & 15, packed >> 4)
         return torch.stack(halves, dim=-1).flatten(1)[:, :columns].contiguous()
-    padded = (
-        torch.nn.functional.pad(packed, (0, -packed.shape[1] % 3)).unflatten(1, (-(-packed.shape[1] // 3), 3)).int()
-    )
+    padded = _groups(packed, 3)
     word = padded[..., 0] | padded[..., 1] << 8 | padded[..., 2] << 16
     codes = torch.stack([word >> shift & 63 for shift in (0, 6, 12, 18)], dim=-1).to(torch.uint8)
     return codes.flatten(1)[:, :columns].contiguous()
+
+
+def _groups(x: Tensor, size: int) -> Tensor:
+    """(rows, columns) to (rows, groups, size) int32, filled with zeros."""
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % size))
+    return padded.view(x.shape[0], padded.shape[1] // size, size).int()

@@ -43,6 +43,10 @@ class Quantizer:
             raise QuantizationError(
                 f"a quantizer with tile {self.tile} and scaling {self.scaling}: give both, or neither for a plain cast"
             )
+        if self.outliers is not None and (self.scaling is None or not self.outliers > 0):
+            raise QuantizationError(
+                f"outliers = {self.outliers}, scaling = {self.scaling}: expected a positive threshold beside tiles"
+            )
         if self.scaling is not None and self.overflow != "saturate":
             raise QuantizationError(f"overflow={self.overflow!r} with scaled tiles: elements of a tile always saturate")
 

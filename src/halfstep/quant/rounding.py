@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import QuantizationError, unknown
+from halfstep.formats.exact import ROUNDINGS
 
 
 NOISE_BITS = 32
@@ -130,9 +131,6 @@ def carries_to_infinity(rounding: str, negative: Tensor) -> Tensor:
     sides = {"toward_zero": (False, False), "up": (True, False), "down": (False, True)}
     positive_side, negative_side = sides.get(rounding, (True, True))
     return torch.where(negative, negative_side, positive_side)
-
-
-ROUNDINGS = (*DETERMINISTIC, "stochastic")
 
 
 def check_rounding(name: str) -> None:

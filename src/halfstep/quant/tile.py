@@ -22,9 +22,9 @@ class Tile:
     columns: int
 
     def __post_init__(self) -> None:
-        if self.rows < 0 or self.columns < 0:
+        if not all(type(size) is int and size >= 0 for size in (self.rows, self.columns)):
             raise QuantizationError(
-                f"tile {self.rows}x{self.columns}: expected sizes of at least 1, or 0 for all of it"
+                f"tile {self.rows}x{self.columns}: expected whole numbers, 0 for all of a dimension"
             )
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:

@@ -33,7 +33,7 @@ def listing(context: typer.Context, as_json: Json = False) -> None:
     if context.invoked_subcommand is not None:
         return
     from halfstep import formats as room
-    from halfstep.cli import formats_table as table
+    from halfstep.cli.formats import table
 
     scalars = [room.get(name) for name in room.names()]
     blocks = [room.get_block(name) for name in room.block_names()]
@@ -58,19 +58,19 @@ def show(
     plot: Plot = None,
 ) -> None:
     """Print one format: parameters, special codes, number line; with --value, what rounding makes of a number."""
-    from halfstep.cli import formats_show as page
+    from halfstep.cli.formats import page
 
     scalar, block = page.find(name)
     if scalar is None and (value is not None or plot is not None):
         raise page.needs_scalar(name)
     rounded = None
     if scalar is not None and value is not None:
-        from halfstep.cli.formats_number import read_number
+        from halfstep.cli.formats.number import read_number
         from halfstep.formats.exact import round_exactly
 
         rounded = round_exactly(read_number(value), scalar, rounding, overflow)
     if scalar is not None and plot is not None:
-        from halfstep.cli.formats_plot import draw
+        from halfstep.cli.formats.plot import draw
 
         draw(scalar, plot, rounded)
     if as_json:
@@ -84,8 +84,8 @@ def show(
 @formats.command()
 def compare(a: Name, b: Name, as_json: Json = False) -> None:
     """Compare two formats: range, values per binade, which values of the one the other lacks, rounding error."""
-    from halfstep.cli.formats_compare import as_data, describe
-    from halfstep.cli.formats_show import scalar
+    from halfstep.cli.formats.difference import as_data, describe
+    from halfstep.cli.formats.page import scalar
 
     one, other = scalar(a), scalar(b)
     if as_json:
@@ -98,9 +98,9 @@ def compare(a: Name, b: Name, as_json: Json = False) -> None:
 @formats.command(context_settings={"ignore_unknown_options": True})
 def add(name: Name, a: Number, b: Number, as_json: Json = False) -> None:
     """Add two numbers by hand: align, add, round, and see what was lost. For floats (fp32, bf16, e4m3fn ...)."""
-    from halfstep.cli.formats_add import as_data, describe, work_out
-    from halfstep.cli.formats_number import read_number
-    from halfstep.cli.formats_show import scalar
+    from halfstep.cli.formats.addition import as_data, describe, work_out
+    from halfstep.cli.formats.number import read_number
+    from halfstep.cli.formats.page import scalar
 
     work = work_out(scalar(name), read_number(a), read_number(b))
     if as_json:

@@ -8,10 +8,10 @@ from math import isfinite
 from typing import Any
 
 from halfstep import formats
-from halfstep.cli.formats_number import exact_text, plain, power_text, short_text
-from halfstep.cli.formats_sketch import sketch
-from halfstep.cli.formats_table import bits_per_value, block_parameters, kind, layout, parameters, tile_text
-from halfstep.cli.formats_text import bits_text, fields, fields_text, hex_text, labelled, point_text, share_text
+from halfstep.cli.formats.number import exact_text, plain, power_text, short_text
+from halfstep.cli.formats.sketch import sketch
+from halfstep.cli.formats.table import bits_per_value, block_parameters, kind, layout, parameters, tile_text
+from halfstep.cli.formats.text import bits_text, fields, fields_text, hex_text, labelled, point_text, share_text
 from halfstep.errors import FormatError, HalfstepError
 from halfstep.formats import BlockFormat, Float, Format, Posit
 from halfstep.formats.exact import Neighbour, Rounded

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
-from math import log10
+from itertools import islice
+from math import inf, log2, log10
 from typing import Any
 
-from halfstep.cli.formats_error import SIGMAS, normal_error, scaled_error
-from halfstep.cli.formats_number import exact_text, value_text
-from halfstep.cli.formats_sketch import binades, density, per_binade
-from halfstep.cli.formats_table import kind, layout, parameters, specials
-from halfstep.cli.formats_text import labelled, width
+from halfstep.cli.formats.error import SIGMAS, normal_error, scaled_error
+from halfstep.cli.formats.number import exact_text, value_text
+from halfstep.cli.formats.sketch import binades, density, per_binade
+from halfstep.cli.formats.table import kind, layout, parameters, specials
+from halfstep.cli.formats.text import labelled, width
 from halfstep.formats import Float, Format
 from halfstep.formats.line import Line, line
 
@@ -84,13 +86,25 @@ def _common_in(a: Format, b: Format, k: int, sign: int) -> int:
 
 
 def examples(a: Format, b: Format) -> list[float]:
-    """A few values of `a` that `b` has not: the largest, the smallest, and those just above 1."""
-    values = line(a)
-    start = values.at_most(1)
-    near = [n for n in range(start, start + 4096) if n in values.numbers]
-    candidates = [values.numbers[-1], values.at_most(a.smallest), *near, values.numbers[0]]
-    found = dict.fromkeys(values.value(n) for n in candidates)
-    return [value for value in found if not _holds(line(b), value)][:EXAMPLES]
+    """A few values of `a` that `b` has not: both ends, then from 1 outwards."""
+    missing = (value for value in dict.fromkeys(_candidates(a)) if not _holds(line(b), value))
+    return list(islice(missing, EXAMPLES))
+
+
+def _candidates(format: Format) -> Iterator[float]:
+    """Every value of a narrow format; of a wide one the second and the last of each binade, where grids differ."""
+    values = line(format)
+    yield format.max
+    yield format.smallest
+    if format.bits <= 8:
+        yield from sorted(map(values.value, values.numbers), key=lambda v: (abs(log2(abs(v))) if v else inf, -v))
+        return
+    for k in sorted(binades(format), key=abs):
+        start = values.at_most(Fraction(2) ** k)
+        yield from (
+            values.value(n) for n in (start + 1, values.at_most(Fraction(2) ** (k + 1)) - 1) if n in values.numbers
+        )
+    yield format.min
 
 
 def _holds(values: Line, x: Fraction | float) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import isinf, isnan
 
-from halfstep.cli.formats_number import exact_text, short_text
+from halfstep.cli.formats.number import exact_text, short_text
 from halfstep.formats import Codebook, Float, Format, Integer, Posit, PowerOfTwo
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from math import frexp, log2
 
-from halfstep.cli.formats_number import value_text
-from halfstep.cli.formats_text import bits_text, hex_text, width
+from halfstep.cli.formats.number import value_text
+from halfstep.cli.formats.text import bits_text, hex_text, width
 from halfstep.formats import Float, Format
 from halfstep.formats.line import line
 

@@ -1,0 +1,125 @@
+"""Quantised tensors in files: they come back as they were, and a file that lies is refused."""
+
+import json
+import struct
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import halfstep
+from halfstep import formats
+from halfstep.errors import CheckpointError
+from halfstep.quant import Quantizer, Tile
+from halfstep.quant.scaling import get_scaling
+from tiny import assert_same
+
+
+THIRDS = formats.Codebook("thirds", (-1.0, -1 / 3, 1 / 3, 1.0), source="made up")
+OWN = [
+    Quantizer(formats.ieee("e4m2", 4, 2, "made up")),
+    Quantizer(THIRDS, tile=Tile(1, 8), scaling=get_scaling("absmax")),
+    Quantizer(formats.Integer("int3", -3, 3, source="made up"), tile=Tile(2, 4), scaling=get_scaling("floor")),
+    Quantizer(formats.posit(7, 1), "toward_zero"),
+]
+NAMED = ["e4m3fn", "bf16", "fp32", "posit16_1", "fp6_e3m2", *formats.block_names()]
+
+
+def sample(shape=(6, 70), dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype) * 3
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "weights.safetensors"
+
+
+@pytest.mark.parametrize("quantizer", [*NAMED, *OWN], ids=str)
+@pytest.mark.parametrize("shape", [(6, 70), (2, 3, 33), (5,), (), (0, 4)])
+def test_there_and_back(quantizer, shape, path):
+    before = halfstep.quantize(sample(shape), quantizer)
+    halfstep.save_quantized({"block.weight": before}, path)
+    after = halfstep.load_quantized(path)["block.weight"]
+    assert after.quantizer == before.quantizer
+    assert (after.shape, after.dtype) == (before.shape, before.dtype)
+    assert_same(after.tensors, before.tensors)
+    assert_same(after.dequantize(), before.dequantize())
+
+
+def test_several_tensors_of_several_dtypes(path):
+    kept = {str(d): halfstep.quantize(sample(dtype=d), "mxfp4") for d in (torch.float64, torch.bfloat16, torch.float16)}
+    halfstep.save_quantized(kept, path)
+    for name, quantized in halfstep.load_quantized(path).items():
+        assert_same(quantized.dequantize(), kept[name].dequantize())
+
+
+def rewritten(path, change, **tensors):
+    """The file of one mxfp4 tensor, its description changed by `change` and its tensors by name."""
+    quantized = halfstep.quantize(sample(), "mxfp4")
+    halfstep.save_quantized({"w": quantized}, path)
+    length = struct.unpack("<Q", path.read_bytes()[:8])[0]
+    metadata = json.loads(path.read_bytes()[8 : 8 + length])["__metadata__"]
+    described = json.loads(metadata["halfstep.quantized"])
+    described["w"].update(change)
+    parts = {f"w.{n}": t for n, t in {**quantized.tensors, **tensors}.items()}
+    save_file(parts, str(path), metadata={"halfstep.quantized": json.dumps(described)})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": "float4_e2m2"}, "unknown format 'float4_e2m2'"),
+        ({"format": {"kind": "Sorcery", "name": "x"}}, "format kind 'Sorcery'"),
+        ({"format": {"kind": "Float", "name": "x"}}, "edited"),
+        ({"format": {"kind": "Codebook", "name": "x", "source": "", "aliases": [], "table": [1, 2]}}, "2 entries"),
+        ({"scaling": "flor"}, "unknown scale rule 'flor'; nearest: floor"),
+        ({"rounding": "nearst_even"}, "unknown rounding"),
+        ({"overflow": "wrap"}, "edited"),
+        ({"tile": [1, -32]}, "expected whole numbers"),
+        ({"tile": [1.5, 32]}, "expected whole numbers"),
+        ({"tile": None}, "give both"),
+        ({"outliers": -1.0}, "positive threshold"),
+        ({"outliers": "six"}, "edited"),
+        ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' found"),
+        ({"shape": [6, 71]}, r"'codes' is \(6, 35\).*\(6, 36\)"),
+        ({"shape": [6, -70]}, "whole numbers"),
+        ({"shape": [2**40, 2**40]}, "at most 2\\^48"),
+        ({"shape": [6.0, 70]}, "whole numbers"),
+        ({"shape": 420}, "edited"),
+        ({"tensors": ["codes"]}, r"tensors \['codes'\] found"),
+        ({"tensors": ["codes", "scale", "zero_point"]}, "lacks w.zero_point"),
+    ],
+    ids=str,
+)
+def test_a_description_that_lies_is_refused(path, change, words):
+    rewritten(path, change)
+    with pytest.raises(CheckpointError, match=words):
+        halfstep.load_quantized(path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"scale": torch.zeros(6, 2, dtype=torch.uint8)}, r"'scale' is \(6, 2\).*\(6, 3\)"),
+        ({"scale": torch.zeros(6, 3)}, "'scale' is .*float32"),
+        ({"codes": torch.zeros(6, 35, dtype=torch.int8)}, "'codes' is .*int8"),
+    ],
+)
+def test_tensors_of_the_wrong_kind_are_refused(path, tensors, words):
+    rewritten(path, {}, **tensors)
+    with pytest.raises(CheckpointError, match=words):
+        halfstep.load_quantized(path)
+
+
+def test_other_files_are_refused(path, tmp_path):
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        halfstep.load_quantized(tmp_path / "nothing.safetensors")
+    path.write_bytes(b"\xff" * 64)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        halfstep.load_quantized(path)
+    save_file({"w": torch.zeros(3)}, str(path))
+    with pytest.raises(CheckpointError, match="not written by save_quantized"):
+        halfstep.load_quantized(path)
+    save_file({"w": torch.zeros(3)}, str(path), metadata={"halfstep.quantized": "{not json"})
+    with pytest.raises(CheckpointError, match="edited"):
+        halfstep.load_quantized(path)
