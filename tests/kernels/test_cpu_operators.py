@@ -11,6 +11,8 @@ from halfstep.quant.scaling import get_scaling
 from oracles.numbers import same_bits
 
 
+# torch instantiates autograd functions as it traces them
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
 OWN = Float("float8_e4m3fn", 3, 3, 1, source="not the one of that name")
 NF4 = formats.get("nf4")
