@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from halfstep.lab.experiment import Experiment
+from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.folder import RunFolder
 from halfstep.lab.metrics import MetricsFile
 
@@ -24,6 +25,7 @@ BYTES = {
     "bf16-pure": (2, 2, 0, 4, 0),
     "fp16-pure": (2, 2, 0, 4, 0),
 }
+FACTS = Facts(metric=Metric("bits/byte", False, 0.0))
 ENVIRONMENT = {"halfstep": "0.1.0", "torch": "2.13.0+cpu", "cpu": "Some Processor", "threads": 2, "gpu": None}
 
 
@@ -57,10 +59,10 @@ def usual_experiment(recipes=tuple(USUAL), steps=500, **fields):
     return Experiment(recipes=tuple(recipes), steps=steps, **fields)
 
 
-def write(path: Path, runs=USUAL, experiment=None, environment=ENVIRONMENT) -> RunFolder:
+def write(path: Path, runs=USUAL, experiment=None, environment=ENVIRONMENT, facts=FACTS) -> RunFolder:
     """A run folder; `runs` says what each recipe does, or each (recipe, seed)."""
     experiment = experiment or usual_experiment(dict.fromkeys(k if isinstance(k, str) else k[0] for k in runs))
-    folder = RunFolder.create(path, experiment, "0" * 64, environment)
+    folder = RunFolder.create(path, experiment, "0" * 64, environment, facts)
     for recipe, seed in experiment.runs():
         run = runs.get((recipe, seed), runs.get(recipe))
         if run is not None:
@@ -88,7 +90,7 @@ def rows(experiment: Experiment, recipe: str, seed: int, run: Run) -> list[dict]
         return base * (1 + run.excess * min(1, 1.6 * progress)) * (1 + (offset - 1) * min(1, 8 * progress))
 
     names = ("weights", "grads", "master", "states", "transient")
-    table = [{"kind": "validation", "step": 0, "loss": loss(0)}]
+    table = [validation(0, loss(0))]
     for step in range(1, experiment.steps + 1):
         if step == run.diverges:
             reason = "the loss or its gradient is infinite or NaN"
@@ -118,13 +120,17 @@ def rows(experiment: Experiment, recipe: str, seed: int, run: Run) -> list[dict]
             look = statistics_row(step, scale, step / experiment.steps)
             table.append(look if run.sees_updates else {**look, "lost": {}})
         if experiment.due(step, experiment.validations):
-            table.append({"kind": "validation", "step": step, "loss": loss(step)})
+            table.append(validation(step, loss(step)))
         if skipped:
             scale /= 2
         elif run.overflows and step % 200 == 0:
             scale *= 2
     table.append({"kind": "end", "step": experiment.steps, "status": "finished"})
     return table
+
+
+def validation(step: int, loss: float) -> dict:
+    return {"kind": "validation", "step": step, "loss": loss, "metric": loss / math.log(2)}
 
 
 def statistics_row(step: int, scale: float, progress: float, activations=None) -> dict:

@@ -4,12 +4,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch import nn
 
 from halfstep.errors import DataError, ModelError, RunError
 from halfstep.lab.data import load_corpus
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.models import build_model
-from halfstep.lab.task import LanguageModelling
+from halfstep.lab.tasks.lm import LanguageModelling
 
 
 LINE = b"the quick brown fox jumps over the lazy dog\n"
@@ -92,7 +93,7 @@ def empty():
 def test_a_users_model_is_built_from_the_working_folder_with_the_seeds_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "users_models.py").write_text(MODELS)
-    first, again, other = (build_model("users_models:good", 16, seed) for seed in (0, 0, 1))
+    first, again, other = (build_model("users_models:good", {}, seed) for seed in (0, 0, 1))
     torch.testing.assert_close(first.state_dict(), again.state_dict(), rtol=0, atol=0)
     assert not torch.equal(first[1].weight, other[1].weight)
     for function, message in [
@@ -102,18 +103,19 @@ def test_a_users_model_is_built_from_the_working_folder_with_the_seeds_weights(t
         ("goood", "unknown function of users_models 'goood'; nearest: good"),
     ]:
         with pytest.raises(ModelError, match=message):
-            build_model(f"users_models:{function}", 16, 0)
+            build_model(f"users_models:{function}", {}, 0)
 
 
 def test_unknown_models_and_modules_are_refused():
     with pytest.raises(ModelError, match=r"unknown model 'gpt-tin'; nearest: gpt-tiny.*module:function"):
-        build_model("gpt-tin", 16, 0)
+        build_model("gpt-tin", {"gpt-tiny": nn.Identity}, 0)
     with pytest.raises(ModelError, match=r"no_such_module: cannot be imported \(ModuleNotFoundError"):
-        build_model("no_such_module:f", 16, 0)
+        build_model("no_such_module:f", {}, 0)
 
 
 def test_gpt_small_has_ten_million_parameters():
-    assert sum(p.numel() for p in build_model("gpt-small", 256, 0).parameters()) == pytest.approx(10.9e6, rel=0.02)
+    known = LanguageModelling(load_corpus(None, 256), 1, 256).models()
+    assert sum(p.numel() for p in build_model("gpt-small", known, 0).parameters()) == pytest.approx(10.9e6, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from halfstep.lab.experiment import Experiment
 from halfstep.lab.report import curves, exponents, style, write_report
 from halfstep.lab.report import page as pages
 from halfstep.lab.report.results import load
-from halfstep.lab.verdict import RULE
+from halfstep.lab.verdict import rule
 
 
-PLOTS = {"loss", "gap", "speed", "memory", "loss-scale", "gradient-exponents", "zeroed"}
+PLOTS = {"metric", "loss", "gap", "speed", "memory", "loss-scale", "gradient-exponents", "zeroed"}
 VOID = {"meta", "img", "link", "br", "hr", "input"}
 
 
@@ -74,7 +74,7 @@ def unrendered(monkeypatch):
 
 def test_the_page_states_every_verdict_and_the_rule(usual):
     folder, page = usual
-    for words in (*USUAL, "the baseline", "matches", "degrades", "diverged at step 2", "(gradient)", RULE):
+    for words in (*USUAL, "the baseline", "matches", "degrades", "diverged at step 2", "(gradient)", rule()):
         assert words in page.text
     assert "4 of 6 recipes match fp32; bf16-nomaster degrades by 3.2%; fp16-pure diverged at step 2." in page.text
     assert f"--out {folder.path} --resume" in page.text
@@ -85,8 +85,8 @@ def test_the_summary_holds_what_was_judged(usual):
     folder, _ = usual
     summary = json.loads((folder.path / "summary.json").read_text())
     assert summary == load(folder).summary()
-    assert set(summary) == {"experiment", "rule", "band", "verdicts"}
-    assert (summary["experiment"], summary["rule"], summary["band"]["seeds"]) == ("usual", RULE, 3)
+    assert set(summary) == {"experiment", "rule", "metric", "band", "verdicts"}
+    assert (summary["experiment"], summary["rule"], summary["band"]["seeds"]) == ("usual", rule(), 3)
     found = {v["recipe"]: v["status"] for v in summary["verdicts"]}
     assert list(found) == list(USUAL)
     assert found["bf16-nomaster"] == "degrades"

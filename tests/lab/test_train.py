@@ -20,7 +20,8 @@ from halfstep.lab.compare import open_experiment
 from halfstep.lab.data import load_corpus
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.metrics import TIMINGS, read_metrics
-from halfstep.lab.task import LanguageModelling
+from halfstep.lab.task import Task
+from halfstep.lab.tasks.lm import LanguageModelling
 from halfstep.lab.train import Trainer
 from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, final_loss, judge
 from halfstep.quant import Quantizer
@@ -150,8 +151,11 @@ def test_under_a_dynamic_scale_a_persistent_nan_ends_at_the_floor(tmp_path, corp
     assert sum(row.get("skipped", False) for row in rows) == 32
 
 
-class Curve:
+class Curve(Task):
     """Fit y = sin(3x): the loss goes down to where the precision of the products stops it."""
+
+    def models(self):
+        return {}
 
     def batch(self, seed, step):
         generator = torch.Generator().manual_seed(1000 * seed + step)
@@ -292,8 +296,11 @@ def test_a_checkpoint_of_another_model_is_refused(stopped, tmp_path, corpus):
 
 
 def test_nan_in_the_data_is_the_datas_fault(tmp_path, corpus):
-    class Regression:
+    class Regression(Task):
         """Float inputs, one of them NaN at step 3."""
+
+        def models(self):
+            return {}
 
         def batch(self, seed, step):
             x = torch.ones(4, 2)

@@ -17,6 +17,7 @@ from halfstep.cli.training import (
     Resume,
     Seeds,
     Steps,
+    Task,
     train_all,
 )
 from halfstep.lab.experiment import Experiment
@@ -28,16 +29,20 @@ _RECIPES = "fp32,bf16-mixed,fp16-mixed,bf16-master,bf16-stochastic,bf16-nomaster
 def compare(
     ctx: typer.Context,
     recipes: Annotated[str, typer.Option(help="Recipes, separated by commas; see `halfstep recipes`.")] = _RECIPES,
+    task: Task = None,
     data: Data = None,
-    steps: Steps = Experiment.steps,
-    seeds: Seeds = Experiment.seeds,
+    steps: Steps = None,
+    seeds: Seeds = None,
     baseline_seeds: Annotated[
-        int, typer.Option(help="Seeds fp32 is trained with: three or more measure its band.")
-    ] = Experiment.baseline_seeds,
-    model: Model = Experiment.model,
-    batch: Batch = Experiment.batch,
-    context: Context = Experiment.context,
-    lr: Rate = Experiment.lr,
+        int | None,
+        typer.Option(
+            help=f"Seeds fp32 is trained with: three or more measure its band. Left out: {Experiment.baseline_seeds}."
+        ),
+    ] = None,
+    model: Model = None,
+    batch: Batch = None,
+    context: Context = None,
+    lr: Rate = None,
     out: Out = None,
     resume: Resume = False,
     as_json: Json = False,

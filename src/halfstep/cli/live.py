@@ -11,6 +11,7 @@ from rich.live import Live as RichLive
 from rich.table import Table
 
 from halfstep.lab.experiment import Experiment
+from halfstep.lab.facts import Facts
 
 
 if TYPE_CHECKING:
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 class Live:
     """Redraws a table at most four times a second; on a terminal that is none, prints a line a validation."""
 
-    def __init__(self, experiment: Experiment, console: Console) -> None:
+    def __init__(self, experiment: Experiment, console: Console, facts: Facts) -> None:
         self._experiment = experiment
+        self._facts = facts
         self._console = console
         self._last: dict[tuple[str, int], Progress] = {}
         self._skipped: dict[tuple[str, int], int] = {}
@@ -54,13 +56,21 @@ class Live:
         elif self._experiment.due(progress.step, self._experiment.validations):
             self._console.print(
                 f"{progress.recipe} seed {progress.seed}: step {progress.step}/{self._experiment.steps}, "
-                f"validation loss {progress.validation:.4f}",
+                f"validation loss {progress.validation:#.5g}{self._metric(progress, ', {} {}')}",
                 markup=False,
                 highlight=False,
             )
 
+    def _metric(self, progress: Progress, form: str) -> str:
+        metric = self._facts.metric
+        return (
+            "" if metric is None or progress.metric is None else form.format(metric.name, metric.show(progress.metric))
+        )
+
     def _table(self) -> Table:
-        numeric = ("step", "loss", "held out", "tokens/s", "loss scale", "skipped")
+        metric = self._facts.metric
+        named = () if metric is None else (metric.name,)
+        numeric = ("step", "loss", "held out", *named, f"{self._facts.unit}/s", "loss scale", "skipped")
         table = Table(box=None, pad_edge=False, caption=self._left(), caption_justify="left")
         table.add_column("run", no_wrap=True)
         for column in numeric:
@@ -75,8 +85,9 @@ class Live:
             table.add_row(
                 name,
                 f"{progress.step}/{self._experiment.steps}",
-                f"{row['loss']:.4f}",
-                "-" if progress.validation is None else f"{progress.validation:.4f}",
+                f"{row['loss']:#.5g}",
+                "-" if progress.validation is None else f"{progress.validation:#.5g}",
+                *(self._metric(progress, "{1}") for _ in named),
                 f"{row['tokens'] / max(row['seconds'], 1e-9):,.0f}",
                 f"{row['loss_scale']:g}" if row["loss_scale"] != 1 else "-",
                 str(self._skipped[(recipe, seed)]),

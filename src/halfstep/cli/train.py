@@ -17,21 +17,22 @@ from halfstep.cli.training import (
     Resume,
     Seeds,
     Steps,
+    Task,
     train_all,
 )
-from halfstep.lab.experiment import Experiment
 
 
 def train(
     ctx: typer.Context,
     recipes: Annotated[str, typer.Option("--recipe", help="A recipe; see `halfstep recipes`.")] = "bf16-mixed",
+    task: Task = None,
     data: Data = None,
-    steps: Steps = Experiment.steps,
-    seeds: Seeds = Experiment.seeds,
-    model: Model = Experiment.model,
-    batch: Batch = Experiment.batch,
-    context: Context = Experiment.context,
-    lr: Rate = Experiment.lr,
+    steps: Steps = None,
+    seeds: Seeds = None,
+    model: Model = None,
+    batch: Batch = None,
+    context: Context = None,
+    lr: Rate = None,
     out: Out = None,
     resume: Resume = False,
     as_json: Json = False,

@@ -12,18 +12,27 @@ import typer
 from halfstep.cli.terminal import show_json, show_table
 from halfstep.errors import RunError
 from halfstep.lab.experiment import Experiment
+from halfstep.lab.facts import list_tasks
 
 
 Data = Annotated[
     str | None,
-    typer.Option(help="A text file, a folder or a glob; left out: the standard library's documentation and source."),
+    typer.Option(help="lm only: a text file, a folder or a glob; left out: the standard library's source."),
 ]
-Steps = Annotated[int, typer.Option(help="Updates a run makes.")]
-Seeds = Annotated[int, typer.Option(help="Seeds each recipe is trained with.")]
-Model = Annotated[str, typer.Option(help="gpt-tiny, gpt-small, or your own as module:function.")]
-Batch = Annotated[int, typer.Option(help="Sequences in a batch.")]
-Context = Annotated[int, typer.Option(help="Bytes in a sequence.")]
-Rate = Annotated[float, typer.Option("--lr", help="Peak learning rate: a warm-up, then a cosine to zero.")]
+_OWN = "Left out: the task's own"
+Task = Annotated[str | None, typer.Option(help=f"What to train on, lm if left out: {', '.join(list_tasks())}.")]
+Steps = Annotated[int | None, typer.Option(help=f"Updates a run makes. {_OWN} (lm: {Experiment.steps}).")]
+Seeds = Annotated[int | None, typer.Option(help=f"Seeds each recipe is trained with. Left out: {Experiment.seeds}.")]
+Model = Annotated[
+    str | None,
+    typer.Option(help=f"A model of the task (lm: gpt-tiny, gpt-small), or your own as module:function. {_OWN} first."),
+]
+Batch = Annotated[int | None, typer.Option(help=f"Examples in a batch. {_OWN} (lm: {Experiment.batch}).")]
+Context = Annotated[int | None, typer.Option(help=f"lm only: bytes in a sequence. Left out: {Experiment.context}.")]
+Rate = Annotated[
+    float | None,
+    typer.Option("--lr", help=f"Peak learning rate: a warm-up, then a cosine to zero. {_OWN} (lm: {Experiment.lr})."),
+]
 Out = Annotated[Path | None, typer.Option(help="The run folder; left out: a new one under runs/.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
@@ -37,18 +46,18 @@ def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_
 
     if resume and out is None:
         raise RunError("--resume needs --out: the folder of the run to go on with")
-    asked = _asked(ctx)
-    experiment = _recorded(ctx, asked, out) if resume and out else Experiment(**asked)
     path = out or _fresh(Path("runs"), name)
     console = Console(stderr=True)
     console.print("loading torch, the data and the recipes ...", style="dim")
     from halfstep.lab.compare import open_experiment
     from halfstep.lab.folder import read_json
     from halfstep.lab.report import write_report
+    from halfstep.lab.tasks import experiment_for
 
+    experiment = _recorded(ctx, path) if resume else experiment_for(**_asked(ctx))
     comparison = open_experiment(experiment, path, resume)
     try:
-        with Live(experiment, console) as live:
+        with Live(experiment, console, comparison.folder.facts()) as live:
             comparison.run(live.update)
     except KeyboardInterrupt:
         command = shlex.join(["halfstep", name, "--out", str(path), "--resume"])
@@ -65,18 +74,27 @@ def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_
 
 def _asked(ctx: typer.Context) -> dict[str, Any]:
     """The experiment's fields among the command's options; `train` knows one number of seeds for all."""
+    given = _given(ctx)
+    if "baseline_seeds" not in ctx.params:
+        given["baseline_seeds"] = given.get("seeds", Experiment.seeds)
+    return {"task": Experiment.task, **given}
+
+
+def _given(ctx: typer.Context) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(Experiment)}
-    asked = {name: value for name, value in ctx.params.items() if name in known}
-    asked["recipes"] = tuple(recipe.strip() for recipe in asked["recipes"].split(",") if recipe.strip())
-    return {"baseline_seeds": asked["seeds"], **asked}
+    given = {name: value for name, value in ctx.params.items() if name in known and value is not None}
+    given["recipes"] = tuple(recipe.strip() for recipe in given["recipes"].split(",") if recipe.strip())
+    return given
 
 
-def _recorded(ctx: typer.Context, asked: dict[str, Any], out: Path) -> Experiment:
+def _recorded(ctx: typer.Context, out: Path) -> Experiment:
     """The experiment in the folder, with what this command line asks for: a difference is refused when it opens."""
     from halfstep.lab.folder import RunFolder
 
-    sources = {name: ctx.get_parameter_source(name) for name in asked}
-    given = {name: asked[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    given = _given(ctx)
+    source = ctx.get_parameter_source("recipes")
+    if source is None or source.name != "COMMANDLINE":
+        del given["recipes"]
     return dataclasses.replace(RunFolder(out).experiment(), **given)
 
 
@@ -89,6 +107,9 @@ def _fresh(parent: Path, name: str) -> Path:
 
 
 def _show(summary: dict[str, Any]) -> None:
+    from halfstep.lab.facts import Metric
+
+    metric = Metric(**summary["metric"]) if summary["metric"] else None
     rows = []
     for verdict in summary["verdicts"]:
         size = verdict["bytes_per_parameter"]
@@ -96,14 +117,15 @@ def _show(summary: dict[str, Any]) -> None:
             (
                 verdict["recipe"],
                 _words(verdict),
-                _number(verdict["final_loss"], "{:.4f}"),
+                _number(verdict["final_loss"], "{:#.5g}"),
+                *([metric.show(verdict["final_metric"])] if metric else []),
                 _number(verdict["paired_gap"], "{:+.2%}"),
                 _number(verdict["ms_per_step"], "{:.0f}"),
                 "-" if size is None else f"{sum(size[r] for r in ('weights', 'grads', 'master', 'states')):g}",
                 str(verdict["skipped_steps"]),
             )
         )
-    numeric = ["final loss", "to fp32", "ms/step", "bytes/param", "skipped"]
+    numeric = ["final loss", *([metric.name] if metric else []), "to fp32", "ms/step", "bytes/param", "skipped"]
     show_table(["recipe", "verdict", *numeric], rows, right=numeric)
 
 

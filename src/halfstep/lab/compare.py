@@ -7,13 +7,13 @@ from pathlib import Path
 
 from torch import nn
 
-from halfstep.lab.data import load_corpus
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.folder import RunFolder, read_json
 from halfstep.lab.metrics import TIMINGS, MetricsFile, read_metrics
 from halfstep.lab.models import build_model
-from halfstep.lab.task import LanguageModelling
+from halfstep.lab.task import Task
+from halfstep.lab.tasks import get_task
 from halfstep.lab.train import Trainer, Watcher
 from halfstep.lab.verdict import MIN_BASELINES
 from halfstep.recipe import Recipe, get_recipe
@@ -34,14 +34,15 @@ def open_experiment(
         RecipeError, DataError, ModelError, RunError: as their docstrings say. Nothing was written.
     """
     known = {name: (recipes or {}).get(name) or get_recipe(name) for name in experiment.recipes}
-    corpus = load_corpus(experiment.data, experiment.context)
-    build_model(experiment.model, experiment.context, seed=0)
+    spec = get_task(experiment.task)
+    task = spec.open(experiment)
+    build_model(experiment.model, task.models(), seed=0)
+    digest = task.digest()
     if resume:
-        folder = RunFolder.resume(path, experiment, corpus.digest)
+        folder = RunFolder.resume(path, experiment, digest)
     else:
-        folder = RunFolder.create(path, experiment, corpus.digest, environment())
-    task = LanguageModelling(corpus, experiment.batch, experiment.context)
-    return Comparison(experiment, known, task, folder, corpus.digest)
+        folder = RunFolder.create(path, experiment, digest, environment(), spec.facts)
+    return Comparison(experiment, known, task, folder, digest)
 
 
 class Comparison:
@@ -51,7 +52,7 @@ class Comparison:
         self,
         experiment: Experiment,
         recipes: dict[str, Recipe],
-        task: LanguageModelling,
+        task: Task,
         folder: RunFolder,
         digest: str,
     ) -> None:
@@ -76,7 +77,7 @@ class Comparison:
                 self._keep_baseline(path, seed)
 
     def _build(self, seed: int) -> nn.Module:
-        return build_model(self.experiment.model, self.experiment.context, seed)
+        return build_model(self.experiment.model, self.task.models(), seed)
 
     def _cached(self, seed: int) -> Path:
         """Where the fp32 baseline of this experiment, data and machine is kept, beside the run folders."""

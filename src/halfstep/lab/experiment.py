@@ -13,12 +13,14 @@ from halfstep.errors import RunError
 
 @dataclass(frozen=True)
 class Experiment:
-    """One model on one corpus under several recipes, all else equal.
+    """One model on one task under several recipes, all else equal.
 
     A seed fixes the first weights and the order of the batches, for every recipe alike.
     """
 
     recipes: tuple[str, ...]
+    task: str = "lm"
+    """See `halfstep.lab.tasks`; its own defaults for the fields below are in `experiment_for(task, ...)`."""
     model: str = "gpt-tiny"
     data: str | None = None
     """A text file, a folder or a glob; None is the Python standard library's documentation and source."""

@@ -1,6 +1,6 @@
 """The run folder: which file lies where. This file imports no torch.
 
-experiment.json        the frozen Experiment and the corpus's digest
+experiment.json        the frozen Experiment, the data's digest, and the task's metric, units and defaults
 environment.json       versions, processor, threads
 summary.json           the verdicts
 report.html, plots/    what people look at
@@ -17,6 +17,7 @@ from typing import Any
 
 from halfstep.errors import RunError
 from halfstep.lab.experiment import Experiment
+from halfstep.lab.facts import Facts
 from halfstep.lab.metrics import Row, read_metrics
 
 
@@ -27,7 +28,9 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(cls, path: Path, experiment: Experiment, digest: str, environment: dict[str, Any]) -> RunFolder:
+    def create(
+        cls, path: Path, experiment: Experiment, digest: str, environment: dict[str, Any], facts: Facts | None = None
+    ) -> RunFolder:
         """A new folder, with its experiment written down.
 
         Raises:
@@ -41,7 +44,8 @@ class RunFolder:
             if any(path.iterdir()):
                 raise RunError(f"{path} is not empty and holds no experiment; give another --out")
             write_json(folder.environment_file, environment)
-            write_json(folder.experiment_file, {"experiment": experiment.as_data(), "data_sha256": digest})
+            content = {"experiment": experiment.as_data(), "data_sha256": digest}
+            write_json(folder.experiment_file, content if facts is None else {**content, "task": facts.as_data()})
         except OSError as error:
             raise RunError(f"{path} cannot be written ({error.strerror}); give another --out") from error
         return folder
@@ -54,18 +58,17 @@ class RunFolder:
             RunError: there is none, or it is another: the first difference is named.
         """
         folder = cls(path)
-        folder.experiment()
+        recorded = folder.experiment().as_data()
         found = read_json(folder.experiment_file)
-        wanted = {"experiment": experiment.as_data(), "data_sha256": digest}
-        for name, value in wanted["experiment"].items():  # type: ignore[attr-defined]
-            there = found.get("experiment", {}).get(name)
+        for name, value in experiment.as_data().items():
+            there = recorded[name]
             if there != value:
                 raise RunError(
                     f"{path} holds another experiment: its {name} is {there!r}, {value!r} was asked for. "
                     "Ask for the same, or give another --out"
                 )
         if found.get("data_sha256") != digest:
-            raise RunError(f"{path} was trained on other data than this; the corpus has changed. Give another --out")
+            raise RunError(f"{path} was trained on other data than this; the data have changed. Give another --out")
         return folder
 
     @property
@@ -85,6 +88,14 @@ class RunFolder:
     def metrics(self, recipe: str, seed: int) -> list[Row]:
         """The rows of one run."""
         return read_metrics(self.run(recipe, seed) / "metrics.jsonl")
+
+    def facts(self) -> Facts:
+        """What the task told of itself when the folder was made.
+
+        Raises:
+            RunError: the file was edited.
+        """
+        return Facts.from_data(read_json(self.experiment_file).get("task"))
 
     def experiment(self) -> Experiment:
         """The experiment written down.

@@ -1,70 +1,77 @@
-"""What is trained: batches, a loss, and how to check that the data is sound."""
+"""What is trained: batches, a loss, a metric, and how to check that the data is sound."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.errors import DataError, ModelError
-from halfstep.lab.data import VOCABULARY, Corpus
+from halfstep.errors import DataError
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.facts import Facts
 from halfstep.quant import derive_seed
 
 
 Batch = dict[str, Tensor]
 
 
-class Task(Protocol):
-    """Batches that depend on (seed, step) alone, so that a resumed run sees what it would have seen."""
+class Task(ABC):
+    """Data, loss and metric. Batches depend on (seed, step) alone: a resumed run sees what it would have seen."""
 
+    @abstractmethod
+    def models(self) -> Mapping[str, Callable[[], nn.Module]]:
+        """The models for this task that come with halfstep, by name, as functions that make them."""
+
+    @abstractmethod
     def batch(self, seed: int, step: int) -> Batch:
-        """The training batch of a step."""
+        """The training batch of a step, from 1."""
 
+    @abstractmethod
     def held_out(self) -> list[Batch]:
-        """The batches that the validation loss is the mean over."""
+        """The batches that the validation loss is the mean over. They are the same for every seed."""
 
+    @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of a batch, 0-d float32."""
 
+    def metric(self, model: nn.Module, losses: Sequence[float]) -> float | None:
+        """The field's metric over the held-out batches, whose losses are given; the model is in eval mode."""
+        return None
 
-class LanguageModelling:
-    """Predict the next byte: the mean cross-entropy in nats over (batch, context) positions."""
+    def count(self, batch: Batch) -> int:
+        """How much a batch holds, in the unit of `Facts.unit`: its examples."""
+        return len(next(iter(batch.values())))
 
-    def __init__(self, corpus: Corpus, batch: int, context: int, validation_batches: int = 8) -> None:
-        self.corpus = corpus
-        self.size = batch
-        self.context = context
-        self.validation_batches = validation_batches
+    def digest(self) -> str:
+        """sha256 of the data, so that a resumed run is sure to see the same."""
+        digest = hashlib.sha256()
+        for batch in [*self.held_out(), self.batch(0, 1)]:
+            for name, tensor in batch.items():
+                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                digest.update(tensor.contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
-    def batch(self, seed: int, step: int) -> Batch:
-        """Windows at uniform random places of the training part."""
-        generator = torch.Generator().manual_seed(derive_seed(seed, step) >> 1)
-        limit = len(self.corpus.train) - self.context
-        starts = torch.randint(0, limit, (self.size,), generator=generator)
-        return self._batch("train", starts)
 
-    def held_out(self) -> list[Batch]:
-        """Windows spread evenly over the held-out part."""
-        limit = len(self.corpus.held_out) - self.context - 1
-        count = self.validation_batches * self.size
-        starts = torch.arange(count) * limit // count
-        return [self._batch("held_out", piece) for piece in starts.view(-1, self.size)]
+@dataclass(frozen=True)
+class TaskSpec:
+    """A task by name: what `halfstep compare --task NAME` opens."""
 
-    def _batch(self, split: str, starts: Tensor) -> Batch:
-        window = self.corpus.windows(split, starts, self.context + 1)
-        return {"tokens": window[:, :-1], "targets": window[:, 1:]}
+    name: str
+    summary: str
+    facts: Facts
+    open: Callable[[Experiment], Task]
+    """Read or make the data of an experiment."""
+    options: Collection[str] = ()
+    """The fields of an experiment, among those that not every task has, that this one reads."""
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy of the model's logits (batch, context, 256), bare or as the output's `logits`."""
-        output: Any = model(batch["tokens"])
-        logits = getattr(output, "logits", output)
-        expected = (*batch["tokens"].shape, VOCABULARY)
-        if not isinstance(logits, Tensor) or logits.shape != expected:
-            found = tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
-            raise ModelError(f"the model returned {found}; expected logits of shape {expected}, one a byte value")
-        return F.cross_entropy(logits.reshape(-1, VOCABULARY), batch["targets"].reshape(-1))
+
+def stream(seed: int, step: int) -> torch.Generator:
+    """A random generator for the batch of a step, of its own."""
+    return torch.Generator().manual_seed(derive_seed(seed, step) >> 1)
 
 
 def check_finite(batch: Batch, step: int) -> None:

@@ -38,6 +38,7 @@ class Progress:
     step: int
     row: Row
     validation: float | None
+    metric: float | None = None
 
 
 Watcher = Callable[[Progress], None]
@@ -64,6 +65,7 @@ class Trainer:
         self.folder = folder
         self.watch = watch
         self.validation: float | None = None
+        self.metric: float | None = None
         self.measured = False
 
     def run(self) -> None:
@@ -157,7 +159,7 @@ class Trainer:
             "loss_scale": scale,
             "skipped": skipped,
             "grad_norm": norm_value,
-            "tokens": next(iter(batch.values())).numel(),
+            "tokens": self.task.count(batch),
             "seconds": seconds,
         }
         self._write(row)
@@ -165,7 +167,7 @@ class Trainer:
             look(skipped)
         if self.experiment.due(step, self.experiment.validations):
             self._validate(step)
-        self.watch(Progress(self.recipe.name, self.seed, step, row, self.validation))
+        self.watch(Progress(self.recipe.name, self.seed, step, row, self.validation, self.metric))
         return True
 
     def _adapts(self) -> bool:
@@ -185,9 +187,11 @@ class Trainer:
         model = self.training.model
         model.eval()
         losses = [float(self.task.loss(model, batch)) for batch in self.task.held_out()]
-        model.train()
         self.validation = sum(losses) / len(losses)
-        self._write({"kind": "validation", "step": step, "loss": self.validation})
+        self.metric = self.task.metric(model, losses)
+        model.train()
+        row = {"kind": "validation", "step": step, "loss": self.validation}
+        self._write(row if self.metric is None else {**row, "metric": self.metric})
 
     def _measure(self, step: int) -> None:
         """Write down the bytes a parameter costs, once: between a backward and a step, with the moments there."""
@@ -243,7 +247,7 @@ def _scalars(row: dict[str, Any]) -> list[tuple[str, float]]:
         shown = ("loss", "lr", "loss_scale", "grad_norm", "skipped", "seconds")
         return [(f"train/{name}", float(row[name])) for name in shown]
     if kind == "validation":
-        return [("validation/loss", row["loss"])]
+        return [(f"validation/{name}", row[name]) for name in ("loss", "metric") if name in row]
     if kind == "statistics":
         shares = {**row["zeroed"], "lost_updates": row["lost"]}
         return [(f"{what}/{name}", share) for what, table in shares.items() for name, share in table.items()]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from halfstep.lab.facts import Metric
 from halfstep.lab.metrics import Row
 
 
@@ -14,16 +15,25 @@ MATCHES, DEGRADES, DIVERGED, UNMEASURED = "matches", "degrades", "diverged", "ba
 MIN_BASELINES = 3
 TOLERANCE = 0.005
 
-RULE = (
-    f"fp32's band is the mean of its final validation losses over at least {MIN_BASELINES} seeds, plus or minus the "
-    f"larger of two standard deviations and {TOLERANCE:.1%}. A recipe whose mean final loss is inside it or below "
-    "matches; above it, it degrades; a run that ends in infinities or NaN has diverged."
-)
+
+def rule(metric: Metric | None = None) -> str:
+    """The rule in words: by the loss, or by the metric where that judges."""
+    judges = metric is not None and metric.judges
+    what, better = "loss", "below"
+    if metric is not None and judges:
+        what, better = metric.name, "above" if metric.higher_is_better else "below"
+    worse = "below" if better == "above" else "above"
+    values = what if judges else "validation losses"
+    return (
+        f"fp32's band is the mean of its final {values} over at least {MIN_BASELINES} seeds, plus or minus the "
+        f"larger of two standard deviations and {TOLERANCE:.1%}. A recipe whose mean final {what} is inside it or "
+        f"{better} matches; {worse} it, it degrades; a run that ends in infinities or NaN has diverged."
+    )
 
 
 @dataclass(frozen=True)
 class Band:
-    """fp32's final loss and how far other seeds of it lie."""
+    """fp32's final loss (or the metric that judges) and how far other seeds of it lie."""
 
     mean: float
     half_width: float
@@ -31,7 +41,7 @@ class Band:
 
     @property
     def upper(self) -> float:
-        """The largest loss that still matches."""
+        """The band's upper end."""
         return self.mean + self.half_width
 
     @property
@@ -49,9 +59,9 @@ class Verdict:
     seeds: int
     final_loss: float | None
     gap: float | None
-    """(final loss - fp32's mean) / fp32's mean."""
+    """(final loss - fp32's mean) / fp32's mean; of the metric where that judges. Positive is worse."""
     paired_gap: float | None
-    """The mean over seeds of (final loss - fp32's with the same seed) / fp32's: the same weights, the same batches."""
+    """The mean over seeds of (final - fp32's with the same seed) / fp32's: the same weights, the same batches."""
     diverged_at: int | None
     first_nonfinite: str | None
     reason: str | None
@@ -59,6 +69,8 @@ class Verdict:
     tokens_per_second: float | None
     skipped_steps: int
     bytes_per_parameter: dict[str, float] | None
+    final_metric: float | None = None
+    """The mean over seeds of the metric after the last step, where the task has one."""
 
     def as_data(self) -> dict[str, Any]:
         """For JSON."""
@@ -75,10 +87,24 @@ def band(finals: Sequence[float]) -> Band | None:
 
 def final_loss(rows: Sequence[Row]) -> float | None:
     """The validation loss after the last step; None for a run that did not finish or diverged."""
+    return _final(rows, "loss")
+
+
+def final_metric(rows: Sequence[Row]) -> float | None:
+    """The metric after the last step; None where there is none, or for a run that did not finish or diverged."""
+    return _final(rows, "metric")
+
+
+def final_value(rows: Sequence[Row], metric: Metric | None = None) -> float | None:
+    """What the verdict is about: the metric where it judges, else the loss."""
+    return final_metric(rows) if metric is not None and metric.judges else final_loss(rows)
+
+
+def _final(rows: Sequence[Row], name: str) -> float | None:
     if not rows or rows[-1]["kind"] != "end" or rows[-1]["status"] != "finished":
         return None
-    losses = [row["loss"] for row in rows if row["kind"] == "validation"]
-    return losses[-1] if losses else None
+    values = [row.get(name) for row in rows if row["kind"] == "validation"]
+    return values[-1] if values else None
 
 
 def _divergence(rows: Sequence[Row]) -> Row | None:
@@ -102,13 +128,19 @@ def timings(runs: Iterable[Sequence[Row]]) -> list[float]:
     return [row["seconds"] for row in steps if row["step"] > 1] or [row["seconds"] for row in steps]
 
 
-def judge(recipe: str, runs: Mapping[int, Sequence[Row]], baselines: Mapping[int, float]) -> Verdict:
-    """The verdict on a recipe from its runs by seed, against fp32's final losses by seed."""
+def judge(
+    recipe: str, runs: Mapping[int, Sequence[Row]], baselines: Mapping[int, float], metric: Metric | None = None
+) -> Verdict:
+    """The verdict on a recipe from its runs by seed, against fp32's final values by seed.
+
+    The values are losses, or those of a metric that judges.
+    """
     fp32 = band(list(baselines.values()))
-    finals = {seed: loss for seed, rows in runs.items() if (loss := final_loss(rows)) is not None}
+    finals = {seed: value for seed, rows in runs.items() if (value := final_value(rows, metric)) is not None}
     bad = next((row for rows in runs.values() if (row := _divergence(rows))), None)
     mean = statistics.fmean(finals.values()) if finals and not bad else None
-    pairs = [(loss - baselines[seed]) / baselines[seed] for seed, loss in finals.items() if seed in baselines]
+    worse = -1 if metric is not None and metric.judges and metric.higher_is_better else 1
+    pairs = [worse * (value - baselines[seed]) / baselines[seed] for seed, value in finals.items() if seed in baselines]
     if bad:
         status = DIVERGED
     elif mean is None:
@@ -116,7 +148,7 @@ def judge(recipe: str, runs: Mapping[int, Sequence[Row]], baselines: Mapping[int
     elif fp32 is None:
         status = UNMEASURED
     else:
-        status = MATCHES if mean <= fp32.upper else DEGRADES
+        status = MATCHES if worse * (mean - fp32.mean) <= fp32.half_width else DEGRADES
     steps = [row for rows in runs.values() for row in rows if row["kind"] == "step"]
     seconds = timings(runs.values())
     median = statistics.median(seconds) if seconds else None
@@ -125,8 +157,8 @@ def judge(recipe: str, runs: Mapping[int, Sequence[Row]], baselines: Mapping[int
         recipe=recipe,
         status=status,
         seeds=len(runs),
-        final_loss=mean,
-        gap=(mean - fp32.mean) / fp32.mean if fp32 and mean is not None else None,
+        final_loss=None if bad else _mean(final_loss(rows) for rows in runs.values()),
+        gap=worse * (mean - fp32.mean) / fp32.mean if fp32 and mean is not None else None,
         paired_gap=statistics.fmean(pairs) if pairs and not bad else None,
         diverged_at=bad["step"] if bad else None,
         first_nonfinite=bad["tensor"] if bad else None,
@@ -135,4 +167,10 @@ def judge(recipe: str, runs: Mapping[int, Sequence[Row]], baselines: Mapping[int
         tokens_per_second=None if not median else steps[0]["tokens"] / median,
         skipped_steps=sum(bool(row["skipped"]) for row in steps),
         bytes_per_parameter=memory,
+        final_metric=None if bad else _mean(final_metric(rows) for rows in runs.values()),
     )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return statistics.fmean(found) if found else None

@@ -13,7 +13,7 @@ from torch import nn
 
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
-from halfstep.nn.adapters import linear, norm, wide
+from halfstep.nn.adapters import convolution, linear, norm, wide
 from halfstep.nn.adopt import adopt, release
 from halfstep.nn.outputs import to_float32
 from halfstep.nn.storage import count, storable, store
@@ -62,8 +62,8 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     Parameters are stored in the recipe's dtype; the forward runs under torch.autocast where the recipe computes in
     16 bits, and autocast ends with the forward, also on an exception; floating outputs leave in float32, nested ones
     too. Linear layers that a rule matches round the operands of their products; on a CPU without 16-bit matrix units
-    the 16-bit products of the others are carried in float32 (`kernels.carried`). Parameters of norms with running
-    statistics stay as they are (apex's keep_batchnorm_fp32), and so do buffers.
+    the 16-bit products of the others, and of convolutions, are carried in float32 (`kernels.carried`). Parameters of
+    norms with running statistics stay as they are (apex's keep_batchnorm_fp32), and so do buffers.
 
     Args:
         model: any module with parameters; apply before wrapping it in DDP, FSDP or torch.compile.
@@ -101,6 +101,10 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
         if spec is not None or carried.supports(STORABLE[recipe.compute], module.weight.device):
             module._halfstep_linear = spec or LinearSpec()  # type: ignore[assignment]
             adopt(module, linear.forward)
+    if carried.supports(STORABLE[recipe.compute], next(model.parameters()).device):
+        for module in model.modules():
+            if convolution.fits(module):
+                adopt(module, convolution.forward)
     autocast = None if recipe.compute == "fp32" else STORABLE[recipe.compute]
     model._halfstep = _Applied(recipe.name, autocast, before, STORABLE[recipe.grad_format])  # type: ignore[assignment]
     adopt(model, _forward, _after_copy)

@@ -2,6 +2,7 @@
 
 from halfstep.ops.attention import attention
 from halfstep.ops.casts import decode, encode, fake_quantize, quantize, round_to
+from halfstep.ops.convolution import convolution
 from halfstep.ops.linear import linear
 from halfstep.ops.matmul import matmul
 from halfstep.ops.quantized import Quantized
@@ -9,6 +10,6 @@ from halfstep.ops.storage import load_quantized, save_quantized
 
 
 __all__ = [
-    "Quantized", "attention", "decode", "encode", "fake_quantize", "linear", "load_quantized", "matmul", "quantize",
-    "round_to", "save_quantized",
+    "Quantized", "attention", "convolution", "decode", "encode", "fake_quantize", "linear", "load_quantized", "matmul",
+    "quantize", "round_to", "save_quantized",
 ]  # fmt: skip

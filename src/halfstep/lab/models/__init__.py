@@ -1,9 +1,9 @@
-"""The models that halfstep trains: its own by name, anybody's as `module:function`."""
+"""Build models: those of a task by name, anybody's as `module:function`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 
@@ -11,28 +11,25 @@ import torch
 from torch import nn
 
 from halfstep.errors import HalfstepError, ModelError, unknown
-from halfstep.lab.data import VOCABULARY
-from halfstep.lab.models.gpt import GPT
 
 
-_SIZES = {"gpt-tiny": (2, 128, 4), "gpt-small": (6, 384, 6)}  # layers, width, heads
-
-
-def build_model(name: str, context: int, seed: int) -> nn.Module:
+def build_model(name: str, known: Mapping[str, Callable[[], nn.Module]], seed: int) -> nn.Module:
     """The model of that name, or what `module:function` returns, with the first weights that `seed` gives.
 
-    A user's function takes no argument and returns a module from tokens (batch, time) int64 to logits
-    (batch, time, 256), bare or as `.logits`. The module is looked for in the working folder too.
+    A user's function takes no argument and returns a module that takes and returns what the task's models do. The
+    module is looked for in the working folder too.
+
+    Args:
+        known: the task's own models, `Task.models()`.
 
     Raises:
         ModelError: unknown name; a module or function that is not there, fails, or returns something else.
     """
-    if name in _SIZES:
-        layers, width, heads = _SIZES[name]
-        return _seeded(lambda: GPT(VOCABULARY, context, layers, width, heads), seed)
+    if name in known:
+        return _seeded(known[name], seed)
     module_name, separator, function_name = name.partition(":")
     if not separator:
-        raise ModelError(unknown("model", name, _SIZES) + "; for your own give module:function")
+        raise ModelError(unknown("model", name, known) + "; for your own give module:function")
     make = _function(module_name, function_name)
     try:
         model = _seeded(make, seed)

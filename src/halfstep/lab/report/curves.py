@@ -26,6 +26,7 @@ from halfstep.lab.report.style import (
     plain,
     signed,
     spread,
+    unit,
 )
 from halfstep.lab.verdict import DIVERGED, MATCHES, TOLERANCE, Band, band
 
@@ -103,16 +104,27 @@ def picture(results: Results) -> Picture:
     else:
         first = next(curve for curve in data.curves if curve.steps)
         start, end = first.losses[0], first.losses[-1]
-        title = f"{plain(first.recipe)}'s validation loss goes from {start:.2f} to {end:.2f} nats"
-    return Picture("loss", heading, look_for, _finding(data), draw(data, looks(list(results.runs)), title), title)
+        title = (
+            f"{plain(first.recipe)}'s validation loss goes from {start:.2f} to {end:.2f}{unit(results.facts.loss_unit)}"
+        )
+    return Picture(
+        "loss",
+        heading,
+        look_for,
+        _finding(data, results.facts.loss_unit),
+        draw(data, looks(list(results.runs)), title, results.facts.loss_unit),
+        title,
+    )
 
 
-def _finding(data: Curves) -> str:
+def _finding(data: Curves, loss_unit: str) -> str:
     ends = {c.recipe: (c.steps[-1], c.losses[-1]) for c in data.curves if c.steps and c.end is None}
     if not ends:
         return "No run got to its end."
     best = min(ends, key=lambda recipe: ends[recipe][1])
-    sentence = f"The lowest last validation loss is {best}'s: {ends[best][1]:.4f} nats at step {ends[best][0]}"
+    sentence = (
+        f"The lowest last validation loss is {best}'s: {ends[best][1]:.4f}{unit(loss_unit)} at step {ends[best][0]}"
+    )
     gaps = {
         c.recipe: g[-1] for c in data.curves if c.recipe in ends and c.recipe != BASELINE and (g := data.gaps(c)[1])
     }
@@ -122,27 +134,27 @@ def _finding(data: Curves) -> str:
     return sentence + "."
 
 
-def draw(data: Curves, look: Mapping[str, Look], title: str) -> Figure:
+def draw(data: Curves, look: Mapping[str, Look], title: str, loss_unit: str = "nats") -> Figure:
     """The loss above; where fp32 took part beside others, the distance from its mean below."""
     others = any(data.gaps(c)[0] for c in data.curves if c.recipe != BASELINE)
     figure = new_figure(6.0 if others else 3.8, title)
     if others:
         top, bottom = figure.subplots(2, 1, sharex=True)
-        _loss_panel(top, data, look)
+        _loss_panel(top, data, look, loss_unit)
         _gap_panel(bottom, data, look)
     else:
         top = bottom = figure.subplots()
-        _loss_panel(top, data, look)
+        _loss_panel(top, data, look, loss_unit)
         _label_ends(top, [(c, c.steps[-1], c.losses[-1]) for c in data.curves if c.steps and not c.end], look)
     bottom.set_xlabel("step")
     _legend(figure, data, look)
     return figure
 
 
-def _loss_panel(axes: Axes, data: Curves, look: Mapping[str, Look]) -> None:
+def _loss_panel(axes: Axes, data: Curves, look: Mapping[str, Look], loss_unit: str) -> None:
     axes.grid(axis="y")
     axes.margins(x=0.02)
-    axes.set_ylabel("validation loss (nats)")
+    axes.set_ylabel(f"validation loss ({loss_unit})" if loss_unit else "validation loss")
     if data.bands:
         steps = sorted(data.bands)
         low, high = [data.bands[s].lower for s in steps], [data.bands[s].upper for s in steps]

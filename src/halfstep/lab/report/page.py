@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,15 @@ from matplotlib import rc_context
 
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.folder import RunFolder, write_json
-from halfstep.lab.report import curves, exponents, gaps, memory, scales, speed, zeroed
+from halfstep.lab.report import curves, exponents, field, gaps, memory, scales, speed, zeroed
 from halfstep.lab.report.results import BASELINE, Results, load
 from halfstep.lab.report.style import SETTINGS, Picture, png, signed, times
-from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, RULE, UNMEASURED, Verdict
+from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, UNMEASURED, Verdict, rule
 
 
 PICTURES: tuple[Callable[[Results], Picture], ...] = (
     curves.picture,
+    field.picture,
     gaps.picture,
     speed.picture,
     memory.picture,
@@ -33,7 +34,7 @@ PICTURES: tuple[Callable[[Results], Picture], ...] = (
 """The plots in the page's order."""
 
 _SIGNS = {MATCHES: ("good", "✓"), DEGRADES: ("poor", "▲"), DIVERGED: ("bad", "✕"), UNMEASURED: ("open", "?")}
-_OPTIONS = ("data", "steps", "seeds", "baseline_seeds", "model", "batch", "context", "lr")
+_OPTIONS = ("task", "data", "steps", "seeds", "baseline_seeds", "model", "batch", "context", "lr")
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,15 @@ def _page(results: Results, pictures: list[tuple[Picture, str | None]]) -> str:
     return templates.get_template("report.html").render(
         name=results.name,
         headline=results.headline(),
-        rule=RULE,
-        band=None if band is None else f"{band.mean:.4f} ± {band.half_width:.4f} over {band.seeds} seeds",
+        rule=rule(results.facts.metric),
+        loss_unit=results.facts.loss_unit,
+        metric=results.facts.metric,
+        band=None if band is None else f"{band.mean:#.5g} ± {band.half_width:#.3g} over {band.seeds} seeds",
         lines=[_line(results, verdict) for verdict in results.verdicts],
         pictures=pictures,
         environment=[(key, _word(value)) for key, value in results.environment.items()],
         experiment=[(key, _word(value)) for key, value in results.experiment.as_data().items()],
-        command=command(results.experiment, results.folder.path),
+        command=command(results.experiment, results.folder.path, results.facts.defaults),
     )
 
 
@@ -110,8 +113,10 @@ def _line(results: Results, verdict: Verdict) -> _Line:
     else:
         details = f"{verdict.seeds} seed{'s' if verdict.seeds != 1 else ''}"
     ratio, size = results.slowdown(verdict), verdict.bytes_per_parameter
+    metric = results.facts.metric
     numbers = (
-        _number(verdict.final_loss, "{:.4f}"),
+        _number(verdict.final_loss, "{:#.5g}"),
+        *(() if metric is None else (metric.show(verdict.final_metric).replace("-", "–"),)),
         "–" if verdict.gap is None or verdict.recipe == BASELINE else signed(verdict.gap),
         "–" if verdict.paired_gap is None or verdict.recipe == BASELINE else signed(verdict.paired_gap),
         _number(verdict.ms_per_step, "{:.1f}"),
@@ -122,9 +127,14 @@ def _line(results: Results, verdict: Verdict) -> _Line:
     return _Line(verdict.recipe, sign, kind, words, details, numbers)
 
 
-def command(experiment: Experiment, path: Path) -> str | None:
-    """The command that goes on with this run; None where the command line cannot say the experiment."""
-    changed = {f.name: value for f in fields(Experiment) if (value := getattr(experiment, f.name)) != f.default}
+def command(experiment: Experiment, path: Path, defaults: Mapping[str, Any] | None = None) -> str | None:
+    """The command that goes on with this run; None where the command line cannot say the experiment.
+
+    Args:
+        defaults: what the experiment's task sets otherwise than `Experiment` does.
+    """
+    usual = {f.name: f.default for f in fields(Experiment)} | _tuples(defaults or {})
+    changed = {name: value for name in usual if (value := getattr(experiment, name)) != usual[name]}
     recipes = changed.pop("recipes")
     if any(name not in _OPTIONS for name in changed):
         return None
@@ -135,6 +145,10 @@ def command(experiment: Experiment, path: Path) -> str | None:
     for name, value in changed.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join([*words, "--out", str(path), "--resume"])
+
+
+def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
 
 
 def _number(value: float | None, form: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from halfstep.lab.experiment import Experiment
+from halfstep.lab.facts import Facts
 from halfstep.lab.folder import RunFolder, read_json
 from halfstep.lab.metrics import Row
 from halfstep.lab.verdict import (
@@ -14,12 +15,12 @@ from halfstep.lab.verdict import (
     DIVERGED,
     MATCHES,
     MIN_BASELINES,
-    RULE,
     Band,
     Verdict,
     band,
-    final_loss,
+    final_value,
     judge,
+    rule,
 )
 
 
@@ -32,6 +33,7 @@ class Results:
 
     folder: RunFolder
     experiment: Experiment
+    facts: Facts
     environment: Mapping[str, Any]
     runs: Mapping[str, Mapping[int, Sequence[Row]]]
     band: Band | None
@@ -85,7 +87,8 @@ class Results:
         """The data of summary.json."""
         return {
             "experiment": self.name,
-            "rule": RULE,
+            "rule": rule(self.facts.metric),
+            "metric": asdict(self.facts.metric) if self.facts.metric else None,
             "band": asdict(self.band) if self.band else None,
             "verdicts": [verdict.as_data() for verdict in self.verdicts],
         }
@@ -97,7 +100,7 @@ def load(folder: RunFolder) -> Results:
     Raises:
         RunError: a file is damaged or was edited.
     """
-    experiment = folder.experiment()
+    experiment, facts = folder.experiment(), folder.facts()
     runs: dict[str, dict[int, list[Row]]] = {recipe: {} for recipe in experiment.recipes}
     planned = experiment.runs()
     if BASELINE not in runs:  # fp32's runs of an earlier experiment may have been copied in
@@ -108,12 +111,14 @@ def load(folder: RunFolder) -> Results:
         rows = folder.metrics(recipe, seed)
         if rows:
             runs[recipe][seed] = rows
-    baselines = {s: loss for s, rows in runs.get(BASELINE, {}).items() if (loss := final_loss(rows)) is not None}
+    finals = {seed: final_value(rows, facts.metric) for seed, rows in runs.get(BASELINE, {}).items()}
+    baselines = {seed: value for seed, value in finals.items() if value is not None}
     return Results(
         folder=folder,
         experiment=experiment,
+        facts=facts,
         environment=read_json(folder.environment_file) if folder.environment_file.is_file() else {},
         runs=runs,
         band=band(list(baselines.values())),
-        verdicts=tuple(judge(recipe, seeds, baselines) for recipe, seeds in runs.items()),
+        verdicts=tuple(judge(recipe, seeds, baselines, facts.metric) for recipe, seeds in runs.items()),
     )

@@ -131,6 +131,15 @@ def signed(value: float) -> str:
     return "0.00%" if text.strip("+-") == "0.00%" else text.replace("-", "−")
 
 
+def unit(name: str) -> str:
+    """A unit after a number.
+
+    >>> unit("nats"), unit("")
+    (' nats', '')
+    """
+    return f" {name}" if name else ""
+
+
 def times(ratio: float) -> str:
     """A ratio in three digits or so.
 

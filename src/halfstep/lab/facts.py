@@ -1,0 +1,69 @@
+"""What a task tells whoever shows its results: its metric, its units, its defaults. This file imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+from halfstep.errors import RunError
+
+
+def list_tasks() -> list[str]:
+    """The names of the tasks, read off their files: `halfstep compare --help` shows them without importing torch."""
+    return [info.name for info in iter_modules([str(Path(__file__).with_name("tasks"))])]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The measure that a field reports, beside the loss."""
+
+    name: str
+    higher_is_better: bool
+    best: float
+    """What a perfect model gets."""
+    form: str = "{:.4f}"
+    """How a value is printed, as a format string."""
+    judges: bool = False
+    """Whether verdicts come from it: where the loss says little about how good the model is."""
+
+    def show(self, value: float | None) -> str:
+        """A value in words.
+
+        >>> Metric("accuracy", True, 1.0, "{:.1%}").show(0.987)
+        '98.7%'
+        """
+        return "-" if value is None else self.form.format(value)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What of a task is written into the run folder. The defaults here are those of folders older than tasks."""
+
+    metric: Metric | None = None
+    loss_unit: str = "nats"
+    unit: str = "tokens"
+    """What a batch is counted in."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of an experiment that this task sets otherwise than `Experiment` does."""
+
+    def as_data(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any] | None) -> Facts:
+        """The facts that `as_data` wrote; None gives those of a folder that has none.
+
+        Raises:
+            RunError: the data is of another kind: the file was edited.
+        """
+        if data is None:
+            return cls()
+        try:
+            metric = data["metric"]
+            return cls(**{**data, "metric": None if metric is None else Metric(**metric)})
+        except (TypeError, KeyError) as error:
+            raise RunError(f"experiment.json: 'task' is not what halfstep writes ({error}); it was edited") from error

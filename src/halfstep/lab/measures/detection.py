@@ -1,0 +1,94 @@
+"""Boxes (left, top, right, bottom), what to keep of overlapping ones, and mean average precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a detector says about one image: boxes (n, 4), scores (n,), classes (n,)."""
+
+    boxes: Tensor
+    scores: Tensor
+    classes: Tensor
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is in one image: boxes (n, 4), classes (n,)."""
+
+    boxes: Tensor
+    classes: Tensor
+
+
+def iou(a: Tensor, b: Tensor) -> Tensor:
+    """Intersection over union of boxes a (..., n, 4) with b (..., m, 4), as (..., n, m).
+
+    >>> iou(torch.tensor([[0.0, 0, 2, 2]]), torch.tensor([[1.0, 0, 3, 2], [5, 5, 6, 6]]))
+    tensor([[0.3333, 0.0000]])
+    """
+    low = torch.maximum(a[..., :, None, :2], b[..., None, :, :2])
+    high = torch.minimum(a[..., :, None, 2:], b[..., None, :, 2:])
+    shared = (high - low).clamp(min=0).prod(-1)
+    areas = [(boxes[..., 2:] - boxes[..., :2]).prod(-1) for boxes in (a, b)]
+    return shared / (areas[0][..., :, None] + areas[1][..., None, :] - shared).clamp(min=1e-9)
+
+
+def suppress(boxes: Tensor, scores: Tensor, classes: Tensor, threshold: float = 0.5) -> Tensor:
+    """Which boxes stay, best first, when each removes those of its class that overlap it by more than `threshold`."""
+    order = scores.argsort(descending=True, stable=True)
+    overlap = (iou(boxes[order], boxes[order]) > threshold) & (classes[order][:, None] == classes[order])
+    rows = overlap.tolist()
+    kept: list[int] = []
+    for i in range(len(rows)):
+        if not any(rows[j][i] for j in kept):
+            kept.append(i)
+    return order[kept]
+
+
+def mean_average_precision(found: Sequence[Found], truth: Sequence[Truth], classes: int, overlap: float = 0.5) -> float:
+    """mAP: the mean over the classes in the truth of the area under the interpolated precision-recall curve.
+
+    A detection is right if it overlaps a box of its class, which no better-scored one has taken, by `overlap` or more:
+    of the boxes in its image, only the one it overlaps most is tried.
+
+    Source: Everingham et al. 2010 and the PASCAL VOC development kit (areas under the curve, as from VOC2010 on).
+    """
+    precisions = [_average_precision(found, truth, c, overlap) for c in range(classes)]
+    present = [p for p in precisions if p is not None]
+    return sum(present) / len(present) if present else 0.0
+
+
+def _average_precision(found: Sequence[Found], truth: Sequence[Truth], kind: int, overlap: float) -> float | None:
+    """The average precision of one class, None where the truth has none of it."""
+    boxes = [t.boxes[t.classes == kind] for t in truth]
+    total = sum(map(len, boxes))
+    if not total:
+        return None
+    candidates: list[tuple[float, int, float, int]] = []  # score, image, best overlap, and with which box
+    for image, detections in enumerate(found):
+        mine = detections.classes == kind
+        if not bool(mine.any()):
+            continue
+        table = iou(detections.boxes[mine], boxes[image]) if len(boxes[image]) else torch.zeros(int(mine.sum()), 1)
+        best, which = table.max(-1)
+        scores = detections.scores[mine].tolist()
+        candidates += zip(scores, [image] * len(scores), best.tolist(), which.tolist(), strict=True)
+    candidates.sort(key=lambda c: -c[0])
+    taken: set[tuple[int, int]] = set()
+    right, points = 0, []
+    for rank, (_, image, best_overlap, box) in enumerate(candidates, 1):
+        if best_overlap >= overlap and (image, box) not in taken:
+            taken.add((image, box))
+            right += 1
+            points.append(right / rank)  # recall moves only here
+    area, ceiling = 0.0, 0.0
+    for precision in reversed(points):  # interpolated: the best precision at this recall or beyond
+        ceiling = max(ceiling, precision)
+        area += ceiling / total
+    return area

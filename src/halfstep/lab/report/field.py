@@ -1,0 +1,96 @@
+"""Plot 2: the task's metric over the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
+
+from halfstep.lab.facts import Metric
+from halfstep.lab.report.results import BASELINE, Results
+from halfstep.lab.report.style import FAINT, Look, Picture, looks, new_figure, plain
+
+
+@dataclass(frozen=True)
+class Course:
+    """A run's metric by step."""
+
+    recipe: str
+    seed: int
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+def courses(results: Results) -> list[Course]:
+    """The data of the plot: every run of every recipe, those that diverged to where they did."""
+    found = []
+    for recipe, runs in results.runs.items():
+        for seed, rows in runs.items():
+            points = [
+                (r["step"], r["metric"]) for r in rows if r["kind"] == "validation" and r.get("metric") is not None
+            ]
+            if points:
+                found.append(Course(recipe, seed, tuple(s for s, _ in points), tuple(v for _, v in points)))
+    return found
+
+
+def picture(results: Results) -> Picture:
+    """The plot with its words."""
+    metric = results.facts.metric
+    if metric is None:
+        why = "Not drawn: this task has no metric beside the loss, or the folder is older than metrics."
+        return Picture("metric", "The field's metric", "", why)
+    better = "Higher" if metric.higher_is_better else "Lower"
+    heading, look_for = f"The field's metric: {metric.name}", f"{better} is better. Faint lines are fp32's other seeds."
+    data = courses(results)
+    if not data:
+        return Picture("metric", heading, look_for, "No run has been validated yet.")
+    title = f"{metric.name}: {_best(data, metric)}"
+    return Picture(
+        "metric", heading, look_for, _finding(data, metric), draw(data, looks(list(results.runs)), metric, title), title
+    )
+
+
+def _best(data: Sequence[Course], metric: Metric) -> str:
+    ends = {c.recipe: c.values[-1] for c in reversed(data)}
+    pick = max if metric.higher_is_better else min
+    best = pick(ends, key=lambda recipe: ends[recipe])
+    return f"{plain(best)} ends best at {metric.show(ends[best])}" if len(ends) > 1 else metric.show(ends[best])
+
+
+def _finding(data: Sequence[Course], metric: Metric) -> str:
+    ends = {c.recipe: c.values[-1] for c in reversed(data)}
+    return "The last values of the first seeds: " + ", ".join(f"{r} {metric.show(v)}" for r, v in ends.items()) + "."
+
+
+def draw(data: Sequence[Course], look: Mapping[str, Look], metric: Metric, title: str) -> Figure:
+    """A line a recipe: its first seed; fp32's other seeds faint."""
+    figure = new_figure(3.8, title)
+    axes = figure.subplots()
+    axes.grid(axis="y")
+    axes.margins(x=0.02)
+    axes.set_xlabel("step")
+    axes.set_ylabel(metric.name)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: metric.show(value)))
+    handles: dict[str, Line2D] = {}
+    for course in sorted(data, key=lambda c: c.recipe != BASELINE):
+        mark, first = look[course.recipe], course.recipe not in handles
+        if first:
+            width = 2.6 if course.recipe == BASELINE else 1.4
+            (line,) = axes.plot(
+                course.steps,
+                course.values,
+                mark.line,
+                color=mark.colour,
+                linewidth=width,
+                zorder=3,
+                label=plain(course.recipe),
+            )
+            handles[course.recipe] = line
+        elif course.recipe == BASELINE:
+            axes.plot(course.steps, course.values, "-", color=FAINT, linewidth=0.8, alpha=0.6, zorder=2)
+    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=4, fontsize=9)
+    return figure

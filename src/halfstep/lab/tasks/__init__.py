@@ -1,0 +1,41 @@
+"""The tasks that recipes are compared on, one file each: `halfstep compare --task NAME`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from halfstep.errors import RunError, unknown
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.task import TaskSpec
+from halfstep.registry import collect
+
+
+@cache
+def _named() -> dict[str, TaskSpec]:
+    return collect(__name__, TaskSpec)
+
+
+def get_task(name: str) -> TaskSpec:
+    """The task of that name.
+
+    Raises:
+        RunError: no task has that name; the nearest ones are shown.
+    """
+    if name not in _named():
+        raise RunError(unknown("task", name, _named()))
+    return _named()[name]
+
+
+def experiment_for(task: str, **given: Any) -> Experiment:
+    """An experiment on a task: the fields given, then the task's own defaults, then those of `Experiment`.
+
+    Raises:
+        RunError: no such task; a field that this task does not read; a value that means nothing.
+    """
+    spec = get_task(task)
+    special = {option for other in _named().values() for option in other.options}
+    for name in sorted(special & given.keys() - set(spec.options)):
+        owners = ", ".join(other.name for other in _named().values() if name in other.options)
+        raise RunError(f"task {task!r} does not read --{name.replace('_', '-')}; it is an option of: {owners}")
+    return Experiment(task=task, **{**spec.facts.defaults, **given})

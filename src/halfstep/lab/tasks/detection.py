@@ -1,0 +1,170 @@
+"""Object detection: a small single-shot detector finds handwritten digits on a canvas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfstep.lab.digits import Digits, load_digits
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.measures.detection import Found, Truth, iou, mean_average_precision, suppress
+from halfstep.lab.models.ssd import SSD
+from halfstep.lab.scenes import SIZE, Glyphs, Scenes, compose
+from halfstep.lab.task import Batch, Task, TaskSpec, stream
+
+
+CLASSES = 10
+STRIDES = (4, 8, 16)
+SCALES = (2.0, 2.0 * 2 ** (1 / 3), 2.0 * 2 ** (2 / 3))  # an anchor's side in strides
+RATIOS = (0.5, 1.0, 2.0)
+_ALPHA, _GAMMA = 0.25, 2.0  # of the focal loss
+_HELD_OUT_SEED = -1
+
+
+def anchors() -> Tensor:
+    """Every anchor as (left, top, right, bottom), (anchors, 4), in the order of the model's outputs."""
+    boxes = []
+    for stride in STRIDES:
+        centres = (torch.arange(SIZE // stride) + 0.5) * stride
+        y, x = torch.meshgrid(centres, centres, indexing="ij")
+        shapes = torch.tensor([(s * stride * r**-0.5, s * stride * r**0.5) for s in SCALES for r in RATIOS])
+        centre = torch.stack([x, y], -1)[:, :, None, :]
+        boxes.append(torch.cat([centre - shapes / 2, centre + shapes / 2], -1).reshape(-1, 4))
+    return torch.cat(boxes)
+
+
+class Detection(Task):
+    """Find digits and say which: focal loss on classes and smooth L1 on boxes, both averaged over all outputs.
+
+    A model takes images (batch, 1, 48, 48) float32 and returns class logits (batch, 1701, 10) and box offsets
+    (batch, 1701, 4), as of Ren et al. 2015: centre in anchor sizes, logarithm of the size.
+
+    The mean over all anchors (`reduction="mean"`, of torchvision's sigmoid_focal_loss too) makes activation
+    gradients small: 1701 anchors an image, of which a handful hold a digit.
+    """
+
+    def __init__(self, train: Digits, held_out: Digits, batch: int, pictures: int = 128) -> None:
+        self.train = Glyphs(train)
+        self.test = Glyphs(held_out)
+        self.size = batch
+        self.pictures = pictures
+        self.anchors = anchors()
+
+    def models(self) -> dict[str, Callable[[], nn.Module]]:
+        """ssd, as of Liu et al. 2016 without batch norm, and ssd-bn."""
+        per_place = len(SCALES) * len(RATIOS)
+        return {
+            "ssd": partial(SSD, CLASSES, per_place, 16, norm=False),
+            "ssd-bn": partial(SSD, CLASSES, per_place, 16),
+        }
+
+    def batch(self, seed: int, step: int) -> Batch:
+        """New pictures from the training digits."""
+        return self._batch(compose(self.train, self.size, stream(seed, step)))
+
+    @cached_property
+    def _scenes(self) -> Scenes:
+        return compose(self.test, self.pictures, stream(_HELD_OUT_SEED, 0))
+
+    @cached_property
+    def _held_out(self) -> Batch:
+        return self._batch(self._scenes)
+
+    def held_out(self) -> list[Batch]:
+        """Pictures from the held-out digits."""
+        whole = self._held_out
+        return [
+            dict(zip(whole, part, strict=True))
+            for part in zip(*(torch.split(t, 64) for t in whole.values()), strict=True)
+        ]
+
+    def _batch(self, scenes: Scenes) -> Batch:
+        """Pictures with the target of each anchor: a class, -1 for background, -2 for neither; offsets."""
+        overlap = iou(scenes.boxes, self.anchors.expand(len(scenes.boxes), -1, -1))  # (batch, digits, anchors)
+        overlap = overlap.masked_fill((scenes.classes < 0)[..., None], -1)
+        best, which = overlap.max(1)
+        classes = scenes.classes.gather(1, which)
+        classes = torch.where(best >= 0.5, classes, torch.where(best < 0.4, -1, -2))
+        image, digit = torch.nonzero(scenes.classes >= 0, as_tuple=True)
+        nearest = overlap[image, digit].argmax(-1)  # the best anchor of a digit is its own, however little it overlaps
+        classes[image, nearest], which[image, nearest] = scenes.classes[image, digit], digit
+        boxes = scenes.boxes.gather(1, which[..., None].expand(-1, -1, 4))
+        offsets = torch.where((classes >= 0)[..., None], self._encode(boxes), 0.0)
+        return {"images": scenes.images, "classes": classes, "offsets": offsets}
+
+    def _encode(self, boxes: Tensor) -> Tensor:
+        size = self.anchors[:, 2:] - self.anchors[:, :2]
+        centre = (boxes[..., :2] + boxes[..., 2:] - self.anchors[:, :2] - self.anchors[:, 2:]) / 2
+        return torch.cat([centre / size, ((boxes[..., 2:] - boxes[..., :2]).clamp(min=1) / size).log()], -1)
+
+    def decode(self, offsets: Tensor) -> Tensor:
+        """The boxes (..., anchors, 4) that offsets mean."""
+        size = self.anchors[:, 2:] - self.anchors[:, :2]
+        centre = (self.anchors[:, :2] + self.anchors[:, 2:]) / 2 + offsets[..., :2] * size
+        half = size * torch.exp(offsets[..., 2:].clamp(max=2)) / 2
+        return torch.cat([centre - half, centre + half], -1)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The mean focal loss over (batch, anchors, classes) plus the mean smooth L1 over (batch, anchors, 4).
+
+        Anchors that are neither digit nor background count as zero in the first, all but digits in the second.
+        Source: Lin et al. 2017, arXiv 1708.02002.
+        """
+        logits, offsets = model(batch["images"])
+        wanted = F.one_hot(batch["classes"].clamp(min=0), CLASSES) * (batch["classes"] >= 0)[..., None]
+        wanted = wanted.to(logits.dtype)
+        cross_entropy = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+        p = logits.sigmoid()
+        wrong = wanted * (1 - p) + (1 - wanted) * p
+        focal = (wanted * _ALPHA + (1 - wanted) * (1 - _ALPHA)) * wrong**_GAMMA * cross_entropy
+        focal = focal * (batch["classes"] != -2)[..., None]
+        box = F.smooth_l1_loss(offsets, batch["offsets"], reduction="none", beta=0.1)
+        total: Tensor = focal.mean() + (box * (batch["classes"] >= 0)[..., None]).mean()
+        return total
+
+    def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
+        """mAP at an overlap of 0.5, on the held-out pictures."""
+        found = [f for batch in self.held_out() for f in self._find(*model(batch["images"]))]
+        pairs = zip(self._scenes.boxes, self._scenes.classes, strict=True)
+        return mean_average_precision(found, [Truth(b[c >= 0], c[c >= 0]) for b, c in pairs], CLASSES)
+
+    def _find(self, logits: Tensor, offsets: Tensor) -> list[Found]:
+        """The 60 best boxes of each image, less those that overlap a better one of their class."""
+        scores, places = logits.sigmoid().flatten(1).topk(60)
+        boxes = self.decode(offsets).gather(1, (places // CLASSES)[..., None].expand(-1, -1, 4))
+        found = []
+        for b, s, c in zip(boxes, scores, places % CLASSES, strict=True):
+            kept = suppress(b, s, c)
+            found.append(Found(b[kept], s[kept], c[kept]))
+        return found
+
+
+def _open(experiment: Experiment) -> Detection:
+    return Detection(*load_digits(), experiment.batch)
+
+
+detection = TaskSpec(
+    name="detection",
+    summary="a single-shot detector with 1701 anchors finds digits on a canvas (real digits, composed pictures)",
+    facts=Facts(
+        metric=Metric("mAP@0.5", higher_is_better=True, best=1.0, form="{:.1%}"),
+        loss_unit="",
+        unit="images",
+        defaults={
+            "model": "ssd",
+            "steps": 250,
+            "batch": 16,
+            "lr": 3e-3,
+            "warmup": 20,
+            "validations": 5,
+            "betas": (0.9, 0.99),
+            "weight_decay": 0.05,
+        },
+    ),
+    open=_open,
+)

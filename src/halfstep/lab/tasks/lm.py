@@ -1,0 +1,92 @@
+"""Language modelling: a small GPT predicts the next byte of a text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfstep.errors import ModelError
+from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.models.gpt import GPT
+from halfstep.lab.task import Batch, Task, TaskSpec, stream
+
+
+_SIZES = {"gpt-tiny": (2, 128, 4), "gpt-small": (6, 384, 6)}  # layers, width, heads
+
+
+class LanguageModelling(Task):
+    """Predict the next byte: the mean cross-entropy in nats over (batch, context) positions.
+
+    A model takes tokens (batch, time) int64 and returns logits (batch, time, 256), bare or as `.logits`.
+    """
+
+    def __init__(self, corpus: Corpus, batch: int, context: int, validation_batches: int = 8) -> None:
+        self.corpus = corpus
+        self.size = batch
+        self.context = context
+        self.validation_batches = validation_batches
+
+    def models(self) -> dict[str, Callable[[], nn.Module]]:
+        """gpt-tiny and gpt-small."""
+        return {name: partial(GPT, VOCABULARY, self.context, *size) for name, size in _SIZES.items()}
+
+    def batch(self, seed: int, step: int) -> Batch:
+        """Windows at uniform random places of the training part."""
+        limit = len(self.corpus.train) - self.context
+        starts = torch.randint(0, limit, (self.size,), generator=stream(seed, step))
+        return self._batch("train", starts)
+
+    def held_out(self) -> list[Batch]:
+        """Windows spread evenly over the held-out part."""
+        limit = len(self.corpus.held_out) - self.context - 1
+        count = self.validation_batches * self.size
+        starts = torch.arange(count) * limit // count
+        return [self._batch("held_out", piece) for piece in starts.view(-1, self.size)]
+
+    def _batch(self, split: str, starts: Tensor) -> Batch:
+        window = self.corpus.windows(split, starts, self.context + 1)
+        return {"tokens": window[:, :-1], "targets": window[:, 1:]}
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy of the model's logits."""
+        output: Any = model(batch["tokens"])
+        logits = getattr(output, "logits", output)
+        expected = (*batch["tokens"].shape, VOCABULARY)
+        if not isinstance(logits, Tensor) or logits.shape != expected:
+            found = tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
+            raise ModelError(f"the model returned {found}; expected logits of shape {expected}, one a byte value")
+        return F.cross_entropy(logits.reshape(-1, VOCABULARY), batch["targets"].reshape(-1))
+
+    def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
+        """Bits per byte: the loss in bits."""
+        return sum(losses) / len(losses) / math.log(2)
+
+    def count(self, batch: Batch) -> int:
+        """Tokens."""
+        return batch["tokens"].numel()
+
+    def digest(self) -> str:
+        """The corpus's."""
+        return self.corpus.digest
+
+
+def _open(experiment: Experiment) -> LanguageModelling:
+    corpus = load_corpus(experiment.data, experiment.context)
+    return LanguageModelling(corpus, experiment.batch, experiment.context)
+
+
+lm = TaskSpec(
+    name="lm",
+    summary="a small GPT on bytes: text of your own, or the Python standard library",
+    facts=Facts(metric=Metric("bits/byte", higher_is_better=False, best=0.0)),
+    open=_open,
+    options=("data", "context"),
+)

@@ -1,0 +1,75 @@
+"""Recommendation: embeddings of users and items, their product and an MLP, on made ratings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.measures.ranking import auc
+from halfstep.lab.models.factors import NeuralFactors
+from halfstep.lab.task import Batch, Task, TaskSpec, stream
+
+
+USERS, ITEMS, TASTES, RATINGS, HELD_OUT = 300, 200, 3, 36_000, 6_000
+
+
+class Recommender(Task):
+    """Will this user like this item: the mean binary cross-entropy in nats.
+
+    Ratings are made: user and item have three hidden tastes each, and the user likes the item with a probability that
+    grows with their product. A model takes users (batch,) and items (batch,) int64 and returns logits (batch,).
+    """
+
+    def __init__(self, batch: int) -> None:
+        generator = stream(-1, 0)
+        pairs = torch.randperm(USERS * ITEMS, generator=generator)[: RATINGS + HELD_OUT]
+        users, items = pairs // ITEMS, pairs % ITEMS
+        tastes, traits = (torch.randn(n, TASTES, generator=generator) for n in (USERS, ITEMS))
+        popular = 0.7 * torch.randn(ITEMS, generator=generator)
+        chance = (1.5 * (tastes[users] * traits[items]).sum(-1) + popular[items]).sigmoid()
+        liked = (torch.rand(len(pairs), generator=generator) < chance).float()
+        self.data = {"users": users, "items": items, "liked": liked}
+        self.size = batch
+
+    def models(self) -> dict[str, Callable[[], nn.Module]]:
+        """neumf: He et al. 2017."""
+        return {"neumf": lambda: NeuralFactors(USERS, ITEMS, 16)}
+
+    def batch(self, seed: int, step: int) -> Batch:
+        """Ratings drawn at random from those to train on."""
+        which = torch.randint(0, RATINGS, (self.size,), generator=stream(seed, step))
+        return {name: values[which] for name, values in self.data.items()}
+
+    def held_out(self) -> list[Batch]:
+        """Pairs of user and item that are not trained on."""
+        return [{name: values[RATINGS:] for name, values in self.data.items()}]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Binary cross-entropy."""
+        return F.binary_cross_entropy_with_logits(model(batch["users"], batch["items"]), batch["liked"])
+
+    def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
+        """AUC on the held-out ratings."""
+        (batch,) = self.held_out()
+        return auc(model(batch["users"], batch["items"]), batch["liked"])
+
+
+def _open(experiment: Experiment) -> Recommender:
+    return Recommender(experiment.batch)
+
+
+recommender = TaskSpec(
+    name="recommender",
+    summary="embeddings and an MLP on made ratings (synthetic)",
+    facts=Facts(
+        metric=Metric("AUC", higher_is_better=True, best=1.0),
+        unit="ratings",
+        defaults={"model": "neumf", "steps": 400, "batch": 512, "lr": 5e-3, "warmup": 20, "betas": (0.9, 0.99)},
+    ),
+    open=_open,
+)

@@ -1,0 +1,92 @@
+"""Machine translation: a transformer learns the rules between two made-up languages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.languages import END, LONGEST, PAD, SOURCE_WORDS, START, TARGET_WORDS, sentences
+from halfstep.lab.measures.text import bleu
+from halfstep.lab.models.seq2seq import Seq2Seq
+from halfstep.lab.task import Batch, Task, TaskSpec, stream
+
+
+_SIZES = {"transformer": (2, 64, 4), "transformer-wide": (3, 192, 6)}  # layers, width, heads
+_HELD_OUT_SEED = -1
+
+
+class Translation(Task):
+    """The next word of the translation: the mean cross-entropy in nats over the words that are there.
+
+    A model takes source (batch, 16) and the target so far (batch, time), int64, and returns logits (batch, time,
+    words).
+    """
+
+    def __init__(self, batch: int, pairs: int = 128) -> None:
+        self.size = batch
+        self.pairs = pairs
+
+    def models(self) -> dict[str, Callable[[], nn.Module]]:
+        """transformer and transformer-wide: encoder and decoder with attention."""
+        return {n: partial(Seq2Seq, SOURCE_WORDS, TARGET_WORDS, LONGEST, *size) for n, size in _SIZES.items()}
+
+    def batch(self, seed: int, step: int) -> Batch:
+        """New sentences."""
+        return _batch(sentences(self.size, stream(seed, step)))
+
+    @cached_property
+    def _held_out(self) -> Batch:
+        return _batch(sentences(self.pairs, stream(_HELD_OUT_SEED, 0)))
+
+    def held_out(self) -> list[Batch]:
+        """Sentences of a stream of their own; two alike are as rare as in a language."""
+        return [self._held_out]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy, padding left out."""
+        logits = model(batch["source"], batch["target"][:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch["target"][:, 1:].flatten(), ignore_index=PAD)
+
+    def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
+        """BLEU of the greedy translation of the held-out sentences."""
+        batch = self._held_out
+        target = torch.full((len(batch["source"]), 1), START)
+        for _ in range(LONGEST - 1):
+            best = model(batch["source"], target)[:, -1].argmax(-1)
+            target = torch.cat([target, best[:, None]], 1)
+        return bleu([_words(row) for row in target], [_words(row) for row in batch["target"]])
+
+
+def _batch(pairs: list[tuple[list[int], list[int]]]) -> Batch:
+    def rows(sequences: list[list[int]]) -> Tensor:
+        return torch.tensor([row + [PAD] * (LONGEST - len(row)) for row in sequences])
+
+    return {"source": rows([a for a, _ in pairs]), "target": rows([[START, *b] for _, b in pairs])}
+
+
+def _words(row: Tensor) -> list[int]:
+    """The words between START and END."""
+    words: list[int] = row.tolist()[1:]
+    return words[: words.index(END)] if END in words else words
+
+
+def _open(experiment: Experiment) -> Translation:
+    return Translation(experiment.batch)
+
+
+translation = TaskSpec(
+    name="translation",
+    summary="a transformer encoder and decoder between two made-up languages (synthetic)",
+    facts=Facts(
+        metric=Metric("BLEU", higher_is_better=True, best=1.0, form="{:.1%}"),
+        unit="sentences",
+        defaults={"model": "transformer", "steps": 300, "batch": 48, "lr": 4e-3, "warmup": 40, "validations": 5},
+    ),
+    open=_open,
+)

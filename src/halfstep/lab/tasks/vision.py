@@ -1,0 +1,85 @@
+"""Image classification: a small convolutional network with batch norm on real handwritten digits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfstep.lab.digits import Digits, load_digits
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.models.cnn import CNN
+from halfstep.lab.task import Batch, Task, TaskSpec, stream
+
+
+_WIDTHS = {"cnn": 24, "cnn-wide": 64}
+
+
+class Vision(Task):
+    """Which digit is it: the mean cross-entropy in nats.
+
+    A model takes images (batch, 1, 8, 8) float32 in [0, 1] and returns logits (batch, 10).
+    """
+
+    def __init__(self, train: Digits, held_out: Digits, batch: int) -> None:
+        self.train = train
+        self.test = held_out
+        self.size = batch
+
+    def models(self) -> dict[str, Callable[[], nn.Module]]:
+        """cnn and cnn-wide: five convolutions."""
+        return {name: partial(CNN, 10, width) for name, width in _WIDTHS.items()}
+
+    def batch(self, seed: int, step: int) -> Batch:
+        """Images drawn at random, each moved by up to a pixel, with a little noise."""
+        generator = stream(seed, step)
+        which = torch.randint(0, len(self.train.images), (self.size,), generator=generator)
+        images = self.train.images[which]
+        down, right = torch.randint(0, 3, (2, self.size, 1, 1), generator=generator)
+        padded = F.pad(images, (1, 1, 1, 1))
+        images = padded[
+            torch.arange(self.size)[:, None, None], torch.arange(8)[:, None] + down, torch.arange(8) + right
+        ]
+        images = images + 0.1 * torch.randn(images.shape, generator=generator)
+        return {"images": images[:, None], "classes": self.train.classes[which]}
+
+    def held_out(self) -> list[Batch]:
+        """Every fifth image of the whole, as it is."""
+        return [{"images": self.test.images[:, None], "classes": self.test.classes}]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy."""
+        return F.cross_entropy(model(batch["images"]), batch["classes"])
+
+    def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
+        """Accuracy: the share of held-out images whose largest logit is the right one."""
+        right = [(model(b["images"]).argmax(-1) == b["classes"]).float().mean() for b in self.held_out()]
+        return float(torch.stack(right).mean())
+
+
+def _open(experiment: Experiment) -> Vision:
+    return Vision(*load_digits(), experiment.batch)
+
+
+vision = TaskSpec(
+    name="vision",
+    summary="a convolutional network with batch norm on scikit-learn's digits (real images)",
+    facts=Facts(
+        metric=Metric("accuracy", higher_is_better=True, best=1.0, form="{:.2%}"),
+        unit="images",
+        defaults={
+            "model": "cnn",
+            "steps": 400,
+            "batch": 64,
+            "lr": 3e-3,
+            "warmup": 20,
+            "betas": (0.9, 0.99),
+            "weight_decay": 0.05,
+        },
+    ),
+    open=_open,
+)
