@@ -80,6 +80,8 @@ def knows(format: Format) -> bool:
         return -100 < format.fraction_bits < 100
     if not isinstance(format, Float) or format.mantissa_bits > 22 or format.max_exponent > 127:
         return False
+    if format.mantissa_bits == 0:  # a tie goes by the parity of the exponent, which the kernel does not look at
+        return False
     step = format.min_exponent - format.mantissa_bits
     return format.min_exponent == -126 or (step >= -126 and step + 23 <= 127)
 
