@@ -186,7 +186,7 @@ def test_descent_is_the_statistics_rows(usual):
     assert data["fp32"].lost == [r["descent"]["lost_share"] for r in looked]
     assert data["fp32"].worst_layer == "token.weight"
     picture = descent.picture(usual)
-    assert "40%" in picture.alt
+    assert "40.0%" in picture.alt
     assert "token.weight" in picture.finding
 
 
