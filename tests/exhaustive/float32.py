@@ -3,9 +3,9 @@
 Magnitudes of float32 are ordered like their bits, so rounding to a format is a step function of the 2^31 positive bit
 patterns, and the steps of `oracles.formats` (values and cuts from the definitions, in fractions) say where each begins.
 The expected results of a run of patterns are written by repeating values, without rounding anything: an implementation
-that shares nothing with the one under test. `make exhaustive` runs it and keeps benchmarks/results/exhaustive.json.
+that shares nothing with the one under test. A whole run is kept in benchmarks/results/exhaustive.json.
 
-    python tests/exhaustive/float32.py [--keep] [--every N] [FORMAT ...]
+    python tests/exhaustive/float32.py [--every N] [FORMAT ...]
 """
 
 import argparse
@@ -106,11 +106,10 @@ def main() -> int:
     """Exit status 1 when there is a mismatch."""
     parser = argparse.ArgumentParser(description="All 2^32 float32 inputs through round_to.")
     parser.add_argument("formats", nargs="*", default=FORMATS)
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/exhaustive.json")
     parser.add_argument("--every", type=int, default=1, help="only each N-th run of 2^24 inputs")
     arguments = parser.parse_args()
     rows = [check(name, arguments.every) for name in arguments.formats]
-    if arguments.keep and arguments.every == 1:
+    if arguments.every == 1 and list(arguments.formats) == list(FORMATS):
         question = "all 2^32 float32 inputs, nearest-even, saturating, against step functions from the definitions"
         data = {"question": question, "machine": environment(), "rows": rows}
         (ROOT / "benchmarks/results/exhaustive.json").write_text(json.dumps(data, indent=2) + "\n")
