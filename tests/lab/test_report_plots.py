@@ -55,7 +55,7 @@ def test_the_share_that_becomes_zero_is_what_is_drawn_left_of_the_line(scale, tm
 
 def test_shares_agree_with_the_trackers_own_arithmetic():
     counts = {e: 3 * abs(e) + 1 for e in range(-60, 20)}
-    for fmt in map(formats.get, formats.names()):
+    for fmt in (f for f in map(formats.get, formats.names()) if isinstance(f, formats.Float)):
         for shift in (0, 3, 16):
             cast = exponents.Values(counts, 0, 0).cast(fmt, shift)
             histogram = ExponentHistogram(counts)
