@@ -4,7 +4,7 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install dev demo test test-slow check lint docs bench bench-domains exhaustive clean
+.PHONY: install dev demo test test-slow check lint docs claims bench bench-domains exhaustive clean
 
 install: $(VENV)/.lab
 dev: $(VENV)/.dev
@@ -31,9 +31,13 @@ lint: dev
 check: lint test
 
 docs: install
+	$(BIN)/halfstep claims --markdown > docs/claims.md
 	$(BIN)/halfstep kb validate
 	mkdir -p docs/_build
 	$(BIN)/halfstep kb export --format html --output docs/_build/knowledge_base.html
+
+claims: install
+	$(BIN)/halfstep claims --check
 
 exhaustive: dev
 	$(BIN)/python tests/exhaustive/float32.py

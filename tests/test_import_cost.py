@@ -26,6 +26,9 @@ def heavy_after(code):
         COMMAND.format(["halfstep", "formats", "show", "posit32_2", "--value", "0.1"]),
         COMMAND.format(["halfstep", "formats", "compare", "bf16", "e4m3fn"]),
         COMMAND.format(["halfstep", "formats", "add", "bf16", "1", "-0.001"]),
+        COMMAND.format(["halfstep", "claims"]),
+        COMMAND.format(["halfstep", "claims", "--json"]),
+        COMMAND.format(["halfstep", "claims", "show", "forum-bytes"]),
         COMMAND.format(["halfstep", "--help"]),
     ],
 )

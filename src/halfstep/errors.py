@@ -10,7 +10,8 @@
     ├── DataError           (ValueError)    training data that is missing, too short, binary or not finite
     ├── RunError            (ValueError)    a run folder that cannot be used as asked
     ├── CheckpointError     (ValueError)    a checkpoint that is truncated, edited, or of something else
-    └── KnowledgeBaseError  (ValueError)    a knowledge base entry that breaks a rule, or an unclear question
+    ├── KnowledgeBaseError  (ValueError)    a knowledge base entry that breaks a rule, or an unclear question
+    └── ClaimError          (ValueError)    a claim or check that is unknown, or a row that cannot be run as asked
 
 Each message says what was found, what was expected, and what to do next.
 """
@@ -61,6 +62,10 @@ class CheckpointError(HalfstepError, ValueError):
 
 class KnowledgeBaseError(HalfstepError, ValueError):
     """An entry of the knowledge base breaks a rule, or a question to it cannot be answered as asked."""
+
+
+class ClaimError(HalfstepError, ValueError):
+    """A claim or its check is unknown, or a row of the ledger cannot be run as asked."""
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> str:

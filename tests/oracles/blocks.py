@@ -1,8 +1,8 @@
 """Every block format from its definition: scales tile by tile in Python, elements by the oracle of their format.
 
-Nothing here reads halfstep. A scale rule is written as in its source, in fractions where it is exact, in numpy's float32
-(each operation rounded once) where the definition is. Input is a matrix, float32 or float64; a quotient that
-is not exact is taken in the input's own type.
+Nothing here reads halfstep. A scale rule is written as in its source, in fractions where it is exact and otherwise in
+numpy's float32, each operation rounded once. Input is a matrix, float32 or float64; a quotient that is not exact is
+taken in the input's own type.
 """
 
 import math

@@ -204,6 +204,13 @@ def test_cut_points_of_nvfp4():
     assert (found.dequantize() / 448)[0, :8].tolist() == [0, 1, 1, 2, 2, 4, 4, 6]
 
 
+def test_four_over_six_keeps_six_where_the_errors_are_equal():
+    """256 * 6 and 384 * 4 are both exactly the block's maximum."""
+    found = get_quantizer("nvfp4", scale="four_over_six").quantize(torch.eye(1, 16) * 1536)
+    assert found.tensors["tensor_scale"].item() == 1
+    assert formats.get("e4m3fn").decode(found.scale.item()) == 256
+
+
 @pytest.mark.parametrize(
     ("element", "codes", "packed"),
     [

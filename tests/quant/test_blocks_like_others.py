@@ -70,7 +70,7 @@ def test_torchao_mx(name, rule, dtype):
 
 
 def test_torchao_mx_of_special_blocks():
-    """NaN costs the block in both; an infinity does so here, and there counts as 2^128 (floor) or the largest (rceil)."""
+    """NaN costs the block in both; an infinity does here, and counts as 2^128 (floor) or the largest (rceil) there."""
     x = torch.randn(4, 32)
     x[0, 3], x[1, 4], x[2, 5] = torch.nan, torch.inf, -torch.inf
     for rule, infinite in (("floor", 128 - 8 + 127), ("rceil", 254)):

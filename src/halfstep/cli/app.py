@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import halfstep
+from halfstep.cli.claims import claims
 from halfstep.cli.compare import compare
 from halfstep.cli.formats import formats
 from halfstep.cli.kb import kb
@@ -47,6 +48,7 @@ app.command("train")(train)
 app.add_typer(formats, name="formats")
 app.add_typer(recipes, name="recipes")
 app.add_typer(kb, name="kb")
+app.add_typer(claims, name="claims")
 
 
 def main() -> None:

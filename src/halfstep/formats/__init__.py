@@ -1,6 +1,7 @@
 """Number formats as data. This room imports nothing but the standard library."""
 
 import re
+from ast import literal_eval
 from functools import cache
 from typing import TypeVar, overload
 
@@ -16,7 +17,7 @@ from halfstep.registry import collect
 
 __all__ = [
     "BlockFormat", "Codebook", "Float", "Format", "Integer", "Posit", "PowerOfTwo",
-    "block_names", "get", "get_block", "ieee", "is_block", "names", "posit",
+    "block_names", "from_key", "get", "get_block", "ieee", "is_block", "names", "posit",
 ]  # fmt: skip
 
 F = TypeVar("F", Format, BlockFormat)
@@ -109,6 +110,26 @@ def get_block(name: object) -> BlockFormat:
     if _key(name) not in _blocks():
         raise FormatError(unknown("block format", name, block_names()))
     return _blocks()[_key(name)]
+
+
+@cache
+def from_key(key: str) -> Format:
+    """The format with the numbers of `Format.key`; its name is the key.
+
+    >>> from_key(get("e4m3fn").key).max
+    448.0
+    """
+    kind, _, rest = key.partition(" ")
+    if kind == "float":
+        exponent_bits, mantissa_bits, bias, specials = rest.split()
+        return Float(key, int(exponent_bits), int(mantissa_bits), int(bias), specials, source="a key")
+    if kind == "integer":
+        return Integer(key, *map(int, rest.split()), source="a key")
+    if kind == "posit":
+        return posit(*map(int, rest.split()))
+    if kind == "codebook":
+        return Codebook(key, literal_eval(rest), source="a key")
+    return PowerOfTwo(key, source="a key")
 
 
 def is_block(name: object) -> bool:

@@ -81,6 +81,11 @@ class Format(ABC):
         after = [v for v in values if v > 1.0]
         return after[0] - 1.0 if after and 1.0 in values else None
 
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """The numbers that make the format, as text for `formats.from_key`: without its name and source."""
+
     def codes(self) -> range:
         """All codes.
 

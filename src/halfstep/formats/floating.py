@@ -50,6 +50,10 @@ class Float(Format):
             raise FormatError(f"format {self.name!r}: bias {self.bias} is more than 100 from the IEEE one")
 
     @property
+    def key(self) -> str:
+        return f"float {self.exponent_bits} {self.mantissa_bits} {self.bias} {self.specials}"
+
+    @property
     def bits(self) -> int:
         return 1 + self.exponent_bits + self.mantissa_bits
 

@@ -27,6 +27,10 @@ class Integer(Format):
             )
 
     @property
+    def key(self) -> str:
+        return f"integer {self.low} {self.high} {self.fraction_bits}"
+
+    @property
     def bits(self) -> int:
         return self.high.bit_length() + (self.low < 0)
 

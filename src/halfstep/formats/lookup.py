@@ -29,6 +29,10 @@ class Codebook(Format):
             raise FormatError(f"codebook {self.name!r}: every entry must be finite, and one of them positive")
 
     @property
+    def key(self) -> str:
+        return f"codebook {self.table}"
+
+    @property
     def bits(self) -> int:
         return len(self.table).bit_length() - 1
 
@@ -56,6 +60,7 @@ class PowerOfTwo(Format):
     Source: OCP Microscaling Formats (MX) 1.0; ties to the upper value as in ml_dtypes.
     """
 
+    key = "exponent"
     bits = 8
     has_nan = True
     ties = "upper"

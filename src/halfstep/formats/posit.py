@@ -32,6 +32,10 @@ class Posit(Format):
             raise FormatError(f"posit({self.width}, {self.es}) asked for; expected 2 to 32 bits and es from 0 to 5")
 
     @property
+    def key(self) -> str:
+        return f"posit {self.width} {self.es}"
+
+    @property
     def bits(self) -> int:
         return self.width
 

@@ -10,10 +10,11 @@ from torch import Tensor
 from halfstep import formats, quant
 from halfstep.errors import QuantizationError
 from halfstep.formats import BlockFormat, Format
-from halfstep.kernels.cpu import cast, codes
+from halfstep.kernels.cpu import operators
 from halfstep.ops.quantized import Quantized
 from halfstep.quant import Quantizer, draw_seed
-from halfstep.quant.cast import CONTAINERS, check_codes, check_input, no_code_for_nan, no_such_code, prepare_out
+from halfstep.quant.cast import CONTAINERS, check_codes, check_input, prepare_out
+from halfstep.quant.quantized import layout
 
 
 def round_to(
@@ -61,18 +62,24 @@ def round_to(
     >>> round_to(torch.tensor([1.0, 3.3, 1000.0]), "mxfp4")
     tensor([  0.,   0., 768.])
     """
-    if formats.is_block(format) or scale is not None:
-        return values(
-            x, quant.get_quantizer(format, scale=scale, rounding=rounding, overflow=overflow), generator, out, dtype
-        )
-    target = formats.get(format)
+    if isinstance(format, (str, torch.dtype)):
+        named = _named(str(format), scale, rounding, overflow)
+        if named.scaling is not None:
+            return values(x, named, generator, out, dtype)
+        target = named.format
+    elif isinstance(format, Format) and scale is None:
+        target = format
+    else:
+        quantizer = quant.get_quantizer(format, scale=scale, rounding=rounding, overflow=overflow)
+        return values(x, quantizer, generator, out, dtype)
     check_input("round_to", x, rounding, overflow)
-    result, x = prepare_out(x, out, dtype), x.detach().contiguous()
-    seed = draw_seed(generator) if rounding == "stochastic" else None
-    if cast.supports(x, result, target, rounding, overflow):
-        cast.run(x, result, target, rounding, overflow, seed)
-        return result
-    return quant.round_to(x, target, rounding, overflow, seed, result)
+    result, x = prepare_out(x.shape, x.dtype, x.device, out, dtype), x.detach()
+    seed = _seed(rounding, generator)
+    if torch.compiler.is_compiling():
+        torch.ops.halfstep.round(x, result, target.key, rounding, overflow, seed)
+    else:
+        operators.round_into(x.contiguous(), result, target, rounding, overflow, seed)
+    return result
 
 
 def quantize(
@@ -103,11 +110,21 @@ def quantize(
     tensor([ 6.0000,  0.5000, -3.0000,  0.0000])
     """
     quantizer = quant.get_quantizer(format, scale=scale, rounding=rounding, overflow=overflow)
-    reference = quantizer.quantize(x, generator)
+    check_input("quantize", x, quantizer.rounding, quantizer.overflow)
+    shape, x = tuple(x.shape), x.detach().contiguous()
+    if out is not None and (out.quantizer, out.shape, out.dtype) != (quantizer, shape, x.dtype):
+        raise QuantizationError(
+            f"out holds {out.shape} {out.dtype} by another quantizer, or of another shape or dtype; expected {shape} "
+            f"{x.dtype} by {quantizer}"
+        )
+    if out is None and (quantizer.outliers is not None or quantizer.tile is None):
+        reference = quantizer.quantize(x, generator)  # how many outliers there are is known afterwards
+        return Quantized(quantizer, shape, x.dtype, reference.tensors)
     if out is None:
-        return Quantized(reference.quantizer, reference.shape, reference.dtype, reference.tensors)
-    for name, tensor in reference.tensors.items():
-        out.tensors[name].copy_(tensor)
+        sizes = layout(quantizer, shape, x.dtype).items()
+        tensors = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes}  # type: ignore[arg-type]
+        out = Quantized(quantizer, shape, x.dtype, tensors)
+    operators.quantize_into(x, out.tensors, quantizer, _seed(quantizer.rounding, generator))
     return out
 
 
@@ -119,9 +136,34 @@ def values(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The values of x after quantising and dequantising."""
-    if quantizer.scaling is None:
+    if quantizer.scaling is None or quantizer.tile is None:
         return round_to(x, quantizer.format, quantizer.rounding, quantizer.overflow, generator, out, dtype)
-    return quantizer.quantize(x, generator).dequantize(dtype, out)
+    check_input("round_to", x, quantizer.rounding, quantizer.overflow)
+    result, x = prepare_out(x.shape, x.dtype, x.device, out, dtype), x.detach()
+    seed, tile = _seed(quantizer.rounding, generator), quantizer.tile
+    if torch.compiler.is_compiling():
+        torch.ops.halfstep.round_tiles(
+            x, result, quantizer.format.key, tile.rows, tile.columns, quantizer.scaling.name, quantizer.outliers,
+            quantizer.rounding, seed,
+        )  # fmt: skip
+    else:
+        operators.round_tiles_into(x.contiguous(), result, quantizer, seed)
+    return result
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _named(format: str, scale: str | None, rounding: str, overflow: str) -> Quantizer:
+    """The quantizer of a name, which a traced graph takes as it is."""
+    return quant.get_quantizer(format, scale=scale, rounding=rounding, overflow=overflow)
+
+
+def _seed(rounding: str, generator: torch.Generator | int | None) -> int | None:
+    """The seed of stochastic rounding. A traced graph cannot draw one from the default generator: the operator does."""
+    if rounding != "stochastic":
+        return None
+    if torch.compiler.is_compiling() and not isinstance(generator, torch.Generator):
+        return None if generator is None else generator - (generator >> 63 << 64)
+    return draw_seed(generator)
 
 
 def encode(
@@ -145,11 +187,7 @@ def encode(
     target = formats.get(format)
     check_input("encode", x, rounding, overflow)
     result = _new_codes(x, target, out)
-    x, seed = x.detach().contiguous(), draw_seed(generator) if rounding == "stochastic" else None
-    if not codes.supports(x, result, target, rounding, overflow):
-        return result.copy_(quant.encode(x, target, rounding, overflow, seed))
-    if not codes.run(x, result, target, rounding, overflow, seed):
-        raise no_code_for_nan(x, target)
+    operators.encode_into(x.detach().contiguous(), result, target, rounding, overflow, _seed(rounding, generator))
     return result
 
 
@@ -186,11 +224,7 @@ def decode(
         raise QuantizationError(
             f"out is {tuple(result.shape)} on {result.device}; expected {tuple(encoded.shape)} on {encoded.device}"
         )
-    encoded = encoded.contiguous()
-    if not codes.supports_decode(encoded, result, target):
-        return result.copy_(quant.decode(encoded, target, result.dtype))
-    if not codes.run_decode(encoded, result, target):
-        raise no_such_code(encoded, target)
+    operators.decode_into(encoded.contiguous(), result, target)
     return result
 
 

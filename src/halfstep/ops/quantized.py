@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from halfstep import quant
+from halfstep.kernels.cpu import operators
+from halfstep.quant.cast import prepare_out
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,4 +21,6 @@ class Quantized(quant.Quantized):
     """
 
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-        return super().dequantize(dtype, out)
+        result = prepare_out(self.shape, self.dtype, self.codes.device, out, dtype)
+        operators.dequantize_into(self, result)
+        return result

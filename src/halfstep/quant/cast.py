@@ -32,7 +32,7 @@ def round_to(
     """The values of `x`, each rounded to a neighbour in a scalar `format`; `halfstep.round_to` documents it."""
     target = formats.get(format)
     check_input("round_to", x, rounding, overflow)
-    result = prepare_out(x, out, dtype)
+    result = prepare_out(x.shape, x.dtype, x.device, out, dtype)
     seed = draw_seed(generator) if rounding == "stochastic" else None
     flat, written = x.detach().contiguous().view(-1), torch.empty(x.numel(), dtype=result.dtype, device=x.device)
     for start in range(0, flat.numel(), _CHUNK):
@@ -47,9 +47,8 @@ def round_values(
 ) -> Tensor:
     """A flat tensor rounded, in `dtype`."""
     values = family.of(format).rounded(x.double(), format, rounding, overflow, noise)
-    if overflow == "saturate":
-        values = values.clamp(*shared_range(format, dtype))
-    return values.to(dtype)
+    inside = values.clamp(*shared_range(format, dtype))
+    return torch.where(values.isinf() & (overflow == "ieee"), values, inside).to(dtype)
 
 
 def encode(
@@ -134,18 +133,24 @@ def check_input(verb: str, x: Tensor, rounding: str, overflow: str) -> None:
         )
 
 
-def prepare_out(x: Tensor, out: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """`out`, checked, or a new tensor of x's shape and that dtype."""
+def prepare_out(
+    shape: torch.Size | tuple[int, ...],
+    own: torch.dtype,
+    device: torch.device,
+    out: Tensor | None,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """`out`, checked, or a new tensor for values: of `dtype`, or of their own one."""
     if out is None:
         if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
             raise QuantizationError(
                 f"values in {dtype} asked for; expected float64, float32, bfloat16 or float16 (for codes use encode)"
             )
-        return torch.empty_like(x, dtype=dtype or x.dtype, requires_grad=False, memory_format=torch.contiguous_format)
-    expected = dtype or (out.dtype if out.dtype.is_floating_point and out.dtype.itemsize >= 2 else x.dtype)
-    if out.shape != x.shape or out.dtype != expected or out.device != x.device:
+        return torch.empty(shape, dtype=dtype or own, device=device)
+    expected = dtype or (out.dtype if out.dtype.is_floating_point and out.dtype.itemsize >= 2 else own)
+    if out.shape != shape or out.dtype != expected or out.device != device:
         raise QuantizationError(
-            f"out is {tuple(out.shape)} {out.dtype} on {out.device}; expected {tuple(x.shape)} {expected} on {x.device}"
+            f"out is {tuple(out.shape)} {out.dtype} on {out.device}; expected {tuple(shape)} {expected} on {device}"
         )
     return out
 

@@ -32,10 +32,10 @@ class Quantized:
     tensors: dict[str, Tensor]
 
     def __post_init__(self) -> None:
-        layout = self.layout()
-        if set(self.tensors) != set(layout):
-            raise QuantizationError(f"tensors {sorted(self.tensors)} found; expected {sorted(layout)}")
-        for name, (dtype, shape) in layout.items():
+        expected = layout(self.quantizer, self.shape, self.dtype)
+        if set(self.tensors) != set(expected):
+            raise QuantizationError(f"tensors {sorted(self.tensors)} found; expected {sorted(expected)}")
+        for name, (dtype, shape) in expected.items():
             found = self.tensors[name]
             if found.dtype != dtype or not _fits(tuple(found.shape), shape):
                 sizes = tuple("any" if size is None else size for size in shape)
@@ -44,24 +44,10 @@ class Quantized:
                     f"{self.shape} has {sizes} {dtype}"
                 )
 
-    def layout(self) -> dict[str, tuple[torch.dtype, tuple[int | None, ...]]]:
-        """Name, dtype and shape of every tensor that there must be (None: any size)."""
-        rows, columns = self.matrix_shape
-        format = self.quantizer.format
-        layout: dict[str, tuple[torch.dtype, tuple[int | None, ...]]] = {
-            "codes": (CONTAINERS[format.storage_bits], (rows, packed_columns(columns, format.bits)))
-        }
-        if self.quantizer.scaling is not None and self.quantizer.tile is not None:
-            layout |= self.quantizer.scaling.layout(self.quantizer.tile.grid(rows, columns))
-        if self.quantizer.outliers is not None:
-            layout |= {"outlier_columns": (torch.int64, (None,)), "outliers": (self.dtype, (rows, None))}
-        return layout
-
     @property
     def matrix_shape(self) -> tuple[int, int]:
         """Rows and columns: the last dimension, and all others flattened."""
-        columns = self.shape[-1] if self.shape else 1
-        return math.prod(self.shape[:-1]), columns
+        return matrix_shape(self.shape)
 
     @property
     def codes(self) -> Tensor:
@@ -90,7 +76,7 @@ class Quantized:
         An element times its scale is formed in float32 (float64 for a float64 result), saturated to what the dtype
         holds and rounded to it. Tiles whose scale is NaN give NaN.
         """
-        result = prepare_out(torch.empty(self.shape, dtype=self.dtype, device=self.codes.device), out, dtype)
+        result = prepare_out(self.shape, self.dtype, self.codes.device, out, dtype)
         rows, columns = self.matrix_shape
         format, wide = self.quantizer.format, torch.float64 if result.dtype == torch.float64 else torch.float32
         codes = unpack(self.codes, format.bits, columns, format.high_nibble_first)
@@ -106,6 +92,27 @@ class Quantized:
         if "outliers" in self.tensors:
             values = values.index_copy(1, self.tensors["outlier_columns"], self.tensors["outliers"].to(wide))
         return result.copy_(values.view(self.shape))
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a tensor of that shape."""
+    return math.prod(shape[:-1]), shape[-1] if shape else 1
+
+
+def layout(
+    quantizer: Quantizer, shape: tuple[int, ...], dtype: torch.dtype
+) -> dict[str, tuple[torch.dtype, tuple[int | None, ...]]]:
+    """Name, dtype and shape of every tensor that a quantizer makes of one of that shape and dtype (None: any size)."""
+    rows, columns = matrix_shape(shape)
+    format = quantizer.format
+    tensors: dict[str, tuple[torch.dtype, tuple[int | None, ...]]] = {
+        "codes": (CONTAINERS[format.storage_bits], (rows, packed_columns(columns, format.bits)))
+    }
+    if quantizer.scaling is not None and quantizer.tile is not None:
+        tensors |= quantizer.scaling.layout(quantizer.tile.grid(rows, columns))
+    if quantizer.outliers is not None:
+        tensors |= {"outlier_columns": (torch.int64, (None,)), "outliers": (dtype, (rows, None))}
+    return tensors
 
 
 def _fits(found: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:

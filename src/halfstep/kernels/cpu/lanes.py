@@ -161,9 +161,11 @@ class Lane:
 def lanes(result: Any) -> Callable[[Callable[..., Lane]], Any]:
     """Make a function on lanes callable from numba code.
 
-    Its arguments are scalars, which arrive as lanes, and tuples of scalars, which arrive as lists of lanes; an argument
-    named `like` arrives as its numba type. `result` is the numba type of what comes back, or the name of an argument
-    whose type it shares.
+    Its arguments are scalars, which arrive as lanes, and tuples of them, which arrive as lists of lanes; None stays
+    None, and an argument named `like` arrives as its numba type. `result` is the numba type of what comes back, or the
+    name of an argument whose type it shares.
+
+    The function that calls it is not inlined (see `_vectorise_fully`), so it should hold the loop.
     """
 
     def decorate(body: Callable[..., Lane]) -> Any:
@@ -204,8 +206,11 @@ def _vectorise_fully(function: Any) -> None:
 def _trace(builder: Any, name: str, numba_type: Any, value: Any) -> Any:
     if name == "like":
         return numba_type
+    if isinstance(numba_type, types.NoneType):
+        return None
     if isinstance(numba_type, types.BaseTuple):
-        return [Lane(builder, builder.extract_value(value, i)) for i in range(len(numba_type))]
+        parts = list(numba_type)  # type: ignore[call-overload]
+        return [_trace(builder, "", part, builder.extract_value(value, i)) for i, part in enumerate(parts)]
     return Lane(builder, value, numba_type)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import frexp
 
 import torch
@@ -22,7 +22,7 @@ class PowerOfTwoScaling(Scaling):
     A tile of zeros has byte 0, one with an infinity or NaN byte 255 (NaN).
     """
 
-    exponent: Callable[[Tensor, Tensor, Format], Tensor]
+    exponent: Callable[[Tensor, Tensor, Format], Tensor] = field(repr=False)
     """k from the tile's amax = f * 2^e: takes f in [1/2, 1), e, and the element format."""
 
     exact = True

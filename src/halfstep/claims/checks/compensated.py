@@ -1,0 +1,111 @@
+"""Checks of weights and moments that are more than one bf16 number: Collage, Kahan, stochastic rounding."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from halfstep.claims.checks.base import Numbers, check, one_weight
+from halfstep.claims.checks.forum import bytes_per_parameter, descent
+from halfstep.optim.masters import get_master
+
+
+def _walk(kind: str | None, start: float, update: float, times: int) -> tuple[float, float]:
+    """The weight, and all that is stored of it, after that many updates."""
+    master, weight = get_master(kind), torch.empty(1, dtype=torch.bfloat16)
+    kept = master.start(weight, torch.full((1,), start))
+    for _ in range(times):
+        master.write(weight, kept, master.read(weight, kept) + update)
+    return weight.item(), master.value(weight, kept).item()
+
+
+@check("collage-quality")
+def quality() -> Numbers:
+    """Descent quality of both forms of Collage at three learning rates, beside bf16 alone."""
+    recipes = {"light": "bf16-collage-light", "plus": "bf16-collage-plus", "pure": "bf16-pure"}
+    rates = {"3": 1e-3, "4": 1e-4, "6": 1e-6}
+    return {
+        f"{short}_{rate}": descent(recipe, lr).quality or 0.0
+        for short, recipe in recipes.items()
+        for rate, lr in rates.items()
+    }
+
+
+@check("collage-bytes")
+def sizes() -> Numbers:
+    """Bytes a parameter, measured on live tensors."""
+    recipes = {"light": "bf16-collage-light", "plus": "bf16-collage-plus", "master": "bf16-master"}
+    found = {short: bytes_per_parameter(recipe) for short, recipe in recipes.items()}
+    return {
+        **found,
+        "light_less": 1 - found["light"] / found["master"],
+        "plus_less": 1 - found["plus"] / found["master"],
+    }
+
+
+@check("collage-second-moment")
+def second_moment() -> Numbers:
+    """Adam's v under a constant gradient of 0.5 and beta2 = 0.999 after 8000 steps, over its limit of 0.25."""
+    found: Numbers = {}
+    for recipe in ("bf16-collage-light", "bf16-collage-plus"):
+        weight, optimizer = one_weight(recipe, torch.ones(4), partial(torch.optim.AdamW, lr=0.0))
+        weight.grad = torch.full_like(weight, 0.5)
+        for _ in range(8000):
+            optimizer.step()
+        state = optimizer.state[weight]
+        rest: Tensor = state.get("exp_avg_sq_residual", torch.zeros(4))
+        found[recipe.rpartition("-")[2]] = float((state["exp_avg_sq"].float() + rest.float()).mean() / 0.25)
+    return found
+
+
+@check("zamirai-walk")
+def walk() -> Numbers:
+    """Where 2000 updates of -1e-4 take a weight of 1: to nearest, stochastically, and with Kahan's compensation."""
+    weight, optimizer = one_weight("bf16-stochastic", torch.ones(10_000), partial(torch.optim.SGD, lr=1e-4))
+    weight.grad = torch.ones_like(weight)
+    for _ in range(2000):
+        optimizer.step()
+    ends = weight.detach().double()
+    kahan, both = _walk("kahan", 1.0, -1e-4, 2000)
+    return {
+        "nearest": _walk(None, 1.0, -1e-4, 2000)[0],
+        "stochastic": float(ends.mean()),
+        "spread": float(ends.std()),
+        "kahan": kahan,
+        "kahan_both": both,
+    }
+
+
+@check("kahan-sum")
+def kahan_sum() -> Numbers:
+    """The sum of 10^5 terms bf16(1e-3), exactly 99.95: to nearest, and with a compensation that is bf16 itself."""
+    term = torch.tensor(1e-3).bfloat16().item()
+    kahan, both = _walk("kahan", 0.0, term, 100_000)
+    return {"exact": 100_000 * term, "nearest": _walk(None, 0.0, term, 100_000)[0], "kahan": kahan, "kahan_both": both}
+
+
+@check("anyprecision-variance")
+def variance() -> Numbers:
+    """3000 steps of v <- 0.999 v from 1, and of a mean that should rise to 0.5, in bf16."""
+    v, rising = torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)
+    for _ in range(3000):
+        v.mul_(0.999)
+        rising.mul_(0.999).add_(0.5 * 0.001)
+    return {"decayed": v.item(), "towards_half": rising.item(), "exact": 0.999**3000}
+
+
+@check("anyprecision-decay")
+def decay() -> Numbers:
+    """1000 steps of weight decay alone, lr * decay = 1e-4: on the bf16 weight as there, and by our recipe's update."""
+    plain = torch.ones(1, dtype=torch.bfloat16)
+    for _ in range(1000):
+        plain.mul_(1 - 1e-4)
+    choose = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+    weight, optimizer = one_weight("bf16-kahan", torch.ones(1), choose)
+    weight.grad = torch.zeros_like(weight)
+    for _ in range(1000):
+        optimizer.step()
+    stored = optimizer.storage.master.value(weight.detach(), optimizer.state[weight])
+    return {"theirs": plain.item(), "ours": weight.item(), "ours_both": stored.item(), "exact": (1 - 1e-4) ** 1000}

@@ -1,0 +1,48 @@
+"""Read the ledger: claims.toml, in this folder."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from halfstep.claims.claim import Claim, Number, Reference
+from halfstep.errors import ClaimError, unknown
+
+
+@cache
+def data() -> Mapping[str, Any]:
+    """The file as it is: the machines by short name, and the rows."""
+    return tomllib.loads(files("halfstep.claims").joinpath("claims.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def load() -> tuple[Claim, ...]:
+    """All claims, in the file's order. What a row may hold is checked by the tests, with `rules.problems`."""
+    return tuple(claim_from(row, data()["machine"]) for row in data()["claim"])
+
+
+def get_claim(id: str) -> Claim:
+    """The claim of that id.
+
+    Raises:
+        ClaimError: there is none; the nearest ids are shown.
+    """
+    for claim in load():
+        if claim.id == id:
+            return claim
+    raise ClaimError(unknown("claim", id, [claim.id for claim in load()]))
+
+
+def claim_from(row: Mapping[str, Any], machines: Mapping[str, str]) -> Claim:
+    """A claim from its TOML table, which keeps the rules."""
+    rest = {key: value for key, value in row.items() if key not in ("reference", "numbers", "machine", "figure")}
+    return Claim(
+        **rest,
+        reference=Reference(**row["reference"]),
+        numbers={name: Number(**number) for name, number in row.get("numbers", {}).items()},
+        machine=machines.get(row.get("machine", ""), ""),
+        template=row.get("figure", ""),
+    )

@@ -1,0 +1,99 @@
+"""What a row of claims.toml must keep; the messages say what to write instead."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterator, Mapping
+from datetime import date
+from typing import Any
+
+from halfstep.claims.claim import READ, SHORT, VERDICTS
+from halfstep.claims.ledger import claim_from
+from halfstep.errors import unknown
+
+
+_NEEDED = {"id": str, "claim": str, "reference": dict, "conditions": str, "verdict": str}
+_MEASURED = {"command": str, "seconds": (int, float), "figure": str, "machine": str, "date": str}
+_OTHER = {"numbers": dict, "note": str}
+_REFERENCE = {"authors": str, "title": str, "where": str, "read": str}
+_PAPER = {"year": int, "arxiv": str}
+_NUMBER = {"value": (int, float), "tolerance": (int, float)}
+_WORDS = ("unverified", "todo", "tbd")
+"""What no printed row may say: only what is known is printed."""
+
+
+def ledger_problems(data: Mapping[str, Any]) -> Iterator[str]:
+    """What the whole file violates, one message each."""
+    rows, machines = data.get("claim", []), data.get("machine", {})
+    ids = [row.get("id") for row in rows]
+    for id in sorted({id for id in ids if ids.count(id) > 1}, key=str):
+        yield f"claim {id!r}: {ids.count(id)} rows have this id; give each its own"
+    for row in rows:
+        yield from (f"claim {row.get('id', 'without an id')!r}: {message}" for message in problems(row, machines))
+
+
+def problems(row: Mapping[str, Any], machines: Mapping[str, str]) -> Iterator[str]:
+    """What one row violates. Its contents are looked at only where its fields are right."""
+    needed = _NEEDED | (_MEASURED if row.get("verdict") != "open" else {})
+    found = list(_fields(row, needed, _NEEDED | _MEASURED | _OTHER))
+    if isinstance(row.get("reference"), dict):
+        found += _fields(row["reference"], _REFERENCE, _REFERENCE | _PAPER, "reference.")
+    for name, number in row.get("numbers", {}).items():
+        found += _fields(number, {"value": _NUMBER["value"]}, _NUMBER, f"numbers.{name}.")
+    yield from found or _contents(row, machines)
+
+
+def _fields(
+    table: Mapping[str, Any], needed: Mapping[str, Any], known: Mapping[str, Any], under: str = ""
+) -> list[str]:
+    found = [f"{under}{name} is missing; write it" for name in needed if name not in table]
+    for name, value in table.items():
+        if name not in known:
+            found.append(unknown("field", f"{under}{name}", [f"{under}{other}" for other in known]))
+        elif not isinstance(value, known[name]) or isinstance(value, bool):
+            found.append(f"{under}{name}: found {value!r}, expected {known[name]}")
+        elif value == "":
+            found.append(f"{under}{name} is empty; write it, or leave the field out where it may be missing")
+    return found
+
+
+def _contents(row: Mapping[str, Any], machines: Mapping[str, str]) -> Iterator[str]:
+    reference = row["reference"]
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", row["id"]):
+        yield f"id {row['id']!r}: expected lower-case words joined by hyphens, the source's first"
+    for name, word, known in (("verdict", row["verdict"], VERDICTS), ("read", reference["read"], READ)):
+        if word not in known:
+            yield unknown(name, word, known)
+    if not re.fullmatch(r"\d{4}\.\d{4,5}", reference.get("arxiv", "0000.00000")):
+        yield f"reference.arxiv: found {reference['arxiv']!r}, expected an id such as 1710.03740"
+    yield from (f"says {word!r}; only what is known is printed" for word in _WORDS if word in str(row).casefold())
+    yield from _command(row)
+    if row["verdict"] == "open":
+        extra = sorted({"figure", "numbers", "machine", "date"} & row.keys())
+        if extra:
+            yield f"is open, and has {', '.join(extra)}; give it a verdict, or take them out"
+    elif row["verdict"] in VERDICTS:
+        yield from _measured(row, machines)
+
+
+def _command(row: Mapping[str, Any]) -> Iterator[str]:
+    claim = claim_from(row, {})
+    if row.get("command", "halfstep ").split()[0] != "halfstep" and claim.check != row["id"]:
+        yield f"command {row['command']!r}: expected halfstep ..., or python -m halfstep.claims.checks {row['id']}"
+    if claim.short and claim.check is None:
+        yield f"seconds = {claim.seconds:g}: a row under {SHORT:g} seconds runs a check, whose numbers can be compared"
+    if claim.check and row["verdict"] != "open" and not claim.numbers:
+        yield "runs a check and records no numbers; write what it measured under numbers"
+
+
+def _measured(row: Mapping[str, Any], machines: Mapping[str, str]) -> Iterator[str]:
+    shown = {field.split(".")[0] for _, field, _, _ in string.Formatter().parse(row["figure"]) if field}
+    for name in sorted(shown ^ row.get("numbers", {}).keys()):
+        yield f"number {name!r} stands in only one of figure and numbers; expected in both"
+    if row["machine"] not in machines:
+        yield unknown("machine", row["machine"], machines)
+    try:
+        date.fromisoformat(row["date"])
+    except ValueError:
+        yield f"date {row['date']!r}: expected YYYY-MM-DD"

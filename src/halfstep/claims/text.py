@@ -1,0 +1,82 @@
+"""The ledger in words: one claim for the terminal, all of it as data, and as the page docs/claims.md."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from halfstep.claims.claim import READ, VERDICTS, Claim
+
+
+_INTRODUCTION = """\
+# What we re-measured
+
+Claims of papers, slides and forums that halfstep touches, each with the command that measures it again on your
+machine. A figure stands beside the size it was measured at: most are far smaller than the source's.
+
+`halfstep claims` lists them, `halfstep claims --run ID` measures one again, and `make claims` all that take under a
+minute: it fails where a number lies outside the tolerance recorded with it.
+
+To add one, write a `[[claim]]` in `src/halfstep/claims/claims.toml`, with a verdict of `open` until there is a figure.
+A short computation is a function under `@check("your-id")` in `src/halfstep/claims/checks/` that returns its numbers;
+anything longer is a `halfstep` command. `make docs` writes this page anew, and the tests hold every row to the rules
+in `src/halfstep/claims/rules.py`.
+"""
+
+
+def as_data(claim: Claim) -> dict[str, Any]:
+    """A claim as plain data, with its figure in words."""
+    data = asdict(claim)
+    del data["template"]
+    return {**data, "figure": claim.figure, "short": claim.short}
+
+
+def describe(claim: Claim) -> str:
+    """A claim whole, one field a line."""
+    body = "\n".join(
+        textwrap.fill(text, 105, initial_indent=f"  {label:<12} ", subsequent_indent=" " * 15)
+        for label, text in _fields(claim)
+    )
+    return f"{claim.id}: {claim.verdict}\n{body}"
+
+
+def markdown(claims: Sequence[Claim]) -> str:
+    """The page."""
+    counts = {verdict: sum(claim.verdict == verdict for claim in claims) for verdict in VERDICTS}
+    verdicts = _table(("verdict", "claims", "meaning"), ((v, str(counts[v]), VERDICTS[v]) for v in VERDICTS))
+    rows = ((f"[`{claim.id}`](#{claim.id})", claim.verdict, claim.claim) for claim in claims)
+    overview = _table(("id", "verdict", "claim"), rows)
+    return "\n".join([_INTRODUCTION, verdicts, "## All of them\n", overview, *(_section(claim) for claim in claims)])
+
+
+def _fields(claim: Claim) -> list[tuple[str, str]]:
+    fields = [
+        ("claim", claim.claim),
+        ("reference", f"{claim.reference} ({READ[claim.reference.read]})"),
+        ("conditions", claim.conditions),
+        ("figure", claim.figure or "none yet"),
+        ("measured on", f"{claim.machine}; {claim.date}" if claim.figure else ""),
+        ("command", claim.command),
+        ("note", claim.note),
+    ]
+    return [(label, text) for label, text in fields if text]
+
+
+def _section(claim: Claim) -> str:
+    items = "\n".join(
+        f"- *{label}*: `{text}`" if label == "command" else f"- *{label}*: {_plain(text)}"
+        for label, text in _fields(claim)
+    )
+    return f"### {claim.id}\n\n**{claim.verdict}**\n\n{items}\n"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _plain(text: str) -> str:
+    """The text with what Markdown would take for markup kept as it is."""
+    return text.replace("*", r"\*").replace("<", r"\<").replace("_", r"\_").replace("|", r"\|")

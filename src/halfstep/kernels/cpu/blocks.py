@@ -1,0 +1,337 @@
+"""Blocks of a row that share a scale, to packed codes and scales or to values: `quant.Quantizer`, bit for bit.
+
+One pass, chunk by chunk: block maxima, scales, then every element over its scale, rounded. Only NVFP4 reads its tensor
+twice, as the scale of the whole comes first.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from numba.extending import overload
+from torch import Tensor
+
+from halfstep.formats import Codebook, Format
+from halfstep.kernels.cpu import coding, elements, scales
+from halfstep.kernels.cpu.arrays import array, plain, separate
+from halfstep.kernels.cpu.coding import Coding
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
+from halfstep.kernels.cpu.elements import Rounding
+from halfstep.kernels.cpu.lanes import INFINITY, Lane, bits_of, lanes, nearest_as
+from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
+from halfstep.kernels.cpu.packing import pack
+from halfstep.kernels.cpu.scales import (
+    absmax_scale,
+    block_maxima,
+    larger_finite,
+    power_bits,
+    power_byte,
+    two_level_code,
+    two_level_multiplier,
+)
+from halfstep.quant.quantizer import Quantizer
+from halfstep.quant.scaling import get_scaling
+
+
+_LEVELS = {16: 4, 32: 5, 64: 6, 128: 7, 256: 8}
+_FINITE = {types.uint32: float(torch.finfo(torch.float32).max), types.uint16: float(torch.finfo(torch.bfloat16).max)}
+_TWO_LEVEL_ROOM = np.float32(448)
+
+
+def knows(quantizer: Quantizer, columns: int) -> bool:
+    """Whether the kernels here do what this quantizer does to rows of that many columns."""
+    tile, scaling = quantizer.tile, quantizer.scaling
+    if tile is None or scaling is None or quantizer.outliers is not None:
+        return False
+    return (
+        tile.rows == 1
+        and tile.columns in _LEVELS
+        and columns % tile.columns == 0
+        and quantizer.rounding in ("nearest_even", "stochastic")
+        and scaling.name in (*scales.POWER_RULES, "absmax", "two_level")
+        and get_scaling(scaling.name) is scaling
+        and _knows_element(quantizer.format, quantizer.rounding)
+    )
+
+
+def supports(x: Tensor, quantizer: Quantizer) -> bool:
+    """Whether `run` can quantise `x`: a contiguous CPU tensor (fp32, bf16, fp16) whose rows are whole blocks."""
+    return plain(x) and x.dim() > 0 and knows(quantizer, x.shape[-1])
+
+
+def run(x: Tensor, quantizer: Quantizer, tensors: dict[str, Tensor], seed: int | None) -> None:
+    """Write what `quantizer.quantize(x)` keeps to `tensors` (`codes`, `scale` ...), contiguous and of its layout."""
+    codes, stored = array(tensors["codes"]), tensors["scale"].view(-1).numpy()
+    format = quantizer.format
+    numbers, code_numbers = _numbers(format, quantizer.rounding)
+    high_first = np.uint8(4 if format.high_nibble_first else 0)
+    target = (codes, numbers, code_numbers, _cuts(format, False), (np.int64(format.bits), high_first))
+    _quantise(x, quantizer, target, stored, tensors.get("tensor_scale"), seed)
+
+
+def supports_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
+    """Whether `run_values` can round `x` into `out`: contiguous CPU tensors of one shape, apart in memory."""
+    return (
+        supports(x, quantizer)
+        and plain(out, torch.float32, torch.bfloat16)
+        and x.shape == out.shape
+        and x.data_ptr() != out.data_ptr()
+        and separate(x, out)
+    )
+
+
+def run_values(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -> None:
+    """Write the values that `quantizer.quantize(x)` stands for to `out`, without making its codes."""
+    assert quantizer.tile is not None
+    numbers = _numbers(quantizer.format, quantizer.rounding)[0]
+    target = (array(out), numbers, None, _cuts(quantizer.format, True), None)
+    blocks = x.numel() // quantizer.tile.columns
+    stored = np.empty(blocks, np.float32 if quantizer.scaling.name == "absmax" else np.uint8)  # type: ignore[union-attr]
+    _quantise(x, quantizer, target, stored, None, seed)
+
+
+def _quantise(
+    x: Tensor, quantizer: Quantizer, target: Any, stored: Any, tensor_scale: Tensor | None, seed: int | None
+) -> None:
+    assert quantizer.tile is not None
+    assert quantizer.scaling is not None
+    name, element = quantizer.scaling.name, quantizer.format
+    levels = (np.uint32(0),) * _LEVELS[quantizer.tile.columns]
+    largest, keys = np.float32(element.max), seed_keys(seed)
+    if name in scales.POWER_RULES:
+        _power(x.numel(), array(x), stored, levels, scales.power_scalars(element, name), *target, keys)
+    elif name == "absmax":
+        _absmax(x.numel(), array(x), stored, levels, largest, *target, keys)
+    else:
+        amax = np.empty(x.numel() >> len(levels), np.uint32)
+        worst = np.zeros(-(-x.numel() // CHUNK), np.uint32)
+        _maxima(x.numel(), array(x), amax, levels, worst)
+        whole = worst.max(initial=0).view(np.float32) / (_TWO_LEVEL_ROOM * largest)
+        whole = whole if whole > 0 else np.float32(1)
+        if tensor_scale is not None:
+            tensor_scale.fill_(float(whole))
+        _two_level(x.numel(), array(x), stored, levels, (largest, whole), amax, *_E4M3, *target, keys)
+
+
+_E4M3 = scales.block_scale_scalars()
+
+
+@cache
+def _knows_element(format: Format, rounding: str) -> bool:
+    if isinstance(format, Codebook):
+        return format.bits == 4 and rounding == "nearest_even" and format.ties == "lower"
+    return scales.knows(format)
+
+
+@cache
+def _numbers(format: Format, rounding: str) -> tuple[Any, Any]:
+    if not isinstance(format, Codebook):
+        return coding.scalars(format, rounding, "saturate")
+    values = format.values()
+    order = [min(c for c in format.codes() if format.decode(c) == value) for value in values]
+    halves = [sum(code << 4 * i for i, code in enumerate(part)) for part in (order[:8], order[8:])]
+    return None, None if order == list(range(16)) else (np.uint32(halves[0]), np.uint32(halves[1]))
+
+
+@cache
+def _cuts(format: Format, with_values: bool) -> Any:
+    """A codebook's cut points as float32, toward -inf: y > cut is then what it is for the exact cut. And its values."""
+    if not isinstance(format, Codebook):
+        return None
+    cuts = [np.float32(b) for b in format.boundaries()]
+    cuts = [
+        np.nextafter(c, np.float32(-np.inf)) if float(c) > b else c
+        for c, b in zip(cuts, format.boundaries(), strict=True)
+    ]
+    return tuple(cuts) + (tuple(np.float32(v) for v in format.values()) if with_values else ())
+
+
+# ---- one element ---------------------------------------------------------------------------------------------------
+
+
+def _quotient(bits: Lane, scale: Lane) -> Lane:
+    """The bits of x / scale; +0 where the scale says that its block is lost, or zero."""
+    if scale.stored == types.uint32:  # a power of two, given as bits: multiplying by its inverse is exact
+        top = scale.constant(254 << 23)
+        inverse = (scale < 1 << 23).pick(top, top - scale)  # of 2^-127, a subnormal number, and of the others
+        inverse = inverse.equals(0).pick(scale.constant(1 << 22), inverse)
+        return (scale > INFINITY).pick(scale.constant(0), (bits.float() * inverse.float()).bits())
+    return (scale > 0.0).pick((bits.float() / scale).bits(), 0)
+
+
+@lanes("like")
+def _element(value, scale, numbers, codes, cuts, keys, index, like):
+    """The code of value / scale; its value times the scale, where `like` is a tensor of values."""
+    quotient = _quotient(bits_of(value), scale)
+    if like == types.uint8:
+        if cuts is not None:
+            return _searched(quotient.float(), cuts, codes)
+        p, c = Rounding(*numbers), Coding(*codes)
+        code = coding.nearest(quotient, p, c) if keys is None else coding.stochastic(quotient, noise(keys, index), p, c)
+        return code.to(8)
+    if cuts is not None:
+        rounded = _looked_up(quotient.float(), cuts)
+    elif keys is None:
+        rounded = elements.nearest(quotient, Rounding(*numbers)).float()
+    else:
+        rounded = elements.stochastic(quotient, noise(keys, index), Rounding(*numbers)).float()
+    return nearest_as(_scaled(rounded, scale.float() if scale.stored == types.uint32 else scale, like), like)
+
+
+def _scaled(rounded: Lane, scale: Lane, like: Any) -> Lane:
+    """The product within the range of the type; 0 in a block of zeros, whatever its codes mean."""
+    product = rounded * scale
+    limit = _FINITE[like]
+    product = (product > limit).pick(product.constant(limit), product)
+    product = (product < -limit).pick(product.constant(-limit), product)
+    return scale.equals(0.0).pick(product.constant(0.0), product)
+
+
+def _searched(y: Lane, cuts: list[Lane], order: list[Lane] | None) -> Lane:
+    """How many cuts y is above: the place of its value among the codebook's; `order` has the codes by place."""
+    place = (y > cuts[0]).to(32)
+    for cut in cuts[1:]:
+        place = place + (y > cut).to(32)
+    if order is None:
+        return place.to(8)
+    half = (place > 7).pick(order[1], order[0])
+    return ((half >> ((place & 7) << 2)) & 15).to(8)
+
+
+def _looked_up(y: Lane, cuts: list[Lane]) -> Lane:
+    """The value on y's side of every cut; `cuts` goes on with the values."""
+    count = len(cuts) // 2
+    value = cuts[count]
+    for cut, above in zip(cuts[:count], cuts[count + 1 :], strict=True):
+        value = (y > cut).pick(above, value)
+    return value
+
+
+# ---- a chunk -------------------------------------------------------------------------------------------------------
+
+
+@inner
+def _elements(x, scale, levels, out, numbers, codes, cuts, keys):
+    block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises
+    for b in range(scale.size):
+        s = scale[b]
+        start = b * block
+        for i in range(block):
+            j = start + i
+            out[j] = _element(x[j], s, numbers, codes, cuts, keys, j, out[j])
+
+
+@inner
+def _packed(x, scale, levels, out, a, b, numbers, codes, cuts, packing, keys):
+    bits, high_first = packing
+    if bits == 8:
+        _elements(x, scale, levels, out[a:b], numbers, codes, cuts, keys)
+    else:
+        buffer = np.empty(CHUNK, np.uint8)
+        _elements(x, scale, levels, buffer[: b - a], numbers, codes, cuts, keys)
+        pack(buffer[: b - a], out[a * bits // 8 : b * bits // 8], bits, high_first)
+
+
+@inner
+def _unpacked(x, scale, levels, out, a, b, numbers, codes, cuts, packing, keys):
+    _elements(x, scale, levels, out[a:b], numbers, codes, cuts, keys)
+
+
+def _write(x, scale, levels, out, a, b, numbers, codes, cuts, packing, keys):
+    """Elements a to b of `out`; without `packing` they are values."""
+    raise NotImplementedError
+
+
+@overload(_write)
+def _write_overload(x, scale, levels, out, a, b, numbers, codes, cuts, packing, keys):
+    if isinstance(packing, types.NoneType):
+        return lambda x, scale, levels, out, a, b, numbers, codes, cuts, packing, keys: _unpacked(
+            x, scale, levels, out, a, b, numbers, codes, cuts, packing, keys
+        )
+    return lambda x, scale, levels, out, a, b, numbers, codes, cuts, packing, keys: _packed(
+        x, scale, levels, out, a, b, numbers, codes, cuts, packing, keys
+    )
+
+
+@inner
+def _power_scales(amax, stored, bits, rule):
+    for i in range(amax.size):
+        stored[i] = power_byte(amax[i], rule)
+    for i in range(amax.size):
+        bits[i] = power_bits(stored[i])
+
+
+@inner
+def _absmax_scales(amax, stored, largest):
+    for i in range(amax.size):
+        stored[i] = absmax_scale(amax[i], largest)
+
+
+@inner
+def _two_level_scales(amax, stored, multiplier, whole, numbers, codes, decoding):
+    for i in range(amax.size):
+        stored[i] = two_level_code(amax[i], whole[0], whole[1], numbers, codes)
+    for i in range(amax.size):
+        multiplier[i] = two_level_multiplier(stored[i], whole[1], decoding)
+
+
+@inner
+def _note_largest(amax, worst):
+    largest = np.uint32(0)
+    for i in range(amax.size):
+        largest = larger_finite(largest, amax[i])
+    worst[0] = largest
+
+
+@Kernel
+def _power(x, stored, levels, rule, out, numbers, codes, cuts, packing, seed):
+    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, x.size)
+        one, two = np.empty(CHUNK // 2, np.uint32), np.empty(CHUNK // 2, np.uint32)
+        amax = block_maxima(x[a:b], len(levels), one, two)
+        bits = np.empty(amax.size, np.uint32)
+        _power_scales(amax, stored[a >> len(levels) : b >> len(levels)], bits, rule)
+        _write(x[a:b], bits, levels, out, a, b, numbers, codes, cuts, packing, chunk_keys(seed, chunk))
+
+
+@Kernel
+def _absmax(x, stored, levels, largest, out, numbers, codes, cuts, packing, seed):
+    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, x.size)
+        one, two = np.empty(CHUNK // 2, np.uint32), np.empty(CHUNK // 2, np.uint32)
+        amax = block_maxima(x[a:b], len(levels), one, two)
+        scale = stored[a >> len(levels) : b >> len(levels)]
+        _absmax_scales(amax, scale, largest)
+        _write(x[a:b], scale, levels, out, a, b, numbers, codes, cuts, packing, chunk_keys(seed, chunk))
+
+
+@Kernel
+def _maxima(x, amax, levels, worst):
+    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, x.size)
+        one, two = np.empty(CHUNK // 2, np.uint32), np.empty(CHUNK // 2, np.uint32)
+        found = block_maxima(x[a:b], len(levels), one, two)
+        amax[a >> len(levels) : b >> len(levels)] = found
+        _note_largest(found, worst[chunk : chunk + 1])
+
+
+@Kernel
+def _two_level(
+    x, stored, levels, whole, amax, block_numbers, block_codes, block_decoding,
+    out, numbers, codes, cuts, packing, seed,
+):  # fmt: skip
+    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, x.size)
+        c, d = a >> len(levels), b >> len(levels)
+        multiplier = np.empty(d - c, np.float32)
+        _two_level_scales(amax[c:d], stored[c:d], multiplier, whole, block_numbers, block_codes, block_decoding)
+        _write(x[a:b], multiplier, levels, out, a, b, numbers, codes, cuts, packing, chunk_keys(seed, chunk))

@@ -1,0 +1,142 @@
+"""Packed codes and the scales of their blocks back to values: `quant.Quantized.dequantize`, bit for bit."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from numba.extending import overload
+from torch import Tensor
+
+from halfstep.formats import Codebook, Float, Format, Integer, ocp
+from halfstep.kernels.cpu import blocks, coding
+from halfstep.kernels.cpu.arrays import array, plain
+from halfstep.kernels.cpu.coding import Decoding
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
+from halfstep.kernels.cpu.lanes import lanes, nearest_as
+from halfstep.kernels.cpu.packing import unpack
+from halfstep.kernels.cpu.scales import POWER_RULES, power_bits
+from halfstep.quant.quantizer import Quantizer
+
+
+def supports(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> bool:
+    """Whether `run` can write the values to `out`: contiguous CPU tensors, fp32 or bf16, rows of whole blocks."""
+    return (
+        plain(out, torch.float32, torch.bfloat16)
+        and out.dim() > 0
+        and blocks.knows(quantizer, out.shape[-1])
+        and all(plain(t, t.dtype) for t in tensors.values())
+    )
+
+
+def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> None:
+    """Write the values of `tensors` (`codes`, `scale` ...), which have the quantizer's layout, to `out`."""
+    assert quantizer.tile is not None
+    assert quantizer.scaling is not None
+    stored = tensors["scale"].view(-1).numpy()
+    if quantizer.scaling.name in POWER_RULES:
+        scale = np.empty(stored.size, np.uint32)
+        _powers(stored.size, stored, scale)
+        scale = scale.view(np.float32)
+    elif quantizer.scaling.name == "two_level":
+        scale = coding.table(ocp.float8_e4m3fn, torch.float32).numpy()[stored] * np.float32(tensors["tensor_scale"])
+    else:
+        scale = stored
+    format = quantizer.format
+    packing = (np.int64(format.bits), np.uint8(4 if format.high_nibble_first else 0))
+    levels = (np.uint32(0),) * blocks._LEVELS[quantizer.tile.columns]
+    _values(out.numel(), array(tensors["codes"]), scale, levels, array(out), _meaning(format), packing)
+
+
+@cache
+def _meaning(format: Format) -> Any:
+    """What a code is: the numbers of a float's decoding, the bits and the step of an integer, a codebook's values."""
+    if isinstance(format, Float):
+        return coding.decoding_scalars(format)
+    if isinstance(format, Integer):
+        return np.uint32(32 - format.bits), np.uint32(np.float32(format.smallest).view(np.uint32))
+    assert isinstance(format, Codebook)
+    return coding.table(format, torch.float32).numpy()
+
+
+@lanes("like")
+def _restored(code, scale, meaning, like):
+    wide = code.to(32)
+    if len(meaning) == 2:
+        shift, step = meaning
+        value = (wide << shift).shift_signed(shift).value_as_float() * step.float()
+    else:
+        value = coding.decoded(wide, Decoding(*meaning)).float()
+    return nearest_as(blocks._scaled(value, scale, like), like)
+
+
+@lanes("like")
+def _scaled(value, scale, like):
+    return nearest_as(blocks._scaled(value, scale, like), like)
+
+
+@inner
+def _numbers_piece(codes, scale, levels, out, meaning):
+    block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises
+    for b in range(scale.size):
+        s = scale[b]
+        start = b * block
+        for i in range(block):
+            j = start + i
+            out[j] = _restored(codes[j], s, meaning, out[j])
+
+
+@inner
+def _table_piece(codes, scale, levels, out, table):
+    block = 1 << len(levels)
+    for b in range(scale.size):
+        s = scale[b]
+        start = b * block
+        for i in range(block):
+            j = start + i
+            out[j] = _scaled(table[codes[j] & 15], s, out[j])
+
+
+def _blocks(codes, scale, levels, out, meaning):
+    """The values of a chunk's blocks, in kernels."""
+    raise NotImplementedError
+
+
+@overload(_blocks)
+def _blocks_overload(codes, scale, levels, out, meaning):
+    if isinstance(meaning, types.Array):
+        return lambda codes, scale, levels, out, meaning: _table_piece(codes, scale, levels, out, meaning)
+    return lambda codes, scale, levels, out, meaning: _numbers_piece(codes, scale, levels, out, meaning)
+
+
+@Kernel
+def _values(codes, scale, levels, out, meaning, packing):
+    bits, high_first = packing
+    for chunk in numba.prange((out.size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, out.size)
+        part = scale[a >> len(levels) : b >> len(levels)]
+        if bits == 8:
+            _blocks(codes[a:b], part, levels, out[a:b], meaning)
+        else:
+            buffer = np.empty(CHUNK, np.uint8)
+            unpack(codes[a * bits // 8 : b * bits // 8], buffer[: b - a], bits, high_first)
+            _blocks(buffer[: b - a], part, levels, out[a:b], meaning)
+
+
+@Kernel
+def _powers(stored, out):
+    for chunk in numba.prange((stored.size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, stored.size)
+        _powers_piece(stored[a:b], out[a:b])
+
+
+@inner
+def _powers_piece(stored, out):
+    for i in range(stored.size):
+        out[i] = power_bits(stored[i])

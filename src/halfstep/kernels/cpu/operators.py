@@ -1,0 +1,109 @@
+"""A kernel where one supports the call, else the reference; and the same as torch operators.
+
+Under `torch.compile` an operator is one opaque node that writes to `out`: formats travel by their keys, and what is
+asked of the tensors' memory is asked when it runs, not while it is traced.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfstep import formats, quant
+from halfstep.formats import Format, Posit
+from halfstep.kernels.cpu import blocks, cast, codes, dequantize, posit
+from halfstep.quant import Quantized, Quantizer, Tile, draw_seed
+from halfstep.quant.cast import no_code_for_nan, no_such_code
+from halfstep.quant.scaling import get_scaling
+
+
+_LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
+
+
+def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: int | None) -> None:
+    """`quant.round_to` into `out`."""
+    if isinstance(format, Posit) and posit.supports(x, out, format, rounding):
+        posit.run(x, out, format)
+    elif cast.supports(x, out, format, rounding, overflow):
+        cast.run(x, out, format, rounding, overflow, seed)
+    else:
+        quant.round_to(x, format, rounding, overflow, seed, out)
+
+
+def encode_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: int | None) -> None:
+    """`quant.encode` into `out`."""
+    if isinstance(format, Posit) and posit.supports_encode(x, out, format, rounding):
+        posit.run_encode(x, out, format)
+    elif not codes.supports(x, out, format, rounding, overflow):
+        out.copy_(quant.encode(x, format, rounding, overflow, seed))
+    elif not codes.run(x, out, format, rounding, overflow, seed):
+        raise no_code_for_nan(x, format)
+
+
+def decode_into(stored: Tensor, out: Tensor, format: Format) -> None:
+    """`quant.decode` into `out`."""
+    if not codes.supports_decode(stored, out, format):
+        out.copy_(quant.decode(stored, format, out.dtype))
+    elif not codes.run_decode(stored, out, format):
+        raise no_such_code(stored, format)
+
+
+def round_tiles_into(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -> None:
+    """The values that `quantizer.quantize(x)` stands for, into `out`."""
+    if blocks.supports_values(x, out, quantizer):
+        blocks.run_values(x, out, quantizer, seed)
+    else:
+        dequantize_into(quantizer.quantize(x, seed), out)
+
+
+def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: int | None) -> None:
+    """What `quantizer.quantize(x)` keeps, into `tensors` of its layout."""
+    if blocks.supports(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
+        blocks.run(x, quantizer, tensors, seed)
+        return
+    for name, tensor in quantizer.quantize(x, seed).tensors.items():
+        tensors[name].copy_(tensor)
+
+
+def dequantize_into(quantized: Quantized, out: Tensor) -> None:
+    """`quantized.dequantize` into `out`."""
+    if quantized.quantizer.scaling is not None and dequantize.supports(quantized.tensors, out, quantized.quantizer):
+        dequantize.run(quantized.tensors, out, quantized.quantizer)
+    else:
+        quant.Quantized.dequantize(quantized, out.dtype, out)
+
+
+# ---- the same as operators, for torch.compile -----------------------------------------------------------------------
+
+
+def _round(x: Tensor, out: Tensor, key: str, rounding: str, overflow: str, seed: int | None) -> None:
+    seed = _seed(rounding, seed)
+    round_into(x.contiguous(), out, formats.from_key(key), rounding, overflow, seed)
+
+
+def _round_tiles(
+    x: Tensor, out: Tensor, key: str, rows: int, columns: int, scaling: str, outliers: float | None, rounding: str,
+    seed: int | None,
+) -> None:  # fmt: skip
+    quantizer = Quantizer(
+        formats.from_key(key), rounding, tile=Tile(rows, columns), scaling=get_scaling(scaling), outliers=outliers
+    )
+    round_tiles_into(x.contiguous(), out, quantizer, _seed(rounding, seed))
+
+
+def _seed(rounding: str, seed: int | None) -> int | None:
+    """A signed seed made unsigned; drawn here where none was given, which a traced graph cannot do."""
+    if seed is None:
+        return draw_seed(None) if rounding == "stochastic" else None
+    return seed & (1 << 64) - 1
+
+
+_OPERATORS = {
+    "round(Tensor x, Tensor(a!) out, str key, str rounding, str overflow, int? seed) -> ()": _round,
+    "round_tiles(Tensor x, Tensor(a!) out, str key, int rows, int columns, str scaling, float? outliers, str rounding, "
+    "int? seed) -> ()": _round_tiles,
+}
+for _schema, _function in _OPERATORS.items():
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_schema.partition("(")[0], _function, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_schema.partition("(")[0], lambda *arguments: None, "Meta")

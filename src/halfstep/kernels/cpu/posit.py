@@ -1,0 +1,169 @@
+"""Rounding to the nearest posit, as values or as codes, at the speed of floats.
+
+The exponent and significand of a float32, less the bias, are one signed number d whose upper bits are the regime and
+whose lower bits are a posit's exponent and fraction: adding half of the bit at the cut, and cutting, rounds on the bit
+string. Where the cut is depends on the regime alone.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.formats import Format, Posit
+from halfstep.kernels.cpu.arrays import array, plain, separate
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
+from halfstep.kernels.cpu.elements import Scalars, float_bits
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane, bits_of, lanes, stored_as
+
+
+_ONE = 127 << 23  # the bits of 1.0: what d is less than the bits
+_CONTAINERS = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
+_RANGE = {torch.float32: 120, torch.bfloat16: 120, torch.float16: 15}
+
+
+class Cutting(NamedTuple):
+    """The numbers of one posit format: uint32 in a kernel's arguments, lanes inside it."""
+
+    smallest: Any
+    largest: Any
+    regime_shift: Any
+    """23 + es: the bits of d below the regime."""
+    base: Any
+    """Bits that are cut where the regime is shortest."""
+    bits: Any
+
+
+def supports(x: Tensor, out: Tensor, format: Format, rounding: str) -> bool:
+    """Whether `run` can round `x` into `out`: contiguous CPU tensors of one shape, the same one or apart in memory."""
+    return (
+        _knows(x, format, rounding)
+        and plain(out)
+        and x.shape == out.shape
+        and _holds(format, x.dtype, out.dtype)
+        and separate(x, out)
+    )
+
+
+def run(x: Tensor, out: Tensor, format: Posit) -> None:
+    """Write `x`, rounded to the nearest posit on the bit string, ties to even, to `out`."""
+    _values(x.numel(), array(x), None if x.data_ptr() == out.data_ptr() else array(out), _scalars(format))
+
+
+def supports_encode(x: Tensor, out: Tensor, format: Format, rounding: str) -> bool:
+    """Whether `run_encode` can write the codes of `x` to `out`: contiguous CPU tensors of one shape."""
+    return _knows(x, format, rounding) and plain(out, _CONTAINERS[format.storage_bits]) and x.shape == out.shape
+
+
+def run_encode(x: Tensor, out: Tensor, format: Posit) -> None:
+    """Write the codes of `x`, rounded as by `run`, to `out`."""
+    _codes(x.numel(), array(x), array(out), _scalars(format))
+
+
+def _knows(x: Tensor, format: Format, rounding: str) -> bool:
+    """At least one bit of a float32 is cut, and minpos and maxpos are normal float32 numbers."""
+    return (
+        isinstance(format, Posit)
+        and rounding == "nearest_even"
+        and plain(x)
+        and 3 <= format.width <= 25 + format.es
+        and (format.width - 2) << format.es <= 120
+    )
+
+
+@cache
+def _holds(format: Posit, source: torch.dtype, target: torch.dtype) -> bool:
+    significant = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}[target]
+    fits = (format.width - 2) << format.es <= _RANGE[target]
+    return fits and (source == target or format.width - 2 - format.es <= significant)
+
+
+@cache
+def _scalars(format: Posit) -> Scalars:
+    numbers = Cutting(
+        smallest=float_bits(format.smallest),
+        largest=float_bits(format.max),
+        regime_shift=23 + format.es,
+        base=26 + format.es - format.width,
+        bits=format.width,
+    )
+    return tuple(np.uint32(number) for number in numbers)
+
+
+def _cut(d: Lane, p: Cutting) -> tuple[Lane, Lane]:
+    """How many bits are cut, and the regime, from 0 up on either side of 1."""
+    negative = d.shift_signed(31)
+    regime = d.shift_signed(p.regime_shift) ^ negative
+    return (regime + p.base).min(p.regime_shift), regime
+
+
+def _rounded(bits: Lane, p: Cutting) -> Lane:
+    """The magnitude's d, rounded, as if it were a number other than zero."""
+    d = (bits & MAGNITUDE).min(p.largest).max(p.smallest) - _ONE
+    cut, _ = _cut(d, p)
+    # A cut at the regime: the last bit of the code is the one that ends it, 0 after ones, 1 after zeros.
+    odd = (cut < p.regime_shift).pick((d >> cut) & 1, d >> 31)
+    one = cut.constant(1) << cut
+    return (d + (one >> 1) + odd - 1) & (one.constant(0) - one)
+
+
+@lanes("like")
+def _value(value, numbers, like):
+    bits = bits_of(value)
+    magnitude = bits & MAGNITUDE
+    rounded = (_rounded(bits, Cutting(*numbers)) + _ONE) | (bits & SIGN)
+    rounded = magnitude.equals(0).pick(magnitude, rounded)
+    return stored_as((magnitude >= INFINITY).pick(bits.constant(NAN), rounded), like)
+
+
+@lanes("like")
+def _code(value, numbers, like):
+    p = Cutting(*numbers)
+    bits = bits_of(value)
+    magnitude = bits & MAGNITUDE
+    d = _rounded(bits, p)
+    cut, regime = _cut(d, p)
+    rest = (d & ((d.constant(1) << p.regime_shift) - 1)) >> cut
+    ones = (d.constant(1) << (p.bits - 1)) - (d.constant(1) << (p.bits - 2 - regime))
+    zeros = d.constant(1) << ((p.bits - 3 - regime) & 31)
+    code = (d >= SIGN).pick(zeros, ones) | rest
+    code = (bits >= SIGN).pick(code.constant(0) - code, code) & ((d.constant(2) << (p.bits - 1)) - 1)
+    code = magnitude.equals(0).pick(magnitude, code)
+    return (magnitude >= INFINITY).pick(d.constant(1) << (p.bits - 1), code).to(like.bitwidth)
+
+
+@inner
+def _values_piece(x, out, numbers):
+    if out is None:
+        for i in range(x.size):
+            x[i] = _value(x[i], numbers, x[i])
+    else:
+        for i in range(x.size):
+            out[i] = _value(x[i], numbers, out[i])
+
+
+@inner
+def _codes_piece(x, out, numbers):
+    for i in range(x.size):
+        out[i] = _code(x[i], numbers, out[i])
+
+
+@Kernel
+def _values(x, out, numbers):
+    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, x.size)
+        _values_piece(x[a:b], piece(out, a, b), numbers)
+
+
+@Kernel
+def _codes(x, out, numbers):
+    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, x.size)
+        _codes_piece(x[a:b], out[a:b], numbers)

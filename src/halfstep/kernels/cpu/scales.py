@@ -1,0 +1,140 @@
+"""From the largest magnitude of a block to its scale, in lanes, and the block maxima themselves."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import frexp
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from halfstep.formats import Float, Format, Integer, ocp
+from halfstep.kernels.cpu import coding
+from halfstep.kernels.cpu.coding import Coding, Decoding
+from halfstep.kernels.cpu.compiled import inner
+from halfstep.kernels.cpu.elements import Rounding, Scalars
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, bits_of, lanes
+
+
+LARGEST = 0x7F7FFFFF  # the bits of the largest finite float32
+POWER_RULES = ("floor", "ceil", "even", "rceil")
+
+
+@cache
+def power_scalars(element: Format, rule: str) -> Scalars:
+    """What `power_byte` needs: `quant.scaling.power_of_two`'s rules, as what is added to the bits of the maximum."""
+    fraction, exponent = frexp(element.max)
+    bits = element.mantissa_bits if isinstance(element, Float) else element.fraction_bits
+    added = {
+        "floor": 0,
+        "ceil": (1 << 23) - 1,
+        "even": 1 << 22 - bits,
+        "rceil": (1 << 23) - 1 - int((2 * fraction - 1) * 2**23),
+    }
+    return np.uint32(added[rule]), np.uint32(exponent - 1)
+
+
+@cache
+def block_scale_scalars() -> tuple[Scalars, Scalars, Scalars]:
+    """What `two_level_code` needs to round a scale to E4M3 and back."""
+    numbers, codes = coding.scalars(ocp.float8_e4m3fn, "nearest_even", "saturate")
+    return numbers, codes, coding.decoding_scalars(ocp.float8_e4m3fn)
+
+
+def knows(element: Format) -> bool:
+    """Whether the element format can be encoded and has a byte for its codes."""
+    return isinstance(element, Float | Integer) and coding.knows(element) and element.bits in (4, 6, 8)
+
+
+# ---- the largest magnitude of every block --------------------------------------------------------------------------
+
+
+@lanes(types.uint32)
+def _larger_stored(one, two):
+    return (bits_of(one) & MAGNITUDE).max(bits_of(two) & MAGNITUDE)
+
+
+@lanes(types.uint32)
+def _larger(one, two):
+    return one.max(two)
+
+
+@inner
+def _first_halving(x, out):
+    for i in range(out.size):
+        out[i] = _larger_stored(x[2 * i], x[2 * i + 1])
+
+
+@inner
+def _halving(x, out):
+    for i in range(out.size):
+        out[i] = _larger(x[2 * i], x[2 * i + 1])
+
+
+@inner
+def block_maxima(x, levels, one, two):
+    """The bits of the largest magnitude of each 2^levels elements, in the front of a buffer. NaN is above infinity.
+
+    A tree of pairwise maxima: each level is one flat loop, which vectorises; a maximum across a register does not.
+    `one` and `two` are buffers for half of x.
+    """
+    size = x.size // 2
+    _first_halving(x, one[:size])
+    for _ in range(levels - 1):
+        size //= 2
+        _halving(one[: 2 * size], two[:size])
+        one, two = two, one
+    return one[:size]
+
+
+# ---- scales --------------------------------------------------------------------------------------------------------
+
+
+@lanes(types.uint8)
+def power_byte(amax, rule):
+    """The byte k + 127 of the scale 2^k; 0 for a block of zeros, 255 for one with an infinity or NaN."""
+    added, element_exponent = rule
+    whole = amax.value_as_float().bits() - (149 << 23)  # a subnormal's bits as if exponents went on below
+    normal = (amax < 1 << 23).pick(whole, amax)
+    exponent = (normal + added).shift_signed(23) - element_exponent
+    byte = (exponent >= 0x80000000).pick(exponent.constant(0), exponent).min(254)
+    return (amax >= INFINITY).pick(byte.constant(255), byte).to(8)
+
+
+@lanes(types.uint32)
+def power_bits(byte):
+    """The float32 bits of a scale's byte."""
+    exponent = byte.to(32)
+    bits = exponent.equals(0).pick(exponent.constant(0x400000), exponent << 23)
+    return exponent.equals(255).pick(exponent.constant(NAN), bits)
+
+
+@lanes(types.float32)
+def absmax_scale(amax, largest):
+    """amax / largest, or NaN for a block with an infinity or NaN."""
+    return ((amax >= INFINITY).pick(amax.constant(NAN), amax)).float() / largest
+
+
+@lanes(types.uint8)
+def two_level_code(amax, largest, tensor_scale, numbers, codes):
+    """The E4M3 code of amax / largest / tensor_scale."""
+    quotient = absmax_quotient(amax, largest, tensor_scale)
+    return coding.nearest(quotient, Rounding(*numbers), Coding(*codes)).to(8)
+
+
+def absmax_quotient(amax: Any, largest: Any, tensor_scale: Any) -> Any:
+    finite = (amax >= INFINITY).pick(amax.constant(NAN), amax).float()
+    return (finite / largest / tensor_scale).bits()
+
+
+@lanes(types.float32)
+def two_level_multiplier(code, tensor_scale, decoding):
+    """The value of a block's E4M3 code times the tensor's scale."""
+    return coding.decoded(code.to(32), Decoding(*decoding)).float() * tensor_scale
+
+
+@lanes(types.uint32)
+def larger_finite(worst, amax):
+    """The larger of two magnitudes' bits, the second left out where it is not finite."""
+    return (amax >= INFINITY).pick(worst, worst.max(amax))

@@ -1,0 +1,58 @@
+"""The ledger as it is: every row keeps the rules, has a check where it needs one, and says what the README says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from halfstep.claims import get_claim, load
+from halfstep.claims.checks import get_check, list_checks
+from halfstep.claims.ledger import data
+from halfstep.claims.rules import ledger_problems
+from halfstep.claims.text import describe, markdown
+from halfstep.errors import ClaimError
+
+
+ROOT = Path(__file__).parents[2]
+every_claim = pytest.mark.parametrize("claim", load(), ids=lambda claim: claim.id)
+
+
+def test_every_row_keeps_the_rules():
+    assert list(ledger_problems(data())) == []
+
+
+@every_claim
+def test_a_short_row_has_a_check_that_can_be_called(claim):
+    if claim.short:
+        assert callable(get_check(claim.check).measure)
+
+
+def test_every_check_has_a_row():
+    assert list_checks() == sorted(claim.check for claim in load() if claim.check)
+
+
+@every_claim
+def test_a_claim_in_words_holds_its_figure(claim):
+    words = " ".join(describe(claim).split())
+    assert words.startswith(f"{claim.id}: {claim.verdict} claim {claim.claim}")
+    assert claim.figure in words
+    assert claim.command in words
+
+
+def test_the_page_is_current():
+    assert (ROOT / "docs" / "claims.md").read_text(encoding="utf-8") == markdown(load()), "run `make docs`"
+
+
+def test_figures_of_the_demo_are_those_of_the_readme():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = [number for c in load() if "make demo" in c.machine for number in re.findall(r"[+-]?\d[\d.]*%?", c.figure)]
+    precise = [number for number in found if "." in number or "%" in number]
+    assert len(precise) > 5
+    assert [number for number in precise if number not in readme] == []
+
+
+def test_an_unknown_id_shows_the_nearest():
+    with pytest.raises(ClaimError, match="unknown claim 'forum-byte'; nearest: forum-bytes"):
+        get_claim("forum-byte")
+    with pytest.raises(ClaimError, match="unknown check 'forum-byte'; nearest: forum-bytes"):
+        get_check("forum-byte")

@@ -1,0 +1,68 @@
+"""Every rule of the ledger notices what it is for, and says what to write instead."""
+
+import pytest
+
+from halfstep.claims.rules import ledger_problems, problems
+
+
+MACHINES = {"box": "a box"}
+ROW = {
+    "id": "toy-claim",
+    "claim": "One and one is two.",
+    "reference": {"authors": "A. Author", "title": "Sums", "arxiv": "2001.00001", "where": "p. 1", "read": "text"},
+    "conditions": "none",
+    "command": "python -m halfstep.claims.checks toy-claim",
+    "seconds": 1,
+    "figure": "it is {sum:g}",
+    "numbers": {"sum": {"value": 2, "tolerance": 0.1}},
+    "machine": "box",
+    "date": "2026-11-21",
+    "verdict": "holds",
+}  # fmt: skip
+OPEN = {key: ROW[key] for key in ("id", "claim", "reference", "conditions")} | {"verdict": "open"}
+
+
+def test_rows_that_keep_the_rules():
+    assert list(problems(ROW, MACHINES)) == []
+    assert list(problems(OPEN, MACHINES)) == []
+    assert list(problems({**OPEN, "command": "halfstep compare", "seconds": 300}, MACHINES)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"id": "Toy"}, "id 'Toy': expected lower-case words"),
+        ({"claim": ""}, "claim is empty"),
+        ({"claim": 3}, "claim: found 3"),
+        ({"clam": "x"}, "unknown field 'clam'; nearest: claim"),
+        ({"verdict": "hold"}, "unknown verdict 'hold'; nearest: holds"),
+        ({"verdict": "open"}, "is open, and has date, figure, machine, numbers"),
+        ({"note": "UNVERIFIED: from memory"}, "says 'unverified'"),
+        ({"reference": {**ROW["reference"], "read": "all"}}, "unknown read 'all'"),
+        ({"reference": {**ROW["reference"], "arxiv": "17.1"}}, "reference.arxiv: found '17.1'"),
+        ({"reference": {"authors": "A. Author"}}, "reference.title is missing"),
+        ({"command": "rm -rf x"}, "command 'rm -rf x': expected halfstep"),
+        ({"command": "python -m halfstep.claims.checks other"}, "expected halfstep ..., or python -m"),
+        ({"command": "halfstep compare"}, "seconds = 1: a row under 60 seconds runs a check"),
+        ({"numbers": {}, "figure": "two"}, "runs a check and records no numbers"),
+        ({"numbers": {**ROW["numbers"], "other": {"value": 1}}}, "number 'other' stands in only one"),
+        ({"figure": "it is {sun:g}"}, "number 'sun' stands in only one"),
+        ({"numbers": {"sum": {"tolerance": 1}}}, "numbers.sum.value is missing"),
+        ({"numbers": {"sum": {"value": True}}}, "numbers.sum.value: found True"),
+        ({"machine": "bx"}, "unknown machine 'bx'; nearest: box"),
+        ({"date": "yesterday"}, "date 'yesterday': expected YYYY-MM-DD"),
+    ],
+)
+def test_a_broken_rule_is_named(change, message):
+    assert any(message in problem for problem in problems({**ROW, **change}, MACHINES))
+
+
+@pytest.mark.parametrize("name", ["id", "claim", "reference", "conditions", "verdict", "command", "figure", "machine"])
+def test_what_is_missing_is_named(name):
+    row = {key: value for key, value in ROW.items() if key != name}
+    assert any(f"{name} is missing" in problem for problem in problems(row, MACHINES))
+
+
+def test_ids_are_unique():
+    found = list(ledger_problems({"machine": MACHINES, "claim": [ROW, ROW]}))
+    assert found == ["claim 'toy-claim': 2 rows have this id; give each its own"]

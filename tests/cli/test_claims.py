@@ -1,0 +1,115 @@
+"""`halfstep claims`: the ledger, one row, and measuring again; and that every row's command parses."""
+
+import json
+import shlex
+
+import pytest
+from typer.main import get_command
+
+from halfstep.claims import load
+from halfstep.claims import run as running
+from halfstep.claims.text import describe, markdown
+from halfstep.cli.app import app
+from halfstep.recipe import get_recipe
+
+
+def parse(command):
+    """The options of a halfstep command, parsed and not run; an unknown subcommand or option raises."""
+    name, *rest = shlex.split(command)
+    current = get_command(app)
+    context = current.make_context(name, rest)
+    while hasattr(current, "resolve_command") and (context._protected_args + context.args):
+        name, current, rest = current.resolve_command(context, context._protected_args + context.args)
+        context = current.make_context(name, rest, parent=context)
+    return context.params
+
+
+@pytest.mark.parametrize("claim", [c for c in load() if c.command and not c.check], ids=lambda claim: claim.id)
+def test_the_command_of_a_row_parses(claim):
+    options = parse(claim.command)
+    assert [get_recipe(name).name for name in options["recipes"].split(",")]
+
+
+@pytest.mark.parametrize("command", ["halfstep compar", "halfstep compare --recipe fp32", "halfstep compare extra"])
+def test_a_command_that_does_not_exist_would_be_noticed(command):
+    with pytest.raises(Exception, match=r"(?i)no such|unexpected extra"):
+        parse(command)
+
+
+def test_the_table(run):
+    code, out, err = run("claims")
+    assert (code, err) == (0, "")
+    for claim in load():
+        line = next(line for line in out.splitlines() if line.split()[:1] == [claim.id])
+        assert line.rstrip().endswith(claim.verdict)
+
+
+def test_json_is_the_whole_ledger(run):
+    code, out, _ = run("claims", "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert [row["id"] for row in rows] == [claim.id for claim in load()]
+    assert [(row["figure"], row["short"]) for row in rows] == [(claim.figure, claim.short) for claim in load()]
+    assert rows[0]["numbers"]["fp16_first"] == {"value": 2048, "tolerance": 0.0}
+    assert json.loads(run("claims", "show", rows[0]["id"], "--json")[1]) == rows[0]
+
+
+def test_one_claim_and_the_page(run):
+    assert run("claims", "show", "forum-zeroed")[:2] == (0, describe(load_one("forum-zeroed")) + "\n")
+    assert run("claims", "--markdown")[:2] == (0, markdown(load()))
+
+
+def test_run_prints_measured_beside_recorded(run):
+    code, out, _ = run("claims", "--run", "autocast-cpu")
+    assert code == 0
+    assert out.startswith("$ python -m halfstep.claims.checks autocast-cpu\n")
+    assert ["operations", "24", "24", "0", "yes"] in [line.split() for line in out.splitlines()]
+    assert f"recorded: {load_one('autocast-cpu').figure}\nverdict: in part\n" in out
+
+
+def test_a_number_that_is_not_confirmed_is_exit_code_1(run, monkeypatch):
+    measured = {name: number.value for name, number in load_one("autocast-cpu").numbers.items()}
+    wrong = {**measured, "float32": 6, "new": 1}
+    monkeypatch.setattr(running, "run", lambda claim: running.Outcome(claim, wrong))
+    code, out, _ = run("claims", "--run", "autocast-cpu")
+    assert code == 1
+    assert ["float32", "6", "5", "0", "NO"] in [line.split() for line in out.splitlines()]
+    assert ["new", "1", "-", "-", "NO"] in [line.split() for line in out.splitlines()]
+
+
+def test_check_measures_every_short_claim(run, monkeypatch):
+    def recorded(claim, off=()):
+        numbers = {name: number.value + (claim.id in off) * 1e9 for name, number in claim.numbers.items()}
+        return running.Outcome(claim, numbers)
+
+    short = [claim for claim in load() if claim.short]
+    monkeypatch.setattr(running, "run", recorded)
+    code, out, err = run("claims", "--check")
+    assert (code, err) == (0, "")
+    assert out.endswith(f"{len(short)} of {len(short)} claims confirmed\n")
+    monkeypatch.setattr(running, "run", lambda claim: recorded(claim, off=["forum-bytes"]))
+    code, out, err = run("claims", "--check")
+    assert code == 1
+    assert "NO   forum-bytes\n" in out
+    assert f"{len(short) - 1} of {len(short)} claims confirmed" in out
+    assert "forum-bytes: bf16_master: measured 1000000016.0, recorded 16" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--run", "forum-byte"], "unknown claim 'forum-byte'; nearest: forum-bytes"),
+        (["show", "forum-byte"], "unknown claim 'forum-byte'; nearest: forum-bytes"),
+        (["--run", "micikevicius-vision"], "is open and has no command yet"),
+        (["--check", "--json"], "give one of them"),
+        (["--json", "show", "forum-bytes"], "give one of them"),
+    ],
+)
+def test_mistakes(run, arguments, words):
+    code, out, err = run("claims", *arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+
+
+def load_one(id):
+    return next(claim for claim in load() if claim.id == id)

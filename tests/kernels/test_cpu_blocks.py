@@ -1,0 +1,96 @@
+"""Quantising blocks by kernel is the reference: codes, scales and values, bit for bit."""
+
+import math
+
+import pytest
+import torch
+
+from halfstep import formats
+from halfstep.kernels.cpu import blocks as kernel
+from halfstep.kernels.cpu import dequantize
+from halfstep.kernels.cpu.compiled import CHUNK
+from halfstep.quant.quantizer import Quantizer, get_quantizer
+from halfstep.quant.scaling.power_of_two import PowerOfTwoScaling
+from halfstep.quant.tile import Tile
+from oracles.numbers import same_bits
+
+
+def hard(columns, dtype=torch.float32):
+    """Blocks of every size of numbers: zeros, subnormals, the largest, infinities, NaN, exact powers, random bits."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, columns, generator=generator)
+    sizes = torch.randint(-40, 40, (40, columns // 16), generator=generator)
+    x *= torch.exp2(sizes.float()).repeat_interleave(16, 1)
+    x[1], x[8], x[11] = 0, -0.0, 1.175e-38
+    x[2] *= 0
+    x[3, 5], x[4, 6] = math.nan, -math.inf
+    x[5], x[6] = 1e-44, 3.4e38 * torch.rand(columns, generator=generator)
+    patterns = torch.randint(-(2**31), 2**31, (columns,), generator=generator, dtype=torch.int64)
+    x[7] = patterns.to(torch.int32).view(torch.float32)
+    x[9] = torch.exp2(torch.randint(-149, 128, (columns,), generator=generator).float())
+    x[10] *= 1e-38
+    x[12], x[12, ::3] = -7.0, 6.99
+    return x.to(dtype)
+
+
+def assert_quantises(x, quantizer, seed=None):
+    expected = quantizer.quantize(x, seed)
+    tensors = {name: torch.full_like(tensor, 1) for name, tensor in expected.tensors.items()}
+    assert kernel.supports(x, quantizer)
+    kernel.run(x, quantizer, tensors, seed)
+    for name, tensor in expected.tensors.items():
+        if tensor.dtype == torch.float32:
+            same_bits(tensors[name], tensor)
+        else:
+            assert torch.equal(tensors[name], tensor), name
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.empty(x.shape, dtype=dtype)
+        assert kernel.supports_values(x, out, quantizer)
+        kernel.run_values(x, out, quantizer, seed)
+        same_bits(out, expected.dequantize(dtype))
+        back = torch.empty(x.shape, dtype=dtype)
+        assert dequantize.supports(tensors, back, quantizer)
+        dequantize.run(tensors, back, quantizer)
+        same_bits(back, out)
+
+
+CASES = [
+    (name, rule)
+    for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8")
+    for rule in formats.get_block(name).rules
+]
+CASES += [("nvfp4", None), ("nf4", None), ("bnb_fp4", None), ("af4", None), ("fp8_1x128", None), ("fp8_1x128", "rceil")]
+CASES += [("int4_64", None)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "rule"), CASES)
+def test_every_block_format(name, rule, dtype):
+    assert_quantises(hard(512, dtype), get_quantizer(name, scale=rule))
+
+
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp4", "nvfp4", "fp8_1x128"])
+def test_stochastic(name):
+    assert_quantises(hard(512), get_quantizer(name, rounding="stochastic"), seed=5)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e3m2", "nvfp4", "nf4"])
+@pytest.mark.parametrize("shape", [(64,), (3, 1, 64), (1, CHUNK + 64), (3, CHUNK)])
+def test_shapes(name, shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    assert_quantises(x, get_quantizer(name))
+
+
+def test_refuses_what_it_does_not_know():
+    x = torch.zeros(4, 64)
+    assert not kernel.supports(x, get_quantizer("e4m3fn"))
+    assert not kernel.supports(x[:, :48], get_quantizer("mxfp4"))
+    assert not kernel.supports(torch.zeros(4, 48), get_quantizer("mxfp4"))
+    assert not kernel.supports(x.double(), get_quantizer("mxfp4"))
+    assert not kernel.supports(torch.tensor(1.0), get_quantizer("mxfp4"))
+    for name, rule in (("nvfp4", "four_over_six"), ("nf4", "double_absmax"), ("fp8_128x128", None), ("uint4_64", None)):
+        assert not kernel.supports(torch.zeros(128, 128), get_quantizer(name, scale=rule))
+    assert not kernel.supports(x, get_quantizer("mxfp4", rounding="toward_zero"))
+    mine = PowerOfTwoScaling("floor", lambda fraction, power, element: power)
+    assert not kernel.supports(x, Quantizer(formats.get("e2m1fn"), tile=Tile(1, 32), scaling=mine))
+    assert not kernel.supports_values(x, x, get_quantizer("mxfp4"))

@@ -1,0 +1,56 @@
+"""Rounding to posits by kernel is the reference, bit for bit."""
+
+import pytest
+import torch
+
+from halfstep import formats
+from halfstep.kernels.cpu import posit as kernel
+from halfstep.quant.cast import CONTAINERS, encode, round_to
+from kernels.inputs import inputs
+from oracles.numbers import same_bits
+
+
+NAMES = ["posit8_0", "posit8_1", "posit8_2", "posit16_1", "posit16_2", "posit3_0", "posit7_3", "posit11_1", "posit22_2"]
+every_posit = pytest.mark.parametrize("name", NAMES)
+
+
+@every_posit
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values(name, dtype):
+    format = formats.get(name)
+    x = inputs(format, dtype)
+    out = torch.empty_like(x)
+    assert kernel.supports(x, out, format, "nearest_even")
+    kernel.run(x, out, format)
+    same_bits(out, round_to(x, format))
+    kernel.run(x, x, format)
+    same_bits(x, out)
+
+
+@every_posit
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes(name, dtype):
+    format = formats.get(name)
+    x = inputs(format, dtype)
+    out = torch.empty(x.shape, dtype=CONTAINERS[format.storage_bits])
+    assert kernel.supports_encode(x, out, format, "nearest_even")
+    kernel.run_encode(x, out, format)
+    assert torch.equal(out.long(), encode(x, format).long())
+
+
+def test_narrower_tensors():
+    x = inputs(formats.get("posit8_2"), torch.float32)
+    for name, dtype in (("posit8_2", torch.bfloat16), ("posit8_0", torch.float16)):
+        out = torch.empty(x.shape, dtype=dtype)
+        assert kernel.supports(x, out, formats.get(name), "nearest_even")
+        kernel.run(x, out, formats.get(name))
+        same_bits(out, round_to(x, name, dtype=dtype))
+
+
+def test_refuses_what_is_not_exact_in_float32():
+    x = torch.zeros(3)
+    for name in ("posit32_2", "posit8_5", "e4m3fn"):
+        assert not kernel.supports(x, torch.zeros(3), formats.get(name), "nearest_even")
+    assert not kernel.supports(x, torch.zeros(3), formats.get("posit8_2"), "toward_zero")
+    assert not kernel.supports(x, x.bfloat16(), formats.get("posit16_2"), "nearest_even")
+    assert not kernel.supports(x, x.half(), formats.get("posit8_2"), "nearest_even")
