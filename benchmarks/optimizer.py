@@ -12,7 +12,10 @@ from harness import Contender, race, report
 
 
 SIZE, ROUNDS = 1 << 24, 15
-RECIPES = {"fp32": None, "bf16-stochastic": 2.0, "bf16-nomaster": None, "bf16-master": None, "bf16-pure": None}
+RECIPES = {
+    "fp32": None, "bf16-stochastic": 2.0, "bf16-nomaster": None, "bf16-master": None, "bf16-pure": None,
+    "bf16-split": 1.5, "bf16-kahan": 1.5, "bf16-collage-light": 1.5, "bf16-collage-plus": 1.5,
+}  # fmt: skip
 
 
 class Weights(nn.Module):

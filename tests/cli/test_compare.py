@@ -100,6 +100,13 @@ def test_train_names_its_folder_and_prints_a_table(place, halfstep):
         (["compare", "--out", "/proc/nowhere/run", "--data", "text.txt", *SMALL], "cannot be written"),
         (["compare", "--out", "text.txt", "--data", "text.txt", *SMALL], "text.txt cannot be written"),
         (["train", "--steps", "-3"], "steps = -3 given; expected a positive number"),
+        (["compare", "--task", "detecton"], "unknown task 'detecton'; nearest: detection"),
+        (
+            ["compare", "--task", "vision", "--context", "64"],
+            "task 'vision' does not read --context; it is an option of: lm",
+        ),
+        (["train", "--task", "speech", "--data", "text.txt"], "task 'speech' does not read --data"),
+        (["train", "--task", "vision", "--model", "gpt-tiny"], "unknown model 'gpt-tiny'"),
         (["train", "--recipe", "fp23"], "unknown recipe 'fp23'; nearest: fp32"),
     ],
 )
@@ -132,3 +139,39 @@ def test_a_run_is_resumed_by_its_folder_alone(place, halfstep):
     done = halfstep("train", "--out", "runs/alone", "--resume", "--json")
     assert done.code == 0
     assert [v["recipe"] for v in json.loads(done.stdout)["verdicts"]][-1] == "bf16-nomaster"
+
+
+def test_a_task_shows_its_metric_and_resumes(place, halfstep):
+    options = ["--task", "recommender", "--recipes", "fp32,bf16-mixed", "--steps", "4", "--baseline-seeds", "1"]
+    done = halfstep("compare", *options, "--out", "runs/liked")
+    assert done.code == 0, done.stderr
+    assert "AUC" in done.stdout
+    assert "validation loss" in done.message
+    assert ", AUC 0." in done.message
+    again = halfstep("compare", "--out", "runs/liked", "--resume", "--json")
+    summary = json.loads(again.stdout)
+    assert summary["metric"]["name"] == "AUC"
+    assert all(0 < v["final_metric"] < 1 for v in summary["verdicts"])
+    page = (place / "runs" / "liked" / "report.html").read_text()
+    assert "AUC" in page
+    assert "compare --recipes fp32,bf16-mixed --task recommender --steps 4 --baseline-seeds 1 --out" in page
+    other = halfstep("compare", "--task", "vision", "--out", "runs/liked", "--resume")
+    assert "its task is 'recommender', 'vision' was asked for" in other.message
+
+
+def test_a_folder_older_than_tasks_is_read_and_resumed(place, halfstep):
+    options = ["--recipe", "fp32", "--data", "text.txt", "--out", "runs/old", *SMALL]
+    assert halfstep("train", *options).code == 0
+    file = place / "runs" / "old" / "experiment.json"
+    data = json.loads(file.read_text())
+    del data["task"]
+    del data["experiment"]["task"]
+    file.write_text(json.dumps(data))
+    metrics = place / "runs" / "old" / "fp32" / "seed-0" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = [json.dumps({k: v for k, v in row.items() if k != "metric"}) for row in rows]
+    metrics.write_text("\n".join(lines) + "\n")
+    done = halfstep("train", *options, "--resume")
+    assert done.code == 0, done.stderr
+    assert "bits/byte" not in done.stdout
+    assert "Not drawn: this task has no metric" in (place / "runs" / "old" / "report.html").read_text()

@@ -148,6 +148,15 @@ def statistics_row(step: int, scale: float, progress: float, activations=None) -
             "gradients": dict(zip(FORMATS, (0.01 + 0.06 * progress, 0.0, 0.9 + 0.08 * progress, 0.6), strict=True)),
         },
         "lost": dict(zip(FORMATS, (0.11 + 0.3 * progress, 0.52 + 0.35 * progress, 0.97, 0.99), strict=True)),
+        "descent": {
+            "quality": 1 - 0.6 * progress,
+            "lost_share": 0.4 * progress,
+            "layers": {
+                "head.weight": {"quality": 0.9, "lost_share": 0.1},
+                "token.weight": {"quality": 0.2, "lost_share": 0.7},
+                "norm.bias": {"quality": None, "lost_share": None},
+            },
+        },
     }
 
 

@@ -20,7 +20,7 @@ from halfstep.lab.report.results import load
 from halfstep.lab.verdict import rule
 
 
-PLOTS = {"metric", "loss", "gap", "speed", "memory", "loss-scale", "gradient-exponents", "zeroed"}
+PLOTS = {"metric", "loss", "gap", "speed", "memory", "loss-scale", "gradient-exponents", "zeroed", "descent"}
 VOID = {"meta", "img", "link", "br", "hr", "input"}
 
 

@@ -5,6 +5,7 @@ import statistics
 
 import pytest
 
+from halfstep.lab.facts import Metric
 from halfstep.lab.verdict import (
     DEGRADES,
     DIVERGED,
@@ -14,7 +15,9 @@ from halfstep.lab.verdict import (
     UNMEASURED,
     band,
     final_loss,
+    final_value,
     judge,
+    rule,
 )
 
 
@@ -116,3 +119,25 @@ def test_times_are_medians_without_the_first_step():
     assert verdict.skipped_steps == 2
     assert judge("r", {0: rows[:1]}, {}).ms_per_step == 9000
     assert judge("r", {}, {}).ms_per_step is None
+
+
+def test_where_the_metric_judges_the_loss_does_not():
+    """Higher is better here: a recipe below fp32's band degrades, whatever its loss."""
+    metric = Metric("mAP", higher_is_better=True, best=1.0, judges=True)
+
+    def rows(loss, value):
+        return [
+            {"kind": "validation", "step": 9, "loss": loss, "metric": value},
+            {"kind": "end", "step": 9, "status": "finished"},
+        ]
+
+    baselines = {0: 0.50, 1: 0.51, 2: 0.49}  # the band is 0.5 plus or minus 0.02
+    for value, status in ((0.485, MATCHES), (0.9, MATCHES), (0.47, DEGRADES)):
+        verdict = judge("a", {0: rows(0.1, value)}, baselines, metric)
+        assert (verdict.status, verdict.final_loss, verdict.final_metric) == (status, 0.1, value)
+        assert verdict.gap == pytest.approx((0.5 - value) / 0.5)
+        assert verdict.paired_gap == pytest.approx((0.5 - value) / 0.5)
+    assert final_value(rows(0.1, 0.4), metric) == 0.4
+    assert final_value(rows(0.1, 0.4), Metric("accuracy", True, 1.0)) == 0.1
+    assert "final mAP is inside it or above matches; below it, it degrades" in rule(metric)
+    assert "final loss is inside it or below matches; above it, it degrades" in rule()

@@ -25,7 +25,9 @@ def quality(recipe, lr, start=None, seed=3, steps=1):
 
 
 def test_by_hand():
-    update = Update(torch.zeros(4), torch.tensor([3.0, 4.0, 0.0, 1.0]), torch.tensor([3.0, 0.0, 7.0, 2.0]))
+    update = Update(
+        torch.zeros(4), torch.zeros(4), torch.tensor([3.0, 4.0, 0.0, 1.0]), torch.tensor([3.0, 0.0, 7.0, 2.0])
+    )
     assert arrival(update) == Arrival(along=11.0, wanted=26.0, lost=1, moved=3)
     assert arrival(update).quality == 11 / 26
     assert arrival(update).lost_share == 1 / 3

@@ -34,14 +34,14 @@ def open_experiment(
         RecipeError, DataError, ModelError, RunError: as their docstrings say. Nothing was written.
     """
     known = {name: (recipes or {}).get(name) or get_recipe(name) for name in experiment.recipes}
+    recorded = RunFolder.resume(path, experiment) if resume else None
     spec = get_task(experiment.task)
     task = spec.open(experiment)
     build_model(experiment.model, task.models(), seed=0)
     digest = task.digest()
-    if resume:
-        folder = RunFolder.resume(path, experiment, digest)
-    else:
-        folder = RunFolder.create(path, experiment, digest, environment(), spec.facts)
+    if recorded is not None:
+        recorded.check_data(digest)
+    folder = recorded or RunFolder.create(path, experiment, digest, environment(), spec.facts)
     return Comparison(experiment, known, task, folder, digest)
 
 

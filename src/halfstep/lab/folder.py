@@ -51,25 +51,32 @@ class RunFolder:
         return folder
 
     @classmethod
-    def resume(cls, path: Path, experiment: Experiment, digest: str) -> RunFolder:
-        """The folder of the same experiment on the same data.
+    def resume(cls, path: Path, experiment: Experiment) -> RunFolder:
+        """The folder of the same experiment.
 
         Raises:
             RunError: there is none, or it is another: the first difference is named.
         """
         folder = cls(path)
         recorded = folder.experiment().as_data()
-        found = read_json(folder.experiment_file)
         for name, value in experiment.as_data().items():
-            there = recorded[name]
-            if there != value:
+            if recorded[name] != value:
                 raise RunError(
-                    f"{path} holds another experiment: its {name} is {there!r}, {value!r} was asked for. "
+                    f"{path} holds another experiment: its {name} is {recorded[name]!r}, {value!r} was asked for. "
                     "Ask for the same, or give another --out"
                 )
-        if found.get("data_sha256") != digest:
-            raise RunError(f"{path} was trained on other data than this; the data have changed. Give another --out")
         return folder
+
+    def check_data(self, digest: str) -> None:
+        """Refuse to go on with other data than the folder's runs were trained on.
+
+        Raises:
+            RunError: their digest is another.
+        """
+        if read_json(self.experiment_file).get("data_sha256") != digest:
+            raise RunError(
+                f"{self.path} was trained on other data than this; the data have changed. Give another --out"
+            )
 
     @property
     def experiment_file(self) -> Path:

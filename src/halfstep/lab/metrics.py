@@ -8,8 +8,9 @@ Every row has `kind` and `step` (0 before the first update). The kinds:
     validation  loss; metric, where the task has one
     statistics  loss_scale; weights, gradients, activation_gradients: exponent histograms {counts, zeros, nonfinite},
                 gradients as they are stored, so times loss_scale; zeroed {weights, gradients}: share by format that
-                a cast makes zero, unscaled; lost {format: share}: updates that would leave a weight stored in
-                it, {} where weights are 16-bit with no master, so that the updates themselves are not seen
+                a cast makes zero, unscaled; lost {format: share}: wanted updates that would leave a weight stored in
+                it where it is (0 of them in a skipped step); descent {quality, lost_share, layers {name: the same}}:
+                how much of the step's updates arrived in what is stored, masters included (null: nothing was wanted)
     diverged    reason, tensor (the first that was not finite, or null)
     end         status "finished" or "diverged"; the last row of a run
 

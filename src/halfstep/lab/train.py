@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,17 @@ from halfstep.lab.experiment import Experiment
 from halfstep.lab.metrics import MetricsFile, Row, read_metrics
 from halfstep.lab.task import Batch, Task, check_finite
 from halfstep.memory import measure
+from halfstep.optim import LowBit
 from halfstep.recipe import Recipe
-from halfstep.tracking import activation_gradients, exponents, first_nonfinite, share_lost, share_zeroed
+from halfstep.tracking import (
+    Arrival,
+    activation_gradients,
+    arrivals,
+    exponents,
+    first_nonfinite,
+    share_lost,
+    share_zeroed,
+)  # fmt: skip
 
 
 FORMATS = ("fp16", "bf16", "float8_e4m3fn", "float8_e5m2")
@@ -39,6 +49,28 @@ class Progress:
     row: Row
     validation: float | None
     metric: float | None = None
+
+
+class Look:
+    """A context for one optimizer step, after which `row` also says what became of its updates."""
+
+    def __init__(self, optimizer: LowBit, names: Mapping[Any, str], row: Row) -> None:
+        self.row = row
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._arrivals = arrivals(optimizer, names, lambda u: self._pairs.append((u.before, u.before + u.wanted)))
+
+    def __enter__(self) -> None:
+        self._found = self._arrivals.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._arrivals.__exit__(*error)
+        lost = {name: share_lost(self._pairs, formats.get(name)) for name in FORMATS}
+        layers = {name: _arrived(arrival) for name, arrival in self._found.layers.items()}
+        self.row |= {"lost": lost, "descent": {**_arrived(self._found.model), "layers": layers}}
+
+
+def _arrived(arrival: Arrival) -> dict[str, float | None]:
+    return {"quality": arrival.quality, "lost_share": arrival.lost_share}
 
 
 Watcher = Callable[[Progress], None]
@@ -144,7 +176,8 @@ class Trainer:
         look = self._look(step, scale, activations) if looking else None
         started = time.perf_counter()
         try:
-            scaler.step(optimizer)
+            with nullcontext() if look is None else look:
+                scaler.step(optimizer)
             scaler.update()
         except LossScaleError as error:
             return self._diverge(step, batch, random, str(error))
@@ -164,7 +197,7 @@ class Trainer:
         }
         self._write(row)
         if look is not None:
-            look(skipped)
+            self._write(look.row)
         if self.experiment.due(step, self.experiment.validations):
             self._validate(step)
         self.watch(Progress(self.recipe.name, self.seed, step, row, self.validation, self.metric))
@@ -201,38 +234,25 @@ class Trainer:
         self._write({"kind": "memory", "step": step, "parameters": count, "bytes": size})
         self.measured = True
 
-    def _look(self, step: int, scale: float, activations: list[torch.Tensor]) -> Callable[[bool], None]:
-        """Take what can only be seen before the update; the rest follows after it."""
+    def _look(self, step: int, scale: float, activations: list[torch.Tensor]) -> Look:
+        """What can be seen before the update; a look that the step is taken under sees what became of it."""
         model, optimizer = self.training.model, self.training.optimizer
-        trained = [p for p in model.parameters() if p.grad is not None]
-
-        kept = [optimizer.state[p].get("master", p).detach() for p in trained]
-
-        def weights() -> list[torch.Tensor]:
-            return [weight.float().clone() for weight in kept]
-
-        before = weights()
+        trained = {p: name for name, p in model.named_parameters() if p.grad is not None}
+        weights = [optimizer.full(p) for p in trained]
         gradients = [p.grad.float() / scale for p in trained if p.grad is not None]
         row = {
             "kind": "statistics",
             "step": step,
             "loss_scale": scale,
-            "weights": exponents(before).as_data(),
+            "weights": exponents(weights).as_data(),
             "gradients": exponents(p.grad for p in trained if p.grad is not None).as_data(),
             "activation_gradients": exponents(activations).as_data(),
             "zeroed": {
-                "weights": {name: share_zeroed(before, formats.get(name)) for name in FORMATS},
+                "weights": {name: share_zeroed(weights, formats.get(name)) for name in FORMATS},
                 "gradients": {name: share_zeroed(gradients, formats.get(name)) for name in FORMATS},
             },
         }
-
-        def finish(skipped: bool) -> None:
-            pairs = list(zip(before, before if skipped else weights(), strict=True))
-            seen = all(weight.dtype == torch.float32 for weight in kept)
-            lost = {name: share_lost(pairs, formats.get(name)) for name in FORMATS} if seen else {}
-            self._write({**row, "lost": lost})
-
-        return finish
+        return Look(optimizer, trained, row)
 
     def _write(self, row: Row) -> None:
         self.metrics.write(row)
@@ -249,6 +269,8 @@ def _scalars(row: dict[str, Any]) -> list[tuple[str, float]]:
     if kind == "validation":
         return [(f"validation/{name}", row[name]) for name in ("loss", "metric") if name in row]
     if kind == "statistics":
-        shares = {**row["zeroed"], "lost_updates": row["lost"]}
-        return [(f"{what}/{name}", share) for what, table in shares.items() for name, share in table.items()]
+        shares = {**row["zeroed"], "lost_updates": row["lost"], "descent": {"model": row["descent"]["quality"]}}
+        shares["descent"] |= {name: layer["quality"] for name, layer in row["descent"]["layers"].items()}
+        named = [(f"{what}/{name}", share) for what, table in shares.items() for name, share in table.items()]
+        return [(name, share) for name, share in named if share is not None]
     return []

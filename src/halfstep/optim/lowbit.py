@@ -34,13 +34,15 @@ class Storage:
 
 @dataclass(frozen=True)
 class Update:
-    """What one update wanted of a parameter and what became of it, both in float32."""
+    """What one update wanted of a parameter and what became of it, in float32."""
 
     weight: Tensor
+    before: Tensor
+    """All that was stored of the weight, its master included."""
     wanted: Tensor
     """The rule's step."""
     effective: Tensor
-    """All that is stored of the weight (its master included) after the step, less what was stored before."""
+    """All that is stored of the weight after the step, less what was stored before."""
 
 
 class LowBit(torch.optim.Optimizer):
@@ -73,6 +75,14 @@ class LowBit(torch.optim.Optimizer):
             yield
         finally:
             self._watch = None
+
+    @torch.no_grad()
+    def full(self, parameter: Tensor) -> Tensor:
+        """All that is stored of a parameter, its master included, as a float32 tensor of its own."""
+        master, state = self.storage.master, self.state[parameter]
+        if not master.keeps or not master.keeps.keys() <= state.keys():
+            return parameter.detach().to(torch.float32, copy=True)
+        return master.value(parameter.detach(), {name: state[name] for name in master.keeps})
 
     def __getstate__(self) -> dict[str, Any]:
         # What a copy needs beside torch's own; `_versions` starts anew, so the copy's masters follow its weights.
@@ -154,7 +164,7 @@ class LowBit(torch.optim.Optimizer):
                 moments[name + _RESIDUAL].copy_(moment - moments[name].float())
         master.write(weight, kept, updated)
         if self._watch is not None and before is not None:
-            self._watch(Update(weight, updated - full, master.value(weight, kept) - before))
+            self._watch(Update(weight, before, updated - full, master.value(weight, kept) - before))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class, or of the torch optimizer with the same rule, returned.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-
-from torch import Tensor
+from typing import Any
 
 from halfstep.optim import LowBit, Update
 
@@ -71,8 +70,12 @@ class Arrivals:
 
 
 @contextmanager
-def arrivals(optimizer: LowBit, names: Mapping[Tensor, str]) -> Iterator[Arrivals]:
+def arrivals(
+    optimizer: LowBit, names: Mapping[Any, str], also: Callable[[Update], None] = lambda update: None
+) -> Iterator[Arrivals]:
     """Collect the arrival of every update that the optimizer takes meanwhile, under the parameters' names.
+
+    `also` is called with each update itself.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -89,6 +92,7 @@ def arrivals(optimizer: LowBit, names: Mapping[Tensor, str]) -> Iterator[Arrival
 
     def note(update: Update) -> None:
         found.layers[names.get(update.weight, f"parameter {len(found.layers)}")] = arrival(update)
+        also(update)
 
     with optimizer.watched(note):
         yield found

@@ -158,7 +158,7 @@ detection = TaskSpec(
         defaults={
             "model": "ssd",
             "steps": 250,
-            "batch": 16,
+            "batch": 32,
             "lr": 3e-3,
             "warmup": 20,
             "validations": 5,

@@ -1,0 +1,93 @@
+"""Plot 9: how much of each recipe's updates arrives in what it stores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from halfstep.lab.report.results import Results
+from halfstep.lab.report.style import Look, Picture, looks, new_figure, plain, share
+
+
+@dataclass(frozen=True)
+class Descent:
+    """One recipe's first seed: descent quality and share of lost updates at the steps looked at."""
+
+    recipe: str
+    steps: tuple[int, ...]
+    quality: Sequence[float]
+    lost: Sequence[float]
+    worst_layer: str
+    """The parameter whose updates arrive least at the last of the steps."""
+
+
+def descents(results: Results) -> list[Descent]:
+    """The data of the plot, a recipe at a time; a step in which nothing was wanted (skipped ones) is left out."""
+    found = []
+    for recipe, runs in results.runs.items():
+        for rows in list(runs.values())[:1]:
+            looked = [row for row in rows if row["kind"] == "statistics" and "descent" in row]
+            looked = [row for row in looked if row["descent"]["quality"] is not None]
+            if looked:
+                layers = looked[-1]["descent"]["layers"]
+                known = {name: layer["quality"] for name, layer in layers.items() if layer["quality"] is not None}
+                found.append(
+                    Descent(
+                        recipe,
+                        tuple(row["step"] for row in looked),
+                        [row["descent"]["quality"] for row in looked],
+                        [row["descent"]["lost_share"] for row in looked],
+                        min(known, key=lambda name: known[name], default=""),
+                    )
+                )
+    return found
+
+
+def picture(results: Results) -> Picture:
+    """The plot with its words."""
+    heading = "Descent quality"
+    look_for = (
+        "The part of each update that arrives in what is stored, masters included: 1 when nothing is lost, 0 when "
+        "everything stalls. Without a master it falls with the learning rate, as updates sink below half the gap "
+        "between neighbours; stochastic rounding scatters around 1."
+    )
+    data = descents(results)
+    if not data:
+        return Picture("descent", heading, look_for, "Not drawn: no run has written what became of its updates.")
+    least = min(data, key=lambda d: d.quality[-1])
+    title = f"At the end {share(max(0.0, least.quality[-1]))} of {least.recipe}'s update arrives"
+    return Picture("descent", heading, look_for, _finding(least), draw(data, looks(list(results.runs)), title), title)
+
+
+def _finding(least: Descent) -> str:
+    if least.quality[-1] > 0.99:
+        return "Every recipe's updates arrive whole at the last step looked at."
+    return (
+        f"At step {least.steps[-1]} {least.recipe} keeps {share(max(0.0, least.quality[-1]))} of its update and "
+        f"{share(least.lost[-1])} of its elements do not move; worst is {least.worst_layer}."
+    )
+
+
+def draw(data: Sequence[Descent], look: Mapping[str, Look], title: str) -> Figure:
+    """Quality above, the share of lost updates below, over steps."""
+    figure = new_figure(4.6, title)
+    above, below = figure.subplots(2, 1, sharex=True)
+    for d in data:
+        own = look[d.recipe]
+        for axes, values in ((above, d.quality), (below, d.lost)):
+            axes.plot(
+                d.steps, values, own.line, color=own.colour, marker=own.marker, markersize=5, label=plain(d.recipe)
+            )
+    above.set_ylabel("descent quality")
+    above.set_ylim(min(-0.03, *(min(d.quality) for d in data)), max(1.08, *(max(d.quality) for d in data)) + 0.02)
+    below.set_ylabel("lost updates (%)")
+    below.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:.0f}"))
+    below.set_ylim(-0.03, 1.03)
+    below.set_xlabel("step")
+    for axes in (above, below):
+        axes.grid(axis="y")
+    figure.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
+    return figure

@@ -1,0 +1,194 @@
+"""The checks that every task must pass."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.errors import RunError
+from halfstep.lab.facts import Facts, list_tasks
+from halfstep.lab.metrics import TIMINGS, read_metrics
+from halfstep.lab.models import build_model
+from halfstep.lab.tasks import experiment_for, get_task
+from halfstep.lab.train import Trainer
+from halfstep.recipe import get_recipe
+from tiny import assert_same
+
+
+TASKS = list_tasks()
+every_task = pytest.mark.parametrize("name", TASKS)
+SMALL = {"lm": {"batch": 4, "context": 16}, "detection": {"batch": 2}}
+
+
+@functools.cache
+def opened(name):
+    """The task with small batches, and its experiment."""
+    experiment = experiment_for(name, recipes=("fp32",), **{"batch": 8, **SMALL.get(name, {})})
+    task = get_task(name).open(experiment)
+    task.pictures = task.pairs = task.utterances = 8  # held out, where there is no end of them
+    task.validation_batches = 1
+    return task, experiment
+
+
+def build(name, seed=0):
+    task, experiment = opened(name)
+    return build_model(experiment.model, task.models(), seed)
+
+
+def trained(name, recipe, folder, steps, **changes):
+    task, experiment = opened(name)
+    few = {"warmup": 1, "validations": 2, "statistics": 1, "checkpoints": 2}
+    experiment = replace(experiment, steps=steps, **{**few, **changes})
+    Trainer(experiment, get_recipe(recipe), 0, task, lambda seed: build(name, seed), folder).run()
+    rows = read_metrics(folder / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if key not in TIMINGS} for row in rows]
+
+
+@every_task
+def test_its_file_is_called_as_it_is_and_its_facts_survive_a_run_folder(name):
+    spec = get_task(name)
+    assert spec.name == name
+    assert spec.facts.metric is not None
+    assert Facts.from_data(spec.facts.as_data()) == spec.facts
+
+
+@every_task
+def test_batches_depend_on_seed_and_step_alone(name):
+    task, experiment = opened(name)
+    batch = task.batch(3, 5)
+    torch.manual_seed(123)
+    torch.rand(7)
+    assert_same(task.batch(3, 5), batch)
+    assert_same(get_task(name).open(experiment).batch(3, 5), batch)
+    first = next(iter(batch))
+    assert not torch.equal(task.batch(3, 6)[first], batch[first])
+    assert not torch.equal(task.batch(4, 5)[first], batch[first])
+    assert_same(task.held_out(), task.held_out())
+    assert task.count(batch) >= experiment.batch
+
+
+@every_task
+def test_data_have_a_digest(name):
+    task, _ = opened(name)
+    assert task.digest() == task.digest()
+    assert len(task.digest()) == 64
+
+
+@every_task
+def test_every_shipped_model_fits(name):
+    """A finite loss, a gradient for every parameter, and a metric no better than a perfect one."""
+    task, experiment = opened(name)
+    assert experiment.model in task.models()
+    metric = get_task(name).facts.metric
+    for shipped in task.models():
+        model = build_model(shipped, task.models(), 0)
+        if sum(p.numel() for p in model.parameters()) > 2_000_000:
+            continue
+        loss = task.loss(model, task.batch(0, 1))
+        assert loss.dtype == torch.float32
+        assert loss.dim() == 0
+        assert torch.isfinite(loss)
+        loss.backward()
+        assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in model.parameters())
+    model.eval()
+    with torch.no_grad():
+        value = task.metric(model, [float(task.loss(model, batch)) for batch in task.held_out()])
+    assert value < metric.best if metric.higher_is_better else value > metric.best
+
+
+@every_task
+def test_a_run_stopped_and_resumed_repeats_its_numbers(name, tmp_path, monkeypatch):
+    whole = trained(name, "fp16-mixed", tmp_path / "whole", 4)
+    original = Trainer._step
+
+    def dies(self, step):
+        if step == 4:
+            raise KeyboardInterrupt
+        return original(self, step)
+
+    monkeypatch.setattr(Trainer, "_step", dies)
+    with pytest.raises(KeyboardInterrupt):
+        trained(name, "fp16-mixed", tmp_path / "cut", 4)
+    monkeypatch.setattr(Trainer, "_step", original)
+    torch.manual_seed(99)
+    assert trained(name, "fp16-mixed", tmp_path / "cut", 4) == whole
+    assert all("metric" in row for row in whole if row["kind"] == "validation")
+
+
+@every_task
+@pytest.mark.parametrize("recipe", ["fp32", "bf16-mixed"])
+def test_the_loss_of_a_repeated_batch_falls(name, recipe, tmp_path, monkeypatch):
+    task, experiment = opened(name)
+    if name == "gan":
+        pytest.skip("the players' losses do not fall: the metric judges")
+    batch = task.batch(0, 1)
+    monkeypatch.setattr(task, "batch", lambda seed, step: batch)
+    rows = trained(name, recipe, tmp_path, 12, statistics=1, lr=experiment.lr, validations=1)
+    losses = [row["loss"] for row in rows if row["kind"] == "step"]
+    assert losses[-1] < 0.97 * losses[0]
+
+
+class Perfect(nn.Module):
+    """Answers held-out questions by heart."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, *inputs):
+        return self.answer(*inputs)
+
+
+def logits_of(targets, classes):
+    return 50.0 * nn.functional.one_hot(targets, classes)
+
+
+def by_heart(name, task):
+    """A model that knows the held-out part, where the metric asks a model."""
+    (batch, *_) = task.held_out()
+    if name == "vision":
+        return Perfect(lambda images: logits_of(batch["classes"], 10))
+    if name == "translation":
+        return Perfect(lambda source, target: logits_of(batch["target"][:, 1 : target.shape[1] + 1], 500))
+    if name == "speech":
+        spaced = torch.stack([batch["characters"], torch.zeros_like(batch["characters"])], -1).flatten(1)
+        return Perfect(lambda features: logits_of(spaced, 13))
+    if name == "recommender":
+        return Perfect(lambda users, items: batch["liked"])
+    if name == "detection":
+        wanted = torch.cat([b["classes"] for b in task.held_out()])
+        offsets = torch.cat([b["offsets"] for b in task.held_out()])
+        logits = torch.where(wanted[..., None] >= 0, logits_of(wanted.clamp(min=0), 10) - 25.0, -25.0)
+        return Perfect(lambda images: (logits[: len(images)], offsets[: len(images)]))
+    return None
+
+
+@every_task
+def test_a_model_that_knows_the_answers_gets_the_best_metric(name):
+    task, _ = opened(name)
+    model, metric = by_heart(name, task), get_task(name).facts.metric
+    if model is None:
+        assert name in ("lm", "gan"), "say here how a perfect model of the new task answers"
+        return
+    assert task.metric(model, [0.0]) == pytest.approx(metric.best)
+
+
+@pytest.mark.parametrize(
+    ("task", "given", "message"),
+    [
+        ("visoin", {}, r"unknown task 'visoin'; nearest: vision"),
+        ("vision", {"context": 32}, r"task 'vision' does not read --context; it is an option of: lm"),
+        ("gan", {"data": "texts"}, r"task 'gan' does not read --data"),
+    ],
+)
+def test_what_a_task_does_not_know_is_refused(task, given, message):
+    with pytest.raises(RunError, match=message):
+        experiment_for(task, recipes=("fp32",), **given)
+
+
+def test_a_task_sets_its_defaults_and_the_user_overrides_them():
+    own = experiment_for("vision", recipes=("fp32",))
+    assert (own.task, own.model) == ("vision", "cnn")
+    assert experiment_for("vision", recipes=("fp32",), lr=0.5) == replace(own, lr=0.5)
