@@ -47,8 +47,11 @@ def round_values(
 ) -> Tensor:
     """A flat tensor rounded, in `dtype`."""
     values = family.of(format).rounded(x.double(), format, rounding, overflow, noise)
-    inside = values.clamp(*shared_range(format, dtype))
-    return torch.where(values.isinf() & (overflow == "ieee"), values, inside).to(dtype)
+    if overflow == "saturate":
+        values = values.clamp(*shared_range(format, dtype))
+    elif rounding in ("toward_zero", "up", "down"):  # what these keep finite must not overflow in the dtype
+        values = torch.where(values.isinf(), values, values.clamp(*shared_range(format, dtype)))
+    return values.to(dtype)
 
 
 def encode(
