@@ -139,6 +139,6 @@ def test_an_option_without_counterpart_is_refused(torch_class, option, reason):
 
 
 def test_every_rule_serves_the_class_it_names():
-    assert sorted(update_rules()) == ["adam", "adamw", "sgd"]
+    assert sorted(update_rules()) == ["adam", "adamw", "lamb", "lion", "sgd"]
     for rule in update_rules().values():
         assert rule_of(rule.torch_class([torch.nn.Parameter(torch.ones(2))], lr=0.1)) is rule

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -57,11 +58,11 @@ def normal_use(use: object) -> str:
         KnowledgeBaseError: no type of that name; the known ones are shown.
     """
     word = str(use).removeprefix("torch.").lower()
-    if word in uses():
-        return word
+    if word not in uses():
+        with suppress(FormatError):
+            word = get(word).name
     if word.startswith("float8"):
         return "fp8"
-    try:
-        return get(word).name
-    except FormatError:
-        raise KnowledgeBaseError(unknown("type to run a model in", str(use), uses())) from None
+    if word not in uses():
+        raise KnowledgeBaseError(unknown("type to run a model in", str(use), uses()))
+    return word

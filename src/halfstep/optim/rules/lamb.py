@@ -19,6 +19,8 @@ def _update(weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Gr
     Source: You et al. 2019, arXiv 1904.00962, algorithm 2.
     """
     beta1, beta2 = (float(beta) for beta in group["betas"])
+    if group["maximize"]:
+        grad = -grad
     first = moments["exp_avg"] * beta1 + grad * (1 - beta1)
     second = moments["exp_avg_sq"] * beta2 + grad * grad * (1 - beta2)
     root = torch.sqrt(second) / math.sqrt(1 - beta2**step) + float(group["eps"])

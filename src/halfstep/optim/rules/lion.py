@@ -16,8 +16,11 @@ def _update(weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Gr
     """
     beta1, beta2 = (float(beta) for beta in group["betas"])
     lr, decay = float(group["lr"]), float(group["weight_decay"])
+    if group["maximize"]:
+        grad = -grad
     momentum = moments["exp_avg"]
-    direction = torch.sign(momentum * beta1 + grad * (1 - beta1))
+    blend = momentum * beta1 + grad * (1 - beta1)
+    direction = torch.sign(blend) + (blend - blend)  # the sign of an infinity would hide it: NaN shows
     return weight * (1 - lr * decay) - direction * lr, {"exp_avg": momentum * beta2 + grad * (1 - beta2)}
 
 
