@@ -117,7 +117,7 @@ def quantize(
             f"out holds {out.shape} {out.dtype} by another quantizer, or of another shape or dtype; expected {shape} "
             f"{x.dtype} by {quantizer}"
         )
-    if out is None and (quantizer.outliers is not None or quantizer.tile is None):
+    if out is None and quantizer.outliers is not None:
         reference = quantizer.quantize(x, generator)  # how many outliers there are is known afterwards
         return Quantized(quantizer, shape, x.dtype, reference.tensors)
     if out is None:

@@ -14,6 +14,8 @@ from halfstep.formats import Format, Posit
 from halfstep.kernels.cpu import blocks, cast, codes, dequantize, posit
 from halfstep.quant import Quantized, Quantizer, Tile, draw_seed
 from halfstep.quant.cast import no_code_for_nan, no_such_code
+from halfstep.quant.pack import pack, unpack
+from halfstep.quant.quantized import matrix_shape
 from halfstep.quant.scaling import get_scaling
 
 
@@ -58,6 +60,15 @@ def round_tiles_into(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | N
 
 def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: int | None) -> None:
     """What `quantizer.quantize(x)` keeps, into `tensors` of its layout."""
+    format, stored = quantizer.format, tensors["codes"]
+    if quantizer.scaling is None:
+        packed = format.bits in (4, 6) or not stored.is_contiguous()
+        whole = torch.empty(x.shape, dtype=stored.dtype, device=x.device) if packed else stored.view(x.shape)
+        encode_into(x, whole, format, quantizer.rounding, quantizer.overflow, seed)
+        if packed:
+            rows = whole.view(matrix_shape(tuple(x.shape)))
+            stored.copy_(pack(rows, format.bits, format.high_nibble_first))
+        return
     if blocks.supports(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
         blocks.run(x, quantizer, tensors, seed)
         return
@@ -67,7 +78,11 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
 
 def dequantize_into(quantized: Quantized, out: Tensor) -> None:
     """`quantized.dequantize` into `out`."""
-    if quantized.quantizer.scaling is not None and dequantize.supports(quantized.tensors, out, quantized.quantizer):
+    format = quantized.quantizer.format
+    if quantized.quantizer.scaling is None and out.is_contiguous():
+        stored = unpack(quantized.codes, format.bits, quantized.matrix_shape[1], format.high_nibble_first)
+        decode_into(stored.contiguous().view(out.shape), out, format)
+    elif quantized.quantizer.scaling is not None and dequantize.supports(quantized.tensors, out, quantized.quantizer):
         dequantize.run(quantized.tensors, out, quantized.quantizer)
     else:
         quant.Quantized.dequantize(quantized, out.dtype, out)
