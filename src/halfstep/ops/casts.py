@@ -14,7 +14,7 @@ from halfstep.kernels.cpu import operators
 from halfstep.ops.quantized import Quantized
 from halfstep.quant import Quantizer, draw_seed
 from halfstep.quant.cast import CONTAINERS, check_codes, check_input, prepare_out
-from halfstep.quant.quantized import layout
+from halfstep.quant.quantizer import layout
 
 
 def round_to(

@@ -1,8 +1,7 @@
 """Rounding tensors onto formats, in torch, bit-defined: the reference for every kernel."""
 
 from halfstep.quant.cast import decode, encode, round_to
-from halfstep.quant.quantized import Quantized
-from halfstep.quant.quantizer import Quantizer, get_quantizer
+from halfstep.quant.quantizer import Quantized, Quantizer, get_quantizer
 from halfstep.quant.rounding import derive_seed, draw_seed, noise_bits
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.tile import Tile

@@ -15,7 +15,7 @@ from halfstep.kernels.cpu import blocks, cast, codes, dequantize, posit
 from halfstep.quant import Quantized, Quantizer, Tile, draw_seed
 from halfstep.quant.cast import no_code_for_nan, no_such_code
 from halfstep.quant.pack import pack, unpack
-from halfstep.quant.quantized import matrix_shape
+from halfstep.quant.quantizer import matrix_shape
 from halfstep.quant.scaling import get_scaling
 
 
