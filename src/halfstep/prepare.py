@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -11,8 +10,9 @@ import torch
 from torch import nn
 
 from halfstep.errors import OptimizerError
-from halfstep.nn import advance, apply
+from halfstep.nn import apply
 from halfstep.nn.apply import ModuleFilter
+from halfstep.nn.scaling import Scalings
 from halfstep.nn.storage import storable
 from halfstep.optim import LossScaler, LowBit, convert, rule_of
 from halfstep.recipe import Recipe, get_recipe
@@ -68,7 +68,7 @@ def prepare(
         dynamic=scale is not None and scale.dynamic,
         hysteresis=scale.hysteresis if scale else 1,
         names=names,
-        on_update=partial(advance, model),
+        follower=Scalings(model),
     )
     apply(model, recipe, module_filter)
     low_bit = convert(optimizer, recipe, masters, generator)

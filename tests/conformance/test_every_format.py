@@ -40,6 +40,14 @@ def inside(x, format):
     return kept
 
 
+@every_narrow_format
+def test_significant_bits_hold_every_value(format):
+    numerators = [abs(Fraction(v).numerator) for v in format.values() if v and math.isfinite(v)]
+    longest = max((n // (n & -n)).bit_length() for n in numerators)
+    assert longest <= format.significant_bits
+    assert longest == format.significant_bits or format.significant_bits == 53
+
+
 @every_format
 @few
 @given(x=lists)

@@ -41,7 +41,8 @@ def test_the_recipe_does_something(name):
     stock = mlp()(batch()[0])
     model, _, _ = prepared(name)
     assert torch.equal(model(batch()[0]), stock) == (name == "fp32")
-    torch.testing.assert_close(model(batch()[0]), stock, rtol=0.05, atol=0.05)
+    few = any(rule.linear.rounds for rule in get_recipe(name).rules)
+    torch.testing.assert_close(model(batch()[0]), stock, rtol=0.05, atol=0.2 if few else 0.05)
 
 
 @every_recipe
@@ -112,6 +113,7 @@ def test_revert_restores_the_stock_model(name):
 @every_recipe
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 def test_eager_equals_a_traced_graph(name):
+    torch._dynamo.reset()  # or the recipes before this one count against torch's limit of recompilations
     model, _, scaler = prepared(name)
     twin = copy.deepcopy(model)
     x = batch()[0]

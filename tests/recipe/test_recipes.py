@@ -34,6 +34,16 @@ BYTES = {
     "fp16-static": (4, 4, 0, 8, 2),
     "fp16-lists": (4, 4, 0, 8, 2),
     "fp16-pure": (2, 2, 0, 4, 0),
+    "fp8-delayed": (4, 4, 0, 8, 2),
+    "fp8-delayed-megatron": (4, 4, 0, 8, 2),
+    "fp8-current": (4, 4, 0, 8, 2),
+    "fp8-rowwise": (4, 4, 0, 8, 2),
+    "fp8-rowwise-gw-hp": (4, 4, 0, 8, 2),
+    "mxfp8": (4, 4, 0, 8, 2),
+    "mxfp8-floor": (4, 4, 0, 8, 2),
+    "fp8-block": (4, 4, 0, 8, 2),
+    "fp8-amax": (2, 2, 0, 8, 0),
+    "fp8-cscale": (2, 2, 0, 8, 0),
 }
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 

@@ -60,6 +60,11 @@ class Format(ABC):
         """
 
     @property
+    def significant_bits(self) -> int:
+        """Bits that hold the significand of every value; a float64's where values are any numbers."""
+        return 53
+
+    @property
     def signed(self) -> bool:
         """Whether there are negative values."""
         return self.min < 0

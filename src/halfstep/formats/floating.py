@@ -58,6 +58,10 @@ class Float(Format):
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
+    def significant_bits(self) -> int:
+        return 1 + self.mantissa_bits
+
+    @property
     def storage_bits(self) -> int:
         return self.container_bits or super().storage_bits
 

@@ -35,6 +35,10 @@ class Integer(Format):
         return self.high.bit_length() + (self.low < 0)
 
     @property
+    def significant_bits(self) -> int:
+        return max(self.high, -self.low - 1).bit_length()  # the lowest may be -2^n, of one bit
+
+    @property
     def max(self) -> float:
         return ldexp(self.high, -self.fraction_bits)
 

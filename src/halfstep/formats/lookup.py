@@ -62,6 +62,7 @@ class PowerOfTwo(Format):
 
     key = "exponent"
     bits = 8
+    significant_bits = 1
     has_nan = True
     ties = "upper"
     max = ldexp(1, 127)

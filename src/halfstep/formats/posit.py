@@ -40,6 +40,10 @@ class Posit(Format):
         return self.width
 
     @property
+    def significant_bits(self) -> int:
+        return max(self.width - 2 - self.es, 1)  # beside the sign and the shortest regime, of two bits
+
+    @property
     def max(self) -> float:
         return ldexp(1, (self.width - 2) << self.es)
 

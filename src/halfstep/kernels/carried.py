@@ -29,9 +29,36 @@ def _lacks_units(dtype: torch.dtype) -> bool:
 _CARRIED = frozenset(filter(_lacks_units, _UNITS))  # asked once, here: torch.compile cannot trace the question
 
 
-def run(lhs: Tensor, rhs: Tensor, bias: Tensor | None = None) -> Tensor:
-    """lhs (rows, shared) times rhs (shared, columns), plus bias (columns), rounded once to lhs's dtype."""
+def run(
+    lhs: Tensor,
+    rhs: Tensor,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """lhs (rows, shared) times rhs (shared, columns), times scale, plus bias, in float32, then rounded to dtype."""
+    dtype = dtype or lhs.dtype
+    wide = torch.promote_types(torch.promote_types(lhs.dtype, rhs.dtype), torch.float32)
+    lhs, rhs = lhs.to(wide), rhs.to(wide)
+    if scale is None:
+        product = torch.mm(lhs, rhs) if bias is None else torch.addmm(bias.to(wide), lhs, rhs)
+    else:
+        product = torch.mm(lhs, rhs).mul_(scale)
+        if bias is not None:
+            product += bias
+    return product.to(dtype)
+
+
+def run_native(lhs: Tensor, rhs: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
+    """The same on matrix units for lhs's dtype: the scale enters as the product's alpha, before its one rounding.
+
+    A traced graph, and a GPU, which would have to wait for the number, take the product in float32 first.
+    """
+    if lhs.device.type == "cpu" and not torch.compiler.is_compiling():
+        beta, into = (0, lhs.new_zeros(())) if bias is None else (1, bias.to(lhs.dtype))
+        return torch.addmm(into, lhs, rhs, beta=beta, alpha=float(scale))
     product = (
-        torch.mm(lhs.float(), rhs.float()) if bias is None else torch.addmm(bias.float(), lhs.float(), rhs.float())
+        torch.mm(lhs, rhs, out_dtype=torch.float32) if lhs.device.type == "cuda" else torch.mm(lhs.float(), rhs.float())
     )
-    return product.to(lhs.dtype)
+    product = product.mul_(scale)
+    return (product if bias is None else product + bias).to(lhs.dtype)

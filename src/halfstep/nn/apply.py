@@ -15,7 +15,9 @@ from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
 from halfstep.nn.adapters import convolution, linear, norm, wide
 from halfstep.nn.adopt import adopt, release
+from halfstep.nn.applied import Applied, Clock, applied_to
 from halfstep.nn.outputs import to_float32
+from halfstep.nn.scaling import Scalings, attach, detach
 from halfstep.nn.storage import count, storable, store
 from halfstep.recipe import STORABLE, LinearSpec, Recipe, get_recipe
 
@@ -44,18 +46,6 @@ class Report:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class _Applied:
-    """What `apply` leaves on the model's root, for its forward and for `revert`."""
-
-    recipe: str
-    autocast: torch.dtype | None
-    dtypes: dict[str, torch.dtype]
-    """The dtype that each parameter had."""
-    grads: torch.dtype
-    """The dtype that their gradients accumulate in."""
-
-
 def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | None = None) -> Report:
     """Make `model` follow `recipe`, in place; parameters, names, ties and state-dict keys stay.
 
@@ -79,8 +69,9 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     """
     recipe = get_recipe(recipe)
     _check(model)
-    specs = _match(model, recipe, module_filter)
+    specs, left = _match(model, recipe, module_filter)
     moves, kept = storable(model)
+    kept |= left
     for path, module in model.named_modules():
         matched = any(fnmatchcase(path, rule.path) for rule in recipe.rules)
         if matched and isinstance(module, nn.Linear) and not linear.fits(module):
@@ -101,12 +92,14 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
         if spec is not None or carried.supports(STORABLE[recipe.compute], module.weight.device):
             module._halfstep_linear = spec or LinearSpec()  # type: ignore[assignment]
             adopt(module, linear.forward)
+    attach(model, specs)
     if carried.supports(STORABLE[recipe.compute], next(model.parameters()).device):
         for module in model.modules():
             if convolution.fits(module):
                 adopt(module, convolution.forward)
     autocast = None if recipe.compute == "fp32" else STORABLE[recipe.compute]
-    model._halfstep = _Applied(recipe.name, autocast, before, STORABLE[recipe.grad_format])  # type: ignore[assignment]
+    clock = Clock() if any(spec.states for spec in specs.values()) else None
+    model._halfstep = Applied(recipe.name, autocast, before, STORABLE[recipe.grad_format], clock)  # type: ignore[assignment]
     adopt(model, _forward, _after_copy)
     return Report(recipe.name, count(model), tuple(specs), kept)
 
@@ -119,10 +112,11 @@ def revert(model: nn.Module) -> None:
     Raises:
         RecipeError: the model follows no recipe.
     """
-    applied = _applied(model)
+    applied = applied_to(model)
     for module in model.modules():
         release(module)
         vars(module).pop("_halfstep_linear", None)
+    detach(model)
     del model._halfstep
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, dtype in applied.dtypes.items():
@@ -131,19 +125,21 @@ def revert(model: nn.Module) -> None:
 
 
 def advance(model: nn.Module) -> None:
-    """End an optimizer step: scaling states move on, once. `scaler.update()` calls it.
+    """End an optimizer step: scaling states move on, once, the same on every rank. `scaler.update()` calls it.
 
     Only recipes whose scales depend on earlier steps have such states; for the others there is nothing to move.
 
     Raises:
         RecipeError: the model follows no recipe.
     """
-    _applied(model)
+    Scalings(model).advance()
 
 
 def _forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """The root's forward: under the recipe's autocast, leaving in float32."""
-    dtype = model._halfstep.autocast
+    dtype, clock = model._halfstep.autocast, model._halfstep.clock
+    if clock is not None and model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        clock.check(model)
     if dtype is None:
         return to_float32(stock(model, *args, **kwargs))
     with torch.autocast(next(model.parameters()).device.type, dtype=dtype):
@@ -153,20 +149,10 @@ def _forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _after_copy(model: nn.Module) -> None:
     """torch copies a parameter without the dtype that its gradients accumulate in."""
-    applied = _applied(model)
+    applied = applied_to(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in applied.dtypes.keys() & parameters.keys():
         store(parameters[name], parameters[name].dtype, applied.grads)
-
-
-def _applied(model: nn.Module) -> _Applied:
-    applied = vars(model).get("_halfstep")
-    if not isinstance(applied, _Applied):
-        raise RecipeError(
-            f"this {type(model).__name__} follows no recipe; call halfstep.apply or halfstep.prepare on it first "
-            "(on the module itself, not on what wraps it)"
-        )
-    return applied
 
 
 def _check(model: nn.Module) -> None:
@@ -195,14 +181,20 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
     return {path: module for path, module in named if isinstance(module, nn.Linear) and linear.fits(module)}
 
 
-def _match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) -> dict[str, LinearSpec]:
-    """The linear layers that follow a rule: the first rule that matches a path decides."""
+def _match(
+    model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None
+) -> tuple[dict[str, LinearSpec], dict[str, str]]:
+    """The linear layers that round their operands, and those a rule keeps, with the reason: the first match decides."""
     layers = _linears(model)
     chosen = {p for p, module in layers.items() if module_filter is None or module_filter(module, p)}
     specs: dict[str, LinearSpec] = {}
+    kept: dict[str, str] = {}
     for rule in recipe.rules:
-        hits = [path for path in layers if path not in specs and fnmatchcase(path, rule.path)]
-        specs |= dict.fromkeys(hits, rule.linear)
+        hits = [path for path in layers if path not in specs | kept and fnmatchcase(path, rule.path)]
+        if rule.linear.rounds:
+            specs |= dict.fromkeys(hits, rule.linear)
+        else:
+            kept |= dict.fromkeys(hits, rule.why or "kept by the recipe")
         if not hits and not rule.optional:
             near = get_close_matches(rule.path, layers, n=3, cutoff=0.0)
             raise RecipeError(
@@ -213,4 +205,4 @@ def _match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None)
         raise RecipeError(
             f"recipe {recipe.name!r}: module_filter selects none of the {len(specs)} linear layers its rules match"
         )
-    return {path: spec for path, spec in specs.items() if path in chosen}
+    return {path: spec for path, spec in specs.items() if path in chosen}, kept

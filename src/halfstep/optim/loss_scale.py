@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from halfstep.optim.overflow import find_nonfinite, named_grads
 
 
 _MAX_STATIC_SKIPS = 32
-_EXTRA = "halfstep"  # the one key beside torch's five
+_EXTRA = "halfstep"  # the one key beside torch's five: patience left, and what the follower keeps
 
 Outputs = TypeVar("Outputs", Tensor, list[Any], tuple[Any, ...], Iterable[Any])
 
@@ -28,6 +29,19 @@ class _Pending:
     found_inf: bool | None = None
     overflowed: tuple[str, ...] = ()
     coefficient: float = 1.0
+
+
+class Follower(Protocol):
+    """What moves on with the scaler's updates, and is saved with its state."""
+
+    def advance(self, skipped: bool = False) -> None:
+        """End an optimizer step, which was skipped where gradients overflowed."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What to save; nothing for most recipes."""
+
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        """Put it back."""
 
 
 class LossScaler:
@@ -48,7 +62,7 @@ class LossScaler:
         min_scale: an overflow at this scale is an error. torch has no floor: S sinks to 0 and 1/S becomes infinite.
         hysteresis: how many overflows it takes to lower S (DeepSpeed's meaning: refilled when S grows).
         names: the parameters' names, for `overflowed`.
-        on_update: called at the end of every `update()`.
+        follower: what moves on with every `update()` and is saved with this state (a model's scaling states).
         process_group: over which the overflow flags are combined; None is the default group where there is one.
 
     Source: torch.amp.grad_scaler; DeepSpeed's DynamicLossScaler for the hysteresis; Micikevicius et al. 2018.
@@ -67,7 +81,7 @@ class LossScaler:
         min_scale: float = 2.0**-16,
         hysteresis: int = 1,
         names: Mapping[nn.Parameter, str] | None = None,
-        on_update: Callable[[], None] = lambda: None,
+        follower: Follower | None = None,
         process_group: Any = None,
     ) -> None:
         if growth_factor <= 1.0 or not 0.0 < backoff_factor < 1.0:
@@ -95,7 +109,7 @@ class LossScaler:
         self._patience = hysteresis
         self._consecutive_skips = 0
         self._names = names or {}
-        self._on_update = on_update
+        self._follower = follower
         self._process_group = process_group
         self._pending: dict[int, _Pending] = {}
 
@@ -205,6 +219,7 @@ class LossScaler:
                 too many steps in a row of a constant scale.
         """
         pending, self._pending = self._pending, {}
+        skipped = any(p.found_inf for p in pending.values())
         if self._enabled:
             checked = [p for p in pending.values() if p.found_inf is not None]
             if new_scale is not None:
@@ -219,7 +234,8 @@ class LossScaler:
             else:
                 self._consecutive_skips = 0
                 self._grow()
-        self._on_update()
+        if self._follower is not None:
+            self._follower.advance(skipped)
 
     def _back_off(self) -> None:
         self._growth_tracker = 0
@@ -300,9 +316,13 @@ class LossScaler:
         return self._enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five keys; empty when disabled. Hysteresis in progress adds one key of its own."""
+        """torch's five keys; none when disabled. Hysteresis in progress, and scaling states, add a key each."""
+        followed = self._follower.state_dict() if self._follower is not None else {}
+        extra: dict[str, Any] = {"scaling": followed} if followed else {}
+        if self._enabled and self._hysteresis > 1:
+            extra["patience"] = self._patience
         if not self._enabled:
-            return {}
+            return {_EXTRA: extra} if extra else {}
         state: dict[str, Any] = {
             "scale": self._scale,
             "growth_factor": self._growth_factor,
@@ -310,18 +330,39 @@ class LossScaler:
             "growth_interval": self._growth_interval,
             "_growth_tracker": self._growth_tracker,
         }
-        if self._hysteresis > 1:
-            state[_EXTRA] = {"patience": self._patience}
-        return state
+        return state | ({_EXTRA: extra} if extra else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of this class or of `torch.amp.GradScaler`.
 
         Raises:
-            LossScaleError: the state is empty (it was saved by a disabled scaler) or lacks a key.
+            LossScaleError: the state is empty (it was saved by a disabled scaler) or lacks a key; scaling states of
+                another model or recipe.
         """
+        if self._enabled:
+            self._check_keys(state_dict)
+        if self._follower is not None:
+            self._follow(self._follower, state_dict.get(_EXTRA, {}).get("scaling", {}))
         if not self._enabled:
             return
+        self._scale = float(state_dict["scale"])
+        self._growth_factor = float(state_dict["growth_factor"])
+        self._backoff_factor = float(state_dict["backoff_factor"])
+        self._growth_interval = int(state_dict["growth_interval"])
+        self._growth_tracker = int(state_dict["_growth_tracker"])
+        self._patience = int(state_dict.get(_EXTRA, {}).get("patience", self._hysteresis))
+
+    def _follow(self, follower: Follower, saved: Mapping[str, Tensor]) -> None:
+        if follower.state_dict() and not saved:
+            warnings.warn(
+                "the scaler state holds no scaling states, so the model's scales start anew; save "
+                "scaler.state_dict() beside the model to resume exactly",
+                stacklevel=3,
+            )
+            return
+        follower.load_state_dict(saved)
+
+    def _check_keys(self, state_dict: Mapping[str, Any]) -> None:
         expected = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
         missing = [key for key in expected if key not in state_dict]
         if missing:
@@ -329,12 +370,6 @@ class LossScaler:
                 f"the scaler state lacks {', '.join(missing)}; expected torch.amp.GradScaler's five keys. "
                 "A disabled scaler saves an empty state: resume with the recipe the state was saved under"
             )
-        self._scale = float(state_dict["scale"])
-        self._growth_factor = float(state_dict["growth_factor"])
-        self._backoff_factor = float(state_dict["backoff_factor"])
-        self._growth_interval = int(state_dict["growth_interval"])
-        self._growth_tracker = int(state_dict["_growth_tracker"])
-        self._patience = int(state_dict.get(_EXTRA, {}).get("patience", self._hysteresis))
 
 
 def _scales_itself(optimizer: torch.optim.Optimizer) -> bool:

@@ -24,8 +24,8 @@ from halfstep.quant.cast import (
 )  # fmt: skip
 from halfstep.quant.pack import pack, packed_columns, unpack
 from halfstep.quant.rounding import check_rounding, draw_seed, noise_bits
-from halfstep.quant.scaling import Scaling, get_scaling
-from halfstep.quant.tile import Tile
+from halfstep.quant.scaling import Scaling, StatefulScaling, get_scaling
+from halfstep.quant.tile import TENSOR, Tile
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class Quantizer:
             raise QuantizationError(
                 f"outliers = {self.outliers}, scaling = {self.scaling}: expected a positive threshold beside tiles"
             )
+        if isinstance(self.scaling, StatefulScaling) and self.tile != TENSOR:
+            raise QuantizationError(f"{self.scaling.name} scaling with tile {self.tile}: it keeps one scale a tensor")
         if self.scaling is not None and self.overflow != "saturate":
             raise QuantizationError(f"overflow={self.overflow!r} with scaled tiles: elements of a tile always saturate")
 
@@ -63,6 +65,11 @@ class Quantizer:
         if self.scaling is None:
             return round_to(x, self.format, self.rounding, self.overflow, generator)
         return self.quantize(x, generator).dequantize()
+
+    @property
+    def down(self) -> Quantizer:
+        """The same with its tiles down the columns: for an operand whose shared dimension is its first."""
+        return self if self.tile is None else replace(self, tile=self.tile.transposed)
 
     def quantize(self, x: Tensor, generator: torch.Generator | int | None = None) -> Quantized:
         """Codes and scales of x (any shape; float32, bfloat16, float16 or float64).
@@ -94,6 +101,8 @@ class Quantizer:
 
     def _quotient(self, x: Tensor, multiplier: Tensor) -> Tensor:
         """x / multiplier; 0 in tiles of zeros, and in lost ones, whose scale says so."""
+        if self.scaling is not None and self.scaling.multiplies:
+            return torch.where(multiplier.isnan(), 0.0, x * multiplier)
         wide = x.double() if self.scaling is not None and self.scaling.exact else x
         lost = multiplier.isnan() | (multiplier == 0)
         return torch.where(lost, 0.0, wide / torch.where(lost, 1.0, multiplier))

@@ -27,6 +27,16 @@ class Tile:
                 f"tile {self.rows}x{self.columns}: expected whole numbers, 0 for all of a dimension"
             )
 
+    def __str__(self) -> str:
+        if not self.rows and not self.columns:
+            return "whole tensor"
+        return f"{self.rows or 'all'}x{self.columns or 'all'}"
+
+    @property
+    def transposed(self) -> Tile:
+        """The tile of the transposed matrix."""
+        return Tile(self.columns, self.rows)
+
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
         """How many tiles a matrix has, down and across."""
         return -(-rows // (self.rows or max(rows, 1))), -(-columns // (self.columns or max(columns, 1)))

@@ -3,7 +3,17 @@
 from functools import cache
 
 from halfstep.errors import RecipeError, unknown
-from halfstep.recipe.spec import MASTERS, STORABLE, BytesPerParameter, LinearSpec, LossScale, Matmul, Recipe, Rule
+from halfstep.recipe.spec import (
+    MASTERS,
+    STORABLE,
+    BytesPerParameter,
+    LinearSpec,
+    LossScale,
+    Matmul,
+    Recipe,
+    Rule,
+    linear_spec,
+)  # fmt: skip
 from halfstep.registry import collect
 
 
@@ -17,6 +27,7 @@ __all__ = [
     "Recipe",
     "Rule",
     "get_recipe",
+    "linear_spec",
     "list_recipes",
 ]
 

@@ -11,6 +11,7 @@ from halfstep import formats
 from halfstep.errors import RecipeError, unknown
 from halfstep.quant import Quantizer
 from halfstep.quant.rounding import check_rounding
+from halfstep.quant.scaling import StatefulScaling
 
 
 STORABLE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,17 +48,52 @@ class LinearSpec:
     grad_weight: Matmul = Matmul()
     """dy^T (out, rows) times x (rows, in)"""
 
+    def __post_init__(self) -> None:
+        for name, (first, second) in self._uses().items():
+            stateful = [q for q in (first, second) if q is not None and _is_stateful(q)]
+            if len(set(stateful)) > 1:
+                raise RecipeError(f"{name} follows two stateful scalings; give both of its products the same one")
+
+    @property
+    def states(self) -> dict[str, Quantizer]:
+        """The operands whose scales depend on earlier steps, and their quantizers."""
+        found = {name: [q for q in uses if q is not None and _is_stateful(q)] for name, uses in self._uses().items()}
+        return {name: quantizers[0] for name, quantizers in found.items() if quantizers}
+
+    @property
+    def rounds(self) -> bool:
+        """Whether any operand is rounded."""
+        return any(q is not None for uses in self._uses().values() for q in uses)
+
+    def _uses(self) -> dict[str, tuple[Quantizer | None, Quantizer | None]]:
+        return {
+            "input": (self.output.lhs, self.grad_weight.rhs),
+            "weight": (self.output.rhs, self.grad_input.rhs),
+            "grad_output": (self.grad_input.lhs, self.grad_weight.lhs),
+        }
+
+
+def _is_stateful(quantizer: Quantizer) -> bool:
+    return isinstance(quantizer.scaling, StatefulScaling)
+
+
+def linear_spec(input: Quantizer, weight: Quantizer, grad_output: Quantizer) -> LinearSpec:
+    """Each tensor rounded alike in both products that use it."""
+    return LinearSpec(Matmul(input, weight), Matmul(grad_output, weight), Matmul(grad_output, input))
+
 
 @dataclass(frozen=True)
 class Rule:
     """Linear layers whose module path matches the glob `path` follow `linear`; the first match wins.
 
-    A rule that matches no layer is an error, unless it is `optional`.
+    A rule that matches no layer is an error, unless it is `optional`. A rule whose spec rounds nothing keeps its
+    layers in the recipe's compute dtype; `why` then says why.
     """
 
     path: str
     linear: LinearSpec
     optional: bool = False
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -206,8 +242,13 @@ class Recipe:
 
 
 def _linear(spec: LinearSpec) -> str:
+    if not spec.rounds:
+        return "kept as it is"
+
     def side(quantizer: Quantizer | None) -> str:
-        return quantizer.format.name if quantizer else "-"
+        if quantizer is None or quantizer.scaling is None or quantizer.tile is None:
+            return quantizer.format.name if quantizer else "-"
+        return f"{quantizer.format.name} ({quantizer.scaling.name}, {quantizer.tile})"
 
     products = {"output": spec.output, "grad_input": spec.grad_input, "grad_weight": spec.grad_weight}
     return ", ".join(f"{name} {side(product.lhs)} x {side(product.rhs)}" for name, product in products.items())

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from halfstep import ops
+from halfstep.nn.scaling import states_of
 
 
 def fits(module: nn.Module) -> bool:
@@ -13,5 +15,6 @@ def fits(module: nn.Module) -> bool:
 
 
 def forward(stock: Any, module: Any, input: Tensor) -> Tensor:
-    """`ops.linear` with the spec that `apply` left on the module."""
-    return ops.linear(input, module.weight, module.bias, module._halfstep_linear)
+    """`ops.linear` with the spec that `apply` left on the module; only training steps move scaling states."""
+    record = module.training and torch.is_grad_enabled()
+    return ops.linear(input, module.weight, module.bias, module._halfstep_linear, states_of(module), record)

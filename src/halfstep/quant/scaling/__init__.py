@@ -3,11 +3,11 @@
 from functools import cache
 
 from halfstep.errors import QuantizationError, unknown
-from halfstep.quant.scaling.base import Scaling
+from halfstep.quant.scaling.base import Scaling, StatefulScaling
 from halfstep.registry import collect
 
 
-__all__ = ["Scaling", "get_scaling"]
+__all__ = ["Scaling", "StatefulScaling", "get_scaling"]
 
 
 @cache

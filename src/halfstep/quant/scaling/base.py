@@ -30,18 +30,49 @@ class Scaling(ABC):
     exact: ClassVar[bool] = False
     """Whether multipliers are powers of two: then an element is rounded from the exact quotient x / multiplier, and
     otherwise from the quotient in float32 (in float64 for float64 input)."""
+    multiplies: ClassVar[bool] = False
+    """Whether elements are multiplied by the factor that `scale` returns, the stored scale being its reciprocal, and
+    not divided by the scale: the two differ in the last bit."""
+    reads: ClassVar[bool] = True
+    """Whether the scale depends on the tensor at all."""
 
     @abstractmethod
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
-        """What is stored for a (rows, columns) matrix, and what the elements of each tile are divided by."""
+        """What is stored for a (rows, columns) matrix, and what the elements of each tile are divided by (multiplied,
+        where the rule `multiplies`)."""
 
     @abstractmethod
     def multiplier(self, stored: Stored, element: Format) -> Tensor:
         """What the elements of each tile are multiplied by: (tile rows, tile columns), float32."""
 
+    def factor(self, amax: Tensor, element: Format) -> Tensor | None:
+        """What elements are multiplied by before they are rounded, given the amax of their tile, in float32; None for
+        a rule that needs more than the amax. For products, which take the scale of a whole tensor last."""
+        return None
+
     def layout(self, grid: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Name, dtype and shape of every tensor stored for that grid of tiles."""
         return {"scale": (torch.float32, grid)}
+
+
+class StatefulScaling(Scaling):
+    """A rule whose scales depend on earlier steps, with one state an operand.
+
+    A state is one float32 tensor: first the factor in use, then the amax of the step that runs, then what the rule
+    likes. Forward and backward may only raise that amax; `advance` alone moves a state on.
+    """
+
+    @abstractmethod
+    def init(self, device: torch.device | str | None = None) -> Tensor:
+        """The state before the first step."""
+
+    @abstractmethod
+    def advance(self, state: Tensor, element: Format) -> None:
+        """End an optimizer step, in place."""
+
+    def record(self, state: Tensor, amax: Tensor) -> None:
+        """Raise the amax of the step that runs."""
+        state[1].copy_(torch.maximum(state[1], amax))
 
 
 def finite(amax: Tensor) -> Tensor:

@@ -24,16 +24,23 @@ class PowerOfTwoScaling(Scaling):
 
     exponent: Callable[[Tensor, Tensor, Format], Tensor] = field(repr=False)
     """k from the tile's amax = f * 2^e: takes f in [1/2, 1), e, and the element format."""
+    margin: int = 0
+    """Added to k: that many powers of two between the tile's amax and the format's largest value stay free."""
 
     exact = True
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
-        amax = tile.reduce(x.abs(), "amax").double()
-        fraction, power = torch.frexp(amax)
-        byte = self.exponent(fraction, power.long(), element).clamp(-127, 127) + 127
-        byte = torch.where(amax == 0, 0, torch.where(amax.isfinite(), byte, 255))
-        stored = {"scale": byte.to(torch.uint8)}
+        stored = {"scale": self._byte(tile.reduce(x.abs(), "amax").double(), element)}
         return stored, self.multiplier(stored, element)
+
+    def factor(self, amax: Tensor, element: Format) -> Tensor:
+        byte = self._byte(amax.double(), element)
+        return self.multiplier({"scale": byte}, element).reciprocal()
+
+    def _byte(self, amax: Tensor, element: Format) -> Tensor:
+        fraction, power = torch.frexp(amax)
+        byte = (self.exponent(fraction, power.long(), element) + self.margin).clamp(-127, 127) + 127
+        return torch.where(amax == 0, 0, torch.where(amax.isfinite(), byte, 255)).to(torch.uint8)
 
     def multiplier(self, stored: Stored, element: Format) -> Tensor:
         byte = stored["scale"].long()
@@ -77,3 +84,5 @@ floor = PowerOfTwoScaling("floor", _floor)
 ceil = PowerOfTwoScaling("ceil", _ceil)
 even = PowerOfTwoScaling("even", _even)
 rceil = PowerOfTwoScaling("rceil", _rceil)
+rceil_3 = PowerOfTwoScaling("rceil_3", _rceil, margin=3)
+"""Room to accumulate in fp16: the bias of Perez et al. 2023, arXiv 2309.17224, with their margin of 3."""

@@ -1,0 +1,66 @@
+"""What `apply` leaves on a model's root, for its forward, for `advance` and for `revert`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from halfstep.errors import RecipeError
+
+
+class Clock:
+    """Notices an optimizer step that nobody ended with `advance`: stale scales would go on unseen."""
+
+    def __init__(self) -> None:
+        self._version: int | None = None
+
+    def check(self, model: nn.Module) -> None:
+        """Called before a training forward.
+
+        Raises:
+            RecipeError: the weights have changed since the last one, and `end` was not called.
+        """
+        weight = next((p for p in model.parameters() if p.requires_grad), None)
+        if weight is None or type(weight) is not nn.Parameter:  # FSDP's are other tensors in every pass
+            return
+        if self._version not in (None, weight._version):
+            raise RecipeError(
+                f"{type(model).__name__}'s weights have changed and its scaling states have not moved on: call "
+                "scaler.update() after every optimizer step, or halfstep.advance(model) where there is no scaler"
+            )
+        self._version = weight._version
+
+    def end(self) -> None:
+        """An optimizer step has ended."""
+        self._version = None
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The recipe that a model follows, and what it was before."""
+
+    recipe: str
+    autocast: torch.dtype | None
+    dtypes: dict[str, torch.dtype]
+    """The dtype that each parameter had."""
+    grads: torch.dtype
+    """The dtype that their gradients accumulate in."""
+    clock: Clock | None
+    """Where scales depend on earlier steps."""
+
+
+def applied_to(model: nn.Module) -> Applied:
+    """What `apply` left on the model.
+
+    Raises:
+        RecipeError: it follows no recipe.
+    """
+    applied = vars(model).get("_halfstep")
+    if not isinstance(applied, Applied):
+        raise RecipeError(
+            f"this {type(model).__name__} follows no recipe; call halfstep.apply or halfstep.prepare on it first "
+            "(on the module itself, not on what wraps it)"
+        )
+    return applied

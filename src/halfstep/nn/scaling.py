@@ -1,0 +1,123 @@
+"""States of scalings that depend on earlier steps: kept beside the layers, moved on once an optimizer step.
+
+Forward and backward only raise the amax of the step that runs, so a layer may be computed again (activation
+checkpointing), or for several micro-batches, and nothing changes but that maximum. `advance` alone moves a state on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from halfstep.errors import LossScaleError
+from halfstep.nn.applied import applied_to
+from halfstep.quant import Quantizer
+from halfstep.quant.scaling import StatefulScaling
+from halfstep.recipe import LinearSpec
+
+
+_PREFIX = "_halfstep_scaling_"
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's own name for what DDP does not broadcast
+
+
+def attach(model: nn.Module, specs: Mapping[str, LinearSpec]) -> None:
+    """Give every layer a state for each operand that needs one: a non-persistent buffer that DDP leaves alone."""
+    for path, spec in specs.items():
+        module = model.get_submodule(path)
+        device = next(module.parameters()).device
+        for name, quantizer in spec.states.items():
+            module.register_buffer(_PREFIX + name, _rule(quantizer).init(device), persistent=False)
+    names = [name for name, _ in model.named_buffers() if _PREFIX in name]
+    if names:
+        setattr(model, _IGNORED, [*getattr(model, _IGNORED, ()), *names])
+
+
+def detach(model: nn.Module) -> None:
+    """Take every state away again."""
+    for module in model.modules():
+        for name in [name for name in module._buffers if name.startswith(_PREFIX)]:
+            delattr(module, name)
+    kept = [name for name in getattr(model, _IGNORED, ()) if _PREFIX not in name]
+    if kept:
+        setattr(model, _IGNORED, kept)
+    else:
+        vars(model).pop(_IGNORED, None)
+
+
+def states_of(module: nn.Module) -> dict[str, Tensor]:
+    """The states of one layer, by operand."""
+    found = {name.removeprefix(_PREFIX): b for name, b in module._buffers.items() if name.startswith(_PREFIX)}
+    return {name: state for name, state in found.items() if state is not None}
+
+
+def _states(model: nn.Module) -> Iterator[tuple[str, Tensor, Quantizer]]:
+    for path, module in model.named_modules():
+        for name, state in states_of(module).items():
+            spec: Any = module._halfstep_linear
+            yield f"{path}.{name}", state, spec.states[name]
+
+
+def _rule(quantizer: Quantizer) -> StatefulScaling:
+    assert isinstance(quantizer.scaling, StatefulScaling)
+    return quantizer.scaling
+
+
+class Scalings:
+    """A model's scaling states as the loss scaler sees them: something to advance, save and load."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every state by layer and operand; empty for a recipe without."""
+        return {name: state.detach().clone() for name, state, _ in _states(self._model)}
+
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        """Put saved states back.
+
+        Raises:
+            LossScaleError: they are of other layers or of another length. Nothing was changed.
+        """
+        own = {name: state for name, state, _ in _states(self._model)}
+        if own.keys() != saved.keys():
+            missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+            raise LossScaleError(
+                f"the saved scaling state is of other layers: {_some(missing)} missing, {_some(extra)} unexpected. "
+                "Resume with the model and the recipe it was saved under"
+            )
+        for name, state in own.items():
+            if saved[name].shape != state.shape:
+                raise LossScaleError(
+                    f"scaling state {name!r} has {saved[name].numel() - 1} steps of history, this recipe "
+                    f"{state.numel() - 1}. Resume with the recipe it was saved under"
+                )
+        with torch.no_grad():
+            for name, state in own.items():
+                state.copy_(saved[name])
+
+    @torch.no_grad()
+    def advance(self, skipped: bool = False) -> None:
+        """End an optimizer step: the states move on, after ranks have agreed on the largest amaxes.
+
+        A skipped step moves nothing, and its amaxes are forgotten.
+        """
+        clock, entries = applied_to(self._model).clock, list(_states(self._model))
+        if clock is None:
+            return
+        clock.end()
+        amaxes = torch.stack([state[1] for _, state, _ in entries])
+        if not skipped and dist.is_available() and dist.is_initialized():
+            dist.all_reduce(amaxes, dist.ReduceOp.MAX)
+        for amax, (_, state, quantizer) in zip(amaxes, entries, strict=True):
+            state[1] = 0.0 if skipped else amax
+            if not skipped:
+                _rule(quantizer).advance(state, quantizer.format)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3]) or "none"
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

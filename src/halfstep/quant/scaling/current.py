@@ -1,0 +1,43 @@
+"""One scale a tile from the tile itself, as FP8 libraries compute it: its amax lands on the largest value."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfstep.formats import Format
+from halfstep.quant.scaling.base import Scaling, Stored
+from halfstep.quant.tile import Tile
+
+
+class Current(Scaling):
+    """factor = max / amax in float32; elements are multiplied by it, and scale = 1 / factor.
+
+    A tile of zeros has factor 1; an amax so small that the factor overflows has the largest float32. Unlike in the
+    source, an infinity or NaN makes its tile NaN, so that it is seen.
+
+    Source: NVIDIA Transformer Engine, Float8CurrentScaling (amax_epsilon 0); torchao's tensorwise scaling.
+    """
+
+    multiplies = True
+
+    def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
+        factor = self.factor(tile.reduce(x.abs(), "amax").float(), element)
+        return {"scale": factor.reciprocal()}, factor
+
+    def factor(self, amax: Tensor, element: Format) -> Tensor:
+        return factor_of(amax, element)
+
+    def multiplier(self, stored: Stored, element: Format) -> Tensor:
+        return stored["scale"]
+
+
+def factor_of(amax: Tensor, element: Format) -> Tensor:
+    """max / amax in float32: 1 for an amax of 0, NaN for one that is not finite, at most the largest float32."""
+    limit = torch.finfo(torch.float32).max
+    # In double and rounded once, which is float32's own division: CUDA's and a compiler's are not always.
+    factor = (element.max / amax.double()).clamp(max=limit).float()
+    return torch.where(amax.isfinite(), torch.where(amax == 0, 1.0, factor), torch.nan)
+
+
+current = Current("current")

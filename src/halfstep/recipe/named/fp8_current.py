@@ -1,0 +1,20 @@
+"""FP8 with one scale a tensor, from the tensor itself."""
+
+from halfstep import formats
+from halfstep.quant import Quantizer
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import TENSOR
+from halfstep.recipe.high_precision import KEEP
+from halfstep.recipe.spec import Recipe, Rule, linear_spec
+
+
+_e4m3, _e5m2 = (Quantizer(formats.get(f), tile=TENSOR, scaling=get_scaling("current")) for f in ("e4m3fn", "e5m2"))
+
+fp8_current = Recipe(
+    name="fp8-current",
+    summary="E4M3 forward, E5M2 gradients, one float32 scale a tensor from its own amax.",
+    source="NVIDIA Transformer Engine, Float8CurrentScaling; torchao float8, tensorwise",
+    compute="bf16",
+    rules=(*KEEP, Rule("*", linear_spec(input=_e4m3, weight=_e4m3, grad_output=_e5m2))),
+    notes=("An infinity or NaN makes its tensor NaN, so that it is seen; Transformer Engine then takes scale 1.",),
+)
