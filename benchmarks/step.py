@@ -8,12 +8,26 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
+from torchao.quantization import quantize_
+from unit_scaling.transforms import simulate_fp8
 
 import halfstep
 from halfstep.lab.models.gpt import GPT, Attention
 from harness import Contender, race, report
 
 
+_TENSORWISE = {
+    "torch.autocast bf16": 1.15,
+    "torchao float8, emulated": 1 / 4,
+    "unit-scaling simulate_fp8": 1 / 4,
+    "torch fp32": 1 / 2,
+    "halfstep bf16-mixed": None,
+}
+_BLOCKS = {"torch.autocast bf16": 1.35, "torchao mxfp8, emulated": 1 / 3, "halfstep bf16-mixed": None}
+RECIPES = {"fp8-current": _TENSORWISE, "fp8-delayed": _TENSORWISE, "mxfp8": _BLOCKS, "fp8-block": _BLOCKS}
+"""The peers of each recipe, and at most what share of their time it should take."""
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH, ROUNDS = 6, 384, 6, 256, 8, 9
 
 
@@ -63,6 +77,23 @@ def prepared(model: nn.Module, tokens: Tensor, recipe: str) -> Callable[[], None
     return step
 
 
+def float8(model: nn.Module) -> nn.Module:
+    """torchao's float8 training, emulated, of every linear layer but the head."""
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True), module_filter_fn=_but_the_head)
+    return model
+
+
+def mxfp8(model: nn.Module) -> nn.Module:
+    """torchao's MXFP8 training, emulated, of every linear layer but the head."""
+    config = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+    quantize_(model, config, filter_fn=_but_the_head)
+    return model
+
+
+def _but_the_head(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear) and name != "head"
+
+
 def main() -> None:
     """Time one step of each, interleaved."""
     torch.manual_seed(0)
@@ -76,7 +107,15 @@ def main() -> None:
         Contender("halfstep bf16-mixed", prepared(model, tokens, "bf16-mixed"), "torch.autocast bf16", 1.03),
         Contender("halfstep bf16-stochastic", prepared(model, tokens, "bf16-stochastic"), "torch.autocast bf16"),
         Contender("halfstep fp16-mixed", prepared(model, tokens, "fp16-mixed"), "torch fp32"),
+        # The peers' loops run without autocast: torch's own bf16 products would slow them down on a CPU without units.
+        Contender("torchao float8, emulated", plain(float8(copy.deepcopy(model)), tokens, None)),
+        Contender("torchao mxfp8, emulated", plain(mxfp8(copy.deepcopy(model)), tokens, None)),
+        Contender("unit-scaling simulate_fp8", plain(simulate_fp8(copy.deepcopy(model)), tokens, None)),
     ]
+    for recipe, bars in RECIPES.items():
+        step = prepared(model, tokens, recipe)
+        for peer, at_most in bars.items():
+            contenders.append(Contender(f"halfstep {recipe}", step, peer, at_most))
     question = f"a step of a {size:.1f}M-parameter GPT, {BATCH} x {CONTEXT} tokens"
     report("step", question, race(contenders, ROUNDS), ROUNDS)
 

@@ -1,0 +1,168 @@
+"""Products of quantised operands, carried in wider numbers: the exact product, rounded once."""
+
+import pytest
+import torch
+
+from halfstep import formats, get_quantizer, ops
+from halfstep.kernels import carried
+from halfstep.ops.operand import operand
+from halfstep.quant import Quantizer
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.scaling.fixed import Fixed
+from halfstep.quant.tile import ROW, TENSOR
+from halfstep.recipe import linear_spec
+
+
+def tensorwise(format, scaling="current"):
+    return Quantizer(formats.get(format), tile=TENSOR, scaling=get_scaling(scaling))
+
+
+PAIRS = {
+    "current": (tensorwise("e4m3fn"), tensorwise("e5m2")),
+    "margin": (tensorwise("e4m3fnuz", "rceil_3"), tensorwise("e5m2fnuz", "rceil_3")),
+    "fixed": (tensorwise("e4m3fn", "fixed"), tensorwise("e4m3fn", "fixed")),
+    "rowwise": (Quantizer(formats.get("e4m3fn"), tile=ROW, scaling=get_scaling("rceil")),) * 2,
+    "int8": (get_quantizer("int8_tensor"), get_quantizer("int8_row")),
+    "block": (get_quantizer("fp8_1x128", scale="rceil"), get_quantizer("fp8_128x128", scale="rceil")),
+    "block float32": (get_quantizer("fp8_1x128"), get_quantizer("fp8_128x128")),
+    "mxfp8": (get_quantizer("mxfp8_e4m3", scale="rceil"), get_quantizer("mxfp8_e5m2")),
+    "mxfp6": (get_quantizer("mxfp6_e3m2"), get_quantizer("mxfp6_e2m3")),
+    "mxfp4": (get_quantizer("mxfp4"), get_quantizer("mxfp4")),
+    "nvfp4": (get_quantizer("nvfp4"), get_quantizer("nvfp4")),
+}
+every_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=list(PAIRS))
+machines = pytest.mark.parametrize("units", [False, True], ids=["float32", "bf16 units"])
+
+
+def reference(x, quantizer):
+    """What the operand stands for, in float64."""
+    return quantizer.quantize(x).dequantize(torch.float64)
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def machine(units, monkeypatch):
+    """A CPU with, or without, bf16 matrix units: torch computes the same products on both, faster or slower."""
+    monkeypatch.setattr(carried, "_CARRIED", frozenset() if units else frozenset({torch.bfloat16, torch.float16}))
+
+
+@every_pair
+@machines
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("spread", [0.0, 3.0])
+def test_an_operand_is_what_its_quantizer_makes(pair, units, dtype, spread, machine):
+    x = (draw(40, 256) * torch.exp(spread * draw(40, 1, seed=1))).to(dtype)
+    for quantizer in pair:
+        made = operand(x, quantizer, torch.bfloat16)
+        value = made.values.double() * (1.0 if made.scale is None else made.scale.double())
+        exact = reference(x.double() if quantizer.scaling.name == "fixed" else x.float(), quantizer)
+        # A scale apart is the same scale; a float32 scale times a value is rounded to float32 in the reference.
+        torch.testing.assert_close(value, exact, rtol=2.0**-23, atol=0)
+
+
+@every_pair
+@machines
+@pytest.mark.parametrize("shared", [256, 1024])
+def test_a_product_is_the_exact_one_rounded_once(pair, units, shared, machine):
+    left, right = draw(96, shared), draw(64, shared, seed=1) * torch.exp(draw(64, 1, seed=2))
+    lhs, rhs = (operand(x, q, torch.bfloat16) for x, q in zip((left, right), pair, strict=True))
+    scale = lhs.scale if rhs.scale is None else rhs.scale if lhs.scale is None else lhs.scale * rhs.scale
+    found = ops.matmul(lhs.values, rhs.values.t(), None, scale, torch.bfloat16)
+    a, b = (x.values.double() * (1.0 if x.scale is None else x.scale.double()) for x in (lhs, rhs))
+    exact, bound = a @ b.t(), shared * 2.0**-24 * (a.abs() @ b.abs().t())
+    assert found.dtype == torch.bfloat16
+    equal = (found == exact.to(torch.bfloat16)).double().mean()
+    assert equal >= 0.999
+    assert ((found.double() - exact).abs() <= exact.abs() * 2.0**-8 + bound).all()
+    assert (found.double() - left.double() @ right.double().t()).abs().max() > 0  # something was rounded
+
+
+@machines
+def test_a_bias_is_added_before_the_one_rounding(units, machine):
+    x, w, b = draw(32, 64), draw(16, 64, seed=1), draw(16, seed=2).to(torch.bfloat16)
+    lhs, rhs = (operand(t, tensorwise("e4m3fn"), torch.bfloat16) for t in (x, w))
+    scale = lhs.scale * rhs.scale
+    found = ops.matmul(lhs.values, rhs.values.t(), b, scale, torch.bfloat16)
+    exact = (lhs.values.double() @ rhs.values.double().t()) * scale.double() + b.double()
+    assert (found == exact.to(torch.bfloat16)).double().mean() >= 0.999
+
+
+def test_subnormal_bf16_numbers_go_by_float32_where_units_would_lose_them(monkeypatch):
+    """bf16 units of CPUs take numbers below 2^-126 for zeros."""
+    monkeypatch.setattr(carried, "_CARRIED", frozenset())
+    quantizer, x = get_quantizer("mxfp8_e4m3", scale="rceil"), torch.ones(2, 64)
+    assert operand(x, quantizer, torch.bfloat16).values.dtype == torch.bfloat16
+    for smallest, dtype in ((2.0**-126, torch.bfloat16), (2.0**-127, torch.float32)):
+        x[1, 32:] = 2.0**-119  # its block's scale is 2^-127: elements come in steps of 2^-136
+        x[1, 40] = smallest
+        made = operand(x, quantizer, torch.bfloat16)
+        assert made.values.dtype == dtype
+        torch.testing.assert_close(made.values.double(), reference(x, quantizer), rtol=0, atol=0)
+
+
+def test_values_that_do_not_fit_the_compute_dtype_go_by_float32():
+    wide = operand(draw(4, 32), tensorwise("e5m2"), torch.float16)
+    assert wide.values.dtype == torch.float16
+    exact = operand(draw(4, 32), Quantizer(formats.get("e8m10")), torch.bfloat16)
+    assert exact.values.dtype == torch.float32
+    assert operand(draw(4, 32), get_quantizer("fp8_1x128"), torch.bfloat16).values.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["current", "rceil_3"])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_what_is_not_finite_is_seen_in_the_whole_tensor(name, value):
+    x = draw(4, 8)
+    x[1, 2] = value
+    assert operand(x, tensorwise("e4m3fn", name), torch.bfloat16).values.isnan().all()
+
+
+def test_tensors_of_zeros_and_of_nothing():
+    for name in ("current", "rceil_3", "fixed"):
+        for x in (torch.zeros(3, 4), torch.zeros(0, 4)):
+            made = operand(x, tensorwise("e4m3fn", name), torch.bfloat16)
+            assert (made.values == 0).all() and made.values.shape == x.shape
+
+
+def test_a_linear_layer_rounds_each_operand_along_its_products_shared_dimension():
+    """Blocks lie along `in` for the output, along `out` for dx, along the rows for dw."""
+    quantizer = get_quantizer("mxfp8_e4m3", scale="rceil")
+    x, w, dy = draw(64, 96).requires_grad_(), draw(32, 96, seed=1).requires_grad_(), draw(64, 32, seed=2)
+    y = ops.linear(x, w, None, linear_spec(quantizer, quantizer, quantizer))
+    y.backward(dy)
+    q = lambda t: reference(t.detach().contiguous(), quantizer)  # noqa: E731
+    for found, exact in (
+        (y, q(x) @ q(w).t()),
+        (x.grad, q(dy) @ q(w.t()).t()),
+        (w.grad, q(dy.t()) @ q(x.t()).t()),
+    ):
+        torch.testing.assert_close(found.detach(), exact.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_the_scale_with_a_margin_leaves_room_for_fp16_accumulation():
+    """Perez et al. 2023: scaled amaxes in (120, 240] without and (15, 30] with a margin of 3; fp16 overflows without."""
+    e4 = formats.get("e4m3fnuz")
+    for seed in range(200):
+        amax = (draw(1, seed=seed).abs() * 10.0 ** (12 * draw(1, seed=seed + 1000).tanh()))[0]
+        assert 120 < amax * get_scaling("rceil").factor(amax, e4) <= 240
+        assert 15 < amax * get_scaling("rceil_3").factor(amax, e4) <= 30
+    x, w = draw(64, 512), draw(512, 64, seed=1)
+    raw = {}
+    for scaling in ("rceil", "rceil_3"):
+        lhs, rhs = (operand(t, tensorwise("e4m3fnuz", scaling), torch.float32) for t in (x, w))
+        raw[scaling] = (lhs.values @ rhs.values).abs().max()
+    assert raw["rceil"] > 65504 > 8 * raw["rceil_3"]
+
+
+def test_a_constant_scale_has_a_window():
+    """Perez et al. 2023, Table 6: one bias for all tensors works inside a window only."""
+    x, w = draw(64, 512), draw(512, 64, seed=1) / 8
+    exact, error = x.double() @ w.double(), {}
+    for bias in (-8, 0, 3, 8):
+        q = Quantizer(formats.get("e4m3fnuz"), tile=TENSOR, scaling=Fixed("constant", bias))
+        lhs, rhs = (operand(t, q, torch.float32) for t in (x, w))
+        found = (lhs.values.double() @ rhs.values.double()) * (lhs.scale * rhs.scale).double()
+        error[bias] = ((found - exact).norm() / exact.norm()).item()
+    assert error[0] < 0.05 and error[3] < 0.05 < error[-8] and error[8] > 4 * error[0]
