@@ -171,15 +171,11 @@ def _element(value, scale, numbers, codes, cuts, keys, index, like):
     if like == types.uint8:
         if cuts is not None:
             return _searched(quotient.float(), cuts, codes)
-        p, c = Rounding(*numbers), Coding(*codes)
-        code = coding.nearest(quotient, p, c) if keys is None else coding.stochastic(quotient, noise(keys, index), p, c)
-        return code.to(8)
+        return coding.encoded(quotient, Rounding(*numbers), Coding(*codes), noise(keys, index)).to(8)
     if cuts is not None:
         rounded = _looked_up(quotient.float(), cuts)
-    elif keys is None:
-        rounded = elements.nearest(quotient, Rounding(*numbers)).float()
     else:
-        rounded = elements.stochastic(quotient, noise(keys, index), Rounding(*numbers)).float()
+        rounded = elements.rounded(quotient, Rounding(*numbers), noise(keys, index)).float()
     return nearest_as(_scaled(rounded, scale.float() if scale.stored == types.uint32 else scale, like), like)
 
 

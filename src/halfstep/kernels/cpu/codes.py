@@ -30,12 +30,8 @@ def run(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, se
     """Write the codes of `x`, rounded, to `out`. False: there is NaN in x, and the format has no code for it."""
     numbers, codes = coding.scalars(format, rounding, overflow)
     worst = None if format.has_nan else np.zeros(-(-x.numel() // CHUNK), np.uint32)
-    if rounding == "nearest_even":
-        _nearest(x.numel(), array(x), array(out), numbers, codes, worst)
-    elif rounding == "stochastic":
-        _stochastic(x.numel(), array(x), array(out), numbers, codes, worst, seed_keys(seed))
-    else:
-        _directed(x.numel(), array(x), array(out), numbers, codes, worst)
+    keys = seed_keys(seed) if rounding == "stochastic" else None
+    _encode(x.numel(), array(x), array(out), numbers, codes, worst, keys)
     return worst is None or not (worst > INFINITY).any()
 
 
@@ -62,19 +58,9 @@ def run_decode(codes: Tensor, out: Tensor, format: Format) -> bool:
 
 
 @lanes("like")
-def _nearest_code(value, numbers, codes, like):
-    return coding.nearest(bits_of(value), Rounding(*numbers), Coding(*codes)).to(like.bitwidth)
-
-
-@lanes("like")
-def _directed_code(value, numbers, codes, like):
-    return coding.directed(bits_of(value), Rounding(*numbers), Coding(*codes)).to(like.bitwidth)
-
-
-@lanes("like")
-def _stochastic_code(value, numbers, codes, index, keys, like):
-    bits = noise(keys, index)
-    return coding.stochastic(bits_of(value), bits, Rounding(*numbers), Coding(*codes)).to(like.bitwidth)
+def _code(value, numbers, codes, keys, index, like):
+    code = coding.encoded(bits_of(value), Rounding(*numbers), Coding(*codes), noise(keys, index))
+    return code.to(like.bitwidth)
 
 
 @lanes("like")
@@ -93,21 +79,9 @@ def _larger_code(worst, code):
 
 
 @inner
-def _nearest_piece(x, out, numbers, codes):
+def _encode_piece(x, out, numbers, codes, keys):
     for i in range(x.size):
-        out[i] = _nearest_code(x[i], numbers, codes, out[i])
-
-
-@inner
-def _directed_piece(x, out, numbers, codes):
-    for i in range(x.size):
-        out[i] = _directed_code(x[i], numbers, codes, out[i])
-
-
-@inner
-def _stochastic_piece(x, out, numbers, codes, keys):
-    for i in range(x.size):
-        out[i] = _stochastic_code(x[i], numbers, codes, i, keys, out[i])
+        out[i] = _code(x[i], numbers, codes, keys, i, out[i])
 
 
 @inner
@@ -143,29 +117,11 @@ def _note_code(codes, worst):
 
 
 @Kernel
-def _nearest(x, out, numbers, codes, worst):
+def _encode(x, out, numbers, codes, worst, seed):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
-        _nearest_piece(x[a:b], out[a:b], numbers, codes)
-        _note_magnitude(x[a:b], piece(worst, chunk, chunk + 1))
-
-
-@Kernel
-def _directed(x, out, numbers, codes, worst):
-    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
-        _directed_piece(x[a:b], out[a:b], numbers, codes)
-        _note_magnitude(x[a:b], piece(worst, chunk, chunk + 1))
-
-
-@Kernel
-def _stochastic(x, out, numbers, codes, worst, seed):
-    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
-        _stochastic_piece(x[a:b], out[a:b], numbers, codes, chunk_keys(seed, chunk))
+        _encode_piece(x[a:b], out[a:b], numbers, codes, chunk_keys(seed, chunk))
         _note_magnitude(x[a:b], piece(worst, chunk, chunk + 1))
 
 

@@ -81,28 +81,15 @@ def scalars(format: Format, rounding: str, overflow: str) -> tuple[Scalars, Scal
     return numbers, tuple(np.uint32(number) for number in coding if number is not None)
 
 
-def nearest(bits: Lane, p: Rounding, c: Coding) -> Lane:
-    """The code of float32 bits rounded to nearest, ties to even; 32 bits wide."""
+def encoded(bits: Lane, p: Rounding, c: Coding, noise: Lane | None = None) -> Lane:
+    """The code of float32 bits rounded as by `elements.rounded`; 32 bits wide."""
     magnitude = bits & MAGNITUDE
-    on_bits, steps = elements.nearest_both(magnitude, p)
-    fixed = steps.bits() - p.magic
-    return _finish(bits, magnitude, (magnitude < p.min_normal).pick(fixed, (on_bits >> p.shift) - c.bias), p, c)
-
-
-def stochastic(bits: Lane, noise: Lane, p: Rounding, c: Coding) -> Lane:
-    """The code of float32 bits rounded as `elements.stochastic`."""
-    return _noisy(bits, noise, p, c, exact=False)
-
-
-def directed(bits: Lane, p: Rounding, c: Coding) -> Lane:
-    """The code of float32 bits rounded as `elements.directed`."""
-    return _noisy(bits, (bits > MAGNITUDE).pick(p.add_negative, p.add), p, c, exact=True)
-
-
-def _noisy(bits: Lane, noise: Lane, p: Rounding, c: Coding, exact: bool) -> Lane:
-    magnitude = bits & MAGNITUDE
-    on_bits, steps = elements.noisy_both(magnitude, noise, p, exact)
-    fixed = steps.truncated()
+    if noise is None and p.add is None:
+        on_bits, steps = elements.nearest_both(magnitude, p)
+        fixed = steps.bits() - p.magic
+    else:
+        on_bits, steps = elements.noisy_both(bits, magnitude, noise, p)
+        fixed = steps.truncated()
     return _finish(bits, magnitude, (magnitude < p.min_normal).pick(fixed, (on_bits >> p.shift) - c.bias), p, c)
 
 

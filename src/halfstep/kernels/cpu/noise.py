@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import types
 from numba.extending import overload
@@ -62,8 +64,10 @@ def _chunk_keys_overload(seed, chunk):
     return lambda seed, chunk: _chunk_keys(seed, np.int64(chunk))
 
 
-def noise(keys: list[Lane], index: Lane) -> Lane:
-    """32 bits of noise for the element of that index within the chunk."""
+def noise(keys: list[Lane] | None, index: Lane) -> Any:
+    """32 bits of noise for the element of that index within the chunk; None without keys."""
+    if keys is None:
+        return None
     x = keys[0] + index.to(32)
     x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ keys[1]
     x = (x ^ (x >> 15)) * 0x846CA68B

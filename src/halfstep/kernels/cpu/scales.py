@@ -120,7 +120,7 @@ def absmax_scale(amax, largest):
 def two_level_code(amax, largest, tensor_scale, numbers, codes):
     """The E4M3 code of amax / largest / tensor_scale."""
     quotient = absmax_quotient(amax, largest, tensor_scale)
-    return coding.nearest(quotient, Rounding(*numbers), Coding(*codes)).to(8)
+    return coding.encoded(quotient, Rounding(*numbers), Coding(*codes)).to(8)
 
 
 def absmax_quotient(amax: Any, largest: Any, tensor_scale: Any) -> Any:
