@@ -128,14 +128,11 @@ class Decoding(NamedTuple):
     """A code, with its sign, that is NaN."""
 
 
-def knows_codes(format: Format) -> bool:
-    """Whether `decoding_scalars` can describe the format."""
-    return knows(format) and isinstance(format, Float)
-
-
 @cache
-def decoding_scalars(format: Float) -> Scalars:
-    """The `Decoding` of a format that `knows_codes` accepts."""
+def decoding_scalars(format: Float | Integer) -> Scalars:
+    """The `Decoding` of a float that `knows` accepts; of an integer, the bits above its sign's and its step."""
+    if isinstance(format, Integer):
+        return np.uint32(32 - format.bits if format.low else 0), np.uint32(float_bits(format.smallest))
     magnitude = (1 << format.bits - 1) - 1
     infinity = (1 << format.exponent_bits) - 1 << format.mantissa_bits
     same = format.min_exponent == -126
@@ -152,8 +149,12 @@ def decoding_scalars(format: Float) -> Scalars:
     return tuple(np.uint32(number & elements._ALL) for number in numbers)
 
 
-def decoded(code: Lane, d: Decoding) -> Lane:
-    """The float32 bits of a code, given 32 bits wide."""
+def decoded(code: Lane, numbers: list[Lane]) -> Lane:
+    """The float32 bits of a code, given 32 bits wide, by `decoding_scalars`."""
+    if len(numbers) == 2:
+        shift, step = numbers
+        return ((code << shift).shift_signed(shift).value_as_float() * step.float()).bits()
+    d = Decoding(*numbers)
     shifted = code << d.sign_shift
     magnitude = (shifted & MAGNITUDE) >> d.sign_shift
     fixed = (magnitude.value_as_float() * d.step.float()).bits()
