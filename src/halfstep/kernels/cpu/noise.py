@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 from numba import types
 from numba.extending import overload
 
-from halfstep.kernels.cpu.compiled import inner
 from halfstep.kernels.cpu.lanes import Lane, lanes
 
 
@@ -42,7 +42,7 @@ def _second_key(first: Lane, left: Lane) -> Lane:
     return mix(first ^ left)
 
 
-@inner
+@numba.njit(error_model="numpy")
 def _chunk_keys(seed, chunk):
     left = _left_key(seed[0], chunk)
     first = _first_key(seed[0], seed[1], left, chunk)
