@@ -10,6 +10,7 @@ from halfstep.kernels.cpu import blocks as kernel
 from halfstep.kernels.cpu import dequantize
 from halfstep.kernels.cpu.compiled import CHUNK
 from halfstep.quant.quantizer import Quantizer, get_quantizer
+from halfstep.quant.scaling import get_scaling
 from halfstep.quant.scaling.power_of_two import PowerOfTwoScaling
 from halfstep.quant.tile import Tile
 from oracles.numbers import same_bits
@@ -67,6 +68,11 @@ CASES += [("int4_64", None)]
 @pytest.mark.parametrize(("name", "rule"), CASES)
 def test_every_block_format(name, rule, dtype):
     assert_quantises(hard(512, dtype), get_quantizer(name, scale=rule))
+
+
+@pytest.mark.parametrize("name", ["uint4", "uint8", "int8"])
+def test_integers_with_and_without_sign(name):
+    assert_quantises(hard(512), Quantizer(formats.get(name), tile=Tile(1, 64), scaling=get_scaling("absmax")))
 
 
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp4", "nvfp4", "fp8_1x128"])

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
-from halfstep import formats
+from halfstep import formats, quantize
+from halfstep.errors import QuantizationError
 from halfstep.kernels.cpu import codes as kernel
 from halfstep.kernels.cpu.compiled import CHUNK
 from halfstep.quant.cast import CONTAINERS, decode, encode
+from halfstep.quant.pack import pack
+from halfstep.quant.quantizer import Quantizer
 from kernels.inputs import OVERFLOWS, ROUNDINGS, all_formats, inputs
 from oracles.numbers import same_bits
 
@@ -78,6 +81,76 @@ def test_a_code_that_the_format_does_not_have_is_reported(name):
     assert kernel.run_decode(codes, torch.empty(codes.shape), formats.get(name))
     codes[-1] = 1 << formats.get(name).bits
     assert not kernel.run_decode(codes, torch.empty(codes.shape), formats.get(name))
+
+
+PACKED = ("e2m1fn", "e3m2fn", "e2m3fn", "int4", "uint4")
+packed_format = pytest.mark.parametrize("format", [formats.get(name) for name in PACKED], ids=lambda f: f.name)
+
+
+@packed_format
+@every_dtype
+def test_codes_are_packed_in_the_kernel(format, dtype):
+    x = inputs(format, dtype)
+    x = x[~x.isnan()]
+    x = x[: len(x) // 4 * 4].view(1, -1)
+    for rounding in ROUNDINGS:
+        for overflow in OVERFLOWS:
+            expected = pack(encode(x, format, rounding, overflow, 99), format.bits)
+            out = torch.full((expected.numel() + 1,), 7, dtype=torch.uint8)  # one more than is written
+            assert kernel.supports(x, out[:-1], format, rounding, overflow, packed=True)
+            assert kernel.run(x, out[:-1], format, rounding, overflow, 99, packed=True)
+            assert torch.equal(out[:-1], expected[0])
+            assert out[-1] == 7
+
+
+@packed_format
+@every_dtype
+def test_packed_codes_are_decoded_in_the_kernel(format, dtype):
+    codes = torch.arange(3 * CHUNK + 8).remainder(1 << format.bits).byte().view(1, -1)
+    stored, out = pack(codes, format.bits), torch.empty(codes.shape, dtype=dtype)
+    assert kernel.supports_decode(stored, out, format, packed=True)
+    assert kernel.run_decode(stored, out, format, packed=True)
+    same_bits(out, decode(codes, format, dtype))
+
+
+@packed_format
+@pytest.mark.parametrize(
+    "shape",
+    [(), (0,), (1,), (5,), (8,), (0, 4), (3, 0), (3, 5), (2, 6), (7, 4), (2, 3, 12), (3, CHUNK + 4), (3, CHUNK + 1)],
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_any_shape_is_packed_as_the_reference_packs_it(format, shape, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x = 3 * torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        for given in (x, x.mT if x.dim() > 1 else x):
+            for rounding in ("nearest_even", "stochastic"):
+                expected = Quantizer(format, rounding).quantize(given, 5)
+                found = quantize(given, format, rounding=rounding, generator=5)
+                assert torch.equal(found.codes, expected.codes)
+                same_bits(found.dequantize(), expected.dequantize())
+                same_bits(found.dequantize(torch.bfloat16), expected.dequantize(torch.bfloat16))
+    finally:
+        torch.set_num_threads(before)
+
+
+@packed_format
+@pytest.mark.parametrize("where", [0, CHUNK + 3])
+def test_nan_is_reported_where_codes_are_packed(format, where):
+    x = torch.zeros(1, 2 * CHUNK)
+    x[0, where] = torch.nan
+    with pytest.raises(QuantizationError, match="1 of 32768 elements are NaN"):
+        quantize(x, format)
+
+
+def test_refuses_rows_that_do_not_fill_their_bytes():
+    format, stored = formats.get("e2m1fn"), torch.zeros(3, 3, dtype=torch.uint8)
+    assert kernel.supports(torch.zeros(3, 6), stored, format, "nearest_even", "saturate", packed=True)
+    assert not kernel.supports(torch.zeros(3, 5), stored, format, "nearest_even", "saturate", packed=True)
+    assert not kernel.supports(torch.zeros(3, 8), stored, format, "nearest_even", "saturate", packed=True)
+    assert not kernel.supports_decode(stored, torch.zeros(3, 5), format, packed=True)
+    assert not kernel.supports(torch.zeros(3, 3), stored, formats.get("e4m3fn"), "up", "saturate", packed=True)
 
 
 def test_refuses_other_tensors():

@@ -22,7 +22,7 @@ from halfstep.kernels.cpu import cast
 x = torch.tensor([1.0, 3.3, 1000.0])
 cast.run(x, x, formats.get("e4m3fn"), "nearest_even", "saturate", None)
 assert x.tolist() == [1.0, 3.25, 448.0]
-stats = cast._nearest.serial.stats
+stats = cast._values.serial.stats
 print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()), stats.cache_path)
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -151,9 +152,17 @@ def values(
     return result
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _named(format: str, scale: str | None, rounding: str, overflow: str) -> Quantizer:
     """The quantizer of a name, which a traced graph takes as it is."""
+    return _known(format, scale, rounding, overflow)
+
+
+# All that torch.compiler.assume_constant_result does; it imports the whole compiler first, which takes seconds.
+_named._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _known(format: str, scale: str | None, rounding: str, overflow: str) -> Quantizer:
     return quant.get_quantizer(format, scale=scale, rounding=rounding, overflow=overflow)
 
 

@@ -33,5 +33,6 @@ def separate(x: Tensor, out: Tensor) -> bool:
 
 def array(tensor: Tensor) -> Any:
     """A plain tensor as a flat array: float32 as uint32, bfloat16 as uint16, float16 as int16, others as they are."""
-    flat = tensor.detach().view(-1)
-    return flat.view(_VIEWS.get(tensor.dtype, tensor.dtype)).numpy()
+    stored = _VIEWS.get(tensor.dtype)
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    return (tensor if stored is None else tensor.view(stored)).numpy().reshape(-1)

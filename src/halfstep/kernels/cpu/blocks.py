@@ -13,18 +13,17 @@ import numba
 import numpy as np
 import torch
 from numba import types
-from numba.extending import overload
 from torch import Tensor
 
 from halfstep.formats import Codebook, Format
-from halfstep.kernels.cpu import coding, elements, scales
+from halfstep.kernels.cpu import coding, elements, packing, scales
 from halfstep.kernels.cpu.arrays import array, plain, separate
 from halfstep.kernels.cpu.coding import Coding
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, Lane, bits_of, lanes, nearest_as
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
-from halfstep.kernels.cpu.packing import pack
+from halfstep.kernels.cpu.packing import pack, place
 from halfstep.kernels.cpu.scales import (
     absmax_scale,
     block_maxima,
@@ -69,8 +68,7 @@ def run(x: Tensor, quantizer: Quantizer, tensors: dict[str, Tensor], seed: int |
     codes, stored = array(tensors["codes"]), tensors["scale"].view(-1).numpy()
     format = quantizer.format
     numbers, code_numbers = _numbers(format, quantizer.rounding)
-    high_first = np.uint8(4 if format.high_nibble_first else 0)
-    target = (codes, numbers, code_numbers, _cuts(format, False), (np.int64(format.bits), high_first))
+    target = (codes, numbers, code_numbers, _cuts(format, False), packing.shifts(format))
     _quantise(x, quantizer, target, stored, tensors.get("tensor_scale"), seed)
 
 
@@ -171,15 +169,11 @@ def _element(value, scale, numbers, codes, cuts, keys, index, like):
     if like == types.uint8:
         if cuts is not None:
             return _searched(quotient.float(), cuts, codes)
-        p, c = Rounding(*numbers), Coding(*codes)
-        code = coding.nearest(quotient, p, c) if keys is None else coding.stochastic(quotient, noise(keys, index), p, c)
-        return code.to(8)
+        return coding.encoded(quotient, Rounding(*numbers), Coding(*codes), noise(keys, index)).to(8)
     if cuts is not None:
         rounded = _looked_up(quotient.float(), cuts)
-    elif keys is None:
-        rounded = elements.nearest(quotient, Rounding(*numbers)).float()
     else:
-        rounded = elements.stochastic(quotient, noise(keys, index), Rounding(*numbers)).float()
+        rounded = elements.rounded(quotient, Rounding(*numbers), noise(keys, index)).float()
     return nearest_as(_scaled(rounded, scale.float() if scale.stored == types.uint32 else scale, like), like)
 
 
@@ -227,38 +221,6 @@ def _elements(x, scale, levels, out, numbers, codes, cuts, keys):
 
 
 @inner
-def _packed(x, scale, levels, out, a, b, numbers, codes, cuts, packing, keys):
-    bits, high_first = packing
-    if bits == 8:
-        _elements(x, scale, levels, out[a:b], numbers, codes, cuts, keys)
-    else:
-        buffer = np.empty(CHUNK, np.uint8)
-        _elements(x, scale, levels, buffer[: b - a], numbers, codes, cuts, keys)
-        pack(buffer[: b - a], out[a * bits // 8 : b * bits // 8], bits, high_first)
-
-
-@inner
-def _unpacked(x, scale, levels, out, a, b, numbers, codes, cuts, packing, keys):
-    _elements(x, scale, levels, out[a:b], numbers, codes, cuts, keys)
-
-
-def _write(x, scale, levels, out, a, b, numbers, codes, cuts, packing, keys):
-    """Elements a to b of `out`; without `packing` they are values."""
-    raise NotImplementedError
-
-
-@overload(_write)
-def _write_overload(x, scale, levels, out, a, b, numbers, codes, cuts, packing, keys):
-    if isinstance(packing, types.NoneType):
-        return lambda x, scale, levels, out, a, b, numbers, codes, cuts, packing, keys: _unpacked(
-            x, scale, levels, out, a, b, numbers, codes, cuts, packing, keys
-        )
-    return lambda x, scale, levels, out, a, b, numbers, codes, cuts, packing, keys: _packed(
-        x, scale, levels, out, a, b, numbers, codes, cuts, packing, keys
-    )
-
-
-@inner
 def _power_scales(amax, stored, bits, rule):
     for i in range(amax.size):
         stored[i] = power_byte(amax[i], rule)
@@ -289,7 +251,7 @@ def _note_largest(amax, worst):
 
 
 @Kernel
-def _power(x, stored, levels, rule, out, numbers, codes, cuts, packing, seed):
+def _power(x, stored, levels, rule, out, numbers, codes, cuts, shifts, seed):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
@@ -297,11 +259,13 @@ def _power(x, stored, levels, rule, out, numbers, codes, cuts, packing, seed):
         amax = block_maxima(x[a:b], len(levels), one, two)
         bits = np.empty(amax.size, np.uint32)
         _power_scales(amax, stored[a >> len(levels) : b >> len(levels)], bits, rule)
-        _write(x[a:b], bits, levels, out, a, b, numbers, codes, cuts, packing, chunk_keys(seed, chunk))
+        part = place(out, a, b, shifts)
+        _elements(x[a:b], bits, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
+        pack(part, out, a, b, shifts)
 
 
 @Kernel
-def _absmax(x, stored, levels, largest, out, numbers, codes, cuts, packing, seed):
+def _absmax(x, stored, levels, largest, out, numbers, codes, cuts, shifts, seed):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
@@ -309,7 +273,9 @@ def _absmax(x, stored, levels, largest, out, numbers, codes, cuts, packing, seed
         amax = block_maxima(x[a:b], len(levels), one, two)
         scale = stored[a >> len(levels) : b >> len(levels)]
         _absmax_scales(amax, scale, largest)
-        _write(x[a:b], scale, levels, out, a, b, numbers, codes, cuts, packing, chunk_keys(seed, chunk))
+        part = place(out, a, b, shifts)
+        _elements(x[a:b], scale, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
+        pack(part, out, a, b, shifts)
 
 
 @Kernel
@@ -326,7 +292,7 @@ def _maxima(x, amax, levels, worst):
 @Kernel
 def _two_level(
     x, stored, levels, whole, amax, block_numbers, block_codes, block_decoding,
-    out, numbers, codes, cuts, packing, seed,
+    out, numbers, codes, cuts, shifts, seed,
 ):  # fmt: skip
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
@@ -334,4 +300,6 @@ def _two_level(
         c, d = a >> len(levels), b >> len(levels)
         multiplier = np.empty(d - c, np.float32)
         _two_level_scales(amax[c:d], stored[c:d], multiplier, whole, block_numbers, block_codes, block_decoding)
-        _write(x[a:b], multiplier, levels, out, a, b, numbers, codes, cuts, packing, chunk_keys(seed, chunk))
+        part = place(out, a, b, shifts)
+        _elements(x[a:b], multiplier, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
+        pack(part, out, a, b, shifts)

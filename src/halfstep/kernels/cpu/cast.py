@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
+import torch
+from numba import types
 from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.kernels.cpu import elements
+from halfstep.kernels.cpu import elements, narrow
 from halfstep.kernels.cpu.arrays import array, plain, separate
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import bits_of, lanes, stored_as
+from halfstep.kernels.cpu.narrow import Narrow
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
 
 
@@ -28,83 +33,33 @@ def supports(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: st
 
 def run(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: int | None) -> None:
     """Write `x`, rounded, to `out`. `seed` keys the noise of stochastic rounding (`quant.noise_bits`)."""
-    numbers = elements.scalars(format, rounding, overflow, out.dtype)
-    source, target = array(x), None if x.data_ptr() == out.data_ptr() else array(out)
-    if rounding == "nearest_even":
-        _nearest(x.numel(), source, target, numbers)
-    elif rounding == "stochastic":
-        _stochastic(x.numel(), source, target, numbers, seed_keys(seed))
-    else:
-        _directed(x.numel(), source, target, numbers)
+    numbers: Any = elements.scalars(format, rounding, overflow, out.dtype)
+    if rounding == "nearest_even" and x.dtype == out.dtype == torch.bfloat16:
+        numbers = narrow.scalars(format, overflow)
+    target = None if x.data_ptr() == out.data_ptr() else array(out)
+    _values(x.numel(), array(x), target, numbers, seed_keys(seed) if rounding == "stochastic" else None)
 
 
 @lanes("like")
-def _nearest_element(value, numbers, like):
-    return stored_as(elements.nearest(bits_of(value), Rounding(*numbers)), like)
-
-
-@lanes("like")
-def _directed_element(value, numbers, like):
-    return stored_as(elements.directed(bits_of(value), Rounding(*numbers)), like)
-
-
-@lanes("like")
-def _stochastic_element(value, numbers, index, keys, like):
-    return stored_as(elements.stochastic(bits_of(value), noise(keys, index), Rounding(*numbers)), like)
-
-
-# Without `out` a kernel works in place: with it, the loop is compiled for arrays that do not overlap.
+def _rounded(value, numbers, keys, index, like):
+    if numbers[0].stored == types.uint16:
+        return narrow.rounded(value, Narrow(*numbers))
+    return stored_as(elements.rounded(bits_of(value), Rounding(*numbers), noise(keys, index)), like)
 
 
 @inner
-def _nearest_piece(x, out, numbers):
-    if out is None:
+def _piece(x, out, numbers, keys):
+    if out is None:  # in place; with `out`, the loop is compiled for arrays that do not overlap
         for i in range(x.size):
-            x[i] = _nearest_element(x[i], numbers, x[i])
+            x[i] = _rounded(x[i], numbers, keys, i, x[i])
     else:
         for i in range(x.size):
-            out[i] = _nearest_element(x[i], numbers, out[i])
-
-
-@inner
-def _directed_piece(x, out, numbers):
-    if out is None:
-        for i in range(x.size):
-            x[i] = _directed_element(x[i], numbers, x[i])
-    else:
-        for i in range(x.size):
-            out[i] = _directed_element(x[i], numbers, out[i])
-
-
-@inner
-def _stochastic_piece(x, out, numbers, keys):
-    if out is None:
-        for i in range(x.size):
-            x[i] = _stochastic_element(x[i], numbers, i, keys, x[i])
-    else:
-        for i in range(x.size):
-            out[i] = _stochastic_element(x[i], numbers, i, keys, out[i])
+            out[i] = _rounded(x[i], numbers, keys, i, out[i])
 
 
 @Kernel
-def _nearest(x, out, numbers):
+def _values(x, out, numbers, seed):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
-        _nearest_piece(x[a:b], piece(out, a, b), numbers)
-
-
-@Kernel
-def _directed(x, out, numbers):
-    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
-        _directed_piece(x[a:b], piece(out, a, b), numbers)
-
-
-@Kernel
-def _stochastic(x, out, numbers, seed):
-    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
-        _stochastic_piece(x[a:b], piece(out, a, b), numbers, chunk_keys(seed, chunk))
+        _piece(x[a:b], piece(out, a, b), numbers, chunk_keys(seed, chunk))

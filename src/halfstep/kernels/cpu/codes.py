@@ -1,6 +1,8 @@
-"""Values to unpacked codes: `quant.encode` onto floats and integers of at most 16 bits; and back, from any format."""
+"""Values to codes, packed or not: `quant.encode` onto floats and integers of at most 16 bits; back, from any format."""
 
 from __future__ import annotations
+
+from functools import cache
 
 import numba
 import numpy as np
@@ -8,10 +10,10 @@ import torch
 from numba import types
 from torch import Tensor
 
-from halfstep.formats import Float, Format
-from halfstep.kernels.cpu import coding, elements
+from halfstep.formats import Format
+from halfstep.kernels.cpu import coding, elements, packing
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.coding import Coding, Decoding
+from halfstep.kernels.cpu.coding import Coding
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, bits_of, lanes, stored_as
@@ -21,65 +23,68 @@ from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
 _CONTAINERS = {8: torch.uint8, 16: torch.uint16}
 
 
-def supports(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str) -> bool:
-    """Whether `run` can write the codes of `x` to `out`: contiguous CPU tensors of equal shape, fp32, bf16 or fp16."""
-    return plain(x) and coding.knows(format) and plain(out, _CONTAINERS[format.storage_bits]) and x.shape == out.shape
+def supports(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, packed: bool = False) -> bool:
+    """Whether `run` can write the codes of `x` to `out`: contiguous CPU tensors of equal shape, fp32, bf16 or fp16.
+
+    `packed`: 4- and 6-bit codes go to the rows of `out` as `quant.pack` puts them there, and fill them.
+    """
+    return plain(x) and coding.knows(format) and _lie_in(out, x, format, packed)
 
 
-def run(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: int | None) -> bool:
+def run(
+    x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: int | None, packed: bool = False
+) -> bool:
     """Write the codes of `x`, rounded, to `out`. False: there is NaN in x, and the format has no code for it."""
     numbers, codes = coding.scalars(format, rounding, overflow)
     worst = None if format.has_nan else np.zeros(-(-x.numel() // CHUNK), np.uint32)
-    if rounding == "nearest_even":
-        _nearest(x.numel(), array(x), array(out), numbers, codes, worst)
-    elif rounding == "stochastic":
-        _stochastic(x.numel(), array(x), array(out), numbers, codes, worst, seed_keys(seed))
-    else:
-        _directed(x.numel(), array(x), array(out), numbers, codes, worst)
+    keys = seed_keys(seed) if rounding == "stochastic" else None
+    shifts = packing.shifts(format) if packed else None
+    _encode(x.numel(), array(x), array(out), numbers, codes, worst, shifts, keys)
     return worst is None or not (worst > INFINITY).any()
 
 
-def supports_decode(codes: Tensor, out: Tensor, format: Format) -> bool:
-    """Whether `run_decode` can write the values of `codes` to `out`: contiguous CPU tensors of equal shape."""
-    return (
-        format.bits <= 16
-        and plain(codes, _CONTAINERS[format.storage_bits])
-        and plain(out)
-        and codes.shape == out.shape
-        and (not coding.knows_codes(format) or elements.holds(format, "ieee", torch.float64, out.dtype))
-    )
+def supports_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
+    """Whether `run_decode` can write the values of `codes` to `out`: contiguous CPU tensors, as for `supports`."""
+    return format.bits <= 16 and plain(out) and _lie_in(codes, out, format, packed)
 
 
-def run_decode(codes: Tensor, out: Tensor, format: Format) -> bool:
+def run_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
     """Write the values of `codes` to `out`. False: there is a code with more bits than the format has."""
-    size = codes.numel()
-    worst = None if format.bits == format.storage_bits else np.zeros(-(-size // CHUNK), np.uint32)
-    if isinstance(format, Float) and coding.knows_codes(format):
-        _decode(size, array(codes), array(out), coding.decoding_scalars(format), worst)
+    size = out.numel()
+    shifts = packing.shifts(format) if packed else None
+    worst = None if packed or format.bits == format.storage_bits else np.zeros(-(-size // CHUNK), np.uint32)
+    if _decodes(format, out.dtype):
+        _decode(size, array(codes), array(out), coding.decoding_scalars(format), worst, shifts)
     else:
-        _look_up(size, array(codes), array(out), array(coding.table(format, out.dtype)), worst)
+        _look_up(size, array(codes), array(out), array(coding.table(format, out.dtype)), worst, shifts)
     return worst is None or not (worst >> np.uint32(format.bits)).any()
 
 
-@lanes("like")
-def _nearest_code(value, numbers, codes, like):
-    return coding.nearest(bits_of(value), Rounding(*numbers), Coding(*codes)).to(like.bitwidth)
+@cache
+def _decodes(format: Format, dtype: torch.dtype) -> bool:
+    """Whether a code is decoded by arithmetic, not by a table: its value needs no rounding."""
+    return coding.knows(format) and elements.holds(format, "ieee", torch.float64, dtype)
+
+
+def _lie_in(codes: Tensor, values: Tensor, format: Format, packed: bool) -> bool:
+    """Whether these can be the codes of so many values."""
+    if not plain(codes, _CONTAINERS[format.storage_bits]):
+        return False
+    if not packed:
+        return codes.shape == values.shape
+    columns = values.shape[-1] if values.dim() else 1
+    return packing.fills(columns, format.bits) and 8 * codes.numel() == values.numel() * format.bits
 
 
 @lanes("like")
-def _directed_code(value, numbers, codes, like):
-    return coding.directed(bits_of(value), Rounding(*numbers), Coding(*codes)).to(like.bitwidth)
-
-
-@lanes("like")
-def _stochastic_code(value, numbers, codes, index, keys, like):
-    bits = noise(keys, index)
-    return coding.stochastic(bits_of(value), bits, Rounding(*numbers), Coding(*codes)).to(like.bitwidth)
+def _code(value, numbers, codes, keys, index, like):
+    code = coding.encoded(bits_of(value), Rounding(*numbers), Coding(*codes), noise(keys, index))
+    return code.to(like.bitwidth)
 
 
 @lanes("like")
 def _decoded(code, numbers, like):
-    return stored_as(coding.decoded(code.to(32), Decoding(*numbers)), like)
+    return stored_as(coding.decoded(code.to(32), numbers), like)
 
 
 @lanes(types.uint32)
@@ -93,21 +98,17 @@ def _larger_code(worst, code):
 
 
 @inner
-def _nearest_piece(x, out, numbers, codes):
-    for i in range(x.size):
-        out[i] = _nearest_code(x[i], numbers, codes, out[i])
-
-
-@inner
-def _directed_piece(x, out, numbers, codes):
-    for i in range(x.size):
-        out[i] = _directed_code(x[i], numbers, codes, out[i])
-
-
-@inner
-def _stochastic_piece(x, out, numbers, codes, keys):
-    for i in range(x.size):
-        out[i] = _stochastic_code(x[i], numbers, codes, i, keys, out[i])
+def _encode_piece(x, out, numbers, codes, keys, worst):
+    """worst[0] becomes the largest magnitude's bits, where there is a `worst`."""
+    if worst is None:
+        for i in range(x.size):
+            out[i] = _code(x[i], numbers, codes, keys, i, out[i])
+    else:
+        largest = worst[0]
+        for i in range(x.size):
+            out[i] = _code(x[i], numbers, codes, keys, i, out[i])
+            largest = _larger_magnitude(largest, x[i])
+        worst[0] = largest
 
 
 @inner
@@ -124,16 +125,6 @@ def _look_up_piece(codes, out, table):
 
 
 @inner
-def _note_magnitude(x, worst):
-    """worst[0] becomes the largest magnitude's bits; without `worst` nothing is done."""
-    if worst is not None:
-        largest = worst[0]
-        for i in range(x.size):
-            largest = _larger_magnitude(largest, x[i])
-        worst[0] = largest
-
-
-@inner
 def _note_code(codes, worst):
     if worst is not None:
         largest = worst[0]
@@ -143,45 +134,30 @@ def _note_code(codes, worst):
 
 
 @Kernel
-def _nearest(x, out, numbers, codes, worst):
+def _encode(x, out, numbers, codes, worst, shifts, seed):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
-        _nearest_piece(x[a:b], out[a:b], numbers, codes)
-        _note_magnitude(x[a:b], piece(worst, chunk, chunk + 1))
+        part = packing.place(out, a, b, shifts)
+        _encode_piece(x[a:b], part, numbers, codes, chunk_keys(seed, chunk), piece(worst, chunk, chunk + 1))
+        packing.pack(part, out, a, b, shifts)
 
 
 @Kernel
-def _directed(x, out, numbers, codes, worst):
-    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
+def _decode(codes, out, numbers, worst, shifts):
+    for chunk in numba.prange((out.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
-        _directed_piece(x[a:b], out[a:b], numbers, codes)
-        _note_magnitude(x[a:b], piece(worst, chunk, chunk + 1))
+        b = min(a + CHUNK, out.size)
+        part = packing.unpack(codes, a, b, shifts)
+        _decode_piece(part, out[a:b], numbers)
+        _note_code(part, piece(worst, chunk, chunk + 1))
 
 
 @Kernel
-def _stochastic(x, out, numbers, codes, worst, seed):
-    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
+def _look_up(codes, out, table, worst, shifts):
+    for chunk in numba.prange((out.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
-        b = min(a + CHUNK, x.size)
-        _stochastic_piece(x[a:b], out[a:b], numbers, codes, chunk_keys(seed, chunk))
-        _note_magnitude(x[a:b], piece(worst, chunk, chunk + 1))
-
-
-@Kernel
-def _decode(codes, out, numbers, worst):
-    for chunk in numba.prange((codes.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, codes.size)
-        _decode_piece(codes[a:b], out[a:b], numbers)
-        _note_code(codes[a:b], piece(worst, chunk, chunk + 1))
-
-
-@Kernel
-def _look_up(codes, out, table, worst):
-    for chunk in numba.prange((codes.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, codes.size)
-        _look_up_piece(codes[a:b], out[a:b], table)
-        _note_code(codes[a:b], piece(worst, chunk, chunk + 1))
+        b = min(a + CHUNK, out.size)
+        part = packing.unpack(codes, a, b, shifts)
+        _look_up_piece(part, out[a:b], table)
+        _note_code(part, piece(worst, chunk, chunk + 1))

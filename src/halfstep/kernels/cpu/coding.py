@@ -81,28 +81,15 @@ def scalars(format: Format, rounding: str, overflow: str) -> tuple[Scalars, Scal
     return numbers, tuple(np.uint32(number) for number in coding if number is not None)
 
 
-def nearest(bits: Lane, p: Rounding, c: Coding) -> Lane:
-    """The code of float32 bits rounded to nearest, ties to even; 32 bits wide."""
+def encoded(bits: Lane, p: Rounding, c: Coding, noise: Lane | None = None) -> Lane:
+    """The code of float32 bits rounded as by `elements.rounded`; 32 bits wide."""
     magnitude = bits & MAGNITUDE
-    on_bits, steps = elements.nearest_both(magnitude, p)
-    fixed = steps.bits() - p.magic
-    return _finish(bits, magnitude, (magnitude < p.min_normal).pick(fixed, (on_bits >> p.shift) - c.bias), p, c)
-
-
-def stochastic(bits: Lane, noise: Lane, p: Rounding, c: Coding) -> Lane:
-    """The code of float32 bits rounded as `elements.stochastic`."""
-    return _noisy(bits, noise, p, c, exact=False)
-
-
-def directed(bits: Lane, p: Rounding, c: Coding) -> Lane:
-    """The code of float32 bits rounded as `elements.directed`."""
-    return _noisy(bits, (bits > MAGNITUDE).pick(p.add_negative, p.add), p, c, exact=True)
-
-
-def _noisy(bits: Lane, noise: Lane, p: Rounding, c: Coding, exact: bool) -> Lane:
-    magnitude = bits & MAGNITUDE
-    on_bits, steps = elements.noisy_both(magnitude, noise, p, exact)
-    fixed = steps.truncated()
+    if noise is None and p.add is None:
+        on_bits, steps = elements.nearest_both(magnitude, p)
+        fixed = steps.bits() - p.magic
+    else:
+        on_bits, steps = elements.noisy_both(bits, magnitude, noise, p)
+        fixed = steps.truncated()
     return _finish(bits, magnitude, (magnitude < p.min_normal).pick(fixed, (on_bits >> p.shift) - c.bias), p, c)
 
 
@@ -141,14 +128,11 @@ class Decoding(NamedTuple):
     """A code, with its sign, that is NaN."""
 
 
-def knows_codes(format: Format) -> bool:
-    """Whether `decoding_scalars` can describe the format."""
-    return knows(format) and isinstance(format, Float)
-
-
 @cache
-def decoding_scalars(format: Float) -> Scalars:
-    """The `Decoding` of a format that `knows_codes` accepts."""
+def decoding_scalars(format: Float | Integer) -> Scalars:
+    """The `Decoding` of a float that `knows` accepts; of an integer, the bits above its sign's and its step."""
+    if isinstance(format, Integer):
+        return np.uint32(32 - format.bits if format.low else 0), np.uint32(float_bits(format.smallest))
     magnitude = (1 << format.bits - 1) - 1
     infinity = (1 << format.exponent_bits) - 1 << format.mantissa_bits
     same = format.min_exponent == -126
@@ -165,8 +149,12 @@ def decoding_scalars(format: Float) -> Scalars:
     return tuple(np.uint32(number & elements._ALL) for number in numbers)
 
 
-def decoded(code: Lane, d: Decoding) -> Lane:
-    """The float32 bits of a code, given 32 bits wide."""
+def decoded(code: Lane, numbers: list[Lane]) -> Lane:
+    """The float32 bits of a code, given 32 bits wide, by `decoding_scalars`."""
+    if len(numbers) == 2:
+        shift, step = numbers
+        return ((code << shift).shift_signed(shift).value_as_float() * step.float()).bits()
+    d = Decoding(*numbers)
     shifted = code << d.sign_shift
     magnitude = (shifted & MAGNITUDE) >> d.sign_shift
     fixed = (magnitude.value_as_float() * d.step.float()).bits()

@@ -21,12 +21,13 @@ from numba.extending import overload
 
 
 CHUNK = 1 << 14  # elements a thread takes at a time, the reach of one pair of noise keys (`quant.rounding.NOISE_CHUNK`)
+_NO_WRAPPERS: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _PROCESS = os.getpid()  # GNU OpenMP aborts a forked child that starts threads after its parent did
 
 
 def inner(function: Callable[..., Any]) -> Any:
-    """A function that kernels call: compiled into them."""
-    return numba.njit(function, error_model="numpy")
+    """A function that kernels alone call: compiled into them, without a wrapper for callers in Python."""
+    return numba.njit(function, error_model="numpy", **_NO_WRAPPERS)
 
 
 def piece(array, start, stop):

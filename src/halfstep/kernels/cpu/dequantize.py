@@ -12,10 +12,9 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from halfstep.formats import Codebook, Float, Format, Integer, ocp
-from halfstep.kernels.cpu import blocks, coding
+from halfstep.formats import Float, Format, Integer, ocp
+from halfstep.kernels.cpu import blocks, coding, packing
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.coding import Decoding
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
 from halfstep.kernels.cpu.lanes import lanes, nearest_as
 from halfstep.kernels.cpu.packing import unpack
@@ -47,30 +46,21 @@ def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> None:
     else:
         scale = stored
     format = quantizer.format
-    packing = (np.int64(format.bits), np.uint8(4 if format.high_nibble_first else 0))
     levels = (np.uint32(0),) * blocks._LEVELS[quantizer.tile.columns]
-    _values(out.numel(), array(tensors["codes"]), scale, levels, array(out), _meaning(format), packing)
+    _values(out.numel(), array(tensors["codes"]), scale, levels, array(out), _meaning(format), packing.shifts(format))
 
 
 @cache
 def _meaning(format: Format) -> Any:
-    """What a code is: the numbers of a float's decoding, the bits and the step of an integer, a codebook's values."""
-    if isinstance(format, Float):
+    """What a code is: the numbers of its decoding, or a codebook's values."""
+    if isinstance(format, Float | Integer):
         return coding.decoding_scalars(format)
-    if isinstance(format, Integer):
-        return np.uint32(32 - format.bits), np.uint32(np.float32(format.smallest).view(np.uint32))
-    assert isinstance(format, Codebook)
     return coding.table(format, torch.float32).numpy()
 
 
 @lanes("like")
 def _restored(code, scale, meaning, like):
-    wide = code.to(32)
-    if len(meaning) == 2:
-        shift, step = meaning
-        value = (wide << shift).shift_signed(shift).value_as_float() * step.float()
-    else:
-        value = coding.decoded(wide, Decoding(*meaning)).float()
+    value = coding.decoded(code.to(32), meaning).float()
     return nearest_as(blocks._scaled(value, scale, like), like)
 
 
@@ -114,18 +104,12 @@ def _blocks_overload(codes, scale, levels, out, meaning):
 
 
 @Kernel
-def _values(codes, scale, levels, out, meaning, packing):
-    bits, high_first = packing
+def _values(codes, scale, levels, out, meaning, shifts):
     for chunk in numba.prange((out.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, out.size)
         part = scale[a >> len(levels) : b >> len(levels)]
-        if bits == 8:
-            _blocks(codes[a:b], part, levels, out[a:b], meaning)
-        else:
-            buffer = np.empty(CHUNK, np.uint8)
-            unpack(codes[a * bits // 8 : b * bits // 8], buffer[: b - a], bits, high_first)
-            _blocks(buffer[: b - a], part, levels, out[a:b], meaning)
+        _blocks(unpack(codes, a, b, shifts), part, levels, out[a:b], meaning)
 
 
 @Kernel

@@ -53,8 +53,9 @@ class Rounding(NamedTuple):
     infinite_negative: Any = None
     zero_sign: Any = None
     """The sign bit, or 0 in formats without -0."""
+    # Present where the rounding is directed, or ties go away from zero.
     add: Any = None
-    """Directed rounding: up where the remainder, in 2^-32 steps, plus this is at least a step."""
+    """Up where the remainder, in 2^-32 steps, plus this is at least a step."""
     add_negative: Any = None
 
 
@@ -63,8 +64,7 @@ Scalars = tuple[np.uint32, ...]
 _SIGNIFICANT = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 _SMALLEST = {torch.float32: -149, torch.bfloat16: -133, torch.float16: -24}
 _ADDED = {
-    "nearest_even": (0, 0), "nearest_away": (1 << 31, 1 << 31), "toward_zero": (0, 0),
-    "up": (_ALL, 0), "down": (0, _ALL), "stochastic": (0, 0),
+    "nearest_away": (1 << 31, 1 << 31), "toward_zero": (0, 0), "up": (_ALL, 0), "down": (0, _ALL),
 }  # fmt: skip
 
 
@@ -137,17 +137,20 @@ def scalars(format: Format, rounding: str, overflow: str, dtype: torch.dtype = t
         over=_special(over[0]),
         nan_above=nan_above,
     )
-    alike = largest == -lowest and over[0] is over[1] and over == infinite and format.has_negative_zero
-    if not alike or rounding not in ("nearest_even", "stochastic"):
+    beyond_range = {_special(value) for value in (*over, *infinite)}
+    directed = rounding not in ("nearest_even", "stochastic")
+    alike = largest == -lowest and len(beyond_range) == 1 and format.has_negative_zero
+    if directed or not alike:
         numbers = numbers._replace(
             largest_negative=float_bits(lowest),
             over_negative=_special(over[1]),
             infinite=_special(infinite[0]),
             infinite_negative=_special(infinite[1]),
             zero_sign=SIGN if format.has_negative_zero else 0,
-            add=_ADDED[rounding][0],
-            add_negative=_ADDED[rounding][1],
         )
+    if directed:
+        add, add_negative = _ADDED[rounding]
+        numbers = numbers._replace(add=add, add_negative=add_negative)
     return tuple(np.uint32(number) for number in numbers if number is not None)
 
 
@@ -155,23 +158,19 @@ def _special(value: float) -> int:
     return NAN if value != value else float_bits(value)
 
 
-def nearest(bits: Lane, p: Rounding) -> Lane:
-    """Float32 bits rounded to nearest, ties to even."""
+def rounded(bits: Lane, p: Rounding, noise: Lane | None = None) -> Lane:
+    """Float32 bits rounded: by `noise`, as `p.add` says, or without either to nearest, ties to even.
+
+    Noise rounds up if and only if floor(remainder * 2^32) + noise >= 2^32, the remainder in steps.
+    """
     magnitude = bits & MAGNITUDE
-    on_bits, steps = nearest_both(magnitude, p)
-    fixed = (steps - p.magic.float()).bits()
-    return _finish(bits, magnitude, (magnitude < p.min_normal).pick(fixed, on_bits & kept(p)), p)
-
-
-def stochastic(bits: Lane, noise: Lane, p: Rounding) -> Lane:
-    """Float32 bits rounded up if and only if floor(remainder * 2^32) + noise >= 2^32, the remainder in steps."""
-    return _finish(bits, bits & MAGNITUDE, _value(bits & MAGNITUDE, noise, p, exact=False), p)
-
-
-def directed(bits: Lane, p: Rounding) -> Lane:
-    """Float32 bits rounded by `add` or `add_negative`: to nearest away, toward zero, up, down."""
-    add = (bits > MAGNITUDE).pick(p.add_negative, p.add)
-    return _finish(bits, bits & MAGNITUDE, _value(bits & MAGNITUDE, add, p, exact=True), p)
+    if noise is None and p.add is None:
+        on_bits, steps = nearest_both(magnitude, p)
+        fixed = (steps - p.magic.float()).bits()
+    else:
+        on_bits, steps = noisy_both(bits, magnitude, noise, p)
+        fixed = (steps * p.step.float()).bits()
+    return finish(bits, magnitude, (magnitude < p.min_normal).pick(fixed, on_bits & kept(p)), p)
 
 
 def nearest_both(magnitude: Lane, p: Rounding) -> tuple[Lane, Lane]:
@@ -179,10 +178,10 @@ def nearest_both(magnitude: Lane, p: Rounding) -> tuple[Lane, Lane]:
     return magnitude + p.half + ((magnitude >> p.shift) & p.odd), magnitude.float() + p.magic.float()
 
 
-def noisy_both(magnitude: Lane, noise: Lane, p: Rounding, exact: bool) -> tuple[Lane, Lane]:
+def noisy_both(bits: Lane, magnitude: Lane, noise: Lane | None, p: Rounding) -> tuple[Lane, Lane]:
     """The bits with the carry in them, and the number of fixed steps, as a float.
 
-    `exact`: a remainder below 2^-32 counts, so that rounding up notices it.
+    Without noise, directed rounding adds what `p` has, and notices a remainder below 2^-32, too.
     """
     steps = magnitude.float() * p.scale.float()
     if p.zero_sign is not None:  # all numbers of an integer format come this way, however large
@@ -190,7 +189,8 @@ def noisy_both(magnitude: Lane, noise: Lane, p: Rounding, exact: bool) -> tuple[
     whole = steps.truncated().value_as_float()
     rest = steps - whole
     remainder = (rest * 2.0**32).truncated_wide()
-    if exact:  # `steps` may have flushed to zero, too
+    if noise is None:  # `steps` may have flushed to zero, too
+        noise = (bits > MAGNITUDE).pick(p.add_negative, p.add)
         remainder = remainder | (rest > 0.0).to(32) | ((whole <= 0.0).to(32) & (magnitude > 0).to(32))
     rises = (remainder + noise) < remainder
     return magnitude + (noise >> (p.shift.constant(32) - p.shift)), rises.pick(whole + 1.0, whole)
@@ -201,19 +201,15 @@ def kept(p: Rounding) -> Lane:
     return p.shift.constant(_ALL) << p.shift
 
 
-def _value(magnitude: Lane, noise: Lane, p: Rounding, exact: bool) -> Lane:
-    on_bits, steps = noisy_both(magnitude, noise, p, exact)
-    return (magnitude < p.min_normal).pick((steps * p.step.float()).bits(), on_bits & kept(p))
-
-
-def _finish(bits: Lane, magnitude: Lane, rounded: Lane, p: Rounding) -> Lane:
-    nan, sign = bits.constant(NAN), bits.constant(SIGN)
+def finish(bits: Lane, magnitude: Lane, rounded: Lane, p: Any) -> Lane:
+    """The rounded magnitude, or what is beyond the largest, with its sign; of 16 bits (`narrow`), the upper halves."""
+    nan, sign, infinity = (bits.constant(number >> 32 - bits.type.width) for number in (NAN, SIGN, INFINITY))
     if p.zero_sign is None:
         rounded = (rounded > p.largest).pick(p.over, rounded)
         return (magnitude > p.nan_above).pick(nan, rounded) | (bits & sign)
-    negative = bits > MAGNITUDE
+    negative = bits >= sign
     over = negative.pick(p.over_negative, p.over)
     rounded = (rounded > negative.pick(p.largest_negative, p.largest)).pick(over, rounded)
-    rounded = magnitude.equals(INFINITY).pick(negative.pick(p.infinite_negative, p.infinite), rounded)
+    rounded = magnitude.equals(infinity).pick(negative.pick(p.infinite_negative, p.infinite), rounded)
     rounded = (magnitude > p.nan_above).pick(nan, rounded)
     return rounded | (bits & rounded.equals(0).pick(p.zero_sign, sign))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numba
 import numpy as np
 from numba import types
 from numba.extending import overload
 
-from halfstep.kernels.cpu.compiled import inner
 from halfstep.kernels.cpu.lanes import Lane, lanes
 
 
@@ -40,7 +42,7 @@ def _second_key(first: Lane, left: Lane) -> Lane:
     return mix(first ^ left)
 
 
-@inner
+@numba.njit(error_model="numpy")
 def _chunk_keys(seed, chunk):
     left = _left_key(seed[0], chunk)
     first = _first_key(seed[0], seed[1], left, chunk)
@@ -62,8 +64,10 @@ def _chunk_keys_overload(seed, chunk):
     return lambda seed, chunk: _chunk_keys(seed, np.int64(chunk))
 
 
-def noise(keys: list[Lane], index: Lane) -> Lane:
-    """32 bits of noise for the element of that index within the chunk."""
+def noise(keys: list[Lane] | None, index: Lane) -> Any:
+    """32 bits of noise for the element of that index within the chunk; None without keys."""
+    if keys is None:
+        return None
     x = keys[0] + index.to(32)
     x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ keys[1]
     x = (x ^ (x >> 15)) * 0x846CA68B

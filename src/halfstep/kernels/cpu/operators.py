@@ -62,6 +62,10 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
     """What `quantizer.quantize(x)` keeps, into `tensors` of its layout."""
     format, stored = quantizer.format, tensors["codes"]
     if quantizer.scaling is None:
+        if codes.supports(x, stored, format, quantizer.rounding, quantizer.overflow, packed=True):
+            if not codes.run(x, stored, format, quantizer.rounding, quantizer.overflow, seed, packed=True):
+                raise no_code_for_nan(x, format)
+            return
         packed = format.bits in (4, 6) or not stored.is_contiguous()
         whole = torch.empty(x.shape, dtype=stored.dtype, device=x.device) if packed else stored.view(x.shape)
         encode_into(x, whole, format, quantizer.rounding, quantizer.overflow, seed)
@@ -79,7 +83,9 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
 def dequantize_into(quantized: Quantized, out: Tensor) -> None:
     """`quantized.dequantize` into `out`."""
     format = quantized.quantizer.format
-    if quantized.quantizer.scaling is None and out.is_contiguous():
+    if quantized.quantizer.scaling is None and codes.supports_decode(quantized.codes, out, format, packed=True):
+        codes.run_decode(quantized.codes, out, format, packed=True)
+    elif quantized.quantizer.scaling is None and out.is_contiguous():
         stored = unpack(quantized.codes, format.bits, quantized.matrix_shape[1], format.high_nibble_first)
         decode_into(stored.contiguous().view(out.shape), out, format)
     elif quantized.quantizer.scaling is not None and dequantize.supports(quantized.tensors, out, quantized.quantizer):

@@ -11,7 +11,7 @@ from numba import types
 
 from halfstep.formats import Float, Format, Integer, ocp
 from halfstep.kernels.cpu import coding
-from halfstep.kernels.cpu.coding import Coding, Decoding
+from halfstep.kernels.cpu.coding import Coding
 from halfstep.kernels.cpu.compiled import inner
 from halfstep.kernels.cpu.elements import Rounding, Scalars
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, bits_of, lanes
@@ -120,7 +120,7 @@ def absmax_scale(amax, largest):
 def two_level_code(amax, largest, tensor_scale, numbers, codes):
     """The E4M3 code of amax / largest / tensor_scale."""
     quotient = absmax_quotient(amax, largest, tensor_scale)
-    return coding.nearest(quotient, Rounding(*numbers), Coding(*codes)).to(8)
+    return coding.encoded(quotient, Rounding(*numbers), Coding(*codes)).to(8)
 
 
 def absmax_quotient(amax: Any, largest: Any, tensor_scale: Any) -> Any:
@@ -131,7 +131,7 @@ def absmax_quotient(amax: Any, largest: Any, tensor_scale: Any) -> Any:
 @lanes(types.float32)
 def two_level_multiplier(code, tensor_scale, decoding):
     """The value of a block's E4M3 code times the tensor's scale."""
-    return coding.decoded(code.to(32), Decoding(*decoding)).float() * tensor_scale
+    return coding.decoded(code.to(32), decoding).float() * tensor_scale
 
 
 @lanes(types.uint32)
