@@ -75,7 +75,7 @@ def round_to(
         return values(x, quantizer, generator, out, dtype)
     check_input("round_to", x, rounding, overflow)
     result, x = prepare_out(x.shape, x.dtype, x.device, out, dtype), x.detach()
-    seed = _seed(rounding, generator)
+    seed = seed_of(rounding, generator)
     if torch.compiler.is_compiling():
         torch.ops.halfstep.round(x, result, target.key, rounding, overflow, seed)
     else:
@@ -125,7 +125,7 @@ def quantize(
         sizes = layout(quantizer, shape, x.dtype).items()
         tensors = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes}  # type: ignore[arg-type]
         out = Quantized(quantizer, shape, x.dtype, tensors)
-    operators.quantize_into(x, out.tensors, quantizer, _seed(quantizer.rounding, generator))
+    operators.quantize_into(x, out.tensors, quantizer, seed_of(quantizer.rounding, generator))
     return out
 
 
@@ -141,7 +141,7 @@ def values(
         return round_to(x, quantizer.format, quantizer.rounding, quantizer.overflow, generator, out, dtype)
     check_input("round_to", x, quantizer.rounding, quantizer.overflow)
     result, x = prepare_out(x.shape, x.dtype, x.device, out, dtype), x.detach()
-    seed, tile = _seed(quantizer.rounding, generator), quantizer.tile
+    seed, tile = seed_of(quantizer.rounding, generator), quantizer.tile
     if torch.compiler.is_compiling():
         torch.ops.halfstep.round_tiles(
             x, result, quantizer.format.key, tile.rows, tile.columns, quantizer.scaling.name, quantizer.outliers,
@@ -166,7 +166,7 @@ def _known(format: str, scale: str | None, rounding: str, overflow: str) -> Quan
     return quant.get_quantizer(format, scale=scale, rounding=rounding, overflow=overflow)
 
 
-def _seed(rounding: str, generator: torch.Generator | int | None) -> int | None:
+def seed_of(rounding: str, generator: torch.Generator | int | None) -> int | None:
     """The seed of stochastic rounding. A traced graph cannot draw one from the default generator: the operator does."""
     if rounding != "stochastic":
         return None
@@ -196,7 +196,7 @@ def encode(
     target = formats.get(format)
     check_input("encode", x, rounding, overflow)
     result = _new_codes(x, target, out)
-    operators.encode_into(x.detach().contiguous(), result, target, rounding, overflow, _seed(rounding, generator))
+    operators.encode_into(x.detach().contiguous(), result, target, rounding, overflow, seed_of(rounding, generator))
     return result
 
 

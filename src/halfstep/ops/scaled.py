@@ -4,16 +4,29 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.ops.casts import round_to
+from halfstep.kernels.cpu import operators
+from halfstep.ops.casts import seed_of
 
 
-def round_scaled(x: Tensor, factor: Tensor, format: Format, rounding: str, dtype: torch.dtype) -> Tensor:
+def round_scaled(
+    x: Tensor,
+    factor: Tensor,
+    format: Format,
+    rounding: str,
+    dtype: torch.dtype,
+    generator: torch.Generator | int | None = None,
+) -> Tensor:
     """x * factor, formed in float32 (float64 for float64), rounded onto `format` and saturated, in `dtype`.
 
     factor is a float32 scalar; one that is NaN makes everything NaN.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return round_to(x.to(wide) * factor.to(wide), format, rounding, dtype=dtype)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    seed = seed_of(rounding, generator)
+    if torch.compiler.is_compiling():
+        torch.ops.halfstep.round_scaled(x, factor, out, format.key, rounding, seed)
+    else:
+        operators.round_scaled_into(x.detach().contiguous(), factor, out, format, rounding, seed)
+    return out
 
 
 def amax_of(x: Tensor) -> Tensor:

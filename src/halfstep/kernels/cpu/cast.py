@@ -31,35 +31,56 @@ def supports(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: st
     )
 
 
-def run(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: int | None) -> None:
-    """Write `x`, rounded, to `out`. `seed` keys the noise of stochastic rounding (`quant.noise_bits`)."""
+def run(
+    x: Tensor,
+    out: Tensor,
+    format: Format,
+    rounding: str,
+    overflow: str,
+    seed: int | None,
+    factor: Tensor | None = None,
+) -> None:
+    """Write `x`, rounded, to `out`. `seed` keys the noise of stochastic rounding (`quant.noise_bits`).
+
+    With a `factor`, a float32 scalar, x * factor in float32 is rounded.
+    """
     numbers: Any = elements.scalars(format, rounding, overflow, out.dtype)
-    if rounding == "nearest_even" and x.dtype == out.dtype == torch.bfloat16:
+    if rounding == "nearest_even" and x.dtype == out.dtype == torch.bfloat16 and factor is None:
         numbers = narrow.scalars(format, overflow)
     target = None if x.data_ptr() == out.data_ptr() else array(out)
-    _values(x.numel(), array(x), target, numbers, seed_keys(seed) if rounding == "stochastic" else None)
+    times = None if factor is None else array(factor)[0]
+    _values(x.numel(), array(x), target, numbers, seed_keys(seed) if rounding == "stochastic" else None, times)
+
+
+def supports_scaled(x: Tensor, out: Tensor, format: Format) -> bool:
+    """Whether `run` can round `x` times a factor into `out`, saturating: x * factor has all of float32's bits."""
+    holds = elements.knows(format) and elements.holds(format, "saturate", torch.float32, out.dtype)
+    return holds and plain(x) and plain(out) and x.shape == out.shape and separate(x, out)
 
 
 @lanes("like")
-def _rounded(value, numbers, keys, index, like):
+def _rounded(value, numbers, keys, index, like, factor):
     if numbers[0].stored == types.uint16:
         return narrow.rounded(value, Narrow(*numbers))
-    return stored_as(elements.rounded(bits_of(value), Rounding(*numbers), noise(keys, index)), like)
+    bits = bits_of(value)
+    if factor is not None:
+        bits = (bits.float() * factor.float()).bits()
+    return stored_as(elements.rounded(bits, Rounding(*numbers), noise(keys, index)), like)
 
 
 @inner
-def _piece(x, out, numbers, keys):
+def _piece(x, out, numbers, keys, factor):
     if out is None:  # in place; with `out`, the loop is compiled for arrays that do not overlap
         for i in range(x.size):
-            x[i] = _rounded(x[i], numbers, keys, i, x[i])
+            x[i] = _rounded(x[i], numbers, keys, i, x[i], factor)
     else:
         for i in range(x.size):
-            out[i] = _rounded(x[i], numbers, keys, i, out[i])
+            out[i] = _rounded(x[i], numbers, keys, i, out[i], factor)
 
 
 @Kernel
-def _values(x, out, numbers, seed):
+def _values(x, out, numbers, seed, factor):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
-        _piece(x[a:b], piece(out, a, b), numbers, chunk_keys(seed, chunk))
+        _piece(x[a:b], piece(out, a, b), numbers, chunk_keys(seed, chunk), factor)

@@ -32,6 +32,15 @@ def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: 
         quant.round_to(x, format, rounding, overflow, seed, out)
 
 
+def round_scaled_into(x: Tensor, factor: Tensor, out: Tensor, format: Format, rounding: str, seed: int | None) -> None:
+    """x * factor in float32 (float64 for float64), rounded and saturated, into `out`."""
+    if cast.supports_scaled(x, out, format):
+        cast.run(x, out, format, rounding, "saturate", seed, factor)
+    else:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        quant.round_to(x.to(wide) * factor.to(wide), format, rounding, "saturate", seed, out)
+
+
 def encode_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: int | None) -> None:
     """`quant.encode` into `out`."""
     if isinstance(format, Posit) and posit.supports_encode(x, out, format, rounding):
@@ -102,6 +111,10 @@ def _round(x: Tensor, out: Tensor, key: str, rounding: str, overflow: str, seed:
     round_into(x.contiguous(), out, formats.from_key(key), rounding, overflow, seed)
 
 
+def _round_scaled(x: Tensor, factor: Tensor, out: Tensor, key: str, rounding: str, seed: int | None) -> None:
+    round_scaled_into(x.contiguous(), factor, out, formats.from_key(key), rounding, _seed(rounding, seed))
+
+
 def _round_tiles(
     x: Tensor, out: Tensor, key: str, rows: int, columns: int, scaling: str, outliers: float | None, rounding: str,
     seed: int | None,
@@ -121,6 +134,7 @@ def _seed(rounding: str, seed: int | None) -> int | None:
 
 _OPERATORS = {
     "round(Tensor x, Tensor(a!) out, str key, str rounding, str overflow, int? seed) -> ()": _round,
+    "round_scaled(Tensor x, Tensor factor, Tensor(a!) out, str key, str rounding, int? seed) -> ()": _round_scaled,
     "round_tiles(Tensor x, Tensor(a!) out, str key, int rows, int columns, str scaling, float? outliers, str rounding, "
     "int? seed) -> ()": _round_tiles,
 }
