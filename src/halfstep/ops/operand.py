@@ -89,6 +89,9 @@ def _blocks(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Operand:
     bf16 matrix units of CPUs take subnormal numbers for zeros: where there are any, the product is float32's.
     """
     assert quantizer.scaling is not None
+    assert quantizer.tile is not None
+    if quantizer.tile.columns == 1 and quantizer.tile.rows != 1:  # kernels know tiles along rows
+        return _blocks(x.t().contiguous(), quantizer.down, dtype).t()
     narrow = dtype == torch.bfloat16 and quantizer.scaling.exact and quantizer.format.significant_bits <= 8
     if not narrow or carried.supports(dtype, x.device):
         return Operand(values(x, quantizer, dtype=torch.promote_types(dtype, torch.float32)))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep import formats, quant
 from halfstep.formats import Format, Posit
-from halfstep.kernels.cpu import blocks, cast, codes, dequantize, posit
+from halfstep.kernels.cpu import blocks, cast, codes, dequantize, posit, tiles
 from halfstep.quant import Quantized, Quantizer, Tile, draw_seed
 from halfstep.quant.cast import no_code_for_nan, no_such_code
 from halfstep.quant.pack import pack, unpack
@@ -63,6 +63,8 @@ def round_tiles_into(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | N
     """The values that `quantizer.quantize(x)` stands for, into `out`."""
     if blocks.supports_values(x, out, quantizer):
         blocks.run_values(x, out, quantizer, seed)
+    elif tiles.supports(x, out, quantizer):
+        tiles.run(x, out, quantizer, seed)
     else:
         dequantize_into(quantizer.quantize(x, seed), out)
 

@@ -1,0 +1,44 @@
+"""Tiles of any shape with power-of-two scales: whole passes of torch around the rounding kernel of `cast`.
+
+A row, a square, a short last tile of neither: three more passes over memory than `blocks` makes, and a tenth of the
+time of the reference, which works in float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.cpu import cast
+from halfstep.kernels.cpu.arrays import plain
+from halfstep.quant.quantizer import Quantizer, as_rows
+
+
+def supports(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
+    """Whether `run` can round `x` into `out`: plain CPU tensors in whole tiles, whose scales are powers of two."""
+    tile, scaling = quantizer.tile, quantizer.scaling
+    if tile is None or scaling is None or not (scaling.exact and scaling.reads) or quantizer.outliers is not None:
+        return False
+    if not (plain(x) and plain(out) and x.dim() and x.numel()):
+        return False
+    matrix = as_rows(x)
+    whole = matrix.shape[0] % (tile.rows or 1) == 0 and matrix.shape[1] % (tile.columns or 1) == 0
+    narrow = quantizer.format.max < 2.0**100 and quantizer.format.smallest > 2.0**-100  # room for factors in float32
+    return whole and narrow and cast.supports_scaled(torch.empty(0), torch.empty(0), quantizer.format)
+
+
+def run(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -> None:
+    """Write what `quantizer.quantize(x)` stands for to `out`."""
+    assert quantizer.tile is not None
+    assert quantizer.scaling is not None
+    matrix = as_rows(x)
+    rows, columns = matrix.shape
+    high, wide = quantizer.tile.rows or rows, quantizer.tile.columns or columns
+    cut = matrix.view(rows // high, high, columns // wide, wide)
+    amax = torch.maximum(cut.amax((1, 3), keepdim=True), -cut.amin((1, 3), keepdim=True)).float()
+    factor = quantizer.scaling.factor(amax, quantizer.format)
+    assert factor is not None
+    scaled = cut * factor  # in float32, where a power of two moves no bit that rounding will look at
+    cast.run(scaled, scaled, quantizer.format, quantizer.rounding, "saturate", seed)
+    limit = torch.finfo(out.dtype).max
+    out.view(cut.shape).copy_(scaled.mul_(factor.reciprocal()).clamp_(-limit, limit))
