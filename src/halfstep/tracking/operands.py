@@ -1,0 +1,105 @@
+"""What rounding does to each operand of each product, layer by layer, while a model trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep import quant
+from halfstep.nn.scaling import states_of
+from halfstep.quant import Quantizer
+from halfstep.quant.quantizer import as_rows
+from halfstep.quant.scaling import StatefulScaling
+from halfstep.recipe import LinearSpec
+
+
+@dataclass(frozen=True)
+class OperandError:
+    """One operand of one product, as it was rounded last."""
+
+    layer: str
+    product: str
+    """`output`, `grad_input` or `grad_weight`."""
+    operand: str
+    """`input`, `weight` or `grad_output`."""
+    format: str
+    relative_error: float
+    """|rounded - x| / |x|, Euclidean norms."""
+    saturated: float
+    """The share of elements beyond the format's largest value, after scaling."""
+    flushed: float
+    """The share of non-zero elements that became zero."""
+
+
+def operand_error(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> tuple[float, float, float]:
+    """Relative error, saturated share and flushed share of a matrix (rows, columns) rounded so.
+
+    Takes the reference path, in float32, and changes no state.
+    """
+    wide, format, scaling = as_rows(x.detach()).float(), quantizer.format, quantizer.scaling
+    if scaling is None or quantizer.tile is None:
+        ratio, back = wide, torch.ones(())
+    elif isinstance(scaling, StatefulScaling):
+        assert state is not None
+        ratio, back = wide * state[0], state[0].reciprocal()
+    else:
+        stored, divisor = scaling.scale(wide, quantizer.tile, format)
+        divisor = quantizer.tile.spread(divisor, *wide.shape)
+        ratio = wide * divisor if scaling.multiplies else wide / torch.where(divisor == 0, 1.0, divisor)
+        back = quantizer.tile.spread(scaling.multiplier(stored, format), *wide.shape)
+    rounded = quant.round_to(ratio, format)
+    total, nonzero = max(wide.numel(), 1), max(int((wide != 0).sum()), 1)
+    norm = float(wide.norm()) or 1.0
+    return (
+        float((rounded * back - wide).norm()) / norm,
+        int((ratio.abs() > format.max).sum()) / total,
+        int(((rounded == 0) & (wide != 0)).sum()) / nonzero,
+    )
+
+
+@contextmanager
+def operand_errors(model: nn.Module, enabled: bool = True) -> Iterator[list[OperandError]]:
+    """While active, every quantised linear layer of a model under a recipe adds a row for each operand it rounds.
+
+    Rows of `output` come with the forward, those of `grad_input` and `grad_weight` with the backward.
+    """
+    rows: list[OperandError] = []
+
+    def watch(path: str, module: nn.Module, spec: LinearSpec) -> Any:
+        def add(product: str, operand: str, x: Tensor, quantizer: Quantizer | None, down: bool) -> None:
+            if quantizer is not None:
+                matrix = as_rows(x.detach())  # tiles lie along the product's shared dimension
+                error = operand_error(matrix.t() if down else matrix, quantizer, states_of(module).get(operand))
+                rows.append(OperandError(path, product, operand, quantizer.format.name, *error))
+
+        def after_forward(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            x, weight = args[0].detach(), module.weight
+            add("output", "input", x, spec.output.lhs, False)
+            add("output", "weight", weight, spec.output.rhs, False)  # type: ignore[arg-type]
+
+            def after_backward(grad: Tensor) -> None:
+                add("grad_input", "grad_output", grad, spec.grad_input.lhs, False)
+                add("grad_input", "weight", weight, spec.grad_input.rhs, True)  # type: ignore[arg-type]
+                add("grad_weight", "grad_output", grad, spec.grad_weight.lhs, True)
+                add("grad_weight", "input", x, spec.grad_weight.rhs, True)
+
+            if output.requires_grad:
+                output.register_hook(after_backward)
+
+        return module.register_forward_hook(after_forward)
+
+    handles = []
+    for path, module in model.named_modules():
+        spec = vars(module).get("_halfstep_linear")
+        if enabled and isinstance(spec, LinearSpec) and spec.rounds and isinstance(module, nn.Linear):
+            handles.append(watch(path, module, spec))
+    try:
+        yield rows
+    finally:
+        for handle in handles:
+            handle.remove()
