@@ -33,7 +33,7 @@ RECIPES = (
 )  # fmt: skip
 SEEDS = 3
 TASKS = ("lm", "vision")
-"""What the loops are trained on; vision has inputs that x.to(bfloat16) changes. The recipes are trained on the first."""
+"""What the loops are trained on, the recipes on the first; vision has inputs that x.to(bfloat16) changes."""
 
 
 def experiments(steps: int) -> dict[str, Experiment]:
@@ -186,5 +186,3 @@ class Watch:
         for p, old, wanted in zip(self.trained, self.old, self.wanted, strict=True):
             total += arrival(Update(p, old, wanted, p.detach().float() - old))
         self.found["descent"].append({"step": self.step, "quality": total.quality, "lost_share": total.lost_share})
-
-
