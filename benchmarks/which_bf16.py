@@ -68,14 +68,16 @@ def loop_figures(out: Path, task: str, band: Band, fp32: dict[int, float]) -> di
     found = {}
     for loop in LOOPS:
         runs = read_loop(out, task, loop)
-        loss = statistics.fmean(run["loss"] for run in runs)
+        first = next(iter(runs.values()))
+        loss = statistics.fmean(run["loss"] for run in runs.values())
         found[loop] = {
+            "seeds": len(runs),
             "final_loss": loss,
             "gap": (loss - band.mean) / band.mean,
-            "paired_gap": statistics.fmean((run["loss"] - fp32[seed]) / fp32[seed] for seed, run in enumerate(runs)),
+            "paired_gap": statistics.fmean((run["loss"] - fp32[seed]) / fp32[seed] for seed, run in runs.items()),
             "status": MATCHES if loss <= band.upper else DEGRADES,
-            "bytes_per_parameter": runs[0]["bytes"],
-            "descent": descent([list(rows) for rows in zip(*(run["descent"] for run in runs), strict=True)]),
+            "bytes_per_parameter": first["bytes"],
+            "descent": descent([list(rows) for rows in zip(*(run["descent"] for run in runs.values()), strict=True)]),
         }
     return found
 

@@ -19,18 +19,18 @@ INTRODUCTION = """# model.to(bfloat16), or autocast?
 """
 LOOPS = """## Both loops, as asked
 
-In plain torch, with torch's AdamW. Clipping and the schedule are those of the runs below; on a GPU `x.device.type` is
-`"cuda"`.
+In plain torch, with torch's AdamW. Clipping and the schedule are those of the runs below, where the first is
+`bf16-pure` and the second `bf16-mixed`; on a GPU `x.device.type` is `"cuda"`.
 
 ```python
 {code}```
 
-| loop | task | verdict | final loss | to fp32, same seed | bytes/param | descent quality {steps} | time |
-| --- | --- | --- | --- | --- | --- | --- | --- |"""
+| loop | task | seeds | verdict | final loss | to fp32, same seed | bytes/param | descent quality {steps} | time |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 RECIPES = """## Every way to keep the weights in bf16
 
-| recipe | verdict | final loss | to fp32, same seed | bytes/param | descent quality {steps} | lost share {steps} |
-time | | --- | --- | --- | --- | --- | --- | --- | --- |"""
+| recipe | verdict | final loss | to fp32, same seed | bytes/param | descent quality {steps} | lost share | time |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
 def which_bf16(data: Figures) -> str:
@@ -43,7 +43,7 @@ def which_bf16(data: Figures) -> str:
         for task, found in data["tasks"].items():
             row = found["loops"][loop]
             time = f"{data['times'][loop]:.2f}" if task == "lm" else ""
-            lines.append(f"| {loop} | {task} | {cells(row)} | {qualities(row)} | {time} |")
+            lines.append(f"| {loop} | {task} | {row['seeds']} | {cells(row)} | {qualities(row)} | {time} |")
     for task, found in data["tasks"].items():
         fp32 = found["band"]
         lines += ["", f"fp32 on {task}: {fp32['mean']:.4f} ± {fp32['half_width']:.4f}, {fp32['seeds']} seeds."]
@@ -67,7 +67,7 @@ def verdict(data: Figures) -> list[str]:
         (True, False): "Here model.to(bfloat16).",
         (False, False): "Here neither stays with fp32.",
     }[PURE in fits, CAST in fits]
-    lines = [f"**{answer}** On a small GPT, {data['steps']} steps, {data['seeds']} seeds:", ""]
+    lines = [f"**{answer}** On a small GPT, {data['steps']} steps:", ""]
     for loop, row in loops.items():
         lines += item(f"`{loop}`, {total(row):g} bytes a parameter: {gap(row)} to fp32's loss, {row['status']}.")
     lines += item(f"These match fp32: {listed(rows, good)}." if good else "No bf16 recipe matches fp32.")
@@ -114,7 +114,8 @@ def notes(rule: str, at: list[int]) -> list[str]:
             "*Descent quality* is the part of an update that arrives in what is stored, masters included: 1 when "
             "nothing is "
             "lost, 0 when everything stalls. *Lost share* is the part of the updates that moved nothing. Both at steps "
-            f"{', '.join(map(str, at))}, means over seeds; the learning rate has all but vanished at the last."
+            f"{', '.join(map(str, at))}, means over seeds; the learning rate has all but vanished at the last, and "
+            "what stochastic rounding makes of it is noise around 1."
         ),
         *item(
             "*Time* is a training step over fp32's, interleaved in one run on one thread. This processor has no "
@@ -141,7 +142,7 @@ def listed(rows: Figures, names: list[str]) -> str:
 
 def gap(row: Figures) -> str:
     """The gap to fp32 with the same seed."""
-    return "diverged" if row["paired_gap"] is None else f"{row['paired_gap']:+.2%}"
+    return "diverged" if row["paired_gap"] is None else f"{round(row['paired_gap'], 4) + 0.0:+.2%}"
 
 
 def total(row: Figures) -> float:
