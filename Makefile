@@ -4,7 +4,7 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install dev demo test test-slow check lint docs claims bench bench-domains exhaustive clean
+.PHONY: install dev demo test test-slow check lint docs claims bench bench-domains bench-which-bf16 exhaustive clean
 
 install: $(VENV)/.lab
 dev: $(VENV)/.dev
@@ -46,6 +46,9 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/step.py --keep
 	$(BIN)/python benchmarks/optimizer.py --keep
 	$(BIN)/python benchmarks/quantize.py --keep
+
+bench-which-bf16: install
+	$(BIN)/python benchmarks/which_bf16.py --keep
 
 bench-domains: install
 	$(BIN)/python benchmarks/domains.py --keep

@@ -104,6 +104,27 @@ def test_every_16_bit_gradient_and_weight(storage, dtype):
 
 
 @every_storage
+@pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
+def test_nan_of_any_payload_stays_nan(storage, moment):
+    """Rounding a NaN whose payload is all ones up would make a zero of it, dropping the lower half an infinity."""
+    codes = [0x7FFFFFFF, 0x7FFF8001, 0x7FC00000, 0x7F800001, -1, -0x7FFFFF]
+    nans = torch.tensor(codes, dtype=torch.int32).view(torch.float32)
+    (fused, w), (reference, v) = pair(storage, torch.ones(len(codes)), weight_decay=0.1)
+    for optimizer, parameter in ((fused, w), (reference, v)):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        stored = optimizer.state[parameter][moment]
+        upper = nans.view(torch.int16)[1::2]  # truncated: a NaN or an infinity
+        stored.copy_(nans) if stored.dtype != torch.bfloat16 else stored.copy_(upper.view(torch.bfloat16))
+        optimizer.step()
+    same_bits(w.detach(), v.detach())
+    for name, state in fused.state[w].items():
+        same_bits(state, reference.state[v][name])
+    if storage["master"] != "split":  # whose halves add up to the NaN, with a carry between them
+        assert w[:3].isnan().all()
+
+
+@every_storage
 @pytest.mark.parametrize("torch_class", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize(
     "options", [{"weight_decay": 0.1}, {"maximize": True}, {"betas": (0.0, 0.5)}, {"eps": 0.0, "lr": 1.0}], ids=str

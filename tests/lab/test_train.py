@@ -197,8 +197,12 @@ def test_a_recipe_with_three_mantissa_bits_degrades_and_fp16_mixed_matches(tmp_p
 # ---- kill -9 ----------------------------------------------------------------------------------------------------
 
 
-def command(out: Path, corpus: Path, *more: str) -> list[str]:
-    options = ["--recipes", "fp32,fp16-mixed,bf16-stochastic", "--steps", "200", "--batch", "4", "--context", "16"]
+KILLED = {"fp32,fp16-mixed,bf16-stochastic": 200, ",".join(list_recipes()): 30}
+"""Recipes and their steps."""
+
+
+def command(recipes: str, out: Path, corpus: Path, *more: str) -> list[str]:
+    options = ["--recipes", recipes, "--steps", str(KILLED[recipes]), "--batch", "4", "--context", "16"]
     paths = ["--data", str(corpus), "--out", str(out), "--baseline-seeds", "1"]
     return [sys.executable, "-m", "halfstep", "compare", *options, *paths, *more]
 
@@ -208,14 +212,17 @@ def all_rows(out: Path):
 
 
 @pytest.mark.slow
-def test_ten_kills_at_random_moments_then_resumed_equal_the_uninterrupted_run(tmp_path, corpus):
+@pytest.mark.parametrize("recipes", KILLED, ids=["long", "every recipe"])
+def test_ten_kills_at_random_moments_then_resumed_equal_the_uninterrupted_run(tmp_path, corpus, recipes):
     whole, cut = tmp_path / "a" / "whole", tmp_path / "b" / "cut"
-    subprocess.run(command(whole, corpus), check=True, capture_output=True)
+    subprocess.run(command(recipes, whole, corpus), check=True, capture_output=True)
     chance = random.Random(0)
     kills = 0
     while kills < 10:
         resume = ["--resume"] if (cut / "experiment.json").exists() else []
-        process = subprocess.Popen(command(cut, corpus, *resume), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command(recipes, cut, corpus, *resume), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         before = sum(len(p.read_bytes()) for p in cut.rglob("metrics.jsonl"))
         deadline = time.monotonic() + 120  # wait for it to write, then let it run for a random moment
         while process.poll() is None and time.monotonic() < deadline:
@@ -229,7 +236,7 @@ def test_ten_kills_at_random_moments_then_resumed_equal_the_uninterrupted_run(tm
         process.communicate()
         if all_rows(cut) and all(rows and rows[-1]["kind"] == "end" for rows in all_rows(cut).values()):
             break
-    subprocess.run(command(cut, corpus, "--resume"), check=True, capture_output=True)
+    subprocess.run(command(recipes, cut, corpus, "--resume"), check=True, capture_output=True)
     assert kills == 10
     assert all_rows(cut) == all_rows(whole)
 

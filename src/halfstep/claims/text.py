@@ -36,7 +36,14 @@ def as_data(claim: Claim) -> dict[str, Any]:
 def describe(claim: Claim) -> str:
     """A claim whole, one field a line."""
     body = "\n".join(
-        textwrap.fill(text, 105, initial_indent=f"  {label:<12} ", subsequent_indent=" " * 15)
+        textwrap.fill(
+            text,
+            105,
+            initial_indent=f"  {label:<12} ",
+            subsequent_indent=" " * 15,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
         for label, text in _fields(claim)
     )
     return f"{claim.id}: {claim.verdict}\n{body}"

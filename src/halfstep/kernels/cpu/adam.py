@@ -19,7 +19,7 @@ from numba import types
 from torch import Tensor
 
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, bf16_of, bits_of, lanes, nearest_as, nearest_bf16
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, UPPER, bf16_of, bits_of, lanes, rounded_up_half, stored_as
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
 
 
@@ -79,7 +79,8 @@ def run(
     """
     beside = [_array(kept[name]) if name in kept else None for name in _KEPT.values() if name]
     second = moments.get("exp_avg_sq_residual")
-    numbers = [np.float32(getattr(scalars, name)) for name in _SCALARS]
+    numbers: list[Any] = [np.float32(getattr(scalars, name)) for name in _SCALARS]
+    numbers[_SCALARS.index("l2")] = np.float32(scalars.l2) if scalars.l2 else None
     numbers[2:2] = [np.float32(1 - scalars.beta1)]
     numbers[4:4] = [np.float32(1 - scalars.beta2)]
     arrays = [_array(t) for t in (grad, moments["exp_avg"], moments["exp_avg_sq"])]
@@ -105,10 +106,20 @@ def _decode(value):
     return bits_of(value).float()
 
 
+# A NaN that arithmetic returns is quiet: its upper half alone is one too, so it is enough not to round it.
+
+
 @lanes("like")
 def _encode(value, like):
-    """A float32 rounded to nearest-even into the type of `like`."""
-    return nearest_as(value, like)
+    """A computed float32 rounded to nearest-even into the type of `like`."""
+    if like == types.uint16:
+        return (_rounded(value) >> 16).to(16)
+    return stored_as(value.bits(), like)
+
+
+def _rounded(value):
+    bits = value.bits()
+    return value.is_nan().pick(bits, rounded_up_half(bits))
 
 
 @lanes(types.uint16)
@@ -121,8 +132,29 @@ def _encode_stochastic(value, index, keys):
 
 @lanes(types.float32)
 def _bf16(value):
-    """A float32 rounded to the nearest bfloat16, in float32."""
-    return (nearest_bf16(value.bits()).to(32) << 16).float()
+    """A computed float32 rounded to the nearest bfloat16, in float32."""
+    return (_rounded(value) & UPPER).float()
+
+
+@lanes(types.float32)
+def _sum(one, other):
+    """The sum of two bfloat16 numbers in float32, rounded to the nearest bfloat16.
+
+    A NaN needs no care: it is one of theirs or the processor's own, whose lower half is zero, and nothing is carried.
+    """
+    return (rounded_up_half((one + other).bits()) & UPPER).float()
+
+
+@lanes(types.float32)
+def _difference(one, other):
+    """The same of the difference."""
+    return (rounded_up_half((one - other).bits()) & UPPER).float()
+
+
+@lanes(types.uint16)
+def _stored(value):
+    """A float32 that is a bfloat16 number, as such."""
+    return (value.bits() >> 16).to(16)
 
 
 @lanes(types.float32)
@@ -162,7 +194,7 @@ def _update(
             if residual is not None:
                 full = full + _decode(residual[i])
         g = _decode(grad[i]) * grad_scale
-        if l2 != 0:
+        if l2 is not None:
             g = g + full * l2
         m = _decode(exp_avg[i]) * beta1 + g * rest1
         v = _decode(exp_avg_sq[i])
@@ -178,18 +210,18 @@ def _update(
             low[i] = _lower(w)
             weight[i] = _upper(w)
         elif compensation is not None:
-            c = _bf16(_decode(compensation[i]) + _bf16(w - full))
-            moved = _bf16(full + c)
-            compensation[i] = _encode(c + _bf16(full - moved), compensation[i])
-            weight[i] = _encode(moved, weight[i])
+            c = _sum(_decode(compensation[i]), _bf16(w - full))
+            moved = _sum(full, c)
+            compensation[i] = _stored(_sum(c, _difference(full, moved)))
+            weight[i] = _stored(moved)
         elif residual is not None:
             high = _decode(weight[i])
             u = _bf16(w - full)
-            total = _bf16(high + u)
-            rest = _bf16(_decode(residual[i]) + _bf16(u - _bf16(total - high)))
-            grown = _bf16(total + rest)
-            residual[i] = _encode(rest - _bf16(grown - total), residual[i])
-            weight[i] = _encode(grown, weight[i])
+            total = _sum(high, u)
+            rest = _sum(_decode(residual[i]), _difference(u, _difference(total, high)))
+            grown = _sum(total, rest)
+            residual[i] = _stored(_difference(rest, _difference(grown, total)))
+            weight[i] = _stored(grown)
         else:
             if master is not None:
                 master[i] = w

@@ -104,6 +104,10 @@ class Lane:
     def __ge__(self, other: Lane | float) -> Lane:
         return self._compare(">=", other)
 
+    def is_nan(self) -> Lane:
+        """Whether a float is NaN, as a truth value."""
+        return self._new(self.builder.fcmp_unordered("uno", self.value, self.value))
+
     def equals(self, other: Lane | float) -> Lane:
         """Equality, as a truth value (`==` keeps its Python meaning)."""
         return self._compare("==", other)
@@ -219,6 +223,7 @@ def _trace(builder: Any, name: str, numba_type: Any, value: Any) -> Any:
 # bfloat16 is viewed as uint16, float16 as int16.
 
 SIGN, MAGNITUDE, INFINITY, NAN = 0x80000000, 0x7FFFFFFF, 0x7F800000, 0x7FC00000
+UPPER = 0xFFFF0000
 
 
 def bits_of(value: Lane) -> Lane:
@@ -246,7 +251,12 @@ def nearest_as(value: Lane, stored: Any) -> Lane:
 
 def nearest_bf16(bits: Lane) -> Lane:
     """The 16 bits of the bfloat16 nearest to a float32, ties to even."""
-    return bf16_of(bits, bits + ((bits >> 16) & 1) + 0x7FFF)
+    return bf16_of(bits, rounded_up_half(bits))
+
+
+def rounded_up_half(bits: Lane) -> Lane:
+    """Float32 bits plus what carries into the upper half when that, rounded to nearest-even, goes up."""
+    return bits + ((bits >> 16) & 1) + 0x7FFF
 
 
 def bf16_of(bits: Lane, rounded: Lane) -> Lane:

@@ -1,0 +1,183 @@
+"""model.to(bfloat16) or autocast? Both loops and every bf16 recipe, three seeds each, beside fp32.
+
+    python benchmarks/which_bf16.py [--keep] [--steps N] [--out FOLDER]
+
+--keep writes results/which_bf16.json, docs/which_bf16.md and docs/zeroed.md. An interrupted run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep import formats, prepare
+from halfstep.lab.environment import environment
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.models import build_model
+from halfstep.lab.report.results import Results, load
+from halfstep.lab.tasks import get_task
+from halfstep.lab.train import FORMATS
+from halfstep.lab.verdict import DEGRADES, MATCHES, Band
+from halfstep.tracking import ExponentHistogram
+from harness import RESULTS, keep, ratio, timings
+from two_loops import LOOPS
+from which_bf16_page import which_bf16, zeroed
+from which_bf16_runs import SEEDS, one_thread, opened, pair, read_loop, set_up, train_all
+from which_bf16_runs import experiments as experiments_of
+
+
+DOCS = RESULTS.parent.parent / "docs"
+ROUNDS = 15
+Rows = list[dict[str, Any]]
+
+
+def looks(results: Results, recipe: str) -> list[Rows]:
+    """The statistics rows of a recipe, one list a step looked at, with every seed's row."""
+    runs = results.runs[recipe].values()
+    return [list(rows) for rows in zip(*([r for r in run if r["kind"] == "statistics"] for run in runs), strict=True)]
+
+
+def descent(at: list[Rows]) -> Rows:
+    """Quality and lost share at each step looked at, the mean over seeds."""
+    return [
+        {"step": rows[0]["step"]}
+        | {name: statistics.fmean(row[name] for row in rows) for name in ("quality", "lost_share")}
+        for rows in at
+    ]
+
+
+def recipe_figures(results: Results) -> dict[str, Any]:
+    """Every recipe's verdict with its descent."""
+    found = {}
+    for v in results.verdicts:
+        rows = [[{"step": r["step"], **r["descent"]} for r in step] for step in looks(results, v.recipe)]
+        found[v.recipe] = v.as_data() | {"descent": descent(rows)}
+    return found
+
+
+def loop_figures(out: Path, task: str, band: Band, fp32: dict[int, float]) -> dict[str, Any]:
+    """The same of the plain loops."""
+    found = {}
+    for loop in LOOPS:
+        runs = read_loop(out, task, loop)
+        first = next(iter(runs.values()))
+        loss = statistics.fmean(run["loss"] for run in runs.values())
+        found[loop] = {
+            "seeds": len(runs),
+            "final_loss": loss,
+            "gap": (loss - band.mean) / band.mean,
+            "paired_gap": statistics.fmean((run["loss"] - fp32[seed]) / fp32[seed] for seed, run in runs.items()),
+            "status": MATCHES if loss <= band.upper else DEGRADES,
+            "bytes_per_parameter": first["bytes"],
+            "descent": descent([list(rows) for rows in zip(*(run["descent"] for run in runs.values()), strict=True)]),
+        }
+    return found
+
+
+def zeroed_figures(results: Results) -> dict[str, Any]:
+    """Shares that a cast makes zero in fp32's runs, by what and by format, one figure a step looked at."""
+    at = looks(results, "fp32")
+
+    def mean(of: Callable[[dict[str, Any]], float]) -> list[float]:
+        return [statistics.fmean(map(of, rows)) for rows in at]
+
+    def flushed(row: dict[str, Any], name: str) -> float:
+        counts = {int(e): n for e, n in row["activation_gradients"]["counts"].items()}
+        return ExponentHistogram(counts).share_zeroed(formats.get(name, formats.Float))
+
+    shares = {
+        "weights": {n: mean(lambda row, n=n: row["zeroed"]["weights"][n]) for n in FORMATS},
+        "gradients": {n: mean(lambda row, n=n: row["zeroed"]["gradients"][n]) for n in FORMATS},
+        "activation gradients": {n: mean(lambda row, n=n: flushed(row, n)) for n in FORMATS},
+        "updates": {n: mean(lambda row, n=n: row["lost"][n]) for n in FORMATS},
+    }  # fmt: skip
+    smallest = min(int(e) for rows in at for row in rows for e in row["weights"]["counts"])
+    parameters = next(row["parameters"] for row in results.runs["fp32"][0] if row["kind"] == "memory")
+    return {"steps": [r[0]["step"] for r in at], "shares": shares, "smallest": smallest, "parameters": parameters}
+
+
+def step_of(experiment: Experiment, recipe: str) -> Callable[[], None]:
+    """One training step of a recipe."""
+    task = get_task(experiment.task).open(experiment)
+    model = build_model(experiment.model, task.models(), 0)
+    plain, _ = set_up(experiment, model)
+    model, optimizer, scaler = prepare(model, plain, recipe)
+    batch = task.batch(0, 1)
+
+    def step() -> None:
+        scaler.scale(task.loss(model, batch)).backward()  # type: ignore[no-untyped-call]
+        scaler.clip_grad_norm_(optimizer, experiment.clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return step
+
+
+def loop_step(experiment: Experiment, loop: str) -> Callable[[], object]:
+    """One training step of a plain loop."""
+    task = get_task(experiment.task).open(experiment)
+    model = build_model(experiment.model, task.models(), 0)
+    losses: Iterator[Any] = LOOPS[loop](model, repeat(pair(task.batch(0, 1))), partial(set_up, experiment))
+    return lambda: next(losses)
+
+
+def times(experiment: Experiment) -> dict[str, float]:
+    """A training step's time over fp32's: everything interleaved on one thread, medians of the rounds' ratios."""
+    runs: dict[str, Callable[[], Any]] = {recipe: step_of(experiment, recipe) for recipe in experiment.recipes}
+    runs |= {loop: loop_step(experiment, loop) for loop in LOOPS}
+    seconds = timings(runs, ROUNDS)
+    return {name: ratio(seconds, name, "fp32") for name in runs}
+
+
+def gather(steps: int, out: Path) -> dict[str, Any]:
+    """Everything that the pages show."""
+    data: dict[str, Any] = {"machine": environment(), "steps": steps, "seeds": SEEDS, "tasks": {}}
+    for task, experiment in experiments_of(steps).items():
+        results = load(opened(experiment, out).folder)
+        assert results.band is not None
+        finals = {
+            seed: [r["loss"] for r in rows if r["kind"] == "validation"][-1]
+            for seed, rows in results.runs["fp32"].items()
+        }
+        data["tasks"][task] = {
+            "experiment": experiment.as_data(),
+            "rule": results.summary()["rule"],
+            "band": results.summary()["band"],
+            "recipes": recipe_figures(results),
+            "loops": loop_figures(out, task, results.band, finals),
+            "zeroed": zeroed_figures(results),
+        }
+    return data
+
+
+def main() -> None:
+    """Train, time, print, and with --keep write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--out", type=Path, default=Path("runs/which_bf16"))
+    asked = parser.parse_args()
+    one_thread()
+    train_all(asked.steps, asked.out)
+    data = gather(asked.steps, asked.out)
+    data["times"] = times(experiments_of(asked.steps)["lm"])
+    pages = {"which_bf16.md": which_bf16(data), "zeroed.md": zeroed(data)}
+    print("\n".join(pages.values()))
+    if asked.keep:
+        keep("which_bf16", json.loads(json.dumps(data)))
+        for name, text in pages.items():
+            (DOCS / name).write_text(text)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

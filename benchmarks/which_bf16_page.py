@@ -1,0 +1,258 @@
+"""The words of docs/which_bf16.md and docs/zeroed.md, which follow from the figures."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from typing import Any
+
+import two_loops
+
+
+Figures = dict[str, Any]
+PURE, CAST = two_loops.LOOPS
+
+INTRODUCTION = """# model.to(bfloat16), or autocast?
+
+`make bench-which-bf16` writes this page. The question, from a forum: should one call `model.to(bfloat16)` and
+`x.to(bfloat16)`, with no master copy and bf16 gradients, or train under `torch.autocast`?
+"""
+LOOPS = """## Both loops, as asked
+
+In plain torch, with torch's AdamW. Clipping and the schedule are those of the runs below, where the first is
+`bf16-pure` and the second `bf16-mixed`; on a GPU `x.device.type` is `"cuda"`.
+
+```python
+{code}```
+
+| loop | task | seeds | verdict | final loss | to fp32, same seed | bytes/param | descent quality {steps} | time |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+RECIPES = """## Every way to keep the weights in bf16
+
+| recipe | verdict | final loss | to fp32, same seed | bytes/param | descent quality {steps} | lost share | time |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+
+def which_bf16(data: Figures) -> str:
+    """docs/which_bf16.md."""
+    lm = data["tasks"]["lm"]
+    at = [row["step"] for row in lm["recipes"]["fp32"]["descent"]]
+    steps = "at " + ", ".join(f"{100 * step // data['steps']}%" for step in shown(at))
+    lines = [INTRODUCTION, "## Verdict", "", *verdict(data), "", LOOPS.format(code=code(), steps=steps)]
+    for loop in two_loops.LOOPS:
+        for task, found in data["tasks"].items():
+            row = found["loops"][loop]
+            time = f"{data['times'][loop]:.2f}" if task == "lm" else ""
+            lines.append(f"| {loop} | {task} | {row['seeds']} | {cells(row)} | {qualities(row)} | {time} |")
+    for task, found in data["tasks"].items():
+        fp32 = found["band"]
+        lines += ["", f"fp32 on {task}: {fp32['mean']:.4f} ± {fp32['half_width']:.4f}, {fp32['seeds']} seeds."]
+    lines += ["", RECIPES.format(steps=steps)]
+    for name, row in sorted(lm["recipes"].items(), key=lambda item: -total(item[1])):
+        lost = " / ".join(share(look["lost_share"]) for look in shown(row["descent"]))
+        lines.append(f"| `{name}` | {cells(row)} | {qualities(row)} | {lost} | {data['times'][name]:.2f} |")
+    lines += ["", *notes(lm["rule"], shown(at)), "", machine(data)]
+    return "\n".join(lines) + "\n"
+
+
+def verdict(data: Figures) -> list[str]:
+    """The answer in words."""
+    lm, vision = data["tasks"]["lm"], data["tasks"]["vision"]
+    rows, loops, other = lm["recipes"], lm["loops"], vision["loops"][PURE]
+    fits = {name for name, row in {**rows, **loops}.items() if row["status"] == "matches"}
+    good = sorted((fits & rows.keys()) - {"fp32"}, key=lambda name: total(rows[name]))
+    answer = {
+        (True, True): "Here either will do.",
+        (False, True): "Autocast, or a recipe that keeps what an update rounds away.",
+        (True, False): "Here model.to(bfloat16).",
+        (False, False): "Here neither stays with fp32.",
+    }[PURE in fits, CAST in fits]
+    lines = [f"**{answer}** On a small GPT, {data['steps']} steps:", ""]
+    for loop, row in loops.items():
+        lines += item(f"`{loop}`, {total(row):g} bytes a parameter: {gap(row)} to fp32's loss, {row['status']}.")
+    lines += item(f"These match fp32: {listed(rows, good)}." if good else "No bf16 recipe matches fp32.")
+    bad = [name for name in rows if name not in fits]
+    lines += item(f"These do not: {listed(rows, bad)}.") if bad else []
+    if good:
+        lines += item(f"The cheapest that matches is `{good[0]}`, {total(rows[good[0]]):g} bytes.")
+    without, pure = rows["bf16-nomaster"], rows["bf16-pure"]
+    if "bf16-master" in fits and "bf16-nomaster" not in fits:
+        lines += item(
+            "bf16 gradients are not what hurts: `bf16-master` has them, and matches. What hurts is that a bf16 "
+            "weight takes the "
+            "update itself and rounds it away, the more so as the learning rate falls."
+        )
+    if without["status"] == pure["status"] == "degrades":
+        lines += item(
+            f"fp32 optimizer states do not make up for it: {gap(without)} with them (`bf16-nomaster`), {gap(pure)} "
+            "without "
+            "(`bf16-pure`). Note that torch's AdamW keeps its states in the weights' dtype: after "
+            "`model.to(bfloat16)` they "
+            "are bf16 too, 8 bytes in all and not 12."
+        )
+    if "bf16-stochastic" in fits and "bf16-nomaster" not in fits:
+        lines += item("Nor does it take more bytes: `bf16-stochastic` has those of `bf16-nomaster`, and matches.")
+    band = vision["band"]["half_width"] / vision["band"]["mean"]
+    lines += item(
+        f"On a small network on images, whose inputs `x.to(bfloat16)` rounds too, `{PURE}` {other['status']}: "
+        f"{other['gap']:+.0%} "
+        f"to fp32's mean, whose band is ± {band:.0%}" + (", too wide to tell much." if band > 0.1 else ".")
+    )
+    return lines + item("Weights do not become zero in the cast: [zeroed.md](zeroed.md).")
+
+
+def notes(rule: str, at: list[int]) -> list[str]:
+    """How to read the tables."""
+    return [
+        *item(f"*Verdict*: {rule}"),
+        *item(
+            "*Bytes* are measured on live tensors between backward and step: weights, gradients, master, states. The "
+            "bf16 "
+            "copies that autocast makes while a pass runs (up to 2 bytes) are not in them."
+        ),
+        *item(
+            "*Descent quality* is the part of an update that arrives in what is stored, masters included: 1 when "
+            "nothing is "
+            "lost, 0 when everything stalls. *Lost share* is the part of the updates that moved nothing. Both at steps "
+            f"{', '.join(map(str, at))}, means over seeds; the learning rate has all but vanished at the last, and "
+            "what stochastic rounding makes of it is noise around 1."
+        ),
+        *item(
+            "*Time* is a training step over fp32's, interleaved in one run on one thread. This processor has no "
+            "16-bit matrix "
+            "units: it says what the rounding costs here, not what a GPU gains."
+        ),
+        *item(
+            "There is one backward a step and nothing to accumulate, so `bf16-fp32grad` trains as `bf16-nomaster` "
+            "does, and "
+            "`bf16-megatron` as `bf16-master`. With many micro-batches a step they would differ."
+        ),
+    ]
+
+
+def item(text: str) -> list[str]:
+    """One item of a list, in lines."""
+    return textwrap.wrap(f"- {text}", 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def listed(rows: Figures, names: list[str]) -> str:
+    """Recipes with their bytes and gaps."""
+    return ", ".join(f"`{n}` ({total(rows[n]):g} bytes, {gap(rows[n])})" for n in names)
+
+
+def gap(row: Figures) -> str:
+    """The gap to fp32 with the same seed."""
+    return "diverged" if row["paired_gap"] is None else f"{round(row['paired_gap'], 4) + 0.0:+.2%}"
+
+
+def total(row: Figures) -> float:
+    """Bytes a parameter, what lives inside a pass apart."""
+    return float(sum(v for role, v in row["bytes_per_parameter"].items() if role != "transient"))
+
+
+def cells(row: Figures) -> str:
+    """Verdict, loss, gap, bytes."""
+    loss = "" if row["final_loss"] is None else f"{row['final_loss']:.4f}"
+    kept = [f"{v:g}" for role, v in row["bytes_per_parameter"].items() if v and role != "transient"]
+    return f"{row['status']} | {loss} | {gap(row)} | {'+'.join(kept)} = {total(row):g}"
+
+
+def qualities(row: Figures) -> str:
+    """Descent quality at the steps shown."""
+    return " / ".join(f"{look['quality'] + 0.0:.3f}" for look in shown(row["descent"]))
+
+
+def shown(values: list[Any]) -> list[Any]:
+    """Of the steps looked at the first, the last but one and the last."""
+    return [values[0], *values[-2:]]
+
+
+def share(value: float) -> str:
+    """A share in percent, with as many digits as it takes to tell it from none and from all."""
+    if value in (0, 1):
+        return f"{value:.0%}"
+    return f"{value:.1%}" if 0.001 <= value < 0.9995 else f"{value:.2%}" if value > 0.5 else f"{value:.0e}"
+
+
+def code() -> str:
+    """The loops as they ran: their file, without its first lines and its last."""
+    source = inspect.getsource(two_loops)
+    return source[source.index("from collections") : source.index("\n\nLOOPS")]
+
+
+def machine(data: Figures) -> str:
+    """Where, and how large."""
+    lm, where = data["tasks"]["lm"], data["machine"]
+    experiment = lm["experiment"]
+    return textwrap.fill(
+        f"{experiment['model']}, {lm['zeroed']['parameters']:,} parameters, {experiment['batch']} x "
+        f"{experiment['context']} "
+        f"bytes of the Python standard library a step, {data['steps']} steps (`halfstep compare` takes 500). "
+        f"torch {where['torch']} on {where['cpu']}, one thread.",
+        120,
+    )
+
+
+ZEROED = """# Do weights become zero in the cast?
+
+`make bench-which-bf16` writes this page. A reply in a forum says that bf16 training suffers because *a significant
+number of weight values become zero when cast to bf16 (fp16)*. Counted over the fp32 runs of
+[which_bf16.md](which_bf16.md), of what is not zero already: what a cast, without any scale, makes zero; of the
+updates, what adding them to a weight stored in that format loses. Means over {seeds} seeds at steps {steps}.
+
+| | {formats} |
+| --- | {rule} |"""
+
+
+def zeroed(data: Figures) -> str:
+    """docs/zeroed.md."""
+    found = data["tasks"]["lm"]["zeroed"]
+    shares, steps = found["shares"], found["steps"]
+    formats = list(shares["weights"])
+    header = " | ".join(formats)
+    lines = [
+        ZEROED.format(
+            seeds=data["seeds"],
+            steps=", ".join(map(str, shown(steps))),
+            formats=header,
+            rule=" | ".join("---" for _ in formats),
+        )
+    ]
+    words = {"weights": "weights, zero", "gradients": "weight gradients, zero", "updates": "updates, lost"}
+    for what, table in shares.items():
+        row = [" / ".join(share(v) for v in shown(table[name])) for name in formats]
+        lines.append(f"| {words.get(what, f'{what}, zero')} | {' | '.join(row)} |")
+    worst = {name: max(shares["weights"][name]) for name in formats}
+    updates, gradients = shares["updates"]["bf16"], shares["gradients"]
+    refuted = worst["bf16"] == 0 and worst["fp16"] < 1e-3
+    lines += [
+        "",
+        *item(
+            f"**{'Contradicted' if refuted else 'Not contradicted'}.** Of {found['parameters']:,} weights bf16 zeroes "
+            f"{share(worst['bf16'])}, fp16 at most {share(worst['fp16'])}. The smallest of the runs lies at "
+            f"2^{found['smallest']}; "
+            "fp16 reaches down to 2^-24, bf16 to 2^-133."
+        ),
+        *item(
+            f"What bf16 loses is *updates*: {share(updates[0])} of them early, {share(updates[-2])} at step "
+            f"{steps[-2]}, "
+            f"{share(updates[-1])} when the learning rate is gone. That is why something must keep the rest of an "
+            "update; "
+            "a count of zeroed weights does not show it."
+        ),
+        *item(
+            f"What fp16 loses without a loss scale is *gradients*: "
+            f"{share(max(shares['activation gradients']['fp16']))} of the "
+            f"activations' at the worst of the steps, {share(max(gradients['fp16']))} of the weights'."
+        ),
+        *item(
+            f"FP8 without a scale is another matter: e4m3fn zeroes up to {share(worst['float8_e4m3fn'])} of the "
+            "weights and "
+            f"{share(max(gradients['float8_e4m3fn']))} of their gradients, e5m2 {share(worst['float8_e5m2'])} and "
+            f"{share(max(gradients['float8_e5m2']))}."
+        ),
+        "",
+        machine(data),
+        "",
+    ]
+    return "\n".join(lines)
