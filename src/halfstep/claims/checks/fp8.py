@@ -1,0 +1,75 @@
+"""Checks of scalings for 8 bits: which way a block's scale is rounded, how long a history is, where one scale does."""
+
+from __future__ import annotations
+
+import torch
+
+from halfstep import formats, get_quantizer
+from halfstep.claims.checks.base import Numbers, check
+from halfstep.ops.operand import operand
+from halfstep.quant import Quantizer
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.scaling.delayed import Delayed
+from halfstep.quant.scaling.fixed import Fixed
+from halfstep.quant.tile import TENSOR
+
+
+def _normal(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+@check("te-mx-roundup")
+def mx_roundup() -> Numbers:
+    """MXFP8 blocks of 32 normal numbers whose largest saturates, and the relative error, by the scale's rounding."""
+    x = _normal(32768, 32)
+    found: Numbers = {}
+    for rule in ("rceil", "floor"):
+        quantizer = get_quantizer("mxfp8_e4m3", scale=rule)
+        quantized = quantizer.quantize(x)
+        scale = get_scaling(rule).multiplier(quantized.tensors, quantizer.format)[:, 0]
+        found[f"{rule}_saturated"] = float((x.abs().amax(1) > 448 * scale).double().mean())
+        found[f"{rule}_error"] = float((quantized.dequantize() - x).norm() / x.norm())
+    return found
+
+
+@check("te-history")
+def history() -> Numbers:
+    """The share of 200 steps in which an amax that alternates between 1 and 8 saturates E4M3, by the history."""
+    e4m3, found = formats.get("e4m3fn"), Numbers()
+    for name, scaling in (
+        ("most_recent", Delayed("delayed", history=1, algorithm="most_recent")),
+        ("max_1024", Delayed("delayed", history=1024, algorithm="max")),
+    ):
+        state, clipped = scaling.init(), 0
+        for step in range(202):
+            amax = torch.tensor(8.0 if step % 2 else 1.0)
+            clipped += step >= 2 and bool(amax * state[0] > 448)  # the first two find the scale
+            scaling.record(state, amax)
+            scaling.advance(state, e4m3)
+        found[name] = clipped / 200
+    return found
+
+
+@check("perez-margin")
+def margin() -> Numbers:
+    """The largest sum in a product of 512 scaled FP8 numbers, without and with the margin; fp16 ends at 65504."""
+    x, w = _normal(64, 512), _normal(512, 64, seed=1)
+    found: Numbers = {}
+    for name, rule in (("without", "rceil"), ("margin_3", "rceil_3")):
+        quantizer = Quantizer(formats.get("e4m3fnuz"), tile=TENSOR, scaling=get_scaling(rule))
+        lhs, rhs = (operand(t, quantizer, torch.float32).values for t in (x, w))
+        found[name] = float((lhs @ rhs).abs().max())
+    return found
+
+
+@check("perez-window")
+def window() -> Numbers:
+    """The relative error of a product when every tensor has the constant bias c."""
+    x, w = _normal(64, 512), _normal(512, 64, seed=1) / 8
+    exact, found = x.double() @ w.double(), Numbers()
+    for bias in (-8, -4, 0, 4, 8):
+        quantizer = Quantizer(formats.get("e4m3fnuz"), tile=TENSOR, scaling=Fixed("constant", bias))
+        lhs, rhs = (operand(t, quantizer, torch.float32) for t in (x, w))
+        product = lhs.values.double() @ rhs.values.double() * 2.0 ** (-2 * bias)
+        found[f"c{bias}".replace("-", "_")] = float((product - exact).norm() / exact.norm())
+    return found
