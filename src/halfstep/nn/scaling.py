@@ -95,9 +95,20 @@ class Scalings:
                     f"scaling state {name!r} has {saved[name].numel() - 1} steps of history, this recipe "
                     f"{state.numel() - 1}. Resume with the recipe it was saved under"
                 )
-        with torch.no_grad():
-            for name, state in own.items():
-                state.copy_(saved[name])
+        self._set(saved)
+
+    def reset(self) -> None:
+        """Every state as before the first step."""
+        self._set({name: _rule(quantizer).init(state.device) for name, state, quantizer in _states(self._model)})
+
+    @torch.no_grad()
+    def _set(self, saved: Mapping[str, Tensor]) -> None:
+        for name, state, _ in _states(self._model):
+            state.copy_(saved[name])
+        if saved:  # weights that were loaded beside them are no step that nobody ended
+            clock = applied_to(self._model).clock
+            assert clock is not None
+            clock.end()
 
     @torch.no_grad()
     def advance(self, skipped: bool = False) -> None:

@@ -43,6 +43,9 @@ class Follower(Protocol):
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Put it back."""
 
+    def reset(self) -> None:
+        """Start anew."""
+
 
 class LossScaler:
     """Multiplies the loss by S, divides the gradients by S, skips steps whose gradients overflowed, and adapts S.
@@ -359,6 +362,7 @@ class LossScaler:
                 "scaler.state_dict() beside the model to resume exactly",
                 stacklevel=3,
             )
+            follower.reset()
             return
         follower.load_state_dict(saved)
 

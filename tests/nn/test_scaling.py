@@ -1,0 +1,321 @@
+"""States of scalings: only an optimizer step moves them, whatever is run between two, and nothing else sees them."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep import formats
+from halfstep.errors import ModelError, RecipeError
+from halfstep.nn.scaling import Scalings, states_of
+from halfstep.ops.scaled import round_scaled
+from halfstep.quant.scaling.delayed import Delayed
+from halfstep.recipe import LossScale, get_recipe
+from tiny import adamw, assert_same, batch, mlp, prepared, train
+
+
+STATEFUL = ("fp8-delayed", "fp8-delayed-megatron")
+every_stateful = pytest.mark.parametrize("name", STATEFUL)
+OPERANDS = ("input", "weight", "grad_output")
+E4M3 = formats.get("e4m3fn")
+
+
+def states(model):
+    return Scalings(model).state_dict()
+
+
+def backward(model, rows=slice(None), size=1.0):
+    x, y = batch()
+    F.mse_loss(model(size * x[rows]), y[rows]).backward()
+
+
+def recorded(model):
+    """The amax of the step that runs, by layer and operand."""
+    return {name: state[1].item() for name, state in states(model).items()}
+
+
+def follow(scaling, amaxes):
+    """The factor after each step with that amax, and the state after the last."""
+    state, factors = scaling.init(), []
+    for amax in amaxes:
+        scaling.record(state, torch.tensor(float(amax)))
+        scaling.advance(state, E4M3)
+        factors.append(state[0].item())
+    return factors, state
+
+
+# ---- the rule -------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_by_hand():
+    factors, state = follow(Delayed("d", history=4), [1, 10, 1, 1, 1, 1, 1, 0, 2])
+    expected = torch.tensor([448, 44.8, 44.8, 44.8, 44.8, 448, 448, 448, 224])
+    assert_same(torch.tensor(factors), expected)
+    assert state[1:].tolist() == [0, 1, 1, 2]
+
+
+def test_most_recent_and_margin():
+    assert follow(Delayed("d", history=4, algorithm="most_recent"), [1, 8, 2])[0] == [448, 56, 224]
+    assert follow(Delayed("d", history=1, algorithm="most_recent"), [1, 8, 0])[0] == [448, 56, 56]
+    assert follow(Delayed("d", history=1, margin=2), [1, 8])[0] == [112, 14]
+
+
+@pytest.mark.parametrize("amax", [float("inf"), float("nan")])
+def test_an_amax_that_is_not_finite_leaves_the_factor(amax):
+    factors, _ = follow(Delayed("d", history=2), [2, amax, 4, 4, 4])
+    assert factors == [224, 224, 224, 112, 112]
+
+
+@pytest.mark.parametrize(("name", "clipped"), [("fp8-delayed", 0), ("fp8-delayed-megatron", 10)])
+def test_an_amax_that_alternates_clips_half_of_the_steps_or_none(name, clipped):
+    """Rounding a tensor whose amax is 1 and 8 by turns, each with the factor of the steps before it."""
+    scaling = get_recipe(name).rules[-1].linear.output.lhs.scaling
+    state, found = scaling.init(), 0
+    for step in range(22):
+        x = torch.tensor([0.5, 1.0 if step % 2 == 0 else 8.0])
+        factor = state[0].clone()
+        back = round_scaled(x, factor, E4M3, "nearest_even", torch.float32) / factor
+        found += step >= 2 and back[1].item() < x[1].item() * 0.9
+        scaling.record(state, x.amax())
+        scaling.advance(state, E4M3)
+    assert found == clipped
+
+
+# ---- a model's states -----------------------------------------------------------------------------------------------
+
+
+@every_stateful
+def test_every_operand_has_a_state_that_a_step_moves(name):
+    model, optimizer, scaler = prepared(name)
+    assert set(states(model)) == {f"{layer}.{operand}" for layer in ("0", "3") for operand in OPERANDS}
+    assert all(state[0] == 1 and not state[1:].any() for state in states(model).values())
+    x = batch()[0]
+    train(model, optimizer, scaler, 1)
+    for key, state in states(model).items():
+        largest = formats.get("e5m2" if key.endswith("grad_output") else "e4m3fn").max
+        assert state[-1] > 0 or len(state) == 2
+        if len(state) > 2:
+            assert state[0] == (largest / state[-1].double()).float()
+    first = states(model)["0.input"]
+    assert first[0] == (448 / x.abs().max().double()).float()
+
+
+@every_stateful
+def test_the_state_reaches_the_product(name):
+    """A recipe whose factors were not used would pass the rest."""
+    model, optimizer, scaler = prepared(name)
+    before = model(batch()[0])
+    train(model, optimizer, scaler, 1)
+    scaled = states(model)
+    after = model(batch()[0])
+    Scalings(model).load_state_dict({key: torch.ones_like(state) for key, state in scaled.items()})
+    assert not torch.equal(model(batch()[0]), after)
+    assert not torch.equal(before, after)
+
+
+@every_stateful
+def test_state_dict_keys_stay_and_buffers_are_not_saved(name):
+    model = mlp()
+    keys, buffers = list(model.state_dict()), list(model.named_buffers())
+    model, _, _ = prepared(name, model)
+    assert list(model.state_dict()) == keys
+    assert len(list(model.named_buffers())) == 6
+    model.load_state_dict(mlp(1).state_dict())
+    halfstep.revert(model)
+    assert list(model.named_buffers()) == buffers
+    assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+
+
+def test_revert_leaves_what_the_user_told_ddp_to_ignore():
+    model = mlp()
+    model._ddp_params_and_buffers_to_ignore = ["0.bias"]
+    halfstep.apply(model, "fp8-delayed")
+    assert len(model._ddp_params_and_buffers_to_ignore) == 7
+    halfstep.revert(model)
+    assert model._ddp_params_and_buffers_to_ignore == ["0.bias"]
+
+
+@every_stateful
+def test_a_copy_has_states_of_its_own(name):
+    model, optimizer, scaler = prepared(name)
+    train(model, optimizer, scaler, 2)
+    backward(model)  # in the middle of a step
+    twin = copy.deepcopy(model)
+    assert_same(states(twin), states(model))
+    kept = states(model)
+    backward(twin, size=100)
+    halfstep.advance(twin)
+    assert_same(states(model), kept)
+    assert not torch.equal(states(twin)["0.input"], kept["0.input"])
+
+
+@every_stateful
+def test_evaluation_and_no_grad_leave_no_trace(name):
+    model, optimizer, scaler = prepared(name)
+    train(model, optimizer, scaler, 2)
+    before = states(model)
+    large = 1000 * batch()[0]
+    with torch.no_grad():
+        model(large)
+    with torch.inference_mode():
+        model(large)
+    model.eval()
+    model(large)
+    model(large).sum().backward()
+    assert_same(states(model), before)
+    model.train()
+    train(model, optimizer, scaler, 1)
+    assert states(model)["0.input"][0] == before["0.input"][0]
+
+
+@every_stateful
+def test_micro_batches_raise_one_maximum_and_never_advance(name):
+    model, _, _ = prepared(name)
+    x = batch()[0]
+    for rows, size in ((slice(0, 4), 1), (slice(4, 8), 3), (slice(8, 12), 1)):
+        backward(model, rows, size)
+    assert recorded(model)["0.input"] == max(x[:4].abs().max(), 3 * x[4:8].abs().max(), x[8:].abs().max())
+    assert all(state[0] == 1 for state in states(model).values())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.head, self.body = how, nn.Linear(8, 8), mlp()
+
+    def forward(self, x):
+        x = self.head(x)
+        return self.body(x) if self.how is None else checkpoint(self.body, x, use_reentrant=self.how)
+
+
+@every_stateful
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_leaves_the_states_and_gradients_of_the_plain_pass(name, reentrant):
+    found = []
+    for how in (None, reentrant):
+        torch.manual_seed(4)
+        model, optimizer, scaler = prepared(name, Checkpointed(how))
+        train(model, optimizer, scaler, 3)
+        backward(model)
+        found.append((states(model), [p.grad for p in model.parameters()], dict(model.state_dict())))
+    assert_same(*found)
+    assert all(value > 0 for value in recorded(model).values())
+
+
+@every_stateful
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+def test_a_traced_graph_leaves_the_states_of_eager_mode(name):
+    torch._dynamo.reset()
+    model, optimizer, scaler = prepared(name)
+    train(model, optimizer, scaler, 2)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        for rows, size in ((slice(0, 6), 5.0), (slice(6, 12), 1.0)):
+            backward(model, rows, size)
+            backward(compiled, rows, size)
+        assert_same(states(twin), states(model))
+        assert all(value > 0 for value in recorded(twin).values())
+        halfstep.advance(model)
+        halfstep.advance(twin)
+    assert_same(states(twin), states(model))
+    assert_same([p.grad for p in twin.parameters()], [p.grad for p in model.parameters()])
+
+
+# ---- steps that are skipped, and steps that nobody ended ------------------------------------------------------------
+
+
+def scaled_recipe(name):
+    return replace(get_recipe(name), name="made", loss_scale=LossScale(init=4.0))
+
+
+@every_stateful
+def test_a_skipped_step_leaves_no_trace(name):
+    model, optimizer, scaler = prepared(scaled_recipe(name))
+    train(model, optimizer, scaler, 2)
+    before, weights = states(model), {key: value.clone() for key, value in model.state_dict().items()}
+    backward(model, slice(0, 6), size=100)
+    scaler.scale(F.mse_loss(model(batch()[0]), batch()[1]) * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    assert scaler.skipped_steps == 1
+    assert_same(states(model), before)
+    assert_same(dict(model.state_dict()), weights)
+    train(model, optimizer, scaler, 1)
+    assert states(model)["0.input"][0] == before["0.input"][0]
+
+
+@every_stateful
+def test_an_optimizer_that_steps_alone_is_noticed(name):
+    model = mlp()
+    optimizer = adamw(model)
+    halfstep.apply(model, name)
+    backward(model)
+    optimizer.step()
+    model.eval()
+    model(batch()[0])
+    with torch.no_grad():
+        model.train()(batch()[0])
+    with pytest.raises(RecipeError, match=r"weights have changed and its scaling states have not moved on: call "):
+        model(batch()[0])
+    halfstep.advance(model)
+    backward(model)
+    _, low_bit, _ = prepared(name, other := mlp())
+    backward(other)
+    low_bit.step()
+    with pytest.raises(RecipeError, match=r"scaler.update\(\) after every optimizer step, or halfstep.advance"):
+        other(batch()[0])
+
+
+@every_stateful
+def test_a_frozen_first_layer_and_parameters_without_gradient_do_not_hide_the_step(name):
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = adamw(model[3])
+    halfstep.apply(model, name)
+    backward(model)
+    optimizer.step()
+    with pytest.raises(RecipeError, match="scaling states have not moved on"):
+        model(batch()[0])
+
+
+@every_stateful
+def test_weights_that_change_between_steps_are_no_step(name):
+    """A copy in the middle of a step, a checkpoint that is loaded: neither is an optimizer step that nobody ended."""
+    model, optimizer, scaler = prepared(name)
+    train(model, optimizer, scaler, 1)
+    saved = copy.deepcopy((model.state_dict(), scaler.state_dict()))
+    backward(model)
+    backward(copy.deepcopy(model))
+    model.load_state_dict(saved[0])
+    scaler.load_state_dict(saved[1])
+    backward(model)
+
+
+@every_stateful
+def test_stateless_recipes_keep_no_states(name):
+    model, _, scaler = prepared("fp8-current")
+    assert states(model) == {} == scaler.state_dict()
+    assert not any(states_of(module) for module in model.modules())
+    assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+
+
+def test_apply_after_fully_shard_is_refused(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = fully_shard(mlp(), mesh=dist.init_device_mesh("cpu", (1,)))
+        kinds = [type(m) for m in model.modules()]
+        with pytest.raises(ModelError, match=r"0.weight is sharded; apply the recipe before fully_shard"):
+            halfstep.apply(model, "fp8-delayed")
+        assert [type(m) for m in model.modules()] == kinds
+    finally:
+        dist.destroy_process_group()

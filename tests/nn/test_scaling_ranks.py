@@ -1,0 +1,142 @@
+"""Two ranks, under DDP and FSDP2, end with the scaling states and weights of one process that saw all data."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import halfstep
+from halfstep.nn.scaling import Scalings
+from tiny import assert_same, mlp
+
+
+STATEFUL = ("fp8-delayed", "fp8-delayed-megatron")
+NAMES = [name for name in halfstep.list_recipes() if "fp8" in name]
+pytestmark = pytest.mark.slow
+RANK = """
+import sys, torch, torch.distributed as dist
+rank, folder, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+sys.path[:0] = [tests, f'{tests}/nn']
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+from test_scaling_ranks import NAMES, on_a_rank
+found = {name: {how: on_a_rank(name, how, rank) for how in ("ddp", "fsdp")} for name in NAMES}
+torch.save(found, f"{folder}/{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+def micro_batches(step, rank):
+    """Two of a rank's own; the largest input of a step is on one rank only, and now the one, now the other."""
+    for i in range(2):
+        generator = torch.Generator().manual_seed(100 * step + 10 * rank + i)
+        size = 5.0 if (step + rank, i) == (2, 0) else 1.0
+        x, y = torch.randn(6, 8, generator=generator), torch.randn(6, 4, generator=generator)
+        yield size * x, y
+
+
+def backward(model, x, y):
+    torch.nn.functional.mse_loss(model(x), y).backward()
+
+
+def seen(model):
+    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
+    return {n: p.detach().clone() for n, p in whole.items()}, Scalings(model).state_dict()
+
+
+def update(model, lr=2.0**-4):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.sub_(lr * p.grad.to(p.dtype))
+            p.grad = None
+    halfstep.advance(model)
+
+
+def on_a_rank(name, how, rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = mlp()
+    halfstep.apply(model, name)
+    if how == "ddp":
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        mesh = init_device_mesh("cpu", (2,))
+        fully_shard(model[3], mesh=mesh)
+        wrapped = fully_shard(model, mesh=mesh)
+    amaxes = []
+    for step in range(3):
+        for i, (x, y) in enumerate(micro_batches(step, rank)):
+            if how == "ddp":
+                wrapped.require_backward_grad_sync = i == 1
+            else:
+                wrapped.set_requires_gradient_sync(i == 1)
+            backward(wrapped, x, y)
+        amaxes.append({key: state[1].item() for key, state in Scalings(model).state_dict().items()})
+        update(model)
+    found = {"seen": seen(model), "amaxes": amaxes, "error": ""}
+    try:
+        backward(wrapped, x, y)
+        with torch.no_grad():
+            model[3].bias.mul_(2.0)
+        backward(wrapped, x, y)
+    except halfstep.HalfstepError as error:
+        found["error"] = str(error)
+    return found
+
+
+def in_one_process(name):
+    """The same steps with all micro-batches, their gradients summed in the ranks' order."""
+    model = mlp()
+    halfstep.apply(model, name)
+    for step in range(3):
+        sums = []
+        for rank in range(2):
+            for x, y in micro_batches(step, rank):
+                backward(model, x, y)
+            sums.append({name: p.grad.clone() for name, p in model.named_parameters()})
+            model.zero_grad()
+        for key, parameter in model.named_parameters():
+            parameter.grad = sums[0][key] / 2 + sums[1][key] / 2
+        update(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-W", "ignore", "-c", RANK]
+    tests = str(Path(__file__).parent.parent)
+    started = [subprocess.Popen([*command, str(rank), str(folder), tests]) for rank in (0, 1)]
+    assert [process.wait(timeout=300) for process in started] == [0, 0]
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_are_one_process_bit_for_bit(ranks, name):
+    """Weights and states after three steps, whichever way the model is spread."""
+    expected = seen(in_one_process(name))
+    for rank in ranks:
+        assert_same(rank[name]["ddp"]["seen"], expected)
+        assert_same(rank[name]["fsdp"]["seen"], expected)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_rank_keeps_its_own_amaxes_until_the_step_ends(ranks, name, how):
+    """DDP broadcasts the buffers of the first rank before a forward, but not these."""
+    for rank, found in enumerate(ranks):
+        for step, amaxes in enumerate(found[name][how]["amaxes"]):
+            assert amaxes["0.input"] == max(x.abs().max().item() for x, _ in micro_batches(step, rank))
+    first, second = (found[name][how]["amaxes"] for found in ranks)
+    assert any(a["0.input"] > b["0.input"] for a, b in zip(first, second, strict=True))
+    assert any(a["0.input"] < b["0.input"] for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_an_optimizer_that_steps_alone_is_noticed(ranks, name, how):
+    for found in ranks:
+        assert "its scaling states have not moved on: call scaler.update()" in found[name][how]["error"]
