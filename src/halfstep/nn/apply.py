@@ -10,7 +10,7 @@ from torch import nn
 
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
-from halfstep.nn.adapters import convolution, gated, norm, wide
+from halfstep.nn.adapters import convolution, encoder, gated, norm, wide
 from halfstep.nn.adopt import adopt, release
 from halfstep.nn.applied import Applied, Clock, applied_to
 from halfstep.nn.layers import ModuleFilter, match
@@ -83,12 +83,17 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
             adopt(module, wide.forward)
             kept[path] = "computes in float32"
     device = next(model.parameters()).device
+    around = {path.rpartition(".")[0] for path in specs}  # an attention module forms the product of its out_proj
     for path, kind in matched.kinds.items():
         module = model.get_submodule(path)
         spec = specs.get(path)
-        if spec is not None or carried.supports(STORABLE[recipe.compute], device):
+        if path in specs.keys() | around or carried.supports(STORABLE[recipe.compute], device):
             module._halfstep_linear = spec or LinearSpec()  # type: ignore[assignment]
             adopt(module, kind.forward)
+    if specs:
+        for module in model.modules():
+            if encoder.fits(module):
+                adopt(module, encoder.forward)
     for path in matched.smoothed:
         adopt(model.get_submodule(path), gated.FORWARDS[str(recipe.smooth_glu)])
     attach(model, specs, {path: matched.kinds[path].PRODUCTS for path in specs})

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from halfstep.errors import RecipeError
-from halfstep.nn.adapters import gated, linear
+from halfstep.nn.adapters import attention, conv1d, experts, gated, linear
 from halfstep.recipe import LinearSpec, Recipe
 
 
@@ -34,7 +34,11 @@ class Kind(Protocol):
         """forward(stock, module, *args, **kwargs), with the spec at module._halfstep_linear."""
 
 
-KINDS: tuple[Kind, ...] = (linear,)
+KINDS: tuple[Kind, ...] = (linear, conv1d, attention, experts)
+
+
+_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+_TABLES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # nothing is multiplied by these
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,7 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
     Raises:
         RecipeError: a rule, the filter, or the recipe's smoothing selects no layer.
     """
-    kinds = {path: kind for path, module in model.named_modules() if (kind := _kind(module)) is not None}
-    refused = {path: why for path, module in model.named_modules() if path not in kinds and (why := _refusal(module))}
+    kinds, refused = _sorted(model)
     chosen = {p for p in kinds if module_filter is None or module_filter(model.get_submodule(p), p)}
     specs: dict[str, LinearSpec] = {}
     kept: dict[str, str] = {}
@@ -89,14 +92,37 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
     return Matched(kinds, specs, kept, smoothed)
 
 
-def _kind(module: nn.Module) -> Kind | None:
-    return next((kind for kind in KINDS if kind.fits(module)), None)
+def _sorted(model: nn.Module) -> tuple[dict[str, Kind], dict[str, str]]:
+    """The layers whose products could be rounded, and those that multiply by a matrix of their own and cannot be."""
+    kinds: dict[str, Kind] = {}
+    refused: dict[str, str] = {}
+    for path, module in model.named_modules():
+        kind = next((kind for kind in KINDS if kind.fits(module)), None)
+        if kind is not None:
+            kinds[path] = kind
+        elif (why := _refusal(module)) is not None:
+            refused[path] = why
+    for path in [path for path in kinds if path.rpartition(".")[2] == "out_proj"]:
+        above = path.rpartition(".")[0]
+        if above not in kinds and isinstance(model.get_submodule(above), nn.MultiheadAttention):
+            del kinds[path]
+            refused[path] = "nn.MultiheadAttention reads its weight and never calls it"
+    return kinds, refused
 
 
 def _refusal(module: nn.Module) -> str | None:
-    """Why a module that multiplies by a matrix cannot follow a rule; None where it has nothing to multiply by."""
+    """Why a module that multiplies by a matrix of its own cannot follow a rule; None where there is no such matrix."""
     if isinstance(module, nn.Linear):
         return "its forward is not nn.Linear's"
+    if isinstance(module, nn.MultiheadAttention):
+        return "its forward, or its out_proj's, is not torch's"
+    if isinstance(module, _CONVOLUTIONS):
+        return "a convolution: rules round products of linear layers only"
+    if isinstance(module, _TABLES):
+        return None
+    own = [name for name, p in module._parameters.items() if p is not None and p.dim() > 1]
+    if own:
+        return f"its own code uses {', '.join(own)}, where no adapter sees it"
     return None
 
 
