@@ -8,13 +8,39 @@ import halfstep
 from halfstep import recipe
 
 
-RECIPES = recipe.list_recipes()
+EVERY = recipe.list_recipes()
+SMOOTH = [name for name in EVERY if recipe.get_recipe(name).smooth_glu]  # these want gated MLPs
+RECIPES = [name for name in EVERY if name not in SMOOTH]
 BREAKS = {"fp16-pure"}  # documented to: the squares of small gradients become zero
 
 
 def mlp(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+class Gated(nn.Module):
+    """A gated MLP as Hugging Face's models write it."""
+
+    def __init__(self, width=16, inner=24, bias=False):
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=bias)
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def gated(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), Gated(), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def model_for(name):
+    """A tiny model that the recipe fits."""
+    return gated() if name in SMOOTH else mlp()
 
 
 def batch(seed=1, rows=12):
@@ -27,7 +53,7 @@ def adamw(model, **options):
 
 
 def prepared(name, model=None, optimizer=None, **options):
-    model = mlp() if model is None else model
+    model = model_for(name) if model is None else model
     optimizer = adamw(model) if optimizer is None else optimizer
     return halfstep.prepare(model, optimizer, recipe=name, **{"generator": 3, **options})
 

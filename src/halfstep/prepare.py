@@ -11,7 +11,7 @@ from torch import nn
 
 from halfstep.errors import OptimizerError
 from halfstep.nn import apply
-from halfstep.nn.apply import ModuleFilter
+from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.scaling import Scalings
 from halfstep.nn.storage import storable
 from halfstep.optim import LossScaler, LowBit, convert, rule_of

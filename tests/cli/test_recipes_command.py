@@ -5,13 +5,13 @@ import json
 import pytest
 
 from halfstep import get_recipe
-from tiny import RECIPES
+from tiny import EVERY
 
 
 def test_recipes_lists_every_recipe(run):
     code, out, err = run("recipes")
     assert (code, err) == (0, "")
-    for name in RECIPES:
+    for name in EVERY:
         line = next(line for line in out.splitlines() if line.split()[0] == name)
         assert f" {get_recipe(name).bytes_per_parameter().total:g} " in line
 
@@ -19,10 +19,10 @@ def test_recipes_lists_every_recipe(run):
 def test_recipes_as_json(run):
     code, out, _ = run("recipes", "--json")
     assert code == 0
-    assert [recipe["name"] for recipe in json.loads(out)] == RECIPES
+    assert [recipe["name"] for recipe in json.loads(out)] == EVERY
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", EVERY)
 def test_one_recipe_whole(run, name):
     code, out, err = run("recipes", "show", name)
     assert (code, err) == (0, "")

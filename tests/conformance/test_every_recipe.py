@@ -14,12 +14,13 @@ from halfstep import get_recipe
 from halfstep.kernels import carried
 from halfstep.optim import convert
 from halfstep.recipe import MASTERS
-from tiny import BREAKS, RECIPES, adamw, assert_same, batch, copied, mlp, prepared, train
+from tiny import BREAKS, EVERY, SMOOTH, adamw, assert_same, batch, copied, mlp, model_for, prepared, train
 
 
-every_recipe = pytest.mark.parametrize("name", RECIPES)
-WIDE = [name for name in RECIPES if get_recipe(name).weights == "fp32"]
-SANE = [name for name in RECIPES if name not in BREAKS]
+every_recipe = pytest.mark.parametrize("name", EVERY)
+WIDE = [name for name in EVERY if get_recipe(name).weights == "fp32"]
+NOISY = ["fp8-smooth-swiglu"]  # gradients with two mantissa bits, rounded stochastically
+SANE = [name for name in EVERY if name not in BREAKS]
 
 
 def gradients(model, scaler, rows=slice(None)):
@@ -38,7 +39,7 @@ def test_outputs_are_float32_and_autocast_has_ended(name):
 @every_recipe
 def test_the_recipe_does_something(name):
     """Weights, or the products, are other than the stock model's: a recipe that did nothing would pass the rest."""
-    stock = mlp()(batch()[0])
+    stock = model_for(name)(batch()[0])
     model, _, _ = prepared(name)
     assert torch.equal(model(batch()[0]), stock) == (name == "fp32")
     few = any(rule.linear.rounds for rule in get_recipe(name).rules)
@@ -60,7 +61,7 @@ def test_parameters_are_stored_as_the_recipe_says(name):
 
 @every_recipe
 def test_names_identity_class_and_signature_stay(name):
-    model = mlp()
+    model = model_for(name)
     keys, parameters, modules = list(model.state_dict()), list(model.parameters()), list(model.modules())
     names = [(type(m).__name__, type(m).__qualname__, type(m).__module__) for m in modules]
     signatures = [inspect.signature(m.forward) for m in modules]
@@ -75,7 +76,7 @@ def test_names_identity_class_and_signature_stay(name):
     assert all(isinstance(m, kind) for m, kind in zip(modules, kinds, strict=True))
 
 
-@every_recipe
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in SMOOTH])
 def test_ties_stay(name):
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
     model[1].weight = model[0].weight
@@ -92,7 +93,7 @@ def test_ties_stay(name):
 
 @every_recipe
 def test_revert_restores_the_stock_model(name):
-    stock, model = mlp(), mlp()
+    stock, model = model_for(name), model_for(name)
     kinds = [type(m) for m in model.modules()]
     attributes = [set(vars(m)) for m in model.modules()]
     halfstep.apply(model, name)
@@ -119,15 +120,16 @@ def test_eager_equals_a_traced_graph(name):
     x = batch()[0]
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
     assert_same(compiled(x), model(x))
-    scaler.scale(compiled(x).square().mean()).backward()
-    scaler.scale(model(x).square().mean()).backward()
+    for each in (compiled, model):
+        torch.manual_seed(5)  # for gradients that are rounded stochastically
+        scaler.scale(each(x).square().mean()).backward()
     assert_same([p.grad for p in twin.parameters()], [p.grad for p in model.parameters()])
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, on):
+    def __init__(self, on, name):
         super().__init__()
-        self.on, self.body, self.head = on, mlp(), nn.Linear(4, 4)
+        self.on, self.body, self.head = on, model_for(name), nn.Linear(4, 4)
 
     def forward(self, x):
         return self.head(checkpoint(self.body, x, use_reentrant=False) if self.on else self.body(x))
@@ -138,7 +140,7 @@ def test_activation_checkpointing_changes_no_bit(name):
     found = []
     for on in (True, False):
         torch.manual_seed(4)
-        model, _, scaler = prepared(name, Checkpointed(on))
+        model, _, scaler = prepared(name, Checkpointed(on, name))
         found.append(gradients(model, scaler))
     assert_same(*found)
 
@@ -151,7 +153,7 @@ def test_two_micro_batches_are_one_batch(name):
     model.zero_grad()
     gradients(model, scaler, slice(0, 6))
     halves = gradients(model, scaler, slice(6, 12))
-    tolerance = 1e-5 if name == "fp32" else 0.1
+    tolerance = 1e-5 if name == "fp32" else 0.3 if name in NOISY else 0.1
     for key, expected in whole.items():
         difference = (halves[key].float() / 2 - expected.float()).norm() / expected.float().norm()
         assert difference < tolerance, key
@@ -159,7 +161,7 @@ def test_two_micro_batches_are_one_batch(name):
 
 @every_recipe
 def test_hooks_survive(name):
-    model, seen = mlp(), []
+    model, seen = model_for(name), []
     model[0].register_forward_hook(lambda *_: seen.append("forward"))
     model[3].register_full_backward_hook(lambda *_: seen.append("backward"))
     model.register_forward_pre_hook(lambda *_: seen.append("root"))

@@ -6,6 +6,7 @@ from torch import nn
 
 import halfstep
 from halfstep.memory import measure
+from tiny import RECIPES
 
 
 def trained(recipe: str, optimizer_class=torch.optim.AdamW, **options):
@@ -21,7 +22,7 @@ def trained(recipe: str, optimizer_class=torch.optim.AdamW, **options):
     return size
 
 
-@pytest.mark.parametrize("recipe", halfstep.list_recipes())
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
     ("optimizer_class", "options", "moments"),
     [

@@ -167,15 +167,15 @@ def test_a_frozen_integer_parameter_is_left_and_reported():
     assert model.codes.dtype == torch.int8
 
 
-def test_the_sixteen_bit_error_stays_small_in_a_transformer_layer():
+def test_the_error_stays_small_in_a_transformer_layer():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     x = torch.randn(2, 5, 8)
     expected = layer(x)
     for name in RECIPES:
-        model = copy.deepcopy(layer)
+        model, near = copy.deepcopy(layer), 0.15 if name.startswith(("fp8", "mx")) else 0.05
         halfstep.apply(model, name)
-        torch.testing.assert_close(model(x), expected, rtol=0.05, atol=0.05)
+        torch.testing.assert_close(model(x), expected, rtol=near, atol=near)
         model.eval()
         with torch.no_grad():
-            torch.testing.assert_close(model(x), expected, rtol=0.05, atol=0.05)
+            torch.testing.assert_close(model(x), expected, rtol=near, atol=near)

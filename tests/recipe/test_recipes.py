@@ -10,7 +10,7 @@ from halfstep import formats, get_recipe, list_recipes
 from halfstep.errors import QuantizationError, RecipeError
 from halfstep.quant import Quantizer
 from halfstep.recipe import LinearSpec, LossScale, Matmul, Recipe, Rule
-from tiny import RECIPES
+from tiny import EVERY
 
 
 # weights, gradients, master, states, and the copies of a pass: bytes per parameter with Adam
@@ -36,6 +36,7 @@ BYTES = {
     "fp16-pure": (2, 2, 0, 4, 0),
     "fp8-delayed": (4, 4, 0, 8, 2),
     "fp8-delayed-megatron": (4, 4, 0, 8, 2),
+    "fp8-smooth-swiglu": (4, 4, 0, 8, 2),
     "fp8-current": (4, 4, 0, 8, 2),
     "fp8-rowwise": (4, 4, 0, 8, 2),
     "fp8-rowwise-gw-hp": (4, 4, 0, 8, 2),
@@ -45,7 +46,7 @@ BYTES = {
     "fp8-amax": (2, 2, 0, 8, 0),
     "fp8-cscale": (2, 2, 0, 8, 0),
 }
-every_recipe = pytest.mark.parametrize("name", RECIPES)
+every_recipe = pytest.mark.parametrize("name", EVERY)
 
 
 def made(**fields):
@@ -53,7 +54,7 @@ def made(**fields):
 
 
 def test_every_recipe_has_its_bytes_stated():
-    assert set(RECIPES) == set(BYTES)
+    assert set(EVERY) == set(BYTES)
 
 
 @every_recipe
@@ -110,6 +111,7 @@ def test_an_unknown_name_shows_what_there_is(name):
         ({"grads": "bf16", "weights": "bf16"}, RecipeError, "grads = 'bf16' is the weights' format; leave it out"),
         ({"grads": "fp8", "weights": "bf16"}, RecipeError, "grads = 'fp8'; tensors are stored as"),
         ({"master": "fp32"}, RecipeError, "fp32 weights are their own master; set master to None"),
+        ({"smooth_glu": "tokens"}, RecipeError, "unknown smooth_glu 'tokens'; nearest: token. Known: channel, token"),
         ({"update_rounding": "stochastic"}, RecipeError, "with fp32 weights.*store the weights in bf16"),
         ({"update_rounding": "upward", "weights": "bf16"}, QuantizationError, "unknown rounding 'upward'; nearest: up"),
     ],

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,16 +10,14 @@ from torch import nn
 
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
-from halfstep.nn.adapters import convolution, linear, norm, wide
+from halfstep.nn.adapters import convolution, encoder, gated, norm, wide
 from halfstep.nn.adopt import adopt, release
 from halfstep.nn.applied import Applied, Clock, applied_to
+from halfstep.nn.layers import ModuleFilter, match
 from halfstep.nn.outputs import to_float32
 from halfstep.nn.scaling import Scalings, attach, detach
 from halfstep.nn.storage import count, storable, store
 from halfstep.recipe import STORABLE, LinearSpec, Recipe, get_recipe
-
-
-ModuleFilter = Callable[[nn.Module, str], bool]
 
 
 @dataclass(frozen=True)
@@ -35,12 +30,15 @@ class Report:
     quantized: tuple[str, ...]
     """The linear layers whose products round their operands."""
     kept: dict[str, str]
-    """Parameters and linear layers that do not follow the recipe, with the reason."""
+    """Parameters and layers that do not follow the recipe, with the reason."""
+    smoothed: tuple[str, ...] = ()
+    """The gated MLPs whose product is scaled before the down-projection rounds it."""
 
     def __str__(self) -> str:
         lines = [f"recipe {self.recipe}"]
         lines += [f"  {number:>14,} parameters in {dtype}" for dtype, number in self.stored.items()]
         lines += [f"  products quantised: {path}" for path in self.quantized]
+        lines += [f"  gated product smoothed: {path}" for path in self.smoothed]
         lines += [f"  kept as it was: {path}: {reason}" for path, reason in self.kept.items()]
         lines += ["  not seen: functional calls in the model's own code; they follow torch.autocast's lists"]
         return "\n".join(lines)
@@ -69,13 +67,10 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     """
     recipe = get_recipe(recipe)
     _check(model)
-    specs, left = _match(model, recipe, module_filter)
+    matched = match(model, recipe, module_filter)
+    specs = matched.specs
     moves, kept = storable(model)
-    kept |= left
-    for path, module in model.named_modules():
-        matched = any(fnmatchcase(path, rule.path) for rule in recipe.rules)
-        if matched and isinstance(module, nn.Linear) and not linear.fits(module):
-            kept[path] = "its forward is not nn.Linear's"
+    kept |= matched.kept
     before = {name: parameter.dtype for name, parameter in moves.items()}
     for parameter in moves.values():
         store(parameter, STORABLE[recipe.weights], STORABLE[recipe.grad_format])
@@ -87,13 +82,22 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
         if module is not model and wide.fits(module, recipe.float32_modules):
             adopt(module, wide.forward)
             kept[path] = "computes in float32"
-    for path, module in _linears(model).items():
+    device = next(model.parameters()).device
+    around = {path.rpartition(".")[0] for path in specs}  # an attention module forms the product of its out_proj
+    for path, kind in matched.kinds.items():
+        module = model.get_submodule(path)
         spec = specs.get(path)
-        if spec is not None or carried.supports(STORABLE[recipe.compute], module.weight.device):
+        if path in specs.keys() | around or carried.supports(STORABLE[recipe.compute], device):
             module._halfstep_linear = spec or LinearSpec()  # type: ignore[assignment]
-            adopt(module, linear.forward)
-    attach(model, specs)
-    if carried.supports(STORABLE[recipe.compute], next(model.parameters()).device):
+            adopt(module, kind.forward)
+    if specs:
+        for module in model.modules():
+            if encoder.fits(module):
+                adopt(module, encoder.forward)
+    for path in matched.smoothed:
+        adopt(model.get_submodule(path), gated.FORWARDS[str(recipe.smooth_glu)])
+    attach(model, specs, {path: matched.kinds[path].PRODUCTS for path in specs})
+    if carried.supports(STORABLE[recipe.compute], device):
         for module in model.modules():
             if convolution.fits(module):
                 adopt(module, convolution.forward)
@@ -101,7 +105,7 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     clock = Clock() if any(spec.states for spec in specs.values()) else None
     model._halfstep = Applied(recipe.name, autocast, before, STORABLE[recipe.grad_format], clock)  # type: ignore[assignment]
     adopt(model, _forward, _after_copy)
-    return Report(recipe.name, count(model), tuple(specs), kept)
+    return Report(recipe.name, count(model), tuple(specs), kept, matched.smoothed)
 
 
 def revert(model: nn.Module) -> None:
@@ -174,35 +178,3 @@ def _check(model: nn.Module) -> None:
             raise ModelError(f"{name}: {path} is float64, which no recipe stores; call model.float() first")
         if hasattr(parameter, "device_mesh"):
             raise ModelError(f"{name}: {path} is sharded; apply the recipe before fully_shard")
-
-
-def _linears(model: nn.Module) -> dict[str, nn.Linear]:
-    named = model.named_modules()
-    return {path: module for path, module in named if isinstance(module, nn.Linear) and linear.fits(module)}
-
-
-def _match(
-    model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None
-) -> tuple[dict[str, LinearSpec], dict[str, str]]:
-    """The linear layers that round their operands, and those a rule keeps, with the reason: the first match decides."""
-    layers = _linears(model)
-    chosen = {p for p, module in layers.items() if module_filter is None or module_filter(module, p)}
-    specs: dict[str, LinearSpec] = {}
-    kept: dict[str, str] = {}
-    for rule in recipe.rules:
-        hits = [path for path in layers if path not in specs | kept and fnmatchcase(path, rule.path)]
-        if rule.linear.rounds:
-            specs |= dict.fromkeys(hits, rule.linear)
-        else:
-            kept |= dict.fromkeys(hits, rule.why or "kept by the recipe")
-        if not hits and not rule.optional:
-            near = get_close_matches(rule.path, layers, n=3, cutoff=0.0)
-            raise RecipeError(
-                f"recipe {recipe.name!r}: rule {rule.path!r} matched no linear layer. "
-                f"Nearest: {', '.join(near) or 'the model has no nn.Linear'}"
-            )
-    if specs and not chosen & specs.keys():
-        raise RecipeError(
-            f"recipe {recipe.name!r}: module_filter selects none of the {len(specs)} linear layers its rules match"
-        )
-    return {path: spec for path, spec in specs.items() if path in chosen}, kept

@@ -6,7 +6,7 @@ checkpointing), or for several micro-batches, and nothing changes but that maxim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,13 +24,17 @@ _PREFIX = "_halfstep_scaling_"
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's own name for what DDP does not broadcast
 
 
-def attach(model: nn.Module, specs: Mapping[str, LinearSpec]) -> None:
-    """Give every layer a state for each operand that needs one: a non-persistent buffer that DDP leaves alone."""
+def attach(model: nn.Module, specs: Mapping[str, LinearSpec], products: Mapping[str, Sequence[str]]) -> None:
+    """Give every layer a state for each operand that needs one: a non-persistent buffer that DDP leaves alone.
+
+    `products` names, by path, the products of a layer that has several: each gets its own states.
+    """
     for path, spec in specs.items():
         module = model.get_submodule(path)
         device = next(module.parameters()).device
-        for name, quantizer in spec.states.items():
-            module.register_buffer(_PREFIX + name, _rule(quantizer).init(device), persistent=False)
+        for product in products.get(path, ("",)):
+            for name, quantizer in spec.states.items():
+                module.register_buffer(_buffer(product) + name, _rule(quantizer).init(device), persistent=False)
     names = [name for name, _ in model.named_buffers() if _PREFIX in name]
     if names:
         setattr(model, _IGNORED, [*getattr(model, _IGNORED, ()), *names])
@@ -48,17 +52,22 @@ def detach(model: nn.Module) -> None:
         vars(model).pop(_IGNORED, None)
 
 
-def states_of(module: nn.Module) -> dict[str, Tensor]:
-    """The states of one layer, by operand."""
-    found = {name.removeprefix(_PREFIX): b for name, b in module._buffers.items() if name.startswith(_PREFIX)}
+def states_of(module: nn.Module, product: str = "") -> dict[str, Tensor]:
+    """The states of one layer, or of one of its products, by operand."""
+    prefix = _buffer(product)
+    found = {name.removeprefix(prefix): b for name, b in module._buffers.items() if name.startswith(prefix)}
     return {name: state for name, state in found.items() if state is not None}
+
+
+def _buffer(product: str) -> str:
+    return f"{_PREFIX}{product}__" if product else _PREFIX
 
 
 def _states(model: nn.Module) -> Iterator[tuple[str, Tensor, Quantizer]]:
     for path, module in model.named_modules():
         for name, state in states_of(module).items():
             spec: Any = module._halfstep_linear
-            yield f"{path}.{name}", state, spec.states[name]
+            yield f"{path}.{name}", state, spec.states[name.rpartition("__")[2]]
 
 
 def _rule(quantizer: Quantizer) -> StatefulScaling:

@@ -4,17 +4,20 @@ from halfstep.recipe.spec import LinearSpec, Rule
 
 
 HEADS = (
-    "lm_head", "*.lm_head", "head", "*.head", "embed_out", "*.embed_out", "proj_out", "*.proj_out", "score", "*.score",
-    "classifier", "*.classifier", "classifier.*", "*.classifier.*", "qa_outputs", "*.qa_outputs", "*predictions*",
+    "lm_head", "*.lm_head", "lm_head.*", "*.lm_head.*", "head", "*.head", "head.fc", "*.head.fc",
+    "embed_out", "*.embed_out", "proj_out", "*model.proj_out", "score", "*.score", "qa_outputs", "*.qa_outputs",
+    "classifier", "*.classifier", "classifier.*", "*.classifier.*", "*classification_head.*", "*predictions*",
+    "*seq_relationship", "*multiple_choice_head.*", "vocab_transform", "vocab_projector",
 )  # fmt: skip
-"""Output heads: Hugging Face's names for language models and classifiers, and `head`."""
+"""Output heads: Hugging Face's names for language models and classifiers, and `head`. The layers inside a head are part
+of it: RoBERTa's `lm_head.dense` and `lm_head.decoder`."""
 
 ROUTERS = ("router", "*.router", "*.router.*", "gate", "*.gate", "*.shared_expert_gate")
 """Routers of mixtures of experts. A gated MLP's `gate_proj` is none."""
 
 KEEP = tuple(
     Rule(path, LinearSpec(), optional=True, why=why)
-    for paths, why in ((HEADS, "output head"), (ROUTERS, "router"))
+    for paths, why in ((ROUTERS, "router"), (HEADS, "output head"))
     for path in paths
 )
 """Rules to put before a recipe's own. Embeddings and norms are no linear layers and stay as they are anyway."""

@@ -29,6 +29,13 @@ bytes a parameter. A float32 copy; the lower 16 bits of the float32 weight; what
 number."""
 
 
+SMOOTH_GLU = {
+    "channel": "Smooth-SwiGLU, a power of two a channel, which merges into the weights",
+    "token": "Smooth-SwiGLU, a scale a token",
+}
+"""How the product of a gated MLP is scaled before the down-projection rounds it (`ops.smooth_swiglu`)."""
+
+
 @dataclass(frozen=True)
 class Matmul:
     """One of the three products of a linear layer. None leaves an operand as it is."""
@@ -163,6 +170,8 @@ class Recipe:
     """Which linear layers round their operands, and how."""
     float32_modules: tuple[str, ...] = ()
     """Modules that compute in float32 under autocast: globs on their classes' names."""
+    smooth_glu: str | None = None
+    """Whether gated MLPs scale their product before the down-projection rounds it (a key of `SMOOTH_GLU`)."""
     aliases: tuple[str, ...] = ()
     """Other names, such as apex's optimization levels."""
     notes: tuple[str, ...] = ()
@@ -189,6 +198,8 @@ class Recipe:
             raise RecipeError(
                 f"recipe {self.name!r}: master = {self.master!r} stands beside bf16 weights, not {self.weights}"
             )
+        if self.smooth_glu is not None and self.smooth_glu not in SMOOTH_GLU:
+            raise RecipeError(f"recipe {self.name!r}: {unknown('smooth_glu', self.smooth_glu, SMOOTH_GLU)}")
         if self.grads == self.weights:
             raise RecipeError(f"recipe {self.name!r}: grads = {self.grads!r} is the weights' format; leave it out")
 
@@ -228,6 +239,7 @@ class Recipe:
             ("compute", "as stored" if self.compute == "fp32" else f"torch.autocast to {self.compute}"),
             *[("in fp32", ", ".join(self.float32_modules))] * bool(self.float32_modules),
             ("loss scale", str(self.loss_scale or "none")),
+            *([("gated MLPs", SMOOTH_GLU[self.smooth_glu])] if self.smooth_glu else []),
             *[(f"linear {rule.path!r}", _linear(rule.linear)) for rule in self.rules],
             ("bytes/param", f"{self.bytes_per_parameter()}, with Adam"),
             ("source", self.source),
@@ -248,7 +260,8 @@ def _linear(spec: LinearSpec) -> str:
     def side(quantizer: Quantizer | None) -> str:
         if quantizer is None or quantizer.scaling is None or quantizer.tile is None:
             return quantizer.format.name if quantizer else "-"
-        return f"{quantizer.format.name} ({quantizer.scaling.name}, {quantizer.tile})"
+        rounding = "" if quantizer.rounding == "nearest_even" else f", {quantizer.rounding}"
+        return f"{quantizer.format.name} ({quantizer.scaling.name}, {quantizer.tile}{rounding})"
 
     products = {"output": spec.output, "grad_input": spec.grad_input, "grad_weight": spec.grad_weight}
     return ", ".join(f"{name} {side(product.lhs)} x {side(product.rhs)}" for name, product in products.items())

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from halfstep.errors import QuantizationError
 from halfstep.formats import Format
+from halfstep.quant.family.floating import power_of_two
 from halfstep.quant.scaling.base import StatefulScaling, Stored
 from halfstep.quant.scaling.current import factor_of
 from halfstep.quant.tile import Tile
@@ -28,6 +29,8 @@ class Delayed(StatefulScaling):
     history: int = 1024
     algorithm: str = "max"
     margin: int = 0
+    power_of_two: bool = False
+    """Round the factor down to a power of two."""
 
     multiplies = True
 
@@ -47,6 +50,8 @@ class Delayed(StatefulScaling):
         current, history = state[1].clone(), state[1:].clone()
         amax = current if self.algorithm == "most_recent" else history.amax()
         factor = factor_of(amax, element) / 2.0**self.margin
+        if self.power_of_two:
+            factor = power_of_two(torch.frexp(factor)[1].long() - 1).float()
         state[0] = torch.where(amax.isfinite() & (amax > 0), factor, state[0])
         moved = history.roll(-1)  # this step's amax becomes the last, and the oldest gives its place to the next step's
         moved[0] = 0

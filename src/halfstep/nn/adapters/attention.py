@@ -1,0 +1,160 @@
+"""`nn.MultiheadAttention`: its projections round their operands; what is between them is torch's.
+
+torch's own forward reads the weights of `out_proj` and calls no module, so adopting that alone would do nothing. The
+in-projection is the attention module's own product, found by its path; `out_proj` is a linear layer, found by its own.
+Queries, keys and values come from one weight (or three) and share one scaling state for each operand.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfstep import ops
+from halfstep.nn.adapters import linear
+from halfstep.nn.scaling import states_of
+from halfstep.recipe import LinearSpec
+
+
+NAME = "nn.MultiheadAttention"
+PRODUCTS: tuple[str, ...] = ("",)
+
+
+def fits(module: nn.Module) -> bool:
+    """Whether the module is torch's, with torch's forward."""
+    return (
+        isinstance(module, nn.MultiheadAttention)
+        and type(module).forward is nn.MultiheadAttention.forward
+        and "forward" not in vars(module)
+        and linear.fits(module.out_proj)
+    )
+
+
+def forward(
+    stock: Any,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """torch's `multi_head_attention_forward`, with its projections through `ops.linear`."""
+    if is_causal and attn_mask is None:
+        raise RuntimeError("is_causal is a hint about attn_mask, which is None; pass the mask")  # torch's own condition
+    if query.is_nested:
+        raise RuntimeError("nested tensors need torch's fast path, which rounds nothing; pad, or revert the recipe")
+    batched, same, self_attention = query.dim() == 3, key is value, query is key
+    if not batched:
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        same = False  # as torch has it: three products
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+    elif module.batch_first:
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    if same:
+        value = key
+    q, k, v = _in_projection(module, query, key, value, same, same and self_attention)
+    merged, is_causal = _mask(module, q, k, key_padding_mask, attn_mask, is_causal and not need_weights)
+    mixed, weights = _attention(module, q, k, v, merged, is_causal, need_weights)
+    output = _project_out(module, mixed).view(query.shape[0], query.shape[1], -1)
+    if weights is not None and average_attn_weights:
+        weights = weights.mean(dim=1)
+    if not batched:
+        return output.squeeze(1), None if weights is None else weights.squeeze(0)
+    return output.transpose(0, 1) if module.batch_first else output, weights
+
+
+def _in_projection(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, same: bool, self_attention: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, (time, batch, width): as few products as torch forms."""
+    bias, width = module.in_proj_bias, module.embed_dim
+    if module._qkv_same_embed_dim:
+        if self_attention:
+            q, k, v = _project(module, query, module.in_proj_weight, bias).chunk(3, dim=-1)
+            return q.contiguous(), k.contiguous(), v.contiguous()
+        weights = module.in_proj_weight.split(width)
+        biases = (None, None, None) if bias is None else bias.split(width)
+        if same:
+            both = None if bias is None else bias[width:]
+            k, v = _project(module, key, module.in_proj_weight[width:], both).chunk(2, dim=-1)
+            return _project(module, query, weights[0], biases[0]), k.contiguous(), v.contiguous()
+    else:
+        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        biases = (None, None, None) if bias is None else bias.split(width)
+    inputs = zip((query, key, value), weights, biases, strict=True)
+    q, k, v = (_project(module, x, weight, part) for x, weight, part in inputs)
+    return q, k, v
+
+
+def _project(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    record = module.training and torch.is_grad_enabled()
+    return ops.linear(x, weight, bias, module._halfstep_linear, states_of(module), record)
+
+
+def _project_out(module: Any, x: Tensor) -> Tensor:
+    out = module.out_proj
+    spec = vars(out).get("_halfstep_linear", LinearSpec())
+    record = module.training and torch.is_grad_enabled()
+    return ops.linear(x, out.weight, out.bias, spec, states_of(out), record)
+
+
+def _mask(
+    module: Any, q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None, is_causal: bool
+) -> tuple[Tensor | None, bool]:
+    """What is added to the scores, (batch, heads or 1, time, sources), and whether the causal hint stands for it."""
+    if is_causal and padding is None:
+        return None, True
+    batch, extra = k.shape[1], (module.bias_k is not None) + module.add_zero_attn
+    mask, padding = _additive(mask, q.dtype), _additive(padding, q.dtype)
+    if mask is not None:
+        mask = F.pad(mask, (0, extra))
+        mask = mask[None, None] if mask.dim() == 2 else mask.view(batch, module.num_heads, *mask.shape[1:])
+    if padding is not None:
+        padding = F.pad(padding, (0, extra))[:, None, None]
+        mask = padding if mask is None else mask + padding
+    return mask, False
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None or mask.is_floating_point():
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
+
+
+def _attention(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, need_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The mixed values, (time * batch, width), and the weights, (batch, heads, time, sources), where asked for."""
+    time, batch, width = q.shape
+    heads, size = module.num_heads, module.head_dim
+    if module.bias_k is not None:
+        k = torch.cat([k, module.bias_k.to(k.dtype).repeat(1, batch, 1)])
+        v = torch.cat([v, module.bias_v.to(v.dtype).repeat(1, batch, 1)])
+    q, k, v = (x.reshape(x.shape[0], batch * heads, size).transpose(0, 1) for x in (q, k, v))
+    if module.add_zero_attn:
+        k, v = (torch.cat([x, x.new_zeros(batch * heads, 1, size)], dim=1) for x in (k, v))
+    dropout = module.dropout if module.training else 0.0
+    sources = k.shape[1]
+    if not need_weights:
+        q, k, v = (x.view(batch, heads, -1, size) for x in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
+        return mixed.permute(2, 0, 1, 3).contiguous().view(time * batch, width), None
+    scaled = q * math.sqrt(1.0 / float(size))
+    if mask is None:
+        scores = torch.bmm(scaled, k.transpose(-2, -1))
+    else:
+        flat = mask.expand(batch, heads, -1, -1).reshape(batch * heads, -1, sources)
+        scores = torch.baddbmm(flat, scaled, k.transpose(-2, -1))
+    weights = F.softmax(scores, dim=-1)
+    if dropout > 0.0:
+        weights = F.dropout(weights, p=dropout)
+    mixed = torch.bmm(weights, v).transpose(0, 1).reshape(time * batch, width)
+    return mixed, weights.view(batch, heads, time, sources)

@@ -1,0 +1,53 @@
+"""Gated MLPs of Hugging Face's models: Llama's, Mistral's, Qwen's, Gemma's, and whatever is written like them.
+
+Their forward is down_proj(act_fn(gate_proj(x)) * up_proj(x)).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from halfstep import ops
+from halfstep.nn.adapters import linear
+
+
+_PARTS = ("down_proj", "act_fn", "gate_proj", "up_proj")
+
+
+def resembles(module: nn.Module) -> bool:
+    """Whether the module has the parts of a gated MLP."""
+    return callable(getattr(module, "act_fn", None)) and all(
+        isinstance(getattr(module, part, None), nn.Linear) for part in _PARTS if part != "act_fn"
+    )
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Why `smooth_channels` and `smooth_tokens` may not stand in for its forward; None where they may.
+
+    A forward that uses other names than the four parts, or in another order, computes something else (Gemma 3n's
+    sparse activations, say).
+    """
+    code = getattr(type(module).forward, "__code__", None)
+    if "forward" in vars(module) or code is None or code.co_names != _PARTS or code.co_argcount != 2:
+        return "its forward is not down_proj(act_fn(gate_proj(x)) * up_proj(x)), so it is not smoothed"
+    if not linear.fits(module.down_proj):  # type: ignore[arg-type]
+        return "its down_proj's forward is not nn.Linear's, so it is not smoothed"
+    return None
+
+
+def by_channel(stock: Any, module: Any, x: Tensor) -> Tensor:
+    """The stock forward with a power of two a channel before the down-projection, whose weight is divided by it."""
+    hidden, scale = ops.smooth_channels(module.gate_proj(x), module.up_proj(x), module.act_fn)
+    return module.down_proj(hidden, channels=scale)  # type: ignore[no-any-return]
+
+
+def by_token(stock: Any, module: Any, x: Tensor) -> Tensor:
+    """The stock forward with a scale a token before the down-projection, whose output is multiplied by it."""
+    hidden, scale = ops.smooth_tokens(module.gate_proj(x), module.up_proj(x), module.act_fn)
+    return module.down_proj(hidden, tokens=scale)  # type: ignore[no-any-return]
+
+
+FORWARDS = {"channel": by_channel, "token": by_token}
+"""By the values of `Recipe.smooth_glu`."""

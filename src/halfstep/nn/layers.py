@@ -1,0 +1,147 @@
+"""Which layers of a model may round the operands of their products, and what a recipe's rules say about each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+from torch import nn
+
+from halfstep.errors import RecipeError
+from halfstep.nn.adapters import attention, conv1d, experts, gated, linear
+from halfstep.recipe import LinearSpec, Recipe
+
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+
+
+class Kind(Protocol):
+    """An adapter: one kind of layer whose products follow a `LinearSpec`."""
+
+    NAME: str
+    PRODUCTS: tuple[str, ...]
+    """Its products with scaling states of their own; ("",) for a layer with one."""
+
+    @property
+    def fits(self) -> Callable[[nn.Module], bool]:
+        """Whether `forward` may stand in for the module's own."""
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """forward(stock, module, *args, **kwargs), with the spec at module._halfstep_linear."""
+
+
+KINDS: tuple[Kind, ...] = (linear, conv1d, attention, experts)
+
+
+_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+_TABLES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # nothing is multiplied by these
+
+
+@dataclass(frozen=True)
+class Matched:
+    """What a recipe's rules say about a model."""
+
+    kinds: dict[str, Kind]
+    """Every layer whose products could be rounded, by path."""
+    specs: dict[str, LinearSpec]
+    """Those that are."""
+    kept: dict[str, str]
+    """Those that a rule matches and that are not, with the reason."""
+    smoothed: tuple[str, ...]
+    """The gated MLPs whose product is scaled."""
+
+
+def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) -> Matched:
+    """Decide layer by layer: the first rule that matches a path decides.
+
+    Raises:
+        RecipeError: a rule, the filter, or the recipe's smoothing selects no layer.
+    """
+    kinds, refused = _sorted(model)
+    chosen = {p for p in kinds if module_filter is None or module_filter(model.get_submodule(p), p)}
+    specs: dict[str, LinearSpec] = {}
+    kept: dict[str, str] = {}
+    for rule in recipe.rules:
+        hits = [path for path in kinds if path not in specs | kept and fnmatchcase(path, rule.path)]
+        if rule.linear.rounds:
+            specs |= dict.fromkeys(hits, rule.linear)
+        else:
+            kept |= dict.fromkeys(hits, rule.why or "kept by the recipe")
+        for path, why in refused.items():
+            if path not in kept and fnmatchcase(path, rule.path):
+                kept[path] = why if rule.linear.rounds else rule.why or "kept by the recipe"
+        if not hits and not rule.optional:
+            near = get_close_matches(rule.path, kinds, n=3, cutoff=0.0)
+            raise RecipeError(
+                f"recipe {recipe.name!r}: rule {rule.path!r} matched no linear layer. "
+                f"Nearest: {', '.join(near) or 'the model has no nn.Linear'}"
+            )
+    if specs and not chosen & specs.keys():
+        raise RecipeError(
+            f"recipe {recipe.name!r}: module_filter selects none of the {len(specs)} linear layers its rules match"
+        )
+    specs = {path: spec for path, spec in specs.items() if path in chosen}
+    smoothed: tuple[str, ...] = ()
+    if recipe.smooth_glu is not None:
+        smoothed, rough = _gated(model, recipe, specs)
+        kept |= rough
+    return Matched(kinds, specs, kept, smoothed)
+
+
+def _sorted(model: nn.Module) -> tuple[dict[str, Kind], dict[str, str]]:
+    """The layers whose products could be rounded, and those that multiply by a matrix of their own and cannot be."""
+    kinds: dict[str, Kind] = {}
+    refused: dict[str, str] = {}
+    for path, module in model.named_modules():
+        kind = next((kind for kind in KINDS if kind.fits(module)), None)
+        if kind is not None:
+            kinds[path] = kind
+        elif (why := _refusal(module)) is not None:
+            refused[path] = why
+    for path in [path for path in kinds if path.rpartition(".")[2] == "out_proj"]:
+        above = path.rpartition(".")[0]
+        if above not in kinds and isinstance(model.get_submodule(above), nn.MultiheadAttention):
+            del kinds[path]
+            refused[path] = "nn.MultiheadAttention reads its weight and never calls it"
+    return kinds, refused
+
+
+def _refusal(module: nn.Module) -> str | None:
+    """Why a module that multiplies by a matrix of its own cannot follow a rule; None where there is no such matrix."""
+    if isinstance(module, nn.Linear):
+        return "its forward is not nn.Linear's"
+    if isinstance(module, nn.MultiheadAttention):
+        return "its forward, or its out_proj's, is not torch's"
+    if isinstance(module, _CONVOLUTIONS):
+        return "a convolution: rules round products of linear layers only"
+    if isinstance(module, _TABLES):
+        return None
+    own = [name for name, p in module._parameters.items() if p is not None and p.dim() > 1]
+    if own:
+        return f"its own code uses {', '.join(own)}, where no adapter sees it"
+    return None
+
+
+def _gated(model: nn.Module, recipe: Recipe, specs: Mapping[str, LinearSpec]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The gated MLPs whose down-projection rounds, and those that cannot be smoothed, with the reason."""
+    found = {path: module for path, module in model.named_modules() if gated.resembles(module)}
+    refused = {path: why for path, module in found.items() if (why := gated.refusal(module)) is not None}
+    if not found.keys() - refused.keys():
+        raise RecipeError(
+            f"recipe {recipe.name!r} smooths gated MLPs (modules with gate_proj, up_proj, down_proj and act_fn), and "
+            f"{type(model).__name__} has none{_first(refused)}; take a recipe without smooth_glu, such as fp8-delayed"
+        )
+    rounds = [path for path in found if path not in refused and _child(path, "down_proj") in specs]
+    return tuple(rounds), refused
+
+
+def _child(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _first(refused: Mapping[str, str]) -> str:
+    return next((f" that fits ({path}: {why})" for path, why in refused.items()), "")

@@ -1,0 +1,30 @@
+"""FP8 with delayed power-of-two scales and Smooth-SwiGLU: Fishman et al. 2025, arXiv 2409.12517."""
+
+from halfstep import formats
+from halfstep.quant import Quantizer
+from halfstep.quant.scaling.delayed import Delayed
+from halfstep.quant.tile import TENSOR
+from halfstep.recipe.high_precision import KEEP
+from halfstep.recipe.spec import Recipe, Rule, linear_spec
+
+
+_scaling = Delayed("delayed", history=1, algorithm="max", power_of_two=True)
+_e4m3 = Quantizer(formats.get("e4m3"), tile=TENSOR, scaling=_scaling)  # the one with infinities: its largest is 240
+_e5m2 = Quantizer(formats.get("e5m2"), rounding="stochastic", tile=TENSOR, scaling=_scaling)
+
+fp8_smooth_swiglu = Recipe(
+    name="fp8-smooth-swiglu",
+    summary="E4M3 (max 240) forward, E5M2 gradients, stochastic rounding there, delayed powers of two, Smooth-SwiGLU.",
+    source="Fishman et al. 2025, arXiv 2409.12517, and its released code, experimental/fp8_linear.py",
+    compute="bf16",
+    rules=(*KEEP, Rule("*", linear_spec(input=_e4m3, weight=_e4m3, grad_output=_e5m2))),
+    smooth_glu="channel",
+    notes=(
+        "Needs gated MLPs: modules with gate_proj, up_proj, down_proj and act_fn.",
+        "Smoothed by channel, as in the paper; the released code smooths by token (smooth_glu='token').",
+        "The scale is of the linear branch's largest magnitude over the tokens of a call; the paper leaves that open.",
+        "A scale's history is one optimizer step, the largest amax of its micro-batches and ranks: one global batch.",
+        "The backward products take input and weight as the forward rounded them; the code casts them to E5M2.",
+        "Weights are fp32; the code's fp16 weights with a scale and its FP8 moments are no part of this recipe.",
+    ),
+)

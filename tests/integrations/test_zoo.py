@@ -1,0 +1,89 @@
+"""Twelve Hugging Face models under the recipes that round products: each trains, differs from bf16-mixed, reloads."""
+
+import pytest
+import torch
+from torch import nn
+from zoo import MEMBERS
+
+import halfstep
+from halfstep.errors import RecipeError
+from halfstep.nn.adapters import experts
+from halfstep.recipe import STORABLE, get_recipe
+from halfstep.recipe.high_precision import KEEP
+from tiny import EVERY, SMOOTH, assert_same
+
+
+LOW = [name for name in EVERY if set(KEEP) <= set(get_recipe(name).rules)]
+PAIRS = [(m, r) for m, member in MEMBERS.items() for r in LOW if member.gated or r not in SMOOTH]
+FEW = [(m, LOW[i % len(LOW)]) for i, m in enumerate(MEMBERS)]
+FEW = [(m, r if (m, r) in PAIRS else "fp8-delayed") for m, r in FEW] + [("llama", r) for r in ("fp8-delayed", *SMOOTH)]
+REST = [pair for pair in PAIRS if pair not in FEW]
+every_model = pytest.mark.parametrize("kind", MEMBERS)
+
+
+def run(kind, name, steps=6):
+    """The losses, and the model and what it came with."""
+    member = MEMBERS[kind]
+    model = member.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe=name, generator=3)
+    torch.manual_seed(2)  # dropout
+    losses = []
+    for _ in range(steps):
+        loss = model(**member.batch()).loss
+        scaler.scale(loss).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+def check(kind, name, folder):
+    member = MEMBERS[kind]
+    losses, model = run(kind, name)
+    assert torch.tensor(losses).isfinite().all()
+    assert min(losses[-2:]) < losses[0] - 0.1
+    assert losses != run(kind, "bf16-mixed")[0], "the recipe did nothing"
+    assert list(model.state_dict()) == list(member.build().state_dict())
+    model.save_pretrained(folder)
+    loaded = member.kind.from_pretrained(folder, dtype=torch.float32)
+    assert type(loaded) is member.kind
+    halfstep.revert(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in loaded.modules()]
+    stored = STORABLE[get_recipe(name).weights]
+    with torch.no_grad():
+        expected = model.eval()(**member.batch()).logits
+        assert_same(loaded.to(stored).float().eval()(**member.batch()).logits, expected)
+
+
+@pytest.mark.parametrize(("kind", "name"), FEW)
+def test_a_model_trains_differs_and_reloads(kind, name, tmp_path):
+    check(kind, name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), REST)
+def test_every_model_trains_differs_and_reloads(kind, name, tmp_path):
+    check(kind, name, tmp_path)
+
+
+@every_model
+def test_heads_and_routers_are_kept_and_nothing_else(kind):
+    model = MEMBERS[kind].build()
+    products = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D" or experts.resembles(module)
+    ]
+    for name in LOW:
+        if name in SMOOTH and not MEMBERS[kind].gated:
+            with pytest.raises(RecipeError, match="smooths gated MLPs"):
+                halfstep.apply(model, name)
+            continue
+        report = halfstep.apply(model, name)
+        kept = {path for path, why in report.kept.items() if why in ("output head", "router")}
+        assert kept == set(MEMBERS[kind].kept)
+        assert set(report.quantized) == set(products) - kept
+        halfstep.revert(model)

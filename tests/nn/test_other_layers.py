@@ -1,0 +1,158 @@
+"""Layers that are no `nn.Linear`: Conv1D, fused experts, and those that a rule matches and nothing rounds."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
+from transformers.pytorch_utils import Conv1D
+
+import halfstep
+from halfstep import formats, ops
+from halfstep.nn.adapters import conv1d, experts
+from halfstep.nn.adopt import adopt
+from halfstep.quant import Quantizer
+from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule
+from tiny import assert_same, batch, prepared, train
+
+
+FP8 = Quantizer(formats.get("e4m3fn"))
+SPEC = LinearSpec(Matmul(FP8, FP8), Matmul(FP8, FP8), Matmul(FP8, FP8))
+CONFIG = MixtralConfig(hidden_size=8, intermediate_size=12, num_local_experts=4, num_experts_per_tok=2)
+CONFIG._experts_implementation = "eager"
+
+
+def recipe(*rules, **fields):
+    return Recipe("made", "", "", rules=rules, **fields)
+
+
+def with_conv1d():
+    torch.manual_seed(0)
+    return nn.Sequential(Conv1D(16, 8), nn.GELU(), Conv1D(4, 16))
+
+
+def gradients(model):
+    return [p.grad for p in model.parameters()]
+
+
+def test_conv1d_without_rounding_is_the_stock_layer():
+    stock, model, x = with_conv1d(), with_conv1d(), torch.randn(3, 5, 8)
+    for layer in (model[0], model[2]):
+        layer._halfstep_linear = LinearSpec()
+        adopt(layer, conv1d.forward)
+    assert_same(model(x), stock(x))
+    for each in (model, stock):
+        each(x).square().sum().backward()
+    torch.testing.assert_close(gradients(model), gradients(stock), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-rowwise", "fp8-block", "mxfp8"])
+def test_conv1d_rounds_as_the_linear_layer_of_the_transposed_weight(name):
+    model = with_conv1d()
+    twin = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    for mine, its in ((model[0], twin[0]), (model[2], twin[2])):
+        its.weight.data, its.bias.data = mine.weight.detach().t().contiguous(), mine.bias.detach().clone()
+    assert halfstep.apply(model, name).quantized == ("0", "2")
+    halfstep.apply(twin, name)
+    x = batch()[0]
+    assert_same(model(x), twin(x))
+    for each in (model, twin):
+        each(x).square().sum().backward()
+    assert_same([g.t() if g.dim() > 1 else g for g in gradients(model)], gradients(twin))
+    halfstep.revert(model)
+    assert type(model[0]) is Conv1D
+
+
+def test_a_conv1d_with_a_forward_of_its_own_is_kept():
+    class Mine(Conv1D):
+        def forward(self, x):
+            return super().forward(x)
+
+    report = halfstep.apply(nn.Sequential(Mine(8, 8), Conv1D(8, 8)), recipe(Rule("*", SPEC)))
+    assert report.quantized == ("1",)
+    assert report.kept["0"] == "its own code uses weight, where no adapter sees it"
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.experts, self.head = MixtralTopKRouter(CONFIG), MixtralExperts(CONFIG), nn.Linear(8, 4)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, x):
+        _, weights, index = self.gate(x)
+        return self.head(x + self.experts(x, index, weights))
+
+
+def test_experts_without_rounding_are_the_stock_ones():
+    stock, model, x = Mixture(), Mixture(), batch()[0]
+    model.experts._halfstep_linear = LinearSpec()
+    adopt(model.experts, experts.forward)
+    assert_same(model(x), stock(x))
+    for each in (model, stock):
+        each(x).square().sum().backward()
+    torch.testing.assert_close(gradients(model), gradients(stock), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_with_biases_and_transposed_weights(transposed):
+    model, x = Mixture().experts, batch()[0]
+    index, weights = torch.tensor([[0, 4]] * 12), torch.full((12, 2), 0.5)  # 4 is an expert elsewhere
+    model.has_bias, model.is_transposed = True, transposed
+    model.gate_up_proj_bias, model.down_proj_bias = nn.Parameter(torch.randn(4, 24)), nn.Parameter(torch.randn(4, 8))
+    up, down = model.gate_up_proj[0].detach(), model.down_proj[0].detach()
+    if transposed:
+        model.gate_up_proj.data, model.down_proj.data = (
+            w.detach().transpose(1, 2).contiguous() for w in (model.gate_up_proj, model.down_proj)
+        )
+    model._halfstep_linear = SPEC
+    adopt(model, experts.forward)
+    inner = model._apply_gate(ops.linear(x, up, model.gate_up_proj_bias[0], SPEC))
+    assert_same(model(x, index, weights), ops.linear(inner, down, model.down_proj_bias[0], SPEC) / 2)
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "mxfp8", "fp8-block"])
+def test_experts_round_and_the_router_does_not(name):
+    outputs = []
+    for each in (name, "bf16-mixed"):
+        model, optimizer, scaler = prepared(each, Mixture())
+        losses = train(model, optimizer, scaler, 8)
+        assert losses[-1] < losses[0]
+        outputs.append(model(batch()[0]))
+    assert not torch.equal(*outputs)
+    report = halfstep.apply(Mixture(), name)
+    assert report.quantized == ("experts",)
+    assert (report.kept["gate"], report.kept["head"]) == ("router", "output head")
+
+
+def test_the_experts_products_have_states_of_their_own():
+    model, optimizer, scaler = prepared("fp8-delayed", Mixture())
+    train(model, optimizer, scaler, 2)
+    names = {n.removeprefix("experts._halfstep_scaling_") for n, _ in model.named_buffers()}
+    assert names == {f"{p}__{o}" for p in ("up", "down") for o in ("input", "weight", "grad_output")}
+    assert all(state[0] > 1 for state in model.buffers())
+
+
+def test_what_no_adapter_sees_is_named_with_the_reason():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.matrix, self.vector = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return x @ self.matrix + self.vector
+
+    layers = {"linear": nn.Linear(8, 8), "own": Own(), "conv": nn.Conv2d(2, 2, 1), "up": nn.ConvTranspose1d(2, 2, 1),
+              "rnn": nn.LSTM(8, 8), "embedding": nn.Embedding(8, 8), "norm": nn.LayerNorm((2, 8))}  # fmt: skip
+    report = halfstep.apply(nn.ModuleDict(layers), recipe(Rule("*", SPEC)))
+    assert report.quantized == ("linear",)
+    convolution = "a convolution: rules round products of linear layers only"
+    assert report.kept == {
+        "own": "its own code uses matrix, where no adapter sees it",
+        "conv": convolution,
+        "up": convolution,
+        "rnn": "its own code uses weight_ih_l0, weight_hh_l0, where no adapter sees it",
+    }
+    assert halfstep.apply(nn.ModuleDict({"linear": nn.Linear(8, 8), "own": Own()}), "bf16-mixed").kept == {}

@@ -1,0 +1,179 @@
+"""Smooth-SwiGLU in models: gated MLPs are found, smoothed, merged for inference and given back."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    Gemma3nTextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
+
+import halfstep
+from halfstep.errors import ModelError, RecipeError
+from halfstep.nn import measure_smooth_scales, merge_smooth_scales
+from halfstep.recipe import Recipe, Rule, get_recipe
+from tiny import Gated, assert_same, copied, gated, mlp, prepared, train
+
+
+SMOOTH = get_recipe("fp8-smooth-swiglu")
+ROUGH = replace(SMOOTH, name="rough", smooth_glu=None)
+TOKEN = replace(SMOOTH, name="token", smooth_glu="token")
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig(mlp_bias=True, **SIZES)),
+    "mistral": (MistralForCausalLM, MistralConfig(**SIZES)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"})),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
+    "gemma": (GemmaForCausalLM, GemmaConfig(**SIZES)),
+}
+both = pytest.mark.parametrize("recipe", [SMOOTH, TOKEN], ids=lambda r: r.smooth_glu)
+
+
+@both
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_gated_mlps_of_a_family_are_found(family, recipe):
+    torch.manual_seed(0)
+    kind, config = FAMILIES[family]
+    model = kind(config).train()
+    report = halfstep.apply(model, recipe)
+    assert report.smoothed == ("model.layers.0.mlp", "model.layers.1.mlp")
+    assert "gated product smoothed: model.layers.0.mlp" in str(report)
+    ids = torch.arange(24).view(2, 12)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in model.model.layers.parameters())
+    kinds = {type(m) for m in model.modules()}
+    halfstep.revert(model)
+    assert all("_halfstep_stock" not in vars(type(m)) for m in model.modules())
+    assert len({k.__name__ for k in kinds}) == len({type(m) for m in model.modules()})
+
+
+@both
+@pytest.mark.parametrize("bias", [False, True])
+def test_without_rounding_it_is_the_stock_model(recipe, bias):
+    """Bit for bit by channel; a division by the scale of a token rounds."""
+    stock, model = Gated(bias=bias), Gated(bias=bias)
+    model.load_state_dict(stock.state_dict())
+    wide = Recipe("wide", "", "", smooth_glu=recipe.smooth_glu, rules=recipe.rules)
+    halfstep.apply(model, wide)
+    for part in (model.gate_proj, model.up_proj, model.down_proj):
+        part._halfstep_linear = type(part._halfstep_linear)()
+    x = torch.randn(12, 16)
+    if recipe.smooth_glu == "channel":
+        assert_same(model(x), stock(x))
+    else:
+        torch.testing.assert_close(model(x), stock(x), rtol=1e-5, atol=1e-6)
+
+
+@both
+def test_it_does_something_and_the_loss_falls(recipe):
+    results = []
+    for each in (recipe, ROUGH):
+        torch.manual_seed(1)
+        model, optimizer, scaler = prepared(each, gated())
+        losses = train(model, optimizer, scaler, 12)
+        assert losses[-1] < 0.9 * losses[0]
+        results.append(losses)
+    assert results[0] != results[1]
+
+
+def test_the_state_of_the_down_projection_follows_the_smoothed_product():
+    model, optimizer, scaler = prepared(SMOOTH, gated())
+    with torch.no_grad():
+        model[1].up_proj.weight[3] *= 512
+    train(model, optimizer, scaler, 1)
+    factor = model[1].down_proj._halfstep_scaling_input[0]
+    assert factor >= 32  # 240 / amax: an amax below 8, which is silu of the gate and no more
+
+
+def test_merged_scales_change_no_bit():
+    model = gated()
+    x = torch.randn(12, 8)
+    with torch.no_grad():
+        model[1].up_proj.weight *= torch.logspace(-2, 2, 24)[:, None]
+    expected = model(x)
+    scales = measure_smooth_scales(model, lambda: (model(x[:6]), model(x[6:])))
+    assert scales.keys() == {"1"}
+    assert len(scales["1"].unique()) > 4
+    merge_smooth_scales(model, scales)
+    assert_same(model(x), expected)
+    assert model[1].up_proj(model[0](x)).abs().amax(0).le(1).all()
+    ones = measure_smooth_scales(model, lambda: model(x))["1"]
+    assert_same(ones, torch.ones_like(ones))
+
+
+def test_a_merged_model_computes_under_the_recipe_what_it_did():
+    model, x = gated(), torch.randn(12, 8)
+    halfstep.apply(model, SMOOTH)
+    model.eval()
+    with torch.no_grad():
+        expected = model(x)
+        scales = measure_smooth_scales(model, lambda: model(x))
+        merge_smooth_scales(model, scales)
+        difference = (model(x) - expected).norm() / expected.norm()
+    assert difference < 0.05  # w1's scale a tensor is another one now
+
+
+@pytest.mark.parametrize(
+    ("path", "scale", "words"),
+    [
+        ("0", torch.ones(24), "'0' is no gated MLP"),
+        ("9", torch.ones(24), "'9' is no gated MLP"),
+        ("1", torch.ones(3), r"scales of shape \(3,\); expected \(24,\)"),
+        ("1", torch.full((24,), 3.0), "scales that are not powers of two do not merge exactly"),
+        ("1", torch.full((24,), -2.0), "scales that are not powers of two"),
+        ("1", torch.full((24,), 2.0**127), r"1.down_proj.weight: some weights times their scale leave the range"),
+    ],
+)
+def test_scales_that_do_not_merge_are_refused(path, scale, words):
+    model = gated()
+    with torch.no_grad():
+        model[1].up_proj.weight *= 1e-3
+    before = copied(model.state_dict())
+    with pytest.raises(ModelError, match=words):
+        merge_smooth_scales(model, {path: scale})
+    assert_same(copied(model.state_dict()), before)
+
+
+def test_a_run_that_measures_nothing():
+    with pytest.raises(ModelError, match=r"Sequential: 1 gated MLPs .* none was called"):
+        measure_smooth_scales(gated(), lambda: None)
+    with pytest.raises(ModelError, match="Sequential: 0 gated MLPs"):
+        measure_smooth_scales(mlp(), lambda: None)
+
+
+@both
+def test_a_model_without_gated_mlps(recipe):
+    model = mlp()
+    with pytest.raises(RecipeError, match=r"smooths gated MLPs .* and Sequential has none; take a recipe without"):
+        halfstep.apply(model, recipe)
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_gated_mlp_that_computes_something_else_is_kept():
+    config = Gemma3nTextConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1)
+    model = nn.ModuleDict({"own": Gemma3nTextMLP(config, layer_idx=0), "plain": Gated()})
+    report = halfstep.apply(model, SMOOTH)
+    assert report.smoothed == ("plain",)
+    assert report.kept["own"].startswith("its forward is not down_proj(act_fn(gate_proj(x)) * up_proj(x))")
+    with pytest.raises(RecipeError, match=r"has none that fits \(own: its forward is not"):
+        halfstep.apply(nn.ModuleDict({"own": Gemma3nTextMLP(config, layer_idx=0)}), SMOOTH)
+
+
+def test_an_mlp_whose_down_projection_a_rule_keeps_is_not_smoothed():
+    recipe = replace(SMOOTH, rules=(Rule("*down_proj", type(SMOOTH.rules[-1].linear)()), *SMOOTH.rules))
+    assert halfstep.apply(gated(), recipe).smoothed == ()
