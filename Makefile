@@ -4,7 +4,7 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install dev demo test test-slow check lint docs claims bench bench-domains bench-which-bf16 exhaustive clean
+.PHONY: install dev demo test test-slow check lint docs claims bench bench-domains bench-which-bf16 bench-fp8 exhaustive clean
 
 install: $(VENV)/.lab
 dev: $(VENV)/.dev
@@ -49,6 +49,9 @@ bench: $(VENV)/.bench
 
 bench-which-bf16: install
 	$(BIN)/python benchmarks/which_bf16.py --keep
+
+bench-fp8: install
+	$(BIN)/python benchmarks/fp8.py --keep
 
 bench-domains: install
 	$(BIN)/python benchmarks/domains.py --keep

@@ -198,7 +198,7 @@ def test_a_recipe_with_three_mantissa_bits_degrades_and_fp16_mixed_matches(tmp_p
 # ---- kill -9 ----------------------------------------------------------------------------------------------------
 
 
-KILLED = {"fp32,fp16-mixed,bf16-stochastic": 200, ",".join(list_recipes()): 30}
+KILLED = {"fp32,fp16-mixed,bf16-stochastic": 200, ",".join(RECIPES): 30}
 """Recipes and their steps."""
 
 

@@ -4,7 +4,8 @@ A checkpoint is a folder that appears whole or not at all:
 
     model.safetensors       parameters and buffers
     optimizer.safetensors   NUMBER.NAME: the optimizer's states; random: torch's generator
-    state.json              step, optimizer groups, scaler, and the sha256 of the other two
+    scaler.safetensors      the scaling states of the recipe, by layer and operand
+    state.json              step, optimizer groups, scaler, and the sha256 of the other files
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import nn
 
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.optim import LossScaler, LowBit
+from halfstep.optim.loss_scale import EXTRA
 
 
 _KEPT = 2  # the last one and the one before it
@@ -48,10 +50,13 @@ def save(folder: Path, step: int, training: Training) -> None:
     state = training.optimizer.state_dict()
     tensors = {f"{n}.{name}": t.contiguous() for n, entry in state["state"].items() for name, t in entry.items()}
     save_file({**tensors, "random": torch.get_rng_state()}, str(partial / "optimizer.safetensors"))
+    scaler = training.scaler.state_dict()
+    extra = scaler.pop(EXTRA, {})
+    save_file(extra.pop("scaling", {}), str(partial / "scaler.safetensors"))
     content = {
         "step": step,
         "groups": state["param_groups"],
-        "scaler": training.scaler.state_dict(),
+        "scaler": scaler | ({EXTRA: extra} if extra else {}),
         "skipped_steps": training.scaler.skipped_steps,
         "sha256": {name: _digest(partial / name) for name in _FILES},
     }
@@ -94,7 +99,10 @@ def load(folder: Path, step: int, training: Training) -> None:
             number, _, name = key.partition(".")
             state.setdefault(int(number), {})[name] = tensor
         training.optimizer.load_state_dict({"state": state, "param_groups": content["groups"]})
-        training.scaler.load_state_dict(content["scaler"])
+        scaling = load_file(str(path / "scaler.safetensors"))
+        scaler = content["scaler"]
+        extra = scaler.get(EXTRA, {}) | ({"scaling": scaling} if scaling else {})
+        training.scaler.load_state_dict(scaler | ({EXTRA: extra} if extra else {}))
         training.scaler.skipped_steps = content["skipped_steps"]
     except HalfstepError:
         raise
@@ -102,7 +110,7 @@ def load(folder: Path, step: int, training: Training) -> None:
         raise CheckpointError(f"{path} cannot be loaded ({type(error).__name__}: {error}); {advice}") from error
 
 
-_FILES = ("model.safetensors", "optimizer.safetensors")
+_FILES = ("model.safetensors", "optimizer.safetensors", "scaler.safetensors")
 
 
 def _all(folder: Path) -> list[Path]:

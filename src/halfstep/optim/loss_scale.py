@@ -16,7 +16,7 @@ from halfstep.optim.overflow import find_nonfinite, named_grads
 
 
 _MAX_STATIC_SKIPS = 32
-_EXTRA = "halfstep"  # the one key beside torch's five: patience left, and what the follower keeps
+EXTRA = "halfstep"  # the one key beside torch's five: patience left, and what the follower keeps
 
 Outputs = TypeVar("Outputs", Tensor, list[Any], tuple[Any, ...], Iterable[Any])
 
@@ -325,7 +325,7 @@ class LossScaler:
         if self._enabled and self._hysteresis > 1:
             extra["patience"] = self._patience
         if not self._enabled:
-            return {_EXTRA: extra} if extra else {}
+            return {EXTRA: extra} if extra else {}
         state: dict[str, Any] = {
             "scale": self._scale,
             "growth_factor": self._growth_factor,
@@ -333,7 +333,7 @@ class LossScaler:
             "growth_interval": self._growth_interval,
             "_growth_tracker": self._growth_tracker,
         }
-        return state | ({_EXTRA: extra} if extra else {})
+        return state | ({EXTRA: extra} if extra else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of this class or of `torch.amp.GradScaler`.
@@ -345,7 +345,7 @@ class LossScaler:
         if self._enabled:
             self._check_keys(state_dict)
         if self._follower is not None:
-            self._follow(self._follower, state_dict.get(_EXTRA, {}).get("scaling", {}))
+            self._follow(self._follower, state_dict.get(EXTRA, {}).get("scaling", {}))
         if not self._enabled:
             return
         self._scale = float(state_dict["scale"])
@@ -353,7 +353,7 @@ class LossScaler:
         self._backoff_factor = float(state_dict["backoff_factor"])
         self._growth_interval = int(state_dict["growth_interval"])
         self._growth_tracker = int(state_dict["_growth_tracker"])
-        self._patience = int(state_dict.get(_EXTRA, {}).get("patience", self._hysteresis))
+        self._patience = int(state_dict.get(EXTRA, {}).get("patience", self._hysteresis))
 
     def _follow(self, follower: Follower, saved: Mapping[str, Tensor]) -> None:
         if follower.state_dict() and not saved:

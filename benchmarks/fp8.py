@@ -1,0 +1,242 @@
+"""Does FP8 train as fp32 does? Recipes side by side on real text, what each operand loses, and jumps of an amax.
+
+    python benchmarks/fp8.py [--keep] [--steps N] [--out FOLDER]
+
+--keep writes results/fp8.json and docs/fp8.md. An interrupted run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import halfstep
+from halfstep.lab.compare import open_experiment
+from halfstep.lab.environment import environment
+from halfstep.lab.models import build_model
+from halfstep.lab.report import write_report
+from halfstep.lab.report.results import load
+from halfstep.lab.tasks import experiment_for, get_task
+from halfstep.tracking import OperandError, operand_errors
+from harness import RESULTS
+
+
+RECIPES = ("fp32", "bf16-mixed", "fp8-delayed", "fp8-delayed-megatron", "fp8-current", "mxfp8", "fp8-block")
+WATCHED = ("fp8-delayed", "fp8-current", "mxfp8", "fp8-block")
+HISTORIES = ("bf16-mixed", "fp8-delayed", "fp8-delayed-megatron")
+WATCH_AT, JUMP, JUMPS_FROM, JUMPS_EVERY, WINDOW, MADS = 100, 64.0, 60, 12, 50, 5.0
+PAGE = RESULTS.parent.parent / "docs" / "fp8.md"
+
+PAGE_TEXT = """# FP8 training on any machine
+
+`make bench-fp8` writes this page. Every recipe here rounds the operands of a linear layer's three products to 8 bits
+and multiplies them exactly, in bf16 or float32, whatever the hardware: what FP8 units would form, one rounding at the
+end. [recipes.md](recipes.md) says which layers each leaves alone.
+
+## On real text
+
+`{command}`
+
+| recipe | verdict | final loss | to fp32, same seed |
+| --- | --- | --- | --- |
+{runs}
+
+{band}
+
+## What each operand loses
+
+A step of the same model, after {watch_at} steps under each recipe: the relative error of what is multiplied (Euclidean
+norms), the share of elements beyond the format's largest value, and the share of non-zero ones that became zero; over
+all layers, the mean and in brackets the worst layer. `halfstep.tracking.operand_errors` gives every row.
+
+| recipe | product | operand | format | relative error | saturated | flushed to zero |
+| --- | --- | --- | --- | --- | --- | --- |
+{operands}
+
+## A history, and jumps
+
+Fujii et al. 2024 (arXiv 2411.08719) see loss spikes in FP8 that bf16 does not have; their scripts use Megatron-LM's
+history of 1 as well as Transformer Engine's of 1024. Here the input of every second MLP layer is multiplied by
+{jump:g}, and its output divided, in one step of {every} from step {start} on: the function stays what it is, the amax
+jumps. A spike is a loss above the median of the {window} steps before it plus {mads:g} median absolute deviations.
+
+| recipe | spikes in the {jumps} steps that jump | spikes in the {others} others | mean rise of the loss in steps that
+jump | final loss | | --- | --- | --- | --- | --- |
+{spikes}
+
+{verdict}
+
+{machine}
+"""
+
+
+def batches(steps: int, seed: int = 0) -> Iterator[dict[str, Tensor]]:
+    """The lm task's batches."""
+    task = get_task("lm").open(experiment_for("lm", recipes=("fp32",)))
+    for step in range(1, steps + 1):
+        yield task.batch(seed, step)
+
+
+def prepared(recipe: str) -> tuple[nn.Module, Any, Any]:
+    """The lm task's model under a recipe, with its optimizer and scaler."""
+    experiment = experiment_for("lm", recipes=("fp32",))
+    task = get_task("lm").open(experiment)
+    model = build_model(experiment.model, task.models(), seed=0)
+    return halfstep.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), recipe)
+
+
+def step(model: nn.Module, optimizer: Any, scaler: Any, batch: dict[str, Tensor]) -> float:
+    """One training step; the loss."""
+    loss = nn.functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["targets"].flatten())
+    scaler.scale(loss).backward()
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return float(loss)
+
+
+def watched(recipe: str, steps: int) -> list[OperandError]:
+    """The operands of the step after so many."""
+    parts = prepared(recipe)
+    *before, last = batches(steps + 1)
+    for batch in before:
+        step(*parts, batch)
+    with operand_errors(parts[0]) as rows:
+        step(*parts, last)
+    return rows
+
+
+def jumping(recipe: str, steps: int) -> list[float]:
+    """The losses of a run in which the amax of some inputs jumps, and the function does not change."""
+    parts = prepared(recipe)
+    factor = 1.0
+    for block in parts[0].blocks:
+        block.mlp[2].register_forward_pre_hook(lambda _, args: (args[0] * factor,))
+        # The bias is not part of what was multiplied.
+        block.mlp[2].register_forward_hook(
+            lambda module, _, output: (output - module.bias) / factor + module.bias if factor != 1.0 else output
+        )
+    losses = []
+    for number, batch in enumerate(batches(steps)):
+        factor = JUMP if jumps(number) else 1.0
+        losses.append(step(*parts, batch))
+    return losses
+
+
+def jumps(number: int) -> bool:
+    """Whether a step, from 0, has the jump."""
+    return number >= JUMPS_FROM and (number - JUMPS_FROM) % JUMPS_EVERY == 0
+
+
+def spikes(losses: list[float]) -> list[int]:
+    """The steps whose loss is above the median of the window before by so many median absolute deviations."""
+    found = []
+    for number in range(WINDOW, len(losses)):
+        before = losses[number - WINDOW : number]
+        middle = statistics.median(before)
+        deviation = statistics.median(abs(loss - middle) for loss in before)
+        if losses[number] > middle + MADS * deviation:
+            found.append(number)
+    return found
+
+
+def rise(losses: list[float]) -> float:
+    """How far the loss lies above that of the step before, in steps that jump, on average."""
+    return statistics.fmean(b - a for n, (a, b) in enumerate(pairwise(losses), 1) if jumps(n))
+
+
+def page(data: dict[str, Any]) -> str:
+    """docs/fp8.md."""
+    experiment, machine = data["experiment"], data["machine"]
+    runs = []
+    for name, v in data["verdicts"].items():
+        gap = "" if name == "fp32" or v["paired_gap"] is None else f"{v['paired_gap']:+.2%}"
+        runs.append(f"| `{name}` | {v['status']} | {v['final_loss']:.4f} | {gap} |")
+    band = data["band"]
+    spiked = []
+    for name, losses in data["jumps"].items():
+        found = spikes(losses)
+        inside = sum(jumps(n) for n in found)
+        last = statistics.fmean(losses[-WINDOW:])
+        spiked.append(f"| `{name}` | {inside} | {len(found) - inside} | {rise(losses):+.3f} | {last:.3f} |")
+    steps = len(next(iter(data["jumps"].values())))
+    number = sum(jumps(n) for n in range(steps))
+    return PAGE_TEXT.format(
+        command=f"halfstep compare --recipes {','.join(experiment['recipes'])}",
+        runs="\n".join(runs),
+        band=f"fp32's band: {band['mean']:.4f} ± {band['half_width']:.4f}, {band['seeds']} seeds." if band else "",
+        watch_at=data["watched after"],
+        operands="\n".join(operand_lines(data["operands"])),
+        jump=JUMP, every=JUMPS_EVERY, start=JUMPS_FROM, window=WINDOW, mads=MADS,
+        jumps=number, others=steps - WINDOW - number,
+        spikes="\n".join(spiked),
+        verdict=judgement(data["jumps"]),
+        machine=f"Measured with torch {machine['torch']} on {machine['cpu']}, {machine['threads']} threads.",
+    )  # fmt: skip
+
+
+def judgement(losses: dict[str, list[float]]) -> str:
+    """What the figures say of the histories."""
+    inside = {name: sum(jumps(n) for n in spikes(found)) for name, found in losses.items()}
+    short, long = inside["fp8-delayed-megatron"], inside["fp8-delayed"]
+    if short > long:
+        return f"The history of 1 spikes {short} times where 1024 steps and their maximum spike {long} times."
+    return f"At this size the history makes no difference that can be counted: {short} spikes against {long}."
+
+
+def operand_lines(operands: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+    """A row for each operand of each product, over the layers."""
+    for recipe, rows in operands.items():
+        groups: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+        for row in rows:
+            groups[row["product"], row["operand"], row["format"]].append(row)
+        for key, group in groups.items():
+            cells = []
+            for name in ("relative_error", "saturated", "flushed"):
+                values = [row[name] for row in group]
+                cells.append(f"{statistics.fmean(values):.2%} ({max(values):.2%})")
+            yield f"| `{recipe}` | {' | '.join((*key, *cells))} |"
+
+
+def main() -> None:
+    """Run, print, and with --keep write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--steps", type=int, default=500, help="of the runs on text")
+    parser.add_argument("--jump-steps", type=int, default=300)
+    parser.add_argument("--out", type=Path, default=Path("runs/fp8"))
+    asked = parser.parse_args()
+    experiment = experiment_for("lm", recipes=RECIPES, steps=asked.steps)
+    comparison = open_experiment(experiment, asked.out, resume=(asked.out / "experiment.json").is_file())
+    comparison.run()
+    write_report(asked.out)
+    results = load(asked.out)
+    at = min(WATCH_AT, asked.steps)
+    data: dict[str, Any] = {
+        "machine": environment(),
+        "experiment": experiment.as_data(),
+        "band": results.summary()["band"],
+        "verdicts": {v.recipe: v.as_data() for v in results.verdicts},
+        "watched after": at,
+        "operands": {recipe: [asdict(row) for row in watched(recipe, at)] for recipe in WATCHED},
+        "jumps": {recipe: jumping(recipe, asked.jump_steps) for recipe in HISTORIES},
+    }
+    print(page(data))
+    if asked.keep:
+        (RESULTS / "fp8.json").write_text(json.dumps(data, indent=2) + "\n")
+        PAGE.write_text(page(data))
+
+
+if __name__ == "__main__":
+    main()
