@@ -103,7 +103,7 @@ def step(model: nn.Module, optimizer: Any, scaler: Any, batch: dict[str, Tensor]
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
-    return float(loss)
+    return loss.item()
 
 
 def watched(recipe: str, steps: int) -> list[OperandError]:
@@ -173,7 +173,7 @@ def page(data: dict[str, Any]) -> str:
     steps = len(next(iter(data["jumps"].values())))
     number = sum(jumps(n) for n in range(steps))
     return PAGE_TEXT.format(
-        command=f"halfstep compare --recipes {','.join(experiment['recipes'])}",
+        command=f"halfstep compare --recipes {','.join(experiment['recipes'])} --steps {experiment['steps']}",
         runs="\n".join(runs),
         band=f"fp32's band: {band['mean']:.4f} ± {band['half_width']:.4f}, {band['seeds']} seeds." if band else "",
         watch_at=data["watched after"],
@@ -213,7 +213,7 @@ def main() -> None:
     """Run, print, and with --keep write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", action="store_true")
-    parser.add_argument("--steps", type=int, default=500, help="of the runs on text")
+    parser.add_argument("--steps", type=int, default=300, help="of the runs on text")
     parser.add_argument("--jump-steps", type=int, default=300)
     parser.add_argument("--out", type=Path, default=Path("runs/fp8"))
     asked = parser.parse_args()
