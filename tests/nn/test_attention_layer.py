@@ -205,3 +205,16 @@ def test_evaluation_rounds_too(padded):
     halfstep.revert(model)
     with torch.no_grad():
         assert_same(model(x, **options), stock)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+def test_a_traced_encoder_rounds_alike(training):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 1)
+    halfstep.apply(model.train(training), "fp8-current")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=training)
+    x = torch.randn(2, 5, 8)
+    with torch.set_grad_enabled(training):
+        assert_same(compiled(x), model(x))

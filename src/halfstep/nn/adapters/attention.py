@@ -22,6 +22,7 @@ from halfstep.recipe import LinearSpec
 
 NAME = "nn.MultiheadAttention"
 PRODUCTS: tuple[str, ...] = ("",)
+_PLAIN = LinearSpec()  # of an out_proj that no rule rounds
 
 
 def fits(module: nn.Module) -> bool:
@@ -101,7 +102,7 @@ def _project(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 
 def _project_out(module: Any, x: Tensor) -> Tensor:
     out = module.out_proj
-    spec = vars(out).get("_halfstep_linear", LinearSpec())
+    spec = vars(out).get("_halfstep_linear", _PLAIN)
     record = module.training and torch.is_grad_enabled()
     return ops.linear(x, out.weight, out.bias, spec, states_of(out), record)
 

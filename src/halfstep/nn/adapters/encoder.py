@@ -18,7 +18,12 @@ def fits(module: nn.Module) -> bool:
 
 
 def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The stock forward, module by module; torch's switch for the fast path is as it was afterwards."""
+    """The stock forward, module by module; torch's switch for the fast path is as it was afterwards.
+
+    Training never takes that path. In evaluation torch.compile breaks its graph at the switch (no `fullgraph`).
+    """
+    if all(part.training for part in module.modules()):
+        return stock(module, *args, **kwargs)
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

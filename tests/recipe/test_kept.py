@@ -1,0 +1,60 @@
+"""docs/recipes.md names what the recipes keep, glob by glob."""
+
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from halfstep.recipe import get_recipe
+from halfstep.recipe.high_precision import HEADS, KEEP, ROUTERS
+from tiny import EVERY
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+ROUNDING = [name for name in EVERY if any(rule.linear.rounds for rule in get_recipe(name).rules)]
+
+
+def reason(path):
+    return next((rule.why for rule in KEEP if fnmatchcase(path, rule.path)), None)
+
+
+@pytest.mark.parametrize(("title", "globs"), [("Routers", ROUTERS), ("Heads", HEADS)])
+def test_the_page_lists_every_glob(title, globs):
+    section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("`")]
+    assert tuple(re.findall(r"`([^`]+)`", "\n".join(lines))) == globs
+
+
+def test_the_page_lists_every_recipe_that_rounds():
+    rows = [line.split("|") for line in PAGE.splitlines() if line.startswith("| `")]
+    listed = {name: row[2].strip() for row in rows for name in re.findall(r"`([^`]+)`", row[1])}
+    assert {name: listed[name] for name in ROUNDING} == {
+        name: "routers, heads" if set(KEEP) <= set(get_recipe(name).rules) else "nothing" for name in ROUNDING
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("lm_head", "output head"),
+        ("lm_head.dense", "output head"),
+        ("model.lm_head", "output head"),
+        ("classifier.out_proj", "output head"),
+        ("cls.seq_relationship", "output head"),
+        ("proj_out", "output head"),
+        ("whisper_model.proj_out", "output head"),
+        ("model.layers.0.mlp.gate", "router"),
+        ("decoder.block.1.layer.2.mlp.router.classifier", "router"),
+        ("model.layers.0.mlp.gate_proj", None),
+        ("model.layers.0.mlp.experts", None),
+        ("model.layers.0.self_attn.out_proj", None),
+        ("transformer_blocks.0.proj_out", None),
+        ("vit.layers.0.attention.o_proj", None),
+        ("transformer.h.0.attn.c_proj", None),
+        ("bert.pooler.dense", None),
+        ("model.decoder.project_out", None),
+    ],
+)
+def test_what_a_path_is(path, why):
+    assert reason(path) == why
