@@ -3,7 +3,7 @@
 A checkpoint is a folder that appears whole or not at all:
 
     model.safetensors       parameters and buffers
-    optimizer.safetensors   NUMBER.NAME: the optimizer's states; random: torch's generator
+    optimizer.safetensors   NUMBER.NAME: the optimizer's states; scaling:NAME: scaling states; random: torch's generator
     state.json              step, optimizer groups, scaler, and the sha256 of the other two
 """
 
@@ -47,11 +47,14 @@ def save(folder: Path, step: int, training: Training) -> None:
     save_model(training.model, str(partial / "model.safetensors"))
     state = training.optimizer.state_dict()
     tensors = {f"{n}.{name}": t.contiguous() for n, entry in state["state"].items() for name, t in entry.items()}
+    scaler = training.scaler.state_dict()
+    extra = dict(scaler.get("halfstep", {}))
+    tensors |= {f"{_SCALING}{name}": state for name, state in extra.pop("scaling", {}).items()}
     save_file({**tensors, "random": torch.get_rng_state()}, str(partial / "optimizer.safetensors"))
     content = {
         "step": step,
         "groups": state["param_groups"],
-        "scaler": training.scaler.state_dict(),
+        "scaler": {**scaler, "halfstep": extra} if extra else {k: v for k, v in scaler.items() if k != "halfstep"},
         "skipped_steps": training.scaler.skipped_steps,
         "sha256": {name: _digest(partial / name) for name in _FILES},
     }
@@ -89,12 +92,17 @@ def load(folder: Path, step: int, training: Training) -> None:
         load_model(training.model, str(path / "model.safetensors"))
         tensors = load_file(str(path / "optimizer.safetensors"))
         torch.set_rng_state(tensors.pop("random"))
+        scaling = {key: tensors.pop(key) for key in list(tensors) if key.startswith(_SCALING)}
         state: dict[int, dict[str, Any]] = {}
         for key, tensor in tensors.items():
             number, _, name = key.partition(".")
             state.setdefault(int(number), {})[name] = tensor
         training.optimizer.load_state_dict({"state": state, "param_groups": content["groups"]})
-        training.scaler.load_state_dict(content["scaler"])
+        scaler = content["scaler"]
+        if scaling:
+            named = {key.removeprefix(_SCALING): tensor for key, tensor in scaling.items()}
+            scaler["halfstep"] = {**scaler.get("halfstep", {}), "scaling": named}
+        training.scaler.load_state_dict(scaler)
         training.scaler.skipped_steps = content["skipped_steps"]
     except HalfstepError:
         raise
@@ -102,6 +110,7 @@ def load(folder: Path, step: int, training: Training) -> None:
         raise CheckpointError(f"{path} cannot be loaded ({type(error).__name__}: {error}); {advice}") from error
 
 
+_SCALING = "scaling:"
 _FILES = ("model.safetensors", "optimizer.safetensors")
 
 
