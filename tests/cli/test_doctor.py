@@ -43,7 +43,7 @@ def test_a_kernel_that_differs_in_one_element_is_caught(run, monkeypatch):
             out.view(-1)[7] = 1.5
 
     monkeypatch.setattr(cast, "run", wrong)
-    code, out, err = run("doctor", "fp8-current")
+    code, _, err = run("doctor", "fp8-current")
     assert code == 1
     assert "kernel cast, float8_e5m2: float32, nearest_even, 16387 elements: element 7 of" in err
     assert ": 1.5 found, " in err
