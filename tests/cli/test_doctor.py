@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from halfstep.kernels import carried, selftest
-from halfstep.kernels.cpu import cast, codes
+from halfstep.kernels.cpu import adam, cast, codes
 from halfstep.kernels.selftest import compare, outcomes
+from halfstep.optim import selftest as optim
 
 
 def test_every_kernel_is_the_reference_here(run):
@@ -15,7 +16,7 @@ def test_every_kernel_is_the_reference_here(run):
     assert (code, err) == (0, "")
     data = json.loads(out)
     assert data["passed"]
-    assert {test["kernel"] for test in data["kernels"]} == {"cast", "posit", "codes", "blocks", "carried"}
+    assert {test["kernel"] for test in data["kernels"]} == {"cast", "posit", "codes", "blocks", "carried", "adam"}
     assert all(test["compared"] > 0 and test["difference"] is None for test in data["kernels"])
     paths = {row["recipe"]: row for row in data["recipes"]}
     assert list(paths) == ["fp8-current", "mxfp8", "fp32"]
@@ -28,6 +29,7 @@ def test_every_kernel_is_the_reference_here(run):
 def test_the_path_follows_the_machine(run, monkeypatch, here):
     monkeypatch.setattr(carried, "_CARRIED", frozenset([torch.bfloat16, torch.float16] if here else []))
     monkeypatch.setattr(selftest, "_TESTS", ())
+    monkeypatch.setattr(optim, "_RECIPES", ())
     code, out, _ = run("doctor", "bf16-mixed")
     assert code == 0
     assert ("bf16 carried in float32" in out) == here
@@ -59,6 +61,22 @@ def test_a_kernel_that_raises_is_caught(monkeypatch):
     found = [test for test in outcomes() if not test.passed]
     assert {test.kernel for test in found} == {"codes"}
     assert all(test.difference == "raised RuntimeError: illegal instruction" for test in found)
+
+
+def test_an_optimizer_step_that_differs_and_a_kernel_that_refuses_all_are_caught(monkeypatch):
+    right = adam.run
+
+    def wrong(weight, *arguments):
+        right(weight, *arguments)
+        weight.view(-1)[-1:].mul_(1.01)
+
+    monkeypatch.setattr(adam, "run", wrong)
+    found = list(optim.outcomes())
+    assert not any(test.passed for test in found)
+    assert all("elements, ordinary gradients, " in test.difference for test in found)
+    monkeypatch.setattr(cast, "supports", lambda *arguments: False)
+    refused = [test for test in outcomes() if test.kernel == "cast"]
+    assert {test.difference for test in refused} == {"the kernel took no input"}
 
 
 def test_what_counts_as_a_difference():

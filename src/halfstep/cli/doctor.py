@@ -25,7 +25,8 @@ def doctor(
 
     Exit code 1: a kernel differs from the reference on this machine.
     """
-    from halfstep.kernels.selftest import outcomes
+    from halfstep.kernels import selftest as kernels
+    from halfstep.optim import selftest as optim
     from halfstep.recipe import get_recipe, list_recipes
 
     asked = [get_recipe(name) for name in recipes or list_recipes()]
@@ -33,13 +34,13 @@ def doctor(
     paths = [
         {"recipe": recipe.name, "products": _products(recipe), "quantised": _quantised(recipe)} for recipe in asked
     ]
-    tests = list(outcomes())
+    tests = [*kernels.outcomes(), *optim.outcomes()]
     wrong = [test for test in tests if not test.passed]
     if as_json:
-        kernels = [
+        rows = [
             {"kernel": t.kernel, "format": t.format, "compared": t.compared, "difference": t.difference} for t in tests
         ]
-        show_json({"machine": machine, "recipes": paths, "kernels": kernels, "passed": not wrong})
+        show_json({"machine": machine, "recipes": paths, "kernels": rows, "passed": not wrong})
     else:
         for key, value in machine.items():
             typer.echo(f"{key:<13} {value}")
@@ -60,7 +61,9 @@ def _machine() -> dict[str, str]:
     from halfstep.kernels import carried
 
     tell = getattr(torch.cpu, "get_capabilities", None)
-    units = {k: v for k, v in tell().items() if v is True and ("16" in k or "amx" in k)} if tell else {}
+    units = (
+        {k: v for k, v in tell().items() if v is True and any(w in k for w in ("bf16", "fp16", "amx"))} if tell else {}
+    )
     known = ", ".join(sorted(units)) or ("none" if tell else f"torch {torch.__version__} does not tell")
     found = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "16-bit units": known}
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):

@@ -40,19 +40,27 @@ class Outcome:
         return self.difference is None
 
 
+Case = tuple[Tensor, Tensor, Tensor, str]
+"""What the reference gives, what the kernel gave, the input where it has the same shape (else empty), and words."""
+
+
 def outcomes() -> Iterator[Outcome]:
-    """Test every kernel, a few formats each. A kernel that raises is one that differs."""
+    """Test every kernel, a few formats each."""
     for kernel, names, test in _TESTS:
         for name in names:
-            compared = 0
-            difference = None
-            try:
-                for expected, found, x, what in test(name):
-                    compared += expected.numel()
-                    difference = difference or compare(expected, found, x, what)
-            except Exception as error:
-                difference = f"raised {type(error).__name__}: {error}"
-            yield Outcome(kernel, name, compared, difference)
+            yield outcome(kernel, name, test)
+
+
+def outcome(kernel: str, name: str, test: Callable[[str], Iterator[Case]]) -> Outcome:
+    """Compare every case of a test. A kernel that raises, or refuses all of them, is one that differs."""
+    compared, difference = 0, None
+    try:
+        for expected, found, x, what in test(name):
+            compared += expected.numel()
+            difference = difference or compare(expected, found, x, what)
+    except Exception as error:
+        difference = f"raised {type(error).__name__}: {error}"
+    return Outcome(kernel, name, compared, difference if compared or difference else "the kernel took no input")
 
 
 def hard(size: int, dtype: torch.dtype = torch.float32, format: Format | None = None) -> Tensor:
@@ -86,14 +94,11 @@ def compare(expected: Tensor, found: Tensor, x: Tensor, what: str) -> str | None
     return f"{what}: element {index}{given}: {values}; {int((~same).sum())} of {same.numel()} differ"
 
 
-_Case = tuple[Tensor, Tensor, Tensor, str]
-
-
 def _words(x: Tensor, *more: str) -> str:
     return ", ".join([str(x.dtype).removeprefix("torch."), *more, f"{x.numel()} elements"])
 
 
-def _cast(name: str) -> Iterator[_Case]:
+def _cast(name: str) -> Iterator[Case]:
     format = formats.get(name)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for size in SIZES:
@@ -105,7 +110,7 @@ def _cast(name: str) -> Iterator[_Case]:
                     yield quant.round_to(x, format, rounding, "saturate", seed), out, x, _words(x, rounding)
 
 
-def _posit(name: str) -> Iterator[_Case]:
+def _posit(name: str) -> Iterator[Case]:
     format = formats.get(name, Posit)
     for size in SIZES:
         x = hard(size, torch.float32, format)
@@ -118,7 +123,7 @@ def _posit(name: str) -> Iterator[_Case]:
             yield quant.encode(x, format), stored, x, _words(x, "codes")
 
 
-def _codes(name: str) -> Iterator[_Case]:
+def _codes(name: str) -> Iterator[Case]:
     format = formats.get(name)
     container = CONTAINERS[format.storage_bits]
     for size in SIZES:
@@ -136,7 +141,7 @@ def _codes(name: str) -> Iterator[_Case]:
             yield quant.decode(stored, format, dtype), back, stored, _words(stored, f"values in {dtype}")
 
 
-def _blocks(name: str) -> Iterator[_Case]:
+def _blocks(name: str) -> Iterator[Case]:
     for quantizer in (get_quantizer(name), get_quantizer(name, rounding="stochastic")):
         columns = quantizer.tile.columns if quantizer.tile else 1
         for rows, wide, dtype in ((1, 1, torch.float32), (9, 5, torch.float32), (9, 5, torch.bfloat16)):
@@ -144,7 +149,7 @@ def _blocks(name: str) -> Iterator[_Case]:
             yield from _quantised(x, quantizer, _words(x, quantizer.rounding))
 
 
-def _quantised(x: Tensor, quantizer: Quantizer, words: str) -> Iterator[_Case]:
+def _quantised(x: Tensor, quantizer: Quantizer, words: str) -> Iterator[Case]:
     seed = _SEED if quantizer.rounding == "stochastic" else None
     expected = quantizer.quantize(x, seed)
     if not blocks.supports(x, quantizer):
@@ -161,7 +166,7 @@ def _quantised(x: Tensor, quantizer: Quantizer, words: str) -> Iterator[_Case]:
         yield expected.dequantize(torch.float32), back, x, f"{words}, dequantised"
 
 
-def _carried(name: str) -> Iterator[_Case]:
+def _carried(name: str) -> Iterator[Case]:
     """Operands of few bits, so that every sum is exact in float32: any path must give the exact product, rounded."""
     format = formats.get(name, Float)
     generator = torch.Generator().manual_seed(1)
@@ -176,7 +181,7 @@ def _carried(name: str) -> Iterator[_Case]:
         yield scaled, carried.run(lhs, rhs, None, scale), torch.empty(0), f"{rows}x{shared}x{columns}, scaled"
 
 
-_TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str], Iterator[_Case]]], ...] = (
+_TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str], Iterator[Case]]], ...] = (
     ("cast", _FORMATS, _cast),
     ("posit", _POSITS, _posit),
     ("codes", (*_FORMATS, "nf4"), _codes),
