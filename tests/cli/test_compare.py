@@ -1,6 +1,7 @@
 """`halfstep compare` and `halfstep train`, as a user runs them."""
 
 import json
+import shutil
 import sys
 from dataclasses import dataclass
 
@@ -139,6 +140,59 @@ def test_a_run_is_resumed_by_its_folder_alone(place, halfstep):
     done = halfstep("train", "--out", "runs/alone", "--resume", "--json")
     assert done.code == 0
     assert [v["recipe"] for v in json.loads(done.stdout)["verdicts"]][-1] == "bf16-nomaster"
+
+
+MINE = """
+name = "mine"
+compute = "bf16"
+[[rules]]
+path = "*"
+input = {format = "e4m3fn", tile = "tensor", scale = "delayed", history = 4}
+weight = {format = "e4m3fn", tile = "tensor", scale = "current"}
+"""
+
+
+def test_recipes_of_ones_own_are_compared_and_resumed_without_their_file(place, halfstep):
+    (place / "mine.toml").write_text(MINE)
+    (place / "code.py").write_text("from halfstep import Recipe\nr = Recipe('coded', '', '', compute='fp16')\n")
+    options = ["--data", "text.txt", "--out", "runs/own", "--baseline-seeds", "1", *SMALL]
+    asked = ["--recipes", "fp32,mine.toml,code.py:r"]
+    done = halfstep("compare", *asked, *options, "--json")
+    assert done.code == 0, done.stderr
+    assert [v["recipe"] for v in json.loads(done.stdout)["verdicts"]] == ["fp32", "mine", "coded"]
+    again = halfstep("compare", *asked, *options, "--resume", "--json")
+    assert json.loads(again.stdout)["verdicts"] == json.loads(done.stdout)["verdicts"]
+
+    (place / "mine.toml").write_text(MINE.replace("history = 4", "history = 5"))
+    changed = halfstep("compare", *asked, *options, "--resume")
+    assert changed.code == 2
+    assert "mine.toml has changed since this run began; put it back, or give another --out" in changed.message
+    (place / "mine.toml").unlink()
+    run = place / "runs" / "own" / "mine" / "seed-0"
+    rows = (run / "metrics.jsonl").read_text().splitlines()
+    for checkpoint in sorted((run / "checkpoints").iterdir())[1:]:  # as if killed after the first checkpoint
+        shutil.rmtree(checkpoint)
+    (run / "metrics.jsonl").write_text("\n".join(rows[:-1]) + "\n")
+    alone = halfstep("compare", "--out", "runs/own", "--resume", "--json")
+    assert alone.code == 0, alone.stderr
+    assert final_losses(alone) == final_losses(done)
+
+
+def final_losses(done):
+    return [v["final_loss"] for v in json.loads(done.stdout)["verdicts"]]
+
+
+def test_recipes_that_share_a_name_and_recipe_data_that_were_edited(place, halfstep):
+    for name in ("one", "two"):
+        (place / f"{name}.toml").write_text(MINE)
+    done = halfstep("compare", "--recipes", "one.toml,two.toml", "--data", "text.txt", "--out", "runs/x", *SMALL)
+    assert "two recipes are called 'mine', one of them from two.toml; rename one" in done.message
+    assert halfstep("train", "--recipe", "one.toml", "--data", "text.txt", "--out", "runs/x", *SMALL).code == 0
+    file = place / "runs" / "x" / "experiment.json"
+    file.write_text(file.read_text().replace('"weights"', '"wieghts"'))
+    done = halfstep("train", "--out", "runs/x", "--resume")
+    assert done.code == 2
+    assert "experiment.json: recipe 'mine' was edited: unknown key 'wieghts'; nearest: weights" in done.message
 
 
 def test_a_task_shows_its_metric_and_resumes(place, halfstep):

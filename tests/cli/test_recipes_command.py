@@ -36,6 +36,20 @@ def test_one_recipe_whole(run, name):
     assert data["bytes_per_parameter"]["total"] == recipe.bytes_per_parameter().total
 
 
+def test_a_recipe_of_ones_own(run, tmp_path):
+    file = tmp_path / "my.toml"
+    file.write_text('name = "mine"\nbase = "mxfp8"\n')
+    code, out, _ = run("recipes", "show", str(file))
+    assert code == 0
+    assert out == get_recipe(str(file)).describe() + "\n"
+    code, out, _ = run("recipes", "show", str(file), "--json")
+    assert json.loads(out)["rules"][-1]["output"]["lhs"]["tile"] == "1x32"
+    file.write_text('name = "mine"\nbsae = "mxfp8"\n')
+    code, out, err = run("recipes", "show", str(file))
+    assert (code, out) == (2, "")
+    assert f"{file}, line 2: unknown key 'bsae'; nearest: base" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -10,6 +10,7 @@ import typer
 import halfstep
 from halfstep.cli.claims import claims
 from halfstep.cli.compare import compare
+from halfstep.cli.doctor import doctor
 from halfstep.cli.formats import formats
 from halfstep.cli.kb import kb
 from halfstep.cli.recipes import recipes
@@ -45,6 +46,7 @@ def options(
 
 app.command("compare")(compare)
 app.command("train")(train)
+app.command("doctor")(doctor)
 app.add_typer(formats, name="formats")
 app.add_typer(recipes, name="recipes")
 app.add_typer(kb, name="kb")

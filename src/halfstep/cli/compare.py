@@ -28,7 +28,9 @@ _RECIPES = "fp32,bf16-mixed,fp16-mixed,bf16-master,bf16-stochastic,bf16-nomaster
 
 def compare(
     ctx: typer.Context,
-    recipes: Annotated[str, typer.Option(help="Recipes, separated by commas; see `halfstep recipes`.")] = _RECIPES,
+    recipes: Annotated[
+        str, typer.Option(help="Recipes, separated by commas: names (see `halfstep recipes`), my.toml, module:name.")
+    ] = _RECIPES,
     task: Task = None,
     data: Data = None,
     steps: Steps = None,

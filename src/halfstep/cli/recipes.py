@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -34,7 +33,9 @@ def listing(context: typer.Context, as_json: Json = False) -> None:
 
 
 @recipes.command()
-def show(name: Annotated[str, typer.Argument(help="A recipe's name.")], as_json: Json = False) -> None:
+def show(
+    name: Annotated[str, typer.Argument(help="A recipe's name, my.toml, or module:name.")], as_json: Json = False
+) -> None:
     """Print the whole recipe, with its labelled bytes per parameter."""
     from halfstep.recipe import get_recipe
 
@@ -46,5 +47,11 @@ def show(name: Annotated[str, typer.Argument(help="A recipe's name.")], as_json:
 
 
 def _as_data(recipe: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from halfstep.recipe import to_data
+
     size = recipe.bytes_per_parameter()
-    return {**asdict(recipe), "grads": recipe.grad_format, "bytes_per_parameter": {**asdict(size), "total": size.total}}
+    data = to_data(recipe)
+    data |= {key: None for key in ("master", "loss_scale") if data[key] == "none"}
+    return {**data, "grads": recipe.grad_format, "bytes_per_parameter": {**asdict(size), "total": size.total}}

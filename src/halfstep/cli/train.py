@@ -24,7 +24,9 @@ from halfstep.cli.training import (
 
 def train(
     ctx: typer.Context,
-    recipes: Annotated[str, typer.Option("--recipe", help="A recipe; see `halfstep recipes`.")] = "bf16-mixed",
+    recipes: Annotated[
+        str, typer.Option("--recipe", help="A recipe: a name (see `halfstep recipes`), my.toml, module:name.")
+    ] = "bf16-mixed",
     task: Task = None,
     data: Data = None,
     steps: Steps = None,

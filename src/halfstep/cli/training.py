@@ -57,7 +57,7 @@ def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_
     experiment = _recorded(ctx, path) if resume else experiment_for(**_asked(ctx))
     comparison = open_experiment(experiment, path, resume)
     try:
-        with Live(experiment, console, comparison.folder.facts()) as live:
+        with Live(comparison.experiment, console, comparison.folder.facts()) as live:
             comparison.run(live.update)
     except KeyboardInterrupt:
         command = shlex.join(["halfstep", name, "--out", str(path), "--resume"])

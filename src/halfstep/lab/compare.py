@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from halfstep.errors import RecipeError, RunError
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.folder import RunFolder, read_json
@@ -16,7 +20,8 @@ from halfstep.lab.task import Task
 from halfstep.lab.tasks import get_task
 from halfstep.lab.train import Trainer, Watcher
 from halfstep.lab.verdict import MIN_BASELINES
-from halfstep.recipe import Recipe, get_recipe
+from halfstep.recipe import Recipe, from_data, get_recipe, list_recipes, to_data
+from halfstep.recipe.files import is_reference
 
 
 _BASELINE = "fp32"
@@ -28,12 +33,13 @@ def open_experiment(
     """Check everything that can be checked before training: recipes, data, model, folder.
 
     Args:
-        recipes: recipes of the caller's own, by name; other names are those of `halfstep.list_recipes()`.
+        recipes: recipes of the caller's own, by name; other names are what `halfstep.get_recipe` takes.
 
     Raises:
         RecipeError, DataError, ModelError, RunError: as their docstrings say. Nothing was written.
     """
-    known = {name: (recipes or {}).get(name) or get_recipe(name) for name in experiment.recipes}
+    known = _resolve(experiment, recipes or {}, RunFolder(path) if resume else None)
+    experiment = replace(experiment, recipes=tuple(known))
     recorded = RunFolder.resume(path, experiment) if resume else None
     spec = get_task(experiment.task)
     task = spec.open(experiment)
@@ -41,8 +47,40 @@ def open_experiment(
     digest = task.digest()
     if recorded is not None:
         recorded.check_data(digest)
-    folder = recorded or RunFolder.create(path, experiment, digest, environment(), spec.facts)
+    written = {name: _as_data(recipe) for name, recipe in known.items()}
+    folder = recorded or RunFolder.create(path, experiment, digest, environment(), spec.facts, written)
     return Comparison(experiment, known, task, folder, digest)
+
+
+def _resolve(experiment: Experiment, own: dict[str, Recipe], folder: RunFolder | None) -> dict[str, Recipe]:
+    """The experiment's recipes by name, those of a run that goes on as its folder has them."""
+    known: dict[str, Recipe] = {}
+    recorded = folder.recipes() if folder else {}
+    for asked in experiment.recipes:
+        name, recipe = asked, own.get(asked)
+        if recipe is None and recorded.get(asked):
+            try:
+                recipe = from_data(recorded[asked], get_recipe)
+            except RecipeError as error:
+                raise RunError(f"{folder and folder.experiment_file}: recipe {asked!r} was edited: {error}") from error
+        elif recipe is None and asked in recorded and asked not in list_recipes():
+            raise RunError(f"recipe {asked!r} is code, which a run folder does not hold; give it again by --recipes")
+        elif recipe is None:
+            recipe = get_recipe(asked)
+            name = recipe.name if is_reference(asked) else asked
+            if recorded.get(name) and _as_data(recipe) != recorded[name]:
+                raise RunError(f"{asked} has changed since this run began; put it back, or give another --out")
+        if name in known:
+            raise RunError(f"two recipes are called {name!r}, one of them from {asked}; rename one")
+        known[name] = recipe
+    return known
+
+
+def _as_data(recipe: Recipe) -> dict[str, Any] | None:
+    try:
+        return json.loads(json.dumps(to_data(recipe)))  # type: ignore[no-any-return]
+    except RecipeError:
+        return None
 
 
 class Comparison:

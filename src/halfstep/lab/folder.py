@@ -1,6 +1,6 @@
 """The run folder: which file lies where. This file imports no torch.
 
-experiment.json        the frozen Experiment, the data's digest, and the task's metric, units and defaults
+experiment.json        the frozen Experiment, its recipes, the data's digest, the task's metric, units and defaults
 environment.json       versions, processor, threads
 summary.json           the verdicts
 report.html, plots/    what people look at
@@ -29,7 +29,13 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, path: Path, experiment: Experiment, digest: str, environment: dict[str, Any], facts: Facts | None = None
+        cls,
+        path: Path,
+        experiment: Experiment,
+        digest: str,
+        environment: dict[str, Any],
+        facts: Facts | None = None,
+        recipes: dict[str, Any] | None = None,
     ) -> RunFolder:
         """A new folder, with its experiment written down.
 
@@ -44,7 +50,7 @@ class RunFolder:
             if any(path.iterdir()):
                 raise RunError(f"{path} is not empty and holds no experiment; give another --out")
             write_json(folder.environment_file, environment)
-            content = {"experiment": experiment.as_data(), "data_sha256": digest}
+            content = {"experiment": experiment.as_data(), "data_sha256": digest, "recipes": recipes or {}}
             write_json(folder.experiment_file, content if facts is None else {**content, "task": facts.as_data()})
         except OSError as error:
             raise RunError(f"{path} cannot be written ({error.strerror}); give another --out") from error
@@ -95,6 +101,11 @@ class RunFolder:
     def metrics(self, recipe: str, seed: int) -> list[Row]:
         """The rows of one run."""
         return read_metrics(self.run(recipe, seed) / "metrics.jsonl")
+
+    def recipes(self) -> dict[str, Any]:
+        """The recipes as they were when the folder was made, as data; None for one that data do not hold."""
+        found = read_json(self.experiment_file).get("recipes", {}) if self.experiment_file.is_file() else {}
+        return found if isinstance(found, dict) else {}
 
     def facts(self) -> Facts:
         """What the task told of itself when the folder was made.

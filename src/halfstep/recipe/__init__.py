@@ -3,6 +3,8 @@
 from functools import cache
 
 from halfstep.errors import RecipeError, unknown
+from halfstep.recipe import files
+from halfstep.recipe.data import from_data, to_data
 from halfstep.recipe.spec import (
     MASTERS,
     STORABLE,
@@ -26,9 +28,11 @@ __all__ = [
     "Matmul",
     "Recipe",
     "Rule",
+    "from_data",
     "get_recipe",
     "linear_spec",
     "list_recipes",
+    "to_data",
 ]
 
 
@@ -60,11 +64,22 @@ def list_recipes() -> list[str]:
 def get_recipe(name: str | Recipe) -> Recipe:
     """The recipe of that name or alias (`O0` to `O3` are apex's levels); a `Recipe` is returned as it is.
 
+    Recipes of one's own are named by where they are: `my.toml`, `package.module:name` or `path.py:name`.
+
     Raises:
-        RecipeError: no recipe has that name; the nearest ones are shown.
+        RecipeError: no recipe has that name, the nearest ones are shown; or as `recipe.files` says.
     """
     if isinstance(name, Recipe):
         return name
+    if isinstance(name, str) and files.is_reference(name):
+        recipe = files.read(name, _find)
+        if _named().get(recipe.name, recipe) != recipe or recipe.name in _aliases():
+            raise RecipeError(f"{name}: {recipe.name!r} is a recipe that comes with halfstep; give yours another name")
+        return recipe
+    return _find(name)
+
+
+def _find(name: str) -> Recipe:
     own = _aliases().get(name, name)
     if own not in _named():
         raise RecipeError(unknown("recipe", name, [*list_recipes(), *_aliases()]))

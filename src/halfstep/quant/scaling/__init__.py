@@ -1,13 +1,15 @@
 """How the scale of a tile is chosen: one rule a file, found by name. A scale is always multiplied to get back."""
 
+from dataclasses import fields, replace
 from functools import cache
+from typing import Any
 
 from halfstep.errors import QuantizationError, unknown
 from halfstep.quant.scaling.base import Scaling, StatefulScaling
 from halfstep.registry import collect
 
 
-__all__ = ["Scaling", "StatefulScaling", "get_scaling"]
+__all__ = ["Scaling", "StatefulScaling", "get_scaling", "options_of", "with_options"]
 
 
 @cache
@@ -16,13 +18,42 @@ def _by_name() -> dict[str, Scaling]:
 
 
 def get_scaling(name: str | Scaling) -> Scaling:
-    """The rule of that name.
+    """The rule of that name, which may carry options: `rceil margin=2`.
 
     Raises:
-        QuantizationError: there is none; the nearest ones are shown.
+        QuantizationError: there is none, the nearest ones are shown; or it has no such option.
     """
     if isinstance(name, Scaling):
         return name
-    if name not in _by_name():
+    return _by_name()[name] if name in _by_name() else _parsed(name)
+
+
+@cache
+def _parsed(name: str) -> Scaling:
+    base, *given = str(name).split() or [""]
+    if base not in _by_name():
         raise QuantizationError(unknown("scale rule", name, _by_name()))
-    return _by_name()[name]
+    kinds = {option: type(value) for option, value in options_of(_by_name()[base]).items()}
+    options: dict[str, Any] = {}
+    for option, _, value in (text.partition("=") for text in given):
+        if option not in kinds:
+            raise QuantizationError(unknown(f"option of scale rule {base}", option, kinds))
+        options[option] = kinds[option](value)
+    return replace(_by_name()[base], name=name, **options)
+
+
+def options_of(scaling: Scaling) -> dict[str, int | str]:
+    """The numbers and words that a rule takes beside its name, such as a history or a margin."""
+    values = {field.name: getattr(scaling, field.name) for field in fields(scaling) if field.name != "name"}
+    return {name: value for name, value in values.items() if isinstance(value, (int, str))}
+
+
+def with_options(name: str, **options: int | str) -> Scaling:
+    """The rule of that name with these options; its own name then says those that are not the usual ones.
+
+    >>> with_options("rceil", margin=2).name
+    'rceil margin=2'
+    """
+    usual = options_of(get_scaling(name))
+    changed = [f"{option}={value}" for option, value in options.items() if usual.get(option) != value]
+    return get_scaling(" ".join([name, *changed]))

@@ -1,16 +1,14 @@
 """FP8 with one scale a tensor, from the amaxes of earlier steps: Transformer Engine's DelayedScaling."""
 
-from dataclasses import replace
-
 from halfstep import formats
 from halfstep.quant import Quantizer
-from halfstep.quant.scaling.delayed import Delayed
+from halfstep.quant.scaling import Scaling, with_options
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.spec import Recipe, Rule, linear_spec
 
 
-def delayed_recipe(name: str, scaling: Delayed, summary: str, source: str, notes: tuple[str, ...] = ()) -> Recipe:
+def delayed_recipe(name: str, scaling: Scaling, summary: str, source: str, notes: tuple[str, ...] = ()) -> Recipe:
     """The recipe with another history, algorithm or margin."""
     e4m3, e5m2 = (Quantizer(formats.get(f), tile=TENSOR, scaling=scaling) for f in ("e4m3fn", "e5m2"))
     rules = (*KEEP, Rule("*", linear_spec(input=e4m3, weight=e4m3, grad_output=e5m2)))
@@ -19,7 +17,7 @@ def delayed_recipe(name: str, scaling: Delayed, summary: str, source: str, notes
 
 fp8_delayed = delayed_recipe(
     "fp8-delayed",
-    Delayed("delayed", history=1024, algorithm="max", margin=0),
+    with_options("delayed", history=1024, algorithm="max", margin=0),
     summary="E4M3 forward, E5M2 gradients, one scale a tensor from the largest amax of the last 1024 steps.",
     source="NVIDIA Transformer Engine, DelayedScaling and its defaults (fp8_format HYBRID)",
     notes=("The first step has scale 1, as in the source; what outgrows its history saturates.",),
@@ -27,7 +25,7 @@ fp8_delayed = delayed_recipe(
 
 fp8_delayed_megatron = delayed_recipe(
     "fp8-delayed-megatron",
-    replace(Delayed("delayed"), history=1, algorithm="most_recent"),
+    with_options("delayed", history=1, algorithm="most_recent"),
     summary="fp8-delayed whose scale follows the last step's amax alone.",
     source="Megatron-LM's defaults: fp8_amax_history_len 1, most_recent, margin 0",
     notes=("An amax that alternates between 1 and 8 saturates in every second step; fp8-delayed's history does not.",),

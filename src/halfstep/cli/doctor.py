@@ -1,0 +1,119 @@
+"""`halfstep doctor`: which path each recipe takes on this machine, and whether the kernels are right on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from halfstep.cli.terminal import fail, show_json, show_table
+
+
+if TYPE_CHECKING:
+    from halfstep.recipe import Recipe
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def doctor(
+    recipes: Annotated[
+        list[str] | None, typer.Argument(help="Recipes to say the path of, your own too; left out: all named ones.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say which path each recipe takes here and why, and test every CPU kernel against the reference, bit for bit.
+
+    Exit code 1: a kernel differs from the reference on this machine.
+    """
+    from halfstep.kernels import selftest as kernels
+    from halfstep.optim import selftest as optim
+    from halfstep.recipe import get_recipe, list_recipes
+
+    asked = [get_recipe(name) for name in recipes or list_recipes()]
+    machine = _machine()
+    paths = [
+        {"recipe": recipe.name, "products": _products(recipe), "quantised": _quantised(recipe)} for recipe in asked
+    ]
+    tests = [*kernels.outcomes(), *optim.outcomes()]
+    wrong = [test for test in tests if not test.passed]
+    if as_json:
+        rows = [
+            {"kernel": t.kernel, "format": t.format, "compared": t.compared, "difference": t.difference} for t in tests
+        ]
+        show_json({"machine": machine, "recipes": paths, "kernels": rows, "passed": not wrong})
+    else:
+        for key, value in machine.items():
+            typer.echo(f"{key:<13} {value}")
+        typer.echo()
+        show_table(["recipe", "products", "operands"], [tuple(path.values()) for path in paths])
+        typer.echo()
+        compared = sum(test.compared for test in tests)
+        typer.echo(f"{len(tests) - len(wrong)} of {len(tests)} kernel tests equal the reference ({compared:,} results)")
+        for test in wrong:
+            fail(f"kernel {test.kernel}, {test.format}: {test.difference}. Do not train with it here; please report it")
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _machine() -> dict[str, str]:
+    import torch
+
+    from halfstep.kernels import carried
+
+    tell = getattr(torch.cpu, "get_capabilities", None)
+    units = (
+        {k: v for k, v in tell().items() if v is True and any(w in k for w in ("bf16", "fp16", "amx"))} if tell else {}
+    )
+    known = ", ".join(sorted(units)) or ("none" if tell else f"torch {torch.__version__} does not tell")
+    found = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "16-bit units": known}
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+        here = carried.supports(dtype, torch.device("cpu"))
+        why = "no units for it: products carried in float32" if here else "torch's own products"
+        found[f"{name} on CPU"] = why
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: nothing below runs on a GPU here"
+    return {**found, "cuda": cuda}
+
+
+def _products(recipe: Recipe) -> str:
+    """The path of the 16-bit products, and of rounded operands, on this CPU."""
+    import torch
+
+    from halfstep.kernels import carried
+    from halfstep.recipe import STORABLE
+
+    if recipe.compute == "fp32":
+        return "float32, torch's own"
+    if carried.supports(STORABLE[recipe.compute], torch.device("cpu")):
+        return f"{recipe.compute} carried in float32"
+    return f"{recipe.compute}, torch's own"
+
+
+def _quantised(recipe: Recipe) -> str:
+    """Kernel or reference, for every distinct quantizer of the recipe."""
+    quantizers = {q for rule in recipe.rules for q in _operands(rule.linear) if q is not None}
+    return "; ".join(sorted({_path(quantizer) for quantizer in quantizers})) or "not rounded"
+
+
+def _operands(linear: Any) -> list[Any]:
+    return [
+        side
+        for product in (linear.output, linear.grad_input, linear.grad_weight)
+        for side in (product.lhs, product.rhs)
+    ]
+
+
+def _path(quantizer: Any) -> str:
+    import torch
+
+    from halfstep.kernels.cpu import blocks, cast
+    from halfstep.quant.tile import TENSOR
+
+    name = quantizer.format.name
+    if quantizer.scaling is None or quantizer.tile == TENSOR:
+        x = torch.zeros(1)
+        known = cast.supports(x, torch.zeros(1), quantizer.format, quantizer.rounding, quantizer.overflow)
+        return f"{name} by {'kernel' if known else 'reference: no kernel for the format'}"
+    across = f"{name} {quantizer.tile} by "
+    if blocks.knows(quantizer, quantizer.tile.columns or 1):
+        return across + "kernel along rows, reference down columns"
+    return across + "reference: no kernel for the tile or its scale rule"

@@ -1,0 +1,190 @@
+"""Every CPU kernel against the reference, bit for bit, on random and hard inputs: `halfstep doctor`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfstep import formats, quant
+from halfstep.formats import Float, Format, Posit
+from halfstep.kernels import carried
+from halfstep.kernels.cpu import blocks, cast, codes, dequantize, posit
+from halfstep.quant import Quantizer, get_quantizer
+from halfstep.quant.cast import CONTAINERS
+
+
+SIZES = (0, 1, 17, (1 << 14) + 3)
+"""None, one, a part of a vector, and a chunk with a rest."""
+_FORMATS = ("float8_e4m3fn", "float8_e5m2", "e4m3fnuz", "e2m1fn", "e3m2fn", "int8", "bf16", "fp16")
+_POSITS = ("posit8_2", "posit16_1")
+_BLOCKS = ("mxfp8_e4m3", "mxfp4", "mxfp6_e3m2", "nvfp4", "nf4", "fp8_1x128")
+_SEED = 99
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One kernel on one format: how many results were compared, and where the first one differs."""
+
+    kernel: str
+    format: str
+    compared: int
+    difference: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether every bit was the reference's."""
+        return self.difference is None
+
+
+Case = tuple[Tensor, Tensor, Tensor, str]
+"""What the reference gives, what the kernel gave, the input where it has the same shape (else empty), and words."""
+
+
+def outcomes() -> Iterator[Outcome]:
+    """Test every kernel, a few formats each."""
+    for kernel, names, test in _TESTS:
+        for name in names:
+            yield outcome(kernel, name, test)
+
+
+def outcome(kernel: str, name: str, test: Callable[[str], Iterator[Case]]) -> Outcome:
+    """Compare every case of a test. A kernel that raises, or refuses all of them, is one that differs."""
+    compared, difference = 0, None
+    try:
+        for expected, found, x, what in test(name):
+            compared += expected.numel()
+            difference = difference or compare(expected, found, x, what)
+    except Exception as error:
+        difference = f"raised {type(error).__name__}: {error}"
+    return Outcome(kernel, name, compared, difference if compared or difference else "the kernel took no input")
+
+
+def hard(size: int, dtype: torch.dtype = torch.float32, format: Format | None = None) -> Tensor:
+    """Random bit patterns, ordinary numbers, specials and subnormals, and the format's values and boundaries with
+    their neighbours: `size` of them, the hardest first."""
+    generator = torch.Generator().manual_seed(size)
+    special = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 1.1754942e-38, 3.4028235e38, -3.4028235e38, 1.0]
+    parts = [torch.tensor(special)]
+    if format is not None and format.bits <= 8:
+        points = torch.tensor([*format.boundaries(), *format.values()], dtype=torch.float64).float()
+        towards = (torch.tensor(math.inf), torch.tensor(-math.inf))
+        parts += [points, *(torch.nextafter(points, to) for to in towards)]
+    patterns = torch.randint(-(2**31), 2**31, (size // 2,), generator=generator, dtype=torch.int64).to(torch.int32)
+    parts += [patterns.view(torch.float32), torch.randn(size, generator=generator)]
+    return torch.cat(parts)[:size].to(dtype)
+
+
+def compare(expected: Tensor, found: Tensor, x: Tensor, what: str) -> str | None:
+    """Where two results differ first (NaN is NaN, and -0 is not 0), or None."""
+    if expected.is_floating_point():
+        wide, other = expected.double(), found.double()
+        same = ((wide == other) & (wide.signbit() == other.signbit())) | (wide.isnan() & other.isnan())
+    else:
+        wide, other = expected.long(), found.long()
+        same = wide == other
+    if bool(same.all()):
+        return None
+    index = int((~same).flatten().nonzero()[0])
+    given = f" of {x.flatten()[index].item()!r}" if x.numel() == expected.numel() else ""
+    values = f"{other.flatten()[index].item()!r} found, {wide.flatten()[index].item()!r} expected"
+    return f"{what}: element {index}{given}: {values}; {int((~same).sum())} of {same.numel()} differ"
+
+
+def _words(x: Tensor, *more: str) -> str:
+    return ", ".join([str(x.dtype).removeprefix("torch."), *more, f"{x.numel()} elements"])
+
+
+def _cast(name: str) -> Iterator[Case]:
+    format = formats.get(name)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for size in SIZES:
+            x = hard(size, dtype, format)
+            for rounding in ("nearest_even", "toward_zero", "stochastic"):
+                out, seed = torch.empty_like(x), _SEED if rounding == "stochastic" else None
+                if cast.supports(x, out, format, rounding, "saturate"):
+                    cast.run(x, out, format, rounding, "saturate", seed)
+                    yield quant.round_to(x, format, rounding, "saturate", seed), out, x, _words(x, rounding)
+
+
+def _posit(name: str) -> Iterator[Case]:
+    format = formats.get(name, Posit)
+    for size in SIZES:
+        x = hard(size, torch.float32, format)
+        out, stored = torch.empty_like(x), torch.empty(x.shape, dtype=CONTAINERS[format.storage_bits])
+        if posit.supports(x, out, format, "nearest_even"):
+            posit.run(x, out, format)
+            yield quant.round_to(x, format), out, x, _words(x, "values")
+        if posit.supports_encode(x, stored, format, "nearest_even"):
+            posit.run_encode(x, stored, format)
+            yield quant.encode(x, format), stored, x, _words(x, "codes")
+
+
+def _codes(name: str) -> Iterator[Case]:
+    format = formats.get(name)
+    container = CONTAINERS[format.storage_bits]
+    for size in SIZES:
+        x = hard(size, torch.float32, format)
+        x = x if format.has_nan else x[~x.isnan()]
+        out = torch.empty(x.shape, dtype=container)
+        if codes.supports(x, out, format, "nearest_even", "saturate"):
+            codes.run(x, out, format, "nearest_even", "saturate", None)
+            yield quant.encode(x, format), out, x, _words(x, "codes")
+    stored = torch.arange(1 << format.bits).to(container)
+    for dtype in (torch.float32, torch.bfloat16):
+        back = torch.empty(stored.shape, dtype=dtype)
+        if codes.supports_decode(stored, back, format):
+            codes.run_decode(stored, back, format)
+            yield quant.decode(stored, format, dtype), back, stored, _words(stored, f"values in {dtype}")
+
+
+def _blocks(name: str) -> Iterator[Case]:
+    for quantizer in (get_quantizer(name), get_quantizer(name, rounding="stochastic")):
+        columns = quantizer.tile.columns if quantizer.tile else 1
+        for rows, wide, dtype in ((1, 1, torch.float32), (9, 5, torch.float32), (9, 5, torch.bfloat16)):
+            x = hard(rows * wide * columns, dtype).view(rows, wide * columns)
+            yield from _quantised(x, quantizer, _words(x, quantizer.rounding))
+
+
+def _quantised(x: Tensor, quantizer: Quantizer, words: str) -> Iterator[Case]:
+    seed = _SEED if quantizer.rounding == "stochastic" else None
+    expected = quantizer.quantize(x, seed)
+    if not blocks.supports(x, quantizer):
+        return
+    tensors = {key: torch.zeros_like(tensor) for key, tensor in expected.tensors.items()}
+    blocks.run(x, quantizer, tensors, seed)
+    for key, tensor in expected.tensors.items():
+        yield tensor, tensors[key], torch.empty(0), f"{words}, {key}"
+    out, back = torch.empty(x.shape), torch.empty(x.shape)
+    blocks.run_values(x, out, quantizer, seed)
+    yield expected.dequantize(torch.float32), out, x, f"{words}, values"
+    if dequantize.supports(expected.tensors, back, quantizer):
+        dequantize.run(expected.tensors, back, quantizer)
+        yield expected.dequantize(torch.float32), back, x, f"{words}, dequantised"
+
+
+def _carried(name: str) -> Iterator[Case]:
+    """Operands of few bits, so that every sum is exact in float32: any path must give the exact product, rounded."""
+    format = formats.get(name, Float)
+    generator = torch.Generator().manual_seed(1)
+    for rows, shared, columns in ((1, 1, 1), (7, 33, 5), (33, 64, 17)):
+        draw = torch.randint(-8, 9, (2, max(rows, columns), shared), generator=generator).float()
+        lhs, rhs = (quant.round_to(d, format).to(torch.bfloat16) for d in draw)
+        lhs, rhs = lhs[:rows], rhs[:columns].t()
+        scale = torch.tensor(0.37)
+        exact = lhs.double() @ rhs.double()
+        yield exact.to(torch.bfloat16), carried.run(lhs, rhs), torch.empty(0), f"{rows}x{shared}x{columns}"
+        scaled = (exact.float() * scale).to(torch.bfloat16)
+        yield scaled, carried.run(lhs, rhs, None, scale), torch.empty(0), f"{rows}x{shared}x{columns}, scaled"
+
+
+_TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str], Iterator[Case]]], ...] = (
+    ("cast", _FORMATS, _cast),
+    ("posit", _POSITS, _posit),
+    ("codes", (*_FORMATS, "nf4"), _codes),
+    ("blocks", _BLOCKS, _blocks),
+    ("carried", ("float8_e4m3fn", "float8_e5m2", "e2m1fn"), _carried),
+)

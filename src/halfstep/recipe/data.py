@@ -1,0 +1,242 @@
+"""Recipes as plain data (what TOML and JSON hold), and back."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from halfstep import formats
+from halfstep.errors import FormatError, HalfstepError, QuantizationError, RecipeError, unknown
+from halfstep.quant import Quantizer, Tile, get_quantizer
+from halfstep.quant.scaling import Scaling, get_scaling, options_of, with_options
+from halfstep.quant.tile import ROW, TENSOR
+from halfstep.recipe.high_precision import KEEP
+from halfstep.recipe.spec import LinearSpec, LossScale, Matmul, Recipe, Rule
+
+
+Data = dict[str, Any]
+_TILES = {"tensor": TENSOR, "row": ROW}
+_OWN = ("format", "tile", "scale", "rounding", "overflow", "outliers")  # the rest of an operand is its scaling's
+_USES = {
+    "input": (("output", "lhs"), ("grad_weight", "rhs")),
+    "weight": (("output", "rhs"), ("grad_input", "rhs")),
+    "grad_output": (("grad_input", "lhs"), ("grad_weight", "lhs")),
+}
+_PRODUCTS = tuple(field.name for field in fields(LinearSpec))
+_TYPES: dict[str, Any] = typing.get_type_hints(Recipe)
+
+
+class At(RecipeError):
+    """A mistake in the data, and the keys that lead to it."""
+
+    def __init__(self, message: str, *path: str | int) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+# ---- data to a recipe -----------------------------------------------------------------------------------------------
+
+
+def from_data(data: Mapping[str, Any], named: Callable[[str], Recipe]) -> Recipe:
+    """The recipe that the data say; what they leave out is as in their `base`, or as `Recipe` has it.
+
+    Rules stand in for the base's own. Unless `keep_heads` is false, the rules that keep output heads and routers out
+    (`recipe.high_precision`) come before them.
+
+    Args:
+        named: finds the base.
+
+    Raises:
+        At: an unknown key, a wrong type, a value that means nothing.
+    """
+    _check_keys(data, (*_TYPES, "base", "keep_heads"), "key")
+    given: Data = {}
+    for key in _TYPES.keys() & data.keys() - {"loss_scale", "rules"}:
+        given[key] = _typed(data[key], _TYPES[key], key)
+    if "loss_scale" in data:
+        given["loss_scale"] = _loss_scale(data["loss_scale"])
+    keep = _typed(data.get("keep_heads", True), bool, "keep_heads")
+    if "rules" in data:
+        rules = _typed(data["rules"], list, "rules")
+        given["rules"] = (KEEP if keep else ()) + tuple(_rule(rule, i) for i, rule in enumerate(rules))
+    elif "keep_heads" in data:
+        raise At("keep_heads found without [[rules]], which it goes before; give both", "keep_heads")
+    if not is_name(given.get("name")):
+        raise At(f"name = {given.get('name')!r} found; expected a name of letters, digits and - _ . +", "name")
+    try:
+        if "base" not in data:
+            return Recipe(**{"summary": "", "source": "", **given})
+        base = named(_typed(data["base"], str, "base"))
+        changed = ", ".join(sorted(given.keys() - {"name"})) or "nothing"
+        said = {"summary": f"{base.name}, but for {changed}.", "source": f"one's own, from {base.name}"}
+        return replace(base, **{**said, "aliases": (), "notes": (), **given})
+    except HalfstepError as error:
+        named_in = [key for key in data if key != "name" and re.search(rf"\b{key}( =|s? ')", str(error))]
+        raise At(str(error), *named_in[:1] or ["base" if "base" in data else "name"]) from error
+
+
+def is_name(name: object) -> bool:
+    """Whether a recipe of one's own may be called so: runs have folders of that name."""
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name, re.ASCII) is not None
+
+
+def _check_keys(data: Mapping[str, Any], known: tuple[str, ...], kind: str, *path: str | int) -> None:
+    for key in data:
+        if key not in known:
+            raise At(unknown(kind, key, known), *path, key)
+
+
+def _typed(value: Any, expected: Any, *path: str | int) -> Any:
+    """The value, if it is what a field of that type takes: lists become tuples, "none" None."""
+    optional = isinstance(expected, types.UnionType)
+    if optional and value == "none":
+        return None
+    kinds = [kind for kind in typing.get_args(expected) if kind is not type(None)] if optional else [expected]
+    if kinds[0] == tuple[str, ...]:
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        raise At(f"{path[-1]} = {value!r} found; expected a list of strings", *path)
+    if type(value) is int and float in kinds:
+        return float(value)
+    if type(value) not in kinds:
+        words = {str: "a string", bool: "true or false", float: "a number", int: "a whole number"}
+        wanted = words.get(kinds[0], "an array of tables" if kinds[0] is list else "a table")
+        raise At(f"{path[-1]} = {value!r} found; expected {wanted}" + (" or 'none'" if optional else ""), *path)
+    return value
+
+
+def _loss_scale(data: Any) -> LossScale | None:
+    if data == "none":
+        return None
+    if not isinstance(data, dict):
+        raise At(f"loss_scale = {data!r} found; expected a table or 'none'", "loss_scale")
+    hints = typing.get_type_hints(LossScale)
+    _check_keys(data, tuple(hints), "key of loss_scale", "loss_scale")
+    return LossScale(**{key: _typed(value, hints[key], "loss_scale", key) for key, value in data.items()})
+
+
+def _rule(data: Any, number: int) -> Rule:
+    path = ("rules", number)
+    table = _typed(data, dict, *path)
+    _check_keys(table, ("path", "why", "optional", *_USES, *_PRODUCTS), "key of a rule", *path)
+    if "path" not in table:
+        raise At("a rule without a path; expected a glob on module paths, such as '*' or '*.mlp.*'", *path)
+    operands: dict[tuple[str, str], Quantizer] = {}
+    for name, uses in _USES.items():
+        if name in table:
+            operands |= dict.fromkeys(uses, _operand(table[name], *path, name))
+    for product in _PRODUCTS:
+        sides = _typed(table.get(product, {}), dict, *path, product)
+        _check_keys(sides, ("lhs", "rhs"), f"operand of {product}", *path, product)
+        operands |= {(product, side): _operand(sides[side], *path, product, side) for side in sides}
+    products = {name: Matmul(operands.get((name, "lhs")), operands.get((name, "rhs"))) for name in _PRODUCTS}
+    try:
+        spec = LinearSpec(**products)
+    except RecipeError as error:
+        raise At(str(error), *path) from error
+    words = {key: _typed(table[key], bool if key == "optional" else str, *path, key) for key in table.keys() & _WORDS}
+    return Rule(linear=spec, **words)
+
+
+_WORDS = {"path", "why", "optional"}
+
+
+def _operand(data: Any, *path: str | int) -> Quantizer:
+    """A format's name, or a table with at least its `format`; a block format brings its tile and its scale rule."""
+    table = {"format": data} if isinstance(data, str) else _typed(data, dict, *path)
+    if "format" not in table:
+        raise At("an operand without a format; `halfstep formats` lists them", *path)
+    name = _typed(table["format"], str, *path, "format")
+    texts = {
+        key: _typed(table[key], str, *path, key) for key in ("tile", "scale", "rounding", "overflow") & table.keys()
+    }
+    key = "format"
+    try:
+        quantizer = get_quantizer(formats.from_key(name) if " " in name else name)
+        for key in ("rounding", "overflow"):
+            quantizer = replace(quantizer, **{key: texts[key]} if key in texts else {})
+        key = "scale" if "scale" in texts else "tile" if "tile" in texts else "format"
+        scaling = get_scaling(texts["scale"]) if "scale" in texts else quantizer.scaling
+        scaling = _options(scaling, table, *path)
+        tile = _tile(texts["tile"], *path) if "tile" in texts else quantizer.tile
+        outliers = _typed(table["outliers"], float, *path, "outliers") if "outliers" in table else quantizer.outliers
+        return replace(quantizer, tile=tile, scaling=scaling, outliers=outliers)
+    except At:
+        raise
+    except (FormatError, QuantizationError, ValueError, TypeError) as error:
+        raise At(str(error), *path, key) from error
+
+
+def _options(scaling: Scaling | None, table: Mapping[str, Any], *path: str | int) -> Scaling | None:
+    """The scaling with the options that the operand gives it: history, algorithm, margin, bias."""
+    own = {} if scaling is None else options_of(scaling)
+    _check_keys(table, (*_OWN, *own), "key of an operand" + (f" with scale {scaling.name!r}" if scaling else ""), *path)
+    given = {key: _typed(table[key], type(value), *path, key) for key, value in own.items() if key in table}
+    return scaling if scaling is None else with_options(scaling.name, **given)
+
+
+def _tile(text: str, *path: str | int) -> Tile:
+    if text in _TILES:
+        return _TILES[text]
+    if not (sizes := re.fullmatch(r"(\d+|all)x(\d+|all)", text)):
+        raise At(f"tile = {text!r} found; expected 'tensor', 'row' or rows x columns, such as '1x32'", *path, "tile")
+    rows, columns = (0 if size == "all" else int(size) for size in sizes.groups())
+    return Tile(rows, columns)
+
+
+# ---- a recipe to data -----------------------------------------------------------------------------------------------
+
+
+def to_data(recipe: Recipe) -> Data:
+    """The data that `from_data` makes this recipe of, whole: nothing is left to a base or a default.
+
+    Raises:
+        RecipeError: it has a scaling of one's own, which data do not hold.
+    """
+    data = asdict(replace(recipe, rules=()))
+    texts = {key: "none" if value is None else value for key, value in data.items()}
+    lists: Data = {key: list(value) if isinstance(value, tuple) else value for key, value in texts.items()}
+    keeps = recipe.rules[: len(KEEP)] == KEEP
+    rules = [_rule_data(rule) for rule in recipe.rules[len(KEEP) if keeps else 0 :]]
+    return {**lists, "keep_heads": keeps, "rules": rules}
+
+
+def _rule_data(rule: Rule) -> Data:
+    data: Data = {"path": rule.path, "why": rule.why, "optional": rule.optional}
+    for product in _PRODUCTS:
+        matmul: Matmul = getattr(rule.linear, product)
+        sides = {side: quantizer_data(q) for side in ("lhs", "rhs") if (q := getattr(matmul, side)) is not None}
+        data |= {product: sides} if sides else {}
+    return data
+
+
+def quantizer_data(quantizer: Quantizer) -> Data:
+    """One operand as data.
+
+    Raises:
+        RecipeError: as `to_data`.
+    """
+    format = quantizer.format
+    try:
+        known = formats.get(format.name) == format and not formats.is_block(format.name)
+    except FormatError:
+        known = False
+    data: Data = {"format": format.name if known else format.key, "rounding": quantizer.rounding}
+    data |= {"overflow": quantizer.overflow}
+    scaling, tile = quantizer.scaling, quantizer.tile
+    if scaling is None or tile is None:
+        return data
+    name, options = scaling.name.partition(" ")[0], options_of(scaling)
+    try:
+        lost = replace(with_options(name, **options), name=scaling.name) != scaling
+    except QuantizationError:
+        lost = True
+    if lost:
+        raise RecipeError(f"the scale rule {name!r} is one of your own: it cannot be written down as data")
+    data |= {"tile": next((word for word, t in _TILES.items() if t == tile), f"{tile.rows}x{tile.columns}")}
+    data |= {"scale": name, **options}
+    return data if quantizer.outliers is None else {**data, "outliers": quantizer.outliers}

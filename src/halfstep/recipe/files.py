@@ -1,0 +1,104 @@
+"""Recipes of one's own: from a TOML file, or from a Python module or file."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+from halfstep.errors import RecipeError, unknown
+from halfstep.recipe.data import At, from_data, is_name
+from halfstep.recipe.spec import Recipe
+
+
+def is_reference(name: str) -> bool:
+    """Whether that names a file or module rather than a recipe: `my.toml`, `package.module:name`, `path.py:name`."""
+    return name.endswith(".toml") or ":" in name
+
+
+def read(name: str, named: Callable[[str], Recipe]) -> Recipe:
+    """The recipe in a file or module; `named` finds the recipes that come with halfstep.
+
+    Raises:
+        RecipeError: it is not there or is no recipe; with the file and the line where that can be said.
+    """
+    path, _, attribute = name.rpartition(":")
+    return read_toml(Path(name), named) if name.endswith(".toml") else _from_python(path, attribute)
+
+
+def read_toml(path: Path, named: Callable[[str], Recipe]) -> Recipe:
+    """The recipe of a TOML file (docs/adding_a_recipe.md).
+
+    Raises:
+        RecipeError: the file cannot be read, is no TOML, or a key or value in it is not what was expected.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        return from_data(tomllib.loads(text), named)
+    except At as error:
+        raise RecipeError(f"{path}, line {line_of(text, error.path)}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path} is no TOML: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read ({error}); expected a recipe's TOML file") from error
+
+
+def line_of(text: str, path: tuple[str | int, ...]) -> int:
+    """The line of the last of these keys that the text says, from 1.
+
+    >>> line_of("name = 'a'\\n[[rules]]\\npath = '*'", ("rules", 0, "path"))
+    3
+    """
+    table: tuple[str | int, ...] = ()
+    found: tuple[str | int, ...]
+    counts: dict[str, int] = {}
+    best, depth = 1, 0
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[\[\s*([\w.-]+)\s*\]\]", line):
+            counts[header[1]] = counts.get(header[1], -1) + 1
+            found = table = (header[1], counts[header[1]])
+        elif header := re.match(r"\s*\[\s*([\w. -]+?)\s*\]\s*(#.*)?$", line):
+            first, *rest = re.split(r"\s*\.\s*", header[1])
+            found = table = (first, *([counts[first]] if first in counts else []), *rest)
+        elif key := re.match(r"\s*([\w.\" -]+?)\s*=", line):
+            found = (*table, *re.split(r"\s*\.\s*", key[1].replace('"', "")))
+        else:
+            continue
+        if found == path[: len(found)] and len(found) > depth:
+            best, depth = number, len(found)
+    return best
+
+
+def _from_python(path: str, name: str) -> Recipe:
+    module = _load(path)
+    value = getattr(module, name, None)
+    if not isinstance(value, Recipe):
+        own = [key for key, found in vars(module).items() if isinstance(found, Recipe)]
+        kind = "" if value is None else f" ({name} is {type(value).__name__})"
+        raise RecipeError(f"{path}: {unknown('recipe', name, own)}{kind}")
+    if not is_name(value.name):
+        raise RecipeError(f"{path}: {name} is called {value.name!r}; expected letters, digits and - _ . +")
+    return value
+
+
+def _load(path: str) -> ModuleType:
+    """The module of that name, looked for in the working folder too, or the module in that file."""
+    here = str(Path.cwd())
+    try:
+        if not path.endswith(".py"):
+            if here not in sys.path:
+                sys.path.insert(0, here)
+            return import_module(path)
+        spec = spec_from_file_location(Path(path).stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    except Exception as error:
+        raise RecipeError(f"{path}: cannot be imported ({type(error).__name__}: {error})") from error

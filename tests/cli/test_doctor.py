@@ -1,0 +1,88 @@
+"""`halfstep doctor`: the paths on this machine, and kernels that differ from the reference."""
+
+import json
+
+import pytest
+import torch
+
+from halfstep.kernels import carried, selftest
+from halfstep.kernels.cpu import adam, cast, codes
+from halfstep.kernels.selftest import compare, outcomes
+from halfstep.optim import selftest as optim
+
+
+def test_every_kernel_is_the_reference_here(run):
+    code, out, err = run("doctor", "fp8-current", "mxfp8", "fp32", "--json")
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    assert data["passed"]
+    assert {test["kernel"] for test in data["kernels"]} == {"cast", "posit", "codes", "blocks", "carried", "adam"}
+    assert all(test["compared"] > 0 and test["difference"] is None for test in data["kernels"])
+    paths = {row["recipe"]: row for row in data["recipes"]}
+    assert list(paths) == ["fp8-current", "mxfp8", "fp32"]
+    assert paths["fp32"]["products"] == "float32, torch's own"
+    assert paths["fp32"]["quantised"] == "not rounded"
+    assert paths["mxfp8"]["quantised"] == "float8_e4m3fn 1x32 by kernel along rows, reference down columns"
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_the_path_follows_the_machine(run, monkeypatch, here):
+    monkeypatch.setattr(carried, "_CARRIED", frozenset([torch.bfloat16, torch.float16] if here else []))
+    monkeypatch.setattr(selftest, "_TESTS", ())
+    monkeypatch.setattr(optim, "_RECIPES", ())
+    code, out, _ = run("doctor", "bf16-mixed")
+    assert code == 0
+    assert ("bf16 carried in float32" in out) == here
+    assert ("bf16, torch's own" in out) != here
+
+
+def test_a_kernel_that_differs_in_one_element_is_caught(run, monkeypatch):
+    right = cast.run
+
+    def wrong(x, out, format, *options):
+        right(x, out, format, *options)
+        if format.name == "float8_e5m2" and out.numel() > 100:
+            out.view(-1)[7] = 1.5
+
+    monkeypatch.setattr(cast, "run", wrong)
+    code, _, err = run("doctor", "fp8-current")
+    assert code == 1
+    assert "kernel cast, float8_e5m2: float32, nearest_even, 16387 elements: element 7 of" in err
+    assert ": 1.5 found, " in err
+    assert "Do not train with it here" in err
+    assert err.count("error:") == 1
+
+
+def test_a_kernel_that_raises_is_caught(monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("illegal instruction")
+
+    monkeypatch.setattr(codes, "run_decode", broken)
+    found = [test for test in outcomes() if not test.passed]
+    assert {test.kernel for test in found} == {"codes"}
+    assert all(test.difference == "raised RuntimeError: illegal instruction" for test in found)
+
+
+def test_an_optimizer_step_that_differs_and_a_kernel_that_refuses_all_are_caught(monkeypatch):
+    right = adam.run
+
+    def wrong(weight, *arguments):
+        right(weight, *arguments)
+        weight.view(-1)[-1:].mul_(1.01)
+
+    monkeypatch.setattr(adam, "run", wrong)
+    found = list(optim.outcomes())
+    assert not any(test.passed for test in found)
+    assert all("elements, ordinary gradients, " in test.difference for test in found)
+    monkeypatch.setattr(cast, "supports", lambda *arguments: False)
+    refused = [test for test in outcomes() if test.kernel == "cast"]
+    assert {test.difference for test in refused} == {"the kernel took no input"}
+
+
+def test_what_counts_as_a_difference():
+    zero, nan = torch.tensor([0.0]), torch.tensor([torch.nan])
+    assert compare(nan, -nan, nan, "x") is None
+    assert compare(zero, -zero, zero, "x") == "x: element 0 of 0.0: -0.0 found, 0.0 expected; 1 of 1 differ"
+    assert compare(zero, nan, zero, "x") is not None
+    codes = torch.tensor([3, 4], dtype=torch.uint8)
+    assert compare(codes, codes.flip(0), torch.empty(0), "x") == "x: element 0: 4 found, 3 expected; 2 of 2 differ"

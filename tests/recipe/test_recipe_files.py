@@ -1,0 +1,248 @@
+"""Recipes of one's own from TOML files and Python modules, and what a mistake in one says."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import halfstep
+from halfstep import formats, get_recipe
+from halfstep.errors import RecipeError
+from halfstep.quant import Quantizer
+from halfstep.quant.scaling.current import Current
+from halfstep.quant.scaling.delayed import Delayed
+from halfstep.quant.tile import ROW, TENSOR, Tile
+from halfstep.recipe import LinearSpec, LossScale, Matmul, Recipe, Rule, from_data, to_data
+from halfstep.recipe.high_precision import KEEP
+from tiny import RECIPES, assert_same, mlp, prepared, train
+
+
+WHOLE = """
+name = "mine"
+summary = "What I try."
+source = "my notebook"
+weights = "bf16"  # stored so
+master = "fp32"
+compute = "bf16"
+notes = ["one", "two"]
+loss_scale = {init = 1024, dynamic = false}
+
+[[rules]]
+path = "*.mlp.*"
+why = "small"
+optional = true
+input = {format = "e4m3fn", tile = "tensor", scale = "delayed", history = 16, margin = 1}
+weight = {format = "mxfp8_e4m3", scale = "even"}
+grad_output = "e5m2"
+
+[[rules]]
+path = "*"
+[rules.output]
+lhs = {format = "e4m3fn", tile = "row", scale = "rceil"}
+rhs.format = "e4m3fn"
+rhs.tile = "128x128"
+rhs.scale = "rceil"
+rhs.margin = 2
+"""
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes a file and returns its path as text."""
+
+    def write(text, name="my.toml"):
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_a_whole_file(written):
+    recipe = get_recipe(written(WHOLE))
+    assert (recipe.name, recipe.summary, recipe.source) == ("mine", "What I try.", "my notebook")
+    assert (recipe.weights, recipe.master, recipe.compute) == ("bf16", "fp32", "bf16")
+    assert recipe.notes == ("one", "two")
+    assert recipe.loss_scale == LossScale(init=1024.0, dynamic=False)
+    assert recipe.rules[: len(KEEP)] == KEEP
+    small, all_others = recipe.rules[len(KEEP) :]
+    scaling = Delayed("delayed history=16 margin=1", history=16, margin=1)
+    assert (small.path, small.why, small.optional) == ("*.mlp.*", "small", True)
+    assert small.linear.output.lhs == Quantizer(formats.get("e4m3fn"), tile=TENSOR, scaling=scaling)
+    assert small.linear.output.lhs == small.linear.grad_weight.rhs
+    assert small.linear.output.rhs == small.linear.grad_input.rhs == halfstep.get_quantizer("mxfp8_e4m3", scale="even")
+    assert small.linear.grad_input.lhs == Quantizer(formats.get("e5m2"))
+    lhs, rhs = all_others.linear.output.lhs, all_others.linear.output.rhs
+    assert (lhs.tile, lhs.scaling.name) == (ROW, "rceil")
+    assert (rhs.tile, rhs.scaling.name, rhs.scaling.margin) == (Tile(128, 128), "rceil margin=2", 2)
+    assert all_others.linear.grad_input == all_others.linear.grad_weight == Matmul()
+
+
+def test_a_base_gives_what_the_file_leaves_out(written):
+    recipe = get_recipe(written('name = "mine"\nbase = "fp8-delayed"\nmoments = "bf16"\n'))
+    base = get_recipe("fp8-delayed")
+    assert recipe == replace(
+        base,
+        name="mine",
+        moments="bf16",
+        summary="fp8-delayed, but for moments.",
+        source="one's own, from fp8-delayed",
+        notes=(),
+    )
+    without = get_recipe(written('name = "mine"\nbase = "fp16-master"\nmaster = "none"\nloss_scale = "none"\n'))
+    assert without.master is None
+    assert without.loss_scale is None
+    assert get_recipe(written('name = "mine"\nbase = "O2"')).weights == "fp16"
+
+
+def test_heads_are_kept_unless_the_file_says_otherwise(written):
+    rules = "[[rules]]\npath = '*'\ninput = 'e4m3fn'\n"
+    assert len(get_recipe(written(f"name = 'mine'\nkeep_heads = false\n{rules}")).rules) == 1
+    assert len(get_recipe(written(f"name = 'mine'\n{rules}")).rules) == len(KEEP) + 1
+    assert len(get_recipe(written(f"name = 'mine'\nbase = 'mxfp8'\n{rules}")).rules) == len(KEEP) + 1
+
+
+def test_a_file_trains_like_the_recipe_it_says(written):
+    text = """
+    name = "mine"
+    compute = "bf16"
+    [[rules]]
+    path = "*"
+    input = {format = "e4m3fn", tile = "tensor", scale = "current"}
+    weight = {format = "e4m3fn", tile = "tensor", scale = "current"}
+    grad_output = {format = "e5m2", tile = "tensor", scale = "current"}
+    """
+    found = []
+    for name in (written(text), "fp8-current", "bf16-mixed"):
+        parts = prepared(name)
+        found.append((train(*parts), dict(parts[0].state_dict())))
+    assert_same(found[0], found[1])
+    assert found[0][0] != found[2][0]
+
+
+PYTHON = """
+from dataclasses import replace
+from halfstep import get_recipe
+mine = replace(get_recipe("fp8-current"), name="mine")
+other = replace(mine, name="not/a name")
+number = 3
+"""
+
+
+def test_python_modules_and_files(written, tmp_path, monkeypatch):
+    file = written(PYTHON, "my_recipes_module.py")
+    assert get_recipe(f"{file}:mine") == replace(get_recipe("fp8-current"), name="mine")
+    monkeypatch.chdir(tmp_path)
+    assert get_recipe("my_recipes_module:mine").name == "mine"
+    model = mlp()
+    assert halfstep.apply(model, "my_recipes_module:mine").recipe == "mine"
+    for name, words in (
+        ("my_recipes_module:min", r"my_recipes_module: unknown recipe 'min'; nearest: mine. Known: mine, other"),
+        ("my_recipes_module:number", r"unknown recipe 'number'.*\(number is int\)"),
+        ("my_recipes_module:other", r"other is called 'not/a name'; expected letters, digits"),
+        ("no_such_module:mine", r"no_such_module: cannot be imported \(ModuleNotFoundError"),
+        ("no_such_file.py:mine", r"no_such_file.py: cannot be imported \(FileNotFoundError"),
+        (written("1 / 0", "broken.py") + ":x", r"broken.py: cannot be imported \(ZeroDivisionError"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            get_recipe(name)
+
+
+RULE = 'name = "mine"\n[[rules]]\npath = "a"\n[[rules]]\npath = "*"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ('name = "mine"\n\nwieghts = "bf16"', 3, "unknown key 'wieghts'; nearest: weights"),
+        ('name = "mine"\nweights = 3', 2, "weights = 3 found; expected a string"),
+        ('name = "mine"\ngrads = 3', 2, "grads = 3 found; expected a string or 'none'"),
+        ('name = "mine"\nweights = "bf61"', 2, "weights = 'bf61'; tensors are stored as fp32, bf16, fp16"),
+        ('# mine\nname = "mine"\nnotes = "one"', 3, "notes = 'one' found; expected a list of strings"),
+        ('name = "mine"\nbase = "fp8-delayd"', 2, "unknown recipe 'fp8-delayd'; nearest: fp8-delayed"),
+        ('name = "mine"\nloss_scale = 3', 2, "loss_scale = 3 found; expected a table or 'none'"),
+        ('name = "mine"\n[loss_scale]\nint = 3', 3, "unknown key of loss_scale 'int'; nearest: init"),
+        ('name = "mine"\n[loss_scale]\ninit = 3\ndynamic = 1', 4, "dynamic = 1 found; expected true or false"),
+        ('name = "mine"\nrules = 3', 2, "rules = 3 found; expected an array of tables"),
+        ('name = "mine"\nkeep_heads = false', 2, "keep_heads found without [[rules]]"),
+        ('summary = ""\nname = "a/b"', 2, "name = 'a/b' found; expected a name of letters"),
+        ('summary = "nameless"', 1, "name = None found"),
+        ('name = "mine"\nweights = "bf16"\nmaster = "x"', 3, "unknown master 'x'"),
+        ('name = "mine"\n[[rules]]\nwhy = "x"', 2, "a rule without a path; expected a glob"),
+        (f'{RULE}inptu = "e4m3fn"', 6, "unknown key of a rule 'inptu'; nearest: input"),
+        (f'{RULE}input = "e4m3f"', 6, "unknown format 'e4m3f'; nearest: "),
+        (f'{RULE}optional = "yes"', 6, "optional = 'yes' found; expected true or false"),
+        (f'{RULE}input = {{tile = "row"}}', 6, "an operand without a format"),
+        (f"{RULE}output.left = 3", 6, "unknown operand of output 'left'"),
+        (f'{RULE}[rules.input]\nformat = "e4m3fn"\ntile = "wide"', 8, "tile = 'wide' found; expected 'tensor', 'row'"),
+        (f'{RULE}[rules.input]\nformat = "e4m3fn"\nscale = "rceill"', 8, "unknown scale rule 'rceill'; nearest: rceil"),
+        (f'{RULE}[rules.input]\nformat = "e4m3fn"\nrounding = "evn"', 8, "unknown rounding 'evn'"),
+        (f'{RULE}input = {{format = "e4m3fn", tile = "row"}}', 6, "give both, or neither for a plain cast"),
+        (f'{RULE}input = {{format = "e4m3fn", history = 3}}', 6, "unknown key of an operand 'history'"),
+        (f'{RULE}input = {{format = "mxfp8_e4m3", history = 3}}', 6, "key of an operand with scale 'floor' 'history'"),
+        (
+            f'{RULE}[rules.input]\nformat = "e4m3fn"\ntile = "tensor"\nscale = "delayed"\nhistory = 1.5',
+            10,
+            "whole number",
+        ),
+        (
+            f'{RULE}[rules.input]\nformat = "e4m3fn"\ntile = "tensor"\nscale = "delayed"\nhistory = 0',
+            9,
+            "delayed scaling with history 0",
+        ),
+        (f'{RULE}input = {{format = "e4m3fn", tile = "row", scale = "delayed"}}', 6, "it keeps one scale a tensor"),
+    ],
+)
+def test_a_mistake_is_named_with_its_line(written, text, line, words):
+    path = written(text)
+    with pytest.raises(RecipeError) as caught:
+        get_recipe(path)
+    assert f"{path}, line {line}: " in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_files_that_are_none(written, tmp_path):
+    with pytest.raises(RecipeError, match=r"my.toml is no TOML: .*line 2"):
+        get_recipe(written('name = "mine"\nweights = \nmaster = "fp32"'))
+    with pytest.raises(RecipeError, match=r"missing.toml cannot be read \(.*expected a recipe's TOML file"):
+        get_recipe(str(tmp_path / "missing.toml"))
+    with pytest.raises(RecipeError, match=r"'mxfp8' is a recipe that comes with halfstep; give yours another name"):
+        get_recipe(written('name = "mxfp8"'))
+    with pytest.raises(RecipeError, match=r"'O2' is a recipe that comes with halfstep"):
+        get_recipe(written('name = "O2"'))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_data_and_back(name):
+    assert from_data(json.loads(json.dumps(to_data(get_recipe(name)))), get_recipe) == get_recipe(name)
+
+
+def test_made_up_formats_are_data_and_scalings_of_ones_own_are_not():
+    def made(quantizer):
+        return Recipe("made", "", "", rules=(Rule("*", LinearSpec(output=Matmul(quantizer))),))
+
+    format = formats.ieee("e8m3", 8, 3, "made up")
+    data = json.loads(json.dumps(to_data(made(Quantizer(format)))))
+    assert to_data(from_data(data, get_recipe)) == data
+    assert from_data(data, get_recipe).rules[0].linear.output.lhs.format.key == format.key
+
+    class Mine(Current):
+        pass
+
+    with pytest.raises(RecipeError, match="the scale rule 'current' is one of your own"):
+        to_data(made(Quantizer(format, tile=TENSOR, scaling=Mine("current"))))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+def test_a_scale_rule_with_options_is_traced_as_it_is(written):
+    """The operator of a traced graph knows scale rules by name, and a name does not say the margin."""
+    text = "name = 'm'\ncompute = 'bf16'\n[[rules]]\npath = '*'\ninput = {format = 'mxfp8_e4m3', scale = 'rceil'%s}\n"
+    found = []
+    for margin in (", margin = 12", ""):
+        torch._dynamo.reset()
+        model = mlp()
+        halfstep.apply(model, get_recipe(written(text % margin)))
+        x = torch.randn(12, 8) * torch.logspace(-3, 3, 8)
+        found.append(model(x))
+        assert_same(torch.compile(model, backend="aot_eager", fullgraph=True)(x), found[-1])
+    assert not torch.equal(*found)
