@@ -227,6 +227,14 @@ class Recipe:
             transient=casts,
         )
 
+    def _kept(self) -> list[tuple[str, str]]:
+        """The layers that no product rounds, by reason, a line each."""
+        reasons: dict[str, list[str]] = {}
+        for rule in self.rules:
+            if not rule.linear.rounds:
+                reasons.setdefault(rule.why or "by rule", []).append(rule.path)
+        return [("kept", f"{why}: {', '.join(paths)}") for why, paths in reasons.items()]
+
     def describe(self) -> str:
         """The whole recipe, one field a line, with the terms of its bytes per parameter."""
         rounding = f", update rounded {self.update_rounding}" if self.update_rounding != "nearest_even" else ""
@@ -240,7 +248,8 @@ class Recipe:
             *[("in fp32", ", ".join(self.float32_modules))] * bool(self.float32_modules),
             ("loss scale", str(self.loss_scale or "none")),
             *([("gated MLPs", SMOOTH_GLU[self.smooth_glu])] if self.smooth_glu else []),
-            *[(f"linear {rule.path!r}", _linear(rule.linear)) for rule in self.rules],
+            *self._kept(),
+            *[(f"linear {rule.path!r}", _linear(rule.linear)) for rule in self.rules if rule.linear.rounds],
             ("bytes/param", f"{self.bytes_per_parameter()}, with Adam"),
             ("source", self.source),
             *[("note", note) for note in self.notes],
@@ -254,9 +263,6 @@ class Recipe:
 
 
 def _linear(spec: LinearSpec) -> str:
-    if not spec.rounds:
-        return "kept as it is"
-
     def side(quantizer: Quantizer | None) -> str:
         if quantizer is None or quantizer.scaling is None or quantizer.tile is None:
             return quantizer.format.name if quantizer else "-"
