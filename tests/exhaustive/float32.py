@@ -95,9 +95,13 @@ def check(name: str, every: int) -> dict[str, object]:
             at = int(np.flatnonzero(differ)[0])
             first = f"{source[at]:#010x} gives {found[at]:#010x}, expected {expected[at]:#010x}"
         inputs, wrong = inputs + CHUNK, wrong + count
-        print(f"\r{name:14} {inputs / 2**32:6.1%}  {wrong} mismatches", end="", flush=True)
+        if sys.stdout.isatty():
+            print(f"\r{name:14} {inputs / 2**32:6.1%}  {wrong} mismatches", end="", flush=True)
     seconds = time.perf_counter() - whole
-    print(f"  {seconds:.0f} s, {spent:.1f} s of them rounding" + (f"\n  first: {first}" if first else ""))
+    print(
+        f"\r{name:14} {wrong} mismatches in {inputs} inputs, {seconds:.0f} s, {spent:.1f} s of them rounding"
+        + (f"\n  first: {first}" if first else "")
+    )
     row = {"format": name, "inputs": inputs, "mismatches": wrong, "seconds": seconds, "seconds_rounding": spent}
     return row | ({"first": first} if first else {})
 
