@@ -105,7 +105,7 @@ def _operands(linear: Any) -> list[Any]:
 def _path(quantizer: Any) -> str:
     import torch
 
-    from halfstep.kernels.cpu import blocks, cast
+    from halfstep.kernels.cpu import blocks, cast, tiles
     from halfstep.quant.tile import TENSOR
 
     name = quantizer.format.name
@@ -113,7 +113,9 @@ def _path(quantizer: Any) -> str:
         x = torch.zeros(1)
         known = cast.supports(x, torch.zeros(1), quantizer.format, quantizer.rounding, quantizer.overflow)
         return f"{name} by {'kernel' if known else 'reference: no kernel for the format'}"
-    across = f"{name} {quantizer.tile} by "
+    across, sample = f"{name} {quantizer.tile} by ", torch.zeros(quantizer.tile.rows or 1, quantizer.tile.columns or 1)
     if blocks.knows(quantizer, quantizer.tile.columns or 1):
-        return across + "kernel along rows, reference down columns"
+        return across + "kernel"
+    if tiles.supports(sample, sample.clone(), quantizer):
+        return across + "kernel, in several passes"
     return across + "reference: no kernel for the tile or its scale rule"

@@ -12,9 +12,10 @@ from torch import Tensor
 from halfstep import formats, quant
 from halfstep.formats import Float, Format, Posit
 from halfstep.kernels import carried
-from halfstep.kernels.cpu import blocks, cast, codes, dequantize, posit
-from halfstep.quant import Quantizer, get_quantizer
+from halfstep.kernels.cpu import blocks, cast, codes, dequantize, posit, tiles
+from halfstep.quant import Quantizer, Tile, get_quantizer
 from halfstep.quant.cast import CONTAINERS
+from halfstep.quant.scaling import get_scaling
 
 
 SIZES = (0, 1, 17, (1 << 14) + 3)
@@ -110,6 +111,28 @@ def _cast(name: str) -> Iterator[Case]:
                     yield quant.round_to(x, format, rounding, "saturate", seed), out, x, _words(x, rounding)
 
 
+def _scaled(name: str) -> Iterator[Case]:
+    format = formats.get(name)
+    for dtype in (torch.float32, torch.bfloat16):
+        for size in SIZES:
+            x, out, factor = hard(size, dtype, format), torch.empty(size, dtype=dtype), torch.tensor(3.7)
+            if cast.supports_scaled(x, out, format):
+                cast.run(x, out, format, "nearest_even", "saturate", None, factor)
+                expected = quant.round_to(x.float() * factor, format, "nearest_even", "saturate", None, out.clone())
+                yield expected, out, x, _words(x, "times a factor")
+
+
+def _tiles(name: str) -> Iterator[Case]:
+    for tile in (Tile(1, 0), Tile(0, 0), Tile(16, 16)):
+        quantizer = Quantizer(formats.get(name), tile=tile, scaling=get_scaling("rceil"))
+        for dtype in (torch.float32, torch.bfloat16):
+            x = hard(32 * 48, dtype).view(32, 48).nan_to_num(1.0)
+            out = torch.empty_like(x)
+            if tiles.supports(x, out, quantizer):
+                tiles.run(x, out, quantizer, None)
+                yield quantizer.quantize(x).dequantize(), out, x, _words(x, str(tile))
+
+
 def _posit(name: str) -> Iterator[Case]:
     format = formats.get(name, Posit)
     for size in SIZES:
@@ -183,6 +206,8 @@ def _carried(name: str) -> Iterator[Case]:
 
 _TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str], Iterator[Case]]], ...] = (
     ("cast", _FORMATS, _cast),
+    ("scaled", _FORMATS[:4], _scaled),
+    ("tiles", _FORMATS[:4], _tiles),
     ("posit", _POSITS, _posit),
     ("codes", (*_FORMATS, "nf4"), _codes),
     ("blocks", _BLOCKS, _blocks),
