@@ -220,8 +220,8 @@ def main() -> None:
     experiment = experiment_for("lm", recipes=RECIPES, steps=asked.steps)
     comparison = open_experiment(experiment, asked.out, resume=(asked.out / "experiment.json").is_file())
     comparison.run()
-    write_report(asked.out)
-    results = load(asked.out)
+    write_report(comparison.folder)
+    results = load(comparison.folder)
     at = min(WATCH_AT, asked.steps)
     data: dict[str, Any] = {
         "machine": environment(),

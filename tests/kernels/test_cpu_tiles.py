@@ -11,7 +11,7 @@ from tiny import assert_same
 
 
 TILES = [Tile(1, 0), Tile(0, 1), Tile(0, 0), Tile(16, 16), Tile(8, 1), Tile(4, 32)]
-RULES = ["floor", "ceil", "even", "rceil", "rceil_3"]
+RULES = ["floor", "ceil", "even", "rceil", "rceil margin=3"]
 
 
 def numbers(dtype):

@@ -55,7 +55,7 @@ def margin() -> Numbers:
     """The largest sum in a product of 512 scaled FP8 numbers, without and with the margin; fp16 ends at 65504."""
     x, w = _normal(64, 512), _normal(512, 64, seed=1)
     found: Numbers = {}
-    for name, rule in (("without", "rceil"), ("margin_3", "rceil_3")):
+    for name, rule in (("without", "rceil"), ("margin_3", "rceil margin=3")):
         quantizer = Quantizer(formats.get("e4m3fnuz"), tile=TENSOR, scaling=get_scaling(rule))
         lhs, rhs = (operand(t, quantizer, torch.float32).values for t in (x, w))
         found[name] = float((lhs @ rhs).abs().max())

@@ -84,5 +84,3 @@ floor = PowerOfTwoScaling("floor", _floor)
 ceil = PowerOfTwoScaling("ceil", _ceil)
 even = PowerOfTwoScaling("even", _even)
 rceil = PowerOfTwoScaling("rceil", _rceil)
-rceil_3 = PowerOfTwoScaling("rceil_3", _rceil, margin=3)
-"""Room to accumulate in fp16: the bias of Perez et al. 2023, arXiv 2309.17224, with their margin of 3."""

@@ -27,7 +27,7 @@ fp8_amax = Recipe(
     weights="fp16",
     compute="fp16",
     loss_scale=LossScale(init=512, dynamic=False),
-    rules=_rules("rceil_3"),
+    rules=_rules("rceil margin=3"),
     notes=(_NOTE,),
 )
 
