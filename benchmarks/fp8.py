@@ -66,12 +66,12 @@ all layers, the mean and in brackets the worst layer. `halfstep.tracking.operand
 ## A history, and jumps
 
 Fujii et al. 2024 (arXiv 2411.08719) see loss spikes in FP8 that bf16 does not have; their scripts use Megatron-LM's
-history of 1 as well as Transformer Engine's of 1024. Here the input of every second MLP layer is multiplied by
+history of 1 as well as Transformer Engine's of 1024. Here the input of each MLP's second layer is multiplied by
 {jump:g}, and its output divided, in one step of {every} from step {start} on: the function stays what it is, the amax
 jumps. A spike is a loss above the median of the {window} steps before it plus {mads:g} median absolute deviations.
 
-| recipe | spikes in the {jumps} steps that jump | spikes in the {others} others | mean rise of the loss in steps that
-jump | final loss | | --- | --- | --- | --- | --- |
+| recipe | spikes, {jumps} steps that jump | spikes, {others} others | mean rise in steps that jump | final loss |
+| --- | --- | --- | --- | --- |
 {spikes}
 
 {verdict}
