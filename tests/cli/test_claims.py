@@ -100,7 +100,7 @@ def test_check_measures_every_short_claim(run, monkeypatch):
     [
         (["--run", "forum-byte"], "unknown claim 'forum-byte'; nearest: forum-bytes"),
         (["show", "forum-byte"], "unknown claim 'forum-byte'; nearest: forum-bytes"),
-        (["--run", "micikevicius-vision"], "is open and has no command yet"),
+        (["--run", "collage-speed"], "is open and has no command yet"),
         (["--check", "--json"], "give one of them"),
         (["--json", "show", "forum-bytes"], "give one of them"),
     ],
