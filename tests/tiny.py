@@ -1,5 +1,6 @@
 """Tiny models and the loop that trains them."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -11,7 +12,16 @@ from halfstep import recipe
 EVERY = recipe.list_recipes()
 SMOOTH = [name for name in EVERY if recipe.get_recipe(name).smooth_glu]  # these want gated MLPs
 RECIPES = [name for name in EVERY if name not in SMOOTH]
+_FAST = {
+    "fp32", "bf16-mixed", "fp16-mixed", "fp16-lists", "bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-plus",
+    "bf16-stochastic", "fp8-delayed", "fp8-current", "mxfp8", "fp8-block", "fp8-amax", "fp8-smooth-swiglu",
+}  # fmt: skip
 BREAKS = {"fp16-pure"}  # documented to: the squares of small gradients become zero
+
+
+def mostly_slow(names):
+    """Parameters for tests that take seconds a recipe: one recipe of each path, the others marked slow."""
+    return [name if name in _FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def mlp(seed=0):

@@ -14,7 +14,20 @@ from halfstep import get_recipe
 from halfstep.kernels import carried
 from halfstep.optim import convert
 from halfstep.recipe import MASTERS
-from tiny import BREAKS, EVERY, SMOOTH, adamw, assert_same, batch, copied, mlp, model_for, prepared, train
+from tiny import (
+    BREAKS,
+    EVERY,
+    SMOOTH,
+    adamw,
+    assert_same,
+    batch,
+    copied,
+    mlp,
+    model_for,
+    mostly_slow,
+    prepared,
+    train,
+)  # fmt: skip
 
 
 every_recipe = pytest.mark.parametrize("name", EVERY)
@@ -111,7 +124,7 @@ def test_revert_restores_the_stock_model(name):
     halfstep.apply(model, name)
 
 
-@every_recipe
+@pytest.mark.parametrize("name", mostly_slow(EVERY))
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 def test_eager_equals_a_traced_graph(name):
     torch._dynamo.reset()  # or the recipes before this one count against torch's limit of recompilations

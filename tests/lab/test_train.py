@@ -26,7 +26,7 @@ from halfstep.lab.train import Trainer
 from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, final_loss, judge
 from halfstep.quant import Quantizer
 from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe
-from tiny import RECIPES
+from tiny import RECIPES, mostly_slow
 
 
 TEXT = "".join(f"{a} plus {b} is {a + b}.\n" for a in range(60) for b in range(60))
@@ -77,7 +77,7 @@ def without_timings(rows):
     return [{key: value for key, value in row.items() if key not in TIMINGS} for row in rows]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", mostly_slow(RECIPES))
 def test_a_run_stopped_at_any_step_and_resumed_equals_the_uninterrupted_one(name, tmp_path, corpus, monkeypatch):
     recipe = get_recipe(name)
     whole = train(tmp_path / "whole", recipe, corpus)
