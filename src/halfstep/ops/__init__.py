@@ -5,13 +5,14 @@ from halfstep.ops.casts import decode, encode, fake_quantize, quantize, round_to
 from halfstep.ops.convolution import convolution
 from halfstep.ops.linear import linear
 from halfstep.ops.matmul import matmul
+from halfstep.ops.native import is_native_available
 from halfstep.ops.quantized import Quantized
 from halfstep.ops.smooth_swiglu import channel_scale, smooth_channels, smooth_tokens, token_scale
 from halfstep.ops.storage import load_quantized, save_quantized
 
 
 __all__ = [
-    "Quantized", "attention", "channel_scale", "convolution", "decode", "encode", "fake_quantize", "linear",
-    "load_quantized", "matmul", "quantize", "round_to", "save_quantized", "smooth_channels", "smooth_tokens",
-    "token_scale",
+    "Quantized", "attention", "channel_scale", "convolution", "decode", "encode", "fake_quantize",
+    "is_native_available", "linear", "load_quantized", "matmul", "quantize", "round_to", "save_quantized",
+    "smooth_channels", "smooth_tokens", "token_scale",
 ]  # fmt: skip

@@ -68,9 +68,14 @@ class LinearSpec:
         return {name: quantizers[0] for name, quantizers in found.items() if quantizers}
 
     @property
+    def quantizers(self) -> tuple[Quantizer, ...]:
+        """Those of the operands that are rounded, each once."""
+        return tuple(dict.fromkeys(q for uses in self._uses().values() for q in uses if q is not None))
+
+    @property
     def rounds(self) -> bool:
         """Whether any operand is rounded."""
-        return any(q is not None for uses in self._uses().values() for q in uses)
+        return bool(self.quantizers)
 
     def _uses(self) -> dict[str, tuple[Quantizer | None, Quantizer | None]]:
         return {
