@@ -1,6 +1,6 @@
 """Operations on quantised tensors, and differentiable ones on quantised operands."""
 
-from halfstep.ops.attention import attention
+from halfstep.ops.attention import attention, rounded_attention
 from halfstep.ops.casts import decode, encode, fake_quantize, quantize, round_to
 from halfstep.ops.convolution import convolution
 from halfstep.ops.linear import linear
@@ -13,6 +13,6 @@ from halfstep.ops.storage import load_quantized, save_quantized
 
 __all__ = [
     "Quantized", "attention", "channel_scale", "convolution", "decode", "encode", "fake_quantize",
-    "is_native_available", "linear", "load_quantized", "matmul", "quantize", "round_to", "save_quantized",
-    "smooth_channels", "smooth_tokens", "token_scale",
+    "is_native_available", "linear", "load_quantized", "matmul", "quantize", "round_to", "rounded_attention",
+    "save_quantized", "smooth_channels", "smooth_tokens", "token_scale",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ from halfstep.recipe.data import from_data, to_data
 from halfstep.recipe.spec import (
     MASTERS,
     STORABLE,
+    AttentionSpec,
     BytesPerParameter,
     LinearSpec,
     LossScale,
@@ -23,6 +24,7 @@ __all__ = [
     "MASTERS",
     "STORABLE",
     "BytesPerParameter",
+    "AttentionSpec",
     "LinearSpec",
     "LossScale",
     "Matmul",

@@ -95,6 +95,28 @@ def linear_spec(input: Quantizer, weight: Quantizer, grad_output: Quantizer) -> 
 
 
 @dataclass(frozen=True)
+class AttentionSpec:
+    """The two products of attention, softmax(q k^T / sqrt(d)) v, each as a linear layer's and so with its backward's.
+
+    Raises:
+        RecipeError: a scaling that keeps a state, or tiles of several rows: a stack of matrices has neither.
+    """
+
+    scores: LinearSpec = LinearSpec()
+    """q is the input, k the weight."""
+    mix: LinearSpec = LinearSpec()
+    """The weights that softmax gives are the input, v^T the weight."""
+
+    def __post_init__(self) -> None:
+        for quantizer in (*self.scores.quantizers, *self.mix.quantizers):
+            if _is_stateful(quantizer) or (quantizer.tile is not None and quantizer.tile.rows > 1):
+                raise RecipeError(
+                    f"attention with {quantizer.format.name}, {quantizer.scaling}, tile {quantizer.tile}: its products "
+                    "take scalings without a state (current, rceil, floor ...) and one scale a tensor, row or block"
+                )
+
+
+@dataclass(frozen=True)
 class Rule:
     """Linear layers whose module path matches the glob `path` follow `linear`; the first match wins.
 
@@ -175,6 +197,8 @@ class Recipe:
     """Which linear layers round their operands, and how."""
     float32_modules: tuple[str, ...] = ()
     """Modules that compute in float32 under autocast: globs on their classes' names."""
+    attention: AttentionSpec | None = None
+    """How attention rounds the operands of its two products, where a module of torch's or ours forms them."""
     smooth_glu: str | None = None
     """Whether gated MLPs scale their product before the down-projection rounds it (a key of `SMOOTH_GLU`)."""
     aliases: tuple[str, ...] = ()
@@ -240,6 +264,11 @@ class Recipe:
                 reasons.setdefault(rule.why or "by rule", []).append(rule.path)
         return [("kept", f"{why}: {', '.join(paths)}") for why, paths in reasons.items()]
 
+    def _attention(self) -> list[tuple[str, str]]:
+        if self.attention is None:
+            return []
+        return [("attention", f"scores: {_linear(self.attention.scores)}; mix: {_linear(self.attention.mix)}")]
+
     def describe(self) -> str:
         """The whole recipe, one field a line, with the terms of its bytes per parameter."""
         rounding = f", update rounded {self.update_rounding}" if self.update_rounding != "nearest_even" else ""
@@ -255,6 +284,7 @@ class Recipe:
             *([("gated MLPs", SMOOTH_GLU[self.smooth_glu])] if self.smooth_glu else []),
             *self._kept(),
             *[(f"linear {rule.path!r}", _linear(rule.linear)) for rule in self.rules if rule.linear.rounds],
+            *self._attention(),
             ("bytes/param", f"{self.bytes_per_parameter()}, with Adam"),
             ("source", self.source),
             *[("note", note) for note in self.notes],
