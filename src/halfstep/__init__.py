@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from halfstep import formats, kb, ops
     from halfstep.errors import HalfstepError
     from halfstep.nn.apply import Report, advance, apply, revert
+    from halfstep.nn.quantized import quantize_model
     from halfstep.ops import Quantized, decode, encode, load_quantized, quantize, round_to, save_quantized
     from halfstep.optim import LossScaler
     from halfstep.prepare import prepare
@@ -30,6 +31,7 @@ _HOME = {
     "get_recipe": "halfstep.recipe",
     "list_recipes": "halfstep.recipe",
     "prepare": "halfstep.prepare",
+    "quantize_model": "halfstep.nn",
     "revert": "halfstep.nn",
     "Quantized": "halfstep.ops",
     "decode": "halfstep.ops",
@@ -61,6 +63,7 @@ __all__ = [
     "ops",
     "prepare",
     "quantize",
+    "quantize_model",
     "revert",
     "round_to",
     "save_quantized",

@@ -1,7 +1,10 @@
 """How a recipe gets into somebody's model."""
 
 from halfstep.nn.apply import Report, advance, apply, revert
+from halfstep.nn.quantized import quantize_model
 from halfstep.nn.smooth import measure_smooth_scales, merge_smooth_scales
 
 
-__all__ = ["Report", "advance", "apply", "measure_smooth_scales", "merge_smooth_scales", "revert"]
+__all__ = [
+    "Report", "advance", "apply", "measure_smooth_scales", "merge_smooth_scales", "quantize_model", "revert",
+]  # fmt: skip

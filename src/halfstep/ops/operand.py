@@ -14,7 +14,7 @@ from halfstep.ops.casts import quantize, values
 from halfstep.ops.quantized import Quantized
 from halfstep.ops.scaled import amax_of, round_scaled
 from halfstep.quant import Quantizer
-from halfstep.quant.scaling import StatefulScaling
+from halfstep.quant.scaling import StatefulScaling, get_scaling
 from halfstep.quant.tile import TENSOR
 
 
@@ -33,6 +33,13 @@ class Operand:
     def t(self) -> Operand:
         """The transposed matrix."""
         return Operand(self.values.t(), self.scale)
+
+    def __getitem__(self, rows: slice) -> Operand:
+        return Operand(self.values[rows], self.scale)
+
+    def split(self, rows: int) -> tuple[Operand, ...]:
+        """The matrix in pieces of so many rows."""
+        return tuple(Operand(values, self.scale) for values in self.values.split(rows))
 
 
 def operand(
@@ -58,11 +65,50 @@ def operand(
             rounded = round_scaled(x, factor, format, quantizer.rounding, _carrier(format, dtype))
             return Operand(rounded, factor.reciprocal())
     if scaling.name == "two_level":
-        whole = quantize(x, quantizer)
-        scale = whole.tensors["tensor_scale"]
-        blocks = replace(whole, tensors=whole.tensors | {"tensor_scale": torch.ones_like(scale)})
-        return Operand(Quantized.dequantize(blocks, _carrier(format, dtype, 4)), scale)
+        return _two_level(quantize(x, quantizer), dtype)
     return _blocks(x, quantizer, dtype)
+
+
+def stored(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> Quantized:
+    """The codes and scales of a matrix, of which `decoded` makes what `operand` makes of the matrix.
+
+    The factor of a stateful scaling is kept as a scale that does not change; without a state it is just in time.
+    """
+    if not isinstance(quantizer.scaling, StatefulScaling):
+        return quantize(x, replace(quantizer, outliers=None) if _whole(quantizer) else quantizer)
+    rounded = operand(x, quantizer, torch.float32, just_in_time(x, quantizer, state))
+    codes = quantize(rounded.values, Quantizer(quantizer.format)).codes
+    assert rounded.scale is not None
+    tensors = {"codes": codes, "scale": rounded.scale.view(1, 1)}
+    return Quantized(replace(quantizer, scaling=get_scaling("current")), tuple(x.shape), x.dtype, tensors)
+
+
+def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
+    """A stored matrix as one side of a product whose result comes in `dtype`: `operand` of what was stored, bitwise."""
+    quantizer = quantized.quantizer
+    format, scaling = quantizer.format, quantizer.scaling
+    if scaling is None:
+        return Operand(quantized.dequantize(_carrier(format, dtype)))
+    if _whole(quantizer):
+        unscaled = Quantized(Quantizer(format), quantized.shape, quantized.dtype, {"codes": quantized.codes})
+        scale = scaling.multiplier(quantized.tensors, format).view(())
+        into = _carrier(format, dtype)
+        wide = carried.supports(into, quantized.codes.device)  # the product would widen them
+        return Operand(unscaled.dequantize(torch.float32 if wide else into), scale)
+    if scaling.name == "two_level":
+        return _two_level(quantized, dtype)
+    narrow = _narrow(quantizer, dtype, quantized.codes.device)
+    result = quantized.dequantize(narrow)
+    if narrow == dtype and _may_be_subnormal(quantized) and _has_subnormals(result):
+        return Operand(quantized.dequantize(torch.float32))
+    return Operand(result)
+
+
+def just_in_time(x: Tensor, quantizer: Quantizer | None, state: Tensor | None) -> Tensor | None:
+    """The state given; where a stateful scaling has none, what it becomes after one step of `x` alone."""
+    if state is None and quantizer is not None and isinstance(quantizer.scaling, StatefulScaling):
+        return quantizer.scaling.after(amax_of(x), quantizer.format)
+    return state
 
 
 def _factor(x: Tensor, quantizer: Quantizer, state: Tensor | None, record: bool) -> Tensor | None:
@@ -92,15 +138,39 @@ def _blocks(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Operand:
     assert quantizer.tile is not None
     if quantizer.tile.columns == 1 and quantizer.tile.rows != 1:  # kernels know tiles along rows
         return _blocks(x.t().contiguous(), quantizer.down, dtype).t()
-    narrow = dtype == torch.bfloat16 and quantizer.scaling.exact and quantizer.format.significant_bits <= 8
-    if not narrow or carried.supports(dtype, x.device):
-        return Operand(values(x, quantizer, dtype=torch.promote_types(dtype, torch.float32)))
-    carrier = values(x, quantizer, dtype=dtype)
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        magnitude = carrier.abs()
-        if bool(((magnitude < torch.finfo(dtype).smallest_normal) & (magnitude > 0)).any()):
-            return Operand(values(x, quantizer, dtype=torch.float32))
+    narrow = _narrow(quantizer, dtype, x.device)
+    carrier = values(x, quantizer, dtype=narrow)
+    if narrow == dtype and _has_subnormals(carrier):
+        return Operand(values(x, quantizer, dtype=torch.float32))
     return Operand(carrier)
+
+
+def _whole(quantizer: Quantizer) -> bool:
+    """Whether one factor multiplies the whole tensor, and enters the product instead of the values."""
+    scaling = quantizer.scaling
+    return quantizer.tile == TENSOR and scaling is not None and scaling.factor(torch.ones(()), quantizer.format) is not None
+
+
+def _two_level(quantized: Quantized, dtype: torch.dtype) -> Operand:
+    """The blocks' scales in the values, the tensor's apart."""
+    scale = quantized.tensors["tensor_scale"]
+    blocks = replace(quantized, tensors=quantized.tensors | {"tensor_scale": torch.ones_like(scale)})
+    return Operand(Quantized.dequantize(blocks, _carrier(quantized.quantizer.format, dtype, 4)), scale)
+
+
+def _narrow(quantizer: Quantizer, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """`dtype` where it is bf16 and holds elements times their tile's power of two, on units for it; else a wider."""
+    assert quantizer.scaling is not None
+    fits = dtype == torch.bfloat16 and quantizer.scaling.exact and quantizer.format.significant_bits <= 8
+    return dtype if fits and not carried.supports(dtype, device) else torch.promote_types(dtype, torch.float32)
+
+
+def _has_subnormals(carrier: Tensor) -> bool:
+    """Whether a CPU's bf16 units would take some of these bf16 values for zeros."""
+    if carrier.device.type != "cpu" or carrier.dtype != torch.bfloat16 or torch.compiler.is_compiling():
+        return False
+    magnitude = carrier.abs()
+    return bool(((magnitude < torch.finfo(carrier.dtype).smallest_normal) & (magnitude > 0)).any())
 
 
 def _carrier(format: Format, dtype: torch.dtype, scale_bits: int = 0) -> torch.dtype:
@@ -112,3 +182,13 @@ def _carrier(format: Format, dtype: torch.dtype, scale_bits: int = 0) -> torch.d
     smallest = info.smallest_normal if dtype == torch.bfloat16 else info.smallest_normal * info.eps
     fits = 2.0 ** (1 - bits) >= info.eps and format.max * room <= info.max and format.smallest / room >= smallest
     return dtype if fits else torch.float32
+
+
+def _may_be_subnormal(quantized: Quantized) -> bool:
+    """Whether the scales, of which there are fewer than values, leave that open; True where they cannot be asked."""
+    scaling, format = quantized.quantizer.scaling, quantized.quantizer.format
+    assert scaling is not None
+    if quantized.codes.device.type != "cpu" or torch.compiler.is_compiling():
+        return True
+    scales = scaling.multiplier(quantized.tensors, format)
+    return not bool((scales * format.smallest >= torch.finfo(torch.bfloat16).smallest_normal).all())

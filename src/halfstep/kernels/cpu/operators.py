@@ -101,6 +101,8 @@ def dequantize_into(quantized: Quantized, out: Tensor) -> None:
         decode_into(stored.contiguous().view(out.shape), out, format)
     elif quantized.quantizer.scaling is not None and dequantize.supports(quantized.tensors, out, quantized.quantizer):
         dequantize.run(quantized.tensors, out, quantized.quantizer)
+    elif tiles.supports_decode(quantized, out):
+        tiles.run_decode(quantized, out)
     else:
         quant.Quantized.dequantize(quantized, out.dtype, out)
 
