@@ -38,6 +38,22 @@ def test_equals_the_reference(tile, rule, format, dtype, rounding):
         assert_same(out, quantizer.quantize(x, 7).dequantize(target))
 
 
+@pytest.mark.parametrize("tile", [*TILES, Tile(5, 48)], ids=str)
+@pytest.mark.parametrize("rule", ["floor", "rceil margin=3", "absmax", "current"])
+@pytest.mark.parametrize("format", ["e4m3fn", "e5m2", "e2m1fn", "ocp_int8", "nf4"])
+def test_decodes_as_the_reference(tile, rule, format):
+    quantizer = Quantizer(formats.get(format), tile=tile, scaling=get_scaling(rule))
+    quantized = quantizer.quantize(numbers(torch.float32))
+    for target in (torch.float32, torch.bfloat16):
+        out = torch.empty(quantized.shape, dtype=target)
+        if target == torch.float32 or (quantizer.scaling.exact and quantizer.format.significant_bits <= 8):
+            assert tiles.supports_decode(quantized, out)
+            tiles.run_decode(quantized, out)
+            assert_same(out, quantized.dequantize(target))
+        else:
+            assert not tiles.supports_decode(quantized, out)
+
+
 def test_leaves_the_rest_to_the_reference():
     row = Quantizer(formats.get("e4m3fn"), tile=Tile(1, 0), scaling=get_scaling("rceil"))
     square = Quantizer(formats.get("e4m3fn"), tile=Tile(16, 16), scaling=get_scaling("rceil"))

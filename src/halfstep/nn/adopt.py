@@ -15,9 +15,7 @@ OnCopy = Callable[[nn.Module], None]
 Members = tuple[tuple[str, Any], ...]
 
 
-def adopt(
-    module: nn.Module, forward: Forward | None, on_copy: OnCopy | None = None, members: Members = ()
-) -> None:
+def adopt(module: nn.Module, forward: Forward | None, on_copy: OnCopy | None = None, members: Members = ()) -> None:
     """Make `module` call `forward`, by giving it a subclass of its own class.
 
     Parameters, names, ties, hooks, state-dict keys and `isinstance` keep their identity; the class keeps its name,

@@ -82,7 +82,9 @@ def quantize_model(
     return replace(applied, stored=dict(codes) | count(model), quantized=quantized, kept=kept)
 
 
-def _store(module: Any, weights: tuple[Weight, ...], whole: Collection[str], states: Mapping[str, Tensor]) -> Counter[str]:
+def _store(
+    module: Any, weights: tuple[Weight, ...], whole: Collection[str], states: Mapping[str, Tensor]
+) -> Counter[str]:
     """Quantise a layer's weights but those that stay whole; how many there are of each format."""
     codes = Counter[str]()
     module._halfstep_stored = {weight.name: weight for weight in weights}
@@ -143,7 +145,9 @@ def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None
         )
     found = vars(model).get("_halfstep")
     if found is not None and found.quantized:
-        raise RecipeError(f"{name} is quantised already, under {found.recipe!r}; quantise a model with its full weights")
+        raise RecipeError(
+            f"{name} is quantised already, under {found.recipe!r}; quantise a model with its full weights"
+        )
     if found is not None and found.recipe != recipe.name:
         raise RecipeError(
             f"{name} follows {found.recipe!r}; quantise it under that recipe, or halfstep.revert it first"

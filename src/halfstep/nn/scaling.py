@@ -7,6 +7,7 @@ checkpointing), or for several micro-batches, and nothing changes but that maxim
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -76,11 +77,12 @@ def freeze(module: nn.Module, states: Mapping[str, Tensor]) -> None:
 
 def accept_factors(module: nn.Module, saved: Collection[str]) -> None:
     """Give the module the buffers of `freeze` that a file has, and no others, so that it can be loaded."""
-    names, device = {name for name in saved if name.startswith(_PREFIX)}, next(module.buffers()).device
+    anything: Tensor = next(chain(module.buffers(), module.parameters()))
+    names = {name for name in saved if name.startswith(_PREFIX)}
     for name in [name for name in module._buffers if name.startswith(_PREFIX) and name not in names]:
         delattr(module, name)
     for name in names - module._buffers.keys():
-        module.register_buffer(name, torch.ones(1, device=device))
+        module.register_buffer(name, torch.ones(1, device=anything.device))
 
 
 def _buffer(product: str) -> str:

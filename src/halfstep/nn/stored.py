@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfstep import ops
 from halfstep.errors import CheckpointError
@@ -109,11 +109,11 @@ def check_before_loading(module: Any, state_dict: Mapping[str, Any], prefix: str
         CheckpointError: the codes are of another format.
     """
     for name, entry in module._halfstep_stored.items():
-        saved = state_dict.get(f"{prefix}{name}_format")
-        if saved is None or not isinstance(entry, Stored):
+        saved = state_dict.get(f"{prefix}{name}_format" if isinstance(entry, Stored) else f"{prefix}{name}")
+        if saved is None:
             continue
-        found = bytes(saved.tolist())
-        if found != entry.label:
+        found = bytes(saved.tolist()) if isinstance(entry, Stored) else b""
+        if isinstance(entry, Stored) and found != entry.label:
             raise CheckpointError(
                 f"{prefix}{name} was saved as {found.decode(errors='replace')!r}; here it is {entry.label.decode()!r}. "
                 "Quantise the model with the recipe that the file was written under"

@@ -148,7 +148,11 @@ def _blocks(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Operand:
 def _whole(quantizer: Quantizer) -> bool:
     """Whether one factor multiplies the whole tensor, and enters the product instead of the values."""
     scaling = quantizer.scaling
-    return quantizer.tile == TENSOR and scaling is not None and scaling.factor(torch.ones(()), quantizer.format) is not None
+    return (
+        quantizer.tile == TENSOR
+        and scaling is not None
+        and scaling.factor(torch.ones(()), quantizer.format) is not None
+    )
 
 
 def _two_level(quantized: Quantized, dtype: torch.dtype) -> Operand:

@@ -54,7 +54,12 @@ def supports_decode(quantized: Quantized, out: Tensor) -> bool:
         return False
     exact = quantizer.scaling.exact and quantizer.format.significant_bits <= 8
     dtypes = (torch.float32, torch.bfloat16) if exact else (torch.float32,)
-    return plain(out, *dtypes) and codes.supports_decode(quantized.codes, out, quantizer.format, packed=True)
+    format = quantizer.format
+    if not plain(out, *dtypes):
+        return False
+    return codes.supports_decode(
+        quantized.codes, out.view(quantized.matrix_shape), format, packed=format.bits in (4, 6)
+    )
 
 
 def run_decode(quantized: Quantized, out: Tensor) -> None:
@@ -62,10 +67,10 @@ def run_decode(quantized: Quantized, out: Tensor) -> None:
     tile, scaling, (rows, columns) = quantized.quantizer.tile, quantized.quantizer.scaling, quantized.matrix_shape
     assert tile is not None
     assert scaling is not None
-    codes.run_decode(quantized.codes, out, quantized.quantizer.format, packed=True)
-    scale = scaling.multiplier(quantized.tensors, quantized.quantizer.format)
+    format, matrix = quantized.quantizer.format, out.view(rows, columns)
+    codes.run_decode(quantized.codes, matrix, format, packed=format.bits in (4, 6))
+    scale = scaling.multiplier(quantized.tensors, format)
     high, wide = tile.rows or max(rows, 1), tile.columns or max(columns, 1)
-    matrix = out.view(rows, columns)
     if rows % high == 0 and columns % wide == 0:
         matrix, scale = matrix.view(rows // high, high, columns // wide, wide), scale[:, None, :, None]
     else:
