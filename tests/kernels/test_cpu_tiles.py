@@ -1,12 +1,16 @@
 """Tiles of any shape with power-of-two scales: equal to the reference, bit for bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from halfstep import formats
+from halfstep.errors import QuantizationError
 from halfstep.kernels.cpu import tiles
+from halfstep.ops.casts import values
 from halfstep.quant import Quantizer, Tile
-from halfstep.quant.scaling import get_scaling
+from halfstep.quant.scaling import get_scaling, with_options
 from tiny import assert_same
 
 
@@ -52,6 +56,16 @@ def test_decodes_as_the_reference(tile, rule, format):
             assert_same(out, quantized.dequantize(target))
         else:
             assert not tiles.supports_decode(quantized, out)
+
+
+def test_a_margin_that_the_name_does_not_say_would_be_lost_in_a_traced_graph():
+    with pytest.raises(QuantizationError, match=r"'rceil' with margin 2, which its name does not say: .*with_options"):
+        replace(get_scaling("rceil"), margin=2)
+    rows = Quantizer(formats.get("e4m3fn"), tile=Tile(1, 0), scaling=with_options("rceil", margin=2))
+    x = torch.randn(4, 32)
+    compiled = torch.compile(lambda x: values(x, rows), backend="aot_eager", fullgraph=True)
+    assert_same(compiled(x), values(x, rows))
+    assert not torch.equal(rows.quantize(x).scale, replace(rows, scaling=get_scaling("rceil")).quantize(x).scale)
 
 
 def test_leaves_the_rest_to_the_reference():

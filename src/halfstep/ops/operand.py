@@ -123,6 +123,11 @@ def _factor(x: Tensor, quantizer: Quantizer, state: Tensor | None, record: bool)
             f"{scaling.name} scaling needs the state of its operand: halfstep.apply keeps one beside each layer, and "
             "`ops.linear` takes them as `states`"
         )
+    if state.dtype != torch.float32:
+        raise RecipeError(
+            f"the state of {scaling.name} scaling is {state.dtype}, expected torch.float32: the model was cast after "
+            "halfstep.apply (model.half(), model.to(dtype)); cast it first, then apply the recipe"
+        )
     factor = state[0].clone()  # the product of a backward pass is of this step, whatever happens to the state
     if record:
         scaling.record(state, amax_of(x))
