@@ -1,6 +1,6 @@
 """Do the two input weights of a gated MLP align under weight decay? A small Llama on text, decay by decay.
 
-    python benchmarks/alignment.py [--keep] [--steps N]
+python benchmarks/alignment.py [--keep] [--steps N]
 """
 
 from __future__ import annotations

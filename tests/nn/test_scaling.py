@@ -325,5 +325,7 @@ def test_apply_after_fully_shard_is_refused(tmp_path):
 def test_states_that_a_cast_narrowed_are_noticed(cast):
     model = mlp()
     halfstep.apply(model, "fp8-delayed")
-    with pytest.raises(RecipeError, match=r"the state of delayed scaling .* expected torch.float32: the model was cast"):
+    with pytest.raises(
+        RecipeError, match=r"the state of delayed scaling .* expected torch.float32: the model was cast"
+    ):
         cast(model)(batch()[0])
