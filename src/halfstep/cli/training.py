@@ -26,7 +26,8 @@ Seeds = Annotated[int | None, typer.Option(help=f"Seeds each recipe is trained w
 Model = Annotated[
     str | None,
     typer.Option(
-        help=f"A model of the task (lm: gpt-tiny, gpt-small, llama-tiny, llama-small), or your own as module:function. {_OWN} first."
+        help="A model of the task (lm: gpt-tiny, gpt-small, llama-tiny, llama-small), or your own as "
+        f"module:function. {_OWN} first."
     ),
 ]
 Batch = Annotated[int | None, typer.Option(help=f"Examples in a batch. {_OWN} (lm: {Experiment.batch}).")]

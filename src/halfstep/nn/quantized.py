@@ -1,4 +1,4 @@
-"""A model for inference: the weights that a recipe's rules round are kept as codes and scales, and nothing else of them."""
+"""A model for inference: of the weights that a recipe's rules round, codes and scales are kept and nothing else."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Operand:
 
     def split(self, rows: int) -> tuple[Operand, ...]:
         """The matrix in pieces of so many rows."""
-        return tuple(Operand(values, self.scale) for values in self.values.split(rows))
+        return tuple(Operand(values, self.scale) for values in torch.split(self.values, rows))
 
 
 def operand(

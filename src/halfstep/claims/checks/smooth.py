@@ -37,7 +37,8 @@ def _trained(decay: float) -> Numbers:
         if step == _STEPS // 2:
             halfway = _product(x, linear, gate).detach().abs().max()
         rows = torch.randint(len(x), (256,), generator=generator)
-        F.mse_loss(_product(x[rows], linear, gate) @ down.t(), y[rows]).backward()
+        loss = F.mse_loss(_product(x[rows], linear, gate) @ down.t(), y[rows])
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():

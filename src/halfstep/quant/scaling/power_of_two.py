@@ -33,8 +33,8 @@ class PowerOfTwoScaling(Scaling):
     def __post_init__(self) -> None:
         if self.margin and f"margin={self.margin}" not in self.name.split():
             raise QuantizationError(
-                f"scale rule {self.name!r} with margin {self.margin}, which its name does not say: a traced graph and a "
-                f"file take rules by name. Make it by with_options({self.name!r}, margin={self.margin})"
+                f"scale rule {self.name!r} with margin {self.margin}, which its name does not say: traced graphs and "
+                f"files take rules by name. Make it by with_options({self.name!r}, margin={self.margin})"
             )
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
