@@ -38,3 +38,8 @@ def test_example_of_lost_updates_ends_where_arithmetic_says():
 def test_example_of_an_own_loop_learns():
     example = runpy.run_path(str(ROOT / "examples" / "own_loop.py"))["main"]
     assert example("bf16-stochastic", steps=60) < 0.5
+
+
+def test_example_of_a_quantised_model_computes_what_the_trained_one_did():
+    trained, loaded = runpy.run_path(str(ROOT / "examples" / "quantized.py"))["main"](steps=40)
+    assert trained == loaded < 0.4

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from halfstep import formats, kb, ops
     from halfstep.errors import HalfstepError
     from halfstep.nn.apply import Report, advance, apply, revert
+    from halfstep.nn.quantized import quantize_model
     from halfstep.ops import (
         Quantized,
         decode,
@@ -40,6 +41,7 @@ _HOME = {
     "is_native_available": "halfstep.ops",
     "list_recipes": "halfstep.recipe",
     "prepare": "halfstep.prepare",
+    "quantize_model": "halfstep.nn",
     "revert": "halfstep.nn",
     "Quantized": "halfstep.ops",
     "decode": "halfstep.ops",
@@ -72,6 +74,7 @@ __all__ = [
     "ops",
     "prepare",
     "quantize",
+    "quantize_model",
     "revert",
     "round_to",
     "save_quantized",

@@ -178,6 +178,17 @@ def test_recipes_of_ones_own_are_compared_and_resumed_without_their_file(place, 
     assert final_losses(alone) == final_losses(done)
 
 
+def test_a_recipe_that_fits_no_layer_of_the_model_leaves_nothing_behind(place, halfstep):
+    options = ["--data", "text.txt", "--out", "runs/none", *SMALL]
+    done = halfstep("compare", "--recipes", "fp32,fp8-smooth-swiglu", *options)
+    assert done.code == 2
+    assert "recipe 'fp8-smooth-swiglu' smooths gated MLPs" in done.message
+    (place / "mine.toml").write_text(MINE.replace('path = "*"', 'path = "*.nowhere"'))
+    done = halfstep("compare", "--recipes", "mine.toml", *options)
+    assert "rule '*.nowhere' matched no linear layer" in done.message
+    assert not (place / "runs").exists()
+
+
 def final_losses(done):
     return [v["final_loss"] for v in json.loads(done.stdout)["verdicts"]]
 

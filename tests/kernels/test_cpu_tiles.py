@@ -1,12 +1,16 @@
 """Tiles of any shape with power-of-two scales: equal to the reference, bit for bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from halfstep import formats
+from halfstep.errors import QuantizationError
 from halfstep.kernels.cpu import tiles
+from halfstep.ops.casts import values
 from halfstep.quant import Quantizer, Tile
-from halfstep.quant.scaling import get_scaling
+from halfstep.quant.scaling import get_scaling, with_options
 from tiny import assert_same
 
 
@@ -36,6 +40,32 @@ def test_equals_the_reference(tile, rule, format, dtype, rounding):
         assert tiles.supports(x, out, quantizer)
         tiles.run(x, out, quantizer, 7)
         assert_same(out, quantizer.quantize(x, 7).dequantize(target))
+
+
+@pytest.mark.parametrize("tile", [*TILES, Tile(5, 48)], ids=str)
+@pytest.mark.parametrize("rule", ["floor", "rceil margin=3", "absmax", "current"])
+@pytest.mark.parametrize("format", ["e4m3fn", "e5m2", "e2m1fn", "ocp_int8", "nf4"])
+def test_decodes_as_the_reference(tile, rule, format):
+    quantizer = Quantizer(formats.get(format), tile=tile, scaling=get_scaling(rule))
+    quantized = quantizer.quantize(numbers(torch.float32))
+    for target in (torch.float32, torch.bfloat16):
+        out = torch.empty(quantized.shape, dtype=target)
+        if target == torch.float32 or (quantizer.scaling.exact and quantizer.format.significant_bits <= 8):
+            assert tiles.supports_decode(quantized, out)
+            tiles.run_decode(quantized, out)
+            assert_same(out, quantized.dequantize(target))
+        else:
+            assert not tiles.supports_decode(quantized, out)
+
+
+def test_a_margin_that_the_name_does_not_say_would_be_lost_in_a_traced_graph():
+    with pytest.raises(QuantizationError, match=r"'rceil' with margin 2, which its name does not say: .*with_options"):
+        replace(get_scaling("rceil"), margin=2)
+    rows = Quantizer(formats.get("e4m3fn"), tile=Tile(1, 0), scaling=with_options("rceil", margin=2))
+    x = torch.randn(4, 32)
+    compiled = torch.compile(lambda x: values(x, rows), backend="aot_eager", fullgraph=True)
+    assert_same(compiled(x), values(x, rows))
+    assert not torch.equal(rows.quantize(x).scale, replace(rows, scaling=get_scaling("rceil")).quantize(x).scale)
 
 
 def test_leaves_the_rest_to_the_reference():

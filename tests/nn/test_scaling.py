@@ -319,3 +319,13 @@ def test_apply_after_fully_shard_is_refused(tmp_path):
         assert [type(m) for m in model.modules()] == kinds
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.bfloat16])
+def test_states_that_a_cast_narrowed_are_noticed(cast):
+    model = mlp()
+    halfstep.apply(model, "fp8-delayed")
+    with pytest.raises(
+        RecipeError, match=r"the state of delayed scaling .* expected torch.float32: the model was cast"
+    ):
+        cast(model)(batch()[0])

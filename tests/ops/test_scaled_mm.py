@@ -97,6 +97,20 @@ def test_training_is_as_it_is_without_units_but_for_the_sums(name, units, monkey
     assert losses[9, 0][-1] < 0.5 * losses[9, 0][0]
 
 
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-rowwise"])
+def test_weights_stored_for_inference_are_multiplied_as_they_are(name, units):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+    halfstep.apply(model, name)
+    x = draw(16, 32)
+    with torch.no_grad():
+        expected = model.eval()(x)
+        halfstep.quantize_model(model, name)
+        units.clear()
+        assert torch.equal(model(x), expected)
+    assert units == [(torch.float8_e4m3fn, torch.float8_e4m3fn)] * 2
+
+
 def test_operands_stay_in_8_bits_for_backward(units):
     kept = []
     x, w = draw(32, 64).requires_grad_(), draw(16, 64, seed=1).requires_grad_()

@@ -25,7 +25,10 @@ Steps = Annotated[int | None, typer.Option(help=f"Updates a run makes. {_OWN} (l
 Seeds = Annotated[int | None, typer.Option(help=f"Seeds each recipe is trained with. Left out: {Experiment.seeds}.")]
 Model = Annotated[
     str | None,
-    typer.Option(help=f"A model of the task (lm: gpt-tiny, gpt-small), or your own as module:function. {_OWN} first."),
+    typer.Option(
+        help="A model of the task (lm: gpt-tiny, gpt-small, llama-tiny, llama-small), or your own as "
+        f"module:function. {_OWN} first."
+    ),
 ]
 Batch = Annotated[int | None, typer.Option(help=f"Examples in a batch. {_OWN} (lm: {Experiment.batch}).")]
 Context = Annotated[int | None, typer.Option(help=f"lm only: bytes in a sequence. Left out: {Experiment.context}.")]

@@ -20,6 +20,7 @@ from halfstep.lab.task import Task
 from halfstep.lab.tasks import get_task
 from halfstep.lab.train import Trainer, Watcher
 from halfstep.lab.verdict import MIN_BASELINES
+from halfstep.nn.layers import match
 from halfstep.recipe import Recipe, from_data, get_recipe, list_recipes, to_data
 from halfstep.recipe.files import is_reference
 
@@ -43,7 +44,9 @@ def open_experiment(
     recorded = RunFolder.resume(path, experiment) if resume else None
     spec = get_task(experiment.task)
     task = spec.open(experiment)
-    build_model(experiment.model, task.models(), seed=0)
+    model = build_model(experiment.model, task.models(), seed=0)
+    for recipe in known.values():
+        match(model, recipe, None)  # a recipe that fits no layer of it is refused before anything is written
     digest = task.digest()
     if recorded is not None:
         recorded.check_data(digest)

@@ -1,6 +1,6 @@
-"""What training keeps in memory, by role."""
+"""What training keeps in memory, by role, and what a model does."""
 
-from halfstep.memory.measure import measure
+from halfstep.memory.measure import measure, stored_bytes
 
 
-__all__ = ["measure"]
+__all__ = ["measure", "stored_bytes"]

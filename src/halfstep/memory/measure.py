@@ -39,6 +39,11 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> BytesPerParam
     )
 
 
+def stored_bytes(model: nn.Module) -> int:
+    """Bytes of every parameter and buffer of a model, each tensor once, however many names it has."""
+    return _bytes([*model.parameters(), *model.buffers()])
+
+
 def _bytes(tensors: Iterable[Tensor]) -> int:
     storages = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in tensors if t.numel()}
     return sum(storages.values())

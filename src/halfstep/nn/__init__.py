@@ -2,15 +2,11 @@
 
 from halfstep.nn.apply import Report, advance, apply, revert
 from halfstep.nn.attention import DotProductAttention
+from halfstep.nn.quantized import quantize_model
 from halfstep.nn.smooth import measure_smooth_scales, merge_smooth_scales
 
 
 __all__ = [
-    "DotProductAttention",
-    "Report",
-    "advance",
-    "apply",
-    "measure_smooth_scales",
-    "merge_smooth_scales",
-    "revert",
-]
+    "DotProductAttention", "Report", "advance", "apply", "measure_smooth_scales", "merge_smooth_scales",
+    "quantize_model", "revert",
+]  # fmt: skip

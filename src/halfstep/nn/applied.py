@@ -52,6 +52,8 @@ class Applied:
     """The dtype that their gradients accumulate in."""
     clock: Clock | None
     """Where scales depend on earlier steps."""
+    quantized: bool = False
+    """Whether the weights are quantised for good (`nn.quantize_model`)."""
 
 
 def applied_to(model: nn.Module) -> Applied:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
@@ -120,9 +121,14 @@ def revert(model: nn.Module) -> None:
     (`halfstep.prepare` keeps the full weights in the optimizer's state, as `master`.)
 
     Raises:
-        RecipeError: the model follows no recipe.
+        RecipeError: the model follows no recipe, or is quantised for inference.
     """
     applied = applied_to(model)
+    if applied.quantized:
+        raise RecipeError(
+            f"this {type(model).__name__} is quantised for inference, and its full weights are gone: build it anew and "
+            "load them, or quantise a copy (copy.deepcopy) next time"
+        )
     for module in model.modules():
         release(module)
         vars(module).pop("_halfstep_linear", None)
@@ -153,7 +159,8 @@ def _forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         clock.check(model)
     if dtype is None:
         return to_float32(stock(model, *args, **kwargs))
-    with torch.autocast(next(model.parameters()).device.type, dtype=dtype):
+    anything: Tensor = next(chain(model.parameters(), model.buffers()))
+    with torch.autocast(anything.device.type, dtype=dtype):
         output = stock(model, *args, **kwargs)
     return to_float32(output)
 

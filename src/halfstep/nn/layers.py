@@ -13,6 +13,7 @@ from torch import nn
 from halfstep.errors import RecipeError
 from halfstep.nn.adapters import attention, conv1d, experts, gated, linear
 from halfstep.nn.attention import DotProductAttention
+from halfstep.nn.stored import Weight
 from halfstep.recipe import LinearSpec, Recipe
 
 
@@ -29,6 +30,10 @@ class Kind(Protocol):
     @property
     def fits(self) -> Callable[[nn.Module], bool]:
         """Whether `forward` may stand in for the module's own."""
+
+    @property
+    def weights(self) -> Callable[[Any], tuple[Weight, ...]]:
+        """The parameters that a module's products multiply by."""
 
     @property
     def forward(self) -> Callable[..., Any]:

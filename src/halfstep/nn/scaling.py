@@ -6,7 +6,8 @@ checkpointing), or for several micro-batches, and nothing changes but that maxim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -57,6 +58,31 @@ def states_of(module: nn.Module, product: str = "") -> dict[str, Tensor]:
     prefix = _buffer(product)
     found = {name.removeprefix(prefix): b for name, b in module._buffers.items() if name.startswith(prefix)}
     return {name: state for name, state in found.items() if state is not None}
+
+
+def moved(model: nn.Module) -> dict[str, Tensor]:
+    """The states that a step has moved, by layer and operand."""
+    return {
+        name: state.clone()
+        for name, state, quantizer in _states(model)
+        if not torch.equal(state, _rule(quantizer).init(state.device))
+    }
+
+
+def freeze(module: nn.Module, states: Mapping[str, Tensor]) -> None:
+    """For inference: keep the factors in use, by operand, in persistent buffers."""
+    for name, state in states.items():
+        module.register_buffer(_PREFIX + name, state[:1].clone())
+
+
+def accept_factors(module: nn.Module, saved: Collection[str]) -> None:
+    """Give the module the buffers of `freeze` that a file has, and no others, so that it can be loaded."""
+    anything: Tensor = next(chain(module.buffers(), module.parameters()))
+    names = {name for name in saved if name.startswith(_PREFIX)}
+    for name in [name for name in module._buffers if name.startswith(_PREFIX) and name not in names]:
+        delattr(module, name)
+    for name in names - module._buffers.keys():
+        module.register_buffer(name, torch.ones(1, device=anything.device))
 
 
 def _buffer(product: str) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.errors import ModelError
 from halfstep.kernels import scaled_mm
 from halfstep.ops.matmul import matmul
-from halfstep.ops.operand import Operand, operand
+from halfstep.ops.operand import Operand, just_in_time, operand
 from halfstep.quant import Quantizer
 from halfstep.recipe import LinearSpec
 
@@ -21,7 +22,7 @@ States = Mapping[str, Tensor]
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Operand,
     bias: Tensor | None,
     spec: LinearSpec,
     states: States | None = None,
@@ -34,10 +35,37 @@ def linear(
     An operand that both of its products round alike, with one scale or square tiles, is rounded once.
 
     Args:
+        weight: an `Operand` is one that is rounded already, for inference: its layer has no gradients.
         states: where the spec has stateful scalings, their states; `nn.apply` keeps them beside the module.
         record: raise this step's amaxes in the states. False for evaluation, which must not move them.
+
+    Raises:
+        ModelError: the weight is an `Operand` and x requires a gradient.
     """
+    if isinstance(weight, Operand):
+        return _infer(x, weight, bias, spec.output.lhs, (states or {}).get("input"))
     return _Linear.apply(x, weight, bias, spec, states or {}, record)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a product of x: autocast's where it is on, else x's own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _infer(
+    x: Tensor, weight: Operand, bias: Tensor | None, quantizer: Quantizer | None, state: Tensor | None
+) -> Tensor:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ModelError(
+            "a layer that is quantised for inference has no gradients, and its input requires one: run it under "
+            "torch.no_grad(), or train the model first and quantise it then"
+        )
+    dtype, rows = product_dtype(x), x.reshape(-1, x.shape[-1])
+    with torch.autocast(x.device.type, enabled=False):
+        lhs = operand(rows, quantizer, dtype, just_in_time(rows, quantizer, state))
+        y = _product(lhs, weight.t(), bias, dtype)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class _Linear(torch.autograd.Function):
@@ -45,8 +73,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec, states: States, record: bool
     ) -> Tensor:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        device, dtype = x.device.type, product_dtype(x)
         ctx.spec, ctx.dtype, ctx.shape, ctx.states, ctx.record = spec, dtype, x.shape, states, record
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         rows = x.reshape(-1, x.shape[-1])

@@ -15,7 +15,7 @@ from halfstep.ops.casts import quantize, values
 from halfstep.ops.quantized import Quantized
 from halfstep.ops.scaled import amax_of, round_scaled
 from halfstep.quant import Quantizer
-from halfstep.quant.scaling import StatefulScaling
+from halfstep.quant.scaling import StatefulScaling, get_scaling
 from halfstep.quant.tile import ROW, TENSOR
 
 
@@ -43,6 +43,14 @@ class Operand:
             return Operand(self.values.float() * self.scale)
         return Operand(self.values.to(_carrier(formats.get(self.values.dtype), dtype)), self.scale)
 
+    def __getitem__(self, rows: slice) -> Operand:
+        scale = self.scale
+        return Operand(self.values[rows], scale[rows] if scale is not None and scale.dim() else scale)
+
+    def split(self, rows: int) -> tuple[Operand, ...]:
+        """The matrix in pieces of so many rows."""
+        return tuple(self[start : start + rows] for start in range(0, len(self.values), rows))
+
 
 def operand(
     x: Tensor, quantizer: Quantizer | None, dtype: torch.dtype, state: Tensor | None = None, record: bool = False
@@ -61,7 +69,7 @@ def operand(
     format, scaling = quantizer.format, quantizer.scaling
     if scaling is None:
         return Operand(values(x, quantizer, dtype=_carrier(format, dtype)))
-    native = scaled_mm.dtype_of(format) if scaled_mm.refusal(quantizer, x.device) is None else None
+    native = _native(quantizer, x.device)
     if quantizer.tile == TENSOR:
         factor = _factor(x, quantizer, state, record)
         if factor is not None:
@@ -70,11 +78,54 @@ def operand(
     elif native is not None:
         return _rows(x, quantizer, native)
     if scaling.name == "two_level":
-        whole = quantize(x, quantizer)
-        scale = whole.tensors["tensor_scale"]
-        blocks = replace(whole, tensors=whole.tensors | {"tensor_scale": torch.ones_like(scale)})
-        return Operand(Quantized.dequantize(blocks, _carrier(format, dtype, 4)), scale)
+        return _two_level(quantize(x, quantizer), dtype)
     return _blocks(x, quantizer, dtype)
+
+
+def stored(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> Quantized:
+    """The codes and scales of a matrix, of which `decoded` makes what `operand` makes of the matrix.
+
+    The factor of a stateful scaling is kept as a scale that does not change; without a state it is just in time.
+    """
+    if not isinstance(quantizer.scaling, StatefulScaling):
+        return quantize(x, replace(quantizer, outliers=None) if _whole(quantizer) else quantizer)
+    rounded = operand(x, quantizer, torch.float32, just_in_time(x, quantizer, state)).widened(torch.float32)
+    codes = quantize(rounded.values, Quantizer(quantizer.format)).codes
+    assert rounded.scale is not None
+    tensors = {"codes": codes, "scale": rounded.scale.view(1, 1)}
+    return Quantized(replace(quantizer, scaling=get_scaling("current")), tuple(x.shape), x.dtype, tensors)
+
+
+def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
+    """A stored matrix as one side of a product whose result comes in `dtype`: `operand` of what was stored, bitwise."""
+    quantizer = quantized.quantizer
+    format, scaling = quantizer.format, quantizer.scaling
+    if scaling is None:
+        return Operand(quantized.dequantize(_carrier(format, dtype)))
+    native = _native(quantizer, quantized.codes.device)
+    if native is not None:
+        scale = scaling.multiplier(quantized.tensors, format).float()
+        return Operand(quantized.codes.view(native), scale.view(()) if _whole(quantizer) else scale)
+    if _whole(quantizer):
+        unscaled = Quantized(Quantizer(format), quantized.shape, quantized.dtype, {"codes": quantized.codes})
+        scale = scaling.multiplier(quantized.tensors, format).view(())
+        into = _carrier(format, dtype)
+        wide = carried.supports(into, quantized.codes.device)  # the product would widen them
+        return Operand(unscaled.dequantize(torch.float32 if wide else into), scale)
+    if scaling.name == "two_level":
+        return _two_level(quantized, dtype)
+    narrow = _narrow(quantizer, dtype, quantized.codes.device)
+    result = quantized.dequantize(narrow)
+    if narrow == dtype and _may_be_subnormal(quantized) and _has_subnormals(result):
+        return Operand(quantized.dequantize(torch.float32))
+    return Operand(result)
+
+
+def just_in_time(x: Tensor, quantizer: Quantizer | None, state: Tensor | None) -> Tensor | None:
+    """The state given; where a stateful scaling has none, what it becomes after one step of `x` alone."""
+    if state is None and quantizer is not None and isinstance(quantizer.scaling, StatefulScaling):
+        return quantizer.scaling.after(amax_of(x), quantizer.format)
+    return state
 
 
 def _factor(x: Tensor, quantizer: Quantizer, state: Tensor | None, record: bool) -> Tensor | None:
@@ -89,10 +140,20 @@ def _factor(x: Tensor, quantizer: Quantizer, state: Tensor | None, record: bool)
             f"{scaling.name} scaling needs the state of its operand: halfstep.apply keeps one beside each layer, and "
             "`ops.linear` takes them as `states`"
         )
+    if state.dtype != torch.float32:
+        raise RecipeError(
+            f"the state of {scaling.name} scaling is {state.dtype}, expected torch.float32: the model was cast after "
+            "halfstep.apply (model.half(), model.to(dtype)); cast it first, then apply the recipe"
+        )
     factor = state[0].clone()  # the product of a backward pass is of this step, whatever happens to the state
     if record:
         scaling.record(state, amax_of(x))
     return factor
+
+
+def _native(quantizer: Quantizer, device: torch.device) -> torch.dtype | None:
+    """The dtype in which FP8 units take operands of that quantizer, where there are any."""
+    return scaled_mm.dtype_of(quantizer.format) if scaled_mm.refusal(quantizer, device) is None else None
 
 
 def _rows(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Operand:
@@ -113,15 +174,43 @@ def _blocks(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Operand:
     assert quantizer.tile is not None
     if quantizer.tile.columns == 1 and quantizer.tile.rows != 1:  # kernels know tiles along rows
         return _blocks(x.t().contiguous(), quantizer.down, dtype).t()
-    narrow = dtype == torch.bfloat16 and quantizer.scaling.exact and quantizer.format.significant_bits <= 8
-    if not narrow or carried.supports(dtype, x.device):
-        return Operand(values(x, quantizer, dtype=torch.promote_types(dtype, torch.float32)))
-    carrier = values(x, quantizer, dtype=dtype)
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        magnitude = carrier.abs()
-        if bool(((magnitude < torch.finfo(dtype).smallest_normal) & (magnitude > 0)).any()):
-            return Operand(values(x, quantizer, dtype=torch.float32))
+    narrow = _narrow(quantizer, dtype, x.device)
+    carrier = values(x, quantizer, dtype=narrow)
+    if narrow == dtype and _has_subnormals(carrier):
+        return Operand(values(x, quantizer, dtype=torch.float32))
     return Operand(carrier)
+
+
+def _whole(quantizer: Quantizer) -> bool:
+    """Whether one factor multiplies the whole tensor, and enters the product instead of the values."""
+    scaling = quantizer.scaling
+    return (
+        quantizer.tile == TENSOR
+        and scaling is not None
+        and scaling.factor(torch.ones(()), quantizer.format) is not None
+    )
+
+
+def _two_level(quantized: Quantized, dtype: torch.dtype) -> Operand:
+    """The blocks' scales in the values, the tensor's apart."""
+    scale = quantized.tensors["tensor_scale"]
+    blocks = replace(quantized, tensors=quantized.tensors | {"tensor_scale": torch.ones_like(scale)})
+    return Operand(Quantized.dequantize(blocks, _carrier(quantized.quantizer.format, dtype, 4)), scale)
+
+
+def _narrow(quantizer: Quantizer, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """`dtype` where it is bf16 and holds elements times their tile's power of two, on units for it; else a wider."""
+    assert quantizer.scaling is not None
+    fits = dtype == torch.bfloat16 and quantizer.scaling.exact and quantizer.format.significant_bits <= 8
+    return dtype if fits and not carried.supports(dtype, device) else torch.promote_types(dtype, torch.float32)
+
+
+def _has_subnormals(carrier: Tensor) -> bool:
+    """Whether a CPU's bf16 units would take some of these bf16 values for zeros."""
+    if carrier.device.type != "cpu" or carrier.dtype != torch.bfloat16 or torch.compiler.is_compiling():
+        return False
+    magnitude = carrier.abs()
+    return bool(((magnitude < torch.finfo(carrier.dtype).smallest_normal) & (magnitude > 0)).any())
 
 
 def _carrier(format: Format, dtype: torch.dtype, scale_bits: int = 0) -> torch.dtype:
@@ -133,3 +222,13 @@ def _carrier(format: Format, dtype: torch.dtype, scale_bits: int = 0) -> torch.d
     smallest = info.smallest_normal if dtype == torch.bfloat16 else info.smallest_normal * info.eps
     fits = 2.0 ** (1 - bits) >= info.eps and format.max * room <= info.max and format.smallest / room >= smallest
     return dtype if fits else torch.float32
+
+
+def _may_be_subnormal(quantized: Quantized) -> bool:
+    """Whether the scales, of which there are fewer than values, leave that open; True where they cannot be asked."""
+    scaling, format = quantized.quantizer.scaling, quantized.quantizer.format
+    assert scaling is not None
+    if quantized.codes.device.type != "cpu" or torch.compiler.is_compiling():
+        return True
+    scales = scaling.multiplier(quantized.tensors, format)
+    return not bool((scales * format.smallest >= torch.finfo(torch.bfloat16).smallest_normal).all())

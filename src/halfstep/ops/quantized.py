@@ -22,5 +22,12 @@ class Quantized(quant.Quantized):
 
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         result = prepare_out(self.shape, self.dtype, self.codes.device, out, dtype)
-        operators.dequantize_into(self, result)
+        if not torch.compiler.is_compiling():
+            operators.dequantize_into(self, result)
+            return result
+        q, (names, tensors) = self.quantizer, zip(*self.tensors.items(), strict=True)
+        rows, columns, scaling = (q.tile.rows, q.tile.columns, q.scaling.name) if q.tile and q.scaling else (0, 0, None)
+        torch.ops.halfstep.dequantize(
+            list(tensors), list(names), result, q.format.key, rows, columns, scaling, q.outliers, q.rounding
+        )
         return result

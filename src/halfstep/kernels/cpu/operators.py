@@ -101,6 +101,8 @@ def dequantize_into(quantized: Quantized, out: Tensor) -> None:
         decode_into(stored.contiguous().view(out.shape), out, format)
     elif quantized.quantizer.scaling is not None and dequantize.supports(quantized.tensors, out, quantized.quantizer):
         dequantize.run(quantized.tensors, out, quantized.quantizer)
+    elif tiles.supports_decode(quantized, out):
+        tiles.run_decode(quantized, out)
     else:
         quant.Quantized.dequantize(quantized, out.dtype, out)
 
@@ -127,6 +129,17 @@ def _round_tiles(
     round_tiles_into(x.contiguous(), out, quantizer, _seed(rounding, seed))
 
 
+def _dequantize(
+    tensors: list[Tensor], names: list[str], out: Tensor, key: str, rows: int, columns: int, scaling: str | None,
+    outliers: float | None, rounding: str,
+) -> None:  # fmt: skip
+    tile = None if scaling is None else Tile(rows, columns)
+    rule = None if scaling is None else get_scaling(scaling)
+    quantizer = Quantizer(formats.from_key(key), rounding, tile=tile, scaling=rule, outliers=outliers)
+    stored = dict(zip(names, tensors, strict=True))
+    dequantize_into(Quantized(quantizer, tuple(out.shape), stored.get("outliers", out).dtype, stored), out)
+
+
 def _seed(rounding: str, seed: int | None) -> int | None:
     """A signed seed made unsigned; drawn here where none was given, which a traced graph cannot do."""
     if seed is None:
@@ -139,6 +152,8 @@ _OPERATORS = {
     "round_scaled(Tensor x, Tensor factor, Tensor(a!) out, str key, str rounding, int? seed) -> ()": _round_scaled,
     "round_tiles(Tensor x, Tensor(a!) out, str key, int rows, int columns, str scaling, float? outliers, str rounding, "
     "int? seed) -> ()": _round_tiles,
+    "dequantize(Tensor[] tensors, str[] names, Tensor(a!) out, str key, int rows, int columns, str? scaling, "
+    "float? outliers, str rounding) -> ()": _dequantize,
 }
 for _schema, _function in _OPERATORS.items():
     _LIBRARY.define(_schema)

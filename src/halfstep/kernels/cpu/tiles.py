@@ -1,4 +1,4 @@
-"""Tiles of any shape with power-of-two scales: whole passes of torch around the rounding kernel of `cast`.
+"""Tiles of any shape: whole passes of torch around the rounding kernel of `cast`, and the decoding one of `codes`.
 
 A row, a square, a short last tile of neither: three more passes over memory than `blocks` makes, and a tenth of the
 time of the reference, which works in float64.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfstep.kernels.cpu import cast
+from halfstep.kernels.cpu import cast, codes
 from halfstep.kernels.cpu.arrays import plain
-from halfstep.quant.quantizer import Quantizer, as_rows
+from halfstep.quant.quantizer import Quantized, Quantizer, as_rows
 
 
 def supports(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
@@ -42,3 +42,40 @@ def run(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -> None:
     cast.run(scaled, scaled, quantizer.format, quantizer.rounding, "saturate", seed)
     limit = torch.finfo(out.dtype).max
     out.view(cut.shape).copy_(scaled.mul_(factor.reciprocal()).clamp_(-limit, limit))
+
+
+def supports_decode(quantized: Quantized, out: Tensor) -> bool:
+    """Whether `run_decode` can write the values to `out`: plain CPU tensors, scales beside codes and nothing else.
+
+    Into bf16, where a value times its scale is rounded once, only if both are exact there.
+    """
+    quantizer = quantized.quantizer
+    if quantizer.tile is None or quantizer.scaling is None or quantized.tensors.keys() != {"codes", "scale"}:
+        return False
+    exact = quantizer.scaling.exact and quantizer.format.significant_bits <= 8
+    dtypes = (torch.float32, torch.bfloat16) if exact else (torch.float32,)
+    format = quantizer.format
+    if not plain(out, *dtypes):
+        return False
+    return codes.supports_decode(
+        quantized.codes, out.view(quantized.matrix_shape), format, packed=format.bits in (4, 6)
+    )
+
+
+def run_decode(quantized: Quantized, out: Tensor) -> None:
+    """Write the values of `quantized` to `out`."""
+    tile, scaling, (rows, columns) = quantized.quantizer.tile, quantized.quantizer.scaling, quantized.matrix_shape
+    assert tile is not None
+    assert scaling is not None
+    format, matrix = quantized.quantizer.format, out.view(rows, columns)
+    codes.run_decode(quantized.codes, matrix, format, packed=format.bits in (4, 6))
+    scale = scaling.multiplier(quantized.tensors, format)
+    high, wide = tile.rows or max(rows, 1), tile.columns or max(columns, 1)
+    if rows % high == 0 and columns % wide == 0:
+        matrix, scale = matrix.view(rows // high, high, columns // wide, wide), scale[:, None, :, None]
+    else:
+        scale = tile.spread(scale, rows, columns)
+    limit = torch.finfo(out.dtype).max
+    matrix.mul_(scale.to(out.dtype)).clamp_(-limit, limit)
+    if bool((scale == 0).any()):  # a tile of zeros, whatever its codes mean
+        matrix.masked_fill_(scale == 0, 0.0)

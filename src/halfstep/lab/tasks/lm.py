@@ -1,4 +1,4 @@
-"""Language modelling: a small GPT predicts the next byte of a text."""
+"""Language modelling: a small GPT, or a small Llama, predicts the next byte of a text."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.models.gpt import GPT
+from halfstep.lab.models.llama import Llama
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
 
 
-_SIZES = {"gpt-tiny": (2, 128, 4), "gpt-small": (6, 384, 6)}  # layers, width, heads
+_MODELS: dict[str, tuple[Callable[..., nn.Module], int, int, int]] = {  # layers, width, heads
+    "gpt-tiny": (GPT, 2, 128, 4),
+    "gpt-small": (GPT, 6, 384, 6),
+    "llama-tiny": (Llama, 2, 128, 4),
+    "llama-small": (Llama, 6, 384, 6),
+}
 
 
 class LanguageModelling(Task):
@@ -35,8 +41,8 @@ class LanguageModelling(Task):
         self.validation_batches = validation_batches
 
     def models(self) -> dict[str, Callable[[], nn.Module]]:
-        """gpt-tiny and gpt-small."""
-        return {name: partial(GPT, VOCABULARY, self.context, *size) for name, size in _SIZES.items()}
+        """Two GPTs, and two Llamas, whose MLPs are gated."""
+        return {name: partial(kind, VOCABULARY, self.context, *size) for name, (kind, *size) in _MODELS.items()}
 
     def batch(self, seed: int, step: int) -> Batch:
         """Windows at uniform random places of the training part."""

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from halfstep import ops
 from halfstep.nn.adapters import linear
 from halfstep.nn.attention import ATTRIBUTE
-from halfstep.nn.scaling import states_of
-from halfstep.recipe import LinearSpec
+from halfstep.nn.stored import Weight, product, weight_of
 
 
 NAME = "nn.MultiheadAttention"
 PRODUCTS: tuple[str, ...] = ("",)
-_PLAIN = LinearSpec()  # of an out_proj that no rule rounds
+_SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 def fits(module: nn.Module) -> bool:
@@ -34,6 +33,11 @@ def fits(module: nn.Module) -> bool:
         and "forward" not in vars(module)
         and linear.fits(module.out_proj)
     )
+
+
+def weights(module: Any) -> tuple[Weight, ...]:
+    """Its in-projection's: of queries, keys and values in one, or apart where their inputs differ in width."""
+    return (Weight("in_proj_weight"),) if module._qkv_same_embed_dim else tuple(map(Weight, _SEPARATE))
 
 
 def forward(
@@ -79,33 +83,27 @@ def _in_projection(
     """Queries, keys and values, (time, batch, width): as few products as torch forms."""
     bias, width = module.in_proj_bias, module.embed_dim
     if module._qkv_same_embed_dim:
+        whole = weight_of(module, "in_proj_weight", query)
         if self_attention:
-            q, k, v = _project(module, query, module.in_proj_weight, bias).chunk(3, dim=-1)
+            q, k, v = product(module, query, whole, bias).chunk(3, dim=-1)
             return q.contiguous(), k.contiguous(), v.contiguous()
-        weights = module.in_proj_weight.split(width)
+        weights = whole.split(width)
         biases = (None, None, None) if bias is None else bias.split(width)
         if same:
             both = None if bias is None else bias[width:]
-            k, v = _project(module, key, module.in_proj_weight[width:], both).chunk(2, dim=-1)
-            return _project(module, query, weights[0], biases[0]), k.contiguous(), v.contiguous()
+            k, v = product(module, key, whole[width:], both).chunk(2, dim=-1)
+            return product(module, query, weights[0], biases[0]), k.contiguous(), v.contiguous()
     else:
-        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        weights = tuple(weight_of(module, name, query) for name in _SEPARATE)
         biases = (None, None, None) if bias is None else bias.split(width)
     inputs = zip((query, key, value), weights, biases, strict=True)
-    q, k, v = (_project(module, x, weight, part) for x, weight, part in inputs)
+    q, k, v = (product(module, x, weight, part) for x, weight, part in inputs)
     return q, k, v
-
-
-def _project(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    record = module.training and torch.is_grad_enabled()
-    return ops.linear(x, weight, bias, module._halfstep_linear, states_of(module), record)
 
 
 def _project_out(module: Any, x: Tensor) -> Tensor:
     out = module.out_proj
-    spec = vars(out).get("_halfstep_linear", _PLAIN)
-    record = module.training and torch.is_grad_enabled()
-    return ops.linear(x, out.weight, out.bias, spec, states_of(out), record)
+    return product(out, x, weight_of(out, "weight", x), out.bias)
 
 
 def _mask(

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from halfstep import ops
-from halfstep.nn.scaling import states_of
+from halfstep.nn.stored import Weight, product, weight_of
 
 
 NAME = "Conv1D"
@@ -23,8 +21,11 @@ def _is_stock(kind: Any) -> bool:
     return kind.__name__ == NAME and kind.__module__ == "transformers.pytorch_utils" and "forward" in vars(kind)
 
 
+def weights(module: nn.Module) -> tuple[Weight, ...]:
+    """What the product multiplies by."""
+    return (Weight("weight", transposed=True),)
+
+
 def forward(stock: Any, module: Any, x: Tensor) -> Tensor:
     """`ops.linear` on the transposed weight."""
-    record = module.training and torch.is_grad_enabled()
-    spec, states = module._halfstep_linear, states_of(module)
-    return ops.linear(x, module.weight.t(), module.bias, spec, states, record)
+    return product(module, x, weight_of(module, "weight", x).t(), module.bias)

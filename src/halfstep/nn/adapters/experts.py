@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep import ops
-from halfstep.nn.scaling import states_of
+from halfstep.nn.stored import Weight, product, weight_of
 
 
 NAME = "fused experts"
@@ -39,24 +38,28 @@ def fits(module: nn.Module) -> bool:
     )
 
 
+def weights(module: Any) -> tuple[Weight, ...]:
+    """What its two products multiply by, expert by expert."""
+    names = {"up": "gate_up_proj" if module.has_gate else "up_proj", "down": "down_proj"}
+    return tuple(Weight(name, product, transposed=module.is_transposed) for product, name in names.items())
+
+
 def forward(stock: Any, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Each expert's two products on the tokens that were sent to it, weighed and added up."""
-    up = "gate_up_proj" if module.has_gate else "up_proj"
+    up, down = weights(module)
     total = torch.zeros_like(hidden_states)
     for expert in torch.unique(top_k_index).tolist():
         if expert >= module.num_experts:
             continue
         token, place = torch.where(top_k_index == expert)
-        inner = _product(module, "up", up, expert, hidden_states[token])
+        inner = _product(module, up, expert, hidden_states[token])
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-        output = _product(module, "down", "down_proj", expert, inner)
+        output = _product(module, down, expert, inner)
         total = total.index_add(0, token, (output * top_k_weights[token, place, None]).to(total.dtype))
     return total
 
 
-def _product(module: Any, product: str, name: str, expert: int, x: Tensor) -> Tensor:
-    weight = getattr(module, name)[expert]
-    bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
-    record = module.training and torch.is_grad_enabled()
-    weight = weight.t() if module.is_transposed else weight
-    return ops.linear(x, weight, bias, module._halfstep_linear, states_of(module, product), record)
+def _product(module: Any, weight: Weight, expert: int, x: Tensor) -> Tensor:
+    matrix = weight_of(module, weight.name, x, expert)
+    bias = getattr(module, f"{weight.name}_bias")[expert] if module.has_bias else None
+    return product(module, x, matrix.t() if weight.transposed else matrix, bias, weight.product)

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from halfstep import ops
-from halfstep.nn.scaling import states_of
+from halfstep.nn.stored import Weight, product, weight_of
 
 
 PRODUCTS: tuple[str, ...] = ("",)
@@ -18,6 +16,11 @@ def fits(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in vars(module)
 
 
+def weights(module: nn.Module) -> tuple[Weight, ...]:
+    """What the product multiplies by."""
+    return (Weight("weight"),)
+
+
 def forward(
     stock: Any, module: Any, input: Tensor, channels: Tensor | None = None, tokens: Tensor | None = None
 ) -> Tensor:
@@ -27,11 +30,10 @@ def forward(
         channels: the input comes multiplied by it, a power of two a channel: the weight is divided by it.
         tokens: the input comes divided by it, a scale a token: the product is multiplied by it.
     """
-    record = module.training and torch.is_grad_enabled()
-    weight, bias = module.weight, module.bias
+    weight, bias = weight_of(module, "weight", input), module.bias
     if channels is not None:
         weight = weight * channels.reciprocal().to(weight.dtype)
     if tokens is None:
-        return ops.linear(input, weight, bias, module._halfstep_linear, states_of(module), record)
-    product = ops.linear(input, weight, None, module._halfstep_linear, states_of(module), record) * tokens
-    return product if bias is None else product + bias.to(product.dtype)
+        return product(module, input, weight, bias)
+    y = product(module, input, weight, None) * tokens
+    return y if bias is None else y + bias.to(y.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ class Scaling(ABC):
     not divided by the scale: the two differ in the last bit."""
     reads: ClassVar[bool] = True
     """Whether the scale depends on the tensor at all."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scaling:
+        return self  # in a copied model too, it is the one that kernels know
 
     @abstractmethod
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
@@ -69,6 +72,13 @@ class StatefulScaling(Scaling):
     @abstractmethod
     def advance(self, state: Tensor, element: Format) -> None:
         """End an optimizer step, in place."""
+
+    def after(self, amax: Tensor, element: Format) -> Tensor:
+        """The state after one step of that amax alone: just-in-time scaling, where there is no history."""
+        state = self.init(amax.device)
+        self.record(state, amax)
+        self.advance(state, element)
+        return state
 
     def record(self, state: Tensor, amax: Tensor) -> None:
         """Raise the amax of the step that runs."""

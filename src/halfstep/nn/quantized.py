@@ -1,0 +1,171 @@
+"""A model for inference: of the weights that a recipe's rules round, codes and scales are kept and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import ModelError, RecipeError
+from halfstep.nn.adopt import adopt
+from halfstep.nn.applied import applied_to
+from halfstep.nn.apply import Report, apply, revert
+from halfstep.nn.layers import ModuleFilter, match
+from halfstep.nn.scaling import detach, freeze, moved
+from halfstep.nn.smooth import merge_smooth_scales
+from halfstep.nn.storage import count
+from halfstep.nn.stored import Weight, check_before_loading, store_weight
+from halfstep.recipe import Recipe, get_recipe, list_recipes
+
+
+def quantize_model(
+    model: nn.Module,
+    recipe: str | Recipe,
+    module_filter: ModuleFilter | None = None,
+    smooth: Mapping[str, Tensor] | None = None,
+) -> Report:
+    """Make `model` its inference form under `recipe`, in place: it computes what it computes in evaluation under the
+    recipe, bit for bit, and keeps each weight that a rule rounds as codes and scales only.
+
+    Such a layer has the buffers `weight_codes` (a byte a weight in 8-bit formats), `weight_scale` where there are
+    scales, and `weight_format`, which load_state_dict compares; `weight` gives the values. Weights are decoded at every
+    product and not kept. Activations are rounded as the recipe's forward product says. A stateful (delayed) scaling
+    keeps the factors of a model that was trained under the recipe; operands that no step has seen are scaled just in
+    time: weights here, activations at every call. Everything else is as `halfstep.apply` makes it; the model is in
+    evaluation mode afterwards and requires no gradients.
+
+    Args:
+        model: any module that `apply` takes, or one that follows this very recipe.
+        recipe: a name or a `Recipe` with a rule that rounds weights.
+        module_filter: as in `apply`.
+        smooth: for recipes that smooth gated MLPs by channel: what `nn.measure_smooth_scales` returned, to be merged
+            into the weights; {} where they are merged already, or where a state dict is loaded next.
+
+    Returns:
+        What was quantised, and what was kept and why.
+
+    Raises:
+        RecipeError: the recipe rounds no weights; the model follows another, or is quantised already; as `apply`.
+        ModelError: gradients that no step has used; as `apply`.
+    """
+    recipe = get_recipe(recipe)
+    _check(model, recipe, smooth)
+    if smooth:
+        merge_smooth_scales(model, smooth)
+    histories: dict[str, Tensor] = {}
+    if "_halfstep" in vars(model):
+        merged = {f"{path}.{part}.weight" for path in smooth or () for part in ("up_proj", "down_proj")}
+        histories = {name: state for name, state in moved(model).items() if name.lstrip(".") not in merged}
+        module_filter = _as_before(model, module_filter)
+        revert(model)
+    if recipe.smooth_glu == "channel":
+        recipe = replace(recipe, smooth_glu=None)  # its scales are in the weights
+    kinds = match(model, recipe, module_filter).kinds
+    applied = apply(model, recipe, module_filter)
+    detach(model)
+    owners, kept, codes = _owners(model), dict(applied.kept), Counter[str]()
+    for path in applied.quantized:
+        module: Any = model.get_submodule(path)
+        weights = kinds[path].weights(module)
+        whole = {w.name: why for w in weights if (why := _whole(module, w.name, path, owners)) is not None}
+        kept |= dict.fromkeys([path] * bool(whole), next(iter(whole.values()), ""))
+        states = {n.removeprefix(f"{path}."): s for n, s in histories.items() if n.rpartition(".")[0] == path}
+        codes += _store(module, weights, whole, states)
+    model._halfstep = replace(applied_to(model), dtypes={}, clock=None, quantized=True)  # type: ignore[assignment]
+    adopt(model, _forward)
+    model.eval().requires_grad_(False)
+    quantized = tuple(path for path in applied.quantized if path not in kept)
+    return replace(applied, stored=dict(codes) | count(model), quantized=quantized, kept=kept)
+
+
+def _store(
+    module: Any, weights: tuple[Weight, ...], whole: Collection[str], states: Mapping[str, Tensor]
+) -> Counter[str]:
+    """Quantise a layer's weights but those that stay whole; how many there are of each format."""
+    codes = Counter[str]()
+    module._halfstep_stored = {weight.name: weight for weight in weights}
+    for weight in weights:
+        if weight.name not in whole:
+            state = states.get(f"{weight.product}__weight" if weight.product else "weight")
+            codes[module._halfstep_linear.output.rhs.format.name] += store_weight(module, weight, state)
+    operands = ("input", "weight") if whole else ("input",)
+    freeze(module, {name: state for name, state in states.items() if name.rpartition("__")[2] in operands})
+    module.register_load_state_dict_pre_hook(check_before_loading)
+    return codes
+
+
+def _whole(module: Any, name: str, path: str, owners: Mapping[int, list[str]]) -> str | None:
+    """Why a weight is not stored as codes; None where it is."""
+    if module._halfstep_linear.output.rhs is None:
+        return "its forward product takes the weight as it is"
+    others = [owner for owner in owners[id(getattr(module, name))] if owner != _join(path, name)]
+    return f"its {name} is also {others[0]}, so it stays whole and is rounded at every call" if others else None
+
+
+def _owners(model: nn.Module) -> dict[int, list[str]]:
+    """The names of every parameter: several, where it is tied."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return found
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _as_before(model: nn.Module, module_filter: ModuleFilter | None) -> ModuleFilter:
+    """The filter that chooses the layers which round now, among those that the one given chooses."""
+    rounding = {id(m) for m in model.modules() if (s := vars(m).get("_halfstep_linear")) is not None and s.rounds}
+    return lambda module, path: id(module) in rounding and (module_filter is None or module_filter(module, path))
+
+
+def _forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The root's forward: refuses to train."""
+    if model.training and torch.is_grad_enabled():
+        raise ModelError(
+            f"{type(model).__name__} is quantised for inference: its weights have no gradients. Call model.eval(), or "
+            "train the model first and quantise it then"
+        )
+    return stock(model, *args, **kwargs)
+
+
+def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None) -> None:
+    """Refuse, before anything is touched, what has no inference form."""
+    name = type(model).__name__
+    if not _rounds_weights(recipe):
+        able = ", ".join(other for other in list_recipes() if _rounds_weights(get_recipe(other)))
+        raise RecipeError(
+            f"recipe {recipe.name!r} rounds no weights in its forward products, so there is nothing to keep in fewer "
+            f"bits; these do: {able}"
+        )
+    found = vars(model).get("_halfstep")
+    if found is not None and found.quantized:
+        raise RecipeError(
+            f"{name} is quantised already, under {found.recipe!r}; quantise a model with its full weights"
+        )
+    if found is not None and found.recipe != recipe.name:
+        raise RecipeError(
+            f"{name} follows {found.recipe!r}; quantise it under that recipe, or halfstep.revert it first"
+        )
+    if any(parameter.grad is not None for parameter in model.parameters()):
+        raise ModelError(
+            f"{name} carries gradients that no step has used: it is in training. Step and optimizer.zero_grad() first, "
+            "or quantise a copy (copy.deepcopy)"
+        )
+    if recipe.smooth_glu == "channel" and smooth is None:
+        raise RecipeError(
+            f"recipe {recipe.name!r} smooths gated MLPs by channel, which for inference goes into the weights: give "
+            "smooth=halfstep.nn.measure_smooth_scales(model, lambda: model(batch)), or smooth={} where it was merged, "
+            "or where a state dict is loaded next"
+        )
+    if recipe.smooth_glu != "channel" and smooth is not None:
+        raise RecipeError(f"smooth is given, and recipe {recipe.name!r} does not smooth by channel; leave it out")
+
+
+def _rounds_weights(recipe: Recipe) -> bool:
+    return any(rule.linear.output.rhs is not None for rule in recipe.rules)

@@ -1,0 +1,143 @@
+"""Weights that a layer keeps as codes and scales; and its products, whichever way it keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep import ops
+from halfstep.errors import CheckpointError
+from halfstep.nn.adopt import adopt
+from halfstep.nn.scaling import accept_factors, states_of
+from halfstep.ops.linear import product_dtype
+from halfstep.ops.operand import Operand, decoded, just_in_time, operand, stored
+from halfstep.quant import Quantizer
+from halfstep.recipe import LinearSpec
+
+
+_PLAIN = LinearSpec()  # of a layer that no rule rounds and another's forward multiplies by
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter that a layer multiplies by: a matrix (out, in), or one for each of several experts."""
+
+    name: str
+    product: str = ""
+    """Of which of the layer's products, where it has several."""
+    transposed: bool = False
+    """Whether the parameter holds it as (in, out)."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a parameter was quantised: each of its matrices (out, in), `parts` of it in the buffers NAME_part."""
+
+    weight: Weight
+    quantizer: Quantizer
+    shape: tuple[int, ...]
+    """Of one matrix."""
+    dtype: torch.dtype
+    """Of the parameter that was."""
+    parts: tuple[str, ...]
+
+    @property
+    def label(self) -> bytes:
+        """What a file says of the codes in it, so that they are not taken for others."""
+        q = self.quantizer
+        return f"{q.format.key}, {q.tile or 'no tile'}, {q.scaling.name if q.scaling else 'no scale'}".encode()
+
+
+def product(module: Any, x: Tensor, weight: Tensor | Operand, bias: Tensor | None, part: str = "") -> Tensor:
+    """x w^T + b as the layer's spec says; only training steps move scaling states."""
+    record = module.training and torch.is_grad_enabled()
+    spec = vars(module).get("_halfstep_linear", _PLAIN)
+    return ops.linear(x, weight, bias, spec, states_of(module, part), record)
+
+
+def weight_of(module: Any, name: str, x: Tensor, expert: int | None = None) -> Any:
+    """The layer's parameter of that name, or one expert's, for a product with x; rounded already (an `Operand`, laid
+    out as the parameter is) where the layer is quantised for inference."""
+    kept: Mapping[str, Stored | Weight] | None = vars(module).get("_halfstep_stored")
+    if kept is None:
+        weight = getattr(module, name)
+        return weight if expert is None else weight[expert]
+    dtype, entry = product_dtype(x), kept[name]
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        if isinstance(entry, Stored):
+            matrix, flipped = decoded(_quantized(module, entry, expert), dtype), entry.weight.transposed
+        else:
+            whole, quantizer, flipped = getattr(module, name), module._halfstep_linear.output.rhs, entry.transposed
+            plain = whole if expert is None else whole[expert]
+            plain = plain.t() if flipped else plain
+            state = just_in_time(plain, quantizer, states_of(module, entry.product).get("weight"))
+            matrix = operand(plain, quantizer, dtype, state)
+    return matrix.t() if flipped else matrix
+
+
+@torch.no_grad()
+def store_weight(module: Any, weight: Weight, state: Tensor | None) -> int:
+    """Put codes and scales in the place of a parameter, for good; returns how many weights it had."""
+    parameter: Tensor = getattr(module, weight.name)
+    quantizer: Quantizer = module._halfstep_linear.output.rhs
+    matrices = [parameter] if parameter.dim() == 2 else list(parameter)
+    matrices = [matrix.t().contiguous() if weight.transposed else matrix for matrix in matrices]
+    found = [stored(matrix, quantizer, state) for matrix in matrices]
+    first, parts = found[0], tuple(sorted(found[0].tensors))
+    entry = Stored(weight, first.quantizer, first.shape, parameter.dtype, parts)
+    delattr(module, weight.name)
+    for part in parts:
+        whole = first.tensors[part] if parameter.dim() == 2 else torch.stack([q.tensors[part] for q in found])
+        module.register_buffer(f"{weight.name}_{part}", whole)
+    label = torch.frombuffer(bytearray(entry.label), dtype=torch.uint8)
+    module.register_buffer(f"{weight.name}_format", label.to(parameter.device))
+    module._halfstep_stored[weight.name] = entry
+    adopt(module, None, members=((weight.name, _restored(weight.name)),))
+    return parameter.numel()
+
+
+def check_before_loading(module: Any, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+    """Refuse codes of another format; take or drop the factors of activations as the file has them. (torch's
+    load_state_dict calls it.)
+
+    Raises:
+        CheckpointError: the codes are of another format.
+    """
+    for name, entry in module._halfstep_stored.items():
+        saved = state_dict.get(f"{prefix}{name}_format" if isinstance(entry, Stored) else f"{prefix}{name}")
+        if saved is None:
+            continue
+        found = bytes(saved.tolist()) if isinstance(entry, Stored) else b""
+        if isinstance(entry, Stored) and found != entry.label:
+            raise CheckpointError(
+                f"{prefix}{name} was saved as {found.decode(errors='replace')!r}; here it is {entry.label.decode()!r}. "
+                "Quantise the model with the recipe that the file was written under"
+            )
+        accept_factors(module, [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)])
+
+
+def _quantized(module: Any, entry: Stored, expert: int | None = None) -> ops.Quantized:
+    tensors = {part: getattr(module, f"{entry.weight.name}_{part}") for part in entry.parts}
+    if expert is not None:
+        tensors = {part: tensor[expert] for part, tensor in tensors.items()}
+    return ops.Quantized(entry.quantizer, entry.shape, entry.dtype, tensors)
+
+
+@cache
+def _restored(name: str) -> property:
+    """The parameter as others see it: its values now, in the dtype and shape that it had."""
+
+    def value(module: Any) -> Tensor:
+        entry: Stored = module._halfstep_stored[name]
+        count = getattr(module, f"{name}_codes").shape[0] if getattr(module, f"{name}_codes").dim() == 3 else None
+        experts = [None] if count is None else range(count)
+        matrices = [_quantized(module, entry, expert).dequantize() for expert in experts]
+        matrices = [matrix.t() if entry.weight.transposed else matrix for matrix in matrices]
+        return matrices[0] if count is None else torch.stack(matrices)
+
+    return property(value)

@@ -1,0 +1,452 @@
+"""Models quantised for inference: what evaluation under the recipe computes, bit for bit, from a byte a weight."""
+
+import copy
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
+from transformers.pytorch_utils import Conv1D
+
+import halfstep
+from halfstep import formats
+from halfstep.errors import CheckpointError, ModelError, QuantizationError, RecipeError
+from halfstep.memory import stored_bytes
+from halfstep.nn import measure_smooth_scales
+from halfstep.quant import Quantizer, Tile, get_quantizer
+from halfstep.quant.scaling import get_scaling, with_options
+from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe, linear_spec
+from tiny import EVERY, adamw, assert_same, batch, gated, mlp, model_for, prepared, train
+
+
+ABLE = [name for name in EVERY if any(rule.linear.output.rhs is not None for rule in get_recipe(name).rules)]
+PLAIN = [name for name in ABLE if get_recipe(name).smooth_glu is None]
+every_plain = pytest.mark.parametrize("name", PLAIN)
+EIGHT = Quantizer(formats.get("e4m3fn"))
+
+
+def evaluated(model, *inputs):
+    with torch.no_grad():
+        return model.eval()(*inputs)
+
+
+def trained(name, model=None, data=None, steps=3):
+    model, optimizer, scaler = prepared(name, model)
+    train(model, optimizer, scaler, steps, data)
+    return model
+
+
+def smoothing(name, model):
+    """What quantize_model wants besides for that recipe."""
+    if not get_recipe(name).smooth_glu:
+        return {}
+    return {"smooth": measure_smooth_scales(model, lambda: model(batch()[0]))}
+
+
+def made(quantizer, **fields):
+    return Recipe("made", "", "", rules=(Rule("*", linear_spec(quantizer, quantizer, quantizer)),), **fields)
+
+
+# ---- the same numbers -----------------------------------------------------------------------------------------------
+
+
+@every_plain
+@pytest.mark.parametrize("size", [1.0, 2.0**-120], ids=["usual", "tiny"])
+def test_a_trained_model_computes_what_it_computed_in_evaluation(name, size):
+    """Weights of 2^-120 leave bf16 subnormal values where a tile's scale is as small."""
+    model, x = trained(name), batch()[0]
+    with torch.no_grad():
+        model[0].weight *= size
+    expected, stock = evaluated(model, x), evaluated(copy.deepcopy(model).float(), x)
+    report = halfstep.quantize_model(model, name)
+    assert_same(model(x), expected)
+    assert report.quantized == ("0", "3")
+    assert stock.isfinite().all()
+    assert type(model[0]).__name__ == "Linear"
+    assert "weight" not in model[0]._parameters
+
+
+@every_plain
+def test_a_model_that_was_never_trained_is_scaled_just_in_time(name):
+    """Delayed scales have no history: what follows is current scaling, a fresh state of one step for every tensor."""
+    model, x = mlp(), batch()[0]
+    twin = copy.deepcopy(model)
+    halfstep.quantize_model(model, name)
+    stateless = {"fp8-delayed": "fp8-current", "fp8-delayed-megatron": "fp8-current"}.get(name, name)
+    halfstep.apply(twin, stateless)
+    assert_same(model(x), evaluated(twin, x))
+    assert_same(model(7 * x), evaluated(twin, 7 * x))
+
+
+def test_a_rule_with_margin_is_just_in_time_with_its_margin():
+    scaling = with_options("delayed", margin=2, history=4)
+    model = mlp()
+    halfstep.quantize_model(model, made(Quantizer(formats.get("e4m3fn"), tile=Tile(0, 0), scaling=scaling)))
+    amax = mlp()[0].weight.abs().max()
+    assert_same(model[0].weight_scale.view(()), (448 / amax.double()).float().div(4).reciprocal().detach())
+
+
+BLOCKS = {
+    **{name: get_quantizer(name) for name in ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxint8", "nf4", "fp8_1x128")},
+    "plain": EIGHT,
+    "posit": Quantizer(formats.get("posit8_1")),
+    "square": Quantizer(formats.get("e4m3fn"), tile=Tile(3, 3), scaling=get_scaling("rceil")),
+    "down": Quantizer(formats.get("e4m3fn"), tile=Tile(4, 1), scaling=get_scaling("floor")),
+    "absmax": Quantizer(formats.get("e4m3fn"), tile=Tile(1, 0), scaling=get_scaling("absmax")),
+    "outliers": replace(get_quantizer("llm_int8"), outliers=0.3),
+}
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_any_format_that_a_rule_can_name(kind, compute):
+    recipe, x = made(BLOCKS[kind], compute=compute), batch()[0]
+    model, twin = mlp(), mlp()
+    halfstep.apply(twin, recipe)
+    halfstep.quantize_model(model, recipe)
+    assert_same(model(x), evaluated(twin, x))
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "fp8-block", "mxfp8", "fp8-rowwise"])
+def test_conv1d(name):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Conv1D(16, 8), nn.GELU(), Conv1D(4, 16)), batch()[0]
+    model = trained(name, model)
+    expected, weight = evaluated(model, x), model[0].weight.detach().clone()
+    halfstep.quantize_model(model, name)
+    assert_same(model(x), expected)
+    assert model[0].weight_codes.shape == (16, 8)
+    torch.testing.assert_close(model[0].weight, weight, rtol=0.1, atol=0.01)
+
+
+class Attends(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x, other=None):
+        x = x.unsqueeze(0)
+        other = x if other is None else other
+        return self.last(self.attention(x, other, other)[0]).squeeze(0)
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "fp8-block", "mxfp8", "fp8-amax"])
+def test_self_attention(name):
+    model, x = trained(name, Attends()), batch()[0]
+    expected = evaluated(model, x)
+    report = halfstep.quantize_model(model, name)
+    assert_same(model(x), expected)
+    assert report.quantized == ("attention", "attention.out_proj", "last")
+    assert model.attention.in_proj_weight_codes.shape == (24, 8)
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 6}], ids=["packed", "apart"])
+def test_attention_to_something_else(options):
+    """Rows that have scales of their own are rounded alike, whole or in parts."""
+    other, x = torch.randn(1, 5, options.get("kdim", 8)), batch()[0]
+    model, twin = Attends(**options), Attends(**options)
+    halfstep.apply(twin, "fp8-rowwise")
+    halfstep.quantize_model(model, "fp8-rowwise")
+    assert_same(model(x, other), evaluated(twin, x, other))
+
+
+def test_an_encoder_layer_of_torch():
+    torch.manual_seed(0)
+    stock = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    model, twin, x = copy.deepcopy(stock), copy.deepcopy(stock), torch.randn(2, 5, 8)
+    halfstep.apply(twin, "mxfp8")
+    report = halfstep.quantize_model(model, "mxfp8")
+    assert len(report.quantized) == 8
+    with torch.no_grad():
+        assert_same(model(x), evaluated(twin, x))
+
+
+CONFIG = MixtralConfig(hidden_size=8, intermediate_size=12, num_local_experts=4, num_experts_per_tok=2)
+CONFIG._experts_implementation = "eager"
+
+
+class Mixture(nn.Module):
+    def __init__(self, transposed=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.experts, self.head = MixtralTopKRouter(CONFIG), MixtralExperts(CONFIG), nn.Linear(8, 4)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        if transposed:
+            self.experts.is_transposed = True
+            for parameter in self.experts.parameters():
+                parameter.data = parameter.data.transpose(1, 2).contiguous()
+
+    def forward(self, x):
+        _, weights, index = self.gate(x)
+        return self.head(x + self.experts(x, index, weights))
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "mxfp8", "fp8-block"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_fused_experts(name, transposed):
+    model, x = trained(name, Mixture(transposed)), batch()[0]
+    expected, weight = evaluated(model, x), model.experts.down_proj.detach().clone()
+    report = halfstep.quantize_model(model, name)
+    assert_same(model(x), expected)
+    assert report.quantized == ("experts",)
+    assert report.kept["gate"] == "router"
+    assert model.experts.gate_up_proj_codes.shape == (4, 24, 8)
+    torch.testing.assert_close(model.experts.down_proj, weight, rtol=0.1, atol=0.02)
+
+
+# ---- Smooth-SwiGLU --------------------------------------------------------------------------------------------------
+
+
+def test_smoothing_by_channel_goes_into_the_weights():
+    """On the batch that the scales were measured on, what is rounded is what evaluation rounds."""
+    model, x = gated(), batch()[0]
+    with torch.no_grad():
+        model[1].up_proj.weight *= torch.logspace(-1, 1, 24)[:, None]
+    model = trained("fp8-smooth-swiglu", model)
+    plain = copy.deepcopy(model)
+    halfstep.revert(plain)
+    merged, scales = copy.deepcopy(plain), measure_smooth_scales(model, lambda: model(x))
+    expected = evaluated(model, x)
+    report = halfstep.quantize_model(model, "fp8-smooth-swiglu", smooth=scales)
+    assert report.recipe == "fp8-smooth-swiglu"
+    assert (model(x) - expected).norm() < 0.02 * expected.norm()  # w1's scale a tensor is another one now
+    assert 0 < (model(x) - evaluated(plain, x)).norm() < 0.2 * expected.norm()
+
+    halfstep.nn.merge_smooth_scales(merged, scales)
+    fresh, again = copy.deepcopy(merged), copy.deepcopy(plain)
+    halfstep.quantize_model(fresh, "fp8-smooth-swiglu", smooth={})
+    halfstep.quantize_model(again, "fp8-smooth-swiglu", smooth=scales)
+    assert_same(fresh(x), again(x))
+    rough = replace(get_recipe("fp8-smooth-swiglu"), name="rough", smooth_glu=None)
+    halfstep.quantize_model(merged, rough)
+    assert_same(fresh(x), merged(x))
+
+
+def test_smoothing_by_token_happens_when_it_runs():
+    recipe = replace(get_recipe("fp8-smooth-swiglu"), name="token", smooth_glu="token")
+    model, x = trained(recipe, gated()), batch()[0]
+    expected = evaluated(model, x)
+    assert halfstep.quantize_model(model, recipe).smoothed == ("1",)
+    assert_same(model(x), expected)
+
+
+# ---- what is kept ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ABLE)
+def test_a_state_dict_loads_into_a_model_quantised_by_the_same_call(name, tmp_path):
+    model, x = trained(name), batch()[0]
+    halfstep.quantize_model(model, name, **smoothing(name, model))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    fresh = model_for(name)
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.mul_(3)
+    halfstep.quantize_model(fresh, name, **({"smooth": {}} if get_recipe(name).smooth_glu else {}))
+    assert not torch.equal(fresh(x), model(x))
+    fresh.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert_same(fresh(x), model(x))
+    assert_same(fresh.state_dict(), model.state_dict())
+
+
+def test_a_state_dict_without_a_history_loads_into_a_model_with_one():
+    trained_one, fresh, x = trained("fp8-delayed"), mlp(), batch()[0]
+    for each in (trained_one, fresh):
+        halfstep.quantize_model(each, "fp8-delayed")
+    assert "0._halfstep_scaling_input" in trained_one.state_dict()
+    trained_one.load_state_dict(fresh.state_dict())
+    assert_same(trained_one(x), fresh(x))
+
+
+def test_codes_of_another_format_are_refused():
+    model, other = gated(), gated()
+    halfstep.quantize_model(model, "fp8-current")
+    halfstep.quantize_model(other, "fp8-smooth-swiglu", smooth={})
+    words = (
+        r"0.weight was saved as 'float 4 3 7 ieee, whole tensor, current'; here it is 'float 4 3 7 fn, whole tensor, "
+    )
+    with pytest.raises(CheckpointError, match=words):
+        model.load_state_dict(other.state_dict())
+    with pytest.raises(RuntimeError, match="weight_codes"):
+        model.load_state_dict(gated().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "scales"), [("fp8-current", 4), ("mxfp8", 256 * 512 // 32), ("fp8-block", 2 * 4), ("fp8-rowwise", 512)]
+)
+def test_a_weight_takes_a_byte(name, scales, tmp_path):
+    model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.LayerNorm(512, elementwise_affine=False))
+    before = stored_bytes(model)
+    halfstep.quantize_model(model, name)
+    label = model[0].weight_format.numel()
+    assert before == 4 * 256 * 512
+    assert stored_bytes(model) == 256 * 512 + scales + label
+    assert list(model.parameters()) == []
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").stat().st_size < 1.04 * 256 * 512
+    assert model(torch.ones(1, 256)).shape == (1, 512)
+
+
+def test_the_codes_are_those_of_ml_dtypes():
+    model = mlp()
+    weight = model[0].weight.detach().clone()
+    halfstep.quantize_model(model, "fp8-current")
+    factor = (448 / weight.abs().max().double()).float()
+    expected = (weight * factor).numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    assert (model[0].weight_codes.numpy() == expected).all()
+    assert_same(model[0].weight_codes.view(torch.float8_e4m3fn).float() * model[0].weight_scale, model[0].weight)
+
+
+def test_a_tied_weight_stays_whole_and_the_products_the_same():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.token, self.body, self.out = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
+            self.out.weight = self.token.weight
+
+        def forward(self, ids):
+            return self.out(self.body(self.token(ids)))
+
+    ids = torch.arange(16)
+    for name in ("mxfp8", "fp8-delayed"):
+        model = trained(name, Tied(), (ids, torch.randn(16, 16)))
+        expected = evaluated(model, ids)
+        report = halfstep.quantize_model(model, name)
+        assert_same(model(ids), expected)
+        assert report.quantized == ("body",)
+        assert report.kept["out"] == "its weight is also token.weight, so it stays whole and is rounded at every call"
+        assert model.out.weight is model.token.weight
+        twin = Tied()
+        halfstep.quantize_model(twin, name)
+        assert twin(ids).isfinite().all()
+        twin.load_state_dict(model.state_dict())
+        assert_same(twin(ids), expected)
+
+
+def test_layers_whose_forward_product_takes_the_weight_as_it_is_and_those_of_a_filter():
+    recipe = Recipe("made", "", "", rules=(Rule("0", LinearSpec(Matmul(EIGHT))), Rule("*", linear_spec(*[EIGHT] * 3))))
+    model, twin, x = mlp(), mlp(), batch()[0]
+    halfstep.apply(twin, recipe)
+    report = halfstep.quantize_model(model, recipe)
+    assert report.kept["0"] == "its forward product takes the weight as it is"
+    assert_same(model(x), evaluated(twin, x))
+    model = mlp()
+    report = halfstep.quantize_model(model, "mxfp8", lambda module, path: path == "3")
+    assert (report.quantized, report.stored) == (("3",), {"float8_e4m3fn": 64, "float32": 180})
+    assert "64 parameters in float8_e4m3fn" in str(report)
+
+
+def test_the_filter_of_a_model_that_already_follows_the_recipe_is_remembered():
+    model = mlp()
+    halfstep.apply(model, "mxfp8", lambda module, path: path == "3")
+    assert halfstep.quantize_model(model, "mxfp8").quantized == ("3",)
+
+
+# ---- how it behaves -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8-delayed", "fp8-block"])
+def test_copies_and_casts(name):
+    model, x = trained(name), batch()[0]
+    halfstep.quantize_model(model, name)
+    twin = copy.deepcopy(model)
+    assert_same(twin(x), model(x))
+    twin[0].weight_codes.zero_()
+    assert not torch.equal(twin(x), model(x))
+
+
+def test_scales_that_somebody_narrowed_are_noticed():
+    model = mlp()
+    halfstep.quantize_model(model, "fp8-current")
+    with pytest.raises(QuantizationError, match=r"'scale' is \(1, 1\) torch.float16"):
+        model.half()(batch()[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "mxfp8", "fp8-block"])
+def test_a_traced_graph_gives_the_same(name):
+    torch._dynamo.reset()
+    model, x = trained(name), batch()[0]
+    halfstep.quantize_model(model, name)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert_same(compiled(x), model(x))
+
+
+def test_it_does_not_train():
+    model, x = mlp(), batch()[0]
+    optimizer = adamw(model)
+    halfstep.quantize_model(model, "mxfp8")
+    assert not model.training
+    assert not any(p.requires_grad for p in model.parameters())
+    with pytest.raises(ModelError, match=r"Sequential is quantised for inference: its weights have no gradients. Call"):
+        model.train()(x)
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(ModelError, match=r"a layer that is quantised for inference has no gradients, and its input"):
+        model.eval()(x.requires_grad_())
+    with pytest.raises(RecipeError, match="already follows 'mxfp8'"):
+        halfstep.prepare(model, optimizer, "mxfp8")
+    with pytest.raises(RecipeError, match="is quantised for inference, and its full weights are gone"):
+        halfstep.revert(model)
+    halfstep.advance(model)
+
+
+def test_what_has_no_inference_form():
+    with pytest.raises(RecipeError, match=r"recipe 'bf16-mixed' rounds no weights .* these do: .*fp8-block.*mxfp8"):
+        halfstep.quantize_model(mlp(), "bf16-mixed")
+    with pytest.raises(RecipeError, match=r"recipe 'fp32' rounds no weights"):
+        halfstep.quantize_model(mlp(), "fp32")
+    model = mlp()
+    halfstep.quantize_model(model, "mxfp8")
+    with pytest.raises(RecipeError, match=r"Sequential is quantised already, under 'mxfp8'; quantise a model with its"):
+        halfstep.quantize_model(model, "mxfp8")
+    model = mlp()
+    halfstep.apply(model, "fp8-current")
+    with pytest.raises(RecipeError, match=r"Sequential follows 'fp8-current'; quantise it under that recipe, or"):
+        halfstep.quantize_model(model, "mxfp8")
+    F.mse_loss(model(batch()[0]), batch()[1]).backward()
+    with pytest.raises(ModelError, match=r"carries gradients that no step has used: it is in training. Step and"):
+        halfstep.quantize_model(model, "fp8-current")
+    with pytest.raises(ModelError, match=r"0.weight is float64"):
+        halfstep.quantize_model(mlp().double(), "mxfp8")
+    with pytest.raises(RecipeError, match=r"smooths gated MLPs by channel, which for inference goes into the weights"):
+        halfstep.quantize_model(gated(), "fp8-smooth-swiglu")
+    with pytest.raises(RecipeError, match=r"smooth is given, and recipe 'mxfp8' does not smooth by channel; leave it"):
+        halfstep.quantize_model(gated(), "mxfp8", smooth={})
+
+
+# ---- Perez et al. 2023: FP8 inference beside fp16 -------------------------------------------------------------------
+
+
+def test_perez_weights_have_power_of_two_scales_with_the_margin_and_outputs_near_fp16():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
+    optimizer, x = adamw(model), torch.randn(64, 8)
+    target = torch.sin(3 * x[:, :4])
+    for _ in range(150):
+        F.mse_loss(model(x), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    half = copy.deepcopy(model)
+    halfstep.apply(half, "fp16-pure")
+    weights = [model[i].weight.detach().half().float() for i in (0, 2, 4)]
+    halfstep.quantize_model(model, "fp8-amax")
+    for layer, weight in zip((model[0], model[2], model[4]), weights, strict=True):
+        scale = 2.0 ** (int(layer.weight_scale) - 127)
+        assert 15 < weight.abs().max() / scale <= 30  # 240 / 2^3
+        codes = (weight / scale).numpy().astype(ml_dtypes.float8_e4m3fnuz).view(np.uint8)
+        assert (layer.weight_codes.numpy() == codes).all()
+    error = (model(x) - evaluated(half, x)).norm() / evaluated(half, x).norm()
+    assert 0.001 < error < 0.1
+    assert F.mse_loss(model(x), target) < 0.2 * target.var()
