@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from halfstep.ops import Quantized, decode, encode, load_quantized, quantize, round_to, save_quantized
     from halfstep.optim import LossScaler
     from halfstep.prepare import prepare
+    from halfstep.probe import ProbeReport, probe_model
     from halfstep.quant import Quantizer, get_quantizer
     from halfstep.recipe import Recipe, get_recipe, list_recipes
 
 _HOME = {
     "HalfstepError": "halfstep.errors",
     "LossScaler": "halfstep.optim",
+    "ProbeReport": "halfstep.probe",
     "Quantizer": "halfstep.quant",
     "Recipe": "halfstep.recipe",
     "Report": "halfstep.nn",
@@ -30,6 +32,7 @@ _HOME = {
     "get_recipe": "halfstep.recipe",
     "list_recipes": "halfstep.recipe",
     "prepare": "halfstep.prepare",
+    "probe_model": "halfstep.probe",
     "revert": "halfstep.nn",
     "Quantized": "halfstep.ops",
     "decode": "halfstep.ops",
@@ -44,6 +47,7 @@ _HOME = {
 __all__ = [
     "HalfstepError",
     "LossScaler",
+    "ProbeReport",
     "Quantized",
     "Quantizer",
     "Recipe",
@@ -60,6 +64,7 @@ __all__ = [
     "load_quantized",
     "ops",
     "prepare",
+    "probe_model",
     "quantize",
     "revert",
     "round_to",

@@ -169,7 +169,7 @@ class Recipe:
     rules: tuple[Rule, ...] = ()
     """Which linear layers round their operands, and how."""
     float32_modules: tuple[str, ...] = ()
-    """Modules that compute in float32 under autocast: globs on their classes' names."""
+    """Modules that compute in float32 under autocast, with float32 weights: globs on their classes' names or paths."""
     smooth_glu: str | None = None
     """Whether gated MLPs scale their product before the down-projection rounds it (a key of `SMOOTH_GLU`)."""
     aliases: tuple[str, ...] = ()
