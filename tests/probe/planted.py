@@ -110,7 +110,7 @@ class Gradient(torch.autograd.Function):
 
 
 class Slope(nn.Module):
-    """A residual block whose branch is small in the forward and steep: its gradient is `factor` times what it would be."""
+    """A residual block whose branch is steep: its gradient is `factor` times what it would be."""
 
     def __init__(self, factor):
         super().__init__()
@@ -123,18 +123,18 @@ class Slope(nn.Module):
 
 def steep():
     """The forward's residual stream stays small (scaled to peak near 350); backwards it overflows without any scale."""
-    return Model(Slope(1e3), Slope(1e3), Slope(1e3), embedding=100.0)
+    return Model(Slope(1e3), Slope(1e3), Slope(1e3), embedding=50.0)
 
 
 class TwoEnds(nn.Module):
-    """One branch's gradients are 2^44 times another's."""
+    """One branch's gradients are 2^46 times another's: each fits fp16 at some loss scale, the two at none."""
 
     def __init__(self):
         super().__init__()
         self.loud, self.quiet = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        return Gradient.apply(self.loud(x), 2.0**22) + Gradient.apply(self.quiet(x), 2.0**-22)
+        return Gradient.apply(self.loud(x), 2.0**18) + Gradient.apply(self.quiet(x), 2.0**-28)
 
 
 def tokens(seed=1):

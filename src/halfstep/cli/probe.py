@@ -138,7 +138,7 @@ def _show(report: ProbeReport, known: Verdict | None) -> None:
         if known.failures:
             typer.echo(f"  {len(known.failures)} reports of failures: halfstep kb check MODEL --use {known.use}")
     typer.echo()
-    show_table(COLUMNS, [tuple(map(printable, row)) for row in rows(report, _ROWS)], right=COLUMNS[2:])
+    show_table(COLUMNS, [tuple(map(printable, row)) for row in rows(report, _ROWS)], right=COLUMNS[:-1])
 
 
 def printable_lines(text: str, printable: Callable[[str], str]) -> str:

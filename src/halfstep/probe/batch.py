@@ -45,6 +45,7 @@ def loss_of(model: nn.Module, batch: Batch, own: Loss | None) -> tuple[Tensor, s
     Raises:
         ModelError: the model raised, or nothing of what it returns carries a gradient.
     """
+    loss: Tensor | None
     if own is not None:
         loss, words = own(model, batch), "the given one"
     else:

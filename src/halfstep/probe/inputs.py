@@ -79,7 +79,7 @@ def text_batches(text: Tensor, loaded: Loaded, batches: int, examples: int, cont
         how += ": no tokenizer came with the model"
     else:
         tokens, how = _tokens(windows, loaded.tokenize, context), "by the model's tokenizer"
-    return [loaded.named(piece) for piece in tokens.split(examples)], how
+    return [loaded.named(piece) for piece in torch.split(tokens, examples)], how
 
 
 def _tokens(windows: Tensor, tokenize: Callable[[str], list[int]], context: int) -> Tensor:

@@ -93,8 +93,8 @@ class Meter:
         if wrong:
             first = first_nonfinite(model, lambda: loss_of(model, batch, loss)[0]) or str(wrong[0])
             raise ModelError(
-                f"{type(model).__name__} is not finite in float32 either, first: {first}. There is nothing to compare a "
-                "narrower format with; repair the model, or give other data"
+                f"{type(model).__name__} is not finite in float32 either, first: {first}. There is nothing to compare "
+                "with; repair the model, or give other data"
             )
 
 

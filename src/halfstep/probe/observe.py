@@ -112,11 +112,11 @@ class _Eyes:
             self.see(self.site(path, role, True), grad)
 
 
-class _Inside(TorchDispatchMode):
+class _Inside(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees the products that functional code forms. It reads, and hands on what the operator returned."""
 
     def __init__(self, eyes: _Eyes) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._eyes = eyes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

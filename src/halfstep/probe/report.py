@@ -109,7 +109,9 @@ class ProbeReport:
     def worst(self) -> list[Range]:
         """All ranges: what does not fit first, then what is nearest to the end of the format."""
         unfit = {found.site for found in (*self.findings, *self.gradient_findings)}
-        return sorted(self.ranges, key=lambda found: (found.site not in unfit, -found.share_beyond, found.headroom))
+        return sorted(
+            self.ranges, key=lambda found: (found.site not in unfit, found.headroom, -found.lost, found.order)
+        )
 
     def _unfit(self, found: Range) -> bool:
         rounded = found.site.module in self.trial.rounded and found.site.role in ("input", "weight")

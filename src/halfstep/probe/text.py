@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from halfstep.probe.ranges import Range
+from halfstep.probe.ranges import Counts, Range
 from halfstep.probe.trial import OUTPUT_ERROR, Trial
 
 
 if TYPE_CHECKING:
     from halfstep.probe.report import ProbeReport
 
-COLUMNS = ("module", "tensor", "largest", "bits left", "beyond", "subnormal", "vanish", "lost", "error")
+COLUMNS = ("largest", "bits left", "beyond", "subnormal", "vanish", "error", "tensor")
 
 
 def describe(report: ProbeReport) -> str:
     """The verdict, what it rests on, and its limits; one statement a line."""
     format = report.target.format.name
     word = "safe" if report.safe else "UNSAFE"
-    lines = [f"{word}: {report.conditions.model} in {format}, forward and backward ({report.trial.recipe.summary})"]
+    lines = [f"{word}: {report.conditions.model} in {format}, forward and backward"]
+    lines.append(f"{format} here: {report.trial.recipe.summary}")
     if report.first_failure is not None:
         lines.append(f"first to fail: {report.first_failure}")
     lines += _forward(report)
@@ -90,7 +91,8 @@ def _limits(report: ProbeReport) -> list[str]:
         else "0 training steps"
     )
     return [
-        f"measured in fp32, evaluation mode: {held.data}; {held.batches} batches, {held.examples} examples{tokens}; {steps}",
+        f"measured in fp32, evaluation mode: {held.data}; {held.batches} batches, "
+        f"{held.examples} examples{tokens}; {steps}",
         f"loss sent back: {held.loss}",
         f"limits: other data, longer inputs or further training may reach further; an output off by {OUTPUT_ERROR:.0%} "
         "passes",
@@ -98,19 +100,21 @@ def _limits(report: ProbeReport) -> list[str]:
 
 
 def rows(report: ProbeReport, count: int) -> list[tuple[str, ...]]:
-    """The worst tensors, a row each, as `COLUMNS` says."""
-    return [_row(found, report) for found in report.worst()[:count]]
+    """The worst tensors, a row each, as `COLUMNS` says. One that several modules hand on is shown once."""
+    distinct: dict[Counts, Range] = {}
+    for found in report.worst():
+        distinct.setdefault(found.counts, found)
+    return [_row(found, report) for found in list(distinct.values())[:count]]
 
 
 def _row(found: Range, report: ProbeReport) -> tuple[str, ...]:
     error = report.trial.errors.get(found.site.module) if found.site.role == "output" else None
     return (
-        found.site.module or "(the model)",
-        found.site.role,
         f"{found.counts.largest:.4g}",
         f"{found.headroom:.1f}",
-        *map(_share, (found.share_beyond, found.share_subnormal, found.share_vanished, found.lost)),
+        *map(_share, (found.share_beyond, found.share_subnormal, found.share_vanished)),
         "-" if error is None else f"{error:.2g}",
+        str(found.site),
     )
 
 

@@ -55,7 +55,7 @@ class Trial:
     loss_scale: float | None
     """The loss scale at which the backward was finite; None if it was not, or was not reached."""
     errors: dict[str, float]
-    """The relative error of each module's output on the first batch, in the order of execution; the model's own last."""
+    """The relative error of each module's output on the first batch, in the order of execution; the model's last."""
     gradient_errors: dict[str, float]
     """The relative error of each parameter's gradient on the first batch."""
     rounded: tuple[str, ...] = ()
@@ -163,7 +163,7 @@ class _Run:
             if self.forward is not None or not _finite(value):
                 self.forward = self.forward or Failure(Site("", self._kinds[""], "loss"), "not finite")
                 return False
-            (value * factor).backward()
+            (value * factor).backward()  # type: ignore[no-untyped-call]
         for name, parameter in self._model.named_parameters():
             if parameter.grad is None:
                 continue
