@@ -71,10 +71,10 @@ def test_an_unsafe_model_and_the_recipe_that_is_written(probe):
     assert code == 1
     assert out.startswith("UNSAFE: Tall in fp16")
     assert "first to fail: output of up (Linear)" in out
-    assert "suggestion: fp16-master, with up in float32; run for real: fp16-master-kept passes" in out
+    assert "suggestion: fp16-master, with up, down in float32; run for real: fp16-master-kept passes" in out
     assert "wrote kept.toml" in err
     recipe = get_recipe("kept.toml")
-    assert recipe.float32_modules[0] == "up"
+    assert recipe.float32_modules == ("up", "down")
     model = torch.nn.ModuleDict({"up": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 2)})
     halfstep.apply(model, recipe)
     assert [model[name].weight.dtype for name in ("up", "head")] == [torch.float32, torch.float16]
@@ -120,15 +120,14 @@ def test_the_inputs_that_came_with_the_model_and_those_of_a_file(probe, tmp_path
         (["tall", "--data", "empty.txt"], "every file is empty"),
         (["tall", "--data", "absent.txt"], "no such file or folder"),
         (["tall", "--data", "absent.pt"], "cannot be read as tensors"),
-        (["tall", "--data", "short.txt"], "one window takes 16; give more, or a smaller --context"),
+        (["tall", "--data", "short.txt", "--context", "64"], "one window takes 64; give more, or a smaller --context"),
         (["tall", "--write-recipe", "no/such/kept.toml"], "its folder does not exist"),
         (["nothing"], "unknown function 'nothing'"),
     ],
-    ids=" ".join,
 )
 def test_a_question_it_cannot_answer(probe, tmp_path, words, message):
     (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "short.txt").write_text("short " * 9)
     code, out, err = probe(*words)
     assert code == 2
     assert message in " ".join(err.split())
