@@ -72,7 +72,9 @@ def count(x: Tensor, limits: Limits) -> Counts:
     gone = int(torch.count_nonzero(size <= limits.vanishing)) - zeros if limits.vanishing >= 0 else 0
     small = int(torch.count_nonzero(size < limits.normal)) - zeros - gone if limits.normal > 0 else 0
     beyond = int(torch.count_nonzero(size >= limits.beyond)) if not largest < limits.beyond else 0
-    magnitude = float(size.sum(dtype=torch.float64))
+    magnitude = float(size.sum())
+    if math.isinf(magnitude):
+        magnitude = float(size.sum(dtype=torch.float64))
     lost = float(size[size <= limits.vanishing].sum(dtype=torch.float64)) if gone else 0.0
     if beyond and not limits.overflows:
         lost += float((size[size >= limits.beyond].double() - limits.format.max).sum())
