@@ -213,6 +213,13 @@ def test_the_model_and_the_generators_are_left_as_they_were():
     assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
 
 
+def test_a_model_in_half_precision_is_probed_in_float32():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).half()
+    report = halfstep.probe_model(model, data=[(torch.randn(3, 4).half(),)])
+    assert report.safe
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+
+
 def test_a_loss_of_ones_own_and_gradients_after_a_failure():
     model = planted.healthy()
     report = probe(model, loss=lambda model, batch: model(batch).square().mean())

@@ -33,7 +33,7 @@ def probe(
     batch: Annotated[int, typer.Option(min=1, help="Examples in a batch.")] = 4,
     context: Annotated[int, typer.Option(min=1, help="Tokens in an example.")] = 128,
     train_steps: Annotated[int, typer.Option(min=0, help="Steps of AdamW in fp32 after which to measure again.")] = 0,
-    lr: Annotated[float, typer.Option(help="Their learning rate.")] = 1e-4,
+    lr: Annotated[float, typer.Option(min=0.0, help="Their learning rate.")] = 1e-4,
     loss_scale: Annotated[
         float | None, typer.Option(help="A constant loss scale; left out: the recipe's, for fp16 dynamic from 65536.")
     ] = None,

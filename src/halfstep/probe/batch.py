@@ -80,9 +80,9 @@ def described(batch: Batch) -> str:
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:
-    """The batch on a device."""
+    """The batch on a device, its floating tensors in float32."""
     if isinstance(batch, Tensor):
-        return batch.to(device)
+        return batch.to(device, torch.float32 if batch.is_floating_point() else batch.dtype)
     if isinstance(batch, Mapping):
         return {name: moved(value, device) for name, value in batch.items()}
     return type(batch)(moved(value, device) for value in batch) if isinstance(batch, (tuple, list)) else batch

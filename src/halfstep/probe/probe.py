@@ -62,10 +62,10 @@ def probe_model(
     goal = target(to, loss_scale)
     if not data:
         raise DataError("no batches to run the model on; expected at least one")
-    with _unchanged_generators():
-        own = _copied(model)
-        device = next(own.parameters()).device
-        batches = [moved(batch, device) for batch in data]
+    own = _copied(model)
+    device = next(own.parameters()).device
+    batches = [moved(batch, device) for batch in data]
+    with _unchanged_generators(device):
         meter = Meter(goal.limits)
         progress("measuring ranges in float32")
         meter.run(own, batches, loss)
@@ -125,10 +125,10 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def _unchanged_generators() -> Iterator[None]:
+def _unchanged_generators(device: torch.device) -> Iterator[None]:
     kept, numpys = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
         random.setstate(kept)

@@ -80,12 +80,11 @@ class ProbeReport:
     @property
     def first_failure(self) -> str | None:
         """The first tensor that does not fit, in the order of execution, forward before backward."""
-        unfit = (*self.findings, *self.gradient_findings)
-        if unfit:
-            return str(unfit[0].site)
-        if self.trial.failure is not None:
-            return str(self.trial.failure.site)
-        return None if self.safe else str(self.window.first_to_overflow)
+        failed = [] if self.trial.failure is None else [self.trial.failure.site]
+        forward = [found.site for found in self.findings] + [site for site in failed if not site.backward]
+        backward = [found.site for found in self.gradient_findings] + failed
+        first = next(iter(forward + backward), None if self.safe else self.window.first_to_overflow)
+        return None if first is None else str(first)
 
     @property
     def headroom(self) -> Range | None:
