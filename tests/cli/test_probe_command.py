@@ -60,7 +60,7 @@ def test_a_safe_model_and_what_the_verdict_rests_on(probe):
     assert out.startswith("safe: Tall in fp16, forward and backward\n")
     assert "the Python standard library, as bytes modulo the vocabulary of 32: no tokenizer came with the model" in out
     assert "2 batches, 8 examples, 128 tokens; 0 training steps" in out
-    assert "loss sent back: half the sum of squares" in out
+    assert "loss sent back: the outputs times fixed normal noise" in out
     assert "work: from 2^" in out
     assert "bits left" in out
     assert err == ""

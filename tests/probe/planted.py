@@ -123,7 +123,7 @@ class Slope(nn.Module):
 
 def steep():
     """The forward's residual stream stays small (scaled to peak near 350); backwards it overflows without any scale."""
-    return Model(Slope(1e3), Slope(1e3), Slope(1e3), embedding=50.0)
+    return Model(Slope(1e4), Slope(1e4), Slope(1e4), embedding=50.0)
 
 
 class TwoEnds(nn.Module):

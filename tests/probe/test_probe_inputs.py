@@ -123,13 +123,15 @@ class Returns(nn.Module):
         return self.make(self.inner(x))
 
 
-def test_the_stand_in_for_a_loss_is_half_the_sum_of_squares_over_the_rows():
+def test_the_stand_in_for_a_loss_sends_normal_noise_over_the_rows_back():
     x = torch.randn(5, 2, 3)
     model = Returns(lambda y: {"first": y, "more": [y[0]]})
     loss, words = loss_of(model, x, None)
+    noise = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((5, 2, 4), (2, 4))]
     y = model.inner(x)
-    torch.testing.assert_close(loss, y.square().sum() / 2 / 10 + y[0].square().sum() / 2 / 2)
-    assert words.startswith("half the sum of squares of the outputs, over their rows")
+    torch.testing.assert_close(loss, (y * noise[0]).sum() / 10 + (y[0] * noise[1]).sum() / 2)
+    assert words.startswith("the outputs times fixed normal noise, summed, over their rows")
+    assert torch.equal(loss_of(model, x, None)[0], loss)
 
 
 @pytest.mark.parametrize("make", [lambda y: y.mean(), lambda y: {"loss": y.mean(), "logits": y}])

@@ -87,6 +87,10 @@ def test_what_masks_attention_is_no_value_and_what_is_not_finite_is():
     assert math.isnan((count(torch.tensor([math.nan, 1.0]), limits) + Counts(3.0)).largest)
 
 
+def squares(model, batch):
+    return model(batch).square().sum() / 2 / batch.numel()
+
+
 def captured(model, batches):
     """By name: what some tensors held, taken with the test's own hooks."""
     model, held = copy.deepcopy(model), {}
@@ -103,8 +107,7 @@ def captured(model, batches):
     model.blocks[1].ffn.wo.register_forward_hook(after)
     for batch in batches:
         model.zero_grad()
-        output = model(batch)
-        (output.square().sum() / 2 / batch.numel()).backward()
+        squares(model, batch).backward()
         keep("gradient of the weight of embed (Embedding)", model.embed.weight.grad)
     keep("weight of blocks.1.ffn.wo (Linear)", model.blocks[1].ffn.wo.weight)
     return {name: np.concatenate(pieces) for name, pieces in held.items()}
@@ -114,7 +117,7 @@ def captured(model, batches):
 @pytest.mark.parametrize("make", [planted.healthy, planted.wide_ffn])
 def test_a_probes_ranges_are_those_of_tensors_captured_apart(make, name):
     model, batches = make(), [tokens(1), tokens(2), tokens(3)]
-    report = halfstep.probe_model(model, name, data=batches)
+    report = halfstep.probe_model(model, name, data=batches, loss=squares)
     found = {str(f.site): f for f in report.ranges}
     held = captured(model, batches)
     assert len(held) == 6

@@ -16,7 +16,7 @@ Batch = Any
 """What the model is called with: a mapping gives arguments by name, a tuple or list by position, a tensor alone."""
 Loss = Callable[[nn.Module, Batch], Tensor]
 
-_STAND_IN = "half the sum of squares of the outputs, over their rows (the model returns no loss)"
+_STAND_IN = "the outputs times fixed normal noise, summed, over their rows (the model returns no loss)"
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
@@ -39,8 +39,9 @@ def call(model: nn.Module, batch: Batch) -> Any:
 def loss_of(model: nn.Module, batch: Batch, own: Loss | None) -> tuple[Tensor, str]:
     """The loss on a batch, with a graph behind it, and what loss it is in words.
 
-    `own` if given; else the output's `loss`, or an output that is a single number; else half the sum of squares of the
-    floating outputs divided by their rows, whose gradient at an output y is y / rows.
+    `own` if given; else the output's `loss`, or an output that is a single number; else the sum of the floating outputs
+    times fixed numbers r from a standard normal distribution, divided by their rows: the gradient is r / rows, about as
+    large as a mean cross-entropy's. (A sum of squares has none behind a last layer norm, which keeps it constant.)
 
     Raises:
         ModelError: the model raised, or nothing of what it returns carries a gradient.
@@ -64,8 +65,12 @@ def loss_of(model: nn.Module, batch: Batch, own: Loss | None) -> tuple[Tensor, s
 
 def _stand_in(output: Any) -> Tensor | None:
     found = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
-    terms = [t.float().square().sum() / 2 / max(1, t.numel() // max(1, t.shape[-1] if t.dim() else 1)) for t in found]
-    return torch.stack(terms).sum() if terms else None
+    return torch.stack([_against_noise(t.float()) for t in found]).sum() if found else None
+
+
+def _against_noise(output: Tensor) -> Tensor:
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output.device)
+    return (output * noise).sum() / max(1, output.shape[:-1].numel())
 
 
 def described(batch: Batch) -> str:
