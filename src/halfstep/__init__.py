@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     )
     from halfstep.optim import LossScaler
     from halfstep.prepare import prepare
+    from halfstep.probe import ProbeReport, probe_model
     from halfstep.quant import Quantizer, get_quantizer
     from halfstep.recipe import Recipe, get_recipe, list_recipes
 
 _HOME = {
     "HalfstepError": "halfstep.errors",
     "LossScaler": "halfstep.optim",
+    "ProbeReport": "halfstep.probe",
     "Quantizer": "halfstep.quant",
     "Recipe": "halfstep.recipe",
     "Report": "halfstep.nn",
@@ -41,6 +43,7 @@ _HOME = {
     "is_native_available": "halfstep.ops",
     "list_recipes": "halfstep.recipe",
     "prepare": "halfstep.prepare",
+    "probe_model": "halfstep.probe",
     "quantize_model": "halfstep.nn",
     "revert": "halfstep.nn",
     "Quantized": "halfstep.ops",
@@ -56,6 +59,7 @@ _HOME = {
 __all__ = [
     "HalfstepError",
     "LossScaler",
+    "ProbeReport",
     "Quantized",
     "Quantizer",
     "Recipe",
@@ -73,6 +77,7 @@ __all__ = [
     "load_quantized",
     "ops",
     "prepare",
+    "probe_model",
     "quantize",
     "quantize_model",
     "revert",

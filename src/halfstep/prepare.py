@@ -59,7 +59,9 @@ def prepare(
         )
     masters = {}
     if recipe.master is not None:
-        masters = {p: p.detach().float().clone() for p in storable(model)[0].values() if p in trained}
+        masters = {
+            p: p.detach().float().clone() for p in storable(model, recipe.float32_modules)[0].values() if p in trained
+        }
     scale = recipe.loss_scale
     scaler = LossScaler(
         init_scale=scale.init if scale else 1.0,

@@ -1,5 +1,6 @@
 """Attention's two products round their operands where a recipe asks for it."""
 
+import tomllib
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import AttentionSpec, LinearSpec, linear_spec
 from halfstep.recipe.data import from_data, to_data
+from halfstep.recipe.files import to_toml
 from tiny import assert_same
 
 
@@ -152,6 +154,7 @@ def test_eager_equals_a_traced_graph():
 
 def test_a_recipe_with_attention_travels_as_data():
     assert from_data(to_data(DPA), get_recipe) == DPA
+    assert from_data(tomllib.loads(to_toml(DPA)), get_recipe) == DPA
     scores = {"input": {"format": "e4m3fn", "tile": "tensor", "scale": "current"}}
     written = {"name": "mine", "base": "fp8-current", "attention": {"scores": scores}}
     recipe = from_data(written, get_recipe)

@@ -14,6 +14,7 @@ from halfstep.quant.scaling.current import Current
 from halfstep.quant.scaling.delayed import Delayed
 from halfstep.quant.tile import ROW, TENSOR, Tile
 from halfstep.recipe import LinearSpec, LossScale, Matmul, Recipe, Rule, from_data, to_data
+from halfstep.recipe.files import to_toml
 from halfstep.recipe.high_precision import KEEP
 from tiny import RECIPES, assert_same, mlp, prepared, train
 
@@ -215,6 +216,12 @@ def test_files_that_are_none(written, tmp_path):
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_data_and_back(name):
     assert from_data(json.loads(json.dumps(to_data(get_recipe(name)))), get_recipe) == get_recipe(name)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_a_file_and_back(written, name):
+    mine = replace(get_recipe(name), name="mine", aliases=(), float32_modules=("*.wo", 'a "quoted" one'))
+    assert get_recipe(written(to_toml(mine))) == mine
 
 
 def test_made_up_formats_are_data_and_scalings_of_ones_own_are_not():

@@ -13,6 +13,7 @@ from halfstep.cli.compare import compare
 from halfstep.cli.doctor import doctor
 from halfstep.cli.formats import formats
 from halfstep.cli.kb import kb
+from halfstep.cli.probe import probe
 from halfstep.cli.recipes import recipes
 from halfstep.cli.terminal import fail
 from halfstep.cli.train import train
@@ -47,6 +48,7 @@ def options(
 app.command("compare")(compare)
 app.command("train")(train)
 app.command("doctor")(doctor)
+app.command("probe")(probe)
 app.add_typer(formats, name="formats")
 app.add_typer(recipes, name="recipes")
 app.add_typer(kb, name="kb")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -73,8 +74,9 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     recipe = get_recipe(recipe)
     _check(model)
     matched = match(model, recipe, module_filter)
-    specs = matched.specs
-    moves, kept = storable(model)
+    widened = wide.find(model, recipe.float32_modules)
+    specs = {path: spec for path, spec in matched.specs.items() if not _within(path, widened)}
+    moves, kept = storable(model, recipe.float32_modules if recipe.weights != "fp32" else ())
     kept |= matched.kept
     before = {name: parameter.dtype for name, parameter in moves.items()}
     for parameter in moves.values():
@@ -83,13 +85,14 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
         for module in model.modules():
             if norm.fits(module):
                 adopt(module, norm.forward)
-    for path, module in model.named_modules():
-        if module is not model and wide.fits(module, recipe.float32_modules):
-            adopt(module, wide.forward)
-            kept[path] = "computes in float32"
+    for path, module in widened.items():
+        adopt(module, wide.forward)
+        kept[path] = "computes in float32"
     device = next(model.parameters()).device
     around = {path.rpartition(".")[0] for path in specs}  # an attention module forms the product of its out_proj
     for path, kind in matched.kinds.items():
+        if path in widened:
+            continue
         module = model.get_submodule(path)
         spec = specs.get(path)
         if path in specs.keys() | around | {*matched.attends} or carried.supports(STORABLE[recipe.compute], device):
@@ -106,7 +109,7 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     attach(model, specs, {path: matched.kinds[path].PRODUCTS for path in specs})
     if carried.supports(STORABLE[recipe.compute], device):
         for module in model.modules():
-            if convolution.fits(module):
+            if convolution.fits(module) and module not in widened.values():
                 adopt(module, convolution.forward)
     autocast = None if recipe.compute == "fp32" else STORABLE[recipe.compute]
     clock = Clock() if any(spec.states for spec in specs.values()) else None
@@ -171,6 +174,11 @@ def _after_copy(model: nn.Module) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in applied.dtypes.keys() & parameters.keys():
         store(parameters[name], parameters[name].dtype, applied.grads)
+
+
+def _within(path: str, places: Iterable[str]) -> bool:
+    """Whether a path is one of those, or inside of one."""
+    return any(path == place or path.startswith(f"{place}.") for place in places)
 
 
 def _check(model: nn.Module) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
+from halfstep.nn.adapters import wide
 from halfstep.recipe import STORABLE
 
 
-def storable(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
+def storable(model: nn.Module, float32_modules: Sequence[str] = ()) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
     """The parameters that a recipe may store in its own dtype, by name, and those it keeps, with the reason."""
+    wide_ones = {id(p) for module in wide.find(model, float32_modules).values() for p in module.parameters()}
     moves: dict[str, nn.Parameter] = {}
     kept: dict[str, str] = {}
     for path, module in model.named_modules():
@@ -21,6 +24,8 @@ def storable(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]
             full = f"{path}.{name}" if path else name
             if running:
                 kept[full] = "its running statistics average over thousands of steps"
+            elif id(parameter) in wide_ones:
+                kept[full] = "its module computes in float32"
             elif parameter.dtype in STORABLE.values():
                 moves[full] = parameter
             else:

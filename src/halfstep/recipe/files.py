@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tomllib
@@ -10,9 +11,10 @@ from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from halfstep.errors import RecipeError, unknown
-from halfstep.recipe.data import At, from_data, is_name
+from halfstep.recipe.data import At, from_data, is_name, to_data
 from halfstep.recipe.spec import Recipe
 
 
@@ -48,6 +50,32 @@ def read_toml(path: Path, named: Callable[[str], Recipe]) -> Recipe:
         raise RecipeError(f"{path} cannot be read ({error}); expected a recipe's TOML file") from error
 
 
+def to_toml(recipe: Recipe) -> str:
+    """The text of a TOML file that `read_toml` makes this recipe of.
+
+    Raises:
+        RecipeError: it has a scaling of one's own, which data do not hold.
+    """
+    data = to_data(recipe)
+    rules, keeps = data.pop("rules"), data.pop("keep_heads")
+    lines = [f"{key} = {_toml(value)}" for key, value in data.items()]
+    if rules or keeps:
+        lines.append(f"keep_heads = {_toml(keeps)}")
+    if keeps and not rules:
+        lines.append("rules = []")
+    for rule in rules:
+        lines += ["", "[[rules]]", *(f"{key} = {_toml(value)}" for key, value in rule.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)  # JSON's strings, numbers and booleans are TOML's
+
+
 def line_of(text: str, path: tuple[str | int, ...]) -> int:
     """The line of the last of these keys that the text says, from 1.
 
@@ -75,7 +103,7 @@ def line_of(text: str, path: tuple[str | int, ...]) -> int:
 
 
 def _from_python(path: str, name: str) -> Recipe:
-    module = _load(path)
+    module = load_module(path)
     value = getattr(module, name, None)
     if not isinstance(value, Recipe):
         own = [key for key, found in vars(module).items() if isinstance(found, Recipe)]
@@ -86,8 +114,12 @@ def _from_python(path: str, name: str) -> Recipe:
     return value
 
 
-def _load(path: str) -> ModuleType:
-    """The module of that name, looked for in the working folder too, or the module in that file."""
+def load_module(path: str) -> ModuleType:
+    """The module of that name, looked for in the working folder too, or the module in that file.
+
+    Raises:
+        RecipeError: it cannot be imported.
+    """
     here = str(Path.cwd())
     try:
         if not path.endswith(".py"):

@@ -196,7 +196,7 @@ class Recipe:
     rules: tuple[Rule, ...] = ()
     """Which linear layers round their operands, and how."""
     float32_modules: tuple[str, ...] = ()
-    """Modules that compute in float32 under autocast: globs on their classes' names."""
+    """Modules that compute in float32 under autocast, with float32 weights: globs on their classes' names or paths."""
     attention: AttentionSpec | None = None
     """How attention rounds the operands of its two products, where a module of torch's or ours forms them."""
     smooth_glu: str | None = None

@@ -55,14 +55,18 @@ def exponents(tensors: Iterable[Tensor]) -> ExponentHistogram:
     zeros = nonfinite = 0
     for tensor in tensors:
         flat = tensor.detach().float().reshape(-1)
-        finite = flat.isfinite()
-        nonfinite += int((~finite).sum())
-        nonzero = flat[finite & (flat != 0)]
-        zeros += int(finite.sum()) - nonzero.numel()
-        _, exponent = torch.frexp(nonzero)  # |x| = f * 2^exponent with f in [1/2, 1): the floor is one less
-        bins += torch.bincount(exponent.long() - 1 - _LOWEST, minlength=len(bins)).cpu()
-    found = torch.nonzero(bins).reshape(-1).tolist()
-    return ExponentHistogram({i + _LOWEST: int(bins[i]) for i in found}, zeros, nonfinite)
+        stored = flat.view(torch.int32) >> 23 & 255  # of a normal number, its exponent + 127
+        found = torch.bincount(stored, minlength=256).cpu()
+        bins[-126 - _LOWEST : 128 - _LOWEST] += found[1:255]
+        nonfinite += int(found[255])
+        if found[0]:
+            small = flat[stored == 0]
+            subnormal = small[small != 0]
+            zeros += len(small) - len(subnormal)
+            _, exponent = torch.frexp(subnormal)  # |x| = f * 2^exponent with f in [1/2, 1): the floor is one less
+            bins += torch.bincount(exponent.long() - 1 - _LOWEST, minlength=len(bins)).cpu()
+    filled = torch.nonzero(bins).reshape(-1).tolist()
+    return ExponentHistogram({i + _LOWEST: int(bins[i]) for i in filled}, zeros, nonfinite)
 
 
 def _log2(scale: float) -> int:

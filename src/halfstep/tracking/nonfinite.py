@@ -24,7 +24,7 @@ def first_nonfinite(model: nn.Module, loss: Callable[[], Tensor]) -> str | None:
     handles: list[RemovableHandle] = []
 
     def look(what: str, name: str, value: Any) -> None:
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             if not found and not _finite(tensor):
                 found.append(f"{what} of {name}")
             if tensor.requires_grad:
@@ -58,11 +58,12 @@ def _finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor.detach()).all())
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in what a module takes or returns: dicts, lists and tuples, nested."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
+        return [tensor for item in value for tensor in tensors_in(item)]
     return []

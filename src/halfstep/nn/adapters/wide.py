@@ -10,9 +10,13 @@ import torch
 from torch import Tensor, nn
 
 
-def fits(module: nn.Module, kinds: Sequence[str]) -> bool:
-    """Whether the module is of one of those kinds: globs on its class's name (`LlamaRMSNorm` is an `*RMSNorm`)."""
-    return any(fnmatchcase(type(module).__name__, kind) for kind in kinds)
+def find(model: nn.Module, globs: Sequence[str]) -> dict[str, nn.Module]:
+    """The modules, by path, whose class's name (`LlamaRMSNorm` is an `*RMSNorm`) or whose path a glob matches."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if path and any(fnmatchcase(type(module).__name__, glob) or fnmatchcase(path, glob) for glob in globs)
+    }
 
 
 def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:

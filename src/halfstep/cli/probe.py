@@ -1,0 +1,160 @@
+"""`halfstep probe`: is this model safe in fp16? Measured forward and backward, then run for real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from halfstep.cli.terminal import show_json, show_table
+from halfstep.errors import KnowledgeBaseError, ModelError, RecipeError
+
+
+if TYPE_CHECKING:
+    from halfstep.kb import Verdict
+    from halfstep.probe import ProbeReport
+
+_ROWS = 12
+
+
+def probe(
+    model: Annotated[str, typer.Argument(help="A Hugging Face folder, module:function or file.py:function.")],
+    to: Annotated[
+        str, typer.Option("--to", help="A format: fp16, bf16, e4m3fn ... (see `halfstep formats`).")
+    ] = "fp16",
+    data: Annotated[
+        str | None,
+        typer.Option(help="Text, or tensors in .safetensors or .pt; left out: the standard library's source."),
+    ] = None,
+    batches: Annotated[int, typer.Option(min=1, help="Batches to run.")] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Examples in a batch.")] = 4,
+    context: Annotated[int, typer.Option(min=1, help="Tokens in an example.")] = 128,
+    train_steps: Annotated[int, typer.Option(min=0, help="Steps of AdamW in fp32 after which to measure again.")] = 0,
+    lr: Annotated[float, typer.Option(min=0.0, help="Their learning rate.")] = 1e-4,
+    loss_scale: Annotated[
+        float | None, typer.Option(help="A constant loss scale; left out: the recipe's, for fp16 dynamic from 65536.")
+    ] = None,
+    write_recipe: Annotated[
+        Path | None, typer.Option(help="Write the recipe that passes to this TOML file: MODEL's own, or the suggested.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Is MODEL safe in a number format, in the forward and in the backward pass?
+
+    Exit code 0: safe, 1: not safe, 2: not a question it can answer.
+    """
+    _check(write_recipe, loss_scale)
+    try:
+        with _stages() as progress:
+            progress("loading torch and the model")
+            from halfstep.probe import probe_model
+            from halfstep.probe.load import load_model
+            from halfstep.probe.target import target
+
+            target(to, loss_scale)  # a wrong name is said before the model is loaded
+            loaded = load_model(model)
+            found, described = _batches(loaded, data, batches, batch, context)
+            report = probe_model(
+                loaded.model,
+                to,
+                data=found,
+                loss_scale=loss_scale,
+                train_steps=train_steps,
+                learning_rate=lr,
+                described=described,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        typer.echo("stopped; nothing was changed", err=True)
+        raise typer.Exit(130) from None
+    known = _known(model, report.target.format.name)
+    if as_json:
+        show_json({"model": model, **report.as_data(), "knowledge_base": None if known is None else known.verdict})
+    else:
+        _show(report, known)
+    if write_recipe is not None:
+        _write(report, write_recipe)
+    raise typer.Exit(0 if report.safe else 1)
+
+
+def _check(write_recipe: Path | None, loss_scale: float | None) -> None:
+    if loss_scale is not None and not 0 < loss_scale < float("inf"):
+        raise ModelError(f"--loss-scale {loss_scale:g} given; expected a positive number, such as 1024")
+    if write_recipe is not None and not write_recipe.parent.is_dir():
+        raise RecipeError(f"cannot write {str(write_recipe)!r}: its folder does not exist; name one that does")
+
+
+def _batches(loaded: Any, data: str | None, batches: int, batch: int, context: int) -> tuple[list[Any], str]:
+    """What to run the model on, and what that is in words."""
+    from halfstep.lab.data import load_corpus
+    from halfstep.probe import inputs
+
+    if data is not None and inputs.is_tensor_file(data):
+        return inputs.tensor_batches(data), f"the tensors in {data}"
+    if data is None and loaded.inputs:
+        return list(loaded.inputs), "the inputs that came with the model"
+    corpus = load_corpus(data, 0)
+    made, how = inputs.text_batches(corpus.train, loaded, batches, batch, context)
+    return made, f"{data or 'the Python standard library'}, {how}"
+
+
+@contextmanager
+def _stages() -> Iterator[Callable[[str], None]]:
+    """Shows what is being done, on a terminal; elsewhere nothing."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda stage: None
+        return
+    with console.status("") as status:
+        yield lambda stage: status.update(f"{stage} ...")
+
+
+def _known(model: str, format: str) -> Verdict | None:
+    """What the knowledge base says of the model in that type; None if it knows neither."""
+    from halfstep.kb import check
+
+    with suppress(KnowledgeBaseError):
+        verdict = check(model, format)
+        if verdict.answer.known or verdict.failures:
+            return verdict
+    return None
+
+
+def _show(report: ProbeReport, known: Verdict | None) -> None:
+    from halfstep.kb.text import because, printable
+    from halfstep.probe.text import COLUMNS, rows
+
+    typer.echo(printable_lines(str(report), printable))
+    if known is not None:
+        ids = ", ".join(entry.id for entry in known.answer.entries) or "failure reports only"
+        typer.echo(f"the knowledge base ({ids}) says: {known.verdict}")
+        for reason in known.reasons:
+            typer.echo(f"  {printable(because(reason))}")
+        if known.failures:
+            typer.echo(f"  {len(known.failures)} reports of failures: halfstep kb check MODEL --use {known.use}")
+    typer.echo()
+    show_table(COLUMNS, [tuple(map(printable, row)) for row in rows(report, _ROWS)], right=COLUMNS[:-1])
+
+
+def printable_lines(text: str, printable: Callable[[str], str]) -> str:
+    """Text of several lines with nothing in it that a terminal would obey."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def _write(report: ProbeReport, path: Path) -> None:
+    from halfstep.recipe.files import to_toml
+
+    passed = report.trial if report.safe else report.suggestion
+    if passed is None:
+        typer.echo(f"{path} was not written: no recipe passed", err=True)
+        return
+    try:
+        path.write_text(to_toml(passed.recipe), encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"cannot write {str(path)!r}: {error.strerror}; name a file that can be written") from None
+    typer.echo(f"wrote {path}", err=True)

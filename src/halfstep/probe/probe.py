@@ -1,0 +1,141 @@
+"""Probe a model: measure in float32, run the format for real, give a verdict, look for a recipe that passes."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from halfstep.errors import DataError, ModelError
+from halfstep.probe.batch import Batch, Loss, moved
+from halfstep.probe.measure import Meter, train
+from halfstep.probe.ranges import Site
+from halfstep.probe.report import LOST, Conditions, ProbeReport
+from halfstep.probe.suggest import suggest
+from halfstep.probe.target import Target, target
+from halfstep.probe.trial import Trial, reference, trial
+from halfstep.probe.window import window
+from halfstep.recipe import Recipe
+from halfstep.tracking.nonfinite import tensors_in
+
+
+def probe_model(
+    model: nn.Module,
+    to: object = "fp16",
+    *,
+    data: Sequence[Batch],
+    loss: Loss | None = None,
+    loss_scale: float | None = None,
+    train_steps: int = 0,
+    learning_rate: float = 1e-4,
+    described: str = "the batches given",
+    progress: Callable[[str], None] = lambda stage: None,
+) -> ProbeReport:
+    """Whether a model is safe in a number format, forward and backward, on that data.
+
+    Runs copies of the model: in float32, to measure the range of every activation, gradient and weight; then under the
+    format's recipe, to compare; then, where that is not safe, under others, until one passes. All of it in evaluation
+    mode, without dropout. The model and the random generators are left as they were.
+
+    Args:
+        to: a format's name, a `Format` or a `torch.dtype`; what it means for a model is said by `target`.
+        data: batches; a mapping gives the model's arguments by name, a tuple by position, a tensor is the only one.
+        loss: loss(model, batch) to send back; None takes the model's own, or a stand-in (`batch.loss_of`).
+        loss_scale: a constant one; None takes the recipe's, for fp16 a dynamic one from 2^16.
+        train_steps: steps of AdamW in float32 at `learning_rate` after which to measure again. Ranges are those of
+            before and after; recipes are run after.
+        described: what the data is, for the report.
+        progress: called with what is being done.
+
+    Raises:
+        FormatError: unknown format, or one for blocks or without negative values.
+        DataError: no batches.
+        ModelError: the model has no parameters, cannot be copied, does not take the data, gives nothing to send back,
+            or is not finite in float32 either.
+    """
+    goal = target(to, loss_scale)
+    if not data:
+        raise DataError("no batches to run the model on; expected at least one")
+    own = _copied(model)
+    device = next(own.parameters()).device
+    batches = [moved(batch, device) for batch in data]
+    with _unchanged_generators(device):
+        meter = Meter(goal.limits)
+        progress("measuring ranges in float32")
+        meter.run(own, batches, loss)
+        if train_steps:
+            train(own, batches, loss, train_steps, learning_rate, progress)
+            progress("measuring ranges after training")
+            meter.run(own, batches, loss)
+        found = meter.measured(own)
+        gradients = [r for r in found.ranges if r.site.backward]
+        scales = window(gradients, found.histograms, goal.limits, LOST)
+        expected = reference(own, batches[0], loss)
+
+        def run(recipe: Recipe) -> Trial:
+            progress(f"running {recipe.name}")
+            scale = recipe.loss_scale
+            start = max(1.0, min(scale.init, scales.largest)) if scale is not None else 1.0
+            return trial(own, batches, recipe, loss, expected, start)
+
+        conditions = Conditions(
+            model=type(model).__name__,
+            parameters=sum(p.numel() for p in own.parameters()),
+            data=described,
+            batches=len(batches),
+            examples=sum(len(t[0]) for batch in batches if (t := tensors_in(batch)) and t[0].dim()),
+            tokens=_tokens(batches),
+            loss=found.loss,
+            train_steps=train_steps,
+            learning_rate=learning_rate,
+        )
+        report = ProbeReport(goal, conditions, found.ranges, scales, run(goal.recipe))
+        return report if report.safe else replace(report, tried=_search(own, report, goal, run))
+
+
+def _search(own: nn.Module, report: ProbeReport, goal: Target, run: Callable[[Recipe], Trial]) -> tuple[Trial, ...]:
+    """What loses values silently, no infinity telling, is in float32 from the start."""
+    leaves = {path for path, module in own.named_modules() if not any(module.children())}
+    lossy: list[Site] = [
+        found.site
+        for found in report.findings
+        if not found.counts.beyond and found.site.role != "input" and found.site.module in leaves
+    ]
+    return suggest(own, (goal.recipe, *goal.others) if goal.stored else goal.others, lossy, run)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    name = type(model).__name__
+    if not any(True for _ in model.parameters()):
+        raise ModelError(f"{name} has no parameters; there is nothing to probe")
+    try:
+        own = copy.deepcopy(model)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{name} cannot be copied ({error}), and a probe runs copies; give a model that can"
+        ) from error
+    own.zero_grad()
+    return own.float().eval()
+
+
+@contextmanager
+def _unchanged_generators(device: torch.device) -> Iterator[None]:
+    kept, numpys = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(kept)
+        np.random.set_state(numpys)
+
+
+def _tokens(batches: Sequence[Batch]) -> int | None:
+    first = [next((t for t in tensors_in(b) if not t.is_floating_point()), None) for b in batches]
+    counts = [t.numel() for t in first if t is not None]
+    return sum(counts) if counts else None

@@ -1,0 +1,119 @@
+"""The range of one tensor of a model, over all batches, and what a format would make of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfstep.probe.limits import Limits
+
+
+_MASK = torch.finfo(torch.float32).max  # attention masks add minus this, or minus infinity: no activation
+
+
+@dataclass(frozen=True)
+class Site:
+    """A tensor of a model: which module's, and which of its tensors."""
+
+    module: str
+    """The module's path; empty for the model itself."""
+    kind: str
+    """The class of the module."""
+    role: str
+    """`input`, `output`, `product`, `attention logits`, a parameter's name; `gradient of ...` these."""
+    backward: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.role} of {self.module or 'the model'} ({self.kind})"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Exact counts over the values of tensors. NaN, and what masks attention, are no values."""
+
+    largest: float = 0.0
+    """The largest magnitude; infinite or NaN if a value is."""
+    values: int = 0
+    nonzero: int = 0
+    beyond: int = 0
+    """Values that overflow, or saturate."""
+    subnormal: int = 0
+    vanished: int = 0
+    """Values other than zero that become zero."""
+    magnitude: float = 0.0
+    """The sum of all magnitudes."""
+    lost: float = 0.0
+    """What vanishing and saturating take from it."""
+
+    def __add__(self, other: Counts) -> Counts:
+        largest = math.nan if math.nan in (self.largest, other.largest) else max(self.largest, other.largest)
+        pairs = ((getattr(self, name), getattr(other, name)) for name in _ADDED)
+        return Counts(largest, *(one + two for one, two in pairs))
+
+
+_ADDED = ("values", "nonzero", "beyond", "subnormal", "vanished", "magnitude", "lost")
+
+
+def count(x: Tensor, limits: Limits) -> Counts:
+    """The counts of one floating tensor, taken in float32."""
+    size = x.detach().float().reshape(-1)
+    if size.numel() == 0:
+        return Counts()
+    low, high = map(float, torch.aminmax(size))
+    if low <= -_MASK:
+        size = size[size > -_MASK]
+        low = float(size.min()) if size.numel() else 0.0
+    size = size.abs()
+    largest = math.nan if math.isnan(low + high) else max(-low, high) if size.numel() else 0.0
+    zeros = size.numel() - int(torch.count_nonzero(size))
+    gone = int(torch.count_nonzero(size <= limits.vanishing)) - zeros if limits.vanishing >= 0 else 0
+    small = int(torch.count_nonzero(size < limits.normal)) - zeros - gone if limits.normal > 0 else 0
+    beyond = int(torch.count_nonzero(size >= limits.beyond)) if not largest < limits.beyond else 0
+    magnitude = float(size.sum())
+    if math.isinf(magnitude):
+        magnitude = float(size.sum(dtype=torch.float64))
+    lost = float(size[size <= limits.vanishing].sum(dtype=torch.float64)) if gone else 0.0
+    if beyond and not limits.overflows:
+        lost += float((size[size >= limits.beyond].double() - limits.format.max).sum())
+    return Counts(largest, size.numel(), size.numel() - zeros, beyond, small, gone, magnitude, lost)
+
+
+@dataclass(frozen=True)
+class Range:
+    """What one tensor of the model held, over all batches, in float32."""
+
+    site: Site
+    order: int
+    """When it was first seen: the order of execution."""
+    counts: Counts
+    limits: Limits
+    block: bool = False
+    """Whether it is the input or output of a repeated block: the residual stream."""
+
+    @property
+    def share_beyond(self) -> float:
+        """The share of values that overflow or saturate."""
+        return self.counts.beyond / self.counts.values if self.counts.values else 0.0
+
+    @property
+    def share_subnormal(self) -> float:
+        """The share of the non-zero values that become subnormal."""
+        return self.counts.subnormal / self.counts.nonzero if self.counts.nonzero else 0.0
+
+    @property
+    def share_vanished(self) -> float:
+        """The share of the non-zero values that become zero."""
+        return self.counts.vanished / self.counts.nonzero if self.counts.nonzero else 0.0
+
+    @property
+    def lost(self) -> float:
+        """What vanishing and saturating take from the sum of magnitudes, as a share of it."""
+        return self.counts.lost / self.counts.magnitude if self.counts.magnitude else 0.0
+
+    @property
+    def headroom(self) -> float:
+        """Bits between the largest magnitude and the largest value of the format; negative beyond it."""
+        return math.log2(self.limits.format.max / self.counts.largest) if self.counts.largest else math.inf

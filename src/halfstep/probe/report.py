@@ -1,0 +1,176 @@
+"""What a probe found: the verdict, what it rests on, and its limits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from halfstep.probe import text
+from halfstep.probe.ranges import Range
+from halfstep.probe.target import Target
+from halfstep.probe.trial import Trial
+from halfstep.probe.window import Window
+from halfstep.recipe import to_data
+
+
+LOST = 0.01
+"""The largest share of a tensor's sum of magnitudes that may vanish or saturate."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a verdict holds for."""
+
+    model: str
+    parameters: int
+    data: str
+    batches: int
+    examples: int
+    tokens: int | None
+    """Values of the integer inputs; None where there are none."""
+    loss: str
+    train_steps: int
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """Whether a model is safe in a format, forward and backward. `print(report)` shows it."""
+
+    target: Target
+    conditions: Conditions
+    ranges: tuple[Range, ...]
+    """Every tensor's range, in the order of execution."""
+    window: Window
+    trial: Trial
+    """The format's recipe, run for real."""
+    tried: tuple[Trial, ...] = ()
+    """Other recipes, where that one is not safe; only the last can have passed."""
+
+    @property
+    def safe(self) -> bool:
+        """Whether nothing overflows or vanishes that matters, and the real run agrees with float32."""
+        return self.trial.passed and not self.findings and self.scale_found
+
+    @property
+    def scale_found(self) -> bool:
+        """Whether the recipe's loss scale (any from 1 on, if it is dynamic; 1, if it has none) lies in the window."""
+        if not self.target.stored:
+            return True  # the loss scale of operands is the trial's to judge
+        scale = self.trial.recipe.loss_scale
+        if scale is not None and scale.dynamic:
+            return not self.window.empty and self.window.largest >= 1.0
+        return self.window.holds(1.0 if scale is None else scale.init)
+
+    @property
+    def findings(self) -> tuple[Range, ...]:
+        """The tensors of the forward pass, weights too, that do not fit the format, in the order of execution.
+
+        One that overflows at all does not fit, nor does one that loses more than 1% of its sum of magnitudes. For a
+        format that only operands are rounded to, these are the inputs and weights of the layers that are rounded.
+        """
+        return tuple(found for found in self.ranges if not found.site.backward and self._unfit(found))
+
+    @property
+    def gradient_findings(self) -> tuple[Range, ...]:
+        """The gradients that overflow without any loss scale, in the order of execution."""
+        return tuple(f for f in self.ranges if f.site.backward and f.limits.overflows and f.counts.beyond)
+
+    @property
+    def first_failure(self) -> str | None:
+        """The first tensor that does not fit, in the order of execution, forward before backward."""
+        failed = [] if self.trial.failure is None else [self.trial.failure.site]
+        forward = [found.site for found in self.findings] + [site for site in failed if not site.backward]
+        backward = [found.site for found in self.gradient_findings] + failed
+        first = next(iter(forward + backward), None if self.safe else self.window.first_to_overflow)
+        return None if first is None else str(first)
+
+    @property
+    def headroom(self) -> Range | None:
+        """The forward's tensor nearest to the end of the format, or furthest beyond it."""
+        forward = [found for found in self.ranges if not found.site.backward]
+        return min(forward, key=lambda found: found.headroom, default=None)
+
+    @property
+    def residual(self) -> tuple[Range, ...]:
+        """The inputs and outputs of repeated blocks, and their gradients: the residual stream."""
+        return tuple(found for found in self.ranges if found.block)
+
+    @property
+    def suggestion(self) -> Trial | None:
+        """The recipe that was tried and passed; None if the target is safe, or none did."""
+        return self.tried[-1] if self.tried and self.tried[-1].passed else None
+
+    def __str__(self) -> str:
+        return text.describe(self)
+
+    def worst(self) -> list[Range]:
+        """All ranges: what does not fit first, then what is nearest to the end of the format."""
+        unfit = {found.site for found in (*self.findings, *self.gradient_findings)}
+        return sorted(
+            self.ranges, key=lambda found: (found.site not in unfit, found.headroom, -found.lost, found.order)
+        )
+
+    def _unfit(self, found: Range) -> bool:
+        rounded = found.site.module in self.trial.rounded and found.site.role in ("input", "weight")
+        if not (self.target.stored or rounded):
+            return False
+        return (found.limits.overflows and found.counts.beyond > 0) or found.lost > LOST
+
+    def as_data(self) -> dict[str, Any]:
+        """For JSON; numbers that are infinite or NaN are None."""
+        near, unfit = self.headroom, {found.site for found in (*self.findings, *self.gradient_findings)}
+        suggestion = self.suggestion
+        return {
+            "safe": self.safe,
+            "format": self.target.format.name,
+            "recipe": self.trial.recipe.name,
+            "first_failure": self.first_failure,
+            "conditions": asdict(self.conditions),
+            "headroom_bits": None if near is None else _finite(near.headroom),
+            "loss_scales": {
+                "smallest": self.window.smallest,
+                "largest": _finite(self.window.largest),
+                "first_to_vanish": _text(self.window.first_to_vanish),
+                "first_to_overflow": _text(self.window.first_to_overflow),
+            },
+            "trial": _trial(self.trial),
+            "tried": [_trial(trial) for trial in self.tried],
+            "suggestion": None if suggestion is None else to_data(suggestion.recipe),
+            "ranges": [{**_range(found), "fits": found.site not in unfit} for found in self.ranges],
+        }
+
+
+def _range(found: Range) -> dict[str, Any]:
+    return {
+        **asdict(found.site),
+        "residual": found.block,
+        "largest": found.counts.largest,
+        "headroom_bits": _finite(found.headroom),
+        "beyond": found.share_beyond,
+        "subnormal": found.share_subnormal,
+        "vanished": found.share_vanished,
+        "lost": found.lost,
+    }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    failure = trial.failure
+    return {
+        "recipe": trial.recipe.name,
+        "float32_modules": list(trial.recipe.float32_modules),
+        "passed": trial.passed,
+        "failure": None if failure is None else f"{failure.site}: {failure.what}",
+        "loss_scale": trial.loss_scale,
+        "output_error": _finite(trial.output_error),
+        "errors": {path: _finite(error) for path, error in trial.errors.items()},
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)

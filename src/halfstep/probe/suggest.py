@@ -1,0 +1,97 @@
+"""Look for a recipe under which the model passes: keep what fails in float32, then try wider recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from halfstep.nn.adapters import wide
+from halfstep.probe.ranges import Site
+from halfstep.probe.trial import Trial
+from halfstep.recipe import Recipe
+
+
+_ROUNDS = 8
+"""Trials of one recipe, each keeping one more place in float32."""
+
+
+_MOST = 0.5
+"""The largest share of the parameters to keep in float32: with more, another format is the better advice."""
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # nobody calls these: a forward of theirs would not run
+
+
+def suggest(
+    model: nn.Module, recipes: Sequence[Recipe], start: Iterable[Site], run: Callable[[Recipe], Trial]
+) -> tuple[Trial, ...]:
+    """Trials, ending with the first that passes; none passed if the last did not.
+
+    Each recipe is tried with the modules of `start` in float32, then also with the module that failed first, and like
+    ones in other blocks (`encoder.block.*.wo`); where a module fails that is in float32 already, with the one around
+    it. When that is most of the model, the next recipe is tried.
+    """
+    trials: list[Trial] = []
+    places = tuple(dict.fromkeys(pattern(site.module) for site in start if site.module))
+    for recipe in recipes:
+        kept: tuple[str, ...] | None = places if recipe is recipes[0] else ()
+        for _ in range(_ROUNDS):
+            if kept is None or _share(model, kept) > _MOST:
+                break
+            trials.append(run(keeping(recipe, kept)))
+            failure = trials[-1].failure
+            if failure is None:
+                return tuple(trials)
+            kept = widened(model, kept, _maker(failure.site))
+    return tuple(trials)
+
+
+def _share(model: nn.Module, places: tuple[str, ...]) -> float:
+    """The share of the parameters that lie in those places."""
+    inside = {id(p): p.numel() for module in wide.find(model, places).values() for p in module.parameters()}
+    return sum(inside.values()) / sum(p.numel() for p in model.parameters())
+
+
+def keeping(recipe: Recipe, places: tuple[str, ...]) -> Recipe:
+    """The recipe with those places in float32, under a name of its own."""
+    if not places:
+        return recipe
+    return replace(
+        recipe,
+        name=f"{recipe.name}-kept",
+        summary=f"{recipe.name} with {len(places)} kind{'s' * (len(places) > 1)} of modules in float32.",
+        source="halfstep probe",
+        aliases=(),
+        float32_modules=(*recipe.float32_modules, *places),
+    )
+
+
+def widened(model: nn.Module, kept: tuple[str, ...], path: str) -> tuple[str, ...] | None:
+    """What to keep in float32 when the module at `path` failed; None where that would be everything."""
+    while path and (any(_covers(place, path) for place in kept) or isinstance(model.get_submodule(path), _LISTS)):
+        path = path.rpartition(".")[0]
+    if not path:
+        return None
+    place = pattern(path)
+    return (*(old for old in kept if not _covers(place, old)), place)
+
+
+def pattern(path: str) -> str:
+    """The path with its numbers as globs.
+
+    >>> pattern("encoder.block.0.layer.1.wo"), pattern("2")
+    ('encoder.block.*.layer.*.wo', '2')
+    """
+    parts = path.split(".")
+    return ".".join("*" if part.isdigit() and len(parts) > 1 else part for part in parts)
+
+
+def _maker(site: Site) -> str:
+    """The module whose code made a tensor: around the one that took it, for an input."""
+    return site.module.rpartition(".")[0] if site.role in ("input", "gradient of the output") else site.module
+
+
+def _covers(place: str, path: str) -> bool:
+    """Whether a glob matches a path or a module around it."""
+    return fnmatchcase(path, place) or fnmatchcase(path, f"{place}.*")

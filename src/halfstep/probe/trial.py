@@ -1,0 +1,219 @@
+"""Run a model under a recipe, for real, and compare it with float32, layer by layer."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import ModelError
+from halfstep.nn import apply
+from halfstep.probe.batch import Batch, Loss, loss_of
+from halfstep.probe.observe import observed
+from halfstep.probe.ranges import Site
+from halfstep.probe.window import FLOOR
+from halfstep.recipe import Recipe
+
+
+OUTPUT_ERROR = 0.1
+"""The largest relative error of the model's output (Euclidean norms) that passes."""
+GRADIENT_ERROR = 0.5
+"""The largest relative error of the gradient of a matrix of weights that passes."""
+
+_MASK = 1e38  # what masks attention differs between dtypes, and is no activation
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What float32 makes of the first batch."""
+
+    outputs: dict[Site, list[Tensor]]
+    """What each module returned, call by call."""
+    gradients: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first thing that went wrong, in the order of execution."""
+
+    site: Site
+    what: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a recipe did."""
+
+    recipe: Recipe
+    failure: Failure | None
+    """None: it passed."""
+    loss_scale: float | None
+    """The loss scale at which the backward was finite; None if it was not, or was not reached."""
+    errors: dict[str, float]
+    """The relative error of each module's output on the first batch, in the order of execution; the model's last."""
+    gradient_errors: dict[str, float]
+    """The relative error of each parameter's gradient on the first batch."""
+    rounded: tuple[str, ...] = ()
+    """The linear layers whose operands the recipe rounds."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing went wrong."""
+        return self.failure is None
+
+    @property
+    def output_error(self) -> float:
+        """The relative error of what the model returned."""
+        return self.errors.get("", math.inf)
+
+
+def reference(model: nn.Module, batch: Batch, loss: Loss | None) -> Reference:
+    """A float32 pass over a batch, kept."""
+    outputs: dict[Site, list[Tensor]] = {}
+
+    def keep(site: Site, tensor: Tensor) -> None:
+        if site.role == "output":
+            outputs.setdefault(site, []).append(tensor.detach().clone())
+
+    with observed(model, keep):
+        value, _ = loss_of(model, batch, loss)
+    value.backward()  # type: ignore[no-untyped-call]
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return Reference(outputs, gradients)
+
+
+def trial(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    recipe: Recipe,
+    loss: Loss | None,
+    expected: Reference,
+    start: float,
+) -> Trial:
+    """Apply the recipe to a copy of the model and run it forward and backward over all batches.
+
+    A dynamic loss scale starts at `start`, is halved when a gradient is not finite, and fails below 1. It fails, too,
+    at the first module whose output is not finite, where the model's output is off by more than `OUTPUT_ERROR`, and
+    where the gradient of a matrix is off by more than `GRADIENT_ERROR`.
+    """
+    model = copy.deepcopy(model)
+    report, run = apply(model, recipe), _Run(model, loss, expected)
+    scale = recipe.loss_scale
+    dynamic = scale is not None and scale.dynamic
+    factor = start if dynamic else scale.init if scale is not None else 1.0
+    for number, batch in enumerate(batches):
+        while not run.step(batch, factor, compare=number == 0) and dynamic and factor > 1 and not run.forward:
+            factor /= 2
+        if run.forward or run.backward:
+            break
+    reached = None if run.forward or run.backward else factor
+    return Trial(recipe, run.failure(), reached, run.errors, run.gradient_errors, report.quantized)
+
+
+class _Run:
+    """Passes over a model under a recipe, and what they showed."""
+
+    def __init__(self, model: nn.Module, loss: Loss | None, expected: Reference) -> None:
+        self._model, self._loss, self._expected = model, loss, expected
+        self._kinds = {path: type(module).__name__ for path, module in model.named_modules()}
+        self._sites: dict[str, Site] = {}
+        self.forward: Failure | None = None
+        self.backward: Failure | None = None
+        self.errors: dict[str, float] = {}
+        self.gradient_errors: dict[str, float] = {}
+
+    def step(self, batch: Batch, factor: float, compare: bool) -> bool:
+        """One forward and backward; whether all of it was finite."""
+        self.backward = None
+        calls: Counter[Site] = Counter()
+
+        def look(site: Site, tensor: Tensor) -> None:
+            if site.backward:
+                if self.backward is None and not _finite(tensor):
+                    self.backward = Failure(site, f"not finite at loss scale {factor:g}")
+                return
+            if self.forward is None and not _finite(tensor) and (site.role != "input" or tensor.requires_grad):
+                self.forward = Failure(site, "not finite")
+            if compare and site in self._expected.outputs:
+                wanted = self._expected.outputs[site]
+                if calls[site] < len(wanted):
+                    error = _error(tensor, wanted[calls[site]])
+                    self.errors[site.module] = max(self.errors.pop(site.module, 0.0), error)
+                    self._sites[site.module] = site
+                calls[site] += 1
+
+        self._model.zero_grad()
+        for name, parameter in self._model.named_parameters():
+            if self.forward is None and not _finite(parameter):
+                self.forward = Failure(self._parameter(name, False), f"not finite in {_dtype(parameter)}")
+        if compare:
+            self.errors = {}
+        with observed(self._model, look):
+            try:
+                value, _ = loss_of(self._model, batch, self._loss)
+            except ModelError as error:
+                self.forward = self.forward or Failure(Site("", self._kinds[""], "forward"), str(error))
+                return False
+            if self.forward is not None or not _finite(value):
+                self.forward = self.forward or Failure(Site("", self._kinds[""], "loss"), "not finite")
+                return False
+            (value * factor).backward()  # type: ignore[no-untyped-call]
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is None:
+                continue
+            if self.backward is None and not _finite(parameter.grad):
+                self.backward = Failure(self._parameter(name, True), f"not finite at loss scale {factor:g}")
+            if compare and name in self._expected.gradients:
+                self.gradient_errors[name] = _error(parameter.grad.float() / factor, self._expected.gradients[name])
+        return self.backward is None
+
+    def failure(self) -> Failure | None:
+        """What went wrong first: something not finite, or too large an error."""
+        if self.forward or self.backward:
+            return self.forward or self.backward
+        off = [path for path, error in self.errors.items() if not error <= OUTPUT_ERROR]
+        if "" in off:
+            return Failure(self._sites[off[0]], f"off by {self.errors[off[0]]:.0%} on the first batch")
+        for name, error in reversed(list(self.gradient_errors.items())):
+            wanted = self._expected.gradients[name]
+            if not error <= GRADIENT_ERROR and wanted.dim() > 1 and float(wanted.abs().max()) >= FLOOR:
+                return Failure(self._parameter(name, True), f"off by {error:.0%} on the first batch")
+        return None
+
+    def _parameter(self, name: str, backward: bool) -> Site:
+        return parameter_site(name, self._kinds, backward)
+
+
+def parameter_site(name: str, kinds: dict[str, str], backward: bool) -> Site:
+    """The site of a parameter, or of its gradient."""
+    path, _, role = name.rpartition(".")
+    return Site(path, kinds[path], f"gradient of the {role}" if backward else role, backward)
+
+
+def _finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    low, high = torch.aminmax(tensor.detach())  # one pass; NaN comes out as both
+    return math.isfinite(low) and math.isfinite(high)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected|, Euclidean norms; infinite where something is not finite."""
+    if found.shape != expected.shape:
+        return math.inf
+    one, two = found.detach().float(), expected.float()
+    if two.numel() and float(two.min()) < -_MASK:
+        one, two = one[two > -_MASK], two[two > -_MASK]
+    norm = torch.linalg.vector_norm
+    off, size = float(norm(one - two, dtype=torch.float64)), float(norm(two, dtype=torch.float64))
+    return (off / size if size else math.inf if off else 0.0) if math.isfinite(off) else math.inf
