@@ -7,6 +7,8 @@ from halfstep.recipe import files
 from halfstep.recipe.data import from_data, to_data
 from halfstep.recipe.spec import (
     MASTERS,
+    SCALED,
+    SCALED_MASTER,
     STORABLE,
     BytesPerParameter,
     LinearSpec,
@@ -14,6 +16,7 @@ from halfstep.recipe.spec import (
     Matmul,
     Recipe,
     Rule,
+    Scaled,
     linear_spec,
 )  # fmt: skip
 from halfstep.registry import collect
@@ -21,6 +24,8 @@ from halfstep.registry import collect
 
 __all__ = [
     "MASTERS",
+    "SCALED",
+    "SCALED_MASTER",
     "STORABLE",
     "BytesPerParameter",
     "LinearSpec",
@@ -28,6 +33,7 @@ __all__ = [
     "Matmul",
     "Recipe",
     "Rule",
+    "Scaled",
     "from_data",
     "get_recipe",
     "linear_spec",

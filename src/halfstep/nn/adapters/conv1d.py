@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import ops
+from halfstep.nn.codes import weight_of
 from halfstep.nn.scaling import states_of
 
 
@@ -27,4 +28,4 @@ def forward(stock: Any, module: Any, x: Tensor) -> Tensor:
     """`ops.linear` on the transposed weight."""
     record = module.training and torch.is_grad_enabled()
     spec, states = module._halfstep_linear, states_of(module)
-    return ops.linear(x, module.weight.t(), module.bias, spec, states, record)
+    return ops.linear(x, weight_of(module).t(), module.bias, spec, states, record)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import ops
+from halfstep.nn.codes import weight_of
 from halfstep.nn.scaling import states_of
 
 
@@ -28,7 +29,7 @@ def forward(
         tokens: the input comes divided by it, a scale a token: the product is multiplied by it.
     """
     record = module.training and torch.is_grad_enabled()
-    weight, bias = module.weight, module.bias
+    weight, bias = weight_of(module), module.bias
     if channels is not None:
         weight = weight * channels.reciprocal().to(weight.dtype)
     if tokens is None:
