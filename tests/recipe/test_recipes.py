@@ -45,6 +45,9 @@ BYTES = {
     "fp8-block": (4, 4, 0, 8, 2),
     "fp8-amax": (2, 2, 0, 8, 0),
     "fp8-cscale": (2, 2, 0, 8, 0),
+    "fp8lm-o1": (2, 1, 0, 8, 2),
+    "fp8lm-o2": (2, 1, 0, 8, 2),
+    "fp8lm-o3": (1, 1, 2, 8, 2),
 }
 every_recipe = pytest.mark.parametrize("name", EVERY)
 

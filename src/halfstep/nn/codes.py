@@ -22,6 +22,7 @@ from halfstep.recipe import SCALED, Scaled
 
 
 _SCALE = "_halfstep_weight_scale"
+_ANCHOR = "_halfstep_weight_gradient"
 _HELD = "_halfstep_held"
 
 
@@ -50,10 +51,12 @@ def hold(model: nn.Module, paths: Sequence[str], scaled: Scaled) -> dict[nn.Para
         grad, weight.grad = weight.grad, None
         weight.data = codes
         module.register_buffer(_SCALE, scale, persistent=False)
+        anchor = torch.zeros((), device=weight.device).expand(weight.shape).requires_grad_()
+        module.register_buffer(_ANCHOR, anchor, persistent=False)
         extend(module, _members)
         held = _Held(SCALED[scaled.grads])
         setattr(module, _HELD, held)
-        held.attach(weight)
+        held.attach(module)
         weight.grad = None if grad is None else ops.encode_grad(grad, held.grads)
         scales[weight] = scale
     return scales
@@ -65,9 +68,18 @@ def ranks() -> int:
 
 
 def weight_of(module: Any) -> Tensor:
-    """The weight of a layer as its product takes it: the values, where it holds codes."""
-    scale = module._buffers.get(_SCALE)
-    return module.weight if scale is None else ops.values_of(module.weight, scale)
+    """The weight of a layer as its product takes it: the values, where it holds codes.
+
+    A traced graph casts gradients to their parameter's dtype, whatever that accepts: there, the gradient goes to zeros
+    in float32, four bytes in all, which hand it on.
+    """
+    weight, scale = module.weight, module._buffers.get(_SCALE)
+    if scale is None:
+        return weight  # type: ignore[no-any-return]
+    if torch.compiler.is_compiling():
+        values = ops.decode_scaled(weight.detach(), scale)
+        return values + module._buffers[_ANCHOR] if weight.requires_grad else values
+    return ops.values_of(weight, scale)
 
 
 def is_held(module: nn.Module) -> bool:
@@ -84,6 +96,7 @@ def let_go(module: nn.Module) -> None:
     weight.grad_dtype = torch.float32
     weight.grad = None if grad is None else ops.grad_values(grad)
     delattr(module, _SCALE)
+    delattr(module, _ANCHOR)
 
 
 class _Held:
@@ -96,7 +109,8 @@ class _Held:
     def __deepcopy__(self, memo: Any) -> _Held:
         return _Held(self.grads)  # hooks stay with the parameter they were made for
 
-    def attach(self, weight: Any) -> None:
+    def attach(self, module: Any) -> None:
+        weight = module.weight
         if not hasattr(weight, "grad_dtype"):
             raise ModelError(
                 f"torch {torch.__version__} keeps gradients in the parameters' dtype, and this recipe in {self.grads}: "
@@ -104,21 +118,32 @@ class _Held:
             )
         weight.grad_dtype = None
 
-        def before(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        def with_earlier(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+            if grads[0] is None:  # of a traced graph, whose gradient went to the anchor
+                return grads
             if ranks() > 1:
                 raise RecipeError(
                     "this model's weights are codes, whose gradients do not cross the network: call "
                     "torch.distributed.init_process_group before halfstep.prepare"
                 )
             earlier, weight.grad = weight.grad, None
-            return None if earlier is None else (ops.grad_values(earlier) + grads[0],)
+            return grads if earlier is None else (ops.grad_values(earlier) + grads[0],)
 
-        def after(weight: Any) -> None:
-            weight.grad = ops.encode_grad(weight.grad, self.grads)
+        def encode(weight: Any) -> None:
+            if weight.grad is not None and not ops.is_encoded(weight.grad):
+                weight.grad = ops.encode_grad(weight.grad, self.grads)
 
-        node = torch.autograd.graph.get_gradient_edge(weight).node
-        self._handles = [node.register_prehook(before), weight.register_post_accumulate_grad_hook(after)]
-        self._node = node  # torch drops a node that nobody holds, and its hooks with it
+        def hand_on(anchor: Tensor) -> None:
+            grad, anchor.grad = anchor.grad, None
+            (weight.grad,) = with_earlier((grad,))
+            encode(weight)
+
+        self._node = torch.autograd.graph.get_gradient_edge(weight).node  # torch drops one that nobody holds
+        self._handles = [
+            self._node.register_prehook(with_earlier),
+            weight.register_post_accumulate_grad_hook(encode),
+            module._buffers[_ANCHOR].register_post_accumulate_grad_hook(hand_on),
+        ]
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -143,7 +168,7 @@ def _members(stock: type[nn.Module]) -> dict[str, Any]:
 
     def __setstate__(module: Any, state: dict[str, Any]) -> None:
         stock.__setstate__(module, state)  # type: ignore[no-untyped-call]
-        vars(module)[_HELD].attach(module.weight)
+        vars(module)[_HELD].attach(module)
 
     return {
         "_save_to_state_dict": _save_to_state_dict,

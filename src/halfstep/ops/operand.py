@@ -77,10 +77,10 @@ def _factor(x: Tensor, quantizer: Quantizer, state: Tensor | None, record: bool)
             f"{scaling.name} scaling needs the state of its operand: halfstep.apply keeps one beside each layer, and "
             "`ops.linear` takes them as `states`"
         )
-    amax = amax_of(x) if record or scaling.waits else None
-    factor = scaling.in_use(state, amax, quantizer.format)  # of this step, whatever happens to the state
-    if record and amax is not None:
-        scaling.record(state, amax)
+    own = amax_of(x) if record or scaling.waits else None
+    factor = scaling.in_use(state, own, quantizer.format)  # of this step, whatever happens to the state
+    if record and own is not None:
+        scaling.record(state, own)
     return factor
 
 

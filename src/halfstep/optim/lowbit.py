@@ -77,7 +77,7 @@ class LowBit(torch.optim.Optimizer):
         super().__init__(groups, {"rounding_seed": seed})
         self.rule = rule
         self.storage = storage
-        self._scales: dict[Tensor, Tensor | None] = dict(scales or {})
+        self._scales: Mapping[Any, Tensor | None] = scales or {}
         self._versions: dict[Tensor, int] = {}
         self._watch: Callable[[Update], None] | None = None
 

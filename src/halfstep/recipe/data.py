@@ -203,15 +203,15 @@ def to_data(recipe: Recipe) -> Data:
     Raises:
         RecipeError: it has a scaling of one's own, which data do not hold.
     """
-    data = asdict(replace(recipe, rules=()))
+    data = {field.name: _plain(getattr(recipe, field.name)) for field in fields(recipe) if field.name != "rules"}
     keeps = recipe.rules[: len(KEEP)] == KEEP
     rules = [_rule_data(rule) for rule in recipe.rules[len(KEEP) if keeps else 0 :]]
-    return {**_plain(data), "keep_heads": keeps, "rules": rules}
+    return {**data, "keep_heads": keeps, "rules": rules}
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (LossScale, Scaled)):
+        return {key: _plain(inner) for key, inner in asdict(value).items()}
     return "none" if value is None else list(value) if isinstance(value, tuple) else value
 
 
