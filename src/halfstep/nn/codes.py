@@ -36,12 +36,12 @@ def hold(model: nn.Module, paths: Sequence[str], scaled: Scaled) -> dict[nn.Para
     Raises:
         ModelError: this torch cannot keep gradients in another dtype than their parameter.
     """
-    shared = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    readers = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     scales: dict[nn.Parameter, Tensor | None] = {}
     for path in paths:
         module = model.get_submodule(path)
         weight = module._parameters.get("weight")
-        if weight is None or shared[id(weight)] > 1:
+        if weight is None or readers[id(weight)] > 1:
             continue
         codes, scale = ops.encode_scaled(weight.detach(), SCALED[scaled.weights])
         if ranks() > 1:
@@ -138,12 +138,15 @@ class _Held:
             (weight.grad,) = with_earlier((grad,))
             encode(weight)
 
+        trained = weight.requires_grad
+        weight.requires_grad_()  # or torch takes no hooks, and somebody may unfreeze it later
         self._node = torch.autograd.graph.get_gradient_edge(weight).node  # torch drops one that nobody holds
         self._handles = [
             self._node.register_prehook(with_earlier),
             weight.register_post_accumulate_grad_hook(encode),
             module._buffers[_ANCHOR].register_post_accumulate_grad_hook(hand_on),
         ]
+        weight.requires_grad_(trained)
 
     def detach(self) -> None:
         for handle in self._handles:

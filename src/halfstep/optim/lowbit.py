@@ -115,7 +115,7 @@ class LowBit(torch.optim.Optimizer):
         """One update of every parameter that has a gradient.
 
         Raises:
-            OptimizerError: a gradient is sparse.
+            OptimizerError: a gradient is sparse; there is none, and weights are codes that nobody else may step on.
         """
         loss = None
         if closure is not None:
@@ -126,6 +126,11 @@ class LowBit(torch.optim.Optimizer):
             return loss
         scale = getattr(self, "grad_scale", None)
         grad_scale = 1.0 if scale is None else 1.0 / float(scale)
+        if self._scales and not any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            raise OptimizerError(
+                "no parameter of this optimizer has a gradient. A model that fully_shard or a copy took over has other "
+                "parameters; under FSDP2 call halfstep.apply, shard, and build torch's optimizer on what came out"
+            )
         index = 0
         for group in self.param_groups:
             for parameter in group["params"]:
