@@ -13,7 +13,16 @@ if TYPE_CHECKING:
     from halfstep import formats, kb, ops
     from halfstep.errors import HalfstepError
     from halfstep.nn.apply import Report, advance, apply, revert
-    from halfstep.ops import Quantized, decode, encode, load_quantized, quantize, round_to, save_quantized
+    from halfstep.ops import (
+        Quantized,
+        decode,
+        encode,
+        is_native_available,
+        load_quantized,
+        quantize,
+        round_to,
+        save_quantized,
+    )
     from halfstep.optim import LossScaler
     from halfstep.prepare import prepare
     from halfstep.quant import Quantizer, get_quantizer
@@ -28,6 +37,7 @@ _HOME = {
     "advance": "halfstep.nn",
     "apply": "halfstep.nn",
     "get_recipe": "halfstep.recipe",
+    "is_native_available": "halfstep.ops",
     "list_recipes": "halfstep.recipe",
     "prepare": "halfstep.prepare",
     "revert": "halfstep.nn",
@@ -55,6 +65,7 @@ __all__ = [
     "formats",
     "get_quantizer",
     "get_recipe",
+    "is_native_available",
     "kb",
     "list_recipes",
     "load_quantized",

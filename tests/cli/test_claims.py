@@ -2,10 +2,12 @@
 
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 from typer.main import get_command
 
+import halfstep.claims
 from halfstep.claims import load
 from halfstep.claims import run as running
 from halfstep.claims.text import describe, markdown
@@ -100,7 +102,6 @@ def test_check_measures_every_short_claim(run, monkeypatch):
     [
         (["--run", "forum-byte"], "unknown claim 'forum-byte'; nearest: forum-bytes"),
         (["show", "forum-byte"], "unknown claim 'forum-byte'; nearest: forum-bytes"),
-        (["--run", "collage-speed"], "is open and has no command yet"),
         (["--check", "--json"], "give one of them"),
         (["--json", "show", "forum-bytes"], "give one of them"),
     ],
@@ -109,6 +110,14 @@ def test_mistakes(run, arguments, words):
     code, out, err = run("claims", *arguments)
     assert (code, out) == (2, "")
     assert words in err
+
+
+def test_an_open_claim_has_nothing_to_run(run, monkeypatch):
+    found = replace(load_one("forum-bytes"), verdict="open", command="", note="Not measured on a GPU.")
+    monkeypatch.setattr(halfstep.claims, "get_claim", lambda id: found)
+    code, _, err = run("claims", "--run", "forum-bytes")
+    assert code == 2
+    assert "'forum-bytes' is open and has no command yet. Not measured on a GPU." in err
 
 
 def load_one(id):

@@ -61,6 +61,14 @@ def test_the_recipe_does_something(name):
 
 
 @every_recipe
+def test_storages_can_still_be_resized(name):
+    """FSDP2 frees the whole weights of a layer so; a tensor that was a numpy array once refuses."""
+    model, optimizer, scaler = prepared(name)
+    train(model, optimizer, scaler, steps=1)
+    assert all(parameter.untyped_storage().resizable() for parameter in model.parameters())
+
+
+@every_recipe
 def test_parameters_are_stored_as_the_recipe_says(name):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler)

@@ -124,7 +124,7 @@ def test_the_optimizer_steps_on_values_and_rounds_them(name):
 
 
 def test_levels_differ_from_plain_fp8_and_o3_rounds_as_o1_does():
-    """An E4M3 weight of a scaled fp16 master is what O1's product rounds its fp16 weight to: the same run, bit for bit."""
+    """The E4M3 image of a scaled fp16 master is what O1's product rounds its fp16 weight to: bit for bit."""
     losses = {name: train(*prepared(name), 8) for name in ("fp8-delayed", *SCALED)}
     assert losses["fp8lm-o1"] == losses["fp8lm-o2"] == losses["fp8lm-o3"] != losses["fp8-delayed"]
     apply_only = mlp()
@@ -208,7 +208,7 @@ def test_an_infinite_gradient_is_seen(name):
     grad = torch.ones_like(model[0].weight, dtype=torch.float32)
     grad[0, 0] = torch.inf
     model[0].weight.grad = ops.encode_grad(grad, torch.float8_e4m3fn)
-    with pytest.raises(halfstep.HalfstepError, match="unscale_.. would flush small"):
+    with pytest.raises(halfstep.HalfstepError, match=r"unscale_\(\) would flush small"):
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
@@ -309,6 +309,28 @@ def test_a_weight_that_others_read_is_no_code():
     assert [p.dtype for p in model.parameters()] == [torch.float32, torch.float8_e4m3fn]
     model(torch.arange(8)).square().sum().backward()
     assert [p.grad.dtype for p in model.parameters()] == [torch.float32, torch.float8_e4m3fn]
+
+
+class Reader(nn.Module):
+    """T5's feed-forward layer casts to the dtype of a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.wi, self.wo = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.wo(self.wi(x).to(self.wo.weight.dtype))
+
+
+@pytest.mark.parametrize(
+    ("model", "codes"),
+    [(Reader(), 0), (nn.Sequential(Reader(), nn.Linear(4, 4)), 1), (nn.Linear(8, 4), 1)],
+    ids=["root", "part", "layer"],
+)
+def test_layers_of_a_forward_that_reads_weights_are_no_codes(model, codes):
+    model, _, _ = prepared("fp8lm-o3", model)
+    assert sum(p.dtype == torch.float8_e4m3fn for p in model.parameters()) == codes
+    assert model(batch()[0]).isfinite().all()
 
 
 @every_scaled

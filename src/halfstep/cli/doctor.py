@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +10,7 @@ from halfstep.cli.terminal import fail, show_json, show_table
 
 
 if TYPE_CHECKING:
+    from halfstep.quant import Quantizer
     from halfstep.recipe import Recipe
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -32,7 +33,13 @@ def doctor(
     asked = [get_recipe(name) for name in recipes or list_recipes()]
     machine = _machine()
     paths = [
-        {"recipe": recipe.name, "products": _products(recipe), "quantised": _quantised(recipe)} for recipe in asked
+        {
+            "recipe": recipe.name,
+            "products": _products(recipe),
+            "quantised": _quantised(recipe),
+            "fp8 units": _native(recipe),
+        }
+        for recipe in asked
     ]
     tests = [*kernels.outcomes(), *optim.outcomes()]
     wrong = [test for test in tests if not test.passed]
@@ -45,7 +52,7 @@ def doctor(
         for key, value in machine.items():
             typer.echo(f"{key:<13} {value}")
         typer.echo()
-        show_table(["recipe", "products", "operands"], [tuple(path.values()) for path in paths])
+        show_table(["recipe", "products", "operands", "FP8 units"], [tuple(path.values()) for path in paths])
         typer.echo()
         compared = sum(test.compared for test in tests)
         typer.echo(f"{len(tests) - len(wrong)} of {len(tests)} kernel tests equal the reference ({compared:,} results)")
@@ -90,26 +97,28 @@ def _products(recipe: Recipe) -> str:
 
 def _quantised(recipe: Recipe) -> str:
     """Kernel or reference, for every distinct quantizer of the recipe."""
-    quantizers = {q for rule in recipe.rules for q in _operands(rule.linear) if q is not None}
+    quantizers = {quantizer for rule in recipe.rules for quantizer in rule.linear.quantizers}
     return "; ".join(sorted({_path(quantizer) for quantizer in quantizers})) or "not rounded"
 
 
-def _operands(linear: Any) -> list[Any]:
-    return [
-        side
-        for product in (linear.output, linear.grad_input, linear.grad_weight)
-        for side in (product.lhs, product.rhs)
-    ]
+def _native(recipe: Recipe) -> str:
+    """Whether a GPU's FP8 units take the products, and why not."""
+    from halfstep.ops import is_native_available
+
+    if not any(rule.linear.rounds for rule in recipe.rules):
+        return ""
+    available, reason = is_native_available(recipe, "cuda", return_reason=True)
+    return "yes" if available else f"no: {reason}"
 
 
-def _path(quantizer: Any) -> str:
+def _path(quantizer: Quantizer) -> str:
     import torch
 
     from halfstep.kernels.cpu import blocks, cast, tiles
     from halfstep.quant.tile import TENSOR
 
     name = quantizer.format.name
-    if quantizer.scaling is None or quantizer.tile == TENSOR:
+    if quantizer.tile is None or quantizer.tile == TENSOR:
         x = torch.zeros(1)
         known = cast.supports(x, torch.zeros(1), quantizer.format, quantizer.rounding, quantizer.overflow)
         return f"{name} by {'kernel' if known else 'reference: no kernel for the format'}"

@@ -62,3 +62,11 @@ def run_native(lhs: Tensor, rhs: Tensor, bias: Tensor | None, scale: Tensor) -> 
     )
     product = product.mul_(scale)
     return (product if bias is None else product + bias).to(lhs.dtype)
+
+
+def run_stacked(lhs: Tensor, rhs: Tensor) -> Tensor:
+    """Stacks of matrices, (..., rows, shared) times (..., shared, columns), in float32 and left so."""
+    if lhs.device.type == "cuda" and lhs.dtype == rhs.dtype and lhs.dtype in _UNITS and lhs.dim() > 2:
+        flat = torch.bmm(lhs.flatten(0, -3), rhs.flatten(0, -3), out_dtype=torch.float32)
+        return flat.view(*lhs.shape[:-1], rhs.shape[-1])
+    return torch.matmul(lhs.float(), rhs.float())

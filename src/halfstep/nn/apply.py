@@ -13,6 +13,7 @@ from halfstep.kernels import carried
 from halfstep.nn.adapters import convolution, encoder, gated, norm, wide
 from halfstep.nn.adopt import adopt, release
 from halfstep.nn.applied import Applied, Clock, applied_to
+from halfstep.nn.attention import ATTRIBUTE
 from halfstep.nn.codes import is_held, let_go
 from halfstep.nn.layers import ModuleFilter, match
 from halfstep.nn.outputs import to_float32
@@ -32,6 +33,8 @@ class Report:
     """The linear layers whose products round their operands."""
     kept: dict[str, str]
     """Parameters and layers that do not follow the recipe, with the reason."""
+    attention: tuple[str, ...] = ()
+    """The modules that round the operands of attention's two products."""
     smoothed: tuple[str, ...] = ()
     """The gated MLPs whose product is scaled before the down-projection rounds it."""
 
@@ -39,6 +42,7 @@ class Report:
         lines = [f"recipe {self.recipe}"]
         lines += [f"  {number:>14,} parameters in {dtype}" for dtype, number in self.stored.items()]
         lines += [f"  products quantised: {path}" for path in self.quantized]
+        lines += [f"  attention quantised: {path}" for path in self.attention]
         lines += [f"  gated product smoothed: {path}" for path in self.smoothed]
         lines += [f"  kept as it was: {path}: {reason}" for path, reason in self.kept.items()]
         lines += ["  not seen: functional calls in the model's own code; they follow torch.autocast's lists"]
@@ -88,13 +92,15 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     for path, kind in matched.kinds.items():
         module = model.get_submodule(path)
         spec = specs.get(path)
-        if path in specs.keys() | around or carried.supports(STORABLE[recipe.compute], device):
+        if path in specs.keys() | around | {*matched.attends} or carried.supports(STORABLE[recipe.compute], device):
             module._halfstep_linear = spec or LinearSpec()  # type: ignore[assignment]
             adopt(module, kind.forward)
     if specs:
         for module in model.modules():
             if encoder.fits(module):
                 adopt(module, encoder.forward)
+    for path in matched.attends:
+        setattr(model.get_submodule(path), ATTRIBUTE, recipe.attention)
     for path in matched.smoothed:
         adopt(model.get_submodule(path), gated.FORWARDS[str(recipe.smooth_glu)])
     attach(model, specs, {path: matched.kinds[path].PRODUCTS for path in specs})
@@ -106,7 +112,7 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     clock = Clock() if any(spec.states for spec in specs.values()) else None
     model._halfstep = Applied(recipe.name, autocast, before, STORABLE[recipe.grad_format], clock)  # type: ignore[assignment]
     adopt(model, _forward, _after_copy)
-    return Report(recipe.name, count(model), tuple(specs), kept, matched.smoothed)
+    return Report(recipe.name, count(model), tuple(specs), kept, matched.attends, matched.smoothed)
 
 
 def revert(model: nn.Module) -> None:
@@ -123,6 +129,7 @@ def revert(model: nn.Module) -> None:
             let_go(module)
         release(module)
         vars(module).pop("_halfstep_linear", None)
+        vars(module).pop(ATTRIBUTE, None)
     detach(model)
     del model._halfstep
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -6,6 +6,7 @@ under the stock names. Only an optimizer that knows the scales may step on the c
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -29,9 +30,10 @@ _HELD = "_halfstep_held"
 def hold(model: nn.Module, paths: Sequence[str], scaled: Scaled) -> dict[nn.Parameter, Tensor | None]:
     """Keep the weights of those layers as `scaled` says; their scales, for the optimizer.
 
-    A weight that other modules share stays as it is, since those would read codes; so do fused ones (attention,
-    experts). Where there is more than one rank, a weight takes the rounded values in its own dtype, with None for a
-    scale: gradients have to cross the network unrounded, and torch wants them in the parameter's dtype.
+    A weight that other modules share stays as it is, since those would read codes; so does that of a layer whose
+    parent's forward reads a weight (T5 casts to its dtype), and fused ones (attention, experts). Where there is more
+    than one rank, a weight takes the rounded values in its own dtype, with None for a scale: gradients have to cross
+    the network unrounded, and torch wants them in the parameter's dtype.
 
     Raises:
         ModelError: this torch cannot keep gradients in another dtype than their parameter.
@@ -41,7 +43,8 @@ def hold(model: nn.Module, paths: Sequence[str], scaled: Scaled) -> dict[nn.Para
     for path in paths:
         module = model.get_submodule(path)
         weight = module._parameters.get("weight")
-        if weight is None or readers[id(weight)] > 1:
+        read = bool(path) and _reads_weights(model.get_submodule(path.rpartition(".")[0]))
+        if weight is None or read or readers[id(weight)] > 1:
             continue
         codes, scale = ops.encode_scaled(weight.detach(), SCALED[scaled.weights])
         if ranks() > 1:
@@ -60,6 +63,12 @@ def hold(model: nn.Module, paths: Sequence[str], scaled: Scaled) -> dict[nn.Para
         weight.grad = None if grad is None else ops.encode_grad(grad, held.grads)
         scales[weight] = scale
     return scales
+
+
+def _reads_weights(parent: nn.Module) -> bool:
+    """Whether the forward of a layer's parent names a weight itself, and does more than call its parts."""
+    code = getattr(inspect.unwrap(type(parent).forward), "__code__", None)
+    return not isinstance(parent, nn.TransformerEncoderLayer) and (code is None or "weight" in code.co_names)
 
 
 def ranks() -> int:

@@ -12,6 +12,7 @@ from torch import nn
 
 from halfstep.errors import RecipeError
 from halfstep.nn.adapters import attention, conv1d, experts, gated, linear
+from halfstep.nn.attention import DotProductAttention
 from halfstep.recipe import LinearSpec, Recipe
 
 
@@ -53,6 +54,8 @@ class Matched:
     """Those that a rule matches and that are not, with the reason."""
     smoothed: tuple[str, ...]
     """The gated MLPs whose product is scaled."""
+    attends: tuple[str, ...]
+    """The modules that form attention's products rounded."""
 
 
 def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) -> Matched:
@@ -89,7 +92,7 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
     if recipe.smooth_glu is not None:
         smoothed, rough = _gated(model, recipe, specs)
         kept |= rough
-    return Matched(kinds, specs, kept, smoothed)
+    return Matched(kinds, specs, kept, smoothed, _attends(model, recipe))
 
 
 def _sorted(model: nn.Module) -> tuple[dict[str, Kind], dict[str, str]]:
@@ -124,6 +127,21 @@ def _refusal(module: nn.Module) -> str | None:
     if own:
         return f"its own code uses {', '.join(own)}, where no adapter sees it"
     return None
+
+
+def _attends(model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
+    """The modules whose attention a recipe rounds."""
+    if recipe.attention is None:
+        return ()
+    modules = model.named_modules()
+    found = tuple(path for path, m in modules if isinstance(m, DotProductAttention) or attention.fits(m))
+    if not found:
+        raise RecipeError(
+            f"recipe {recipe.name!r} rounds attention, and {type(model).__name__} has no module that forms it "
+            "(nn.MultiheadAttention, halfstep.nn.DotProductAttention): functional calls are out of sight. Form it by "
+            "one of these, or leave `attention` out of the recipe"
+        )
+    return found
 
 
 def _gated(model: nn.Module, recipe: Recipe, specs: Mapping[str, LinearSpec]) -> tuple[tuple[str, ...], dict[str, str]]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.kernels import scaled_mm
 from halfstep.ops.matmul import matmul
 from halfstep.ops.operand import Operand, operand
 from halfstep.quant import Quantizer
@@ -96,5 +97,8 @@ def _kept(used: Operand, x: Tensor, later: Quantizer | None, now: Quantizer | No
 
 
 def _product(lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if scaled_mm.supports(lhs, rhs, dtype):
+        return scaled_mm.run(lhs, rhs, bias, dtype)
+    lhs, rhs = lhs.widened(dtype), rhs.widened(dtype)
     scale = lhs.scale if rhs.scale is None else rhs.scale if lhs.scale is None else lhs.scale * rhs.scale
     return matmul(lhs.values, rhs.values, None if bias is None else bias.to(dtype), scale, dtype)

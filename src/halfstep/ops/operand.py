@@ -7,24 +7,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from halfstep import formats
 from halfstep.errors import RecipeError
 from halfstep.formats import Format
-from halfstep.kernels import carried
+from halfstep.kernels import carried, scaled_mm
 from halfstep.ops.casts import quantize, values
 from halfstep.ops.quantized import Quantized
 from halfstep.ops.scaled import amax_of, round_scaled
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import StatefulScaling
-from halfstep.quant.tile import TENSOR
+from halfstep.quant.tile import ROW, TENSOR
 
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """A matrix, `values` times `scale` (a float32 scalar; None is 1).
+    """A matrix, `values` times `scale`: a float32 scalar, or one a row or column; None is 1.
 
     Values of at most 8 significant bits fit bfloat16 exactly, whatever power of two multiplies them: so operands in 8
     bits and less are carried in bf16, which matrix units multiply exactly, and the scale enters the product before its
-    one rounding (`ops.matmul`).
+    one rounding (`ops.matmul`). On a GPU with FP8 units they stay in 8 bits (`kernels.scaled_mm`).
     """
 
     values: Tensor
@@ -32,7 +33,15 @@ class Operand:
 
     def t(self) -> Operand:
         """The transposed matrix."""
-        return Operand(self.values.t(), self.scale)
+        return Operand(self.values.t(), None if self.scale is None else self.scale.t())
+
+    def widened(self, dtype: torch.dtype) -> Operand:
+        """The same operand for a product that FP8 units do not form: in `dtype` where its numbers fit."""
+        if self.values.itemsize > 1:
+            return self
+        if self.scale is not None and self.scale.dim():
+            return Operand(self.values.float() * self.scale)
+        return Operand(self.values.to(_carrier(formats.get(self.values.dtype), dtype)), self.scale)
 
 
 def operand(
@@ -52,11 +61,14 @@ def operand(
     format, scaling = quantizer.format, quantizer.scaling
     if scaling is None:
         return Operand(values(x, quantizer, dtype=_carrier(format, dtype)))
+    native = scaled_mm.dtype_of(format) if scaled_mm.refusal(quantizer, x.device) is None else None
     if quantizer.tile == TENSOR:
         factor = _factor(x, quantizer, state, record)
         if factor is not None:
             rounded = round_scaled(x, factor, format, quantizer.rounding, _carrier(format, dtype))
-            return Operand(rounded, factor.reciprocal())
+            return Operand(rounded if native is None else rounded.to(native), factor.reciprocal())
+    elif native is not None:
+        return _rows(x, quantizer, native)
     if scaling.name == "two_level":
         whole = quantize(x, quantizer)
         scale = whole.tensors["tensor_scale"]
@@ -82,6 +94,15 @@ def _factor(x: Tensor, quantizer: Quantizer, state: Tensor | None, record: bool)
     if record and own is not None:
         scaling.record(state, own)
     return factor
+
+
+def _rows(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Operand:
+    """FP8 numbers, and the scale of each row (or column, where the tiles lie so)."""
+    assert quantizer.scaling is not None
+    if quantizer.tile != ROW:
+        return _rows(x.t().contiguous(), quantizer.down, dtype).t()
+    made = quantize(x, quantizer)
+    return Operand(made.codes.view(dtype), quantizer.scaling.multiplier(made.tensors, quantizer.format).float())
 
 
 def _blocks(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Operand:

@@ -15,7 +15,7 @@ from halfstep.quant import Quantizer, Tile, get_quantizer
 from halfstep.quant.scaling import Scaling, get_scaling, options_of, with_options
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.spec import LinearSpec, LossScale, Matmul, Recipe, Rule, Scaled
+from halfstep.recipe.spec import AttentionSpec, LinearSpec, LossScale, Matmul, Recipe, Rule, Scaled
 
 
 Data = dict[str, Any]
@@ -56,11 +56,13 @@ def from_data(data: Mapping[str, Any], named: Callable[[str], Recipe]) -> Recipe
     """
     _check_keys(data, (*_TYPES, "base", "keep_heads"), "key")
     given: Data = {}
-    for key in _TYPES.keys() & data.keys() - {*_TABLES, "rules"}:
+    for key in _TYPES.keys() & data.keys() - {*_TABLES, "rules", "attention"}:
         given[key] = _typed(data[key], _TYPES[key], key)
     for key, kind in _TABLES.items():
         if key in data:
             given[key] = _record(data[key], kind, key)
+    if "attention" in data:
+        given["attention"] = _attention(data["attention"])
     keep = _typed(data.get("keep_heads", True), bool, "keep_heads")
     if "rules" in data:
         rules = _typed(data["rules"], list, "rules")
@@ -131,6 +133,32 @@ def _rule(data: Any, number: int) -> Rule:
     _check_keys(table, ("path", "why", "optional", *_USES, *_PRODUCTS), "key of a rule", *path)
     if "path" not in table:
         raise At("a rule without a path; expected a glob on module paths, such as '*' or '*.mlp.*'", *path)
+    words = {key: _typed(table[key], bool if key == "optional" else str, *path, key) for key in table.keys() & _WORDS}
+    return Rule(linear=_linear(table, *path), **words)
+
+
+_WORDS = {"path", "why", "optional"}
+
+
+def _attention(data: Any) -> AttentionSpec | None:
+    if data == "none":
+        return None
+    table = _typed(data, dict, "attention")
+    products = tuple(field.name for field in fields(AttentionSpec))
+    _check_keys(table, products, "product of attention", "attention")
+    specs = {}
+    for name in table:
+        sides = _typed(table[name], dict, "attention", name)
+        _check_keys(sides, (*_USES, *_PRODUCTS), "key of a product", "attention", name)
+        specs[name] = _linear(sides, "attention", name)
+    try:
+        return AttentionSpec(**specs)
+    except RecipeError as error:
+        raise At(str(error), "attention") from error
+
+
+def _linear(table: Mapping[str, Any], *path: str | int) -> LinearSpec:
+    """Three products, from the tensors that each use or product by product."""
     operands: dict[tuple[str, str], Quantizer] = {}
     for name, uses in _USES.items():
         if name in table:
@@ -141,14 +169,9 @@ def _rule(data: Any, number: int) -> Rule:
         operands |= {(product, side): _operand(sides[side], *path, product, side) for side in sides}
     products = {name: Matmul(operands.get((name, "lhs")), operands.get((name, "rhs"))) for name in _PRODUCTS}
     try:
-        spec = LinearSpec(**products)
+        return LinearSpec(**products)
     except RecipeError as error:
         raise At(str(error), *path) from error
-    words = {key: _typed(table[key], bool if key == "optional" else str, *path, key) for key in table.keys() & _WORDS}
-    return Rule(linear=spec, **words)
-
-
-_WORDS = {"path", "why", "optional"}
 
 
 def _operand(data: Any, *path: str | int) -> Quantizer:
@@ -203,9 +226,13 @@ def to_data(recipe: Recipe) -> Data:
     Raises:
         RecipeError: it has a scaling of one's own, which data do not hold.
     """
-    data = {field.name: _plain(getattr(recipe, field.name)) for field in fields(recipe) if field.name != "rules"}
+    names = [name for name in _TYPES if name not in ("rules", "attention")]
+    data: Data = {**{name: _plain(getattr(recipe, name)) for name in names}, "attention": "none"}
     keeps = recipe.rules[: len(KEEP)] == KEEP
     rules = [_rule_data(rule) for rule in recipe.rules[len(KEEP) if keeps else 0 :]]
+    if recipe.attention is not None:
+        parts = {field.name: getattr(recipe.attention, field.name) for field in fields(AttentionSpec)}
+        data["attention"] = {name: _linear_data(spec) for name, spec in parts.items()}
     return {**data, "keep_heads": keeps, "rules": rules}
 
 
@@ -216,9 +243,13 @@ def _plain(value: Any) -> Any:
 
 
 def _rule_data(rule: Rule) -> Data:
-    data: Data = {"path": rule.path, "why": rule.why, "optional": rule.optional}
+    return {"path": rule.path, "why": rule.why, "optional": rule.optional, **_linear_data(rule.linear)}
+
+
+def _linear_data(spec: LinearSpec) -> Data:
+    data: Data = {}
     for product in _PRODUCTS:
-        matmul: Matmul = getattr(rule.linear, product)
+        matmul: Matmul = getattr(spec, product)
         sides = {side: quantizer_data(q) for side in ("lhs", "rhs") if (q := getattr(matmul, side)) is not None}
         data |= {product: sides} if sides else {}
     return data

@@ -76,9 +76,14 @@ class LinearSpec:
         return {name: quantizers[0] for name, quantizers in found.items() if quantizers}
 
     @property
+    def quantizers(self) -> tuple[Quantizer, ...]:
+        """Those of the operands that are rounded, each once."""
+        return tuple(dict.fromkeys(q for uses in self._uses().values() for q in uses if q is not None))
+
+    @property
     def rounds(self) -> bool:
         """Whether any operand is rounded."""
-        return any(q is not None for uses in self._uses().values() for q in uses)
+        return bool(self.quantizers)
 
     def _uses(self) -> dict[str, tuple[Quantizer | None, Quantizer | None]]:
         return {
@@ -95,6 +100,28 @@ def _is_stateful(quantizer: Quantizer) -> bool:
 def linear_spec(input: Quantizer, weight: Quantizer, grad_output: Quantizer) -> LinearSpec:
     """Each tensor rounded alike in both products that use it."""
     return LinearSpec(Matmul(input, weight), Matmul(grad_output, weight), Matmul(grad_output, input))
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The two products of attention, softmax(q k^T / sqrt(d)) v, each as a linear layer's and so with its backward's.
+
+    Raises:
+        RecipeError: a scaling that keeps a state, or tiles of several rows: a stack of matrices has neither.
+    """
+
+    scores: LinearSpec = LinearSpec()
+    """q is the input, k the weight."""
+    mix: LinearSpec = LinearSpec()
+    """The weights that softmax gives are the input, v^T the weight."""
+
+    def __post_init__(self) -> None:
+        for quantizer in (*self.scores.quantizers, *self.mix.quantizers):
+            if _is_stateful(quantizer) or (quantizer.tile is not None and quantizer.tile.rows > 1):
+                raise RecipeError(
+                    f"attention with {quantizer.format.name}, {quantizer.scaling}, tile {quantizer.tile}: its products "
+                    "take scalings without a state (current, rceil, floor ...) and one scale a tensor, row or block"
+                )
 
 
 @dataclass(frozen=True)
@@ -224,6 +251,8 @@ class Recipe:
     `master` say."""
     float32_modules: tuple[str, ...] = ()
     """Modules that compute in float32 under autocast: globs on their classes' names."""
+    attention: AttentionSpec | None = None
+    """How attention rounds the operands of its two products, where a module of torch's or ours forms them."""
     smooth_glu: str | None = None
     """Whether gated MLPs scale their product before the down-projection rounds it (a key of `SMOOTH_GLU`)."""
     aliases: tuple[str, ...] = ()
@@ -296,6 +325,11 @@ class Recipe:
                 reasons.setdefault(rule.why or "by rule", []).append(rule.path)
         return [("kept", f"{why}: {', '.join(paths)}") for why, paths in reasons.items()]
 
+    def _attention(self) -> list[tuple[str, str]]:
+        if self.attention is None:
+            return []
+        return [("attention", f"scores: {_linear(self.attention.scores)}; mix: {_linear(self.attention.mix)}")]
+
     def describe(self) -> str:
         """The whole recipe, one field a line, with the terms of its bytes per parameter."""
         rounding = f", update rounded {self.update_rounding}" if self.update_rounding != "nearest_even" else ""
@@ -312,6 +346,7 @@ class Recipe:
             *([("scaled", str(self.scaled))] if self.scaled else []),
             *self._kept(),
             *[(f"linear {rule.path!r}", _linear(rule.linear)) for rule in self.rules if rule.linear.rounds],
+            *self._attention(),
             ("bytes/param", f"{self.bytes_per_parameter()}, with Adam"),
             ("source", self.source),
             *[("note", note) for note in self.notes],

@@ -18,6 +18,7 @@ import torch
 from numba import types
 from torch import Tensor
 
+from halfstep.kernels.cpu.arrays import as_array
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, UPPER, bf16_of, bits_of, lanes, rounded_up_half, stored_as
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
@@ -94,7 +95,7 @@ _SCALARS = ("grad_scale", "beta1", "beta2", "l2", "keep", "step_size", "rescale"
 
 
 def _array(tensor: Tensor) -> Any:
-    return tensor.detach().view(-1).view(_PLAIN[tensor.dtype]).numpy()
+    return as_array(tensor, _PLAIN[tensor.dtype])
 
 
 # ---- lanes -----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,34 @@ def separate(x: Tensor, out: Tensor) -> bool:
 
 def array(tensor: Tensor) -> Any:
     """A plain tensor as a flat array: float32 as uint32, bfloat16 as uint16, float16 as int16, others as they are."""
-    stored = _VIEWS.get(tensor.dtype)
-    tensor = tensor.detach() if tensor.requires_grad else tensor
-    return (tensor if stored is None else tensor.view(stored)).numpy().reshape(-1)
+    return as_array(tensor, _VIEWS.get(tensor.dtype, tensor.dtype))
+
+
+def as_array(tensor: Tensor, dtype: torch.dtype) -> Any:
+    """The memory of a plain tensor as a flat array of `dtype`, which has the same size an element.
+
+    Not by `Tensor.numpy`: it marks the storage as one that cannot be resized, and FSDP2, which frees a layer's whole
+    weights after each use by resizing their storage to nothing, then fails.
+    """
+    return np.asarray(_Memory(tensor, _TYPES[dtype]))
+
+
+class _Memory:
+    """What numpy asks for an address; an array made of it keeps the tensor alive."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: Tensor, kind: str) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "version": 3, "typestr": kind, "shape": (tensor.numel(),), "data": (tensor.data_ptr(), False),
+        }  # fmt: skip
+
+
+_TYPES = {
+    dtype: np.dtype(str(dtype).removeprefix("torch.")).str
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.int8, torch.int16, torch.int32, torch.int64,
+        torch.uint8, torch.uint16, torch.uint32,
+    )
+}  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from halfstep.ops import attention
+from halfstep.nn import DotProductAttention
 
 
 class Attention(nn.Module):
@@ -15,13 +15,14 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
+        self.mix = DotProductAttention()
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend to the present and the past."""
         batch, time, width = x.shape
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = attention(q, k, v, is_causal=True)
+        mixed = self.mix(q, k, v, is_causal=True)
         return self.proj(mixed.transpose(1, 2).reshape(batch, time, width))  # type: ignore[no-any-return]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from halfstep.ops import attention
+from halfstep.nn import DotProductAttention
 
 
 class Attention(nn.Module):
@@ -16,6 +16,7 @@ class Attention(nn.Module):
         self.heads = heads
         self.query = nn.Linear(width, width)
         self.key_value = nn.Linear(width, 2 * width)
+        self.mix = DotProductAttention()
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, memory: Tensor, is_causal: bool = False) -> Tensor:
@@ -23,7 +24,7 @@ class Attention(nn.Module):
         batch, time, width = x.shape
         q = self.query(x).view(batch, time, self.heads, -1).transpose(1, 2)
         k, v = self.key_value(memory).view(batch, memory.shape[1], 2, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = attention(q, k, v, is_causal=is_causal)
+        mixed = self.mix(q, k, v, is_causal=is_causal)
         return self.proj(mixed.transpose(1, 2).reshape(batch, time, width))  # type: ignore[no-any-return]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from halfstep import ops
 from halfstep.nn.adapters import linear
+from halfstep.nn.attention import ATTRIBUTE
 from halfstep.nn.scaling import states_of
 from halfstep.recipe import LinearSpec
 
@@ -143,7 +144,12 @@ def _attention(
     if module.add_zero_attn:
         k, v = (torch.cat([x, x.new_zeros(batch * heads, 1, size)], dim=1) for x in (k, v))
     dropout = module.dropout if module.training else 0.0
-    sources = k.shape[1]
+    sources, spec = k.shape[1], vars(module).get(ATTRIBUTE)
+    if spec is not None:
+        q, k, v = (x.view(batch, heads, -1, size) for x in (q, k, v))
+        with torch.autocast(q.device.type, enabled=False):
+            mixed, weights = ops.rounded_attention(q, k, v, is_causal, mask, dropout, spec, q.dtype)
+        return mixed.to(q.dtype).permute(2, 0, 1, 3).reshape(time * batch, width), weights if need_weights else None
     if not need_weights:
         q, k, v = (x.view(batch, heads, -1, size) for x in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)

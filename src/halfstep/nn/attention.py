@@ -1,0 +1,32 @@
+"""Attention as a module, so that a recipe can reach its two products."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from halfstep import ops
+
+
+ATTRIBUTE = "_halfstep_attention"
+
+
+class DotProductAttention(nn.Module):
+    """softmax(q k^T / sqrt(d) + mask) v, without parameters: `ops.attention` under a recipe.
+
+    A functional call is out of a recipe's sight; a model that forms attention by this module follows
+    `Recipe.attention`, and is torch's scaled_dot_product_attention without one.
+
+    Args:
+        dropout: the probability with which an attention weight becomes zero in training.
+    """
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """q, k, v (batch, heads, time, d) -> (batch, heads, time, d); see `ops.attention`."""
+        dropout = self.dropout if self.training else 0.0
+        return ops.attention(query, key, value, is_causal, mask, dropout, vars(self).get(ATTRIBUTE))

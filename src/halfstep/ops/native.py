@@ -1,0 +1,40 @@
+"""Whether a recipe's products run on hardware units of their own format here, and why not."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from halfstep.kernels import scaled_mm
+from halfstep.recipe import Recipe, get_recipe
+
+
+@overload
+def is_native_available(recipe: str | Recipe, device: str | torch.device = "cuda") -> bool: ...
+
+
+@overload
+def is_native_available(
+    recipe: str | Recipe, device: str | torch.device = "cuda", *, return_reason: Literal[True]
+) -> tuple[bool, str]: ...
+
+
+def is_native_available(
+    recipe: str | Recipe, device: str | torch.device = "cuda", *, return_reason: bool = False
+) -> bool | tuple[bool, str]:
+    """Whether every rounded operand of the recipe is multiplied by FP8 units there; else products are carried.
+
+    Products whose sides are no multiples of 16 are carried wherever they are.
+
+    Args:
+        return_reason: return (available, reason), the reason empty where it is.
+
+    >>> is_native_available("bf16-mixed", "cpu", return_reason=True)
+    (False, 'bf16-mixed rounds no operand')
+    """
+    recipe, device = get_recipe(recipe), torch.device(device)
+    quantizers = {quantizer for rule in recipe.rules for quantizer in rule.linear.quantizers}
+    refusals = sorted({why for quantizer in quantizers if (why := scaled_mm.refusal(quantizer, device)) is not None})
+    reason = "; ".join(refusals) if quantizers else f"{recipe.name} rounds no operand"
+    return (not reason, reason) if return_reason else not reason

@@ -1,0 +1,161 @@
+"""Products by FP8 units: torch's scaled_mm, which this test runs on a CPU, against the exact product."""
+
+import pytest
+import torch
+
+import halfstep
+from halfstep import formats, get_quantizer, ops
+from halfstep.kernels import scaled_mm, selftest
+from halfstep.quant import Quantizer
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import ROW, TENSOR
+from halfstep.recipe import get_recipe, linear_spec
+
+
+CPU = torch.device("cpu")
+
+
+def scaled(format, tile=TENSOR, scaling="current"):
+    return Quantizer(formats.get(format), tile=tile, scaling=get_scaling(scaling))
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def units(monkeypatch):
+    """This CPU as a GPU of compute capability 9.0; gives the dtypes that scaled_mm was called with."""
+    called = []
+    stock = torch.nn.functional.scaled_mm
+
+    def watched(lhs, rhs, *args, **kwargs):
+        called.append((lhs.dtype, rhs.dtype))
+        assert rhs.stride(0) == 1  # what GPUs want: rows of the left, columns of the right
+        assert lhs.stride(1) == 1
+        return stock(lhs, rhs, *args, **kwargs)
+
+    monkeypatch.setattr(scaled_mm, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", watched)
+    return called
+
+
+E4, E5 = "float8_e4m3fn", "float8_e5m2"
+QUANTIZERS = {
+    "current": (scaled(E4), scaled(E4), scaled(E5)),
+    "power of two": (scaled(E4, scaling="rceil"), scaled(E4, scaling="rceil"), scaled(E5, scaling="rceil")),
+    "rows": (scaled(E4, ROW), scaled(E4, ROW), scaled(E5, ROW)),
+    "rows and a tensor": (scaled(E4, ROW, "rceil"), scaled(E4), scaled(E5, ROW)),
+}
+every_one = pytest.mark.parametrize("quantizers", QUANTIZERS.values(), ids=list(QUANTIZERS))
+
+
+@every_one
+def test_the_three_products_are_the_exact_ones_within_accumulation(quantizers, units):
+    given = draw(48, 64), draw(32, 64, seed=1), draw(48, 32, seed=2)
+    x, w, dy = (t.to(torch.bfloat16) for t in given)
+    x, w = x.requires_grad_(), w.requires_grad_()
+    ops.linear(x, w, None, linear_spec(*quantizers)).backward(dy)
+    assert len(units) == 3
+
+    def rounded(t, quantizer):
+        return quantizer.quantize(t.detach().contiguous()).dequantize(torch.float64)
+
+    of_x, of_w, of_dy = quantizers
+    for found, lhs, rhs in (
+        (ops.linear(x, w, None, linear_spec(*quantizers)).detach(), rounded(x, of_x), rounded(w, of_w).t()),
+        (x.grad, rounded(dy, of_dy), rounded(w.t(), of_w).t()),
+        (w.grad, rounded(dy.t(), of_dy), rounded(x.t(), of_x).t()),
+    ):
+        exact, bound = lhs @ rhs, lhs.shape[1] * 2.0**-24 * (lhs.abs() @ rhs.abs())
+        # A float32 scale a row times an element is rounded once in the reference, and not at all here.
+        assert ((found.double() - exact).abs() <= exact.abs() * 2.0**-8 + 4 * bound).all()
+        assert (found == exact.to(torch.bfloat16)).double().mean() > 0.98
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-rowwise-gw-hp"])
+def test_training_is_as_it_is_without_units_but_for_the_sums(name, units, monkeypatch):
+    losses = {}
+    for capability in ((9, 0), (0, 0)):
+        monkeypatch.setattr(scaled_mm, "_capability", lambda device, found=capability: found)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe=name)
+        x, y = draw(64, 32), draw(64, 16, seed=1)
+        course = []
+        for _ in range(20):
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            course.append(loss.item())
+        losses[capability] = torch.tensor(course)
+    assert len(units) >= 40
+    torch.testing.assert_close(losses[9, 0], losses[0, 0], rtol=2e-3, atol=0)
+    assert losses[9, 0][-1] < 0.5 * losses[9, 0][0]
+
+
+def test_operands_stay_in_8_bits_for_backward(units):
+    kept = []
+    x, w = draw(32, 64).requires_grad_(), draw(16, 64, seed=1).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+        ops.linear(x, w, None, linear_spec(scaled(E4), scaled(E4), scaled(E5)))
+    assert kept.count(torch.float8_e4m3fn) == 2
+
+
+@every_one
+def test_shapes_that_units_do_not_take_are_carried(quantizers, units):
+    """Dimensions must be multiples of 16: others go where they go on a machine without units."""
+    x, w = draw(5, 24).to(torch.bfloat16), draw(7, 24, seed=1).to(torch.bfloat16)
+    found = ops.linear(x, w, None, linear_spec(*quantizers))
+    assert not units
+    lhs, rhs = (q.quantize(t).dequantize(torch.float64) for t, q in zip((x, w), quantizers, strict=False))
+    exact = lhs @ rhs.t()
+    bound = 24 * 2.0**-23 * (lhs.abs() @ rhs.abs().t())
+    assert ((found.double() - exact).abs() <= exact.abs() * 2.0**-8 + bound).all()
+
+
+def test_two_e5m2_operands_are_carried(units):
+    x, w = draw(16, 32).to(torch.bfloat16), draw(16, 32, seed=1).to(torch.bfloat16)
+    ops.linear(x, w, None, linear_spec(scaled(E5), scaled(E5), scaled(E5)))
+    assert not units
+
+
+@pytest.mark.parametrize(("capability", "quantizer", "reason"), [
+    ((0, 0), scaled(E4), "no FP8 units"),
+    ((8, 0), scaled(E4), "compute capability 8.0: FP8 units came with 8.9"),
+    ((8, 9), scaled(E4), None),
+    ((8, 9), scaled(E4, ROW), "a scale a row needs compute capability 9.0"),
+    ((9, 0), scaled(E4, ROW), None),
+    ((9, 0), scaled("e4m3fnuz"), "FP8 units take float8_e4m3fn and float8_e5m2"),
+    ((10, 0), get_quantizer("mxfp8_e4m3"), "tiles of 1x32"),
+    ((9, 0), Quantizer(formats.get(E4)), "one scale a tensor or a row"),
+])  # fmt: skip
+def test_the_reason_for_no_native_path(capability, quantizer, reason, monkeypatch):
+    monkeypatch.setattr(scaled_mm, "_capability", lambda device: capability)
+    found = scaled_mm.refusal(quantizer, CPU)
+    assert found is None if reason is None else reason in found
+
+
+def test_is_native_available_says_why_not(monkeypatch):
+    found = halfstep.is_native_available("fp8-current", "cpu", return_reason=True)
+    assert found == (False, "no FP8 units on cpu here")
+    monkeypatch.setattr(scaled_mm, "_capability", lambda device: (9, 0))
+    assert halfstep.is_native_available("fp8-current")
+    assert halfstep.is_native_available("fp8-current", return_reason=True) == (True, "")
+    available, reason = halfstep.is_native_available("mxfp8", return_reason=True)
+    assert not available
+    assert "tiles of 1x32" in reason
+    assert not halfstep.is_native_available(get_recipe("fp32"))
+
+
+def test_doctor_tests_the_units_where_there_are_any(units, monkeypatch):
+    found = selftest.outcome("fp8 units", E4, lambda name: selftest.fp8_units(name, CPU))
+    assert found.passed
+    assert found.compared > 0
+    assert units
+    stock = scaled_mm.run
+    monkeypatch.setattr(scaled_mm, "run", lambda *arguments: 2 * stock(*arguments))
+    assert not selftest.outcome("fp8 units", E4, lambda name: selftest.fp8_units(name, CPU)).passed
