@@ -285,8 +285,8 @@ class Recipe:
             raise RecipeError(f"recipe {self.name!r}: {unknown('smooth_glu', self.smooth_glu, SMOOTH_GLU)}")
         if self.scaled is not None and (self.weights != "fp32" or not any(rule.linear.rounds for rule in self.rules)):
             raise RecipeError(
-                f"recipe {self.name!r}: scaled stores the weights that rules round, beside others in fp32; expected "
-                f"rules and weights = 'fp32', found {len(self.rules)} rules and {self.weights!r}"
+                f"recipe {self.name!r}: scaled = {self.scaled.weights} stores the weights that rules round, beside "
+                f"others in fp32; found {len(self.rules)} rules and weights in {self.weights}"
             )
         if self.grads == self.weights:
             raise RecipeError(f"recipe {self.name!r}: grads = {self.grads!r} is the weights' format; leave it out")

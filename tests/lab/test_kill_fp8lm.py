@@ -1,0 +1,346 @@
+"""Training runs: repeatable, resumable bit for bit, and honest about what breaks."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.errors import CheckpointError, DataError, ModelError
+from halfstep.formats import ieee
+from halfstep.lab import checkpoint
+from halfstep.lab.compare import open_experiment
+from halfstep.lab.data import load_corpus
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.metrics import TIMINGS, read_metrics
+from halfstep.lab.task import Task
+from halfstep.lab.tasks.lm import LanguageModelling
+from halfstep.lab.train import Trainer
+from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, final_loss, judge
+from halfstep.quant import Quantizer
+from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe
+from tiny import RECIPES, mostly_slow
+
+
+TEXT = "".join(f"{a} plus {b} is {a + b}.\n" for a in range(60) for b in range(60))
+SMALL = {"steps": 12, "batch": 4, "context": 16, "warmup": 2, "validations": 3, "statistics": 2, "checkpoints": 4}
+
+
+class Tiny(nn.Module):
+    """Bytes -> logits, with dropout so that the random state matters, and something to spoil it with."""
+
+    def __init__(self, spoil_after: int | None = None, width: int = 16) -> None:
+        super().__init__()
+        self.token = nn.Embedding(256, width)
+        self.inner = nn.Linear(width, 2 * width)
+        self.drop = nn.Dropout(0.1)
+        self.spoiled = nn.Linear(2 * width, width)
+        self.head = nn.Linear(width, 256)
+        self.left = spoil_after
+
+    def forward(self, tokens):
+        x = self.drop(torch.tanh(self.inner(self.token(tokens))))
+        x = self.spoiled(x)
+        if self.left is not None and self.training:
+            self.left -= 1
+            x = x * float("nan") if self.left < 0 else x
+        return self.head(torch.tanh(x))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "sums.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def train(folder: Path, recipe: Recipe, corpus: Path, build=lambda: Tiny(), seed: int = 0, **changes):
+    experiment = Experiment(recipes=(recipe.name,), **{**SMALL, **changes})
+    task = LanguageModelling(load_corpus(str(corpus), experiment.context), experiment.batch, experiment.context, 2)
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return build()
+
+    Trainer(experiment, recipe, seed, task, make, folder).run()
+    return without_timings(read_metrics(folder / "metrics.jsonl"))
+
+
+def without_timings(rows):
+    return [{key: value for key, value in row.items() if key not in TIMINGS} for row in rows]
+
+
+@pytest.mark.parametrize("name", mostly_slow(RECIPES))
+def test_a_run_stopped_at_any_step_and_resumed_equals_the_uninterrupted_one(name, tmp_path, corpus, monkeypatch):
+    recipe = get_recipe(name)
+    whole = train(tmp_path / "whole", recipe, corpus)
+    stop = random.Random(name).randrange(1, SMALL["steps"])
+    original = Trainer._step
+
+    def dies(self, step):
+        if step == stop:
+            raise KeyboardInterrupt
+        return original(self, step)
+
+    monkeypatch.setattr(Trainer, "_step", dies)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "cut", recipe, corpus)
+    monkeypatch.setattr(Trainer, "_step", original)
+    torch.manual_seed(99)
+    assert train(tmp_path / "cut", recipe, corpus) == whole
+    assert {row["kind"] for row in whole} >= {"memory", "step", "validation", "statistics", "end"}
+
+
+def test_seeds_differ_and_repeat(tmp_path, corpus):
+    recipe = get_recipe("bf16-stochastic")
+    first, again = (train(tmp_path / n, recipe, corpus) for n in "ab")
+    assert first == again
+    assert train(tmp_path / "c", recipe, corpus, seed=1) != first
+
+
+def test_a_run_that_has_ended_is_left_alone(tmp_path, corpus):
+    recipe = get_recipe("fp32")
+    rows = train(tmp_path, recipe, corpus)
+    stamp = (tmp_path / "metrics.jsonl").stat().st_mtime_ns
+    assert train(tmp_path, recipe, corpus) == rows
+    assert (tmp_path / "metrics.jsonl").stat().st_mtime_ns == stamp
+
+
+def test_every_recipe_starts_from_the_same_weights(tmp_path, corpus):
+    start = {n: train(tmp_path / n, get_recipe(n), corpus)[0] for n in ("fp32", "bf16-mixed", "fp16-master")}
+    assert all(row["kind"] == "validation" and row["step"] == 0 for row in start.values())
+    losses = [row["loss"] for row in start.values()]
+    assert max(losses) - min(losses) < 1e-2
+
+
+def test_a_planted_nan_comes_out_diverged_at_the_right_tensor(tmp_path, corpus):
+    rows = train(tmp_path, get_recipe("bf16-mixed"), corpus, lambda: Tiny(spoil_after=5))
+    verdict = judge("bf16-mixed", {0: read_metrics(tmp_path / "metrics.jsonl")}, {})
+    assert (verdict.status, verdict.diverged_at) == (DIVERGED, 6)
+    assert verdict.first_nonfinite == "input of head (Linear)"
+    assert rows[-1] == {"kind": "end", "step": 6, "status": "diverged"}
+    assert verdict.final_loss is None
+
+
+def test_a_planted_nan_in_a_weight_is_named(tmp_path, corpus, monkeypatch):
+    original = Trainer._step
+
+    def spoils(self, step):
+        if step == 4:
+            with torch.no_grad():
+                self.training.model.spoiled.weight[0, 0] = float("nan")
+        return original(self, step)
+
+    monkeypatch.setattr(Trainer, "_step", spoils)
+    rows = train(tmp_path, get_recipe("fp32"), corpus)
+    assert rows[-2]["kind"] == "diverged"
+    assert rows[-2]["tensor"] == "weight spoiled.weight"
+
+
+def test_under_a_dynamic_scale_a_persistent_nan_ends_at_the_floor(tmp_path, corpus):
+    rows = train(tmp_path, get_recipe("fp16-mixed"), corpus, lambda: Tiny(spoil_after=3), steps=60)
+    assert rows[-2]["kind"] == "diverged"
+    assert "floor" in rows[-2]["reason"]
+    assert rows[-2]["tensor"] == "input of head (Linear)"
+    assert sum(row.get("skipped", False) for row in rows) == 32
+
+
+class Curve(Task):
+    """Fit y = sin(3x): the loss goes down to where the precision of the products stops it."""
+
+    def models(self):
+        return {}
+
+    def batch(self, seed, step):
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        x = torch.rand(64, 1, generator=generator) * 4 - 2
+        return {"x": x, "y": torch.sin(3 * x)}
+
+    def held_out(self):
+        return [self.batch(77, 0)]
+
+    def loss(self, model, batch):
+        return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+def multilayer(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(1, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 1))
+
+
+def test_a_recipe_with_three_mantissa_bits_degrades_and_fp16_mixed_matches(tmp_path):
+    """The verdict tells a bad recipe from a good one, over the same seeds."""
+    three = Quantizer(ieee("e8m3", 8, 3, "made up"))
+    both = Matmul(three, three)
+    coarse = Recipe("coarse", "3 mantissa bits", "a test", rules=(Rule("*", LinearSpec(both, both, both)),))
+    runs: dict[str, dict[int, list]] = {}
+    for recipe in (get_recipe("fp32"), get_recipe("fp16-mixed"), coarse):
+        experiment = Experiment(recipes=(recipe.name,), steps=300, lr=2e-2, warmup=5, statistics=1, checkpoints=1)
+        for seed in range(3):
+            folder = tmp_path / recipe.name / str(seed)
+            Trainer(experiment, recipe, seed, Curve(), multilayer, folder).run()
+            runs.setdefault(recipe.name, {})[seed] = read_metrics(folder / "metrics.jsonl")
+    baselines = {seed: final_loss(rows) for seed, rows in runs["fp32"].items()}
+    verdicts = {name: judge(name, rows, baselines) for name, rows in runs.items()}
+    assert verdicts["fp32"].status == MATCHES
+    assert verdicts["fp16-mixed"].status == MATCHES
+    assert verdicts["coarse"].status == DEGRADES
+    assert verdicts["coarse"].paired_gap > 0.5
+
+
+# ---- kill -9 ----------------------------------------------------------------------------------------------------
+
+
+KILLED = {"fp8lm-o1,fp8lm-o3": 60}
+"""Recipes and their steps."""
+
+
+def command(recipes: str, out: Path, corpus: Path, *more: str) -> list[str]:
+    options = ["--recipes", recipes, "--steps", str(KILLED[recipes]), "--batch", "4", "--context", "16"]
+    paths = ["--data", str(corpus), "--out", str(out), "--baseline-seeds", "1"]
+    return [sys.executable, "-m", "halfstep", "compare", *options, *paths, *more]
+
+
+def all_rows(out: Path):
+    return {str(p.relative_to(out)): without_timings(read_metrics(p)) for p in sorted(out.rglob("metrics.jsonl"))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipes", KILLED, ids=["fp8lm"])
+def test_ten_kills_at_random_moments_then_resumed_equal_the_uninterrupted_run(tmp_path, corpus, recipes):
+    whole, cut = tmp_path / "a" / "whole", tmp_path / "b" / "cut"
+    subprocess.run(command(recipes, whole, corpus), check=True, capture_output=True)
+    chance = random.Random(0)
+    kills = 0
+    while kills < 10:
+        resume = ["--resume"] if (cut / "experiment.json").exists() else []
+        process = subprocess.Popen(
+            command(recipes, cut, corpus, *resume), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        before = sum(len(p.read_bytes()) for p in cut.rglob("metrics.jsonl"))
+        deadline = time.monotonic() + 120  # wait for it to write, then let it run for a random moment
+        while process.poll() is None and time.monotonic() < deadline:
+            if sum(len(p.read_bytes()) for p in cut.rglob("metrics.jsonl")) != before:
+                break
+            time.sleep(0.01)
+        time.sleep(chance.random() * 0.8)
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+        process.communicate()
+        if all_rows(cut) and all(rows and rows[-1]["kind"] == "end" for rows in all_rows(cut).values()):
+            break
+    subprocess.run(command(recipes, cut, corpus, "--resume"), check=True, capture_output=True)
+    assert kills == 10
+    assert all_rows(cut) == all_rows(whole)
+
+
+# ---- checkpoints that cannot be used ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(tmp_path, corpus, monkeypatch):
+    """A run stopped before its end, and a function that resumes it."""
+    original = Trainer._step
+
+    def dies(self, step):
+        if step == 11:
+            raise KeyboardInterrupt
+        return original(self, step)
+
+    monkeypatch.setattr(Trainer, "_step", dies)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, get_recipe("fp16-master"), corpus)
+    monkeypatch.setattr(Trainer, "_step", original)
+    folder = tmp_path / "checkpoints"
+    latest = folder / f"step-{checkpoint.last_step(folder):08d}"
+    return latest, lambda: train(tmp_path, get_recipe("fp16-master"), corpus)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("damage", [lambda d: d[: len(d) // 2], lambda d: d[:-1] + bytes([d[-1] ^ 1]), lambda d: b""])
+def test_a_truncated_or_edited_tensor_file_is_refused(stopped, name, damage):
+    latest, resume = stopped
+    data = (latest / name).read_bytes()
+    (latest / name).write_bytes(damage(data))
+    with pytest.raises(CheckpointError, match=rf"{name} is truncated or was edited.*remove that folder"):
+        resume()
+    assert (latest / name).read_bytes() == damage(data)
+
+
+def test_an_edited_or_broken_state_file_is_refused(stopped):
+    latest, resume = stopped
+    state = json.loads((latest / "state.json").read_text())
+    state["content"]["scaler"]["scale"] = 1.0
+    (latest / "state.json").write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=r"state\.json was edited"):
+        resume()
+    (latest / "state.json").write_text('{"content": ')
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        resume()
+
+
+def test_without_the_damaged_checkpoint_the_one_before_serves(stopped, tmp_path, corpus):
+    latest, resume = stopped
+    for file in latest.iterdir():
+        file.unlink()
+    latest.rmdir()
+    assert resume() == train(tmp_path / "whole", get_recipe("fp16-master"), corpus)
+
+
+def test_a_checkpoint_of_another_model_is_refused(stopped, tmp_path, corpus):
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        train(tmp_path, get_recipe("fp16-master"), corpus, lambda: Tiny(width=8))
+
+
+# ---- data and models that cannot be used ------------------------------------------------------------------------
+
+
+def test_nan_in_the_data_is_the_datas_fault(tmp_path, corpus):
+    class Regression(Task):
+        """Float inputs, one of them NaN at step 3."""
+
+        def models(self):
+            return {}
+
+        def batch(self, seed, step):
+            x = torch.ones(4, 2)
+            x[2, 1] = float("nan") if step == 3 else 1.0
+            return {"inputs": x}
+
+        def held_out(self):
+            return [self.batch(0, 1)]
+
+        def loss(self, model, batch):
+            return model(batch["inputs"]).square().mean()
+
+    experiment = Experiment(recipes=("fp32",), **SMALL)
+    trainer = Trainer(experiment, get_recipe("fp32"), 0, Regression(), lambda seed: nn.Linear(2, 1), tmp_path)
+    with pytest.raises(DataError, match=r"step 3: the batch's 'inputs' holds nan at \[2, 1\]"):
+        trainer.run()
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 2
+
+
+def test_a_model_with_other_outputs_is_refused(tmp_path, corpus):
+    with pytest.raises(ModelError, match=r"returned \(4, 16, 8\); expected logits of shape \(4, 16, 256\)"):
+        train(tmp_path, get_recipe("fp32"), corpus, lambda: nn.Embedding(256, 8))
+
+
+def test_comparison_takes_recipes_of_the_callers_own_and_caches_the_baseline(tmp_path, corpus):
+    options = {**SMALL, "baseline_seeds": 1, "data": str(corpus)}
+    first = open_experiment(Experiment(recipes=("fp32",), **options), tmp_path / "one", resume=False)
+    first.run()
+    mine = Recipe("mine", "bf16 products", "a test", compute="bf16")
+    second = open_experiment(Experiment(recipes=("mine",), **options), tmp_path / "two", False, {"mine": mine})
+    second.run()
+    taken, trained = second.folder.metrics("fp32", 0), first.folder.metrics("fp32", 0)
+    assert without_timings(taken) == without_timings(trained)
+    assert {row["seconds"] for row in taken if row["kind"] == "step"} == {None}  # it ran at another time
+    assert final_loss(second.folder.metrics("mine", 0)) is not None
