@@ -11,7 +11,7 @@ from torch import nn
 
 from halfstep.errors import OptimizerError
 from halfstep.nn import apply
-from halfstep.nn.codes import hold
+from halfstep.nn.codes import check_torch, hold
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.scaling import Scalings
 from halfstep.nn.storage import storable
@@ -58,6 +58,8 @@ def prepare(
         raise OptimizerError(
             "the optimizer holds none of the model's parameters; build it over model.parameters() of this model"
         )
+    if recipe.scaled is not None:
+        check_torch()
     masters = {}
     if recipe.master is not None or (recipe.scaled is not None and recipe.scaled.master is not None):
         masters = {p: p.detach().float().clone() for p in storable(model)[0].values() if p in trained}

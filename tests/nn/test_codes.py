@@ -10,7 +10,9 @@ from torch import nn
 
 import halfstep
 from halfstep import formats, ops
-from halfstep.errors import OptimizerError, RecipeError
+from halfstep.errors import ModelError, OptimizerError, RecipeError
+from halfstep.nn.codes import check_torch
+from halfstep.optim.rules.base import never
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
@@ -121,6 +123,19 @@ def test_the_optimizer_steps_on_values_and_rounds_them(name):
         for format in [scaled.master, scaled.weights] if path in WEIGHTS else []:
             expected = ops.decode_scaled(*ops.encode_scaled(expected, DTYPES[format])) if format else expected
         assert_same(value, expected)
+
+
+@every_scaled
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_the_step_in_one_pass_is_the_reference(name, kind):
+    found = []
+    for fused in (True, False):
+        model = mlp()
+        model, optimizer, scaler = prepared(name, model, kind(model.parameters(), lr=0.1, weight_decay=0.1))
+        optimizer.rule = optimizer.rule if fused else replace(optimizer.rule, fused=never)
+        train(model, optimizer, scaler, 4)
+        found.append(copied((dict(model.state_dict()), optimizer.state_dict()["state"])))
+    assert_same(*found)
 
 
 def test_levels_differ_from_plain_fp8_and_o3_rounds_as_o1_does():
@@ -362,13 +377,9 @@ def test_a_process_group_that_comes_later_is_refused(monkeypatch):
 
 
 def test_an_older_torch_is_named():
-    class Old:
-        weight = object()  # without grad_dtype
-
-    from halfstep.nn.codes import _Held
-
-    with pytest.raises(halfstep.errors.ModelError, match=r"use torch 2.10 or newer"):
-        _Held(torch.float8_e4m3fn).attach(Old())
+    check_torch()
+    with pytest.raises(ModelError, match=r"weights that are codes take others: use torch 2.10 or newer"):
+        check_torch(object)
 
 
 def test_frozen_weights_are_codes_too_and_stay():

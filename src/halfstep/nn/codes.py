@@ -27,6 +27,19 @@ _ANCHOR = "_halfstep_weight_gradient"
 _HELD = "_halfstep_held"
 
 
+def check_torch(kind: type = Tensor) -> None:
+    """Called before a model is changed.
+
+    Raises:
+        ModelError: this torch cannot keep gradients in another dtype than their parameter.
+    """
+    if not hasattr(kind, "grad_dtype"):
+        raise ModelError(
+            f"torch {torch.__version__} keeps gradients in their parameters' dtype, and weights that are codes take "
+            "others: use torch 2.10 or newer"
+        )
+
+
 def hold(model: nn.Module, paths: Sequence[str], scaled: Scaled) -> dict[nn.Parameter, Tensor | None]:
     """Keep the weights of those layers as `scaled` says; their scales, for the optimizer.
 
@@ -34,9 +47,6 @@ def hold(model: nn.Module, paths: Sequence[str], scaled: Scaled) -> dict[nn.Para
     parent's forward reads a weight (T5 casts to its dtype), and fused ones (attention, experts). Where there is more
     than one rank, a weight takes the rounded values in its own dtype, with None for a scale: gradients have to cross
     the network unrounded, and torch wants them in the parameter's dtype.
-
-    Raises:
-        ModelError: this torch cannot keep gradients in another dtype than their parameter.
     """
     readers = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     scales: dict[nn.Parameter, Tensor | None] = {}
@@ -120,11 +130,6 @@ class _Held:
 
     def attach(self, module: Any) -> None:
         weight = module.weight
-        if not hasattr(weight, "grad_dtype"):
-            raise ModelError(
-                f"torch {torch.__version__} keeps gradients in the parameters' dtype, and this recipe in {self.grads}: "
-                "use torch 2.10 or newer"
-            )
         weight.grad_dtype = None
 
         def with_earlier(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

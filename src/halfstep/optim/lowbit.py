@@ -183,8 +183,11 @@ class LowBit(torch.optim.Optimizer):
         group: dict[str, Any],
         grad_scale: float,
     ) -> None:
-        """What `rule.fused` does, in torch, for any rule, device and format."""
+        """What `rule.fused` does, for any rule, device and format: in torch, but for what it can do in float32."""
         full, before = master.read(weight, kept), master.value(weight, kept) if self._watch else None
+        if self._watch is None and self.rule.fused(full, Own("none"), {}, grad, moments, step, group, grad_scale):
+            master.write(weight, kept, full)
+            return
         updated, new = self.rule.update(full, grad.float() * grad_scale, _decode(moments), step, group)
         for name, moment in new.items():
             moments[name].copy_(moment)

@@ -159,7 +159,8 @@ class Scaled:
     """How the weights that rules round are kept: as codes times one power of two a tensor (`ops.encode_scaled`).
 
     Formats are keys of `SCALED`. The codes come with the optimizer of `halfstep.prepare`, which alone can step on them:
-    under `halfstep.apply` alone, and while there is more than one rank, these weights and gradients stay as others do.
+    under `halfstep.apply` these weights stay as others do. Where there is more than one rank, the optimizer rounds them
+    and their gradients, and they stay in fp32.
 
     Raises:
         RecipeError: a format that tensors are not stored in with a scale; something that comes later.
