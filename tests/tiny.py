@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfstep
-from halfstep import recipe
+from halfstep import ops, recipe
 
 
 EVERY = recipe.list_recipes()
@@ -15,7 +15,9 @@ RECIPES = [name for name in EVERY if name not in SMOOTH]
 _FAST = {
     "fp32", "bf16-mixed", "fp16-mixed", "fp16-lists", "bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-plus",
     "bf16-stochastic", "fp8-delayed", "fp8-current", "mxfp8", "fp8-block", "fp8-amax", "fp8-smooth-swiglu",
+    "fp8lm-o3",
 }  # fmt: skip
+SCALED = [name for name in EVERY if recipe.get_recipe(name).scaled]  # weights and gradients are codes
 BREAKS = {"fp16-pure"}  # documented to: the squares of small gradients become zero
 
 
@@ -80,6 +82,11 @@ def train(model, optimizer, scaler, steps=3, data=None, loss_of=F.mse_loss):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def grads(model):
+    """The gradients' values by name, whatever they are kept in."""
+    return {name: ops.grad_values(p.grad).clone() for name, p in model.named_parameters()}
 
 
 def copied(state):

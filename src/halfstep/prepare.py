@@ -11,6 +11,7 @@ from torch import nn
 
 from halfstep.errors import OptimizerError
 from halfstep.nn import apply
+from halfstep.nn.codes import check_torch, hold
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.scaling import Scalings
 from halfstep.nn.storage import storable
@@ -57,8 +58,10 @@ def prepare(
         raise OptimizerError(
             "the optimizer holds none of the model's parameters; build it over model.parameters() of this model"
         )
+    if recipe.scaled is not None:
+        check_torch()
     masters = {}
-    if recipe.master is not None:
+    if recipe.master is not None or (recipe.scaled is not None and recipe.scaled.master is not None):
         masters = {
             p: p.detach().float().clone() for p in storable(model, recipe.float32_modules)[0].values() if p in trained
         }
@@ -72,8 +75,9 @@ def prepare(
         names=names,
         follower=Scalings(model),
     )
-    apply(model, recipe, module_filter)
-    low_bit = convert(optimizer, recipe, masters, generator)
+    report = apply(model, recipe, module_filter)
+    scales = hold(model, report.quantized, recipe.scaled) if recipe.scaled is not None else {}
+    low_bit = convert(optimizer, recipe, masters, generator, scales)
     return model, low_bit, scaler
 
 

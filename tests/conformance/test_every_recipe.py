@@ -13,7 +13,7 @@ import halfstep
 from halfstep import get_recipe
 from halfstep.kernels import carried
 from halfstep.optim import convert
-from halfstep.recipe import MASTERS
+from halfstep.recipe import MASTERS, SCALED_MASTER
 from tiny import (
     BREAKS,
     EVERY,
@@ -22,6 +22,7 @@ from tiny import (
     assert_same,
     batch,
     copied,
+    grads,
     mlp,
     model_for,
     mostly_slow,
@@ -39,7 +40,7 @@ SANE = [name for name in EVERY if name not in BREAKS]
 def gradients(model, scaler, rows=slice(None)):
     x, y = (t[rows] for t in batch())
     scaler.scale(F.mse_loss(model(x), y)).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
+    return grads(model)
 
 
 @every_recipe
@@ -72,12 +73,14 @@ def test_parameters_are_stored_as_the_recipe_says(name):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler)
     recipe = get_recipe(name)
-    storable = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    for parameter in model.parameters():
-        assert parameter.dtype == storable[recipe.weights]
+    storable = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3fn": torch.float8_e4m3fn}
+    for path, parameter in model.named_parameters():
+        scaled = recipe.scaled if path in ("0.weight", "3.weight") else None
+        assert parameter.dtype == storable[scaled.weights if scaled else recipe.weights]
         assert optimizer.state[parameter]["exp_avg_sq"].dtype == storable[recipe.moments]
-        kept = {name for name, _ in MASTERS.values()} & optimizer.state[parameter].keys()
-        assert kept == ({MASTERS[recipe.master][0]} if recipe.master else set())
+        kept = {SCALED_MASTER, *(name for name, _ in MASTERS.values())} & optimizer.state[parameter].keys()
+        master = MASTERS[recipe.master][0] if recipe.master else SCALED_MASTER if scaled and scaled.master else None
+        assert kept == ({master} if master else set())
 
 
 @every_recipe
@@ -144,7 +147,7 @@ def test_eager_equals_a_traced_graph(name):
     for each in (compiled, model):
         torch.manual_seed(5)  # for gradients that are rounded stochastically
         scaler.scale(each(x).square().mean()).backward()
-    assert_same([p.grad for p in twin.parameters()], [p.grad for p in model.parameters()])
+    assert_same(grads(twin), grads(model))
 
 
 class Checkpointed(nn.Module):

@@ -1,6 +1,7 @@
 """States of scalings: only an optimizer step moves them, whatever is run between two, and nothing else sees them."""
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from halfstep import formats
 from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.scaling import Scalings, states_of
 from halfstep.ops.scaled import round_scaled
+from halfstep.quant.scaling import get_scaling
 from halfstep.quant.scaling.delayed import Delayed
 from halfstep.recipe import LossScale, get_recipe
 from tiny import adamw, assert_same, batch, mlp, prepared, train
@@ -69,6 +71,58 @@ def test_most_recent_and_margin():
 def test_an_amax_that_is_not_finite_leaves_the_factor(amax):
     factors, _ = follow(Delayed("d", history=2), [2, amax, 4, 4, 4])
     assert factors == [224, 224, 224, 112, 112]
+
+
+class ScalingMeta:
+    """MS-AMP's bookkeeping of one tensor, written after its description: a window of amaxes and a counter."""
+
+    def __init__(self, window):
+        self.window, self.amaxes = window, []
+
+    def factor(self, amax):
+        """What a tensor of that amax is multiplied by: by its own until the window is full."""
+        largest = amax if len(self.amaxes) < self.window else max(self.amaxes[-self.window :])
+        return 2.0 ** math.floor(math.log2(448 / largest))
+
+    def add(self, amax):
+        self.amaxes = [*self.amaxes, amax] if math.isfinite(amax) else []
+
+
+def test_a_window_scales_by_the_tensor_itself_until_it_is_full_and_starts_over_after_an_infinity():
+    scaling = Delayed("d", history=4, power_of_two=True, warmup=True)
+    state, meta, used = scaling.init(), ScalingMeta(4), []
+    amaxes = [1.0, 7.0, 100.0, 3.0, 448.0, 449.0, 2.0, 5.0, 0.3, 0.1, 0.2, math.inf, 6.0, 900.0, 2.0, 2.0, 1e-4, 1e-4]
+    for amax in amaxes:
+        if math.isfinite(amax):
+            used.append(scaling.in_use(state, torch.tensor(amax), E4M3).item())
+            assert used[-1] == meta.factor(amax)
+        else:
+            assert scaling.in_use(scaling.init(), torch.tensor(amax), E4M3).isnan()
+        scaling.record(state, torch.tensor(amax))
+        scaling.advance(state, E4M3)
+        meta.add(amax)
+    assert used[:5] == [256, 64, 4, 128, 4]
+    follows = [Delayed("d", history=4, warmup=True).in_use(scaling.init(), torch.tensor(a), E4M3) for a in (0.0, 7.0)]
+    assert follows == [1, 64]
+
+
+def test_a_layer_under_a_window_rounds_by_its_own_amax_at_first():
+    """The recipe's layer against the reference with current scales; after 16 steps they differ."""
+    model, optimizer, scaler = prepared("fp8lm-o1", mlp())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    x, layer = batch()[0], model[0]
+    own = replace(layer._halfstep_linear.output.lhs, scaling=get_scaling("rceil"))
+    weight = own(model.state_dict()["0.weight"])
+    found = []
+    for steps in (0, 15, 1):
+        train(model, optimizer, scaler, steps)
+        with torch.no_grad():  # which moves no state
+            found.append((layer(10 * x) - own(10 * x) @ weight.t() - layer.bias).abs().max())
+    assert found[0] < 1e-5
+    assert found[1] < 1e-5
+    assert found[2] > 1e-3
+    assert states(model)["0.input"][0] == 2.0 ** math.floor(math.log2(448 / x.abs().max().item()))
 
 
 @pytest.mark.parametrize(("name", "clipped"), [("fp8-delayed", 0), ("fp8-delayed-megatron", 10)])

@@ -96,6 +96,13 @@ def test_a_base_gives_what_the_file_leaves_out(written):
     assert get_recipe(written('name = "mine"\nbase = "O2"')).weights == "fp16"
 
 
+def test_weights_of_ones_own_are_scaled(written):
+    recipe = get_recipe(written('name = "mine"\nbase = "fp8-delayed"\n[scaled]\nweights = "e4m3fn"\nmaster = "fp16"\n'))
+    assert recipe.scaled == get_recipe("fp8lm-o3").scaled
+    assert {p.dtype for p in prepared(recipe)[0].parameters()} == {torch.float8_e4m3fn, torch.float32}
+    assert get_recipe(written('name = "mine"\nbase = "fp8lm-o3"\nscaled = "none"')).scaled is None
+
+
 def test_heads_are_kept_unless_the_file_says_otherwise(written):
     rules = "[[rules]]\npath = '*'\ninput = 'e4m3fn'\n"
     assert len(get_recipe(written(f"name = 'mine'\nkeep_heads = false\n{rules}")).rules) == 1
@@ -164,6 +171,15 @@ RULE = 'name = "mine"\n[[rules]]\npath = "a"\n[[rules]]\npath = "*"\n'
         ('name = "mine"\nloss_scale = 3', 2, "loss_scale = 3 found; expected a table or 'none'"),
         ('name = "mine"\n[loss_scale]\nint = 3', 3, "unknown key of loss_scale 'int'; nearest: init"),
         ('name = "mine"\n[loss_scale]\ninit = 3\ndynamic = 1', 4, "dynamic = 1 found; expected true or false"),
+        ('name = "mine"\nscaled = 3', 2, "scaled = 3 found; expected a table or 'none'"),
+        ('name = "mine"\n[scaled]\nweight = "fp16"', 3, "unknown key of scaled 'weight'; nearest: weights"),
+        (
+            'name = "mine"\nbase = "fp8-delayed"\n[scaled]\ngrads = "x"',
+            4,
+            "scaled grads = 'x'; tensors are stored with",
+        ),
+        ('name = "mine"\n[scaled]\nmoments = ["fp16"]', 3, "scaled moments = ['fp16']: moments have no scales yet"),
+        ('name = "mine"\n[scaled]\nweights = "fp16"', 2, "scaled = fp16 stores the weights that rules round"),
         ('name = "mine"\nrules = 3', 2, "rules = 3 found; expected an array of tables"),
         ('name = "mine"\nkeep_heads = false', 2, "keep_heads found without [[rules]]"),
         ('summary = ""\nname = "a/b"', 2, "name = 'a/b' found; expected a name of letters"),

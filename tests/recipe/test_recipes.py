@@ -9,7 +9,7 @@ import pytest
 from halfstep import formats, get_recipe, list_recipes
 from halfstep.errors import QuantizationError, RecipeError
 from halfstep.quant import Quantizer
-from halfstep.recipe import LinearSpec, LossScale, Matmul, Recipe, Rule
+from halfstep.recipe import LinearSpec, LossScale, Matmul, Recipe, Rule, Scaled
 from tiny import EVERY
 
 
@@ -45,6 +45,9 @@ BYTES = {
     "fp8-block": (4, 4, 0, 8, 2),
     "fp8-amax": (2, 2, 0, 8, 0),
     "fp8-cscale": (2, 2, 0, 8, 0),
+    "fp8lm-o1": (2, 1, 0, 8, 2),
+    "fp8lm-o2": (2, 1, 0, 8, 2),
+    "fp8lm-o3": (1, 1, 2, 8, 2),
 }
 every_recipe = pytest.mark.parametrize("name", EVERY)
 
@@ -121,6 +124,39 @@ def test_a_recipe_that_means_nothing_is_refused(fields, error, words):
         made(**fields)
     with pytest.raises(error, match=words):
         replace(get_recipe("fp32"), **fields | {"name": "made"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"weights": "bf16"}, "scaled weights = 'bf16'; tensors are stored with a scale as fp16 or e4m3fn"),
+        ({"grads": None}, "scaled grads = None; tensors"),
+        ({"master": "fp32"}, "scaled master = 'fp32'; tensors"),
+        ({"master": "fp16"}, "scaled master = 'fp16' is the weights' format; leave it out"),
+        ({"moments": ("e4m3fn", "fp16")}, r"moments = \['e4m3fn', 'fp16'\]: moments have no scales yet; leave it out"),
+        ({"traffic": "e4m3fn"}, "traffic = 'e4m3fn': gradients cross the network unrounded as yet; leave it out"),
+    ],
+)
+def test_scaled_storage_that_is_not_there_is_refused(fields, words):
+    with pytest.raises(RecipeError, match=words):
+        Scaled(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"rules": ()}, {"weights": "bf16"}])
+def test_scaled_weights_are_those_that_rules_round(fields):
+    with pytest.raises(
+        RecipeError, match="scaled = fp16 stores the weights that rules round, beside others in fp32; found"
+    ):
+        replace(get_recipe("fp8lm-o1"), **fields)
+
+
+@pytest.mark.parametrize("name", ["fp8lm-o1", "fp8lm-o2", "fp8lm-o3"])
+def test_fp8lm_shows_what_is_stored_and_what_comes_later(name):
+    text = re.sub(r"\n {15}", " ", get_recipe(name).describe())
+    stored = "e4m3fn, gradients e4m3fn, master fp16" if name == "fp8lm-o3" else "fp16, gradients e4m3fn"
+    assert f"weights that rules round: {stored}; codes times a power of two" in text
+    assert "Later: the FP8 all-reduce." in text
+    assert ("Later: moments in E4M3 and scaled fp16" in text) == (name != "fp8lm-o1")
 
 
 def test_the_description_shows_rules_and_scales():

@@ -16,6 +16,7 @@ from halfstep.nn.adapters import convolution, encoder, gated, norm, wide
 from halfstep.nn.adopt import adopt, release
 from halfstep.nn.applied import Applied, Clock, applied_to
 from halfstep.nn.attention import ATTRIBUTE
+from halfstep.nn.codes import is_held, let_go
 from halfstep.nn.layers import ModuleFilter, match
 from halfstep.nn.outputs import to_float32
 from halfstep.nn.scaling import Scalings, attach, detach
@@ -133,6 +134,8 @@ def revert(model: nn.Module) -> None:
             "load them, or quantise a copy (copy.deepcopy) next time"
         )
     for module in model.modules():
+        if is_held(module):
+            let_go(module)
         release(module)
         vars(module).pop("_halfstep_linear", None)
         vars(module).pop(ATTRIBUTE, None)
@@ -171,7 +174,9 @@ def _forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 def _after_copy(model: nn.Module) -> None:
     """torch copies a parameter without the dtype that its gradients accumulate in."""
     applied = applied_to(model)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    held = {id(module.weight) for module in model.modules() if is_held(module)}
+    named = model.named_parameters(remove_duplicate=False)
+    parameters = {name: parameter for name, parameter in named if id(parameter) not in held}
     for name in applied.dtypes.keys() & parameters.keys():
         store(parameters[name], parameters[name].dtype, applied.grads)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from halfstep import ops
 from halfstep.errors import CheckpointError
-from halfstep.nn.adopt import adopt
+from halfstep.nn.adopt import Members, extend
+from halfstep.nn.codes import held_weight
 from halfstep.nn.scaling import accept_factors, states_of
 from halfstep.ops.linear import product_dtype
 from halfstep.ops.operand import Operand, decoded, just_in_time, operand, stored
@@ -65,7 +66,7 @@ def weight_of(module: Any, name: str, x: Tensor, expert: int | None = None) -> A
     out as the parameter is) where the layer is quantised for inference."""
     kept: Mapping[str, Stored | Weight] | None = vars(module).get("_halfstep_stored")
     if kept is None:
-        weight = getattr(module, name)
+        weight = held_weight(module) if name == "weight" else getattr(module, name)
         return weight if expert is None else weight[expert]
     dtype, entry = product_dtype(x), kept[name]
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
@@ -97,7 +98,7 @@ def store_weight(module: Any, weight: Weight, state: Tensor | None) -> int:
     label = torch.frombuffer(bytearray(entry.label), dtype=torch.uint8)
     module.register_buffer(f"{weight.name}_format", label.to(parameter.device))
     module._halfstep_stored[weight.name] = entry
-    adopt(module, None, members=((weight.name, _restored(weight.name)),))
+    extend(module, _restoring(weight.name))
     return parameter.numel()
 
 
@@ -129,7 +130,7 @@ def _quantized(module: Any, entry: Stored, expert: int | None = None) -> ops.Qua
 
 
 @cache
-def _restored(name: str) -> property:
+def _restoring(name: str) -> Members:
     """The parameter as others see it: its values now, in the dtype and shape that it had."""
 
     def value(module: Any) -> Tensor:
@@ -140,4 +141,4 @@ def _restored(name: str) -> property:
         matrices = [matrix.t() if entry.weight.transposed else matrix for matrix in matrices]
         return matrices[0] if count is None else torch.stack(matrices)
 
-    return property(value)
+    return lambda stock: {name: property(value)}

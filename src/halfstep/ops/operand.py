@@ -145,9 +145,10 @@ def _factor(x: Tensor, quantizer: Quantizer, state: Tensor | None, record: bool)
             f"the state of {scaling.name} scaling is {state.dtype}, expected torch.float32: the model was cast after "
             "halfstep.apply (model.half(), model.to(dtype)); cast it first, then apply the recipe"
         )
-    factor = state[0].clone()  # the product of a backward pass is of this step, whatever happens to the state
-    if record:
-        scaling.record(state, amax_of(x))
+    own = amax_of(x) if record or scaling.waits else None
+    factor = scaling.in_use(state, own, quantizer.format)  # of this step, whatever happens to the state
+    if record and own is not None:
+        scaling.record(state, own)
     return factor
 
 

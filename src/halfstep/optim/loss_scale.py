@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError
+from halfstep.ops import grad_values
 from halfstep.optim.overflow import find_nonfinite, named_grads
 
 
@@ -145,7 +146,7 @@ class LossScaler:
                 f"unscale_() on an optimizer that is already {pending.stage} since the last update(); call it once, "
                 "before step()"
             )
-        half = [name for name, grad in self._grads(optimizer) if grad.dtype == torch.float16]
+        half = [n for n, grad in self._grads(optimizer) if grad.dtype not in (torch.float32, torch.bfloat16)]
         if half:
             raise LossScaleError(
                 f"unscale_() would flush small fp16 gradients to zero ({half[0]} and {len(half) - 1} more). "
@@ -175,7 +176,7 @@ class LossScaler:
             return torch.zeros(())
         if not _scales_itself(optimizer) and self._enabled and pending.stage == "ready":
             self.unscale_(optimizer)
-        norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32) for grad in grads]
+        norms = [torch.linalg.vector_norm(grad_values(grad), norm_type, dtype=torch.float32) for grad in grads]
         norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), norm_type)
         if self._enabled and pending.stage == "ready":
             norm = norm / self._scale

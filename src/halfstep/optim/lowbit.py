@@ -14,8 +14,9 @@ from halfstep.errors import OptimizerError
 from halfstep.optim.masters import Kept, Master, Own, get_master
 from halfstep.optim.rules import rule_of
 from halfstep.optim.rules.base import UpdateRule
+from halfstep.optim.scaled import scaled_weight
 from halfstep.quant import derive_seed, draw_seed
-from halfstep.recipe import STORABLE, Recipe
+from halfstep.recipe import STORABLE, Recipe, Scaled
 
 
 _RESIDUAL = "_residual"  # ends the state's name for what rounding a moment left over
@@ -30,6 +31,8 @@ class Storage:
     """Moments kept as the sum of two numbers of that dtype."""
     master: Master
     update_rounding: str
+    scaled: Scaled | None = None
+    """How the weights are kept that `LowBit` has scales for."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +59,25 @@ class LowBit(torch.optim.Optimizer):
     would flush the small ones. `torch.amp.GradScaler` works with it as well as `halfstep.LossScaler`.
 
     State a parameter: `step`, the rule's moments under torch's names, and what the recipe's master keeps.
+
+    Args:
+        scales: of the weights that are kept as codes (`nn.codes.hold`).
     """
 
     _step_supports_amp_scaling = True
 
-    def __init__(self, groups: list[dict[str, Any]], rule: UpdateRule, storage: Storage, seed: int) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        rule: UpdateRule,
+        storage: Storage,
+        seed: int,
+        scales: Mapping[nn.Parameter, Tensor | None] | None = None,
+    ) -> None:
         super().__init__(groups, {"rounding_seed": seed})
         self.rule = rule
         self.storage = storage
+        self._scales: Mapping[Any, Tensor | None] = scales or {}
         self._versions: dict[Tensor, int] = {}
         self._watch: Callable[[Update], None] | None = None
 
@@ -79,21 +93,29 @@ class LowBit(torch.optim.Optimizer):
     @torch.no_grad()
     def full(self, parameter: Tensor) -> Tensor:
         """All that is stored of a parameter, its master included, as a float32 tensor of its own."""
-        master, state = self.storage.master, self.state[parameter]
+        master, state = self._master(parameter), self.state[parameter]
         if not master.keeps or not master.keeps.keys() <= state.keys():
-            return parameter.detach().to(torch.float32, copy=True)
+            return master.stored(parameter)
         return master.value(parameter.detach(), {name: state[name] for name in master.keeps})
+
+    def _master(self, weight: Tensor) -> Master:
+        """What takes the weight's update."""
+        if weight in self._scales:
+            assert self.storage.scaled is not None
+            return scaled_weight(self.storage.scaled, self._scales[weight])
+        return get_master(None) if weight.dtype == torch.float32 else self.storage.master
 
     def __getstate__(self) -> dict[str, Any]:
         # What a copy needs beside torch's own; `_versions` starts anew, so the copy's masters follow its weights.
-        return {**super().__getstate__(), "rule": self.rule, "storage": self.storage, "_versions": {}, "_watch": None}
+        own = {"rule": self.rule, "storage": self.storage, "_scales": self._scales, "_versions": {}, "_watch": None}
+        return {**super().__getstate__(), **own}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter that has a gradient.
 
         Raises:
-            OptimizerError: a gradient is sparse.
+            OptimizerError: a gradient is sparse; there is none, and weights are codes that nobody else may step on.
         """
         loss = None
         if closure is not None:
@@ -104,6 +126,11 @@ class LowBit(torch.optim.Optimizer):
             return loss
         scale = getattr(self, "grad_scale", None)
         grad_scale = 1.0 if scale is None else 1.0 / float(scale)
+        if self._scales and not any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            raise OptimizerError(
+                "no parameter of this optimizer has a gradient. A model that fully_shard or a copy took over has other "
+                "parameters; under FSDP2 call halfstep.apply, shard, and build torch's optimizer on what came out"
+            )
         index = 0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -126,14 +153,15 @@ class LowBit(torch.optim.Optimizer):
         for name in (*names, *(name + _RESIDUAL for name in names if name in storage.residuals)):
             if state.get(name) is None:
                 state[name] = torch.zeros_like(weight, dtype=storage.moments)
-        master = get_master(None) if weight.dtype == torch.float32 else storage.master
+        master = self._master(weight)
+        grad = master.gradient(grad)
         if not master.keeps.keys() <= state.keys():
-            state.update(master.start(weight, weight.float()))  # it came with add_param_group
+            state.update(master.start(weight, master.stored(weight)))  # it came with add_param_group
         state["step"] += 1
         step, kept = int(state["step"]), {name: state[name] for name in master.keeps}
         if kept and self._versions.get(weight) != weight._version:
             master.follow(weight, kept)  # somebody wrote to the weight: load_state_dict, a clamp, an average
-        if not kept:
+        if isinstance(master, Own):
             rounding = storage.update_rounding
             seed = derive_seed(group["rounding_seed"], step, index) if rounding == "stochastic" else None
             master = Own("none", rounding, seed)
@@ -155,8 +183,11 @@ class LowBit(torch.optim.Optimizer):
         group: dict[str, Any],
         grad_scale: float,
     ) -> None:
-        """What `rule.fused` does, in torch, for any rule, device and format."""
+        """What `rule.fused` does, for any rule, device and format: in torch, but for what it can do in float32."""
         full, before = master.read(weight, kept), master.value(weight, kept) if self._watch else None
+        if self._watch is None and self.rule.fused(full, Own("none"), {}, grad, moments, step, group, grad_scale):
+            master.write(weight, kept, full)
+            return
         updated, new = self.rule.update(full, grad.float() * grad_scale, _decode(moments), step, group)
         for name, moment in new.items():
             moments[name].copy_(moment)
@@ -200,32 +231,33 @@ class LowBit(torch.optim.Optimizer):
     def _adopt(self, parameter: Tensor, saved: dict[str, Any], number: object) -> dict[str, Any]:
         """A parameter's saved state in this optimizer's dtypes, on the parameter's device."""
         state: dict[str, Any] = {}
+        master = self._master(parameter)
+        keeps = self.storage.master.keeps | master.keeps
         for name, value in saved.items():
             if not isinstance(value, Tensor):
                 if value is not None:
                     state[name] = value
             elif name == "step":
                 state[name] = value.detach().to("cpu", torch.float32, copy=True)
-            elif value.shape != parameter.shape:
+            elif value.shape != parameter.shape and value.dim():
                 raise OptimizerError(
                     f"the state of parameter {number} holds {name} of shape {tuple(value.shape)}, "
                     f"expected {tuple(parameter.shape)}: it belongs to another model"
                 )
             else:
-                dtype = self.storage.master.keeps.get(name, self.storage.moments)
+                dtype = keeps.get(name, self.storage.moments)
                 state[name] = value.detach().to(parameter.device, dtype, copy=True)
                 if name in self.storage.residuals and name + _RESIDUAL not in saved:
                     state[name + _RESIDUAL] = (value.to(parameter.device) - state[name].float()).to(dtype)
         if "step" not in state:  # torch.optim.SGD counts no steps: with a momentum there was at least one
             state["step"] = torch.ones((), dtype=torch.float32)
-        keeps = self.storage.master.keeps
-        if parameter.dtype != torch.float32 and not keeps.keys() <= state.keys():
+        if not master.keeps.keys() <= state.keys():
             present = self.state[parameter]
-            if keeps.keys() <= present.keys():
-                kept = {name: present[name] for name in keeps}
-                self.storage.master.follow(parameter, kept)
+            if master.keeps.keys() <= present.keys():
+                kept = {name: present[name] for name in master.keeps}
+                master.follow(parameter, kept)
             else:
-                kept = self.storage.master.start(parameter, parameter.detach().float())
+                kept = master.start(parameter, master.stored(parameter))
             state.update(kept)
         return state
 
@@ -244,6 +276,7 @@ def convert(
     recipe: Recipe,
     masters: Mapping[nn.Parameter, Tensor],
     generator: torch.Generator | int | None = None,
+    scales: Mapping[nn.Parameter, Tensor | None] | None = None,
 ) -> LowBit:
     """The optimizer that continues `optimizer` under a recipe: same groups, same moments, same step counts.
 
@@ -253,16 +286,17 @@ def convert(
     Args:
         masters: the float32 values of parameters that are stored in fewer bits, taken before they were rounded.
         generator: where the seed of stochastic rounding comes from.
+        scales: of the weights that are kept as `recipe.scaled` says.
 
     Raises:
         OptimizerError: the class or an option cannot be expressed; the optimizer is left as it was.
     """
     rule = rule_of(optimizer)
     master = get_master(recipe.master)
-    storage = Storage(STORABLE[recipe.moments], recipe.moment_residuals, master, recipe.update_rounding)
+    storage = Storage(STORABLE[recipe.moments], recipe.moment_residuals, master, recipe.update_rounding, recipe.scaled)
     # Drawn only where it is used: a recipe that rounds to nearest leaves the model's dropout masks as they were.
     seed = draw_seed(generator) if recipe.update_rounding == "stochastic" else 0
-    result = LowBit(list(optimizer.param_groups), rule, storage, seed)
+    result = LowBit(list(optimizer.param_groups), rule, storage, seed, scales)
     result.defaults = {**optimizer.defaults, **result.defaults}
     result.param_groups = optimizer.param_groups
     for group in result.param_groups:
@@ -272,7 +306,7 @@ def convert(
                 result.state[parameter] = result._adopt(parameter, optimizer.state.pop(parameter), "?")
             if parameter in masters:
                 with torch.no_grad():
-                    result.state[parameter].update(master.start(parameter, masters[parameter]))
+                    result.state[parameter].update(result._master(parameter).start(parameter, masters[parameter]))
     # A scheduler built on the old optimizer asks whether that one has stepped; its steps are the new one's now.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return result

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError
+from halfstep.ops import grad_values
 
 
 def named_grads(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> list[tuple[str, Tensor]]:
@@ -50,4 +51,4 @@ def _all_finite(grad: Tensor) -> Tensor:
     """Whether every element is finite, in one read: the extremes of a tensor with a NaN are NaN."""
     if not grad.numel():
         return torch.ones((), dtype=torch.bool, device=grad.device)
-    return torch.stack(torch.aminmax(grad)).isfinite().all()
+    return torch.stack(torch.aminmax(grad_values(grad))).isfinite().all()

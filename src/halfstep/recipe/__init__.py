@@ -7,6 +7,8 @@ from halfstep.recipe import files
 from halfstep.recipe.data import from_data, to_data
 from halfstep.recipe.spec import (
     MASTERS,
+    SCALED,
+    SCALED_MASTER,
     STORABLE,
     AttentionSpec,
     BytesPerParameter,
@@ -15,6 +17,7 @@ from halfstep.recipe.spec import (
     Matmul,
     Recipe,
     Rule,
+    Scaled,
     linear_spec,
 )  # fmt: skip
 from halfstep.registry import collect
@@ -22,6 +25,8 @@ from halfstep.registry import collect
 
 __all__ = [
     "MASTERS",
+    "SCALED",
+    "SCALED_MASTER",
     "STORABLE",
     "BytesPerParameter",
     "AttentionSpec",
@@ -30,6 +35,7 @@ __all__ = [
     "Matmul",
     "Recipe",
     "Rule",
+    "Scaled",
     "from_data",
     "get_recipe",
     "linear_spec",

@@ -15,7 +15,7 @@ from halfstep.quant import Quantizer, Tile, get_quantizer
 from halfstep.quant.scaling import Scaling, get_scaling, options_of, with_options
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.spec import AttentionSpec, LinearSpec, LossScale, Matmul, Recipe, Rule
+from halfstep.recipe.spec import AttentionSpec, LinearSpec, LossScale, Matmul, Recipe, Rule, Scaled
 
 
 Data = dict[str, Any]
@@ -26,6 +26,7 @@ _USES = {
     "weight": (("output", "rhs"), ("grad_input", "rhs")),
     "grad_output": (("grad_input", "lhs"), ("grad_weight", "lhs")),
 }
+_TABLES: dict[str, type[LossScale | Scaled]] = {"loss_scale": LossScale, "scaled": Scaled}
 _PRODUCTS = tuple(field.name for field in fields(LinearSpec))
 _TYPES: dict[str, Any] = typing.get_type_hints(Recipe)
 
@@ -55,10 +56,11 @@ def from_data(data: Mapping[str, Any], named: Callable[[str], Recipe]) -> Recipe
     """
     _check_keys(data, (*_TYPES, "base", "keep_heads"), "key")
     given: Data = {}
-    for key in _TYPES.keys() & data.keys() - {"loss_scale", "rules", "attention"}:
+    for key in _TYPES.keys() & data.keys() - {*_TABLES, "rules", "attention"}:
         given[key] = _typed(data[key], _TYPES[key], key)
-    if "loss_scale" in data:
-        given["loss_scale"] = _loss_scale(data["loss_scale"])
+    for key, kind in _TABLES.items():
+        if key in data:
+            given[key] = _record(data[key], kind, key)
     if "attention" in data:
         given["attention"] = _attention(data["attention"])
     keep = _typed(data.get("keep_heads", True), bool, "keep_heads")
@@ -111,14 +113,18 @@ def _typed(value: Any, expected: Any, *path: str | int) -> Any:
     return value
 
 
-def _loss_scale(data: Any) -> LossScale | None:
+def _record(data: Any, kind: type[LossScale | Scaled], name: str) -> LossScale | Scaled | None:
     if data == "none":
         return None
     if not isinstance(data, dict):
-        raise At(f"loss_scale = {data!r} found; expected a table or 'none'", "loss_scale")
-    hints = typing.get_type_hints(LossScale)
-    _check_keys(data, tuple(hints), "key of loss_scale", "loss_scale")
-    return LossScale(**{key: _typed(value, hints[key], "loss_scale", key) for key, value in data.items()})
+        raise At(f"{name} = {data!r} found; expected a table or 'none'", name)
+    hints = typing.get_type_hints(kind)
+    _check_keys(data, tuple(hints), f"key of {name}", name)
+    values = {key: _typed(value, hints[key], name, key) for key, value in data.items()}
+    try:
+        return kind(**values)
+    except RecipeError as error:
+        raise At(str(error), name, *[key for key in data if f"{name} {key} =" in str(error)]) from error
 
 
 def _rule(data: Any, number: int) -> Rule:
@@ -220,15 +226,20 @@ def to_data(recipe: Recipe) -> Data:
     Raises:
         RecipeError: it has a scaling of one's own, which data do not hold.
     """
-    data = asdict(replace(recipe, rules=(), attention=None))
-    texts = {key: "none" if value is None else value for key, value in data.items()}
-    lists: Data = {key: list(value) if isinstance(value, tuple) else value for key, value in texts.items()}
+    names = [name for name in _TYPES if name not in ("rules", "attention")]
+    data: Data = {**{name: _plain(getattr(recipe, name)) for name in names}, "attention": "none"}
     keeps = recipe.rules[: len(KEEP)] == KEEP
     rules = [_rule_data(rule) for rule in recipe.rules[len(KEEP) if keeps else 0 :]]
     if recipe.attention is not None:
         parts = {field.name: getattr(recipe.attention, field.name) for field in fields(AttentionSpec)}
-        lists["attention"] = {name: _linear_data(spec) for name, spec in parts.items()}
-    return {**lists, "keep_heads": keeps, "rules": rules}
+        data["attention"] = {name: _linear_data(spec) for name, spec in parts.items()}
+    return {**data, "keep_heads": keeps, "rules": rules}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (LossScale, Scaled)):
+        return {key: _plain(inner) for key, inner in asdict(value).items()}
+    return "none" if value is None else list(value) if isinstance(value, tuple) else value
 
 
 def _rule_data(rule: Rule) -> Data:

@@ -29,6 +29,14 @@ bytes a parameter. A float32 copy; the lower 16 bits of the float32 weight; what
 number."""
 
 
+SCALED = {"fp16": torch.float16, "e4m3fn": torch.float8_e4m3fn}
+"""Formats in which tensors are stored as codes times one power of two a tensor, with torch's dtypes."""
+
+
+SCALED_MASTER = "master_codes"
+"""The name of a scaled master in the optimizer's state."""
+
+
 SMOOTH_GLU = {
     "channel": "Smooth-SwiGLU, a power of two a channel, which merges into the weights",
     "token": "Smooth-SwiGLU, a scale a token",
@@ -147,6 +155,50 @@ class LossScale:
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """How the weights that rules round are kept: as codes times one power of two a tensor (`ops.encode_scaled`).
+
+    Formats are keys of `SCALED`. The codes come with the optimizer of `halfstep.prepare`, which alone can step on them:
+    under `halfstep.apply` these weights stay as others do. Where there is more than one rank, the optimizer rounds them
+    and their gradients, and they stay in fp32.
+
+    Raises:
+        RecipeError: a format that tensors are not stored in with a scale; something that comes later.
+    """
+
+    weights: str = "fp16"
+    grads: str = "e4m3fn"
+    """The gradients as accumulated, rounded once a micro-batch."""
+    master: str | None = None
+    """What takes the update, in the optimizer's state; None where the weights take it themselves."""
+    moments: tuple[str, ...] = ()
+    """Reserved: the optimizer's states with scales, a format each."""
+    traffic: str | None = None
+    """Reserved: the format in which gradients cross the network."""
+
+    def __post_init__(self) -> None:
+        for role in ("weights", "grads", "master"):
+            name = getattr(self, role)
+            if name not in SCALED and (role, name) != ("master", None):
+                raise RecipeError(f"scaled {role} = {name!r}; tensors are stored with a scale as {' or '.join(SCALED)}")
+        if self.master == self.weights:
+            raise RecipeError(f"scaled master = {self.master!r} is the weights' format; leave it out")
+        if self.moments:
+            raise RecipeError(
+                f"scaled moments = {list(self.moments)}: moments have no scales yet; leave it out, and set the "
+                f"recipe's own moments to {', '.join(STORABLE)}"
+            )
+        if self.traffic is not None:
+            raise RecipeError(
+                f"scaled traffic = {self.traffic!r}: gradients cross the network unrounded as yet; leave it out"
+            )
+
+    def __str__(self) -> str:
+        master = f", master {self.master}" if self.master else ""
+        return f"weights that rules round: {self.weights}, gradients {self.grads}{master}; codes times a power of two"
+
+
+@dataclass(frozen=True)
 class BytesPerParameter:
     """Bytes that one parameter costs while the optimizer steps, by role; `transient` ones live only in a pass."""
 
@@ -195,6 +247,9 @@ class Recipe:
     loss_scale: LossScale | None = None
     rules: tuple[Rule, ...] = ()
     """Which linear layers round their operands, and how."""
+    scaled: Scaled | None = None
+    """How the weights that rules round, their gradients and masters are kept, where not as `weights`, `grads` and
+    `master` say."""
     float32_modules: tuple[str, ...] = ()
     """Modules that compute in float32 under autocast, with float32 weights: globs on their classes' names or paths."""
     attention: AttentionSpec | None = None
@@ -229,6 +284,11 @@ class Recipe:
             )
         if self.smooth_glu is not None and self.smooth_glu not in SMOOTH_GLU:
             raise RecipeError(f"recipe {self.name!r}: {unknown('smooth_glu', self.smooth_glu, SMOOTH_GLU)}")
+        if self.scaled is not None and (self.weights != "fp32" or not any(rule.linear.rounds for rule in self.rules)):
+            raise RecipeError(
+                f"recipe {self.name!r}: scaled = {self.scaled.weights} stores the weights that rules round, beside "
+                f"others in fp32; found {len(self.rules)} rules and weights in {self.weights}"
+            )
         if self.grads == self.weights:
             raise RecipeError(f"recipe {self.name!r}: grads = {self.grads!r} is the weights' format; leave it out")
 
@@ -240,18 +300,20 @@ class Recipe:
     def bytes_per_parameter(self, moments: int = 2) -> BytesPerParameter:
         """The bytes of one parameter by role, for an optimizer with that many moments (Adam 2, SGD 0 or 1).
 
-        Autocast keeps one compute copy of each fp32 weight that a product uses, dropped when the forward ends:
-        that is `transient`, and at most its compute format's size.
+        With `scaled`, of a weight that rules round, but for the scale of its tensor. Autocast keeps one compute copy
+        of each fp32 weight that a product uses, dropped when the forward ends: that is `transient`, and at most its
+            compute format's size.
         """
 
         def size(name: str | None) -> float:
             return formats.get(name).bytes if name else 0.0
 
         casts = size(self.compute) if self.compute != self.weights else 0.0
+        own_master = MASTERS[self.master][1] if self.master else 0.0
         return BytesPerParameter(
-            weights=size(self.weights),
-            grads=size(self.grad_format),
-            master=MASTERS[self.master][1] if self.master else 0.0,
+            weights=size(self.scaled.weights if self.scaled else self.weights),
+            grads=size(self.scaled.grads if self.scaled else self.grad_format),
+            master=size(self.scaled.master) if self.scaled else own_master,
             states=(moments + (len(self.moment_residuals) if moments > 1 else 0)) * size(self.moments),
             transient=casts,
         )
@@ -282,6 +344,7 @@ class Recipe:
             *[("in fp32", ", ".join(self.float32_modules))] * bool(self.float32_modules),
             ("loss scale", str(self.loss_scale or "none")),
             *([("gated MLPs", SMOOTH_GLU[self.smooth_glu])] if self.smooth_glu else []),
+            *([("scaled", str(self.scaled))] if self.scaled else []),
             *self._kept(),
             *[(f"linear {rule.path!r}", _linear(rule.linear)) for rule in self.rules if rule.linear.rounds],
             *self._attention(),

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import quant
+from halfstep.nn.codes import held_weight
 from halfstep.nn.scaling import states_of
+from halfstep.ops import amax_of
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import as_rows
 from halfstep.quant.scaling import StatefulScaling
@@ -46,7 +48,8 @@ def operand_error(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) 
         ratio, back = wide, torch.ones(())
     elif isinstance(scaling, StatefulScaling):
         assert state is not None
-        ratio, back = wide * state[0], state[0].reciprocal()
+        factor = scaling.in_use(state, amax_of(wide), format)
+        ratio, back = wide * factor, factor.reciprocal()
     else:
         stored, divisor = scaling.scale(wide, quantizer.tile, format)
         divisor = quantizer.tile.spread(divisor, *wide.shape)
@@ -78,13 +81,13 @@ def operand_errors(model: nn.Module, enabled: bool = True) -> Iterator[list[Oper
                 rows.append(OperandError(path, product, operand, quantizer.format.name, *error))
 
         def after_forward(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            x, weight = args[0].detach(), module.weight
+            x, weight = args[0].detach(), held_weight(module)
             add("output", "input", x, spec.output.lhs, False)
-            add("output", "weight", weight, spec.output.rhs, False)  # type: ignore[arg-type]
+            add("output", "weight", weight, spec.output.rhs, False)
 
             def after_backward(grad: Tensor) -> None:
                 add("grad_input", "grad_output", grad, spec.grad_input.lhs, False)
-                add("grad_input", "weight", weight, spec.grad_input.rhs, True)  # type: ignore[arg-type]
+                add("grad_input", "weight", weight, spec.grad_input.rhs, True)
                 add("grad_weight", "grad_output", grad, spec.grad_weight.lhs, True)
                 add("grad_weight", "input", x, spec.grad_weight.rhs, True)
 

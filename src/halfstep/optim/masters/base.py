@@ -27,6 +27,14 @@ class Master(ABC):
     def start(self, weight: Tensor, full: Tensor) -> Kept:
         """What to keep for a weight whose float32 values are `full`; the weight becomes their rounded image."""
 
+    def stored(self, weight: Tensor) -> Tensor:
+        """The float32 values of the weight alone, a tensor of their own."""
+        return weight.detach().to(torch.float32, copy=True)
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        """The gradient that the update sees, still multiplied by the loss scale."""
+        return grad
+
     @abstractmethod
     def read(self, weight: Tensor, kept: Kept) -> Tensor:
         """The float32 weight that the update rule sees, a tensor of its own."""

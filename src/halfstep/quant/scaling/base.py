@@ -65,6 +65,15 @@ class StatefulScaling(Scaling):
     likes. Forward and backward may only raise that amax; `advance` alone moves a state on.
     """
 
+    @property
+    def waits(self) -> bool:
+        """Whether `in_use` needs the tensor's own amax."""
+        return False
+
+    def in_use(self, state: Tensor, amax: Tensor | None, element: Format) -> Tensor:
+        """What a tensor of that amax is multiplied by before it is rounded, a float32 scalar of its own."""
+        return state[0].clone()
+
     @abstractmethod
     def init(self, device: torch.device | str | None = None) -> Tensor:
         """The state before the first step."""

@@ -23,7 +23,8 @@ class Delayed(StatefulScaling):
     the steps before it, oldest first. A step of zeros does not enter the history; an amax that is 0 or not finite
     leaves the factor as it is. The first step has factor 1, and what outgrows its history saturates.
 
-    Source: NVIDIA Transformer Engine, DelayedScaling and its delayed_scaling.cu; the defaults are its own.
+    Source: NVIDIA Transformer Engine, DelayedScaling and its delayed_scaling.cu; the defaults are its own. MS-AMP's
+    ScalingMeta for `warmup`.
     """
 
     history: int = 1024
@@ -31,8 +32,15 @@ class Delayed(StatefulScaling):
     margin: int = 0
     power_of_two: bool = False
     """Round the factor down to a power of two."""
+    warmup: bool = False
+    """Until `history` steps are in, a tensor is scaled by its own amax (a state's factor is 0 then), and an amax that
+    is not finite empties the history: it starts over."""
 
     multiplies = True
+
+    @property
+    def waits(self) -> bool:
+        return self.warmup
 
     def __post_init__(self) -> None:
         if self.history < 1 or self.algorithm not in ("max", "most_recent"):
@@ -43,19 +51,33 @@ class Delayed(StatefulScaling):
 
     def init(self, device: torch.device | str | None = None) -> Tensor:
         state = torch.zeros(1 + self.history, device=device)
-        state[0] = 1.0
+        state[0] = 0.0 if self.warmup else 1.0
         return state
+
+    def in_use(self, state: Tensor, amax: Tensor | None, element: Format) -> Tensor:
+        if amax is None:
+            return state[0].clone()
+        return torch.where(state[0] == 0, self._factor(amax, element), state[0])
 
     def advance(self, state: Tensor, element: Format) -> None:
         current, history = state[1].clone(), state[1:].clone()
         amax = current if self.algorithm == "most_recent" else history.amax()
-        factor = factor_of(amax, element) / 2.0**self.margin
-        if self.power_of_two:
-            factor = power_of_two(torch.frexp(factor)[1].long() - 1).float()
-        state[0] = torch.where(amax.isfinite() & (amax > 0), factor, state[0])
+        usable = amax.isfinite() & (amax > 0)
+        if self.warmup:
+            usable &= (history != 0).all() | (state[0] != 0)
+        state[0] = torch.where(usable, self._factor(amax, element), state[0])
         moved = history.roll(-1)  # this step's amax becomes the last, and the oldest gives its place to the next step's
         moved[0] = 0
         state[1:] = torch.where(current != 0, moved, history)
+        if self.warmup:
+            state.copy_(torch.where(current.isfinite(), state, 0.0))
+
+    def _factor(self, amax: Tensor, element: Format) -> Tensor:
+        factor = factor_of(amax, element) / 2.0**self.margin
+        if not self.power_of_two:
+            return factor
+        rounded = power_of_two(torch.frexp(factor)[1].long() - 1).float()
+        return torch.where(factor.isfinite(), rounded, torch.nan)
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         raise QuantizationError(

@@ -1,0 +1,136 @@
+"""Checks of FP8-LM: what 8 bits do to moments, to gradients summed over ranks, and to the bytes of a parameter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import halfstep
+from halfstep import formats, memory, tracking
+from halfstep.claims.checks.base import Numbers, check
+from halfstep.quant import Quantizer, round_to
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import TENSOR
+from halfstep.recipe import Scaled, get_recipe
+
+
+_E4M3 = formats.get("e4m3fn")
+
+
+def _quantizer(format: str, rule: str = "rceil") -> Quantizer:
+    return Quantizer(formats.get(format), tile=TENSOR, scaling=get_scaling(rule))
+
+
+@check("fp8lm-second-moment")
+def second_moment() -> Numbers:
+    """The share of log-normal second moments (-18, 3) that one power of two a tensor makes zero, by format."""
+    generator = torch.Generator().manual_seed(0)
+    v = torch.exp(-18 + 3 * torch.randn(10**6, generator=generator))
+    return {format: float((_quantizer(format)(v) == 0).double().mean()) for format in ("e4m3fn", "e5m2", "fp16")}
+
+
+@check("fp8lm-mu-position")
+def mu_position() -> Numbers:
+    """The share of E4M3 codes that a factor of 1/4 changes, multiplied before the scale is found or into its target."""
+    g = torch.randn(2**16, generator=torch.Generator().manual_seed(0))
+    codes = _quantizer("e4m3fn").quantize(g).codes
+    before, target = (
+        _quantizer("e4m3fn").quantize(g / 4).codes,
+        _quantizer("e4m3fn", "rceil margin=2").quantize(g).codes,
+    )
+    return {name: float((codes != other).double().mean()) for name, other in (("before", before), ("target", target))}
+
+
+def shards(ranks: int, size: int = 2**13) -> Tensor:
+    """Gradients of ranks that share half of their variance, float64."""
+    generator = torch.Generator().manual_seed(0)
+    common, own = (torch.randn(n, size, generator=generator).double() for n in (1, ranks))
+    both: Tensor = (common + own) / 2**0.5
+    return both
+
+
+def summed(g: Tensor, mu: float) -> tuple[Tensor, float]:
+    """The mean gradient by one E4M3 sum after another, every one rounded and saturated; and the share that saturated.
+
+    One scale for all ranks, s = mu * 2^floor(log2(448 / amax)); the mean is the sum of codes over s * ranks.
+    """
+    factor = get_scaling("rceil").factor(g.abs().amax().float(), _E4M3)
+    assert factor is not None
+    s = mu * float(factor)
+    total = round_to(g[0] * s, _E4M3)
+    for shard in g[1:]:
+        total = round_to(total + round_to(shard * s, _E4M3), _E4M3)
+    return total / (s * len(g)), float((total.abs() == _E4M3.max).double().mean())
+
+
+def snr(found: Tensor, exact: Tensor) -> float:
+    """Signal over noise, in decibels."""
+    return float(10 * torch.log10(exact.square().sum() / (found - exact).square().sum()))
+
+
+def controlled(g: Tensor, steps: int) -> list[tuple[float, float]]:
+    """mu and the SNR of each step, from 1: halved where over 0.001 % saturate, else raised by 2^(1/1000) up to 2."""
+    mu, found, exact = 1.0, [], g.mean(0)
+    for _ in range(steps):
+        mean, share = summed(g, mu)
+        found.append((mu, snr(mean, exact)))
+        mu = mu / 2 if share > 1e-5 else min(2.0, mu * 2.0 ** (1 / 1000))
+    return found
+
+
+@check("fp8lm-all-reduce")
+def all_reduce() -> Numbers:
+    """The SNR of the mean gradient of 16 ranks summed in E4M3, by the factor mu on the scale's target."""
+    g = shards(16)
+    fixed = {f"mu_{n}": snr(summed(g, 1 / n)[0], g.mean(0)) for n in (1, 2, 4, 8, 16)}
+    steps = controlled(g, 40)
+    return {**fixed, "worst": min(decibels for _, decibels in steps[4:]), "mu": steps[-1][0]}
+
+
+@check("fp8lm-pre-and-post")
+def pre_and_post() -> Numbers:
+    """Log-normal gradients (0, 2), one scale: what 64 ranks make zero by dividing first, and clip by dividing last."""
+    generator = torch.Generator().manual_seed(0)
+    g = torch.exp(2 * torch.randn(2**16, generator=generator))
+    codes = g * float(get_scaling("rceil").factor(g.amax(), _E4M3))  # type: ignore[arg-type]
+    zeroed = {f"zeroed_{n}": float((round_to(codes / n, _E4M3) == 0).double().mean()) for n in (1, 64)}
+    return {**zeroed, "clipped_64": float((round_to(codes, _E4M3) * 64 > _E4M3.max).double().mean())}
+
+
+@check("fp8lm-master")
+def master() -> Numbers:
+    """The share of Adam's updates of N(0, 0.02) weights, at a learning rate of 1e-4, that move nothing, by master."""
+    found, o1 = Numbers(), get_recipe("fp8lm-o1")
+    for name, scaled in (("fp16", Scaled("fp16")), ("e4m3fn", Scaled("e4m3fn"))):
+        torch.manual_seed(0)
+        model = nn.Linear(256, 256, bias=False)
+        nn.init.normal_(model.weight, std=0.02)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        _, low_bit, _ = halfstep.prepare(model, optimizer, replace(o1, name=name, scaled=scaled))
+        model.weight.grad = torch.randn(256, 256)
+        with tracking.arrivals(low_bit, {}) as arrived:
+            low_bit.step()
+        found[name] = float(arrived.model.lost_share or 0.0)
+    return found
+
+
+@check("fp8lm-bytes")
+def stored() -> Numbers:
+    """The bytes of a parameter with Adam, measured from live tensors, by recipe."""
+    found: Numbers = {}
+    for name, recipe in (("fp32", "fp32"), ("o1", "fp8lm-o1"), ("o3", "fp8lm-o3")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.GELU(), nn.Linear(64, 64, bias=False))
+        _, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
+        x = torch.randn(8, 64)
+        for _ in range(2):
+            optimizer.zero_grad()
+            mse_loss(model(x), x).backward()  # type: ignore[no-untyped-call]
+            size = memory.measure(model, optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        found |= {name: size.total, "grads": size.grads}
+    return found

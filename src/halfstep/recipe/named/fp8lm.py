@@ -1,0 +1,60 @@
+"""FP8-LM's levels: FP8 products, FP8 gradients, and weights stored in fp16 or FP8 with one power of two a tensor."""
+
+from halfstep import formats
+from halfstep.quant import Quantizer
+from halfstep.quant.scaling import get_scaling, with_options
+from halfstep.quant.tile import TENSOR
+from halfstep.recipe.high_precision import KEEP
+from halfstep.recipe.spec import Recipe, Rule, Scaled, linear_spec
+
+
+_WINDOW = with_options("delayed", history=16, power_of_two=True, warmup=True)
+_INPUT, _GRAD = (Quantizer(formats.get(f), tile=TENSOR, scaling=_WINDOW) for f in ("e4m3fn", "e5m2"))
+_WEIGHT = Quantizer(formats.get("e4m3fn"), tile=TENSOR, scaling=get_scaling("rceil"))
+_RULES = (*KEEP, Rule("*", linear_spec(input=_INPUT, weight=_WEIGHT, grad_output=_GRAD)))
+
+_ALL = (
+    "Scales are powers of two with amax in the upper half of the range: of inputs and output gradients from the last "
+    "16 steps (from the tensor itself until there are 16, and again after an amax that is not finite), of weights and "
+    "weight gradients from the tensor itself. MS-AMP returns 1 / the old scale for an infinite amax; this does not.",
+    "Biases, norms, embeddings, heads, weights that modules share and fused ones (attention, experts) stay in fp32 "
+    "with fp32 gradients, and compute in bf16 or fp32 as torch.autocast has it.",
+    "Codes come with the optimizer of halfstep.prepare. With more than one rank, weights and gradients hold the same "
+    "rounded values in fp32, and gradients are rounded after their reduction. halfstep.apply alone rounds products.",
+    "Later: the FP8 all-reduce. The paper adapts its factor to saturation; MS-AMP has a constant 1 / sqrt(ranks).",
+)
+_MOMENTS = "Later: moments in E4M3 and scaled fp16, which make the paper's 6 bytes of gradient, states and {what}."
+
+fp8lm_o1 = Recipe(
+    name="fp8lm-o1",
+    summary="E4M3/E5M2 products, E4M3 weight gradients, weights in scaled fp16 without a master.",
+    source="Peng et al. 2023 (FP8-LM), arXiv 2310.18313; MS-AMP, optimization level O1",
+    compute="bf16",
+    rules=_RULES,
+    scaled=Scaled(weights="fp16", grads="e4m3fn"),
+    notes=_ALL,
+)
+
+fp8lm_o2 = Recipe(
+    name="fp8lm-o2",
+    summary="fp8lm-o1, whose moments will be E4M3 and scaled fp16: until then its numbers are fp8lm-o1's.",
+    source="Peng et al. 2023 (FP8-LM), arXiv 2310.18313; MS-AMP, optimization level O2",
+    compute="bf16",
+    rules=_RULES,
+    scaled=Scaled(weights="fp16", grads="e4m3fn"),
+    notes=(_MOMENTS.format(what="weight"), *_ALL),
+)
+
+fp8lm_o3 = Recipe(
+    name="fp8lm-o3",
+    summary="E4M3 weights and weight gradients, with a scaled fp16 master that takes the update.",
+    source="Peng et al. 2023 (FP8-LM), arXiv 2310.18313; MS-AMP, optimization level O3",
+    compute="bf16",
+    rules=_RULES,
+    scaled=Scaled(weights="e4m3fn", grads="e4m3fn", master="fp16"),
+    notes=(
+        _MOMENTS.format(what="master"),
+        "msamp.initialize takes O1 and O2 only; MS-AMP reaches O3 through DeepSpeed and Megatron-LM.",
+        *_ALL,
+    ),
+)

@@ -1,0 +1,88 @@
+"""FP8-LM's figures as its authors and their readers state them, against the checks of the ledger and exact sums."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from halfstep import formats, ops
+from halfstep.claims.checks import fp8lm, get_check
+from halfstep.quant import Quantizer
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import TENSOR
+
+
+E4M3 = formats.get("e4m3fn")
+
+
+def scale_of(amax, mu=1.0):
+    return Quantizer(E4M3, tile=TENSOR, scaling=get_scaling("rceil")).scaling.factor(amax, E4M3) * mu
+
+
+@pytest.mark.parametrize("mu", [0.5, 0.25, 0.0625])
+def test_a_factor_before_the_scale_changes_no_code_and_one_in_its_target_does(mu):
+    g = torch.randn(4096, generator=torch.Generator().manual_seed(1))
+    codes, scale = ops.encode_scaled(g, torch.float8_e4m3fn)
+    before, scale_before = ops.encode_scaled(mu * g, torch.float8_e4m3fn)
+    assert torch.equal(before.view(torch.uint8), codes.view(torch.uint8))
+    assert scale_before == mu * scale
+    quantizer = Quantizer(E4M3, tile=TENSOR, scaling=get_scaling("rceil"))
+    lower = replace(quantizer, scaling=get_scaling(f"rceil margin={-torch.tensor(mu).log2().int().item()}"))
+    assert not torch.equal(lower.quantize(g).codes, quantizer.quantize(g).codes)
+    assert lower.quantize(g).scale.item() == quantizer.quantize(g).scale.item() - torch.tensor(mu).log2().int().item()
+
+
+def test_the_sum_of_sixteen_ranks_saturates_until_the_factor_makes_room():
+    """Published: 6.4, 11.4, 21.8, 24.0 and 24.0 dB for other gradients; the controller reaches 23 dB after 3 steps."""
+    g = fp8lm.shards(16, 4096)
+    found = [fp8lm.snr(fp8lm.summed(g, 2.0**-n)[0], g.mean(0)) for n in range(5)]
+    assert found == pytest.approx([6.4, 11.4, 21.8, 24.0, 24.0], abs=2.5)
+    steps = fp8lm.controlled(g, 30)
+    assert [decibels for _, decibels in steps[:3]] == found[:3]
+    assert min(decibels for _, decibels in steps[4:]) > 23
+    moves = pairwise(mu for mu, _ in steps)
+    assert all(now in (before / 2, before * 2 ** (1 / 1000)) for before, now in moves)
+
+
+def test_one_sum_by_torch():
+    """Rounding and saturating each sum, with torch's own casts."""
+    g = fp8lm.shards(4, 512)
+    s = float(scale_of(g.abs().amax().float()))
+    total = torch.zeros(512, dtype=torch.float64)
+    for shard in g:
+        total = (total + (shard * s).float().to(torch.float8_e4m3fn).double()).clamp(-448, 448)
+        total = total.float().to(torch.float8_e4m3fn).double()
+    torch.testing.assert_close(fp8lm.summed(g, 1.0)[0], total / (4 * s), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_the_mean_of_representable_gradients_is_exact(ranks):
+    """Whole numbers to 14 over 8, whose sums E4M3 holds: the mean is the sum of codes over N s."""
+    generator = torch.Generator().manual_seed(2)
+    g = torch.randint(-2, 3, (ranks, 256), generator=generator).double() / 8
+    g[:, 0] = 0.25
+    mean, share = fp8lm.summed(g, 1 / 16)
+    torch.testing.assert_close(mean, g.mean(0), rtol=0, atol=0)
+    assert share == 0
+
+
+def test_second_moments_become_zero():
+    """Published: 64 % in E4M3, 0.2 % in E5M2, 0.001 % in scaled fp16."""
+    found = get_check("fp8lm-second-moment").measure()
+    assert found["e4m3fn"] == pytest.approx(0.64, abs=0.06)
+    assert found["e5m2"] == pytest.approx(0.002, abs=0.001)
+    assert found["fp16"] <= 0.00001
+
+
+def test_dividing_first_makes_zeros_and_dividing_last_overflows():
+    """Published for 64 ranks: zeros grow from 0.055 to 0.73, and some sums overflow."""
+    found = get_check("fp8lm-pre-and-post").measure()
+    assert found["zeroed_1"] < 0.1 < 0.5 < found["zeroed_64"]
+    assert found["clipped_64"] > 0
+
+
+def test_bytes_that_are_there_and_those_that_come_later():
+    found = get_check("fp8lm-bytes").measure()
+    assert found == {"fp32": 16, "o1": 11, "o3": 12, "grads": 1}
+    assert found["o1"] - 8 + 1 + 2 == 6

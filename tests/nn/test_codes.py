@@ -1,0 +1,395 @@
+"""Weights and gradients that are codes times one power of two: what is stored, and that everybody sees the values."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import halfstep
+from halfstep import formats, ops
+from halfstep.errors import ModelError, OptimizerError, RecipeError
+from halfstep.nn.codes import check_torch
+from halfstep.optim.rules.base import never
+from halfstep.quant import Quantizer
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import TENSOR
+from halfstep.recipe import SCALED as DTYPES
+from halfstep.recipe import SCALED_MASTER, get_recipe
+from tiny import SCALED, adamw, assert_same, batch, copied, grads, mlp, prepared, train
+
+
+every_scaled = pytest.mark.parametrize("name", SCALED)
+WEIGHTS = ("0.weight", "3.weight")
+INPUTS = {
+    "normal": torch.randn(7, 5, generator=torch.Generator().manual_seed(1)),
+    "wide": torch.randn(40, 3, generator=torch.Generator().manual_seed(2)) * torch.logspace(-30, 20, 40)[:, None],
+    "just above half": torch.tensor([224.0001, 1e-3, 32753.0, 3.0]),
+    "the largest": torch.tensor([448.0, 65504.0, -65504.0]),
+    "tiny": torch.tensor([1e-42, -3e-45, 0.0]),
+    "zeros": torch.zeros(2, 3),
+    "infinite": torch.tensor([1.0, float("inf")]),
+    "not a number": torch.tensor([1.0, float("nan")]),
+    "empty": torch.zeros(0, 3),
+    "bf16": torch.randn(4, 4, generator=torch.Generator().manual_seed(3)).bfloat16(),
+    "transposed": torch.randn(4, 6, generator=torch.Generator().manual_seed(4)).t(),
+}
+
+
+@pytest.mark.parametrize("format", DTYPES)
+@pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
+def test_values_are_the_quantizers(x, format):
+    """Bit for bit, and the codes fill the upper half of the format."""
+    codes, scale = ops.encode_scaled(x, DTYPES[format])
+    assert codes.dtype == DTYPES[format]
+    reference = Quantizer(formats.get(format), tile=TENSOR, scaling=get_scaling("rceil"))
+    if x.numel():
+        expected = reference.quantize(x.float()).dequantize()
+        torch.testing.assert_close(ops.decode_scaled(codes, scale), expected, rtol=0, atol=0, equal_nan=True)
+    amax, limit = x.float().abs().amax() if x.numel() else torch.zeros(()), formats.get(format).max
+    if 0 < amax < torch.inf and amax > 1e-30:
+        assert float(torch.frexp(scale)[0]) == 0.5
+        assert limit / 2 < amax.double() / scale.double() <= limit
+
+
+@pytest.mark.parametrize("format", DTYPES)
+@pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
+def test_encoding_values_again_loses_nothing(x, format):
+    values = ops.decode_scaled(*ops.encode_scaled(x, DTYPES[format]))
+    again = ops.decode_scaled(*ops.encode_scaled(values, DTYPES[format]))
+    torch.testing.assert_close(again, values, rtol=0, atol=0, equal_nan=True)
+
+
+def test_fp16_codes_round_as_numpy_does():
+    """11 bits from 2^-30 of the largest value on; a plain cast would flush what is below 2^-24."""
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(5)) * 2.0**-20
+    codes, scale = ops.encode_scaled(x, torch.float16)
+    expected = (x.double().numpy() / float(scale)).astype("float16")
+    assert_same(codes, torch.from_numpy(expected))
+    assert ((ops.decode_scaled(codes, scale) - x).abs() <= x.abs() * 2.0**-11).all()
+    assert (x.half() == 0).float().mean() > 0.01
+
+
+@every_scaled
+def test_what_is_stored(name):
+    """A recipe that did nothing, or rounded in place, would fail here."""
+    model, optimizer, _ = prepared(name)
+    scaled = get_recipe(name).scaled
+    F.mse_loss(model(batch()[0]), batch()[1]).backward()
+    for path, parameter in model.named_parameters():
+        codes = path in WEIGHTS
+        assert parameter.dtype == (DTYPES[scaled.weights] if codes else torch.float32)
+        assert parameter.grad.dtype == (torch.float8_e4m3fn if codes else torch.float32)
+        master = optimizer.state[parameter].get(SCALED_MASTER)
+        assert (master is not None) == (codes and scaled.master is not None)
+        assert master is None or (master.dtype, master.shape) == (torch.float16, parameter.shape)
+        largest = {"fp16": 65504, "e4m3fn": 448}[scaled.weights]
+        assert not codes or largest / 2 <= parameter.detach().float().abs().amax() <= largest
+
+
+def unrounded(name):
+    """The gradients of a model whose weights are in float32 with the same values."""
+    model = mlp()
+    model.load_state_dict(prepared(name)[0].state_dict())
+    halfstep.apply(model, name)
+    F.mse_loss(model(batch()[0]), batch()[1]).backward()
+    return {path: p.grad for path, p in model.named_parameters()}
+
+
+@every_scaled
+def test_gradients_are_the_stock_ones_rounded_once(name):
+    model, _, _ = prepared(name)
+    F.mse_loss(model(batch()[0]), batch()[1]).backward()
+    for path, expected in unrounded(name).items():
+        rounded = ops.decode_scaled(*ops.encode_scaled(expected, torch.float8_e4m3fn))
+        assert_same(ops.grad_values(model.get_parameter(path).grad), rounded if path in WEIGHTS else expected)
+        assert path not in WEIGHTS or not torch.equal(rounded, expected)
+
+
+@every_scaled
+def test_the_optimizer_steps_on_values_and_rounds_them(name):
+    """SGD by hand: values - lr * the decoded gradient, rounded to the stored format (by the master first)."""
+    model = mlp()
+    model, optimizer, _ = prepared(name, model, torch.optim.SGD(model.parameters(), lr=0.5))
+    before = {path: optimizer.full(p) for path, p in model.named_parameters()}
+    F.mse_loss(model(batch()[0]), batch()[1]).backward()
+    moved = {path: value - 0.5 * grads(model)[path] for path, value in before.items()}
+    optimizer.step()
+    scaled = get_recipe(name).scaled
+    for path, value in model.state_dict().items():
+        expected = moved[path]
+        for format in [scaled.master, scaled.weights] if path in WEIGHTS else []:
+            expected = ops.decode_scaled(*ops.encode_scaled(expected, DTYPES[format])) if format else expected
+        assert_same(value, expected)
+
+
+@every_scaled
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_the_step_in_one_pass_is_the_reference(name, kind):
+    found = []
+    for fused in (True, False):
+        model = mlp()
+        model, optimizer, scaler = prepared(name, model, kind(model.parameters(), lr=0.1, weight_decay=0.1))
+        optimizer.rule = optimizer.rule if fused else replace(optimizer.rule, fused=never)
+        train(model, optimizer, scaler, 4)
+        found.append(copied((dict(model.state_dict()), optimizer.state_dict()["state"])))
+    assert_same(*found)
+
+
+def test_levels_differ_from_plain_fp8_and_o3_rounds_as_o1_does():
+    """The E4M3 image of a scaled fp16 master is what O1's product rounds its fp16 weight to: bit for bit."""
+    losses = {name: train(*prepared(name), 8) for name in ("fp8-delayed", *SCALED)}
+    assert losses["fp8lm-o1"] == losses["fp8lm-o2"] == losses["fp8lm-o3"] != losses["fp8-delayed"]
+    apply_only = mlp()
+    halfstep.apply(apply_only, "fp8lm-o1")
+    assert {p.dtype for p in apply_only.parameters()} == {torch.float32}
+
+
+@every_scaled
+def test_both_ways_to_zero_gradients(name):
+    found = []
+    for to_none in (True, False):
+        model, optimizer, _ = prepared(name)
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=to_none)
+            F.mse_loss(model(batch()[0]), batch()[1]).backward()
+        found.append(grads(model))
+    assert_same(*found)
+
+
+@every_scaled
+def test_asking_for_gradients_leaves_those_that_are_there(name):
+    model, _, _ = prepared(name)
+    x, y = batch()
+    F.mse_loss(model(x), y).backward()
+    kept = grads(model)
+    asked = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
+    assert_same(grads(model), kept)
+    for path, grad in zip(kept, asked, strict=True):
+        assert_same(grad, unrounded(name)[path])
+
+
+@every_scaled
+def test_clipping_takes_the_norm_of_the_values(name):
+    model, optimizer, scaler = prepared(name)
+    F.mse_loss(model(batch()[0]), batch()[1]).backward()
+    expected = torch.cat([g.flatten() for g in grads(model).values()]).norm()
+    torch.testing.assert_close(scaler.clip_grad_norm_(optimizer, 1e9), expected)
+
+
+@every_scaled
+def test_an_optimizer_that_does_not_know_codes_fails_aloud(name):
+    model, _, _ = prepared(name)
+    stock = torch.optim.AdamW(model.parameters())
+    F.mse_loss(model(batch()[0]), batch()[1]).backward()
+    with pytest.raises(RuntimeError, match="Float8"):
+        stock.step()
+    with pytest.raises(NotImplementedError, match="Float8"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@every_scaled
+def test_codes_without_their_scale_are_refused(name):
+    model, optimizer, _ = prepared(name)
+    F.mse_loss(model(batch()[0]), batch()[1]).backward()
+    model[0].weight.grad = model[0].weight.grad.clone()
+    with pytest.raises(OptimizerError, match=r"a torch.float8_e4m3fn gradient without its scale.*ops.grad_values"):
+        optimizer.step()
+
+
+@every_scaled
+def test_a_gradient_that_is_assigned_is_rounded_too(name):
+    found = []
+    for assigned in (False, True):
+        model, optimizer, _ = prepared(name)
+        if assigned:
+            for path, grad in unrounded(name).items():
+                model.get_parameter(path).grad = grad
+        else:
+            F.mse_loss(model(batch()[0]), batch()[1]).backward()
+        optimizer.step()
+        found.append(copied(model.state_dict()))
+    assert_same(*found)
+
+
+@every_scaled
+def test_an_infinite_gradient_is_seen(name):
+    recipe = replace(get_recipe(name), name="made", loss_scale=get_recipe("fp16-mixed").loss_scale)
+    model, optimizer, scaler = prepared(recipe)
+    before = copied(model.state_dict())
+    scaler.scale(F.mse_loss(model(batch()[0]), batch()[1])).backward()
+    grad = torch.ones_like(model[0].weight, dtype=torch.float32)
+    grad[0, 0] = torch.inf
+    model[0].weight.grad = ops.encode_grad(grad, torch.float8_e4m3fn)
+    with pytest.raises(halfstep.HalfstepError, match=r"unscale_\(\) would flush small"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.overflowed == ("0.weight",)
+    assert_same(dict(model.state_dict()), dict(before))
+
+
+@every_scaled
+def test_state_dicts_are_a_stock_models(name):
+    model, optimizer, scaler = prepared(name)
+    train(model, optimizer, scaler)
+    stock, state = mlp(), model.state_dict()
+    assert {value.dtype for value in state.values()} == {torch.float32}
+    stock.load_state_dict(state)
+    halfstep.apply(stock, name)
+    for twin in (stock, model):  # neither has the scales of three steps
+        for module in twin.modules():
+            for key, buffer in module._buffers.items():
+                if "scaling" in key:
+                    buffer.zero_()
+    assert_same(stock(batch()[0]), model(batch()[0]))
+
+
+@every_scaled
+def test_weights_that_are_loaded_are_followed(name):
+    """By the forward, by the next step, and by the master; also where an optimizer has stepped before."""
+    model, optimizer, scaler = prepared(name)
+    train(model, optimizer, scaler)
+    stock = mlp(7).state_dict()
+    model.load_state_dict(stock)
+    for path, value in model.state_dict().items():
+        format = DTYPES[get_recipe(name).scaled.weights]
+        expected = ops.decode_scaled(*ops.encode_scaled(stock[path], format)) if path in WEIGHTS else stock[path]
+        assert_same(value, expected)
+        stock[path] = expected
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(model, optimizer, scaler, 1)
+    assert_same(dict(model.state_dict()), dict(stock))
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0.weight"):
+        model.load_state_dict({**stock, "0.weight": torch.zeros(3, 3)})
+
+
+@every_scaled
+def test_a_resumed_run_is_exact(name):
+    plain = prepared(name)
+    train(*plain, 4)
+    saved = [copied(part.state_dict()) for part in plain]
+    losses = train(*plain, 4)
+    resumed = prepared(name, mlp(1))
+    train(*resumed, 2)
+    for part, state in zip(resumed, saved, strict=True):
+        part.load_state_dict(state)
+    assert train(*resumed, 4) == losses
+    assert_same(dict(resumed[0].state_dict()), dict(plain[0].state_dict()))
+
+
+@every_scaled
+def test_copies_train_alike_and_apart(name):
+    parts = prepared(name)
+    train(*parts, 2)
+    before = copied(parts[0].state_dict())
+    twin = copy.deepcopy(parts)
+    losses = train(*twin, 3)
+    assert {p.grad_dtype for n, p in twin[0].named_parameters() if n in WEIGHTS} == {None}
+    assert_same(dict(parts[0].state_dict()), dict(before))
+    assert train(*parts, 3) == losses
+    F.mse_loss(twin[0][0](batch()[0]), torch.zeros(12, 16)).backward()
+    layer = copy.deepcopy(twin[0][0])
+    F.mse_loss(layer(batch()[0]), torch.zeros(12, 16)).backward()
+    assert layer.weight.grad.dtype == torch.float8_e4m3fn
+
+
+@every_scaled
+def test_revert_leaves_the_values_and_nothing_else(name):
+    model = mlp()
+    attributes = [set(vars(m)) for m in model.modules()]
+    buffers = dict(model.named_buffers())
+    model, optimizer, scaler = prepared(name, model)
+    train(model, optimizer, scaler)
+    F.mse_loss(model(batch()[0]), batch()[1]).backward()
+    values, kept = copied(model.state_dict()), grads(model)
+    halfstep.revert(model)
+    assert_same(dict(model.state_dict()), dict(values))
+    assert_same({n: p.grad for n, p in model.named_parameters()}, kept)
+    assert [set(vars(m)) for m in model.modules()] == attributes
+    assert dict(model.named_buffers()) == buffers
+    model.zero_grad()
+    F.mse_loss(model(batch()[0]), batch()[1]).backward()
+    assert {(p.dtype, p.grad.dtype, p.grad_dtype) for p in model.parameters()} == {(torch.float32,) * 3}
+    torch.optim.AdamW(model.parameters()).step()
+
+
+def test_a_weight_that_others_read_is_no_code():
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model[1].weight = model[0].weight
+    model, _, _ = prepared("fp8lm-o3", model)
+    assert [p.dtype for p in model.parameters()] == [torch.float32, torch.float8_e4m3fn]
+    model(torch.arange(8)).square().sum().backward()
+    assert [p.grad.dtype for p in model.parameters()] == [torch.float32, torch.float8_e4m3fn]
+
+
+class Reader(nn.Module):
+    """T5's feed-forward layer casts to the dtype of a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.wi, self.wo = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.wo(self.wi(x).to(self.wo.weight.dtype))
+
+
+@pytest.mark.parametrize(
+    ("model", "codes"),
+    [(Reader(), 0), (nn.Sequential(Reader(), nn.Linear(4, 4)), 1), (nn.Linear(8, 4), 1)],
+    ids=["root", "part", "layer"],
+)
+def test_layers_of_a_forward_that_reads_weights_are_no_codes(model, codes):
+    model, _, _ = prepared("fp8lm-o3", model)
+    assert sum(p.dtype == torch.float8_e4m3fn for p in model.parameters()) == codes
+    assert model(batch()[0]).isfinite().all()
+
+
+@every_scaled
+def test_a_layer_called_twice_adds_its_gradients_unrounded(name):
+    layer = nn.Linear(8, 8)
+    model = nn.Sequential(layer, nn.GELU(), layer)
+    stock = copy.deepcopy(model)
+    model, _, _ = prepared(name, model)
+    stock.load_state_dict(model.state_dict())
+    halfstep.apply(stock, name)
+    for each in (model, stock):
+        each(batch()[0]).square().sum().backward()
+    expected = ops.decode_scaled(*ops.encode_scaled(stock[0].weight.grad, torch.float8_e4m3fn))
+    assert_same(ops.grad_values(model[0].weight.grad), expected)
+
+
+@every_scaled
+def test_a_step_without_any_gradient_says_so(name):
+    _, optimizer, _ = prepared(name)
+    with pytest.raises(OptimizerError, match=r"no parameter of this optimizer has a gradient.*under FSDP2 call"):
+        optimizer.step()
+
+
+def test_a_process_group_that_comes_later_is_refused(monkeypatch):
+    model, _, _ = prepared("fp8lm-o1")
+    monkeypatch.setattr("halfstep.nn.codes.ranks", lambda: 2)
+    with pytest.raises(RecipeError, match=r"call torch.distributed.init_process_group before halfstep.prepare"):
+        F.mse_loss(model(batch()[0]), batch()[1]).backward()
+
+
+def test_an_older_torch_is_named():
+    check_torch()
+    with pytest.raises(ModelError, match=r"weights that are codes take others: use torch 2.10 or newer"):
+        check_torch(object)
+
+
+def test_frozen_weights_are_codes_too_and_stay():
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    model, optimizer, scaler = prepared("fp8lm-o1", model, adamw(model[3]))
+    codes = model[0].weight.detach().clone()
+    train(model, optimizer, scaler, 2)
+    assert codes.dtype == torch.float16
+    assert_same(model[0].weight.detach(), codes)
+    model[0].weight.requires_grad_()
+    F.mse_loss(model(batch()[0]), batch()[1]).backward()
+    assert model[0].weight.grad.dtype == torch.float8_e4m3fn

@@ -1,0 +1,110 @@
+"""FP8-LM on two ranks: values in float32 that are rounded as codes would be, so that DDP is one process bit for bit."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from halfstep import ops
+from halfstep.recipe import SCALED_MASTER
+from tiny import SCALED, assert_same, mlp, prepared
+
+
+pytestmark = pytest.mark.slow
+RANK = """
+import sys, torch, torch.distributed as dist
+rank, folder, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+sys.path[:0] = [tests, f'{tests}/nn']
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+from test_codes_ranks import SCALED, under_ddp, under_fsdp
+torch.save({name: (under_ddp(name, rank), under_fsdp(name)) for name in SCALED}, f"{folder}/{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+def rows_of(step, rank):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(6, 8, generator=generator), torch.randn(6, 4, generator=generator)
+
+
+def loss_of(model, step, rank):
+    x, y = rows_of(step, rank)
+    return F.mse_loss(model(x), y)
+
+
+def seen(model, optimizer):
+    masters = [s[SCALED_MASTER].clone() for s in optimizer.state.values() if SCALED_MASTER in s]
+    return {key: value.clone() for key, value in model.state_dict().items()}, masters
+
+
+def under_ddp(name, rank):
+    model, optimizer, scaler = prepared(name)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    for step in range(4):
+        loss_of(wrapped, step, rank).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return seen(model, optimizer)
+
+
+def under_fsdp(name):
+    """Sharding gives the model other parameters than the optimizer's: what the step then says."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, optimizer, scaler = prepared(name)
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    fully_shard(model[3], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    loss_of(model, 0, 0).backward()
+    try:
+        scaler.step(optimizer)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def in_one_process(name):
+    """The gradients of both ranks' rows as torch.autograd.grad has them, unrounded; the optimizer rounds their mean."""
+    model, optimizer, scaler = prepared(name)
+    for step in range(4):
+        parameters = list(model.parameters())
+        both = [torch.autograd.grad(loss_of(model, step, rank), parameters) for rank in (0, 1)]
+        for parameter, *grads in zip(parameters, *both, strict=True):
+            parameter.grad = grads[0] / 2 + grads[1] / 2
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return seen(model, optimizer)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-W", "ignore", "-c", RANK]
+    tests = str(Path(__file__).parent.parent)
+    started = [subprocess.Popen([*command, str(rank), str(folder), tests]) for rank in (0, 1)]
+    assert [process.wait(timeout=300) for process in started] == [0, 0]
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_two_ranks_are_one_process_bit_for_bit(ranks, name):
+    expected = in_one_process(name)
+    for rank in ranks:
+        assert_same(rank[name][0], expected)
+    weight = expected[0]["0.weight"]
+    assert not torch.equal(weight, mlp()[0].weight.detach())
+    for format in (torch.float8_e4m3fn, torch.float16):
+        on_grid = torch.equal(ops.decode_scaled(*ops.encode_scaled(weight, format)), weight)
+        assert on_grid == (format == torch.float16 or name == "fp8lm-o3")
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_an_optimizer_whose_parameters_were_sharded_says_so(ranks, name):
+    for rank in ranks:
+        assert "no parameter of this optimizer has a gradient. A model that fully_shard" in rank[name][1]
