@@ -69,7 +69,7 @@ def nested() -> dict[str, object]:
         "every": torch.arange(20)[::3],
     }
     return {
-        "model": model.state_dict(), "optimizer": optimizer.state_dict(), "views": views, "list": [torch.ones(2), "text"],
+        "model": model.state_dict(), "optimizer": optimizer.state_dict(), "views": views, "list": [torch.ones(2), "x"],
         "parameter": torch.nn.Parameter(torch.ones(2)), "step": 7, "dtype": torch.bfloat16, "bytes": b"abc", "set": {1},
         "complex": 1j, "size": torch.Size([2]), "device": torch.device("cpu"), "sparse": torch.eye(2).to_sparse(),
         "tensors": tensors(),

@@ -64,7 +64,10 @@ class File:
     def read_from(self, descriptor: int, start: int, count: int) -> bytes:
         """The same through a descriptor that is open."""
         self.within(start, count, "data")
-        data = os.pread(descriptor, count, start)
+        try:
+            data = os.pread(descriptor, count, start)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read at byte {start}: {error}") from error
         if len(data) != count:
             raise CheckpointError(
                 f"{self.path}: read {len(data)} bytes of {count} at byte {start}; copy the file again"
