@@ -191,15 +191,7 @@ def test_a_file_that_shrinks_while_it_is_being_read(tmp_path, monkeypatch):
         next(pieces)
 
 
-OUTSIDE = [
-    "../secret.safetensors",
-    "/etc/passwd",
-    "a/../../secret.safetensors",
-    "..\\secret.safetensors",
-    "C:\\a",
-    "",
-    "a\0b",
-]
+OUTSIDE = ["../secret.safetensors", "/etc/passwd", "a/../../secret.safetensors", "..\\secret.safetensors", "C:\\a", ""]
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
@@ -209,6 +201,12 @@ def test_an_index_that_leads_out_of_its_folder(name, tmp_path):
     home.mkdir()
     (home / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     refuses(home, "expected one in its own folder")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 5000, "missing"])
+def test_an_index_of_files_that_are_not_there(name, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    refuses(tmp_path, "which is not there")
 
 
 def test_links_out_of_the_folder(tmp_path):
