@@ -118,6 +118,19 @@ class _Cursor:
             count = 1
         self.take(count)
 
+    def skip_texts(self, count: int) -> None:
+        """Pass over strings; a vocabulary has hundreds of thousands."""
+        while count:
+            at, window = self.at - self.base, self.window
+            while count and at + 8 <= len(window):
+                at += 8 + int.from_bytes(window[at : at + 8], "little")
+                count -= 1
+            self.at = self.base + at
+            if count:  # the next length is not in the window, or not in the file
+                self.skip(self.number("<Q"))
+                count -= 1
+        self.take(0)
+
 
 def open_gguf(path: Path) -> Checkpoint:
     """The tensors of a GGUF file; arrays among its metadata are given by their length.
@@ -170,8 +183,7 @@ def _value(cursor: _Cursor, kind: int) -> str:
     if inner in _SCALARS:
         cursor.skip(count * struct.calcsize(_SCALARS[inner]))
     elif inner == _STRING:
-        for _ in range(count):  # ends with the file at the latest
-            cursor.skip(cursor.number("<Q"))
+        cursor.skip_texts(count)
     else:
         raise CheckpointError(
             f"{cursor.file.path}: an array of type {inner} in the header; expected scalars or strings"
