@@ -1,12 +1,15 @@
 """The readers of single files give the bits that the format's own library gives."""
 
+import zipfile
+
 import numpy as np
 import pytest
 import torch
 from kinds import KINDS, arrays, bits, nested, npy, npz, npz_deflated, safetensors, stored_bits, tensors, torch_zip
 from safetensors import safe_open
 
-from halfstep.checkpoint import open_checkpoint
+from halfstep.checkpoint import layout, open_checkpoint
+from halfstep.checkpoint.opening import readers
 
 
 def by_name(checkpoint):
@@ -23,8 +26,6 @@ def same(checkpoint, stored, tensor):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_recognised_and_by_one_reader_only(kind, tmp_path):
-    from halfstep.checkpoint.opening import readers
-
     path = KINDS[kind](tmp_path)
     known = [name for name, reader in readers().items() if reader.recognises(path)]
     assert known == [open_checkpoint(path).kind]
@@ -100,9 +101,17 @@ def test_strides_are_gathered_in_row_major_order(step, tmp_path):
         assert stored_bits(checkpoint, stored, step) == bits(views[stored.name])
 
 
-def test_slabs_follow_one_another_whatever_fits(monkeypatch):
-    from halfstep.checkpoint import layout
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 100, 1000])
+def test_values_do_not_depend_on_how_much_is_mapped_and_gathered(size, kind, tmp_path, monkeypatch):
+    checkpoint = open_checkpoint(KINDS[kind](tmp_path))
+    wanted = [stored_bits(checkpoint, tensor) for tensor in checkpoint.tensors]
+    monkeypatch.setattr(layout, "_MAPPED", size)
+    monkeypatch.setattr(layout, "_GATHERED", max(size, 16))
+    assert [stored_bits(checkpoint, tensor, 16) for tensor in checkpoint.tensors] == wanted
 
+
+def test_slabs_follow_one_another_whatever_fits(monkeypatch):
     x = np.arange(2 * 3 * 5 * 4).reshape(2, 3, 5, 4)
     for limit in (1, 3, 8, 40, 100, 10_000):
         monkeypatch.setattr(layout, "_GATHERED", limit * 8)
@@ -113,8 +122,6 @@ def test_slabs_follow_one_another_whatever_fits(monkeypatch):
 
 def test_a_big_endian_archive_of_torch(tmp_path):
     """An archive that says so is read with its bytes turned."""
-    import zipfile
-
     torch.save({"a": torch.arange(5.0)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as old, zipfile.ZipFile(tmp_path / "b.pt", "w") as new:
         for info in old.infolist():

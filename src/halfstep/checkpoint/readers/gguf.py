@@ -56,11 +56,10 @@ class Blocks:
         if self.kind.decode is None:
             known = ", ".join(kind.name for kind in BLOCKS.values() if kind.decode)
             raise CheckpointError(f"{self.file.path}: {self.kind.name} is not decoded here; known: {known}")
-        step = max(_DECODED // (4 * self.kind.values), 1)
-        packed = Plain(self.file, self.start, self.count * self.kind.nbytes, np.dtype("u1"))
-        for piece in packed.pieces(step * self.kind.nbytes):
+        packed = Plain(self.file, self.start, self.count, np.dtype((np.void, self.kind.nbytes)))
+        for piece in packed.pieces(_DECODED // (4 * self.kind.values) * self.kind.nbytes):
             with np.errstate(all="ignore"):  # infinite scales give infinite values and NaN, as in the file
-                values = self.kind.decode(piece.reshape(-1, self.kind.nbytes))
+                values = self.kind.decode(piece.view(np.uint8).reshape(-1, self.kind.nbytes))
             yield from split(values.reshape(-1), nbytes)
 
 
