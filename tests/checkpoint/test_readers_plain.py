@@ -1,5 +1,6 @@
 """The readers of single files give the bits that the format's own library gives."""
 
+import argparse
 import zipfile
 
 import numpy as np
@@ -71,6 +72,23 @@ def test_torch_zip_as_torch_loads_it(tmp_path):
     assert {"optimizer.state.0.exp_avg", "list.0", "views.turned", "tensors.float8_e8m0fnu"} <= stored.keys()
     for name, tensor in wanted.items():
         assert same(checkpoint, stored[name], tensor), name
+
+
+def test_options_and_numbers_of_numpy_beside_the_tensors(tmp_path):
+    held = {"args": argparse.Namespace(lr=0.1), "loss": np.float64(0.5), 3: {None: torch.ones(1), 2**70: torch.ones(2)}}
+    torch.save(held, tmp_path / "a.pt")
+    assert list(by_name(open_checkpoint(tmp_path / "a.pt"))) == ["3.(NoneType)", "3.(int)"]
+
+
+def test_a_file_is_known_by_what_it_holds(tmp_path):
+    for name, kind in (
+        ("safetensors", "safetensors"),
+        ("torch_zip", "torch zip"),
+        ("npz", "numpy archive"),
+        ("gguf", "GGUF"),
+    ):
+        KINDS[name](tmp_path).rename(tmp_path / "weights")
+        assert open_checkpoint(tmp_path / "weights").kind == kind
 
 
 def test_tied_tensors_share_their_storage_and_views_do_not(tmp_path):

@@ -102,6 +102,14 @@ class File:
             raise CheckpointError(f"{self.path}: the file was changed while it was being read; open it again")
 
 
+def head(path: Path, count: int) -> bytes:
+    """The first `count` bytes of the file at `path`: fewer if it is shorter, none if it is no regular file."""
+    if not path.is_file():
+        return b""
+    file = File.of(path)
+    return file.read(0, min(count, file.size))
+
+
 def _stamp(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ino
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from halfstep.checkpoint.dtypes import TYPES
-from halfstep.checkpoint.files import File
+from halfstep.checkpoint.files import File, head
 from halfstep.checkpoint.gguf_blocks import BLOCKS, BlockType
 from halfstep.checkpoint.layout import Plain, split
 from halfstep.checkpoint.limits import TEXT, check_count
@@ -238,10 +238,7 @@ def _check_places(file: File, alignment: int, entries: list[_Entry], tensors: tu
 
 
 def _recognises(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    file = File.of(path)
-    return file.size >= 4 and file.read(0, 4) == MAGIC
+    return head(path, 4) == MAGIC
 
 
 reader = Reader("GGUF", _recognises, open_gguf)
