@@ -153,10 +153,11 @@ def test_parts_that_overlap_and_parts_that_are_missing(tmp_path):
         open_checkpoint(tmp_path / "b")
 
 
-def test_a_part_that_is_not_the_one_described(tmp_path):
+@pytest.mark.parametrize("other", [torch.ones(3, 6), torch.ones(3, 7, dtype=torch.int32), [torch.ones(3, 7)]])
+def test_a_part_that_is_not_the_one_described(other, tmp_path):
     sharded(tmp_path, torch.arange(42.0).reshape(6, 7), [((0, 0), (3, 7)), ((3, 0), (3, 7))])
     files = sorted(tmp_path.glob("*.distcp"))
-    torch.save(torch.ones(3, 6), tmp_path / "new")
+    torch.save(other, tmp_path / "new")
     data = (tmp_path / "new").read_bytes()
     files[1].write_bytes(data + b"\0" * (files[1].stat().st_size - len(data)))
     checkpoint = open_checkpoint(tmp_path)
