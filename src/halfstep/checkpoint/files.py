@@ -1,0 +1,130 @@
+"""Read-only access to the files of a checkpoint: regular files only, in bounded reads and short-lived maps.
+
+Values are read through a memory map, because that is half as fast again as `pread` into a reused buffer (8.7 GB/s of
+one core against 6, bit-or-ed from the page cache; 10 from memory). Its price is that the process dies of SIGBUS when
+somebody truncates the file under a map. So a map covers a few pieces only, and the file's size and time of change are
+compared before each map: a file that was written to since it was opened is an error, but for the two milliseconds
+that a map is in use.
+"""
+
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from halfstep.errors import CheckpointError
+
+
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A regular file as it was when it was opened."""
+
+    path: Path
+    size: int
+    stamp: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, path: Path) -> "File":
+        """The file at `path`.
+
+        Raises:
+            CheckpointError: it is not there, cannot be read, or is not a regular file.
+        """
+        with _descriptor(path) as (_, status):
+            return cls(path, status.st_size, _stamp(status))
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """A descriptor of the file.
+
+        Raises:
+            CheckpointError: it was changed since `of`.
+        """
+        with _descriptor(self.path) as (descriptor, status):
+            self._same(status)
+            yield descriptor
+
+    def read(self, start: int, count: int) -> bytes:
+        """`count` bytes from `start`.
+
+        Raises:
+            CheckpointError: the file ends before.
+        """
+        with self.opened() as descriptor:
+            return self.read_from(descriptor, start, count)
+
+    def read_from(self, descriptor: int, start: int, count: int) -> bytes:
+        """The same through a descriptor that is open."""
+        self.within(start, count, "data")
+        try:
+            data = os.pread(descriptor, count, start)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read at byte {start}: {error}") from error
+        if len(data) != count:
+            raise CheckpointError(
+                f"{self.path}: read {len(data)} bytes of {count} at byte {start}; copy the file again"
+            )
+        return data
+
+    def within(self, start: int, count: int, what: str) -> None:
+        """Check that bytes `start` to `start + count` are bytes of the file.
+
+        Raises:
+            CheckpointError: they are not.
+        """
+        if start < 0 or count < 0 or start + count > self.size:
+            raise CheckpointError(
+                f"{self.path}: {what} should lie at bytes {start} to {start + count}, and the file has {self.size}; "
+                "it is truncated or was edited: copy it again"
+            )
+
+    def view(self, descriptor: int, start: int, count: int, dtype: np.dtype) -> np.ndarray:
+        """A read-only array of `count` values from byte `start`; the map goes when the array does."""
+        self._same(os.fstat(descriptor))
+        low = start - start % mmap.ALLOCATIONGRANULARITY
+        nbytes = start - low + count * dtype.itemsize
+        try:
+            held = mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_READ, offset=low)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: cannot be mapped at byte {start}: {error}") from error
+        return np.frombuffer(held, dtype, count, start - low)
+
+    def _same(self, status: os.stat_result) -> None:
+        if _stamp(status) != self.stamp:
+            raise CheckpointError(f"{self.path}: the file was changed while it was being read; open it again")
+
+
+def head(path: Path, count: int) -> bytes:
+    """The first `count` bytes of the file at `path`: fewer if it is shorter, none if it is no regular file."""
+    if not path.is_file():
+        return b""
+    file = File.of(path)
+    return file.read(0, min(count, file.size))
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+@contextmanager
+def _descriptor(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    try:
+        # Without blocking: the opening of a pipe would wait for a writer.
+        descriptor = os.open(path, _FLAGS)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} cannot be opened: {error}; expected a checkpoint's file") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{str(path)!r} is not a regular file; expected a checkpoint's file")
+        yield descriptor, status
+    finally:
+        os.close(descriptor)
