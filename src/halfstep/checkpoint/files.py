@@ -1,0 +1,132 @@
+"""Read-only access to the files of a checkpoint: regular files only, in bounded reads and short-lived maps.
+
+Values are read through a memory map because that is half as fast again as `pread` into a reused buffer (8.5 against
+5.8 GB/s from the page cache, and 10 from memory). Its price is that the process dies of SIGBUS when somebody
+truncates the file under a map. So a map covers one piece only, and the file's size and time of change are compared
+before each: a file that was written to since it was opened is an error, except in the half millisecond of one piece.
+"""
+
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from halfstep.errors import CheckpointError
+
+
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A regular file as it was when it was opened."""
+
+    path: Path
+    size: int
+    stamp: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, path: Path) -> "File":
+        """The file at `path`.
+
+        Raises:
+            CheckpointError: it is not there, cannot be read, or is not a regular file.
+        """
+        with _descriptor(path) as (_, status):
+            return cls(path, status.st_size, _stamp(status))
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """A descriptor of the file.
+
+        Raises:
+            CheckpointError: it was changed since `of`.
+        """
+        with _descriptor(self.path) as (descriptor, status):
+            self._same(status)
+            yield descriptor
+
+    def read(self, start: int, count: int) -> bytes:
+        """`count` bytes from `start`.
+
+        Raises:
+            CheckpointError: the file ends before.
+        """
+        self.within(start, count, "data")
+        with self.opened() as descriptor:
+            data = os.pread(descriptor, count, start)
+        if len(data) != count:
+            raise CheckpointError(
+                f"{self.path}: read {len(data)} bytes of {count} at byte {start}; copy the file again"
+            )
+        return data
+
+    def within(self, start: int, count: int, what: str) -> None:
+        """Check that bytes `start` to `start + count` are bytes of the file.
+
+        Raises:
+            CheckpointError: they are not.
+        """
+        if start < 0 or count < 0 or start + count > self.size:
+            raise CheckpointError(
+                f"{self.path}: {what} should lie at bytes {start} to {start + count}, and the file has {self.size}; "
+                "it is truncated or was edited: copy it again"
+            )
+
+    def view(self, descriptor: int, start: int, count: int, dtype: np.dtype) -> np.ndarray:
+        """A read-only array of `count` values from byte `start`; the map goes when the array does."""
+        self._same(os.fstat(descriptor))
+        low = start - start % mmap.ALLOCATIONGRANULARITY
+        nbytes = start - low + count * dtype.itemsize
+        try:
+            held = mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_READ, offset=low)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: cannot be mapped at byte {start}: {error}") from error
+        return np.frombuffer(held, dtype, count, start - low)
+
+    def _same(self, status: os.stat_result) -> None:
+        if _stamp(status) != self.stamp:
+            raise CheckpointError(f"{self.path}: the file was changed while it was being read; open it again")
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """`count` values that lie in `file` one after the other, from byte `start`."""
+
+    file: File
+    start: int
+    count: int
+    dtype: np.dtype
+
+    def pieces(self, nbytes: int) -> Iterator[np.ndarray]:
+        """The values in order."""
+        step = max(nbytes // self.dtype.itemsize, 1)
+        with self.file.opened() as descriptor:
+            for first in range(0, self.count, step):
+                count = min(step, self.count - first)
+                yield self.file.view(descriptor, self.start + first * self.dtype.itemsize, count, self.dtype)
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+@contextmanager
+def _descriptor(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    try:
+        # Without blocking: the opening of a pipe would wait for a writer.
+        descriptor = os.open(path, _FLAGS)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} cannot be opened: {error}; expected a checkpoint's file") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{str(path)!r} is not a regular file; expected a checkpoint's file")
+        yield descriptor, status
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,51 @@
+"""JSON from a file that nobody vouches for: bounded in size, depth and the memory that its objects would take."""
+
+import json
+from typing import Any
+
+from halfstep.errors import CheckpointError
+
+
+LIMIT = 64 << 20
+"""Bytes of the longest JSON text that is read; the largest real index holds some 20 million."""
+
+MEMORY = 128 << 20
+"""Bytes that the parsed objects may take, by the estimate below."""
+
+
+def parse_object(data: bytes, what: str) -> dict[str, Any]:
+    """The JSON object that `data` holds.
+
+    Raises:
+        CheckpointError: it is no JSON object, too deep, too large for memory, or has a key twice.
+    """
+    needed = _memory(data)
+    if needed > MEMORY:
+        raise CheckpointError(
+            f"{what} would take {needed >> 20} MiB of memory; expected at most {MEMORY >> 20}, enough for 100,000 tensors"
+        )
+    try:
+        found = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except (UnicodeDecodeError, ValueError) as error:
+        raise CheckpointError(f"{what} is no JSON: {error}; the file is broken or of something else") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{what} nests too deeply; expected an object of flat objects") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{what} is a JSON {type(found).__name__}; expected an object")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
+
+
+def _memory(data: bytes) -> int:
+    """An upper estimate: CPython's sizes of a dict, a list and a small value, and of the text itself."""
+    width = 1 if data.isascii() else 4  # one wide character makes the whole string wide
+    objects = data.count(b"{") * 240 + data.count(b"[") * 96 + data.count(b",") * 64
+    return objects + 2 * width * len(data)
