@@ -30,7 +30,7 @@ def hard(size=5000, seed=0):
     small = rng.integers(0, 1 << 23, size // 4, dtype=np.uint32).view(np.float32)
     normal = rng.standard_normal(size).astype(np.float32)
     few = (normal.view(np.uint32) >> 20 << 20).view(np.float32)
-    special = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1, -2, 448, 480, 464, 65504, 65520, 1e-45, 2.0**-126], np.float32)
+    special = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1, -2, 448, 480, 464, 65504, 65520, 1e-45, 2.0**-126], "f4")
     return np.concatenate([patterns, small, normal, few, special])
 
 
@@ -54,7 +54,9 @@ def slow(values):
 
 def as_counter(table):
     rows, columns = np.nonzero(table.counts)
-    return Counter({(int(r) + table.lowest, int(c)): int(table.counts[r, c]) for r, c in zip(rows, columns, strict=True)})
+    return Counter(
+        {(int(r) + table.lowest, int(c)): int(table.counts[r, c]) for r, c in zip(rows, columns, strict=True)}
+    )
 
 
 def kernel_table(values):
@@ -100,8 +102,8 @@ def test_every_size_and_thread_count(size, threads):
 @pytest.mark.parametrize("dtype", [np.uint32, np.uint16])
 def test_largest_magnitude_of_each_column(columns, dtype):
     rng = np.random.default_rng(2)
-    values, infinity = rng.integers(0, np.iinfo(dtype).max, 40 * columns + 5, dtype=dtype), np.iinfo(dtype).max // 2 - 40
-    first = 3 % columns
+    values = rng.integers(0, np.iinfo(dtype).max, 40 * columns + 5, dtype=dtype)
+    infinity, first = np.iinfo(dtype).max // 2 - 40, 3 % columns
     found = np.zeros(columns, dtype)
     kernel.raise_amax(values, first, found, int(infinity))
     magnitude = values & dtype(np.iinfo(dtype).max >> 1)
@@ -133,7 +135,9 @@ def test_best_shift_finds_the_scale_of_a_scaled_cast(name, shift):
     found, count = table.best_shift(formats.get(name, Float))
     assert count == table.nonzero
     assert table.exact(formats.get(name, Float), shift) == table.nonzero
-    assert abs(found) <= abs(shift)
+    assert table.exact(formats.get(name, Float), found) == table.nonzero
+    largest = np.ldexp(np.abs(values).max(), -found)
+    assert formats.get(name).max / 2 < largest * 1.15 <= formats.get(name).max * 1.15
     assert EMPTY.best_shift(formats.get(name, Float)) is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,12 @@ class Table:
     infinities: int = 0
     nans: int = 0
 
+    @cached_property
+    def sums(self) -> Counts:
+        """Values that need at most as many bits as the column says."""
+        sums: Counts = np.cumsum(self.counts, 1)
+        return sums
+
     @property
     def nonzero(self) -> int:
         """Values that are finite and not zero."""
@@ -45,7 +52,7 @@ class Table:
     @property
     def rows(self) -> Counts:
         """The exponents of the rows."""
-        return np.arange(self.lowest, self.lowest + len(self.counts))
+        return self.lowest + np.arange(len(self.counts))
 
     @property
     def exponents(self) -> Counts:
@@ -71,27 +78,19 @@ class Table:
     def exact(self, format: Float, shift: int = 0) -> int:
         """Finite non-zero values that are exactly 2^shift times a value of `format`."""
         allowed = np.clip(allowed_bits(format, self.rows - shift), 0, WIDTH - 1)
-        held = np.cumsum(self.counts, 1)[np.arange(len(self.rows)), allowed]
+        held = self.sums[np.arange(len(self.counts)), allowed]
         return int(held.sum()) - self._beyond_largest(format, shift)
 
     def best_shift(self, format: Float) -> tuple[int, int] | None:
-        """The shift with the largest `exact` among those that make nothing overflow, the least scaling first; and
-        that number. None where no value is left to scale.
+        """The smallest shift under which nothing overflows, and `exact` there: no larger one holds more values, for
+        they only come nearer to the subnormals. None where there is no value to scale.
         """
         used = self.rows[self.exponents > 0]
         if not used.size:
             return None
-        top = int(used[-1]) - format.max_exponent
-        depth = format.max_exponent - format.min_exponent + format.mantissa_bits + 1
-        # Beyond this the smallest values gain nothing more: all of them are normal.
-        shifts = range(top, top + max(1, min(depth, int(used[-1] - used[0]) + format.mantissa_bits + 2)))
-        found = [(self.exact(format, shift), -abs(shift), shift) for shift in shifts if not self._overflows(format, shift)]
-        count, _, shift = max(found, default=(0, 0, top + 1))
-        return shift, count
-
-    def _overflows(self, format: Float, shift: int) -> bool:
-        used = self.rows[self.exponents > 0] - shift
-        return bool((used > format.max_exponent).any()) or self._beyond_largest(format, shift) > 0
+        shift = int(used[-1]) - format.max_exponent
+        shift += self._beyond_largest(format, shift) > 0
+        return shift, self.exact(format, shift)
 
     def _beyond_largest(self, format: Float, shift: int) -> int:
         """Values of the top exponent that would be the code of NaN."""
@@ -107,7 +106,12 @@ class Table:
             counts[place] += one.counts
             fifteens[place] += one.fifteens
         return Table(
-            lowest, counts, fifteens, self.zeros + other.zeros, self.infinities + other.infinities, self.nans + other.nans
+            lowest,
+            counts,
+            fifteens,
+            self.zeros + other.zeros,
+            self.infinities + other.infinities,
+            self.nans + other.nans,
         )
 
 

@@ -10,7 +10,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from halfstep.kernels.cpu.compiled import Kernel, inner
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, Lane, lanes
+from halfstep.kernels.cpu.lanes import MAGNITUDE, Lane, lanes
 
 
 Counts = NDArray[np.int64]

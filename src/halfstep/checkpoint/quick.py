@@ -1,0 +1,52 @@
+"""A quick look: the last mantissa bit that any value of a tensor uses, at the speed of reading memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from halfstep.checkpoint.origin import Origin
+from halfstep.checkpoint.scan import CHUNK, Progress
+from halfstep.checkpoint.stored import Checkpoint, StoredTensor
+
+
+_FRACTIONS = {"float32": 23, "bfloat16": 7, "float16": 10}
+
+
+def quick_origin(checkpoint: Checkpoint, tensor: StoredTensor, progress: Progress | None = None) -> Origin | None:
+    """What the OR of all values' bits says; None for other types than float32, bfloat16 and float16.
+
+    One value with a last bit set shows that the type is used in full. That none has it is not weighed: it counts
+    nothing, so a tensor of a few values looks like one of millions.
+
+    Raises:
+        CheckpointError: the file was changed while it was read, or its data are broken.
+    """
+    if tensor.dtype not in _FRACTIONS:
+        return None
+    ored = 0
+    for chunk in checkpoint.chunks(tensor, CHUNK):
+        ored |= _or(chunk)
+        if progress is not None:
+            progress(chunk.nbytes)
+    fraction = _FRACTIONS[tensor.dtype]
+    used = ored & (1 << fraction) - 1
+    bits = fraction + 1 - ((used & -used).bit_length() - 1) if used else 1
+    through = _through(bits, fraction + 1)
+    return Origin(tensor.dtype, through, full=bits == fraction + 1, telling=tensor.numel if used else 0, counted=False)
+
+
+def _or(chunk: np.ndarray) -> int:
+    """The OR of all elements, taken in words of 64 bits where the chunk is made of such."""
+    width = 8 * chunk.itemsize
+    whole = chunk.size - chunk.size % (64 // width) if chunk.ctypes.data % 8 == 0 else 0
+    wide = int(np.bitwise_or.reduce(chunk[:whole].view(np.uint64)))
+    found = int(np.bitwise_or.reduce(chunk[whole:])) if whole < chunk.size else 0
+    for place in range(0, 64, width):
+        found |= wide >> place & (1 << width) - 1
+    return found
+
+
+def _through(bits: int, most: int) -> tuple[str, ...]:
+    if bits == most or bits == 1:
+        return ()
+    return ("bf16",) if bits <= 8 < most else ("fp16",) if bits <= 11 < most else ()
