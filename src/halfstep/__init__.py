@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from halfstep import formats, kb, ops
+    from halfstep.checkpoint import inspect
     from halfstep.errors import HalfstepError
     from halfstep.nn.apply import Report, advance, apply, revert
     from halfstep.ops import Quantized, decode, encode, load_quantized, quantize, round_to, save_quantized
@@ -28,6 +29,7 @@ _HOME = {
     "advance": "halfstep.nn",
     "apply": "halfstep.nn",
     "get_recipe": "halfstep.recipe",
+    "inspect": "halfstep.checkpoint",
     "list_recipes": "halfstep.recipe",
     "prepare": "halfstep.prepare",
     "revert": "halfstep.nn",
@@ -55,6 +57,7 @@ __all__ = [
     "formats",
     "get_quantizer",
     "get_recipe",
+    "inspect",
     "kb",
     "list_recipes",
     "load_quantized",

@@ -14,7 +14,8 @@ EXPECTED = {
     ),
     "norm": (
         "model.norm.weight", "model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight",
-        "transformer.h.0.ln_1.weight", "transformer.ln_f.bias", "bert.encoder.layer.0.attention.output.LayerNorm.weight",
+        "transformer.h.0.ln_1.weight", "transformer.ln_f.bias",
+        "bert.encoder.layer.0.attention.output.LayerNorm.weight",
         "encoder.block.0.layer.0.layer_norm.weight", "decoder.final_layer_norm.weight", "blk.0.attn_norm.weight",
         "output_norm.weight", "layer1.0.bn1.running_var", "model.layers.0.self_attn.q_norm.weight", "ln_1/scale",
         "model.layers.0.self_attn.kv_a_layernorm.weight", "transformer.word_embeddings_layernorm.weight",

@@ -57,12 +57,14 @@ class Table:
     @property
     def exponents(self) -> Counts:
         """Finite non-zero values by row."""
-        return self.counts.sum(1)
+        found: Counts = self.counts.sum(1)
+        return found
 
     @property
     def by_bits(self) -> Counts:
         """Finite non-zero values by significant bits."""
-        return self.counts.sum(0)
+        found: Counts = self.counts.sum(0)
+        return found
 
     @property
     def significant_bits(self) -> int:

@@ -12,6 +12,7 @@ from halfstep.cli.claims import claims
 from halfstep.cli.compare import compare
 from halfstep.cli.doctor import doctor
 from halfstep.cli.formats import formats
+from halfstep.cli.inspect import inspect
 from halfstep.cli.kb import kb
 from halfstep.cli.recipes import recipes
 from halfstep.cli.terminal import fail
@@ -47,6 +48,7 @@ def options(
 app.command("compare")(compare)
 app.command("train")(train)
 app.command("doctor")(doctor)
+app.command("inspect")(inspect)
 app.add_typer(formats, name="formats")
 app.add_typer(recipes, name="recipes")
 app.add_typer(kb, name="kb")
