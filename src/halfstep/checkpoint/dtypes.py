@@ -24,12 +24,13 @@ def _types(code: str, bits: int, *names: str) -> dict[str, StoredType]:
 
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+"""The types of 8 bits that torch has."""
 
 TYPES = {
     **_types("<u8", 64, "float64"),
     **_types("<u4", 32, "float32"),
     **_types("<u2", 16, "float16", "bfloat16"),
-    **_types("u1", 8, *FLOAT8, "bool", "uint8"),
+    **_types("u1", 8, *FLOAT8, "float4_e2m1fn_x2", "bool", "uint8"),
     **_types("u1", 6, "float6_e2m3fn", "float6_e3m2fn"),
     **_types("u1", 4, "float4_e2m1fn"),
     **_types("i1", 8, "int8"),

@@ -57,9 +57,13 @@ class File:
         Raises:
             CheckpointError: the file ends before.
         """
-        self.within(start, count, "data")
         with self.opened() as descriptor:
-            data = os.pread(descriptor, count, start)
+            return self.read_from(descriptor, start, count)
+
+    def read_from(self, descriptor: int, start: int, count: int) -> bytes:
+        """The same through a descriptor that is open."""
+        self.within(start, count, "data")
+        data = os.pread(descriptor, count, start)
         if len(data) != count:
             raise CheckpointError(
                 f"{self.path}: read {len(data)} bytes of {count} at byte {start}; copy the file again"
@@ -92,24 +96,6 @@ class File:
     def _same(self, status: os.stat_result) -> None:
         if _stamp(status) != self.stamp:
             raise CheckpointError(f"{self.path}: the file was changed while it was being read; open it again")
-
-
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """`count` values that lie in `file` one after the other, from byte `start`."""
-
-    file: File
-    start: int
-    count: int
-    dtype: np.dtype
-
-    def pieces(self, nbytes: int) -> Iterator[np.ndarray]:
-        """The values in order."""
-        step = max(nbytes // self.dtype.itemsize, 1)
-        with self.file.opened() as descriptor:
-            for first in range(0, self.count, step):
-                count = min(step, self.count - first)
-                yield self.file.view(descriptor, self.start + first * self.dtype.itemsize, count, self.dtype)
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int, int]:

@@ -1,16 +1,11 @@
 """JSON from a file that nobody vouches for: bounded in size, depth and the memory that its objects would take."""
 
 import json
+from collections import Counter
 from typing import Any
 
+from halfstep.checkpoint.limits import PARSED
 from halfstep.errors import CheckpointError
-
-
-LIMIT = 64 << 20
-"""Bytes of the longest JSON text that is read; the largest real index holds some 20 million."""
-
-MEMORY = 128 << 20
-"""Bytes that the parsed objects may take, by the estimate below."""
 
 
 def parse_object(data: bytes, what: str) -> dict[str, Any]:
@@ -20,9 +15,9 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
         CheckpointError: it is no JSON object, too deep, too large for memory, or has a key twice.
     """
     needed = _memory(data)
-    if needed > MEMORY:
+    if needed > PARSED:
         raise CheckpointError(
-            f"{what} would take {needed >> 20} MiB of memory; expected at most {MEMORY >> 20}, enough for 100,000 tensors"
+            f"{what} would take {needed >> 20} MiB of memory; expected at most {PARSED >> 20}: no checkpoint needs more"
         )
     try:
         found = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
@@ -39,7 +34,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = next(name for name, count in Counter(names).items() if count > 1)
         raise ValueError(f"the key {twice!r} is there twice")
     return found
 

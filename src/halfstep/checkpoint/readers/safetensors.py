@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.checkpoint.dtypes import TYPES
-from halfstep.checkpoint.files import File, Plain
+from halfstep.checkpoint.files import File
+from halfstep.checkpoint.layout import Plain
+from halfstep.checkpoint.limits import TEXT
 from halfstep.checkpoint.readers.base import Reader
 from halfstep.checkpoint.stored import Checkpoint, StoredTensor
-from halfstep.checkpoint.text import LIMIT, parse_object
+from halfstep.checkpoint.text import parse_object
 from halfstep.errors import CheckpointError
 
 
@@ -52,8 +54,8 @@ def _header_length(file: File) -> int:
     if file.size < 8:
         raise CheckpointError(f"{file.path}: {file.size} bytes; expected a safetensors file, which has 8 and a header")
     length = int.from_bytes(file.read(0, 8), "little")
-    if length > LIMIT:
-        raise CheckpointError(f"{file.path}: a header of {length} bytes; expected at most {LIMIT}")
+    if length > TEXT:
+        raise CheckpointError(f"{file.path}: a header of {length} bytes; expected at most {TEXT}")
     file.within(8, length, "the header")
     return length
 
