@@ -26,18 +26,16 @@ _LOOKED = 6.0  # log2 of the formats and scales that are tried: the chance that 
 class Fit:
     """How many of the values that could tell lie on a narrower format's grid, and the bits of evidence in that.
 
-    Values that could tell: not zero, not a power of two, and of an exponent at which the narrower format has fewer
-    bits. Random mantissas of a bits have the g bits of the narrower format with chance (2^(g-1) - 1) / (2^(a-1) - 1).
+    Values that could tell are `Table.telling`, of exponents at which the narrower format has fewer bits. Where the
+    wider one has a bits and the narrower g, random mantissas fit with a chance of (2^(g-1) - 1) / (2^(a-1) - 1).
     """
 
     held: int = 0
     beyond: int = 0
     bits: float = 0.0
-    """log2 of one over the chance that all of `held` do, equal values counted once."""
+    """log2 of one over the chance that all of `held` do; equal values count once."""
     expected: float = 0.0
     """The share that random mantissas would have."""
-    shift: int = 0
-    """The format is scaled by 2^shift."""
 
     @property
     def share(self) -> float:
@@ -50,33 +48,21 @@ class Fit:
         return self.beyond == 0 and self.bits >= ENOUGH
 
 
-def fit(scan: Scan, narrow: Float, wide: Float | None, shift: int = 0) -> Fit:
-    """How the values of a tensor, which `wide` holds (None: 53 bits), fit `narrow` scaled by 2^shift."""
+def fit(scan: Scan, narrow: Float, wide: Float | None) -> Fit:
+    """How the values of a tensor, which `wide` holds (None: 53 bits), fit `narrow`."""
     table = scan.table
-    rows = np.arange(len(table.rows))
+    rows = np.arange(len(table.counts))
     most = np.full(rows.size, WIDTH - 1) if wide is None else np.clip(allowed_bits(wide, table.rows), 0, WIDTH - 1)
-    few = np.clip(allowed_bits(narrow, table.rows - shift), 0, most)
-    sums = table.sums
-    powers = np.where(few >= 1, sums[:, 1], 0)  # of two: they fit wherever there is a bit
-    telling = few < most
-    held = np.where(telling, np.maximum(sums[rows, few] - powers, 0), 0)
-    beyond = int((np.where(telling, sums[:, -1] - powers, 0) - held).sum())
+    few = np.clip(allowed_bits(narrow, table.rows), 0, most)
+    fitting = np.cumsum(table.telling, 1)
+    able = np.where(few < most, fitting[:, -1], 0)  # values that could fail to fit
+    held = np.where(few < most, fitting[rows, few], 0)
     chance = (2.0 ** np.maximum(few - 1, 0) - 1) / (2.0 ** np.maximum(most - 1, 1) - 1)
     bits = float((held * -np.log2(np.where(held > 0, chance, 1.0))).sum())
-    total = np.where(telling, sums[:, -1] - powers, 0)
     count = int(held.sum())
     once = min(1.0, scan.distinct / count) if count else 0.0
-    expected = float((total * chance).sum() / total.sum()) if total.sum() else 0.0
-    return Fit(count, beyond, bits * once, expected, shift)
-
-
-def fit_scaled(scan: Scan, narrow: Float, wide: Float | None) -> Fit:
-    """The same with the best power of two as scale."""
-    best = scan.table.best_shift(narrow)
-    if best is None or best[1] < scan.table.nonzero:
-        return Fit(beyond=1)
-    found = fit(scan, narrow, wide, best[0])
-    return Fit(found.held, found.beyond, max(found.bits - _LOOKED, 0.0), found.expected, found.shift)
+    expected = float((able * chance).sum() / able.sum()) if able.sum() else 0.0
+    return Fit(count, table.nonzero - int(table.sums[rows, few].sum()), bits * once, expected)
 
 
 LEVELS = ("float8_e4m3fn", "float8_e5m2", "int8", "float4_e2m1fn")

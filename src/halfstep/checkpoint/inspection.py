@@ -83,13 +83,17 @@ def _report(
     # A file of optimizer state alone is judged by what it holds.
     judged = {role.role: role.verdict for role in present if role.role in WEIGHTS or not weights}
     config = _config_dtype(checkpoint)
+    found = whole(judged, weights or [_evidence(tensor) for tensor in own])
+    masters = [role.verdict.text for role in present if role.role == "master" and weights]
+    if masters:
+        found = replace(found, text=f"{found.text}. Beside them master copies: {masters[0]}")
     return Report(
         checkpoint.path,
         checkpoint.kind,
         tuple(_shown(file, checkpoint) for file in checkpoint.files),
         tensors,
         present,
-        whole(judged, weights or [_evidence(tensor) for tensor in own]),
+        found,
         config,
         known,
         contradictions(weights, config, known),

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfstep import formats
-from halfstep.checkpoint.evidence import CERTAIN, ENOUGH, Fit, fit, fit_levels, fit_scaled
+from halfstep.checkpoint.evidence import CERTAIN, ENOUGH, Fit, fit, fit_levels
 from halfstep.checkpoint.scan import Scan
 from halfstep.formats import Float
 
 
 _CASTS = ("bf16", "fp16", "tf32")
-_SCALED = ("float8_e4m3fn", "float8_e5m2")
+_FEW = {"float4_e2m1fn": "e8m1", "float8_e5m2": "e8m2", "float8_e4m3fn": "e8m3"}
+"""By the bits of their significands: what scaling by powers of two, block by block, makes of a format's exponents."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,12 @@ class Origin:
     full: bool = False
     """Values use all bits of the stored type."""
     scale: str | None = None
-    """How values of 8 bits or less were scaled: a power of two ("2^-7"), or one of any size ("any")."""
+    """How values of 8 bits or less were scaled: by one power of two ("2^-7"), several ("2^k") or a number of any size
+    ("any")."""
     evidence: float = 0.0
     """Bits: random mantissas fit so by a chance of 2^-evidence. For `full`, 0: a counterexample needs no chance."""
     telling: int = 0
-    """Values that could tell: not zero, not a power of two."""
+    """Values that could tell: neither whole numbers nor powers of two."""
     counted: bool = True
     """Whether values were counted; a quick look weighs nothing."""
 
@@ -60,7 +62,7 @@ class Origin:
 def origin(scan: Scan, stored: str) -> Origin:
     """What the bits of a scanned tensor say, which is stored as `stored` (a name of torch's)."""
     table = scan.table
-    telling = table.nonzero - int(table.by_bits[1])
+    telling = int(table.telling.sum())
     if not telling:
         return Origin(stored)
     wide = stored_format(stored)
@@ -81,10 +83,13 @@ def stored_format(stored: str) -> Float | None:
 
 def _narrow(scan: Scan, stored: str, wide: Float | None, telling: int) -> Origin | None:
     """Values of 8 bits or less, scaled: by a power of two, or by any number where few distinct values are left."""
-    for name in reversed(_SCALED):  # the one of fewer bits first
-        found = fit_scaled(scan, formats.get(name, Float), wide)
+    for name, spread in _FEW.items():
+        found = fit(scan, formats.get(spread, Float), wide)
         if found.accepted:
-            return Origin(stored, (name,), scale=f"2^{found.shift}", evidence=found.bits, telling=telling)
+            best = scan.table.best_shift(formats.get(name, Float))
+            one = best is not None and best[1] == scan.table.nonzero
+            scale = f"2^{best[0]}" if best is not None and one else "2^k"
+            return Origin(stored, (name,), scale=scale, evidence=found.bits, telling=telling)
     if scan.levels is not None and (match := fit_levels(scan.levels, wide)):
         return Origin(stored, (match[0],), scale="any", evidence=match[1].bits, telling=telling)
     return None

@@ -39,6 +39,15 @@ class Table:
         sums: Counts = np.cumsum(self.counts, 1)
         return sums
 
+    @cached_property
+    def telling(self) -> Counts:
+        """`counts` of the values whose bits tell something: no powers of two, which constants are, and no whole
+        numbers, which counters and positions are: such fit any format.
+        """
+        columns = np.arange(WIDTH)
+        nothing = (columns <= 1) | (columns[None, :] <= self.rows[:, None] + 1)
+        return np.where(nothing, 0, self.counts)
+
     @property
     def nonzero(self) -> int:
         """Values that are finite and not zero."""

@@ -72,7 +72,7 @@ def sentence(same: Sequence[Evidence]) -> str:
     if origin.full:
         return f"stored {stored}, {_full(same)}"
     if not any(one.origin.telling for one in same if one.origin):
-        return f"stored {stored}, only zeros and powers of two: nothing that could tell"
+        return f"stored {stored}, only zeros, powers of two and whole numbers: nothing that could tell"
     return f"stored {stored}, too few bits in use for a full {stored} and no format that explains it"
 
 
@@ -85,9 +85,8 @@ def _went_through(same: Sequence[Evidence], origin: Origin) -> str:
         return f"stored {stored}, {percent(share)} of values exactly {names}: {names} values, partly written since"
     if origin.scale is not None:
         scales = {one.origin.scale for one in same if one.origin}
-        word = next(iter(scales)) if len(scales) == 1 else "powers of two" if "any" not in scales else "any"
-        scale = "a scale of any size" if word == "any" else f"scale {word}" if word != "powers of two" else "scales 2^k"
-        return f"stored {stored}, every value exactly {names} times {scale}: quantised to {names} before it was stored"
+        word = "scales of any size" if "any" in scales else "powers of two" if len(scales) > 1 else f"{scales.pop()}"
+        return f"stored {stored}, every value exactly {names} times {word}: quantised to {names} before it was stored"
     if stored == "float16" and "bf16" in origin.through:
         return f"stored float16{_subnormals(same)}, every value exactly bf16: cast from bf16"
     if len(origin.through) > 1:
@@ -149,7 +148,7 @@ def percent(share: float) -> str:
 
 
 def whole(by_role: Mapping[str, Verdict], everything: Sequence[Evidence]) -> Verdict:
-    """The verdict on a model's parameters: one sentence where all roles agree, else one for each that roles share."""
+    """The verdict on several roles together: one sentence where all agree, else one for each that some share."""
     told = {role: found for role, found in by_role.items() if found.confidence != "none"}
     if len({found.kinds for found in told.values()}) <= 1:
         return verdict(everything)

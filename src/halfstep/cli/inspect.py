@@ -50,23 +50,21 @@ def inspect(
 def _progress(checkpoint: Checkpoint) -> Iterator[Callable[[int], None] | None]:
     """A bar of the bytes read, on standard error, where that is a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
         return
-    columns = (
-XX
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as bar:
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress("reading", *columns, console=console, transient=True) as bar:
         total = sum({tensor.storage: tensor.nbytes for tensor in checkpoint.tensors}.values())
         task = bar.add_task("reading", total=total)
         yield lambda count: bar.advance(task, count)
 
 
 def _known(path: Path, overlay: Path | None) -> Known | None:
-    """What the knowledge base says of the model that the folder is, or names as its base; None where it says nothing."""
+    """What the knowledge base says of the model that the folder names as its base; None where it says nothing."""
     from halfstep.checkpoint.verdict import Known
     from halfstep.kb import DEFAULT_OVERLAY, load
     from halfstep.kb.resolve import find

@@ -83,8 +83,8 @@ def _remarks(tensors: Sequence[TensorReport], most: int | None) -> Iterable[str]
         if found.channels is not None and found.channels.outliers:
             many = found.channels
             remarks.append(
-                f"{name} has {many.outliers} outlier channels of {many.count}: columns whose largest magnitude is 6 times "
-                f"the median channel's ({many.median:.3g}) or more, up to {many.largest:.3g}"
+                f"{name} has {many.outliers} outlier channels of {many.count}: columns whose largest magnitude is at "
+                f"least 6 times the median column's ({many.median:.3g}), up to {many.largest:.3g}"
             )
     yield from remarks[:most]
     if most is not None and len(remarks) > most:
