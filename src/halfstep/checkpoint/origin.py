@@ -84,8 +84,8 @@ def stored_format(stored: str) -> Float | None:
 def _narrow(scan: Scan, stored: str, wide: Float | None, telling: int) -> Origin | None:
     """Values of 8 bits or less, scaled: by a power of two, or by any number where few distinct values are left."""
     for name, spread in _FEW.items():
-        found = fit(scan, formats.get(spread, Float), wide)
-        if found.accepted:
+        format = formats.get(spread, Float)
+        if scan.table.significant_bits <= format.significant_bits and (found := fit(scan, format, wide)).accepted:
             best = scan.table.best_shift(formats.get(name, Float))
             one = best is not None and best[1] == scan.table.nonzero
             scale = f"2^{best[0]}" if best is not None and one else "2^k"
