@@ -11,6 +11,7 @@ from halfstep.checkpoint.files import File
 from halfstep.errors import CheckpointError
 
 
+_MAPPED = 16 << 20  # bytes of one map: smaller ones cost more than the pages in them
 _GATHERED = 32 << 20  # bytes that are gathered at once: each gathering may touch the pages of the whole tensor
 
 Index = tuple[tuple[int, int], ...]
@@ -28,12 +29,11 @@ class Plain:
 
     def pieces(self, nbytes: int) -> Iterator[np.ndarray]:
         """The values in order."""
-        step = max(nbytes // self.dtype.itemsize, 1)
+        step = max(nbytes, _MAPPED) // self.dtype.itemsize
         with self.file.opened() as descriptor:
             for first in range(0, self.count, step):
-                count = min(step, self.count - first)
-                piece = self.file.view(descriptor, self.start + first * self.dtype.itemsize, count, self.dtype)
-                yield native(piece)
+                start, count = self.start + first * self.dtype.itemsize, min(step, self.count - first)
+                yield from split(native(self.file.view(descriptor, start, count, self.dtype)), nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 from functools import cache
 from pathlib import Path
 
+from halfstep.checkpoint.files import File
+from halfstep.checkpoint.limits import REPEATS, SMALL, check_count
 from halfstep.checkpoint.readers.base import Reader
 from halfstep.checkpoint.stored import Checkpoint
 from halfstep.errors import CheckpointError
@@ -22,10 +24,42 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         CheckpointError: there is no such path, no reader knows it, or it is broken.
     """
     path = Path(path).expanduser()
-    if not path.exists():
-        raise CheckpointError(f"{str(path)!r}: no such file or folder")
+    if not path.is_dir():
+        File.of(path)
     for reader in readers().values():
         if reader.recognises(path):
-            return reader.open(path)
+            return _checked(reader.open(path))
     kinds = ", ".join(sorted(readers()))
     raise CheckpointError(f"{str(path)!r} is no checkpoint of a known kind; expected one of: {kinds}")
+
+
+def _checked(checkpoint: Checkpoint) -> Checkpoint:
+    """What holds for every kind: names are text and differ, and tensors do not claim far more bytes than there are."""
+    check_count(len(checkpoint.tensors), checkpoint.path)
+    seen: set[str] = set()
+    for tensor in checkpoint.tensors:
+        if tensor.name in seen:
+            raise CheckpointError(
+                f"{checkpoint.path}: two tensors are called {tensor.name!r}; open its files one by one"
+            )
+        seen.add(tensor.name)
+    texts = [*seen, *checkpoint.metadata, *checkpoint.metadata.values()]
+    if any(not _is_text(text) for text in texts):
+        raise CheckpointError(f"{checkpoint.path}: a name or a value of the metadata holds half a character")
+    claimed = sum(tensor.nbytes for tensor in checkpoint.tensors)
+    present = sum(File.of(file).size for file in checkpoint.files)
+    if claimed > REPEATS * present + SMALL:
+        raise CheckpointError(
+            f"{checkpoint.path}: its tensors claim {claimed} bytes and its files have {present}; expected at most "
+            f"{REPEATS} times as many and a GiB. Save expanded tensors contiguous, and arrays uncompressed"
+        )
+    return checkpoint
+
+
+def _is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8, which lone surrogates cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

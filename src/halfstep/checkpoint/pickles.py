@@ -200,9 +200,9 @@ class _Machine:
         full = f"{module}.{name}"
         if full not in self.allowed:
             raise CheckpointError(
-                f"{self.what} refers to {full[:200]!r}, expected only tensors; what a pickle refers to can run code "
-                "when it is loaded, so nothing of it was. If you trust where it comes from, load it with the library that "
-                "wrote it and save its tensors as safetensors"
+                f"{self.what} refers to {full[:200]!r}, expected only tensors; what a pickle refers to can run when "
+                "loaded, so nothing of it was. If you trust where it comes from, load it with the library that wrote "
+                "it and save its tensors as safetensors"
             )
         self.spend(64)
         self.push(Name(full, self.allowed[full]))

@@ -43,7 +43,9 @@ class View:
 def storage(identity: tuple[Any, ...]) -> Storage:
     """The storage that a persistent id names: ("storage", its class, its key, a device, the number of values)."""
     match identity:
-        case ("storage", Name() as kind, str() as key, _, int() as numel, *_) if _storage_type(kind) and numel >= 0:
+        case ("storage", Name() as kind, str() as key, _, int() as numel, *_) if (
+            _storage_type(kind) and 0 <= numel < 1 << 62
+        ):
             return Storage(key, _storage_type(kind), numel)
     raise _odd("persistent id", identity)
 

@@ -76,7 +76,7 @@ def _table(file: File, base: int, length: int) -> tuple[bytes, int]:
         )
     if 0xFFFF in (here, count) or 0xFFFFFFFF in (size, start):
         count, size, start, end = _table64(file, base, end)
-    if size > _TABLE or count > TENSORS or start + size != end:
+    if size > _TABLE or count > TENSORS or start + size > end:
         raise CheckpointError(
             f"{file.path}: a zip archive of {count} members with a table of {size} bytes at {start}; expected at most "
             f"{TENSORS} members, {_TABLE} bytes, and the table before the end of the archive"

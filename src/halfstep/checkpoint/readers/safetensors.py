@@ -9,7 +9,7 @@ from typing import Any
 from halfstep.checkpoint.dtypes import TYPES
 from halfstep.checkpoint.files import File
 from halfstep.checkpoint.layout import Plain
-from halfstep.checkpoint.limits import TEXT
+from halfstep.checkpoint.limits import DIMENSIONS, TEXT, check_count
 from halfstep.checkpoint.readers.base import Reader
 from halfstep.checkpoint.stored import Checkpoint, StoredTensor
 from halfstep.checkpoint.text import parse_object
@@ -36,6 +36,7 @@ def open_safetensors(path: Path) -> Checkpoint:
     length = _header_length(file)
     header = parse_object(file.read(8, length), f"{path}: the header")
     metadata = _metadata(header.pop("__metadata__", {}), path)
+    check_count(len(header), path)
     tensors = tuple(_tensor(file, 8 + length, name, entry) for name, entry in header.items())
     _check_cover(file, 8 + length, header)
     return Checkpoint(path, "safetensors", (path,), tensors, metadata)
@@ -77,7 +78,7 @@ def _tensor(file: File, start: int, name: str, entry: Any) -> StoredTensor:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{what} is of type {str(dtype)[:80]!r}; expected one of {', '.join(DTYPES)}")
-    if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2:
+    if not _whole_numbers(shape, DIMENSIONS) or not _whole_numbers(offsets, 2) or len(offsets) != 2:
         raise CheckpointError(
             f"{what}: shape {str(shape)[:80]} and data_offsets {str(offsets)[:80]}; expected lists of whole numbers"
         )
@@ -91,8 +92,8 @@ def _tensor(file: File, start: int, name: str, entry: Any) -> StoredTensor:
     return StoredTensor(name, kind.name, tuple(shape), file.path, high - low, f"{file.path}:{low}:{high}", source)
 
 
-def _whole_numbers(found: Any) -> bool:
-    return isinstance(found, list) and all(type(value) is int and value >= 0 for value in found)
+def _whole_numbers(found: Any, most: int) -> bool:
+    return isinstance(found, list) and len(found) <= most and all(type(n) is int and 0 <= n < 1 << 63 for n in found)
 
 
 def _check_cover(file: File, start: int, header: dict[str, Any]) -> None:
