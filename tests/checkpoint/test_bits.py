@@ -1,6 +1,8 @@
 """The counts of raw bits are those of exact arithmetic on every value, one by one."""
 
+import functools
 import math
+import operator
 from collections import Counter
 from fractions import Fraction
 
@@ -148,3 +150,14 @@ def test_tables_add_up():
     assert as_counter(both) == as_counter(whole)
     assert (both.zeros, both.nans, both.infinities) == (whole.zeros, whole.nans, whole.infinities)
     np.testing.assert_array_equal(both.fifteens, whole.fifteens)
+
+
+@pytest.mark.parametrize("size", [0, 5, 3000])
+@pytest.mark.parametrize(("dtype", "smallest"), [(np.uint32, 1 << 23), (np.uint16, 1 << 10)])
+def test_or_of_all_but_subnormal_values(size, dtype, smallest):
+    values = np.random.default_rng(4).integers(0, np.iinfo(dtype).max, size, dtype=dtype)
+    values[::2] &= dtype(np.iinfo(dtype).max >> 1) % smallest
+    values[1::2] &= ~dtype(5)
+    normal = [int(v) for v in values if (v & (np.iinfo(dtype).max >> 1)) >= smallest]
+    assert kernel.any_bits(values, smallest) == functools.reduce(operator.or_, normal, 0)
+    assert size < 3000 or kernel.any_bits(values, 0) & 5

@@ -86,7 +86,7 @@ def fit_levels(levels: NDArray[np.float64], wide: Float | None) -> tuple[str, Fi
             if (np.abs(scaled - near) > tolerance).any():
                 continue
             room = values[place] - values[place - 1]
-            bits = float(-np.log2(np.minimum(2 * tolerance / room, 1.0)).sum())
+            bits = float(-np.log2(np.minimum(2 * tolerance / room, 1.0))[:-1].sum())  # the largest fits by choice
             found = Fit(levels.size, 0, max(bits - _LOOKED, 0.0))
             if found.accepted:
                 return name, found

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from halfstep.checkpoint.origin import Origin
 from halfstep.checkpoint.scan import CHUNK, Progress
 from halfstep.checkpoint.stored import Checkpoint, StoredTensor
+from halfstep.kernels.cpu import bits as kernel
 
 
 _FRACTIONS = {"float32": 23, "bfloat16": 7, "float16": 10}
@@ -23,27 +22,15 @@ def quick_origin(checkpoint: Checkpoint, tensor: StoredTensor, progress: Progres
     """
     if tensor.dtype not in _FRACTIONS:
         return None
-    ored = 0
+    ored, fraction = 0, _FRACTIONS[tensor.dtype]
     for chunk in checkpoint.chunks(tensor, CHUNK):
-        ored |= _or(chunk)
+        ored |= kernel.any_bits(chunk, 1 << fraction)
         if progress is not None:
             progress(chunk.nbytes)
-    fraction = _FRACTIONS[tensor.dtype]
     used = ored & (1 << fraction) - 1
     bits = fraction + 1 - ((used & -used).bit_length() - 1) if used else 1
     through = _through(bits, fraction + 1)
     return Origin(tensor.dtype, through, full=bits == fraction + 1, telling=tensor.numel if used else 0, counted=False)
-
-
-def _or(chunk: np.ndarray) -> int:
-    """The OR of all elements, taken in words of 64 bits where the chunk is made of such."""
-    width = 8 * chunk.itemsize
-    whole = chunk.size - chunk.size % (64 // width) if chunk.ctypes.data % 8 == 0 else 0
-    wide = int(np.bitwise_or.reduce(chunk[:whole].view(np.uint64)))
-    found = int(np.bitwise_or.reduce(chunk[whole:])) if whole < chunk.size else 0
-    for place in range(0, 64, width):
-        found |= wide >> place & (1 << width) - 1
-    return found
 
 
 def _through(bits: int, most: int) -> tuple[str, ...]:

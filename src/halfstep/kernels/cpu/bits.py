@@ -62,6 +62,15 @@ def raise_amax(bits: NDArray[Any], first: int, largest: NDArray[Any], infinity: 
     np.maximum(largest, found.max(0), out=largest)
 
 
+def any_bits(bits: NDArray[Any], smallest_normal: int) -> int:
+    """The OR of the bits of all values but subnormal ones, whose last bits say nothing of their significands."""
+    parts = _parts(bits.size)
+    found = np.zeros((parts, _PIECE), bits.dtype)
+    kind = bits.dtype.type
+    _any(bits.size, bits, found, kind(_LARGEST[bits.dtype]), kind(smallest_normal))
+    return int(np.bitwise_or.reduce(found, axis=None))
+
+
 def _parts(size: int) -> int:
     """Pieces of work that threads may share: no more than pay for a table of their own."""
     return max(1, min(size >> 19, 16))
@@ -93,6 +102,11 @@ def _larger(value: Lane, largest: Lane, mask: Lane, infinity: Lane) -> Lane:
     return (magnitude < infinity).pick(magnitude, 0).max(largest)
 
 
+@lanes("seen")
+def _also(value: Lane, seen: Lane, mask: Lane, smallest: Lane) -> Lane:
+    return ((value & mask) < smallest).pick(seen, value | seen)
+
+
 @inner
 def _bins(x, out):
     for i in range(x.size):
@@ -109,6 +123,12 @@ def _least(x, least):
 def _most(x, most, mask, infinity):
     for i in range(x.size):
         most[i] = _larger(x[i], most[i], mask, infinity)
+
+
+@inner
+def _seen(x, seen, mask, smallest):
+    for i in range(x.size):
+        seen[i] = _also(x[i], seen[i], mask, smallest)
 
 
 @inner
@@ -139,6 +159,19 @@ def _amax_part(x, column, most, mask, infinity):
         b = min(x.size, a + most.size - column)
         _most(x[a:b], most[column:], mask, infinity)
         a, column = b, 0
+
+
+@inner
+def _any_part(x, seen, mask, smallest):
+    for a in range(0, x.size, _PIECE):
+        _seen(x[a : a + _PIECE], seen, mask, smallest)
+
+
+@Kernel
+def _any(x, seen, mask, smallest):
+    parts = len(seen)
+    for part in numba.prange(parts):
+        _any_part(x[x.size * part // parts : x.size * (part + 1) // parts], seen[part], mask, smallest)
 
 
 @Kernel
