@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +19,14 @@ from halfstep.checkpoint.statistics import Statistics, of_table, statistics
 from halfstep.checkpoint.stored import Checkpoint, StoredTensor
 from halfstep.checkpoint.table import EMPTY, Table
 from halfstep.checkpoint.verdict import Evidence, Known, contradictions, verdict, whole
+from halfstep.checkpoint.what_if import candidates, what_if
 
 
 def inspect(
     path: str | Path | Checkpoint,
     *,
     quick: bool = False,
+    casts: Sequence[str] = (),
     known: Known | None = None,
     progress: Progress | None = None,
 ) -> Report:
@@ -32,12 +35,15 @@ def inspect(
     Args:
         path: a file or a folder that `open_checkpoint` knows, or what it returned.
         quick: only look for the last mantissa bit in use, at the speed of memory; nothing is counted.
+        casts: formats to try on every matrix (`what_if.CANDIDATES`, or "all"), which reads them a second time.
         known: what is said of the model elsewhere, to be compared with.
         progress: told the number of bytes after each piece that was read.
 
     Raises:
         CheckpointError: there is no checkpoint at the path, it is broken, or it was changed meanwhile.
+        QuantizationError: an unknown format among `casts`.
     """
+    candidates(casts)
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     stored: dict[str, TensorReport] = {}
     duplicates, tables = _Duplicates(checkpoint), dict[str, Table]()
@@ -66,7 +72,8 @@ def inspect(
             progress(tensor.nbytes)
         stored[tensor.storage] = found
         tensors.append(found)
-    return _report(checkpoint, tuple(tensors), tables, quick, known)
+    report = _report(checkpoint, tuple(tensors), tables, quick, known)
+    return replace(report, casts=what_if(checkpoint, tensors, casts, progress)) if casts and not quick else report
 
 
 def _report(

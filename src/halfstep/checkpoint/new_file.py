@@ -67,9 +67,7 @@ def new_file(path: Path, parts: Sequence[Part], metadata: Mapping[str, str]) -> 
     Raises:
         CheckpointError: there is a file of that name, before or afterwards; or it cannot be written.
     """
-    exists = f"{str(path)!r} exists; name a file that does not, or remove it first"
-    if path.exists():
-        raise CheckpointError(exists)
+    refuse_existing(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("xb") as file:
@@ -80,8 +78,15 @@ def new_file(path: Path, parts: Sequence[Part], metadata: Mapping[str, str]) -> 
             assert file.seek(0, os.SEEK_END) == new.nbytes
         os.link(partial, path)  # unlike a rename this replaces nothing
     except FileExistsError as error:
-        raise CheckpointError(exists) from error
+        refuse_existing(path)
+        raise CheckpointError(f"{str(partial)!r} is in the way; remove it") from error
     except OSError as error:
         raise CheckpointError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def refuse_existing(path: Path) -> None:
+    """Raise a CheckpointError if there is something at `path`."""
+    if path.exists() or path.is_symlink():
+        raise CheckpointError(f"{str(path)!r} exists; name a file that does not, or remove it first")

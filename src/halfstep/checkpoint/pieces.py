@@ -57,9 +57,6 @@ def as_float32(chunk: NDArray[np.generic], dtype: str) -> NDArray[np.float32]:
     """Stored bits as float32 values, in memory of their own."""
     if dtype == "float32":
         return chunk.view(np.float32).copy()
-    if dtype == "float64":
-        with np.errstate(over="ignore"):
-            return chunk.view(np.float64).astype(np.float32)
     if dtype == "bfloat16":
         return (chunk.astype(np.uint32) << 16).view(np.float32)
     with np.errstate(invalid="ignore"):  # a signalling NaN

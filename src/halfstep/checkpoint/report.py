@@ -50,6 +50,34 @@ class RoleReport:
 
 
 @dataclass(frozen=True)
+class Cast:
+    """What a cast of one tensor, or of several, to one format does."""
+
+    format: str
+    sqnr: float | None
+    """10 log10 of the sum of x^2 over the sum of squared errors, in decibels; None where nothing changes."""
+    overflowing: int
+    """Values that become infinite, or NaN."""
+    zeroed: int
+    """Values that become zero."""
+    largest_error: float
+    """The largest relative error of a value that becomes neither."""
+    values: int
+    nbytes: int
+    """Codes and scales."""
+    saved: int
+    """Bytes fewer than now."""
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A format's cost in all, and the tensors that it hurts most (overflow first, then the lowest SQNR)."""
+
+    total: Cast
+    worst: tuple[tuple[str, Cast], ...]
+
+
+@dataclass(frozen=True)
 class Report:
     """What the bits of a checkpoint say. `verdict` is on the model's parameters, without optimizer state."""
 
@@ -64,6 +92,8 @@ class Report:
     known: Known | None = None
     contradictions: tuple[str, ...] = ()
     quick: bool = False
+    casts: tuple[WhatIf, ...] = ()
+    """What casts would cost, where that was asked for."""
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +119,10 @@ class Report:
             "config_dtype": self.config_dtype,
             "known": None if self.known is None else asdict(self.known),
             "contradictions": list(self.contradictions),
+            "casts": [
+                {**asdict(one.total), "worst": [{"tensor": name, **asdict(cast)} for name, cast in one.worst]}
+                for one in self.casts
+            ],
             "roles": [asdict(role) for role in self.roles],
             "tensors": [_tensor(tensor) for tensor in self.tensors],
         }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from halfstep.checkpoint.pieces import castable, needs_largest, pieces, with_largest
-from halfstep.checkpoint.report import TensorReport
+from halfstep.checkpoint.report import Cast, TensorReport, WhatIf
 from halfstep.checkpoint.scan import Progress
 from halfstep.checkpoint.stored import Checkpoint, StoredTensor
 from halfstep.errors import QuantizationError, unknown
@@ -40,32 +40,8 @@ WORST = 10
 """Tensors that a table names for each format."""
 
 
-@dataclass(frozen=True)
-class Cast:
-    """What a cast of one tensor, or of several, to one format does. Shares are of all values."""
-
-    format: str
-    sqnr: float | None
-    """10 log10 of the sum of x^2 over the sum of squared errors, in decibels; None where nothing changes."""
-    overflowing: int
-    """Values that become infinite, or NaN."""
-    zeroed: int
-    """Values that become zero."""
-    largest_error: float
-    """The largest relative error of a value that becomes neither."""
-    values: int
-    nbytes: int
-    """Codes and scales."""
-    saved: int
-    """Bytes fewer than now."""
-
-
-@dataclass(frozen=True)
-class WhatIf:
-    """A format's cost in all, and the tensors that it hurts most (lowest SQNR first)."""
-
-    total: Cast
-    worst: tuple[tuple[str, Cast], ...]
+WORST = 10
+"""Tensors that a table names for each format."""
 
 
 def candidates(names: Sequence[str]) -> dict[str, Quantizer]:

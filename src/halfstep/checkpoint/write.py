@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halfstep import formats
-from halfstep.checkpoint.new_file import CODES, Part, new_file
+from halfstep.checkpoint.new_file import CODES, Part, new_file, refuse_existing
 from halfstep.checkpoint.pieces import as_float32, castable, needs_largest, pieces, with_largest
 from halfstep.checkpoint.report import TensorReport
 from halfstep.checkpoint.scan import CHUNK, Progress
@@ -80,7 +80,8 @@ class Plain:
         stored: torch.dtype = getattr(torch, self.dtype)
         narrow = stored.itemsize == 1
         for chunk in checkpoint.chunks(tensor, CHUNK):
-            x = torch.from_numpy(as_float32(chunk, tensor.dtype))
+            double = tensor.dtype == "float64"  # rounded once, and not through float32
+            x = torch.from_numpy(chunk.view(np.float64).copy() if double else as_float32(chunk, tensor.dtype))
             y = torch.empty_like(x)
             operators.round_into(x, y, format, "nearest_even", "ieee", None)
             lost[0] += int((x.isfinite() & ~y.isfinite()).sum())
@@ -159,8 +160,7 @@ def write(
         QuantizationError: an unknown target.
         CheckpointError: the file exists or cannot be written; a tensor's type has no place in such a file.
     """
-    if target not in TARGETS:
-        raise QuantizationError(unknown("format to write", target, TARGETS))
+    check_target(target, path)
     how, tensors = TARGETS[target], checkpoint.tensors
     cast = {tensor.name for tensor in tensors if how.casts(tensor)}
     parts = [part for tensor in tensors for part in (how.parts(tensor) if tensor.name in cast else [_copy(tensor)])]
@@ -183,6 +183,13 @@ def write(
             if progress is not None:
                 progress(tensor.nbytes)
     return Written(path, file.nbytes, len(cast), len(tensors) - len(cast), lost[0], lost[1])
+
+
+def check_target(target: str, path: Path) -> None:
+    """Raise what `write` would, before anything is read."""
+    if target not in TARGETS:
+        raise QuantizationError(unknown("format to write", target, TARGETS))
+    refuse_existing(path)
 
 
 def _copy(tensor: StoredTensor) -> Part:

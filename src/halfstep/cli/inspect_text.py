@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 
 from halfstep.checkpoint import Report, RoleReport, TensorReport
+from halfstep.checkpoint.report import Cast, WhatIf
 from halfstep.checkpoint.statistics import Statistics
 from halfstep.checkpoint.verdict import percent
+from halfstep.checkpoint.write import Written
 from halfstep.cli.terminal import show_table
 from halfstep.printable import printable
 
@@ -36,6 +38,10 @@ def show(report: Report, tensors: bool) -> None:
     if tensors:
         lines.print()
         show_table(["tensor", "shape", *_COLUMNS[1:]], [_tensor(one) for one in report.tensors], right=_RIGHT)
+    if report.casts:
+        lines.print("\nwhat a cast of the matrices would cost")
+        columns = ("SQNR dB", "overflowing", "become zero", "largest error", "saved MB")
+        show_table(["to", *columns, "hurt most"], [_cast(one) for one in report.casts], right=columns)
     for text in _remarks(report.tensors, None if tensors else _LISTED):
         lines.print(text)
 
@@ -60,6 +66,34 @@ def _numbers(found: Statistics | None) -> list[str]:
     span = f"2^{low}..2^{high}" if low != high else f"2^{low}"
     subnormal = percent(found.fp16_subnormal / found.nonzero)
     return [str(found.significant_bits), span, percent(found.exact["bf16"]), percent(found.exact["fp16"]), subnormal]
+
+
+def _cast(found: WhatIf) -> list[str]:
+    total, (name, worst) = found.total, found.worst[0]
+    hurt = "-" if worst.sqnr is None else f"{printable(name)} ({_decibels(worst)})"
+    return [
+        total.format,
+        _decibels(total),
+        percent(total.overflowing / total.values),
+        percent(total.zeroed / total.values),
+        f"{total.largest_error:.3g}",
+        f"{total.saved / 1e6:.1f}",
+        hurt,
+    ]
+
+
+def _decibels(cast: Cast) -> str:
+    return "exact" if cast.sqnr is None else f"{cast.sqnr:.1f}"
+
+
+def written(result: Written) -> None:
+    """Print what was written."""
+    lines = Console(soft_wrap=True, highlight=False, markup=False)
+    lines.print(f"wrote {printable(str(result.path))}: {result.cast} tensors cast, {result.copied} copied")
+    if result.overflowing:
+        lines.print(f"{result.overflowing:,} values were too large for the type", style="bold yellow")
+    if result.zeroed:
+        lines.print(f"{result.zeroed:,} values became zero")
 
 
 def _remarks(tensors: Sequence[TensorReport], most: int | None) -> Iterable[str]:
