@@ -83,8 +83,17 @@ def _draw(axes: Axes, role: RoleReport, low: int, high: int) -> None:
     axes.axvspan(max(low, -25), -14, color=_SUBNORMAL, linewidth=0, zorder=0)
     if high > 16:
         axes.axvspan(16, high, color=_ZERO, linewidth=0, zorder=0)
-    heights = [100 * share for share in shares.values()]
-    axes.bar(list(shares), heights, width=1, align="edge", color=_BARS, edgecolor="white", linewidth=0.4, zorder=3)
+    drawn = {place: 100 * share for place, share in shares.items() if share}
+    axes.bar(
+        list(drawn),
+        list(drawn.values()),
+        width=1,
+        align="edge",
+        color=_BARS,
+        edgecolor="white",
+        linewidth=0.4,
+        zorder=3,
+    )
     beyond = sum(n for e, n in enumerate(found.exponents, found.lowest_exponent) if e < low or e >= high)
     more = f"; {percent(beyond / found.nonzero)} beyond the axis, at its edge" if beyond else ""
     text = f"{role.role}: {role.numel:,} values{more}"
