@@ -6,12 +6,19 @@ time of the reference, which works in float64.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numba
 import torch
+from numba import types
 from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.kernels.cpu import cast
+from halfstep.kernels.cpu import cast, elements
 from halfstep.kernels.cpu.arrays import plain
+from halfstep.kernels.cpu.compiled import Kernel, inner
+from halfstep.kernels.cpu.elements import Rounding
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, lanes
 from halfstep.quant.quantizer import Quantizer, as_rows
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.scaling.base import finite
@@ -41,6 +48,11 @@ def run(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -> None:
     high, wide = quantizer.tile.rows or rows, quantizer.tile.columns or columns
     cut = matrix.view(rows // high, high, columns // wide, wide)
     amax = torch.maximum(cut.amax((1, 3), keepdim=True), -cut.amin((1, 3), keepdim=True)).float()
+    if quantizer.scaling.factor(amax, quantizer.format) is None and _fused(x, out, quantizer):
+        scales = finite(amax / quantizer.format.max).view(rows // high, columns // wide).numpy()
+        numbers: Any = elements.scalars(quantizer.format, quantizer.rounding, "saturate")
+        _divided(x.numel(), matrix.numpy(), out.view(matrix.shape).numpy(), scales, numbers, high, wide)
+        return
     scaled, multiplier = _scaled(cut, amax, quantizer.scaling, quantizer.format)
     cast.run(scaled, scaled, quantizer.format, quantizer.rounding, "saturate", seed)
     limit = torch.finfo(out.dtype).max
@@ -56,3 +68,35 @@ def _scaled(cut: Tensor, amax: Tensor, scaling: Scaling, format: Format) -> tupl
     lost = multiplier.isnan() | (multiplier == 0)
     scaled = cut.float() / torch.where(lost, 1.0, multiplier)
     return (scaled.masked_fill_(lost, 0.0) if bool(lost.any()) else scaled), multiplier
+
+
+def _fused(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
+    """Whether one pass does what comes after the maxima: float32, in steps that no seed decides."""
+    return x.dtype == out.dtype == torch.float32 and quantizer.rounding == "nearest_even" and not x.requires_grad
+
+
+@lanes(types.float32)
+def _times(value: Lane, scale: Lane, numbers: list[Lane]) -> Lane:
+    """value / scale, rounded, times scale; no larger than float32's largest number."""
+    product = elements.rounded((value / scale).bits(), Rounding(*numbers)).float() * scale
+    bits = product.bits()
+    largest = bits.constant(INFINITY - 1)
+    return ((bits & MAGNITUDE).equals(INFINITY)).pick(largest | (bits & SIGN), bits).float()
+
+
+@inner
+def _tile_row(x, out, scale, numbers):
+    if scale > 0:
+        for i in range(x.size):
+            out[i] = _times(x[i], scale, numbers)
+    else:  # a tile of zeros, or a lost one, whose scale is NaN
+        for i in range(x.size):
+            out[i] = scale
+
+
+@Kernel
+def _divided(x, out, scales, numbers, high, wide):
+    for row in numba.prange(x.shape[0]):
+        for tile in range(scales.shape[1]):
+            a = tile * wide
+            _tile_row(x[row, a : a + wide], out[row, a : a + wide], scales[row // high, tile], numbers)
