@@ -1,7 +1,6 @@
 """Checkpoints of known origin, from small GPTs trained in different ways: what `halfstep inspect` must tell apart."""
 
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,10 @@ import halfstep
 from halfstep.lab.models.gpt import GPT
 
 
-def train(recipe: str, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+State = dict[str, Tensor]
+
+
+def train(recipe: str, steps: int) -> tuple[State, State]:
     """A small GPT trained on random bytes: its state dict, and its optimizer's tensors as NUMBER.NAME."""
     torch.manual_seed(0)
     model: torch.nn.Module = GPT(vocabulary=64, context=16, layers=2, width=64, heads=2)
@@ -21,8 +23,8 @@ def train(recipe: str, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]
     model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe, generator=0)
     for _ in range(steps):
         tokens = torch.randint(64, (4, 17))
-        logits = model(tokens[:, :-1])
-        scaler.scale(torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())).backward()
+        logits = model(tokens[:, :-1]).flatten(0, 1)
+        scaler.scale(torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -30,40 +32,37 @@ def train(recipe: str, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]
     return dict(model.state_dict()), {f"{n}.{name}": t for n, state in states for name, t in state.items()}
 
 
-def cast(state: Mapping[str, Tensor], *dtypes: torch.dtype, keep: str = "-") -> dict[str, Tensor]:
+def cast(state: State, *dtypes: torch.dtype, keep: str = "-") -> State:
     """A state dict cast to one type after the other, but for names that contain `keep`."""
-    result = {}
-    for name, tensor in state.items():
-        for dtype in () if keep in name else dtypes:
-            tensor = tensor.to(dtype)
-        result[name] = tensor.clone()
+    result = dict(state)
+    for dtype in dtypes:
+        result = {name: tensor if keep in name else tensor.to(dtype) for name, tensor in result.items()}
     return result
 
 
 def main(folder: str | Path, steps: int = 20) -> list[Path]:
     """Write the checkpoints, one file each, and return their paths; the name of a file says its origin."""
-    fp32, half, bf16 = torch.float32, torch.float16, torch.bfloat16
-    trained = {name: train(name, steps) for name in ("fp32", "fp16-master", "bf16-master", "bf16-nomaster")}
-    model = {name: state for name, (state, _) in trained.items()}
+    fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    (full, _), (half, _), (master, states), (alone, _) = (
+        train(recipe, steps) for recipe in ("fp32", "fp16-master", "bf16-master", "bf16-nomaster")
+    )
     e4m3 = replace(halfstep.get_quantizer("int8_tensor"), format=halfstep.formats.get("e4m3fn"))  # one scale a tensor
-    fp8 = {name: halfstep.quantize(t, e4m3).dequantize() for name, t in model["fp32"].items() if t.dim() == 2}
     checkpoints = {
-        "fp32": model["fp32"],
-        "fp16": model["fp16-master"],
-        "bf16": model["bf16-nomaster"],
-        "bf16_with_its_master": model["bf16-master"] | trained["bf16-master"][1],
-        "bf16_without_a_master_saved_as_fp32": cast(model["bf16-nomaster"], fp32),
-        "fp16_saved_as_fp32": cast(model["fp16-master"], fp32),
-        "bf16_saved_as_fp16": cast(model["bf16-nomaster"], half),
-        "fp32_cast_to_bf16_cast_to_fp16": cast(model["fp32"], bf16, half),
-        "norms_fp32_rest_bf16": cast(model["fp32"], bf16, keep="norm"),
-        "norms_fp32_rest_bf16_saved_as_fp32": cast(model["fp32"], bf16, fp32, keep="norm"),
-        "fp8_times_scales_saved_as_bf16": cast(fp8, bf16),
+        "fp32": full,
+        "fp16": half,
+        "bf16": alone,
+        "bf16_with_its_master": master | states,
+        "bf16_without_a_master_saved_as_fp32": cast(alone, fp32),
+        "fp16_saved_as_fp32": cast(half, fp32),
+        "bf16_saved_as_fp16": cast(alone, fp16),
+        "fp32_cast_to_bf16_cast_to_fp16": cast(full, bf16, fp16),
+        "norms_fp32_rest_bf16": cast(full, bf16, keep="norm"),
+        "norms_fp32_rest_bf16_saved_as_fp32": cast(full, bf16, fp32, keep="norm"),
+        "fp8_times_scales_saved_as_bf16": cast({n: e4m3(t) for n, t in full.items() if t.dim() == 2}, bf16),
     }
-    paths = [Path(folder) / f"{name}.safetensors" for name in checkpoints]
-    for path, tensors in zip(paths, checkpoints.values(), strict=True):
-        save_file(tensors, path)
-    return paths
+    for name, tensors in checkpoints.items():
+        save_file(tensors, Path(folder) / f"{name}.safetensors")
+    return [Path(folder) / f"{name}.safetensors" for name in checkpoints]
 
 
 if __name__ == "__main__":

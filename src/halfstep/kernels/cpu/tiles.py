@@ -1,7 +1,7 @@
 """Tiles of any shape with power-of-two or absmax scales: whole passes of torch around the rounding kernel of `cast`.
 
-A row, a square, a short last tile of neither: three more passes over memory than `blocks` makes, and a tenth of the
-time of the reference, which works in float64.
+A row, a square, not a short last tile of either: up to three more passes over memory than `blocks` makes, and a tenth
+of the time of the reference, which works in float64.
 """
 
 from __future__ import annotations
