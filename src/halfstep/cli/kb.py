@@ -232,7 +232,7 @@ def _measure(context: typer.Context, model: str) -> list[str]:
     commands = getattr(context.find_root().command, "commands", {})
     model = printable(model)
     known = {
-        "inspect": f"halfstep inspect {model}: read from the weights which type they went through (a downloaded folder)",
+        "inspect": f"halfstep inspect {model}: read from a downloaded folder which types its weights went through",
         "probe": f"halfstep probe {model}: measure the range of activations and gradients",
     }
     return [step for name, step in known.items() if name in commands]

@@ -27,7 +27,8 @@ def _trained(folder: Path) -> Path:
     model, optimizer, scaler = halfstep.prepare(model, optimizer, "bf16-nomaster", generator=0)
     for _ in range(20):
         tokens = torch.randint(64, (8, 32))
-        scaler.scale(nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())).backward()
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

@@ -6,6 +6,7 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
 from numba import types
 from numpy.typing import NDArray
 
@@ -72,8 +73,8 @@ def any_bits(bits: NDArray[Any], smallest_normal: int) -> int:
 
 
 def _parts(size: int) -> int:
-    """Pieces of work that threads may share: no more than pay for a table of their own."""
-    return max(1, min(size >> 19, 16))
+    """Parts of the work, each with a table of its own: as many as there are threads, where that pays."""
+    return max(1, min(size >> 18, torch.get_num_threads()))
 
 
 @lanes(types.uint16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -12,7 +12,12 @@ from halfstep.kernels.cpu.compiled import Kernel, inner
 
 
 _PIECE = 4096  # values summed in float32, in lanes, before the sum goes to float64
-_REORDER = {"reassoc", "nsz", "contract"}  # sums in lanes; infinities and NaN stay what they are
+_OPTIONS: Any = {
+    "fastmath": {"reassoc", "nsz", "contract"},  # sums in lanes; infinities and NaN stay what they are
+    "error_model": "numpy",
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
 
 
 class Errors(NamedTuple):
@@ -37,7 +42,7 @@ def compare(x: NDArray[np.float32], y: NDArray[np.float32], amax: float) -> Erro
     return Errors(float(signal), float(noise), int(zeroed), int(infinite), float(found[:, 4].max()))
 
 
-@numba.njit(fastmath=_REORDER, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+@numba.njit(**_OPTIONS)
 def _sums(x, y, factor, largest):
     zero, one, end = np.float32(0), np.float32(1), np.float32(np.inf)
     signal = noise = zeroed = infinite = zero
