@@ -41,6 +41,7 @@ claims: install
 
 exhaustive: dev
 	$(BIN)/python tests/exhaustive/float32.py
+	$(BIN)/python tests/exhaustive/readers.py
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/step.py --keep

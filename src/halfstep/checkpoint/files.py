@@ -64,7 +64,10 @@ class File:
     def read_from(self, descriptor: int, start: int, count: int) -> bytes:
         """The same through a descriptor that is open."""
         self.within(start, count, "data")
-        data = os.pread(descriptor, count, start)
+        try:
+            data = os.pread(descriptor, count, start)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read at byte {start}: {error}") from error
         if len(data) != count:
             raise CheckpointError(
                 f"{self.path}: read {len(data)} bytes of {count} at byte {start}; copy the file again"
@@ -97,6 +100,14 @@ class File:
     def _same(self, status: os.stat_result) -> None:
         if _stamp(status) != self.stamp:
             raise CheckpointError(f"{self.path}: the file was changed while it was being read; open it again")
+
+
+def head(path: Path, count: int) -> bytes:
+    """The first `count` bytes of the file at `path`: fewer if it is shorter, none if it is no regular file."""
+    if not path.is_file():
+        return b""
+    file = File.of(path)
+    return file.read(0, min(count, file.size))
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int, int]:

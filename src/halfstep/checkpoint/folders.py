@@ -15,12 +15,12 @@ def inside(folder: Path, name: str, what: str) -> Path:
         CheckpointError: the name is absolute or goes up, or the file is a link to somewhere else.
     """
     parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
-    if not name or "\0" in name or ".." in parts or PurePosixPath(name).is_absolute() or PureWindowsPath(name).anchor:
+    if not name or ".." in parts or PurePosixPath(name).is_absolute() or PureWindowsPath(name).anchor:
         raise CheckpointError(f"{what} names the file {name[:200]!r}; expected one in its own folder")
     path = folder / name
     try:
         home, target = folder.resolve(), path.resolve(strict=True)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{what} names the file {name[:200]!r}, which is not there: {error}") from error
     stores = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
     if not any(target.is_relative_to(allowed) for allowed in (home, *stores)):

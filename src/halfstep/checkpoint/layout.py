@@ -29,7 +29,7 @@ class Plain:
 
     def pieces(self, nbytes: int) -> Iterator[np.ndarray]:
         """The values in order."""
-        step = max(nbytes, _MAPPED) // self.dtype.itemsize
+        step = max(max(nbytes, _MAPPED) // self.dtype.itemsize, 1)
         with self.file.opened() as descriptor:
             for first in range(0, self.count, step):
                 start, count = self.start + first * self.dtype.itemsize, min(step, self.count - first)

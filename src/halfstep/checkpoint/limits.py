@@ -12,7 +12,7 @@ TENSORS = 200_000
 TEXT = 64 << 20
 """Bytes of a JSON header or index; the largest real ones hold some 20 million."""
 
-PARSED = 128 << 20
+PARSED = 160 << 20
 """Bytes that the objects made of a header may take, by the parsers' own upper estimates."""
 
 DIMENSIONS = 64

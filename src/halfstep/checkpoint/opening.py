@@ -1,5 +1,6 @@
 """Open a checkpoint of any kind: ask each reader whether it knows the path."""
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -23,12 +24,15 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Raises:
         CheckpointError: there is no such path, no reader knows it, or it is broken.
     """
-    path = Path(path).expanduser()
-    if not path.is_dir():
-        File.of(path)
-    for reader in readers().values():
-        if reader.recognises(path):
-            return _checked(reader.open(path))
+    path = Path(os.path.expanduser(path))
+    if not os.path.isdir(path):
+        File.of(path)  # says what is wrong with it, if it is no file
+    try:
+        for reader in readers().values():
+            if reader.recognises(path):
+                return _checked(reader.open(path))
+    except OSError as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
     kinds = ", ".join(sorted(readers()))
     raise CheckpointError(f"{str(path)!r} is no checkpoint of a known kind; expected one of: {kinds}")
 

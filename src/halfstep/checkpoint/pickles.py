@@ -200,9 +200,9 @@ class _Machine:
         full = f"{module}.{name}"
         if full not in self.allowed:
             raise CheckpointError(
-                f"{self.what} refers to {full[:200]!r}, expected only tensors; what a pickle refers to can run when "
-                "loaded, so nothing of it was. If you trust where it comes from, load it with the library that wrote "
-                "it and save its tensors as safetensors"
+                f"{self.what} refers to {full[:200]!r}, expected only tensors; loading it can run code, so it was not "
+                "loaded. If you trust where it comes from, load it with the library that wrote it and save its tensors "
+                "as safetensors"
             )
         self.spend(64)
         self.push(Name(full, self.allowed[full]))
@@ -215,8 +215,7 @@ class _Machine:
         args, function = self.pop(), self.pop()
         if not isinstance(function, Name) or function.make is None or type(args) is not tuple:
             raise self.broken(f"a call of a {_kind(function)} with a {_kind(args)}")
-        self.spend(256)
-        self.push(function.make(args))
+        self.make(function.make, args)
 
     def build(self) -> None:
         state, target = self.pop(), self.top()
@@ -231,8 +230,14 @@ class _Machine:
         identity = self.pop()
         if type(identity) is not tuple:
             raise self.broken(f"a persistent id that is a {_kind(identity)}")
+        self.make(self.persistent, identity)
+
+    def make(self, make: Make, args: tuple[Any, ...]) -> None:
         self.spend(256)
-        self.push(self.persistent(identity))
+        try:
+            self.push(make(args))
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.what}: {error}") from error
 
 
 def _kind(value: Any) -> str:

@@ -146,7 +146,8 @@ BASIC: Allowed = {
 
 TENSORS: Allowed = {
     **BASIC,
-    **{f"{module}.{kind}Storage": None for kind in _STORAGES for module in ("torch", "torch.cuda", "torch.storage")},
+    **{f"{module}.{kind}Storage": None for kind in _STORAGES for module in ("torch", "torch.cuda")},
+    "torch.storage.UntypedStorage": None,
     "torch._utils._rebuild_tensor": _view,
     "torch._utils._rebuild_tensor_v2": _view,
     "torch._utils._rebuild_tensor_v3": _typed_view,
@@ -210,9 +211,6 @@ def _items(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _joined(prefix: str, key: Any) -> str:
-    text = str(key) if type(key) in (str, bool, float) or (type(key) is int and abs(key) < 1 << 64) else _odd_key(key)
+    short = isinstance(key, str | float) or (isinstance(key, int) and abs(key) < 1 << 64)
+    text = str(key) if short else f"({type(key).__name__})"
     return f"{prefix}.{text}" if prefix else text
-
-
-def _odd_key(key: Any) -> str:
-    return f"({type(key).__name__})"

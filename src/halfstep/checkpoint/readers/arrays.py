@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from halfstep.checkpoint.dtypes import TYPES
-from halfstep.checkpoint.files import File
+from halfstep.checkpoint.files import File, head
 from halfstep.checkpoint.layout import Plain, Strided, native, row_major
 from halfstep.checkpoint.limits import DIMENSIONS
 from halfstep.checkpoint.readers.base import Reader
@@ -183,19 +183,11 @@ def _header(data: bytes, what: str) -> tuple[int, dict[str, Any]]:
 
 
 def _is_npy(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    file = File.of(path)
-    return path.suffix == ".npy" or (file.size >= 6 and file.read(0, 6) == MAGIC)
+    return head(path, 6) == MAGIC
 
 
 def _is_npz(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    file = File.of(path)
-    if file.size < 4 or file.read(0, 4) not in (b"PK\3\4", b"PK\5\6"):
-        return False
-    return any(name.endswith(".npy") for name in members(file))
+    return head(path, 4) == b"PK\3\4" and any(name.endswith(".npy") for name in members(File.of(path)))
 
 
 npy = Reader("numpy array", _is_npy, open_npy)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from halfstep.checkpoint.dtypes import TYPES
-from halfstep.checkpoint.files import File
+from halfstep.checkpoint.files import File, head
 from halfstep.checkpoint.gguf_blocks import BLOCKS, BlockType
 from halfstep.checkpoint.layout import Plain, split
 from halfstep.checkpoint.limits import TEXT, check_count
@@ -56,11 +56,10 @@ class Blocks:
         if self.kind.decode is None:
             known = ", ".join(kind.name for kind in BLOCKS.values() if kind.decode)
             raise CheckpointError(f"{self.file.path}: {self.kind.name} is not decoded here; known: {known}")
-        step = max(_DECODED // (4 * self.kind.values), 1)
-        packed = Plain(self.file, self.start, self.count * self.kind.nbytes, np.dtype("u1"))
-        for piece in packed.pieces(step * self.kind.nbytes):
+        packed = Plain(self.file, self.start, self.count, np.dtype((np.void, self.kind.nbytes)))
+        for piece in packed.pieces(_DECODED // (4 * self.kind.values) * self.kind.nbytes):
             with np.errstate(all="ignore"):  # infinite scales give infinite values and NaN, as in the file
-                values = self.kind.decode(piece.reshape(-1, self.kind.nbytes))
+                values = self.kind.decode(piece.view(np.uint8).reshape(-1, self.kind.nbytes))
             yield from split(values.reshape(-1), nbytes)
 
 
@@ -118,6 +117,19 @@ class _Cursor:
             count = 1
         self.take(count)
 
+    def skip_texts(self, count: int) -> None:
+        """Pass over strings; a vocabulary has hundreds of thousands."""
+        while count:
+            at, window = self.at - self.base, self.window
+            while count and at + 8 <= len(window):
+                at += 8 + int.from_bytes(window[at : at + 8], "little")
+                count -= 1
+            self.at = self.base + at
+            if count:  # the next length is not in the window, or not in the file
+                self.skip(self.number("<Q"))
+                count -= 1
+        self.take(0)
+
 
 def open_gguf(path: Path) -> Checkpoint:
     """The tensors of a GGUF file; arrays among its metadata are given by their length.
@@ -170,8 +182,7 @@ def _value(cursor: _Cursor, kind: int) -> str:
     if inner in _SCALARS:
         cursor.skip(count * struct.calcsize(_SCALARS[inner]))
     elif inner == _STRING:
-        for _ in range(count):  # ends with the file at the latest
-            cursor.skip(cursor.number("<Q"))
+        cursor.skip_texts(count)
     else:
         raise CheckpointError(
             f"{cursor.file.path}: an array of type {inner} in the header; expected scalars or strings"
@@ -227,10 +238,7 @@ def _check_places(file: File, alignment: int, entries: list[_Entry], tensors: tu
 
 
 def _recognises(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    file = File.of(path)
-    return file.size >= 4 and file.read(0, 4) == MAGIC
+    return head(path, 4) == MAGIC
 
 
 reader = Reader("GGUF", _recognises, open_gguf)

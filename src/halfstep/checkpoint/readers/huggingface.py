@@ -13,6 +13,8 @@ from halfstep.errors import CheckpointError
 PREFERRED = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
 """Where transformers looks for weights, in its order."""
 
+_ENDINGS = (".safetensors", ".bin")
+
 
 def open_folder(path: Path) -> Checkpoint:
     """The weights of a folder: the file that transformers would load, else all safetensors files, else all of torch.
@@ -38,9 +40,6 @@ def _weights(path: Path) -> Checkpoint:
     )
 
 
-_ENDINGS = (".safetensors", ".bin")
-
-
 def _named(path: Path, ending: str) -> list[str]:
     return sorted(file.name for file in path.iterdir() if file.name.endswith(ending))
 
@@ -48,7 +47,8 @@ def _named(path: Path, ending: str) -> list[str]:
 def _recognises(path: Path) -> bool:
     if not path.is_dir() or (path / ".metadata").exists():
         return False
-    return (path / "config.json").exists() or any(_named(path, ending) for ending in _ENDINGS)
+    named = any((path / name).exists() for name in ("config.json", *PREFERRED))
+    return named or any(_named(path, ending) for ending in _ENDINGS)
 
 
 reader = Reader("Hugging Face folder", _recognises, open_folder)

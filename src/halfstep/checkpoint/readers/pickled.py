@@ -5,7 +5,7 @@ Their tensors' bytes lie inside the pickle, so that they cannot be found without
 
 from pathlib import Path
 
-from halfstep.checkpoint.files import File
+from halfstep.checkpoint.files import head
 from halfstep.checkpoint.readers.base import Reader
 from halfstep.checkpoint.stored import Checkpoint
 from halfstep.errors import CheckpointError
@@ -21,8 +21,8 @@ def refuse(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: always; it says how to save the file in a form that is read.
     """
-    torch = File.of(path).read(0, len(_TORCH)) == _TORCH if path.stat().st_size >= len(_TORCH) else False
-    wrote = "torch.save before 1.6, or with _use_new_zipfile_serialization=False" if torch else "pickle.dump"
+    torch = "torch.save before 1.6, or with _use_new_zipfile_serialization=False"
+    wrote = torch if head(path, len(_TORCH)) == _TORCH else "pickle.dump"
     raise CheckpointError(
         f"{path}: a bare pickle, as {wrote} writes; expected a zip archive of torch.save, or safetensors. If you trust "
         "where it comes from: torch.save(torch.load(path, weights_only=True), new_path)"
@@ -30,10 +30,7 @@ def refuse(path: Path) -> Checkpoint:
 
 
 def _recognises(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    file = File.of(path)
-    return file.size >= 2 and file.read(0, 2) in _PROTOCOLS
+    return head(path, 2) in _PROTOCOLS
 
 
 reader = Reader("bare pickle", _recognises, refuse)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from halfstep.checkpoint.dtypes import TYPES
-from halfstep.checkpoint.files import File
+from halfstep.checkpoint.files import File, head
 from halfstep.checkpoint.layout import Plain, Strided, is_contiguous
 from halfstep.checkpoint.limits import TEXT, check_count
 from halfstep.checkpoint.pickles import load
@@ -117,12 +117,7 @@ def open_torch_zip(path: Path) -> Checkpoint:
 
 
 def _recognises(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    file = File.of(path)
-    if file.size < 4 or file.read(0, 4) != b"PK\3\4":
-        return False
-    return not any(name.endswith(".npy") for name in members(file))
+    return head(path, 4) == b"PK\3\4" and not any(name.endswith(".npy") for name in members(File.of(path)))
 
 
 reader = Reader("torch zip", _recognises, open_torch_zip)
