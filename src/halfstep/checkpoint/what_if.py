@@ -100,10 +100,13 @@ def _errors(
     progress: Progress | None,
 ) -> dict[str, Errors]:
     sums = {name: Errors(0.0, 0.0, 0, 0, 0.0) for name in quantizers}
+    buffer = torch.empty(0)  # kept, for fresh memory costs as much as a cast
     for rows in pieces(checkpoint, tensor, progress):
         for name, quantizer in quantizers.items():
             x = with_largest(rows, amax) if needs_largest(quantizer) else rows
-            y = torch.empty_like(x)
+            if x.numel() > buffer.numel():
+                buffer = torch.empty(x.numel())
+            y = buffer[: x.numel()].view(x.shape)
             _values(x, y, quantizer)
             size = rows.numel()
             one = compare(x.view(-1)[:size].numpy(), y.view(-1)[:size].numpy(), amax)
