@@ -10,7 +10,7 @@ import halfstep
 
 ROOT = Path(halfstep.__file__).parent
 FLOORS = {
-    "errors": 0, "registry": 0, "formats": 0,
+    "errors": 0, "printable": 0, "registry": 0, "formats": 0,
     "quant": 1,
     "recipe": 2, "kernels": 2,
     "ops": 3,
@@ -20,7 +20,7 @@ FLOORS = {
     "cli": 7, "__main__": 7, "ui": 7, "integrations": 7, "__init__": 7,
 }  # fmt: skip
 EAST_WING = {"checkpoint": 2, "memory": 2, "kb": 2}  # the highest floor that each may import from
-SHARED = {"errors", "registry", "formats"}  # floor 0 is one room: plain data and its errors
+SHARED = {"errors", "printable", "registry", "formats"}  # floor 0 is one room: plain data and its errors
 LAZY = {"__init__"}  # whose __getattr__ imports, beside the commands in cli
 FILES = sorted(ROOT.rglob("*.py"))
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))

@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from halfstep import formats, kb, ops
+    from halfstep.checkpoint import inspect
     from halfstep.errors import HalfstepError
     from halfstep.nn.apply import Report, advance, apply, revert
     from halfstep.nn.quantized import quantize_model
@@ -41,6 +42,7 @@ _HOME = {
     "apply": "halfstep.nn",
     "get_recipe": "halfstep.recipe",
     "is_native_available": "halfstep.ops",
+    "inspect": "halfstep.checkpoint",
     "list_recipes": "halfstep.recipe",
     "prepare": "halfstep.prepare",
     "probe_model": "halfstep.probe",
@@ -72,6 +74,7 @@ __all__ = [
     "get_quantizer",
     "get_recipe",
     "is_native_available",
+    "inspect",
     "kb",
     "list_recipes",
     "load_quantized",

@@ -1,4 +1,4 @@
-"""Tiles of any shape with power-of-two scales: equal to the reference, bit for bit."""
+"""Tiles of any shape with power-of-two or absmax scales: equal to the reference, bit for bit."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from tiny import assert_same
 
 
 TILES = [Tile(1, 0), Tile(0, 1), Tile(0, 0), Tile(16, 16), Tile(8, 1), Tile(4, 32)]
-RULES = ["floor", "ceil", "even", "rceil", "rceil margin=3"]
+RULES = ["floor", "ceil", "even", "rceil", "rceil margin=3", "absmax"]
 
 
 def numbers(dtype):
@@ -71,10 +71,10 @@ def test_a_margin_that_the_name_does_not_say_would_be_lost_in_a_traced_graph():
 def test_leaves_the_rest_to_the_reference():
     row = Quantizer(formats.get("e4m3fn"), tile=Tile(1, 0), scaling=get_scaling("rceil"))
     square = Quantizer(formats.get("e4m3fn"), tile=Tile(16, 16), scaling=get_scaling("rceil"))
-    absmax = Quantizer(formats.get("e4m3fn"), tile=Tile(1, 0), scaling=get_scaling("absmax"))
+    levels = Quantizer(formats.get("e2m1fn"), tile=Tile(1, 16), scaling=get_scaling("two_level"))
     x = torch.ones(16, 16)
     assert tiles.supports(x, x.clone(), row)
-    assert not tiles.supports(x, x.clone(), absmax)
+    assert not tiles.supports(x, x.clone(), levels)
     assert not tiles.supports(x.double(), x.double(), row)
     assert not tiles.supports(x[:15], x[:15].clone(), square)
     assert not tiles.supports(x[:0], x[:0].clone(), row)

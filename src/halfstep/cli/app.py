@@ -12,6 +12,7 @@ from halfstep.cli.claims import claims
 from halfstep.cli.compare import compare
 from halfstep.cli.doctor import doctor
 from halfstep.cli.formats import formats
+from halfstep.cli.inspect import inspect
 from halfstep.cli.kb import kb
 from halfstep.cli.probe import probe
 from halfstep.cli.recipes import recipes
@@ -48,6 +49,7 @@ def options(
 app.command("compare")(compare)
 app.command("train")(train)
 app.command("doctor")(doctor)
+app.command("inspect")(inspect)
 app.command("probe")(probe)
 app.add_typer(formats, name="formats")
 app.add_typer(recipes, name="recipes")

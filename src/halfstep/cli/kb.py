@@ -68,7 +68,7 @@ def check(
 
 
 @kb.command()
-def show(model: Model, overlay: Overlay = None, as_json: Json = False) -> None:
+def show(context: typer.Context, model: Model, overlay: Overlay = None, as_json: Json = False) -> None:
     """Print all that is known of MODEL: its entries, references and failure reports. Exit code 1 if there is none."""
     from halfstep.kb.resolve import find
     from halfstep.kb.text import describe_answer
@@ -78,6 +78,8 @@ def show(model: Model, overlay: Overlay = None, as_json: Json = False) -> None:
         show_json({**asdict(answer), "tier": answer.tier, "conflict": answer.conflict})
     else:
         typer.echo(describe_answer(answer))
+        for step in () if answer.known else _measure(context, model):
+            typer.echo(f"next: {step}")
     raise typer.Exit(0 if answer.known else 1)
 
 
@@ -143,7 +145,7 @@ def validate(
     """Check entries against the schema and the rules. Exit code 1 if one breaks them."""
     from halfstep.kb.reader import data_files, load, package_folder, read
     from halfstep.kb.rules import validate as problems
-    from halfstep.kb.text import printable
+    from halfstep.printable import printable
 
     if folder is not None and not data_files(folder):
         raise KnowledgeBaseError(
@@ -195,7 +197,7 @@ def _load(overlay: Path | None) -> KnowledgeBase:
 
 def _print_entries(entries: Any, as_json: bool, asked: str) -> None:
     from halfstep.kb.export.plain import entry_data
-    from halfstep.kb.text import printable
+    from halfstep.printable import printable
 
     if as_json:
         show_json([entry_data(entry) for entry in entries])
@@ -225,9 +227,12 @@ def _counted(entries: Any) -> str:
 
 def _measure(context: typer.Context, model: str) -> list[str]:
     """How to find out by measuring, with the commands that this halfstep has."""
+    from halfstep.printable import printable
+
     commands = getattr(context.find_root().command, "commands", {})
+    model = printable(model)
     known = {
-        "inspect": f"halfstep inspect {model}: read from the weights which type they went through",
+        "inspect": f"halfstep inspect {model}: read from a downloaded folder which types its weights went through",
         "probe": f"halfstep probe {model}: measure the range of activations and gradients",
     }
     return [step for name, step in known.items() if name in commands]

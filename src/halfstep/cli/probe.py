@@ -11,6 +11,7 @@ import typer
 
 from halfstep.cli.terminal import show_json, show_table
 from halfstep.errors import KnowledgeBaseError, ModelError, RecipeError
+from halfstep.printable import printable
 
 
 if TYPE_CHECKING:
@@ -126,10 +127,10 @@ def _known(model: str, format: str) -> Verdict | None:
 
 
 def _show(report: ProbeReport, known: Verdict | None) -> None:
-    from halfstep.kb.text import because, printable
+    from halfstep.kb.text import because
     from halfstep.probe.text import COLUMNS, rows
 
-    typer.echo(printable_lines(str(report), printable))
+    typer.echo("\n".join(map(printable, str(report).split("\n"))))
     if known is not None:
         ids = ", ".join(entry.id for entry in known.answer.entries) or "failure reports only"
         typer.echo(f"the knowledge base ({ids}) says: {known.verdict}")
@@ -139,11 +140,6 @@ def _show(report: ProbeReport, known: Verdict | None) -> None:
             typer.echo(f"  {len(known.failures)} reports of failures: halfstep kb check MODEL --use {known.use}")
     typer.echo()
     show_table(COLUMNS, [tuple(map(printable, row)) for row in rows(report, _ROWS)], right=COLUMNS[:-1])
-
-
-def printable_lines(text: str, printable: Callable[[str], str]) -> str:
-    """Text of several lines with nothing in it that a terminal would obey."""
-    return "\n".join(map(printable, text.split("\n")))
 
 
 def _write(report: ProbeReport, path: Path) -> None:

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from halfstep.kb.entry import Entry, FailureReport, Reference
 from halfstep.kb.resolve import Answer
 from halfstep.kb.verdict import Reason, Verdict
-
-
-# Control characters move the cursor and change colours; direction marks make text read otherwise than it is.
-_HOSTILE = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
-
-
-def printable(text: str) -> str:
-    r"""Text with control characters and invisible direction marks written out.
-
-    >>> printable("red \x1b[31m")
-    'red \\x1b[31m'
-    """
-    return _HOSTILE.sub(lambda found: ascii(found[0])[1:-1], text)
+from halfstep.printable import printable
 
 
 def describe_entry(entry: Entry) -> str:

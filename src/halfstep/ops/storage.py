@@ -18,6 +18,7 @@ from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.formats import Format
 from halfstep.ops.quantized import Quantized
 from halfstep.quant import Quantizer, Tile
+from halfstep.quant.quantizer import layout
 from halfstep.quant.scaling import get_scaling
 
 
@@ -30,8 +31,13 @@ _LARGEST = 2**48  # elements; what a file may claim before anything is allocated
 def save_quantized(tensors: Mapping[str, Quantized], path: str | Path) -> None:
     """Write quantised tensors to a safetensors file: `NAME.codes`, `NAME.scale` ... and the quantizers as metadata."""
     plain = {f"{name}.{part}": t.detach().contiguous() for name, q in tensors.items() for part, t in q.tensors.items()}
-    described = {name: _describe(q) for name, q in tensors.items()}
-    save_file(plain, str(path), metadata={_KEY: json.dumps(described)})
+    save_file(plain, str(path), metadata=metadata({n: (q.quantizer, q.shape, q.dtype) for n, q in tensors.items()}))
+
+
+def metadata(tensors: Mapping[str, tuple[Quantizer, tuple[int, ...], torch.dtype]]) -> dict[str, str]:
+    """What a safetensors file must say so that `load_quantized` reads tensors in it: by name, the quantizer that made
+    each, and the shape and dtype of what it was made from."""
+    return {_KEY: json.dumps({name: _describe(*described) for name, described in tensors.items()})}
 
 
 def load_quantized(path: str | Path) -> dict[str, Quantized]:
@@ -66,8 +72,7 @@ def load_quantized(path: str | Path) -> dict[str, Quantized]:
         ) from error
 
 
-def _describe(quantized: Quantized) -> dict[str, Any]:
-    q = quantized.quantizer
+def _describe(q: Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     return {
         "format": _describe_format(q.format),
         "rounding": q.rounding,
@@ -75,9 +80,9 @@ def _describe(quantized: Quantized) -> dict[str, Any]:
         "tile": None if q.tile is None else [q.tile.rows, q.tile.columns],
         "scaling": None if q.scaling is None else q.scaling.name,
         "outliers": q.outliers,
-        "shape": list(quantized.shape),
-        "dtype": str(quantized.dtype).removeprefix("torch."),
-        "tensors": sorted(quantized.tensors),
+        "shape": list(shape),
+        "dtype": str(dtype).removeprefix("torch."),
+        "tensors": sorted(layout(q, shape, dtype)),
     }
 
 

@@ -14,8 +14,9 @@ from halfstep.kb.casts import table
 from halfstep.kb.entry import FailureReport
 from halfstep.kb.reader import KnowledgeBase
 from halfstep.kb.schema import uses
-from halfstep.kb.text import because, printable
+from halfstep.kb.text import because
 from halfstep.kb.verdict import Verdict, judge
+from halfstep.printable import printable
 
 
 try:

@@ -1,23 +1,35 @@
 """Tiles of any shape: whole passes of torch around the rounding kernel of `cast`, and the decoding one of `codes`.
 
-A row, a square, a short last tile of neither: three more passes over memory than `blocks` makes, and a tenth of the
-time of the reference, which works in float64.
+A row, a square, not a short last tile of either: up to three more passes over memory than `blocks` makes, and a tenth
+of the time of the reference, which works in float64.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import numba
 import torch
+from numba import types
 from torch import Tensor
 
-from halfstep.kernels.cpu import cast, codes
-from halfstep.kernels.cpu.arrays import plain
+from halfstep.formats import Format
+from halfstep.kernels.cpu import cast, codes, elements
+from halfstep.kernels.cpu.arrays import as_array, plain
+from halfstep.kernels.cpu.compiled import Kernel, inner
+from halfstep.kernels.cpu.elements import Rounding
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, lanes
 from halfstep.quant.quantizer import Quantized, Quantizer, as_rows
+from halfstep.quant.scaling import Scaling
+from halfstep.quant.scaling.base import finite
 
 
 def supports(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
-    """Whether `run` can round `x` into `out`: plain CPU tensors in whole tiles, whose scales are powers of two."""
+    """Whether `run` can round `x` into `out`: plain CPU tensors in whole tiles, of rules it knows."""
     tile, scaling = quantizer.tile, quantizer.scaling
-    if tile is None or scaling is None or not (scaling.exact and scaling.reads) or quantizer.outliers is not None:
+    if tile is None or scaling is None or not scaling.reads or quantizer.outliers is not None:
+        return False
+    if not scaling.exact and scaling.name != "absmax":
         return False
     if not (plain(x) and plain(out) and x.dim() and x.numel()):
         return False
@@ -36,12 +48,16 @@ def run(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -> None:
     high, wide = quantizer.tile.rows or rows, quantizer.tile.columns or columns
     cut = matrix.view(rows // high, high, columns // wide, wide)
     amax = torch.maximum(cut.amax((1, 3), keepdim=True), -cut.amin((1, 3), keepdim=True)).float()
-    factor = quantizer.scaling.factor(amax, quantizer.format)
-    assert factor is not None
-    scaled = cut * factor  # in float32, where a power of two moves no bit that rounding will look at
+    if quantizer.scaling.factor(amax, quantizer.format) is None and _fused(x, out, quantizer):
+        scales = finite(amax / quantizer.format.max).view(rows // high, columns // wide)
+        numbers: Any = elements.scalars(quantizer.format, quantizer.rounding, "saturate")
+        arrays = [as_array(t, torch.float32).reshape(t.shape) for t in (matrix, out.view(matrix.shape), scales)]
+        _divided(x.numel(), *arrays, numbers, high, wide)
+        return
+    scaled, multiplier = _scaled(cut, amax, quantizer.scaling, quantizer.format)
     cast.run(scaled, scaled, quantizer.format, quantizer.rounding, "saturate", seed)
     limit = torch.finfo(out.dtype).max
-    out.view(cut.shape).copy_(scaled.mul_(factor.reciprocal()).clamp_(-limit, limit))
+    out.view(cut.shape).copy_(scaled.mul_(multiplier).clamp_(-limit, limit))
 
 
 def supports_decode(quantized: Quantized, out: Tensor) -> bool:
@@ -79,3 +95,46 @@ def run_decode(quantized: Quantized, out: Tensor) -> None:
     matrix.mul_(scale.to(out.dtype)).clamp_(-limit, limit)
     if bool((scale == 0).any()):  # a tile of zeros, whatever its codes mean
         matrix.masked_fill_(scale == 0, 0.0)
+
+
+def _scaled(cut: Tensor, amax: Tensor, scaling: Scaling, format: Format) -> tuple[Tensor, Tensor]:
+    """Elements in units of their scale, in float32, and the scales."""
+    factor = scaling.factor(amax, format)
+    if factor is not None:
+        return cut * factor, factor.reciprocal()  # a power of two moves no bit that rounding will look at
+    multiplier = finite(amax / format.max)
+    lost = multiplier.isnan() | (multiplier == 0)
+    scaled = cut.float() / torch.where(lost, 1.0, multiplier)
+    return (scaled.masked_fill_(lost, 0.0) if bool(lost.any()) else scaled), multiplier
+
+
+def _fused(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
+    """Whether one pass does what comes after the maxima: float32, in steps that no seed decides."""
+    return x.dtype == out.dtype == torch.float32 and quantizer.rounding == "nearest_even" and not x.requires_grad
+
+
+@lanes(types.float32)
+def _times(value: Lane, scale: Lane, numbers: list[Lane]) -> Lane:
+    """value / scale, rounded, times scale; no larger than float32's largest number."""
+    product = elements.rounded((value / scale).bits(), Rounding(*numbers)).float() * scale
+    bits = product.bits()
+    largest = bits.constant(INFINITY - 1)
+    return ((bits & MAGNITUDE).equals(INFINITY)).pick(largest | (bits & SIGN), bits).float()
+
+
+@inner
+def _tile_row(x, out, scale, numbers):
+    if scale > 0:
+        for i in range(x.size):
+            out[i] = _times(x[i], scale, numbers)
+    else:  # a tile of zeros, or a lost one, whose scale is NaN
+        for i in range(x.size):
+            out[i] = scale
+
+
+@Kernel
+def _divided(x, out, scales, numbers, high, wide):
+    for row in numba.prange(x.shape[0]):
+        for tile in range(scales.shape[1]):
+            a = tile * wide
+            _tile_row(x[row, a : a + wide], out[row, a : a + wide], scales[row // high, tile], numbers)

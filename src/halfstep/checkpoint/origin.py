@@ -1,0 +1,118 @@
+"""Which types a tensor's values went through before they were stored, as far as their bits say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfstep import formats
+from halfstep.checkpoint.evidence import CERTAIN, ENOUGH, Fit, fit, fit_levels
+from halfstep.checkpoint.scan import Scan
+from halfstep.formats import Float
+
+
+_CASTS = ("bf16", "fp16", "tf32")
+_FEW = {"float4_e2m1fn": "e8m1", "float8_e5m2": "e8m2", "float8_e4m3fn": "e8m3"}
+"""By the bits of their significands: what scaling by powers of two, block by block, makes of a format's exponents."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the bits of one tensor say.
+
+    `through` holds the types narrower than the stored one that every value fits, or, with a `share` below 1, as many;
+    it is empty where the values use all the bits of the stored type (`full`) or tell nothing.
+    """
+
+    stored: str
+    through: tuple[str, ...] = ()
+    share: float = 1.0
+    """The share of the telling values that fit."""
+    full: bool = False
+    """Values use all bits of the stored type."""
+    scale: str | None = None
+    """How values of 8 bits or less were scaled: by one power of two ("2^-7"), several ("2^k") or a number of any size
+    ("any")."""
+    evidence: float = 0.0
+    """Bits: random mantissas fit so by a chance of 2^-evidence. For `full`, 0: a counterexample needs no chance."""
+    telling: int = 0
+    """Values that could tell: neither whole numbers nor powers of two."""
+    counted: bool = True
+    """Whether values were counted; a quick look weighs nothing."""
+
+    @property
+    def key(self) -> str:
+        """The conclusion in one word, to group tensors by: "bf16", "bf16+fp16", "scaled float8_e4m3fn", "full" ..."""
+        if self.through:
+            word = "+".join(self.through)
+            return f"{'partly ' if self.share < 1 else ''}{'scaled ' if self.scale else ''}{word}"
+        return "full" if self.full else "unknown"
+
+    @property
+    def confidence(self) -> str:
+        """certain, likely, none, or not counted."""
+        if self.full:
+            return "certain"
+        if not self.counted:
+            return "not counted"
+        if self.evidence < ENOUGH:
+            return "none"
+        return "certain" if self.evidence >= CERTAIN else "likely"
+
+
+def origin(scan: Scan, stored: str) -> Origin:
+    """What the bits of a scanned tensor say, which is stored as `stored` (a name of torch's)."""
+    table = scan.table
+    telling = int(table.telling.sum())
+    if not telling:
+        return Origin(stored)
+    wide = stored_format(stored)
+    if wide is not None and wide.bits <= 8:
+        return Origin(stored, full=True, telling=telling)
+    return _narrow(scan, stored, wide, telling) or _cast(scan, stored, wide, telling)
+
+
+def stored_format(stored: str) -> Float | None:
+    """The stored type; float32 for what is decoded to it, None for float64."""
+    if stored == "float64":
+        return None
+    if stored in ("bfloat16", "float16") or stored.startswith("float8"):
+        found = formats.get(stored)
+        return found if isinstance(found, Float) else formats.get("fp32", Float)
+    return formats.get("fp32", Float)
+
+
+def _narrow(scan: Scan, stored: str, wide: Float | None, telling: int) -> Origin | None:
+    """Values of 8 bits or less, scaled: by a power of two, or by any number where few distinct values are left."""
+    for name, spread in _FEW.items():
+        format = formats.get(spread, Float)
+        if scan.table.significant_bits <= format.significant_bits and (found := fit(scan, format, wide)).accepted:
+            best = scan.table.best_shift(formats.get(name, Float))
+            one = best is not None and best[1] == scan.table.nonzero
+            scale = f"2^{best[0]}" if best is not None and one else "2^k"
+            return Origin(stored, (name,), scale=scale, evidence=found.bits, telling=telling)
+    if scan.levels is not None and (match := fit_levels(scan.levels, wide)):
+        return Origin(stored, (match[0],), scale="any", evidence=match[1].bits, telling=telling)
+    return None
+
+
+def _cast(scan: Scan, stored: str, wide: Float | None, telling: int) -> Origin:
+    """bf16, fp16, both, or neither; from 64 bits float32 too."""
+    casts = {name: formats.get(name, Float) for name in (*_CASTS, *(("fp32",) if wide is None else ()))}
+    fits = {name: fit(scan, format, wide) for name, format in casts.items()}
+    held = [name for name, found in fits.items() if found.accepted]
+    # Of two that hold, one may follow from the other: beside the more evident one it must be evident itself.
+    held.sort(key=lambda name: -fits[name].bits)
+    held = [a for i, a in enumerate(held) if all(fit(scan, casts[a], casts[b]).accepted for b in held[:i])]
+    if held:
+        return Origin(stored, tuple(held), evidence=min(fits[name].bits for name in held), telling=telling)
+    partly = {name: found for name, found in fits.items() if _stands_out(found)}
+    if partly:
+        name, found = max(partly.items(), key=lambda item: item[1].bits)
+        return Origin(stored, (name,), found.share, evidence=found.bits, telling=telling)
+    most = wide.significant_bits if wide else 53
+    return Origin(stored, full=scan.table.significant_bits >= most - 1, telling=telling)
+
+
+def _stands_out(found: Fit) -> bool:
+    """Whether clearly more values fit than random mantissas would: cast once, and partly written since."""
+    return found.bits >= CERTAIN and found.share >= max(0.01, 3 * found.expected)

@@ -1,0 +1,42 @@
+"""A report as one HTML page that needs no network, and runs nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib.resources import files
+
+from halfstep.checkpoint import plot
+from halfstep.checkpoint.report import Report
+from halfstep.checkpoint.verdict import percent
+from halfstep.errors import CheckpointError
+from halfstep.printable import printable
+
+
+try:
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+except ModuleNotFoundError as error:
+    raise CheckpointError(
+        f"the HTML page is written with {error.name}, which is not installed; install it with "
+        "pip install 'halfstep[lab]', or ask for --json"
+    ) from error
+
+
+def to_html(report: Report) -> str:
+    """The page. Every text of the checkpoint is escaped, and the page may load nothing and run no script."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"printable": printable, "percent": percent}
+    style = _part("page.css")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    counted = any(role.statistics and role.statistics.nonzero for role in report.roles)
+    return environment.from_string(_part("page.html")).render(
+        report=report,
+        style=Markup(style),
+        policy=f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'",
+        picture=base64.b64encode(plot.png(report)).decode() if counted else None,
+    )
+
+
+def _part(name: str) -> str:
+    return files("halfstep.checkpoint").joinpath(name).read_text(encoding="utf-8")

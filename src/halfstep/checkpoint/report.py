@@ -1,0 +1,134 @@
+"""What an inspection found, as frozen records, and as data for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from halfstep.checkpoint.origin import Origin
+from halfstep.checkpoint.statistics import Statistics
+from halfstep.checkpoint.verdict import Known, Verdict
+
+
+SCHEMA = 1
+"""The version of `Report.as_data`: fields are added under the same number, and renamed or dropped under the next."""
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One tensor. Without `statistics`: no floating point, or packed codes, or a quick look."""
+
+    name: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    numel: int
+    nbytes: int
+    file: str
+    statistics: Statistics | None = None
+    origin: Origin | None = None
+    tied_to: str | None = None
+    """The first tensor that is stored in the same bytes of the file."""
+    duplicate_of: str | None = None
+    """The first tensor that has equal bytes elsewhere."""
+
+
+@dataclass(frozen=True)
+class RoleReport:
+    """All tensors of one role."""
+
+    role: str
+    tensors: int
+    numel: int
+    nbytes: int
+    dtypes: Mapping[str, int]
+    """Values by stored type."""
+    verdict: Verdict
+    statistics: Statistics | None = None
+
+
+@dataclass(frozen=True)
+class Cast:
+    """What a cast of one tensor, or of several, to one format does."""
+
+    format: str
+    sqnr: float | None
+    """10 log10 of the sum of x^2 over the sum of squared errors, in decibels; None where nothing changes."""
+    overflowing: int
+    """Values that become infinite, or NaN."""
+    zeroed: int
+    """Values that become zero."""
+    largest_error: float
+    """The largest relative error of a value that becomes neither."""
+    values: int
+    nbytes: int
+    """Codes and scales."""
+    saved: int
+    """Bytes fewer than now."""
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A format's cost in all, and the tensors that it hurts most (overflow first, then the lowest SQNR)."""
+
+    total: Cast
+    worst: tuple[tuple[str, Cast], ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the bits of a checkpoint say. `verdict` is on the model's parameters, without optimizer state."""
+
+    path: Path
+    kind: str
+    files: tuple[str, ...]
+    tensors: tuple[TensorReport, ...]
+    roles: tuple[RoleReport, ...]
+    verdict: Verdict
+    config_dtype: str | None = None
+    """The type that config.json names; no evidence."""
+    known: Known | None = None
+    contradictions: tuple[str, ...] = ()
+    quick: bool = False
+    casts: tuple[WhatIf, ...] = ()
+    """What casts would cost, where that was asked for."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, tied ones once."""
+        return sum(tensor.nbytes for tensor in self.tensors if tensor.tied_to is None)
+
+    @property
+    def numel(self) -> int:
+        """Values of all tensors, tied ones once."""
+        return sum(tensor.numel for tensor in self.tensors if tensor.tied_to is None)
+
+    def as_data(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "schema": SCHEMA,
+            "path": str(self.path),
+            "kind": self.kind,
+            "quick": self.quick,
+            "files": list(self.files),
+            "numel": self.numel,
+            "nbytes": self.nbytes,
+            "verdict": asdict(self.verdict),
+            "config_dtype": self.config_dtype,
+            "known": None if self.known is None else asdict(self.known),
+            "contradictions": list(self.contradictions),
+            "casts": [
+                {**asdict(one.total), "worst": [{"tensor": name, **asdict(cast)} for name, cast in one.worst]}
+                for one in self.casts
+            ],
+            "roles": [asdict(role) for role in self.roles],
+            "tensors": [_tensor(tensor) for tensor in self.tensors],
+        }
+
+
+def _tensor(tensor: TensorReport) -> dict[str, Any]:
+    origin = tensor.origin
+    said = None if origin is None else {**asdict(origin), "key": origin.key, "confidence": origin.confidence}
+    return {**asdict(tensor), "origin": said}

@@ -1,0 +1,71 @@
+"""What a tensor is for, by its name: embedding, norm, attention ... The table below is all there is to it."""
+
+from __future__ import annotations
+
+import re
+
+
+ROLES: tuple[tuple[str, str], ...] = (
+    ("master", r"master(_weights?|_params?)?|fp32_(flat_)?groups?|single_fp32_\w+|fp32_params?"),
+    (
+        "moments",
+        r"exp_avg(_sq)?(_residual)?|exp_inf|max_exp_avg_sq|momentum(_buffer)?(_residual)?|square_avg|acc_delta|grad_avg"
+        r"|mu|nu|compensation",
+    ),
+    (
+        "scales",
+        r"(\w+_)?(weight|input|output|activation|act|kv?|v|q|prob)_(global_)?scale(_inv|_2)?|\w*scale_inv|\w*scales"
+        r"|q?zeros|qzeros|scb|absmax|nested_absmax|quant_map|nested_quant_map|zero_point|amax_history\w*",
+    ),
+    (
+        "norm",
+        r"\w*(layer_?norm|rms_?norm|group_?norm|batch_?norm)\w*|(\w+_)?norm(_?\d+|_\w+)?|ln(_?\d+|_\w+)?|bn_?\d*",
+    ),
+    ("router", r"\w*router\w*|ffn_gate_inp|shared_expert_gate|e_score_correction_bias"),
+    ("router", r"(block_sparse_moe|mlp|moe|feed_forward|ffn|mixer)\.gate\.(weight|bias|wg)"),
+    ("head", r"lm_head|embed_out|score|classifier|cls|qa_outputs|(\w+_)?head"),
+    (
+        "embedding",
+        r"\w*embed(ding)?s?|embed_(tokens|positions|in)|\w+_embeddings?(_\w+)?|wte|wpe|token_embd|position_embd|embeddings"
+        r"|tok_embeddings|pos_embed|cls_token|token|position|patch_embed\w*",
+    ),
+    ("embedding", r"shared\.weight"),
+    (
+        "attention",
+        r"\w*attn\w*|\w*attention\w*|[qkvo]_proj|(qkv|kv)\w*|query(_key_value)?|key|value|attn_\w+|sinks|c_attn",
+    ),
+    (
+        "mlp",
+        r"mlp\w*|\w*ffn\w*|feed_?forward\w*|fc_?\d+|experts?|(gate|up|down|gate_up)_proj\w*|dense_\w+|intermediate|c_fc"
+        r"|DenseReluDense|w[i123o](_\d)?|lin\d|linear\d|block_sparse_moe|shared_expert|moe",
+    ),
+    ("head", r"^output\.(weight|bias)|^head\.(weight|bias)"),
+    ("mlp", r"output\.dense"),
+)
+"""Role and pattern, the first that fits wins. A pattern without a dot must be one whole part of the name between dots
+or slashes; one with a dot is searched for in the name."""
+
+NAMES = (*dict.fromkeys(role for role, _ in ROLES), "other")
+"""All roles, in the table's order."""
+
+WEIGHTS = ("norm", "router", "head", "embedding", "attention", "mlp", "other")
+"""The roles of a model's parameters: neither optimizer state nor scales."""
+
+
+def role_of(name: str) -> str:
+    """The role of a tensor of that name.
+
+    >>> role_of("model.layers.3.self_attn.q_proj.weight"), role_of("transformer.h.0.ln_1.weight")
+    ('attention', 'norm')
+    >>> role_of("model.layers.0.mlp.gate.weight"), role_of("model.layers.0.mlp.gate_proj.weight_scale_inv")
+    ('router', 'scales')
+    """
+    parts = re.split(r"[./]", name)
+    for role, pattern in ROLES:
+        if r"\." in pattern:
+            fits = re.search(pattern, name, re.IGNORECASE) is not None
+        else:
+            fits = any(re.fullmatch(pattern, part, re.IGNORECASE) for part in parts)
+        if fits:
+            return role
+    return "other"

@@ -1,0 +1,196 @@
+"""One pass over a tensor's bits: the table of exponents and significant bits, and what the table cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep import formats
+from halfstep.checkpoint.dtypes import TYPES
+from halfstep.checkpoint.stored import Checkpoint, StoredTensor
+from halfstep.checkpoint.table import EMPTY, Table, from_kernel, from_values
+from halfstep.formats import Format
+from halfstep.kernels.cpu import bits as kernel
+
+
+CHUNK = 1 << 24
+"""Bytes read at a time; the threads share them."""
+
+SAMPLE = 1 << 14
+"""Values of a wide tensor among which distinct ones are counted: its first ones."""
+
+OUTLIER = 6.0
+"""A channel is an outlier if its largest magnitude is this many times the median channel's, or more."""
+
+LEVELS = 256
+"""Distinct values that a format of 8 bits can have."""
+
+Progress = Callable[[int], None]
+"""Told the bytes that were read."""
+
+_CHANNELS = 32  # fewer columns than this are no channels: a convolution's window, scales beside rows
+_SMALL = 1 << 15  # below this, sorting 16-bit codes is faster than counting them in a table of all codes
+_NARROW = (
+    "bfloat16",
+    "float16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The largest magnitudes of a matrix's columns (its last dimension): the input channels of a linear layer."""
+
+    count: int
+    median: float
+    largest: float
+    outliers: int
+    """Columns whose largest magnitude is at least `OUTLIER` times the median of all columns."""
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What one pass over a tensor found. `table` counts its values; magnitudes are of the finite ones, and exact."""
+
+    table: Table
+    amax: float = 0.0
+    smallest: float = 0.0
+    """The smallest magnitude above zero; 0 where there is none."""
+    distinct: int = 0
+    """Distinct values that are neither zero nor a power of two; of a wide type among the first SAMPLE values."""
+    levels: NDArray[np.float64] | None = None
+    """The distinct magnitudes (of a wide type those of the sample), where there are at most LEVELS / 2."""
+    channels: Channels | None = None
+
+
+def readable(tensor: StoredTensor) -> bool:
+    """Whether the tensor's values are floating-point numbers that `scan` can read."""
+    return tensor.dtype in (*_NARROW, "float32", "float64") or tensor.dtype not in TYPES
+
+
+def scan(checkpoint: Checkpoint, tensor: StoredTensor, progress: Progress | None = None) -> Scan:
+    """Read a `readable` tensor once, CHUNK bytes at a time.
+
+    Raises:
+        CheckpointError: the file was changed while it was read, or its data are broken.
+    """
+    chunks = _told(checkpoint.chunks(tensor, CHUNK), progress)
+    if tensor.dtype in _NARROW:
+        return _scan_codes(chunks, tensor)
+    return _scan_double(chunks) if tensor.dtype == "float64" else _scan_float32(chunks, tensor)
+
+
+def _told(chunks: Iterator[NDArray[Any]], progress: Progress | None) -> Iterator[NDArray[Any]]:
+    for chunk in chunks:
+        yield chunk
+        if progress is not None:
+            progress(chunk.nbytes)
+
+
+def _scan_float32(chunks: Iterator[NDArray[Any]], tensor: StoredTensor) -> Scan:
+    found, ends = np.zeros((kernel.ROWS, kernel.COLUMNS), np.int64), np.full(1, 0xFFFFFFFF, np.uint32)
+    columns, sample = _Columns(tensor, np.dtype(np.uint32), 0x7F800000), np.zeros(0, np.float32)
+    for chunk in chunks:
+        bits = chunk.view(np.uint32)
+        if not sample.size:
+            sample = bits[:SAMPLE].view(np.float32).copy()
+        kernel.add_float32(bits, found, ends)
+        columns.add(bits)
+    table = from_kernel(found)
+    smallest = float(ends.view(np.float32)[0]) if table.nonzero else 0.0
+    as_floats = columns.largest.view(np.float32).astype(np.float64)
+    return _finished(table, as_floats.max(), smallest, np.unique(sample).astype(np.float64), columns, as_floats)
+
+
+def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: StoredTensor) -> Scan:
+    values = decoded(tensor.dtype)
+    times = np.zeros(values.size, np.int64)
+    dtype = np.dtype(np.uint16 if values.size > LEVELS else np.uint8)
+    finite = np.flatnonzero(np.isfinite(values[: values.size // 2]))
+    columns = _Columns(tensor, dtype, int(finite[-1]) + 1)
+    for chunk in chunks:
+        if tensor.numel < _SMALL:
+            codes, counts = np.unique(chunk, return_counts=True)
+            times[codes] += counts
+        else:
+            kernel.add_codes(chunk, times)
+        columns.add(chunk)
+    used = values[times > 0]
+    magnitudes = np.abs(used[np.isfinite(used) & (used != 0)])
+    table = from_values(values[times > 0], times[times > 0])
+    amax, smallest = magnitudes.max(initial=0.0), magnitudes.min(initial=np.inf)
+    return _finished(table, amax, smallest, used, columns, values[columns.largest])
+
+
+def _scan_double(chunks: Iterator[NDArray[Any]]) -> Scan:
+    """numpy at its own pace: checkpoints hold few numbers of 64 bits."""
+    table, smallest, amax, sample = EMPTY, np.inf, 0.0, np.zeros(0)
+    for chunk in chunks:
+        values = chunk.view(np.float64)
+        if not sample.size:
+            sample = np.unique(values[:SAMPLE])
+        magnitudes = np.abs(values[np.isfinite(values) & (values != 0)])
+        smallest, amax = min(smallest, magnitudes.min(initial=np.inf)), max(amax, magnitudes.max(initial=0.0))
+        table = table + from_values(values)
+    return _finished(table, amax, smallest, sample)
+
+
+@cache
+def decoded(dtype: str) -> NDArray[np.float64]:
+    """The value of every code of a type of 8 or 16 bits."""
+    codes = np.arange(1 << 16, dtype=np.uint32)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        if dtype == "bfloat16":
+            return (codes << 16).view(np.float32).astype(np.float64)
+        if dtype == "float16":
+            return codes.astype(np.uint16).view(np.float16).astype(np.float64)
+    format: Format = formats.get(dtype)
+    return np.array([format.decode(code) for code in range(256)])
+
+
+class _Columns:
+    """The largest magnitude of each column, as bits; of one column that is the whole tensor where there are none."""
+
+    def __init__(self, tensor: StoredTensor, dtype: np.dtype[Any], infinity: int) -> None:
+        matrix = len(tensor.shape) > 1 and tensor.shape[-1] >= _CHANNELS and tensor.shape[-1] < tensor.numel
+        self.are_channels = matrix and tensor.dtype != "float8_e8m0fnu"
+        # Without channels, columns of any number do: their largest is the tensor's.
+        self.largest = np.zeros(tensor.shape[-1] if matrix else 1 << 10, dtype)
+        self._infinity, self._next = infinity, 0
+
+    def add(self, bits: NDArray[Any]) -> None:
+        """Take in the next elements."""
+        kernel.raise_amax(bits, self._next, self.largest, self._infinity)
+        self._next = (self._next + bits.size) % self.largest.size
+
+
+def _finished(
+    table: Table,
+    amax: float,
+    smallest: float,
+    distinct: NDArray[np.float64],
+    columns: _Columns | None = None,
+    by_column: NDArray[np.float64] | None = None,
+) -> Scan:
+    used = distinct[np.isfinite(distinct) & (distinct != 0)]
+    informative = int((np.frexp(used)[0] % 0.5 != 0).sum())
+    levels = np.unique(np.abs(used))
+    few = table.nonzero > LEVELS and levels.size <= LEVELS // 2
+    channels = _channels(by_column) if columns is not None and columns.are_channels and by_column is not None else None
+    smallest = float(smallest) if table.nonzero else 0.0
+    return Scan(table, float(amax), smallest, informative, levels if few else None, channels)
+
+
+def _channels(amax: NDArray[np.float64]) -> Channels:
+    median = float(np.median(amax))
+    outliers = int((amax >= OUTLIER * median).sum()) if median else 0
+    return Channels(amax.size, median, float(amax.max()), outliers)

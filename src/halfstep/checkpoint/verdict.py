@@ -1,0 +1,191 @@
+"""What the bits of many tensors say together, in words, and where that contradicts what others say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from halfstep.checkpoint.origin import Origin
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One tensor's weight in a verdict: its values, its origin (None: not floating point), fp16's subnormals."""
+
+    dtype: str
+    numel: int
+    origin: Origin | None
+    nonzero: int = 0
+    fp16_subnormal: int = 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a group of tensors is, in words, and how sure that is: certain, likely, none or not counted."""
+
+    text: str
+    confidence: str
+    kinds: tuple[str, ...] = ()
+    """What was found, the most values first: the stored type and `Origin.key`, as "float32 bf16"."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What somebody else says of the model: the types it was trained in ("bf16"), and who says so."""
+
+    source: str
+    computes: tuple[str, ...]
+    text: str = ""
+
+
+_SHOWN = 3  # kinds that a verdict on several tensors spells out
+
+
+def verdict(group: Sequence[Evidence]) -> Verdict:
+    """What a group of tensors is: one sentence for each kind in it, the most values first."""
+    kinds: dict[tuple[str, str], list[Evidence]] = {}
+    for one in group:
+        if one.numel:
+            kinds.setdefault((one.dtype, one.origin.key if one.origin else "none"), []).append(one)
+    if not kinds:
+        return Verdict("no values", "none")
+    telling = {key: found for key, found in kinds.items() if key[1] not in ("unknown", "none")}
+    order = sorted(telling or kinds, key=lambda key: -_values(kinds[key]))
+    silent = sum(len(found) for key, found in kinds.items() if key not in telling) if telling else 0
+    total = _values([one for found in kinds.values() for one in found])
+    texts = [sentence(kinds[key]) + _part(kinds[key], total, len(order)) for key in order[:_SHOWN]]
+    if len(order) > _SHOWN:
+        rest = [one for key in order[_SHOWN:] for one in kinds[key]]
+        texts.append(f"{len(order) - _SHOWN} other kinds{_part(rest, total, len(order))}")
+    if silent:
+        texts.append(f"{_tensors(silent)} without a value that could tell")
+    return Verdict("; ".join(texts), _least(kinds[order[0]]), tuple(" ".join(key) for key in order))
+
+
+def sentence(same: Sequence[Evidence]) -> str:
+    """What tensors of one stored type and one kind of origin are."""
+    stored, origin = same[0].dtype, same[0].origin
+    if origin is None:
+        return f"{stored}: no floating-point values to read"
+    if origin.through:
+        return _went_through(same, origin)
+    if origin.full:
+        return f"stored {stored}, {_full(same)}"
+    if not any(one.origin.telling for one in same if one.origin):
+        return f"stored {stored}, only zeros, powers of two and whole numbers: nothing that could tell"
+    return f"stored {stored}, too few bits in use for a full {stored} and no format that explains it"
+
+
+def _went_through(same: Sequence[Evidence], origin: Origin) -> str:
+    stored = same[0].dtype
+    names = " and ".join(origin.through)
+    if origin.share < 1:
+        shares = [one.origin.share * one.numel for one in same if one.origin]
+        share = sum(shares) / _values(same)
+        return f"stored {stored}, {percent(share)} of values exactly {names}: {names} values, partly written since"
+    if origin.scale is not None:
+        scales = {one.origin.scale for one in same if one.origin}
+        word = "scales of any size" if "any" in scales else "powers of two" if len(scales) > 1 else f"{scales.pop()}"
+        return f"stored {stored}, every value exactly {names} times {word}: quantised to {names} before it was stored"
+    if stored == "float16" and "bf16" in origin.through:
+        return f"stored float16{_subnormals(same)}, every value exactly bf16: cast from bf16"
+    if len(origin.through) > 1:
+        return f"stored {stored}, every value exactly {names}: a chain of casts, bf16 to fp16 or back, before {stored}"
+    if stored == "float32" and names in ("bf16", "fp16"):
+        return f"stored float32, every value exactly {names}: saved from {names} weights, without a master copy"
+    if stored == "bfloat16" and names == "fp16":
+        return "stored bfloat16, every value also exactly fp16 (multiples of 2^-24): cast from fp16"
+    return f"stored {stored}, every value exactly {names}: cast from {names}"
+
+
+def _full(same: Sequence[Evidence]) -> str:
+    stored = same[0].dtype
+    if stored == "float32":
+        return "full mantissas: a master copy, or float32 training"
+    if stored == "float16":
+        return f"all 11 bits in use{_subnormals(same)}: fp16 weights, or a cast from float32 (bits cannot tell which)"
+    if stored == "bfloat16":
+        return "all 8 bits in use: bf16 weights, or a cast from float32 (bits cannot tell which)"
+    if stored == "float64":
+        return "full mantissas"
+    return "as it is stored: bits say no more"
+
+
+def _subnormals(same: Sequence[Evidence]) -> str:
+    share = sum(one.fp16_subnormal for one in same) / (sum(one.nonzero for one in same) or 1)
+    return f", {percent(share)} of values fp16 subnormals" if share else ""
+
+
+def _part(same: Sequence[Evidence], total: int, kinds: int) -> str:
+    return f" ({_tensors(len(same))}, {percent(_values(same) / total)} of values)" if kinds > 1 else ""
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor{'s' if count != 1 else ''}"
+
+
+def _values(same: Sequence[Evidence]) -> int:
+    return sum(one.numel for one in same)
+
+
+def _least(same: Sequence[Evidence]) -> str:
+    """The confidence of most values of one kind: that of its largest tensor."""
+    largest = max(same, key=lambda one: one.numel)
+    return largest.origin.confidence if largest.origin else "none"
+
+
+def percent(share: float) -> str:
+    """A share in percent, never rounded to none or all.
+
+    >>> percent(0.9999999), percent(0.00001), percent(0.5)
+    ('>99.99%', '<0.01%', '50%')
+    """
+    if share in (0, 1):
+        return f"{share:.0%}"
+    if share < 0.0001:
+        return "<0.01%"
+    return ">99.99%" if share > 0.9999 else f"{100 * share:.3g}%"
+
+
+def whole(by_role: Mapping[str, Verdict], everything: Sequence[Evidence]) -> Verdict:
+    """The verdict on several roles together: one sentence where all agree, else one for each that some share."""
+    told = {role: found for role, found in by_role.items() if found.confidence != "none"}
+    if len({found.kinds for found in told.values()}) <= 1:
+        return verdict(everything)
+    groups: dict[str, list[str]] = {}
+    for role, found in told.items():
+        groups.setdefault(found.text, []).append(role)
+    text = ". ".join(f"{', '.join(roles)}: {words}" for words, roles in groups.items())
+    worst = min((found.confidence for found in told.values()), key=_ORDER.index)
+    return Verdict(f"mixed by role. {text}", worst, tuple(dict.fromkeys(k for f in told.values() for k in f.kinds)))
+
+
+_ORDER = ("none", "not counted", "likely", "certain")
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def contradictions(weights: Sequence[Evidence], config: str | None, known: Known | None) -> tuple[str, ...]:
+    """Where the bits of the weights contradict the type that config.json names, or what is known of the model.
+
+    What a type could not have left behind is a contradiction: values exactly bf16 in a model said to be fp16. Full
+    mantissas are none for a model trained in bf16, which may have kept a master copy in float32.
+    """
+    sized: dict[str, int] = {}
+    through: dict[str, int] = {}
+    for one in weights:
+        sized[one.dtype] = sized.get(one.dtype, 0) + one.numel
+        if one.origin is not None and one.origin.share == 1 and one.origin.confidence in ("certain", "likely"):
+            for name in one.origin.through:
+                through[name] = through.get(name, 0) + one.numel
+    total = sum(sized.values()) or 1
+    most = max(sized, key=lambda name: sized[name], default=None)
+    past = [name for name, values in through.items() if 2 * values > total and name in ("bf16", "fp16")]
+    found = []
+    if config is not None and most is not None and config != most and sized.get(config, 0) < sized[most]:
+        found.append(f"config.json says {config}; {percent(sized[most] / total)} of the values are stored as {most}")
+    for name in past:
+        if config is not None and _SHORT.get(config, config) != name:
+            found.append(f"config.json says {config}; the bits say {name} origin")
+        if known is not None and known.computes and name not in known.computes:
+            found.append(f"{known.source} says trained in {', '.join(known.computes)}; the bits say {name} origin")
+    return tuple(found)

@@ -1,0 +1,130 @@
+"""`halfstep inspect`: which types a checkpoint's values went through, read from their bits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from halfstep.cli.terminal import show_json
+from halfstep.errors import CheckpointError
+
+
+if TYPE_CHECKING:
+    from halfstep.checkpoint import Checkpoint
+    from halfstep.checkpoint.verdict import Known
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A checkpoint: a file, or a folder such as Hugging Face's.")],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only look for the last bit in use, at the speed of memory; count nothing.")
+    ] = False,
+    what_if: Annotated[
+        str | None,
+        typer.Option(
+            "--what-if", metavar="FORMATS", help="Also try casts of all matrices: all, or some as in fp16,mxfp8,nf4."
+        ),
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="FORMAT", help="Write the checkpoint cast: with --out.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The safetensors file that --to writes; a new one.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write the report as an HTML page, too.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write histograms of exponents, too: a PNG file.")] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Print a line for every tensor, too.")] = False,
+    overlay: Annotated[
+        Path | None,
+        typer.Option("--overlay", help="A folder with your own knowledge base.", show_default="~/.config/halfstep/kb"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Which precision is this checkpoint, really? Reads the bits of every value, once, in bounded memory."""
+    from halfstep.checkpoint import inspect as look
+    from halfstep.checkpoint import open_checkpoint
+    from halfstep.checkpoint.write import check_target, write
+    from halfstep.cli.inspect_text import show, written
+    from halfstep.ops.storage import metadata
+
+    if (to is None) != (out is None):
+        raise CheckpointError("--to FORMAT and --out FILE belong together; one of them is missing")
+    if quick and (what_if or to or html or plot):
+        raise CheckpointError("--quick counts nothing, so it has no --what-if, --to, --html or --plot; leave it out")
+    if to is not None and out is not None:
+        check_target(to, out)
+    casts = [name.strip() for name in what_if.split(",") if name.strip()] if what_if is not None else []
+    checkpoint, result = open_checkpoint(path), None
+    try:
+        with _progress(checkpoint, 1 + bool(casts) + (to is not None)) as progress:
+            report = look(checkpoint, quick=quick, casts=casts, known=_known(path, overlay), progress=progress)
+            if to is not None and out is not None:
+                result = write(checkpoint, report.tensors, to, out, metadata, progress)
+        if html is not None:
+            from halfstep.checkpoint.page import to_html
+
+            _save(html, to_html(report).encode())
+        if plot is not None:
+            from halfstep.checkpoint.plot import png
+
+            _save(plot, png(report))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    if as_json:
+        show_json(report.as_data() | ({"written": {**asdict(result), "path": str(result.path)}} if result else {}))
+    else:
+        show(report, tensors)
+        if result is not None:
+            written(result)
+
+
+def _save(path: Path, data: bytes) -> None:
+    """Write a file that appears whole or not at all; one of that name is replaced."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(data)
+        partial.replace(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be written: {error.strerror}; name a file in a folder that exists"
+        ) from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _progress(checkpoint: Checkpoint, passes: int) -> Iterator[Callable[[int], None] | None]:
+    """A bar of the bytes read, on standard error, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress("reading", *columns, console=console, transient=True) as bar:
+        total = sum({tensor.storage: tensor.nbytes for tensor in checkpoint.tensors}.values())
+        task = bar.add_task("reading", total=passes * total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _known(path: Path, overlay: Path | None) -> Known | None:
+    """What the knowledge base says of the model that the folder names as its base; None where it says nothing."""
+    from halfstep.checkpoint.verdict import Known
+    from halfstep.kb import DEFAULT_OVERLAY, load
+    from halfstep.kb.resolve import find
+
+    folder = path if path.is_dir() else path.parent
+    answer = find(load(overlay or DEFAULT_OVERLAY), str(folder))
+    if not answer.known:
+        return None
+    ids = ", ".join(entry.id for entry in answer.entries)
+    words = "; ".join(entry.train_precision for entry in answer.entries)
+    computes = dict.fromkeys(kind for entry in answer.entries for kind in entry.computes)
+    source = f"the knowledge base ({answer.tier}, {answer.how}: {ids})"
+    return Known(source, tuple(computes), f"trained in {words}")

@@ -1,0 +1,125 @@
+"""What `halfstep inspect` prints: the verdict, what contradicts it, and a line a role or a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+
+from halfstep.checkpoint import Report, RoleReport, TensorReport
+from halfstep.checkpoint.report import Cast, WhatIf
+from halfstep.checkpoint.statistics import Statistics
+from halfstep.checkpoint.verdict import percent
+from halfstep.checkpoint.write import Written
+from halfstep.cli.terminal import show_table
+from halfstep.printable import printable
+
+
+_COLUMNS = ("values", "stored", "bits say", "bits", "exponents", "exact bf16", "exact fp16", "fp16 subnormal")
+_RIGHT = ("values", "bits", "exact bf16", "exact fp16", "fp16 subnormal")
+_LISTED = 10
+
+
+def show(report: Report, tensors: bool) -> None:
+    """Print a report; with `tensors` a line for each of them."""
+    lines = Console(soft_wrap=True, highlight=False, markup=False)
+    size = f"{report.nbytes / 1e9:.3g} GB" if report.nbytes >= 1e8 else f"{report.nbytes / 1e6:.3g} MB"
+    files = f"{len(report.files)} files" if len(report.files) != 1 else "1 file"
+    lines.print(f"{printable(str(report.path))}: {report.kind}, {files}, {len(report.tensors)} tensors, {size}")
+    lines.print(f"verdict ({report.verdict.confidence}): {printable(report.verdict.text)}")
+    for text in report.contradictions:
+        lines.print(f"contradiction: {printable(text)}", style="bold yellow")
+    if report.config_dtype is not None:
+        lines.print(f"config.json says {printable(report.config_dtype)}")
+    if report.known is not None:
+        lines.print(f"{printable(report.known.source)} says: {printable(report.known.text)}")
+    lines.print()
+    show_table(["role", "tensors", *_COLUMNS], [_role(role) for role in report.roles], right=("tensors", *_RIGHT))
+    if tensors:
+        lines.print()
+        show_table(["tensor", "shape", *_COLUMNS[1:]], [_tensor(one) for one in report.tensors], right=_RIGHT)
+    if report.casts:
+        lines.print("\nwhat a cast of the matrices would cost")
+        columns = ("SQNR dB", "overflowing", "become zero", "largest error", "saved MB")
+        show_table(["to", *columns, "hurt most"], [_cast(one) for one in report.casts], right=columns)
+    for text in _remarks(report.tensors, None if tensors else _LISTED):
+        lines.print(text)
+
+
+def _role(role: RoleReport) -> list[str]:
+    stored = sorted(role.dtypes, key=lambda name: -role.dtypes[name])
+    said = ", ".join(dict.fromkeys(kind.partition(" ")[2] for kind in role.verdict.kinds)) or "-"
+    numbers = _numbers(role.statistics)
+    return [role.role, str(role.tensors), f"{role.numel:,}", ", ".join(stored), said, *numbers]
+
+
+def _tensor(tensor: TensorReport) -> list[str]:
+    shape = "x".join(str(size) for size in tensor.shape) or "scalar"
+    said = tensor.origin.key if tensor.origin else "-"
+    return [printable(tensor.name), shape, tensor.dtype, said, *_numbers(tensor.statistics)]
+
+
+def _numbers(found: Statistics | None) -> list[str]:
+    if found is None or not found.nonzero:
+        return ["-"] * 5
+    low, high = found.lowest_exponent, found.highest_exponent
+    span = f"2^{low}..2^{high}" if low != high else f"2^{low}"
+    subnormal = percent(found.fp16_subnormal / found.nonzero)
+    return [str(found.significant_bits), span, percent(found.exact["bf16"]), percent(found.exact["fp16"]), subnormal]
+
+
+def _cast(found: WhatIf) -> list[str]:
+    total, (name, worst) = found.total, found.worst[0]
+    hurt = "-" if worst.sqnr is None else f"{printable(name)} ({_decibels(worst)})"
+    return [
+        total.format,
+        _decibels(total),
+        percent(total.overflowing / total.values),
+        percent(total.zeroed / total.values),
+        f"{total.largest_error:.3g}",
+        f"{total.saved / 1e6:.1f}",
+        hurt,
+    ]
+
+
+def _decibels(cast: Cast) -> str:
+    return "exact" if cast.sqnr is None else f"{cast.sqnr:.1f}"
+
+
+def written(result: Written) -> None:
+    """Print what was written."""
+    lines = Console(soft_wrap=True, highlight=False, markup=False)
+    lines.print(f"wrote {printable(str(result.path))}: {result.cast} tensors cast, {result.copied} copied")
+    if result.overflowing:
+        lines.print(f"{result.overflowing:,} values were too large for the type", style="bold yellow")
+    if result.zeroed:
+        lines.print(f"{result.zeroed:,} values became zero")
+
+
+def _remarks(tensors: Sequence[TensorReport], most: int | None) -> Iterable[str]:
+    """What stands out in single tensors: values that are not finite, that fp16 cannot hold, outliers, copies."""
+    remarks = []
+    for tensor in tensors:
+        found, name = tensor.statistics, printable(tensor.name)
+        if tensor.tied_to is not None:
+            remarks.append(f"{name} is tied to {printable(tensor.tied_to)}")
+            continue
+        if tensor.duplicate_of is not None:
+            remarks.append(f"{name} equals {printable(tensor.duplicate_of)}, and is stored twice")
+        if found is None:
+            continue
+        if found.nonfinite:
+            remarks.append(
+                f"{name} has {found.infinities:,} infinities and {found.nans:,} NaN in {found.values:,} values"
+            )
+        if found.fp16_above:
+            remarks.append(f"{name} has {found.fp16_above:,} values too large for fp16, up to {found.amax:.4g}")
+        if found.channels is not None and found.channels.outliers:
+            many = found.channels
+            remarks.append(
+                f"{name} has {many.outliers} outlier channels of {many.count}: columns whose largest magnitude is at "
+                f"least 6 times the median column's ({many.median:.3g}), up to {many.largest:.3g}"
+            )
+    yield from remarks[:most]
+    if most is not None and len(remarks) > most:
+        yield f"and {len(remarks) - most} more remarks: --tensors prints all, --json everything"

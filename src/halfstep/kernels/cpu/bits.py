@@ -1,0 +1,198 @@
+"""Counting what raw bits hold: float32 by exponent and significant bits at once, narrower ones code by code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from numpy.typing import NDArray
+
+from halfstep.kernels.cpu.compiled import Kernel, inner
+from halfstep.kernels.cpu.lanes import MAGNITUDE, Lane, lanes
+
+
+Counts = NDArray[np.int64]
+
+LOWEST = -150
+"""Row r of `float32_table` counts the values with exponent floor(log2 |x|) = LOWEST + r; row 0 the zeros, the last one
+what is not finite (infinities in column 1)."""
+ROWS, COLUMNS = 279, 32
+"""Column b counts significands of b bits, 1 to 24; of four bits, the one that is 15/8 stands in `FIFTEEN` instead."""
+FIFTEEN = 31
+
+_PIECE = 1024  # elements whose bins are found, in lanes, before they are counted, one by one
+_LARGEST = {np.dtype(np.uint8): 0x7F, np.dtype(np.uint16): 0x7FFF, np.dtype(np.uint32): MAGNITUDE}
+
+
+def supports(bits: NDArray[Any]) -> bool:
+    """Whether these are raw bits that the functions here count: a flat dense array of uint8, uint16 or uint32."""
+    return bits.dtype in _LARGEST and bits.ndim == 1 and bits.flags.c_contiguous
+
+
+def add_float32(bits: NDArray[np.uint32], table: Counts, ends: NDArray[np.uint32]) -> None:
+    """Add float32 values to a table of (ROWS, COLUMNS), and lower ends[0] to the smallest magnitude above zero."""
+    parts = _parts(bits.size)
+    found = np.zeros((parts, 2, ROWS * COLUMNS), np.uint32)
+    smallest = np.full((parts, _PIECE), 0xFFFFFFFF, np.uint32)
+    _float32(bits.size, bits, found, smallest)
+    table += found.sum((0, 1), dtype=np.int64).reshape(ROWS, COLUMNS)
+    ends[0] = min(int(ends[0]), int(smallest.min()) + 1)
+
+
+def add_codes(bits: NDArray[Any], table: Counts) -> None:
+    """Add codes of 8 or 16 bits to a table with an entry for each code."""
+    parts = _parts(bits.size)
+    found = np.zeros((parts, 2, table.size), np.uint32)
+    _codes(bits.size, bits, found)
+    table += found.sum((0, 1), dtype=np.int64)
+
+
+def raise_amax(bits: NDArray[Any], first: int, largest: NDArray[Any], infinity: int) -> None:
+    """Raise largest[c] to the largest finite magnitude, as bits, of column c of a matrix with `largest.size` columns.
+
+    `bits` are consecutive elements of the matrix, of which the first stands in column `first`; magnitudes from
+    `infinity` on are not finite.
+    """
+    parts = _parts(bits.size)
+    found = np.zeros((parts, largest.size), largest.dtype)
+    kind = largest.dtype.type
+    _amax(bits.size, bits, first, found, kind(_LARGEST[largest.dtype]), kind(infinity))
+    np.maximum(largest, found.max(0), out=largest)
+
+
+def any_bits(bits: NDArray[Any], smallest_normal: int) -> int:
+    """The OR of the bits of all values but subnormal ones, whose last bits say nothing of their significands."""
+    parts = _parts(bits.size)
+    found = np.zeros((parts, _PIECE), bits.dtype)
+    kind = bits.dtype.type
+    _any(bits.size, bits, found, kind(_LARGEST[bits.dtype]), kind(smallest_normal))
+    return int(np.bitwise_or.reduce(found, axis=None))
+
+
+def _parts(size: int) -> int:
+    """Parts of the work, each with a table of its own: as many as there are threads, where that pays."""
+    return max(1, min(size >> 18, torch.get_num_threads()))
+
+
+@lanes(types.uint16)
+def _bin(value: Lane) -> Lane:
+    magnitude = value & MAGNITUDE
+    below = magnitude < 0x00800000
+    spread = below.pick(magnitude.value_as_float().bits(), magnitude)  # a subnormal number's leading bit, found
+    row = (spread >> 23) + below.pick(spread.constant(-126 & 0xFFFFFFFF), 23)
+    row = magnitude.equals(0).pick(row.constant(0), row)
+    significand = (spread & 0x007FFFFF) | 0x00800000
+    last = significand & (significand.constant(0) - significand)
+    column = last.constant(127 + 24) - (last.value_as_float().bits() >> 23)
+    column = significand.equals(0x00F00000).pick(column.constant(FIFTEEN), column)
+    return ((row << 5) | column).to(16)
+
+
+@lanes(types.uint32)
+def _smaller(value: Lane, least: Lane) -> Lane:
+    """Magnitudes less one, so that zero is the largest of all."""
+    return ((value & MAGNITUDE) - 1).min(least)
+
+
+@lanes("largest")
+def _larger(value: Lane, largest: Lane, mask: Lane, infinity: Lane) -> Lane:
+    magnitude = value & mask
+    return (magnitude < infinity).pick(magnitude, 0).max(largest)
+
+
+@lanes("seen")
+def _also(value: Lane, seen: Lane, mask: Lane, smallest: Lane) -> Lane:
+    return ((value & mask) < smallest).pick(seen, value | seen)
+
+
+@inner
+def _bins(x, out):
+    for i in range(x.size):
+        out[i] = _bin(x[i])
+
+
+@inner
+def _least(x, least):
+    for i in range(x.size):
+        least[i] = _smaller(x[i], least[i])
+
+
+@inner
+def _most(x, most, mask, infinity):
+    for i in range(x.size):
+        most[i] = _larger(x[i], most[i], mask, infinity)
+
+
+@inner
+def _seen(x, seen, mask, smallest):
+    for i in range(x.size):
+        seen[i] = _also(x[i], seen[i], mask, smallest)
+
+
+@inner
+def _tally(bins, counts):
+    """Two counters for each bin, in turn: an addition need not wait for the one before it to the same bin."""
+    one, two = counts[0], counts[1]
+    for i in range(0, bins.size - 1, 2):
+        one[bins[i]] += np.uint32(1)
+        two[bins[i + 1]] += np.uint32(1)
+    if bins.size % 2:
+        one[bins[bins.size - 1]] += np.uint32(1)
+
+
+@inner
+def _float32_part(x, counts, least):
+    bins = np.empty(_PIECE, np.uint16)
+    for a in range(0, x.size, _PIECE):
+        piece = x[a : a + _PIECE]
+        _bins(piece, bins)
+        _tally(bins[: piece.size], counts)
+        _least(piece, least)
+
+
+@inner
+def _amax_part(x, column, most, mask, infinity):
+    a = 0
+    while a < x.size:
+        b = min(x.size, a + most.size - column)
+        _most(x[a:b], most[column:], mask, infinity)
+        a, column = b, 0
+
+
+@inner
+def _any_part(x, seen, mask, smallest):
+    for a in range(0, x.size, _PIECE):
+        _seen(x[a : a + _PIECE], seen, mask, smallest)
+
+
+@Kernel
+def _any(x, seen, mask, smallest):
+    parts = len(seen)
+    for part in numba.prange(parts):
+        _any_part(x[x.size * part // parts : x.size * (part + 1) // parts], seen[part], mask, smallest)
+
+
+@Kernel
+def _float32(x, counts, least):
+    parts = len(counts)
+    for part in numba.prange(parts):
+        _float32_part(x[x.size * part // parts : x.size * (part + 1) // parts], counts[part], least[part])
+
+
+@Kernel
+def _codes(x, counts):
+    parts = len(counts)
+    for part in numba.prange(parts):
+        _tally(x[x.size * part // parts : x.size * (part + 1) // parts], counts[part])
+
+
+@Kernel
+def _amax(x, first, most, mask, infinity):
+    parts = len(most)
+    for part in numba.prange(parts):
+        a = x.size * part // parts
+        column = (first + a) % most.shape[1]
+        _amax_part(x[a : x.size * (part + 1) // parts], column, most[part], mask, infinity)

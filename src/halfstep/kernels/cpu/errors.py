@@ -1,0 +1,83 @@
+"""What a cast did to a tensor: squares of values and errors, and what became zero or infinite, in one pass."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.kernels.cpu.compiled import Kernel, inner
+
+
+_PIECE = 4096  # values summed in float32, in lanes, before the sum goes to float64
+_OPTIONS: Any = {
+    "fastmath": {"reassoc", "nsz", "contract"},  # sums in lanes; infinities and NaN stay what they are
+    "error_model": "numpy",
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
+
+
+class Errors(NamedTuple):
+    """Sums over the finite values x and what a cast made of them, y; squares are of x / amax and (y - x) / amax."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    zeroed: int = 0
+    """x is not zero, and y is."""
+    infinite: int = 0
+    """y is infinite or NaN: left out of `noise`."""
+    largest: float = 0.0
+    """The largest |y - x| / |x| where y is neither zero nor infinite."""
+
+
+def compare(x: NDArray[np.float32], y: NDArray[np.float32], amax: float) -> Errors:
+    """Compare two flat arrays of equal size; `amax` is the largest |x|, or any number near it."""
+    parts = max(1, min(x.size >> 16, 16))
+    found = np.zeros((parts, 5), np.float64)
+    _compare(x.size, x, y, np.float32(1 / amax if amax > 2.0**-120 else 1.0), found)
+    signal, noise, zeroed, infinite, _ = found.sum(0)
+    return Errors(float(signal), float(noise), int(zeroed), int(infinite), float(found[:, 4].max()))
+
+
+@numba.njit(**_OPTIONS)
+def _sums(x, y, factor, largest):
+    zero, one, end = np.float32(0), np.float32(1), np.float32(np.inf)
+    signal = noise = zeroed = infinite = zero
+    for i in range(x.size):
+        given = abs(x[i]) < end
+        held = given & (abs(y[i]) < end)
+        value = x[i] if given else zero
+        error = y[i] - value if held else zero
+        lost = (y[i] == zero) & (value != zero)
+        scaled, wrong = value * factor, error * factor
+        signal += scaled * scaled
+        noise += wrong * wrong
+        zeroed += one if lost else zero
+        infinite += one if given & (not held) else zero
+        size = one if lost | (value == zero) else abs(value)
+        share = zero if lost else abs(error) / size
+        largest[i] = max(largest[i], share)
+    return signal, noise, zeroed, infinite
+
+
+@inner
+def _part(x, y, factor, found):
+    largest = np.zeros(_PIECE, np.float32)
+    for a in range(0, x.size, _PIECE):
+        signal, noise, zeroed, infinite = _sums(x[a : a + _PIECE], y[a : a + _PIECE], factor, largest)
+        found[0] += signal
+        found[1] += noise
+        found[2] += zeroed
+        found[3] += infinite
+    found[4] = largest.max()
+
+
+@Kernel
+def _compare(x, y, factor, found):
+    parts = len(found)
+    for part in numba.prange(parts):
+        a, b = x.size * part // parts, x.size * (part + 1) // parts
+        _part(x[a:b], y[a:b], factor, found[part])

@@ -1,0 +1,135 @@
+"""A checkpoint that is cast and written reads back as the cast of every tensor, and appears whole or not at all."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import halfstep
+from halfstep.checkpoint import open_checkpoint
+from halfstep.checkpoint.write import TARGETS, Plain, write
+from halfstep.errors import CheckpointError, QuantizationError
+from halfstep.ops.storage import metadata
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "wide": torch.randn(700, 512, generator=generator) * 20000,
+        "half": torch.randn(40, 96, generator=generator).half(),
+        "odd": torch.randn(3, 5, 7, generator=generator).bfloat16(),
+        "double": torch.randn(4, 6, generator=generator, dtype=torch.float64),
+        "bias": torch.randn(64, generator=generator),
+        "positions": torch.arange(4),
+        "mask": torch.tensor([True, False]),
+    }
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    save_file(tensors(), tmp_path / "model.safetensors", {"made_by": "a test"})
+    return open_checkpoint(tmp_path / "model.safetensors")
+
+
+def cast(checkpoint, target, path):
+    return write(checkpoint, halfstep.inspect(checkpoint).tensors, target, path, metadata)
+
+
+@pytest.mark.parametrize("target", [name for name, how in TARGETS.items() if isinstance(how, Plain)])
+def test_plain_types_are_those_of_torch(checkpoint, tmp_path, target):
+    done = cast(checkpoint, target, tmp_path / "out.safetensors")
+    found, dtype = load_file(tmp_path / "out.safetensors"), getattr(torch, TARGETS[target].dtype)
+    for name, x in tensors().items():
+        if not x.is_floating_point():
+            assert torch.equal(found[name], x)
+            continue
+        limit = torch.finfo(dtype).max
+        y = (x.clamp(-limit, limit) if dtype.itemsize == 1 else x).to(dtype)
+        assert found[name].dtype == dtype
+        assert torch.equal(found[name].view(torch.uint8), y.view(torch.uint8))
+    floats = [x.double() for x in tensors().values() if x.is_floating_point()]
+    back = [halfstep.round_to(x, dtype, overflow="ieee") for x in floats]
+    assert done.overflowing == sum(int((~y.isfinite()).sum()) for y in back)
+    assert done.zeroed == sum(int(((y == 0) & (x != 0)).sum()) for x, y in zip(floats, back, strict=True))
+    assert (done.overflowing > 0) == (target in ("fp16", "float8_e4m3fn", "float8_e5m2"))
+    assert (done.cast, done.copied) == (5, 2)
+    assert done.nbytes == (tmp_path / "out.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("target", [name for name, how in TARGETS.items() if not isinstance(how, Plain)])
+def test_scaled_formats_load_as_what_they_were_quantised_to(checkpoint, tmp_path, target):
+    cast(checkpoint, target, tmp_path / "out.safetensors")
+    loaded = halfstep.load_quantized(tmp_path / "out.safetensors")
+    assert set(loaded) == {"wide", "half", "odd"}
+    for name, quantized in loaded.items():
+        expected = TARGETS[target].quantizer.quantize(tensors()[name])
+        assert set(quantized.tensors) == set(expected.tensors)
+        for part, tensor in expected.tensors.items():
+            assert torch.equal(quantized.tensors[part], tensor), part
+        assert quantized.dtype == tensors()[name].dtype
+    found = load_file(tmp_path / "out.safetensors")
+    for name in ("double", "bias", "positions", "mask"):
+        assert torch.equal(found[name], tensors()[name])
+
+
+def test_metadata_is_kept_and_says_what_transformers_asks_for(checkpoint, tmp_path):
+    cast(checkpoint, "bf16", tmp_path / "out.safetensors")
+    with safe_open(tmp_path / "out.safetensors", "pt") as file:
+        assert file.metadata() == {"made_by": "a test", "format": "pt"}
+
+
+def test_a_file_that_exists_is_left_alone(checkpoint, tmp_path):
+    out = tmp_path / "out.safetensors"
+    out.write_text("precious")
+    with pytest.raises(CheckpointError, match=r"out.safetensors' exists; name a file that does not"):
+        cast(checkpoint, "bf16", out)
+    assert out.read_text() == "precious"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_nothing_is_left_of_a_write_that_stops(checkpoint, tmp_path, error):
+    def stop(count):
+        raise error
+
+    before = set(tmp_path.iterdir())
+    reports = halfstep.inspect(checkpoint).tensors
+    with pytest.raises(error):
+        write(checkpoint, reports, "bf16", tmp_path / "out.safetensors", metadata, stop)
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_folder_that_is_not_there(checkpoint, tmp_path):
+    with pytest.raises(CheckpointError, match="cannot be written: No such file or directory"):
+        cast(checkpoint, "bf16", tmp_path / "no" / "out.safetensors")
+
+
+def test_an_unknown_format(checkpoint, tmp_path):
+    with pytest.raises(QuantizationError, match=r"unknown format to write 'bf61'; nearest: bf16"):
+        cast(checkpoint, "bf61", tmp_path / "out.safetensors")
+
+
+def test_a_type_without_a_place_in_safetensors(tmp_path):
+    torch.save({"w": torch.ones(2, 2), "turns": torch.ones(2, dtype=torch.complex128)}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"'turns' is of type complex128, which cannot be copied"):
+        cast(open_checkpoint(tmp_path / "model.pt"), "bf16", tmp_path / "out.safetensors")
+
+
+@pytest.mark.slow
+def test_transformers_loads_what_was_written(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, vocab_size=50
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "model")
+    checkpoint = open_checkpoint(tmp_path / "model")
+    (tmp_path / "cast").mkdir()
+    (tmp_path / "cast" / "config.json").write_text(
+        json.dumps(json.loads((tmp_path / "model" / "config.json").read_text()) | {"dtype": "bfloat16"})
+    )
+    cast(checkpoint, "bf16", tmp_path / "cast" / "model.safetensors")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "cast", dtype="auto")
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name).bfloat16()), name

@@ -1,0 +1,152 @@
+"""`halfstep inspect`: the verdict first, hostile names written out, files whole or not at all, clear mistakes."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+
+HOSTILE = "evil\x1b[31m\u202e<script>alert(1)</script>"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """bf16 weights stored as float16, as a Hugging Face folder of a model that the knowledge base knows."""
+    path = tmp_path / "model"
+    path.mkdir()
+    weights = {f"model.layers.{i}.mlp.up_proj.weight": torch.randn(96, 64).bfloat16().half() for i in range(2)}
+    weights |= {"model.norm.weight": torch.ones(64).half(), HOSTILE: torch.randn(8, 8).half()}
+    save_file(weights, path / "model.safetensors")
+    config = {"torch_dtype": "float16", "_name_or_path": "lvwerra/codeparrot", "model_type": "gpt2"}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_verdict_contradictions_and_what_is_known(run, folder):
+    code, out, _ = run("inspect", str(folder))
+    assert code == 0
+    assert re.search(
+        r"verdict \(certain\): mixed by role\. mlp: stored float16, .*every value exactly bf16: cast from bf16", out
+    )
+    assert "contradiction: config.json says float16; the bits say bf16 origin" in out
+    assert re.search(
+        r"contradiction: the knowledge base \(inferred, base model: .*\) says trained in fp16; the bits say bf16", out
+    )
+    assert re.search(r"^mlp +2 +12,288 +float16 +bf16 +8 ", out, re.MULTILINE)
+
+
+def test_names_are_written_out(run, folder):
+    for options in ((), ("--tensors",)):
+        _, out, err = run("inspect", str(folder), *options)
+        assert "\x1b[31m" not in out + err
+        assert "\u202e" not in out + err
+    assert r"evil\x1b[31m\u202e" in out
+
+
+def test_json_has_every_tensor(run, folder):
+    data = json.loads(run("inspect", str(folder), "--json", "--what-if", "bf16,mxfp4")[1])
+    assert data["schema"] == 1
+    assert data["verdict"]["confidence"] == "certain"
+    assert data["config_dtype"] == "float16"
+    assert len(data["tensors"]) == 4
+    tensor = next(t for t in data["tensors"] if t["name"] == "model.layers.0.mlp.up_proj.weight")
+    assert (tensor["origin"]["key"], tensor["role"], tensor["statistics"]["values"]) == ("bf16", "mlp", 96 * 64)
+    assert [cast["format"] for cast in data["casts"]] == ["bf16", "mxfp4"]
+    assert data["casts"][1]["worst"][0]["sqnr"] < 25
+
+
+def test_a_quick_look(run, folder):
+    code, out, _ = run("inspect", str(folder), "--quick")
+    assert code == 0
+    assert "every value exactly bf16" in out
+    assert "verdict (not counted)" in out
+
+
+def test_what_a_cast_would_cost(run, folder):
+    _, out, _ = run("inspect", str(folder), "--what-if", "all")
+    assert re.search(r"^bf16 +", out, re.MULTILINE)
+    assert re.search(r"^nvfp4 +\d+\.\d ", out, re.MULTILINE)
+
+
+def test_a_cast_is_written_and_says_what_overflows(run, tmp_path):
+    save_file({"w": torch.full((4, 4), 1e6), "v": torch.full((4,), 1e-9)}, tmp_path / "in.safetensors")
+    code, out, _ = run(
+        "inspect", str(tmp_path / "in.safetensors"), "--to", "fp16", "--out", str(tmp_path / "out.safetensors")
+    )
+    assert code == 0
+    assert "2 tensors cast, 0 copied" in out
+    assert "16 values were too large for the type" in out
+    assert "4 values became zero" in out
+    assert load_file(tmp_path / "out.safetensors")["w"].isinf().all()
+
+
+def test_page_and_plot(run, folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    run(
+        "inspect",
+        str(folder),
+        "--html",
+        str(tmp_path / "r.html"),
+        "--plot",
+        str(tmp_path / "r.png"),
+        "--what-if",
+        "fp16",
+    )
+    page = (tmp_path / "r.html").read_text()
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "<script" not in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert "\x1b" not in page
+    assert "cast from bf16" in page
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--to", "bf16"], "--to FORMAT and --out FILE belong together"),
+        (["--out", "x.safetensors"], "--to FORMAT and --out FILE belong together"),
+        (["--to", "bf61", "--out", "x.safetensors"], "unknown format to write 'bf61'; nearest: bf16"),
+        (["--quick", "--what-if", "all"], "--quick counts nothing"),
+        (["--what-if", "fp17"], "unknown format to try 'fp17'; nearest: fp16"),
+        (["--html", "no/such/folder/r.html"], "cannot be written: No such file or directory; name a file in a folder"),
+    ],
+)
+def test_mistakes(run, folder, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("inspect", str(folder), *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_no_such_checkpoint(run, tmp_path):
+    code, _, err = run("inspect", str(tmp_path / "no"))
+    assert code == 2
+    assert "No such file or directory" in err
+
+
+def test_interrupted(run, folder, tmp_path, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("halfstep.checkpoint.write.new_file", interrupted)
+    code, out, _ = run("inspect", str(folder), "--to", "bf16", "--out", str(tmp_path / "out.safetensors"))
+    assert (code, out) == (130, "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_a_plot_of_nothing(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    save_file({"positions": torch.arange(4)}, tmp_path / "in.safetensors")
+    code, _, err = run("inspect", str(tmp_path / "in.safetensors"), "--plot", str(tmp_path / "r.png"))
+    assert code == 2
+    assert "nothing to draw" in err
+
+
+def test_the_knowledge_base_points_here(run):
+    code, out, _ = run("kb", "show", "nobody/knows-this")
+    assert code == 1
+    assert "next: halfstep inspect nobody/knows-this" in out
