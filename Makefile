@@ -47,6 +47,8 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/step.py --keep
 	$(BIN)/python benchmarks/optimizer.py --keep
 	$(BIN)/python benchmarks/quantize.py --keep
+	$(BIN)/python benchmarks/inspect_speed.py --keep
+	$(BIN)/python benchmarks/inference.py --keep
 
 bench-which-bf16: install
 	$(BIN)/python benchmarks/which_bf16.py --keep

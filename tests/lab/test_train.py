@@ -98,6 +98,16 @@ def test_a_run_stopped_at_any_step_and_resumed_equals_the_uninterrupted_one(name
     assert {row["kind"] for row in whole} >= {"memory", "step", "validation", "statistics", "end"}
 
 
+def test_statistics_are_of_the_gradients_and_not_of_their_codes(tmp_path, corpus):
+    rows = {name: train(tmp_path / name, get_recipe(name), corpus) for name in ("fp8-current", "fp8lm-o1")}
+    largest = {
+        name: max(int(e) for row in found if row["kind"] == "statistics" for e in row["gradients"]["counts"])
+        for name, found in rows.items()
+    }
+    assert abs(largest["fp8lm-o1"] - largest["fp8-current"]) <= 1
+    assert largest["fp8lm-o1"] < 0  # codes go up to 448
+
+
 def test_seeds_differ_and_repeat(tmp_path, corpus):
     recipe = get_recipe("bf16-stochastic")
     first, again = (train(tmp_path / n, recipe, corpus) for n in "ab")

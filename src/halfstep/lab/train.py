@@ -22,6 +22,7 @@ from halfstep.lab.experiment import Experiment
 from halfstep.lab.metrics import MetricsFile, Row, read_metrics
 from halfstep.lab.task import Batch, Task, check_finite
 from halfstep.memory import measure
+from halfstep.ops import grad_values
 from halfstep.optim import LowBit
 from halfstep.recipe import Recipe
 from halfstep.tracking import (
@@ -239,13 +240,14 @@ class Trainer:
         model, optimizer = self.training.model, self.training.optimizer
         trained = {p: name for name, p in model.named_parameters() if p.grad is not None}
         weights = [optimizer.full(p) for p in trained]
-        gradients = [p.grad.float() / scale for p in trained if p.grad is not None]
+        stored = [grad_values(p.grad) for p in trained if p.grad is not None]
+        gradients = [grad.float() / scale for grad in stored]
         row = {
             "kind": "statistics",
             "step": step,
             "loss_scale": scale,
             "weights": exponents(weights).as_data(),
-            "gradients": exponents(p.grad for p in trained if p.grad is not None).as_data(),
+            "gradients": exponents(stored).as_data(),
             "activation_gradients": exponents(activations).as_data(),
             "zeroed": {
                 "weights": {name: share_zeroed(weights, formats.get(name)) for name in FORMATS},
