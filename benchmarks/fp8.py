@@ -31,7 +31,8 @@ from halfstep.tracking import OperandError, operand_errors
 from harness import RESULTS
 
 
-RECIPES = ("fp32", "bf16-mixed", "fp8-delayed", "fp8-delayed-megatron", "fp8-current", "mxfp8", "fp8-block")
+RECIPES = ("fp32", "bf16-mixed", "fp8-delayed", "fp8-delayed-megatron", "fp8-current", "mxfp8", "fp8-block", "fp8lm-o2")
+GATED = ("fp32", "bf16-mixed", "fp8-delayed", "fp8-smooth-swiglu")
 WATCHED = ("fp8-delayed", "fp8-current", "mxfp8", "fp8-block")
 HISTORIES = ("bf16-mixed", "fp8-delayed", "fp8-delayed-megatron")
 WATCH_AT, JUMP, JUMPS_FROM, JUMPS_EVERY, WINDOW, MADS = 100, 64.0, 60, 12, 50, 5.0
@@ -45,13 +46,11 @@ end. [recipes.md](recipes.md) says which layers each leaves alone.
 
 ## On real text
 
-`{command}`
-
-| recipe | verdict | final loss | to fp32, same seed |
-| --- | --- | --- | --- |
 {runs}
 
-{band}
+Smooth-SwiGLU wants a gated MLP, which the GPT above has not:
+
+{gated}
 
 ## What each operand loses
 
@@ -158,12 +157,7 @@ def rise(losses: list[float]) -> float:
 
 def page(data: dict[str, Any]) -> str:
     """docs/fp8.md."""
-    experiment, machine = data["experiment"], data["machine"]
-    runs = []
-    for name, v in data["verdicts"].items():
-        gap = "" if name == "fp32" or v["paired_gap"] is None else f"{v['paired_gap']:+.2%}"
-        runs.append(f"| `{name}` | {v['status']} | {v['final_loss']:.4f} | {gap} |")
-    band = data["band"]
+    machine = data["machine"]
     spiked = []
     for name, losses in data["jumps"].items():
         found = spikes(losses)
@@ -173,9 +167,8 @@ def page(data: dict[str, Any]) -> str:
     steps = len(next(iter(data["jumps"].values())))
     number = sum(jumps(n) for n in range(steps))
     return PAGE_TEXT.format(
-        command=f"halfstep compare --recipes {','.join(experiment['recipes'])} --steps {experiment['steps']}",
-        runs="\n".join(runs),
-        band=f"fp32's band: {band['mean']:.4f} ± {band['half_width']:.4f}, {band['seeds']} seeds." if band else "",
+        runs=runs(data["runs"]),
+        gated=runs(data["gated runs"]),
         watch_at=data["watched after"],
         operands="\n".join(operand_lines(data["operands"])),
         jump=JUMP, every=JUMPS_EVERY, start=JUMPS_FROM, window=WINDOW, mads=MADS,
@@ -184,6 +177,33 @@ def page(data: dict[str, Any]) -> str:
         verdict=judgement(data["jumps"]),
         machine=f"Measured with torch {machine['torch']} on {machine['cpu']}, {machine['threads']} threads.",
     )  # fmt: skip
+
+
+def runs(compared: dict[str, Any]) -> str:
+    """A comparison's command, table and band."""
+    experiment, band, lines = compared["experiment"], compared["band"], []
+    for name, v in compared["verdicts"].items():
+        gap = "" if name == "fp32" or v["paired_gap"] is None else f"{v['paired_gap']:+.2%}"
+        lines.append(f"| `{name}` | {v['status']} | {v['final_loss']:.4f} | {gap} |")
+    model = "" if experiment["model"] == "gpt-tiny" else f" --model {experiment['model']}"
+    command = f"halfstep compare --recipes {','.join(experiment['recipes'])} --steps {experiment['steps']}{model}"
+    head = f"`{command}`\n\n| recipe | verdict | final loss | to fp32, same seed |\n| --- | --- | --- | --- |"
+    foot = f"fp32's band: {band['mean']:.4f} ± {band['half_width']:.4f}, {band['seeds']} seeds." if band else ""
+    return "\n".join([head, *lines, "", foot])
+
+
+def compared(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A comparison on the lm task, in a folder that it goes on from."""
+    experiment = experiment_for("lm", **changes)
+    comparison = open_experiment(experiment, folder, resume=(folder / "experiment.json").is_file())
+    comparison.run()
+    write_report(comparison.folder)
+    results = load(comparison.folder)
+    return {
+        "experiment": experiment.as_data(),
+        "band": results.summary()["band"],
+        "verdicts": {v.recipe: v.as_data() for v in results.verdicts},
+    }
 
 
 def judgement(losses: dict[str, list[float]]) -> str:
@@ -217,17 +237,11 @@ def main() -> None:
     parser.add_argument("--jump-steps", type=int, default=300)
     parser.add_argument("--out", type=Path, default=Path("runs/fp8"))
     asked = parser.parse_args()
-    experiment = experiment_for("lm", recipes=RECIPES, steps=asked.steps)
-    comparison = open_experiment(experiment, asked.out, resume=(asked.out / "experiment.json").is_file())
-    comparison.run()
-    write_report(comparison.folder)
-    results = load(comparison.folder)
     at = min(WATCH_AT, asked.steps)
     data: dict[str, Any] = {
         "machine": environment(),
-        "experiment": experiment.as_data(),
-        "band": results.summary()["band"],
-        "verdicts": {v.recipe: v.as_data() for v in results.verdicts},
+        "runs": compared(asked.out / "gpt", recipes=RECIPES, steps=asked.steps),
+        "gated runs": compared(asked.out / "llama", recipes=GATED, steps=asked.steps, model="llama-tiny"),
         "watched after": at,
         "operands": {recipe: [asdict(row) for row in watched(recipe, at)] for recipe in WATCHED},
         "jumps": {recipe: jumping(recipe, asked.jump_steps) for recipe in HISTORIES},

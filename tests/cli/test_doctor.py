@@ -16,6 +16,7 @@ def only(monkeypatch, kernel):
     monkeypatch.setattr(optim, "_RECIPES", ())
 
 
+@pytest.mark.slow  # it compiles every kernel; the tests of each kernel are the fast ones
 def test_every_kernel_is_the_reference_here(run):
     code, out, err = run("doctor", "fp8-current", "mxfp8", "fp32", "--json")
     assert (code, err) == (0, "")

@@ -113,6 +113,7 @@ print(halfstep.round_to(x, "made_up5").tolist(), halfstep.encode(x, "mu5").tolis
     assert done.stdout.splitlines()[-1] == "[1.0, 32.0, -0.5] [4, 14, 18]"
 
 
+@pytest.mark.slow
 def test_the_conformance_tests_take_the_new_format(tmp_path):
     """They are run on it alone; exit code 5 would mean that none was collected."""
     code = """

@@ -17,7 +17,7 @@ from transformers import (
 
 import halfstep
 from halfstep.recipe import STORABLE, get_recipe
-from tiny import BREAKS, RECIPES, assert_same
+from tiny import BREAKS, RECIPES, assert_same, mostly_slow
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -29,7 +29,7 @@ MODELS = {
     "t5": (T5ForConditionalGeneration, T5),
 }
 every_model = pytest.mark.parametrize("kind", MODELS)
-every_recipe = pytest.mark.parametrize("name", RECIPES)
+every_recipe = pytest.mark.parametrize("name", mostly_slow(RECIPES))
 TIED = {
     "gpt2": ("lm_head", "transformer.wte"),
     "llama": ("lm_head", "model.embed_tokens"),

@@ -15,8 +15,9 @@ from halfstep.cli.terminal import show_table
 from halfstep.printable import printable
 
 
-_COLUMNS = ("values", "stored", "bits say", "bits", "exponents", "exact bf16", "exact fp16", "fp16 subnormal")
+_COLUMNS = ("values", "stored", "bits say", "bits", "log2", "exact bf16", "exact fp16", "fp16 subnormal")
 _RIGHT = ("values", "bits", "exact bf16", "exact fp16", "fp16 subnormal")
+_SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # for tables of 80 columns
 _LISTED = 10
 
 
@@ -34,7 +35,7 @@ def show(report: Report, tensors: bool) -> None:
     if report.known is not None:
         lines.print(f"{printable(report.known.source)} says: {printable(report.known.text)}")
     lines.print()
-    show_table(["role", "tensors", *_COLUMNS], [_role(role) for role in report.roles], right=("tensors", *_RIGHT))
+    show_table(["role", "count", *_COLUMNS], [_role(role) for role in report.roles], right=("count", *_RIGHT))
     if tensors:
         lines.print()
         show_table(["tensor", "shape", *_COLUMNS[1:]], [_tensor(one) for one in report.tensors], right=_RIGHT)
@@ -50,20 +51,27 @@ def _role(role: RoleReport) -> list[str]:
     stored = sorted(role.dtypes, key=lambda name: -role.dtypes[name])
     said = ", ".join(dict.fromkeys(kind.partition(" ")[2] for kind in role.verdict.kinds)) or "-"
     numbers = _numbers(role.statistics)
-    return [role.role, str(role.tensors), f"{role.numel:,}", ", ".join(stored), said, *numbers]
+    return [
+        role.role,
+        str(role.tensors),
+        f"{role.numel:,}",
+        ", ".join(_SHORT.get(name, name) for name in stored),
+        said,
+        *numbers,
+    ]
 
 
 def _tensor(tensor: TensorReport) -> list[str]:
     shape = "x".join(str(size) for size in tensor.shape) or "scalar"
     said = tensor.origin.key if tensor.origin else "-"
-    return [printable(tensor.name), shape, tensor.dtype, said, *_numbers(tensor.statistics)]
+    return [printable(tensor.name), shape, _SHORT.get(tensor.dtype, tensor.dtype), said, *_numbers(tensor.statistics)]
 
 
 def _numbers(found: Statistics | None) -> list[str]:
     if found is None or not found.nonzero:
         return ["-"] * 5
     low, high = found.lowest_exponent, found.highest_exponent
-    span = f"2^{low}..2^{high}" if low != high else f"2^{low}"
+    span = f"{low}..{high}" if low != high else f"{low}"
     subnormal = percent(found.fp16_subnormal / found.nonzero)
     return [str(found.significant_bits), span, percent(found.exact["bf16"]), percent(found.exact["fp16"]), subnormal]
 

@@ -47,7 +47,7 @@ def run(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -> None:
     rows, columns = matrix.shape
     high, wide = quantizer.tile.rows or rows, quantizer.tile.columns or columns
     cut = matrix.view(rows // high, high, columns // wide, wide)
-    amax = torch.maximum(cut.amax((1, 3), keepdim=True), -cut.amin((1, 3), keepdim=True)).float()
+    amax = torch.maximum(cut.amax((1, 3), keepdim=True), -cut.amin((1, 3), keepdim=True)).float().abs()  # of -0 too
     if quantizer.scaling.factor(amax, quantizer.format) is None and _fused(x, out, quantizer):
         scales = finite(amax / quantizer.format.max).view(rows // high, columns // wide)
         numbers: Any = elements.scalars(quantizer.format, quantizer.rounding, "saturate")
