@@ -34,7 +34,7 @@ def test_verdict_contradictions_and_what_is_known(run, folder):
     assert re.search(
         r"contradiction: the knowledge base \(inferred, base model: .*\) says trained in fp16; the bits say bf16", out
     )
-    assert re.search(r"^mlp +2 +12,288 +float16 +bf16 +8 ", out, re.MULTILINE)
+    assert re.search(r"^mlp +2 +12,288 +fp16 +bf16 +8 ", out, re.MULTILINE)
 
 
 def test_names_are_written_out(run, folder):

@@ -15,8 +15,8 @@ from halfstep.cli.terminal import show_table
 from halfstep.printable import printable
 
 
-_COLUMNS = ("values", "stored", "bits say", "bits", "log2", "exact bf16", "exact fp16", "fp16 subnormal")
-_RIGHT = ("values", "bits", "exact bf16", "exact fp16", "fp16 subnormal")
+_COLUMNS = ("values", "stored", "bits say", "bits", "log2", "exact bf16", "exact fp16", "fp16 subn.")
+_RIGHT = ("values", "bits", "exact bf16", "exact fp16", "fp16 subn.")
 _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # for tables of 80 columns
 _LISTED = 10
 
@@ -49,7 +49,7 @@ def show(report: Report, tensors: bool) -> None:
 
 def _role(role: RoleReport) -> list[str]:
     stored = sorted(role.dtypes, key=lambda name: -role.dtypes[name])
-    said = ", ".join(dict.fromkeys(kind.partition(" ")[2] for kind in role.verdict.kinds)) or "-"
+    said = ", ".join(dict.fromkeys(_said(kind.partition(" ")[2]) for kind in role.verdict.kinds)) or "-"
     numbers = _numbers(role.statistics)
     return [
         role.role,
@@ -63,8 +63,12 @@ def _role(role: RoleReport) -> list[str]:
 
 def _tensor(tensor: TensorReport) -> list[str]:
     shape = "x".join(str(size) for size in tensor.shape) or "scalar"
-    said = tensor.origin.key if tensor.origin else "-"
+    said = _said(tensor.origin.key) if tensor.origin else "-"
     return [printable(tensor.name), shape, _SHORT.get(tensor.dtype, tensor.dtype), said, *_numbers(tensor.statistics)]
+
+
+def _said(origin: str) -> str:
+    return "?" if origin == "unknown" else origin
 
 
 def _numbers(found: Statistics | None) -> list[str]:
