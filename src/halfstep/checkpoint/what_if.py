@@ -40,10 +40,6 @@ WORST = 10
 """Tensors that a table names for each format."""
 
 
-WORST = 10
-"""Tensors that a table names for each format."""
-
-
 def candidates(names: Sequence[str]) -> dict[str, Quantizer]:
     """The candidates of those names; all of them for "all".
 

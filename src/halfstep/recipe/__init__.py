@@ -5,20 +5,17 @@ from functools import cache
 from halfstep.errors import RecipeError, unknown
 from halfstep.recipe import files
 from halfstep.recipe.data import from_data, to_data
+from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec
 from halfstep.recipe.spec import (
     MASTERS,
     SCALED,
     SCALED_MASTER,
     STORABLE,
-    AttentionSpec,
     BytesPerParameter,
-    LinearSpec,
     LossScale,
-    Matmul,
     Recipe,
     Rule,
     Scaled,
-    linear_spec,
 )  # fmt: skip
 from halfstep.registry import collect
 
@@ -28,8 +25,8 @@ __all__ = [
     "SCALED",
     "SCALED_MASTER",
     "STORABLE",
-    "BytesPerParameter",
     "AttentionSpec",
+    "BytesPerParameter",
     "LinearSpec",
     "LossScale",
     "Matmul",

@@ -15,7 +15,8 @@ from halfstep.quant import Quantizer, Tile, get_quantizer
 from halfstep.quant.scaling import Scaling, get_scaling, options_of, with_options
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.spec import AttentionSpec, LinearSpec, LossScale, Matmul, Recipe, Rule, Scaled
+from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
+from halfstep.recipe.spec import LossScale, Recipe, Rule, Scaled
 
 
 Data = dict[str, Any]

@@ -9,9 +9,8 @@ import torch
 
 from halfstep import formats
 from halfstep.errors import RecipeError, unknown
-from halfstep.quant import Quantizer
 from halfstep.quant.rounding import check_rounding
-from halfstep.quant.scaling import StatefulScaling
+from halfstep.recipe.products import AttentionSpec, LinearSpec, linear_text
 
 
 STORABLE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,86 +41,6 @@ SMOOTH_GLU = {
     "token": "Smooth-SwiGLU, a scale a token",
 }
 """How the product of a gated MLP is scaled before the down-projection rounds it (`ops.smooth_swiglu`)."""
-
-
-@dataclass(frozen=True)
-class Matmul:
-    """One of the three products of a linear layer. None leaves an operand as it is."""
-
-    lhs: Quantizer | None = None
-    rhs: Quantizer | None = None
-
-
-@dataclass(frozen=True)
-class LinearSpec:
-    """The three products of a linear layer y = x w^T, and how their six operands are rounded."""
-
-    output: Matmul = Matmul()
-    """x (rows, in) times w^T (in, out)"""
-    grad_input: Matmul = Matmul()
-    """dy (rows, out) times w (out, in)"""
-    grad_weight: Matmul = Matmul()
-    """dy^T (out, rows) times x (rows, in)"""
-
-    def __post_init__(self) -> None:
-        for name, (first, second) in self._uses().items():
-            stateful = [q for q in (first, second) if q is not None and _is_stateful(q)]
-            if len(set(stateful)) > 1:
-                raise RecipeError(f"{name} follows two stateful scalings; give both of its products the same one")
-
-    @property
-    def states(self) -> dict[str, Quantizer]:
-        """The operands whose scales depend on earlier steps, and their quantizers."""
-        found = {name: [q for q in uses if q is not None and _is_stateful(q)] for name, uses in self._uses().items()}
-        return {name: quantizers[0] for name, quantizers in found.items() if quantizers}
-
-    @property
-    def quantizers(self) -> tuple[Quantizer, ...]:
-        """Those of the operands that are rounded, each once."""
-        return tuple(dict.fromkeys(q for uses in self._uses().values() for q in uses if q is not None))
-
-    @property
-    def rounds(self) -> bool:
-        """Whether any operand is rounded."""
-        return bool(self.quantizers)
-
-    def _uses(self) -> dict[str, tuple[Quantizer | None, Quantizer | None]]:
-        return {
-            "input": (self.output.lhs, self.grad_weight.rhs),
-            "weight": (self.output.rhs, self.grad_input.rhs),
-            "grad_output": (self.grad_input.lhs, self.grad_weight.lhs),
-        }
-
-
-def _is_stateful(quantizer: Quantizer) -> bool:
-    return isinstance(quantizer.scaling, StatefulScaling)
-
-
-def linear_spec(input: Quantizer, weight: Quantizer, grad_output: Quantizer) -> LinearSpec:
-    """Each tensor rounded alike in both products that use it."""
-    return LinearSpec(Matmul(input, weight), Matmul(grad_output, weight), Matmul(grad_output, input))
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """The two products of attention, softmax(q k^T / sqrt(d)) v, each as a linear layer's and so with its backward's.
-
-    Raises:
-        RecipeError: a scaling that keeps a state, or tiles of several rows: a stack of matrices has neither.
-    """
-
-    scores: LinearSpec = LinearSpec()
-    """q is the input, k the weight."""
-    mix: LinearSpec = LinearSpec()
-    """The weights that softmax gives are the input, v^T the weight."""
-
-    def __post_init__(self) -> None:
-        for quantizer in (*self.scores.quantizers, *self.mix.quantizers):
-            if _is_stateful(quantizer) or (quantizer.tile is not None and quantizer.tile.rows > 1):
-                raise RecipeError(
-                    f"attention with {quantizer.format.name}, {quantizer.scaling}, tile {quantizer.tile}: its products "
-                    "take scalings without a state (current, rceil, floor ...) and one scale a tensor, row or block"
-                )
 
 
 @dataclass(frozen=True)
@@ -329,7 +248,7 @@ class Recipe:
     def _attention(self) -> list[tuple[str, str]]:
         if self.attention is None:
             return []
-        return [("attention", f"scores: {_linear(self.attention.scores)}; mix: {_linear(self.attention.mix)}")]
+        return [("attention", f"scores: {linear_text(self.attention.scores)}; mix: {linear_text(self.attention.mix)}")]
 
     def describe(self) -> str:
         """The whole recipe, one field a line, with the terms of its bytes per parameter."""
@@ -346,7 +265,7 @@ class Recipe:
             *([("gated MLPs", SMOOTH_GLU[self.smooth_glu])] if self.smooth_glu else []),
             *([("scaled", str(self.scaled))] if self.scaled else []),
             *self._kept(),
-            *[(f"linear {rule.path!r}", _linear(rule.linear)) for rule in self.rules if rule.linear.rounds],
+            *[(f"linear {rule.path!r}", linear_text(rule.linear)) for rule in self.rules if rule.linear.rounds],
             *self._attention(),
             ("bytes/param", f"{self.bytes_per_parameter()}, with Adam"),
             ("source", self.source),
@@ -358,14 +277,3 @@ class Recipe:
         )
         title = f"{self.name} ({', '.join(self.aliases)})" if self.aliases else self.name
         return f"{title}\n{textwrap.fill(self.summary, 100, initial_indent='  ', subsequent_indent='  ')}\n{body}"
-
-
-def _linear(spec: LinearSpec) -> str:
-    def side(quantizer: Quantizer | None) -> str:
-        if quantizer is None or quantizer.scaling is None or quantizer.tile is None:
-            return quantizer.format.name if quantizer else "-"
-        rounding = "" if quantizer.rounding == "nearest_even" else f", {quantizer.rounding}"
-        return f"{quantizer.format.name} ({quantizer.scaling.name}, {quantizer.tile}{rounding})"
-
-    products = {"output": spec.output, "grad_input": spec.grad_input, "grad_weight": spec.grad_weight}
-    return ", ".join(f"{name} {side(product.lhs)} x {side(product.rhs)}" for name, product in products.items())

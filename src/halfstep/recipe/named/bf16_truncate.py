@@ -2,7 +2,8 @@
 
 from halfstep import formats
 from halfstep.quant import Quantizer
-from halfstep.recipe.spec import LinearSpec, Matmul, Recipe, Rule
+from halfstep.recipe.products import LinearSpec, Matmul
+from halfstep.recipe.spec import Recipe, Rule
 
 
 _truncate = Quantizer(formats.get("bf16"), "toward_zero")

@@ -5,7 +5,8 @@ from halfstep.quant import Quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.spec import LossScale, Recipe, Rule, linear_spec
+from halfstep.recipe.products import linear_spec
+from halfstep.recipe.spec import LossScale, Recipe, Rule
 
 
 _SOURCE = "Perez et al. 2023, arXiv 2309.17224"

@@ -5,7 +5,8 @@ from halfstep.quant import Quantizer
 from halfstep.quant.scaling import Scaling, with_options
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.spec import Recipe, Rule, linear_spec
+from halfstep.recipe.products import linear_spec
+from halfstep.recipe.spec import Recipe, Rule
 
 
 def delayed_recipe(name: str, scaling: Scaling, summary: str, source: str, notes: tuple[str, ...] = ()) -> Recipe:

@@ -5,7 +5,8 @@ from halfstep.quant import Quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.spec import LinearSpec, Matmul, Recipe, Rule, linear_spec
+from halfstep.recipe.products import LinearSpec, Matmul, linear_spec
+from halfstep.recipe.spec import Recipe, Rule
 
 
 _row, _tensor = (Quantizer(formats.get("e4m3fn"), tile=tile, scaling=get_scaling("rceil")) for tile in (ROW, TENSOR))

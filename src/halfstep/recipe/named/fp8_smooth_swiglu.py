@@ -5,7 +5,8 @@ from halfstep.quant import Quantizer
 from halfstep.quant.scaling.delayed import Delayed
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.spec import Recipe, Rule, linear_spec
+from halfstep.recipe.products import linear_spec
+from halfstep.recipe.spec import Recipe, Rule
 
 
 _scaling = Delayed("delayed", history=1, algorithm="max", power_of_two=True)

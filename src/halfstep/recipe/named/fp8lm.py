@@ -5,7 +5,8 @@ from halfstep.quant import Quantizer
 from halfstep.quant.scaling import get_scaling, with_options
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.spec import Recipe, Rule, Scaled, linear_spec
+from halfstep.recipe.products import linear_spec
+from halfstep.recipe.spec import Recipe, Rule, Scaled
 
 
 _WINDOW = with_options("delayed", history=16, power_of_two=True, warmup=True)

@@ -2,7 +2,8 @@
 
 from halfstep.quant import get_quantizer
 from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.spec import Recipe, Rule, linear_spec
+from halfstep.recipe.products import linear_spec
+from halfstep.recipe.spec import Recipe, Rule
 
 
 _up, _floor = (get_quantizer("mxfp8_e4m3", scale=rule) for rule in ("rceil", "floor"))
