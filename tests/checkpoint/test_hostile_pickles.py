@@ -9,9 +9,11 @@ import zipfile
 import pytest
 import torch
 from kinds import distributed, nested
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from watching import nothing_but_reading
 
 from halfstep.checkpoint import open_checkpoint, pickles, torch_objects
+from halfstep.checkpoint.readers import dcp
 from halfstep.errors import CheckpointError
 
 
@@ -87,6 +89,17 @@ def test_a_distributed_part_that_would_run_code(tmp_path):
     checkpoint = open_checkpoint(path)
     with nothing_but_reading(), pytest.raises(CheckpointError, match=r"posix_utils.system_tensor_xx_v2"):
         list(checkpoint.chunks(checkpoint.tensors[0]))
+
+
+def test_a_memory_format_as_older_pythons_pickle_it():
+    """By getattr, which means nothing else: not another object's, not a chain of it, not one of its results."""
+    member = Calls(getattr, _MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    found = pickles.load(pickle.dumps(member, 4), dcp.ALLOWED, "it")
+    assert found.name.endswith("._MEM_FORMAT_ENCODING")
+    assert found.args == ("TORCH_CONTIGUOUS_FORMAT",)
+    for hostile in (Calls(getattr, Metadata, "__init__"), Calls(getattr, member, "value"), Calls(getattr, member)):
+        with pytest.raises(CheckpointError, match="getattr of something else than a memory format"):
+            pickles.load(pickle.dumps(hostile, 4), dcp.ALLOWED, "it")
 
 
 @pytest.mark.parametrize("legacy", [True, False])

@@ -25,6 +25,17 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _TENSOR, _INDEX = f"{_METADATA}.TensorStorageMetadata", f"{_METADATA}.MetadataIndex"
 _INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 
+_LAYOUT = f"{_METADATA}._MEM_FORMAT_ENCODING"
+
+
+def _member(args: tuple[Any, ...]) -> Record:
+    """getattr(enumeration, member): how Python before 3.11.4 pickles a tensor's memory format. Nothing else of it."""
+    match args:
+        case (Name(name=kind), str() as member) if kind == _LAYOUT:
+            return Record(kind, (member,))
+    raise CheckpointError("getattr of something else than a memory format, which torch does not write; it was not run")
+
+
 ALLOWED: Allowed = {
     **BASIC,
     **record(_TENSOR),
@@ -35,7 +46,8 @@ ALLOWED: Allowed = {
     **record(f"{_METADATA}.ChunkStorageMetadata"),
     **record(f"{_METADATA}.TensorProperties"),
     **record(f"{_METADATA}.StorageMeta"),
-    **record(f"{_METADATA}._MEM_FORMAT_ENCODING"),
+    **record(_LAYOUT),
+    "builtins.getattr": _member,
     **record("pathlib.PosixPath"),
     **record("pathlib.WindowsPath"),
 }
