@@ -118,7 +118,7 @@ def test_packed_codes_are_decoded_in_the_kernel(format, dtype):
     "shape",
     [(), (0,), (1,), (5,), (8,), (0, 4), (3, 0), (3, 5), (2, 6), (7, 4), (2, 3, 12), (3, CHUNK + 4), (3, CHUNK + 1)],
 )
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_any_shape_is_packed_as_the_reference_packs_it(format, shape, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

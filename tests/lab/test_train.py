@@ -185,6 +185,7 @@ def multilayer(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(1, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 1))
 
 
+@pytest.mark.slow
 def test_a_recipe_with_three_mantissa_bits_degrades_and_fp16_mixed_matches(tmp_path):
     """The verdict tells a bad recipe from a good one, over the same seeds."""
     three = Quantizer(ieee("e8m3", 8, 3, "made up"))

@@ -105,7 +105,7 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+@pytest.mark.parametrize("compute", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_any_format_that_a_rule_can_name(kind, compute):
     recipe, x = made(BLOCKS[kind], compute=compute), batch()[0]
     model, twin = mlp(), mlp()
