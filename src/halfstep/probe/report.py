@@ -6,10 +6,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from halfstep.probe import text
 from halfstep.probe.ranges import Range
 from halfstep.probe.target import Target
-from halfstep.probe.trial import Trial
+from halfstep.probe.trial import OUTPUT_ERROR, Trial
 from halfstep.probe.window import Window
 from halfstep.recipe import to_data
 
@@ -103,7 +102,7 @@ class ProbeReport:
         return self.tried[-1] if self.tried and self.tried[-1].passed else None
 
     def __str__(self) -> str:
-        return text.describe(self)
+        return _described(self)
 
     def worst(self) -> list[Range]:
         """All ranges: what does not fit first, then what is nearest to the end of the format."""
@@ -174,3 +173,95 @@ def _finite(value: float) -> float | None:
 
 def _text(value: object) -> str | None:
     return None if value is None else str(value)
+
+
+# ---- in words ----------------------------------------------------------------------------------------------------
+
+
+def _described(report: ProbeReport) -> str:
+    """The verdict, what it rests on, and its limits; one statement a line."""
+    format = report.target.format.name
+    word = "safe" if report.safe else "UNSAFE"
+    lines = [f"{word}: {report.conditions.model} in {format}, forward and backward"]
+    lines.append(f"{format} here: {report.trial.recipe.summary}")
+    if report.first_failure is not None:
+        lines.append(f"first to fail: {report.first_failure}")
+    lines += _forward(report)
+    lines.append(_backward(report))
+    lines += [f"run for real: {_outcome(report.trial)}"]
+    lines += _suggested(report)
+    return "\n".join([*lines, *_limits(report)])
+
+
+def _forward(report: ProbeReport) -> list[str]:
+    near = report.headroom
+    if near is None:
+        return []
+    format = report.target.format
+    tail = f"of {format.name}'s {format.max:g}"
+    left = f"{near.headroom:.1f} bits left" if near.headroom >= 0 else f"{-near.headroom:.1f} bits beyond"
+    lines = [f"forward: largest {near.counts.largest:.6g} {tail}, {left}: {near.site}"]
+    lines += [f"  does not fit: {found.site}: {_why(found)}" for found in report.findings[:5]]
+    return lines + [f"  and {len(report.findings) - 5} more"] * (len(report.findings) > 5)
+
+
+def _why(found: Range) -> str:
+    if found.counts.beyond and found.limits.overflows:
+        return f"{found.share_beyond:.2g} of its values overflow, largest {found.counts.largest:.6g}"
+    return f"{found.lost:.1%} of its magnitude vanishes or saturates"
+
+
+def _backward(report: ProbeReport) -> str:
+    window = report.window
+    if math.isinf(window.largest):
+        return "backward: all gradients are zero"
+    low = "any small one" if window.smallest == 0 else _power(window.smallest)
+    over = f"from {_power(2 * window.largest)} on {window.first_to_overflow} overflows"
+    under = f"below {low} {window.first_to_vanish} vanishes" if window.first_to_vanish else "nothing vanishes"
+    if window.empty:
+        return f"backward: no loss scale works: {over}, {under}"
+    verdict = "" if report.scale_found else "; none of them is one that the recipe uses"
+    return f"backward: loss scales from {low} to {_power(window.largest)} work: {over}, {under}{verdict}"
+
+
+def _outcome(trial: Trial) -> str:
+    """How a trial went."""
+    scale = trial.recipe.loss_scale
+    at = f" at loss scale {trial.loss_scale:g}" if scale is not None and trial.loss_scale is not None else ""
+    if trial.failure is not None:
+        return f"{trial.recipe.name} fails: {trial.failure.site}: {trial.failure.what}"
+    return f"{trial.recipe.name} passes: finite{at}, its output is off by {trial.output_error:.2g} from fp32"
+
+
+def _suggested(report: ProbeReport) -> list[str]:
+    if report.safe:
+        return []
+    passed = report.suggestion
+    if passed is None:
+        return [f"suggestion: none; {len(report.tried)} recipes were run and none passed"]
+    kept = passed.recipe.float32_modules
+    words = f", with {', '.join(kept)} in float32" if kept else ""
+    base = passed.recipe.name.removesuffix("-kept")
+    return [f"suggestion: {base}{words}; run for real: {_outcome(passed)}"]
+
+
+def _limits(report: ProbeReport) -> list[str]:
+    held = report.conditions
+    tokens = f", {held.tokens:,} tokens" if held.tokens is not None else ""
+    steps = (
+        f"before and after {held.train_steps} steps of AdamW at {held.learning_rate:g} in fp32"
+        if held.train_steps
+        else "0 training steps"
+    )
+    return [
+        f"measured in fp32, evaluation mode: {held.data}; {held.batches} batches, "
+        f"{held.examples} examples{tokens}; {steps}",
+        f"loss sent back: {held.loss}",
+        f"limits: other data, longer inputs or further training may reach further; an output off by {OUTPUT_ERROR:.0%} "
+        "passes",
+    ]
+
+
+def _power(value: float) -> str:
+    """A power of two: 2^10."""
+    return f"2^{math.frexp(value)[1] - 1}"
