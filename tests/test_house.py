@@ -1,6 +1,7 @@
 """Imports go down: a file imports from its own room or from a lower floor, at the top of the file."""
 
 import ast
+import graphlib
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,18 @@ def test_the_rules_would_notice():
     assert not allowed("formats", "quant")
     assert allowed("optim", "kernels")
     assert allowed("memory", "quant")
+
+
+def modules_imported(file):
+    """The files of this package that one imports from, those for type checkers among them."""
+    found = set()
+    for node in nodes(file, ast.Import, ast.ImportFrom):
+        names = imported(node)
+        if isinstance(node, ast.ImportFrom):
+            names = [*names, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        found |= {ROOT.parent / (name.replace(".", "/") + ".py") for name in names}
+    return found & set(FILES) - {file}
+
+
+def test_no_file_imports_itself_through_others():
+    graphlib.TopologicalSorter({file: modules_imported(file) for file in FILES}).prepare()  # raises a CycleError
