@@ -19,7 +19,7 @@ from halfstep.checkpoint.statistics import Statistics, of_table, statistics
 from halfstep.checkpoint.stored import Checkpoint, StoredTensor
 from halfstep.checkpoint.table import EMPTY, Table
 from halfstep.checkpoint.verdict import Evidence, Known, contradictions, verdict, whole
-from halfstep.checkpoint.what_if import candidates, what_if
+from halfstep.checkpoint.what_if import Trials
 
 
 def inspect(
@@ -43,7 +43,7 @@ def inspect(
         CheckpointError: there is no checkpoint at the path, it is broken, or it was changed meanwhile.
         QuantizationError: an unknown format among `casts`.
     """
-    candidates(casts)
+    trials = Trials(() if quick else casts)
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     stored: dict[str, TensorReport] = {}
     duplicates, tables = _Duplicates(checkpoint), dict[str, Table]()
@@ -61,6 +61,7 @@ def inspect(
             found = replace(found, origin=quick_origin(checkpoint, tensor, progress))
         elif readable(tensor):
             one = scan(checkpoint, tensor, progress)
+            trials.add(checkpoint, tensor, one, progress)
             tables[role] = tables.get(role, EMPTY) + one.table
             found = replace(
                 found,
@@ -73,7 +74,7 @@ def inspect(
         stored[tensor.storage] = found
         tensors.append(found)
     report = _report(checkpoint, tuple(tensors), tables, quick, known)
-    return replace(report, casts=what_if(checkpoint, tensors, casts, progress)) if casts and not quick else report
+    return replace(report, casts=trials.found())
 
 
 def _report(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from halfstep.quant import Quantizer
 from halfstep.quant.tile import TENSOR
 
 
-PIECE = 1 << 18
+PIECE = 1 << 20
 """Values quantised at a time, or as many as 128 rows hold: caches keep them through all candidates."""
 
 _LONGEST = 1 << 17  # columns: 128 rows of them are 64 MB in float32
@@ -42,15 +43,28 @@ def with_largest(rows: Tensor, amax: float) -> Tensor:
     return torch.cat([rows, more])
 
 
-def pieces(checkpoint: Checkpoint, tensor: StoredTensor, progress: Progress | None = None) -> Iterator[Tensor]:
-    """The rows of a tensor in float32, some whole multiple of 128 at a time (the last ones fewer)."""
+def stored_pieces(
+    checkpoint: Checkpoint, tensor: StoredTensor, progress: Progress | None = None
+) -> Iterator[NDArray[Any]]:
+    """The rows of a tensor as they are stored, flat, some whole multiple of 128 at a time (the last ones fewer)."""
     columns = tensor.shape[-1]
     rows = max(_ROWS, PIECE // columns // _ROWS * _ROWS)
     itemsize = tensor.nbytes // tensor.numel
     for chunk in checkpoint.chunks(tensor, rows * columns * itemsize):
-        yield torch.from_numpy(as_float32(chunk, tensor.dtype)).view(-1, columns)
+        yield chunk
         if progress is not None:
             progress(chunk.nbytes)
+
+
+def pieces(checkpoint: Checkpoint, tensor: StoredTensor) -> Iterator[Tensor]:
+    """The same in float32, as matrices."""
+    for chunk in stored_pieces(checkpoint, tensor):
+        yield torch.from_numpy(as_float32(chunk, tensor.dtype)).view(-1, tensor.shape[-1])
+
+
+def as_bits(chunk: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Stored float32, bfloat16 or float16 as kernels take it (`kernels.cpu.arrays`)."""
+    return chunk.view({"float32": np.uint32, "bfloat16": np.uint16, "float16": np.int16}[dtype])
 
 
 def as_float32(chunk: NDArray[np.generic], dtype: str) -> NDArray[np.float32]:

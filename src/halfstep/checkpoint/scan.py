@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -70,6 +70,8 @@ class Scan:
     levels: NDArray[np.float64] | None = None
     """The distinct magnitudes (of a wide type those of the sample), where there are at most LEVELS / 2."""
     channels: Channels | None = None
+    codes: NDArray[np.int64] | None = None
+    """Of a type of 8 or 16 bits, how often each of its codes occurs."""
 
 
 def readable(tensor: StoredTensor) -> bool:
@@ -128,7 +130,7 @@ def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: StoredTensor) -> Scan:
     magnitudes = np.abs(used[np.isfinite(used) & (used != 0)])
     table = from_values(values[times > 0], times[times > 0])
     amax, smallest = magnitudes.max(initial=0.0), magnitudes.min(initial=np.inf)
-    return _finished(table, amax, smallest, used, columns, values[columns.largest])
+    return replace(_finished(table, amax, smallest, used, columns, values[columns.largest]), codes=times)
 
 
 def _scan_double(chunks: Iterator[NDArray[Any]]) -> Scan:

@@ -54,9 +54,14 @@ class Table:
         return int(self.counts.sum())
 
     @property
+    def nonfinite(self) -> int:
+        """Infinities and NaN."""
+        return self.infinities + self.nans
+
+    @property
     def size(self) -> int:
         """All values."""
-        return self.nonzero + self.zeros + self.infinities + self.nans
+        return self.nonzero + self.zeros + self.nonfinite
 
     @property
     def rows(self) -> Counts:

@@ -6,16 +6,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.checkpoint.pieces import castable, needs_largest, pieces, with_largest
-from halfstep.checkpoint.report import Cast, TensorReport, WhatIf
-from halfstep.checkpoint.scan import Progress
+from halfstep.checkpoint.pieces import as_bits, as_float32, castable, needs_largest, stored_pieces, with_largest
+from halfstep.checkpoint.report import Cast, WhatIf
+from halfstep.checkpoint.scan import Progress, Scan, decoded
 from halfstep.checkpoint.stored import Checkpoint, StoredTensor
 from halfstep.errors import QuantizationError, unknown
 from halfstep.kernels.cpu import operators
-from halfstep.kernels.cpu.errors import Errors, compare
+from halfstep.kernels.cpu.cast_errors import ROOM, CastErrors, Rows, knows
+from halfstep.kernels.cpu.errors import Errors, compare, unit
 from halfstep.quant import Quantizer, get_quantizer
 from halfstep.quant.quantizer import layout
 from halfstep.quant.tile import ROW, TENSOR
@@ -39,6 +41,8 @@ CANDIDATES: Mapping[str, Quantizer] = {
 WORST = 10
 """Tensors that a table names for each format."""
 
+_MANY = 1 << 18  # values of 16 bits, from which on it is faster to go through their codes
+
 
 def candidates(names: Sequence[str]) -> dict[str, Quantizer]:
     """The candidates of those names; all of them for "all".
@@ -54,32 +58,37 @@ def candidates(names: Sequence[str]) -> dict[str, Quantizer]:
     return {name: CANDIDATES[name] for name in names}
 
 
-def what_if(
-    checkpoint: Checkpoint, reports: Sequence[TensorReport], names: Sequence[str], progress: Progress | None = None
-) -> tuple[WhatIf, ...]:
+class Trials:
     """What casts of a checkpoint's matrices to each of the named formats would cost.
-
-    Args:
-        reports: what an inspection found of each tensor (the tensors' largest magnitudes are needed).
 
     Raises:
         QuantizationError: an unknown name.
-        CheckpointError: the file was changed meanwhile.
     """
-    quantizers = candidates(names)
-    found: dict[str, list[tuple[str, Cast, Errors]]] = {name: [] for name in quantizers}
-    for tensor, report in zip(checkpoint.tensors, reports, strict=True):
-        if report.statistics is None or report.tied_to is not None or not castable(tensor):
-            continue
-        errors = _errors(checkpoint, tensor, report.statistics.amax, quantizers, progress)
-        for name, quantizer in quantizers.items():
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._quantizers = candidates(names)
+        self._casts: dict[str, list[tuple[str, Cast, Errors]]] = {name: [] for name in self._quantizers}
+
+    def add(self, checkpoint: Checkpoint, tensor: StoredTensor, scan: Scan, progress: Progress | None = None) -> None:
+        """Try every format on a tensor that was scanned, which reads it once more; on matrices alone.
+
+        Raises:
+            CheckpointError: the file was changed meanwhile.
+        """
+        if not self._quantizers or not castable(tensor):
+            return
+        errors = _errors(checkpoint, tensor, scan, self._quantizers, progress)
+        for name, quantizer in self._quantizers.items():
             size = nbytes(quantizer, tensor.shape)
             # Errors of tensors add up in the units of the values.
             cast = _cast(name, errors[name], tensor.numel, size, tensor.nbytes - size)
-            scale = report.statistics.amax**2 if report.statistics.amax > 2.0**-120 else 1.0
+            scale = unit(scan.amax) ** 2
             absolute = errors[name]._replace(signal=errors[name].signal * scale, noise=errors[name].noise * scale)
-            found[name].append((tensor.name, cast, absolute))
-    return tuple(_together(name, casts) for name, casts in found.items() if casts)
+            self._casts[name].append((tensor.name, cast, absolute))
+
+    def found(self) -> tuple[WhatIf, ...]:
+        """Of each format what it did to all tensors, and to which most."""
+        return tuple(_together(name, casts) for name, casts in self._casts.items() if casts)
 
 
 def nbytes(quantizer: Quantizer, shape: tuple[int, ...]) -> int:
@@ -91,38 +100,83 @@ def nbytes(quantizer: Quantizer, shape: tuple[int, ...]) -> int:
 def _errors(
     checkpoint: Checkpoint,
     tensor: StoredTensor,
-    amax: float,
+    scan: Scan,
     quantizers: Mapping[str, Quantizer],
     progress: Progress | None,
 ) -> dict[str, Errors]:
-    sums = {name: Errors(0.0, 0.0, 0, 0, 0.0) for name in quantizers}
-    buffer = torch.empty(0)  # kept, for fresh memory costs as much as a cast
-    for rows in pieces(checkpoint, tensor, progress):
-        for name, quantizer in quantizers.items():
-            x = with_largest(rows, amax) if needs_largest(quantizer) else rows
-            if x.numel() > buffer.numel():
-                buffer = torch.empty(x.numel())
-            y = buffer[: x.numel()].view(x.shape)
-            _values(x, y, quantizer)
-            size = rows.numel()
-            one = compare(x.view(-1)[:size].numpy(), y.view(-1)[:size].numpy(), amax)
-            was = sums[name]
-            sums[name] = Errors(
-                was.signal + one.signal,
-                was.noise + one.noise,
-                was.zeroed + one.zeroed,
-                was.infinite + one.infinite,
-                max(was.largest, one.largest),
-            )
-    return sums
+    """What each quantizer does: code by code, by kernels that round and compare at once, or one after the other."""
+    columns, amax = tensor.shape[-1], scan.amax
+    by_code = scan.codes is not None and tensor.numel >= _MANY
+    found = {name: _by_code(scan, tensor.dtype, q) for name, q in quantizers.items() if by_code and not _has_tiles(q)}
+    rest = {name: q for name, q in quantizers.items() if name not in found}
+    plain = not scan.table.nonfinite and amax < ROOM
+    fused = {name: CastErrors(q, amax) for name, q in rest.items() if plain and knows(q, columns)}
+    others = {name: Errors() for name in rest if name not in fused}
+    signal, buffer = 0.0, _Buffer()
+    for chunk in stored_pieces(checkpoint, tensor, progress):
+        if fused:
+            rows = Rows(as_bits(chunk, tensor.dtype), columns)
+            signal += rows.squares(amax)
+            for cast in fused.values():
+                cast.add(rows)
+        if others:
+            x = torch.from_numpy(as_float32(chunk, tensor.dtype)).view(-1, columns)
+            for name in others:
+                y = _values(x, rest[name], scan, buffer)
+                others[name] += compare(x.view(-1).numpy(), y.view(-1).numpy(), amax)
+    return found | others | {name: cast.errors(signal, scan.table.nonzero) for name, cast in fused.items()}
 
 
-def _values(x: Tensor, out: Tensor, quantizer: Quantizer) -> None:
-    """The values that a quantizer makes of x, into `out`."""
+def _has_tiles(quantizer: Quantizer) -> bool:
+    """Whether what becomes of a value depends on others than the tensor's largest."""
+    return quantizer.scaling is not None and quantizer.tile != TENSOR
+
+
+def _by_code(scan: Scan, dtype: str, quantizer: Quantizer) -> Errors:
+    """The errors of a tensor with few different values, from how often each occurs."""
+    assert scan.codes is not None
+    values = decoded(dtype)
+    used = np.flatnonzero((scan.codes > 0) & np.isfinite(values))
+    x, times = values[used], scan.codes[used]
+    y = _values(torch.from_numpy(x.astype(np.float32))[None], quantizer, scan, _Buffer()).double().numpy()[0]
+    kept = np.isfinite(y)
+    error = np.where(kept, y - x, 0.0)
+    zeroed = (y == 0) & (x != 0)
+    size = unit(scan.amax)
+    share = np.abs(error[kept & (y != 0)]) / np.abs(x[kept & (y != 0)])
+    return Errors(
+        float((times * (x / size) ** 2).sum()),
+        float((times * (error / size) ** 2).sum()),
+        int(times[zeroed].sum()),
+        int(times[~kept].sum()),
+        float(share.max(initial=0.0)),
+    )
+
+
+class _Buffer:
+    """Memory that is kept, for fresh memory costs as much as a cast."""
+
+    def __init__(self) -> None:
+        self._values = torch.empty(0)
+
+    def like(self, x: Tensor) -> Tensor:
+        if x.numel() > self._values.numel():
+            self._values = torch.empty(x.numel())
+        return self._values[: x.numel()].view(x.shape)
+
+
+def _values(rows: Tensor, quantizer: Quantizer, scan: Scan, buffer: _Buffer) -> Tensor:
+    """The values that a quantizer makes of some rows of a scanned tensor, in the buffer."""
+    x = rows
+    if needs_largest(quantizer):  # one scale for a tensor with infinities or NaN is NaN
+        lost = quantizer.tile == TENSOR and scan.table.nonfinite
+        x = with_largest(rows, math.nan if lost else scan.amax)
+    out = buffer.like(x)
     if quantizer.scaling is None:
         operators.round_into(x, out, quantizer.format, quantizer.rounding, quantizer.overflow, None)
     else:
         operators.round_tiles_into(x, out, quantizer, None)
+    return out[: len(rows)]
 
 
 def _cast(name: str, errors: Errors, values: int, size: int, saved: int) -> Cast:

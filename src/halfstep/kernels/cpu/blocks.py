@@ -18,6 +18,7 @@ from torch import Tensor
 from halfstep.formats import Codebook, Format
 from halfstep.kernels.cpu import coding, elements, packing, scales
 from halfstep.kernels.cpu.arrays import array, plain, separate
+from halfstep.kernels.cpu.codebooks import cut_points, looked_up, searched
 from halfstep.kernels.cpu.coding import Coding
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
 from halfstep.kernels.cpu.elements import Rounding
@@ -25,13 +26,12 @@ from halfstep.kernels.cpu.lanes import INFINITY, Lane, bits_of, lanes, nearest_a
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
 from halfstep.kernels.cpu.packing import pack, place
 from halfstep.kernels.cpu.scales import (
-    absmax_scale,
+    TWO_LEVEL_ROOM,
+    absmax_scales,
     block_maxima,
     larger_finite,
-    power_bits,
-    power_byte,
-    two_level_code,
-    two_level_multiplier,
+    power_scales,
+    two_level_scales,
 )
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling import get_scaling
@@ -39,7 +39,6 @@ from halfstep.quant.scaling import get_scaling
 
 _LEVELS = {16: 4, 32: 5, 64: 6, 128: 7, 256: 8}
 _FINITE = {types.uint32: float(torch.finfo(torch.float32).max), types.uint16: float(torch.finfo(torch.bfloat16).max)}
-_TWO_LEVEL_ROOM = np.float32(448)
 
 
 def knows(quantizer: Quantizer, columns: int) -> bool:
@@ -68,7 +67,7 @@ def run(x: Tensor, quantizer: Quantizer, tensors: dict[str, Tensor], seed: int |
     codes, stored = array(tensors["codes"]), tensors["scale"].view(-1).numpy()
     format = quantizer.format
     numbers, code_numbers = _numbers(format, quantizer.rounding)
-    target = (codes, numbers, code_numbers, _cuts(format, False), packing.shifts(format))
+    target = (codes, numbers, code_numbers, cut_points(format, False), packing.shifts(format))
     _quantise(x, quantizer, target, stored, tensors.get("tensor_scale"), seed)
 
 
@@ -87,7 +86,7 @@ def run_values(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -
     """Write the values that `quantizer.quantize(x)` stands for to `out`, without making its codes."""
     assert quantizer.tile is not None
     numbers = _numbers(quantizer.format, quantizer.rounding)[0]
-    target = (array(out), numbers, None, _cuts(quantizer.format, True), None)
+    target = (array(out), numbers, None, cut_points(quantizer.format, True), None)
     blocks = x.numel() // quantizer.tile.columns
     stored = np.empty(blocks, np.float32 if quantizer.scaling.name == "absmax" else np.uint8)  # type: ignore[union-attr]
     _quantise(x, quantizer, target, stored, None, seed)
@@ -109,7 +108,7 @@ def _quantise(
         amax = np.empty(x.numel() >> len(levels), np.uint32)
         worst = np.zeros(-(-x.numel() // CHUNK), np.uint32)
         _maxima(x.numel(), array(x), amax, levels, worst)
-        whole = worst.max(initial=0).view(np.float32) / (_TWO_LEVEL_ROOM * largest)
+        whole = worst.max(initial=0).view(np.float32) / (TWO_LEVEL_ROOM * largest)
         whole = whole if whole > 0 else np.float32(1)
         if tensor_scale is not None:
             tensor_scale.fill_(float(whole))
@@ -136,19 +135,6 @@ def _numbers(format: Format, rounding: str) -> tuple[Any, Any]:
     return None, None if order == list(range(16)) else (np.uint32(halves[0]), np.uint32(halves[1]))
 
 
-@cache
-def _cuts(format: Format, with_values: bool) -> Any:
-    """A codebook's cut points as float32, toward -inf: y > cut is then what it is for the exact cut. And its values."""
-    if not isinstance(format, Codebook):
-        return None
-    cuts = [np.float32(b) for b in format.boundaries()]
-    cuts = [
-        np.nextafter(c, np.float32(-np.inf)) if float(c) > b else c
-        for c, b in zip(cuts, format.boundaries(), strict=True)
-    ]
-    return tuple(cuts) + (tuple(np.float32(v) for v in format.values()) if with_values else ())
-
-
 # ---- one element ---------------------------------------------------------------------------------------------------
 
 
@@ -168,10 +154,10 @@ def _element(value, scale, numbers, codes, cuts, keys, index, like):
     quotient = _quotient(bits_of(value), scale)
     if like == types.uint8:
         if cuts is not None:
-            return _searched(quotient.float(), cuts, codes)
+            return searched(quotient.float(), cuts, codes)
         return coding.encoded(quotient, Rounding(*numbers), Coding(*codes), noise(keys, index)).to(8)
     if cuts is not None:
-        rounded = _looked_up(quotient.float(), cuts)
+        rounded = looked_up(quotient.float(), cuts)
     else:
         rounded = elements.rounded(quotient, Rounding(*numbers), noise(keys, index)).float()
     return nearest_as(_scaled(rounded, scale.float() if scale.stored == types.uint32 else scale, like), like)
@@ -186,26 +172,6 @@ def _scaled(rounded: Lane, scale: Lane, like: Any) -> Lane:
     return scale.equals(0.0).pick(product.constant(0.0), product)
 
 
-def _searched(y: Lane, cuts: list[Lane], order: list[Lane] | None) -> Lane:
-    """How many cuts y is above: the place of its value among the codebook's; `order` has the codes by place."""
-    place = (y > cuts[0]).to(32)
-    for cut in cuts[1:]:
-        place = place + (y > cut).to(32)
-    if order is None:
-        return place.to(8)
-    half = (place > 7).pick(order[1], order[0])
-    return ((half >> ((place & 7) << 2)) & 15).to(8)
-
-
-def _looked_up(y: Lane, cuts: list[Lane]) -> Lane:
-    """The value on y's side of every cut; `cuts` goes on with the values."""
-    count = len(cuts) // 2
-    value = cuts[count]
-    for cut, above in zip(cuts[:count], cuts[count + 1 :], strict=True):
-        value = (y > cut).pick(above, value)
-    return value
-
-
 # ---- a chunk -------------------------------------------------------------------------------------------------------
 
 
@@ -218,28 +184,6 @@ def _elements(x, scale, levels, out, numbers, codes, cuts, keys):
         for i in range(block):
             j = start + i
             out[j] = _element(x[j], s, numbers, codes, cuts, keys, j, out[j])
-
-
-@inner
-def _power_scales(amax, stored, bits, rule):
-    for i in range(amax.size):
-        stored[i] = power_byte(amax[i], rule)
-    for i in range(amax.size):
-        bits[i] = power_bits(stored[i])
-
-
-@inner
-def _absmax_scales(amax, stored, largest):
-    for i in range(amax.size):
-        stored[i] = absmax_scale(amax[i], largest)
-
-
-@inner
-def _two_level_scales(amax, stored, multiplier, whole, numbers, codes, decoding):
-    for i in range(amax.size):
-        stored[i] = two_level_code(amax[i], whole[0], whole[1], numbers, codes)
-    for i in range(amax.size):
-        multiplier[i] = two_level_multiplier(stored[i], whole[1], decoding)
 
 
 @inner
@@ -258,7 +202,7 @@ def _power(x, stored, levels, rule, out, numbers, codes, cuts, shifts, seed):
         one, two = np.empty(CHUNK // 2, np.uint32), np.empty(CHUNK // 2, np.uint32)
         amax = block_maxima(x[a:b], len(levels), one, two)
         bits = np.empty(amax.size, np.uint32)
-        _power_scales(amax, stored[a >> len(levels) : b >> len(levels)], bits, rule)
+        power_scales(amax, stored[a >> len(levels) : b >> len(levels)], bits, rule)
         part = place(out, a, b, shifts)
         _elements(x[a:b], bits, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
         pack(part, out, a, b, shifts)
@@ -272,7 +216,7 @@ def _absmax(x, stored, levels, largest, out, numbers, codes, cuts, shifts, seed)
         one, two = np.empty(CHUNK // 2, np.uint32), np.empty(CHUNK // 2, np.uint32)
         amax = block_maxima(x[a:b], len(levels), one, two)
         scale = stored[a >> len(levels) : b >> len(levels)]
-        _absmax_scales(amax, scale, largest)
+        absmax_scales(amax, scale, largest)
         part = place(out, a, b, shifts)
         _elements(x[a:b], scale, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
         pack(part, out, a, b, shifts)
@@ -299,7 +243,7 @@ def _two_level(
         b = min(a + CHUNK, x.size)
         c, d = a >> len(levels), b >> len(levels)
         multiplier = np.empty(d - c, np.float32)
-        _two_level_scales(amax[c:d], stored[c:d], multiplier, whole, block_numbers, block_codes, block_decoding)
+        two_level_scales(amax[c:d], stored[c:d], multiplier, whole, block_numbers, block_codes, block_decoding)
         part = place(out, a, b, shifts)
         _elements(x[a:b], multiplier, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
         pack(part, out, a, b, shifts)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from halfstep.kernels.cpu.compiled import Kernel, inner
 
 
-_PIECE = 4096  # values summed in float32, in lanes, before the sum goes to float64
+PIECE = 4096  # values summed in float32, in lanes, before the sum goes to float64
 _OPTIONS: Any = {
     "fastmath": {"reassoc", "nsz", "contract"},  # sums in lanes; infinities and NaN stay what they are
     "error_model": "numpy",
@@ -21,7 +21,7 @@ _OPTIONS: Any = {
 
 
 class Errors(NamedTuple):
-    """Sums over the finite values x and what a cast made of them, y; squares are of x / amax and (y - x) / amax."""
+    """Sums over the finite values x and what a cast made of them, y; squares are of x / unit and (y - x) / unit."""
 
     signal: float = 0.0
     noise: float = 0.0
@@ -32,12 +32,22 @@ class Errors(NamedTuple):
     largest: float = 0.0
     """The largest |y - x| / |x| where y is neither zero nor infinite."""
 
+    def __add__(self, other: Errors) -> Errors:  # type: ignore[override]
+        """Of both together."""
+        signal, noise, zeroed, infinite = (a + b for a, b in zip(self[:4], other[:4], strict=True))
+        return Errors(signal, noise, int(zeroed), int(infinite), max(self.largest, other.largest))
+
+
+def unit(amax: float) -> float:
+    """What a tensor is divided by before it is squared: its largest magnitude, or a number with an inverse."""
+    return max(amax, 2.0**-120)
+
 
 def compare(x: NDArray[np.float32], y: NDArray[np.float32], amax: float) -> Errors:
-    """Compare two flat arrays of equal size; `amax` is the largest |x|, or any number near it."""
+    """Compare two flat arrays of equal size, in units of `unit(amax)`, where amax is near the largest |x|."""
     parts = max(1, min(x.size >> 16, 16))
     found = np.zeros((parts, 5), np.float64)
-    _compare(x.size, x, y, np.float32(1 / amax if amax > 2.0**-120 else 1.0), found)
+    _compare(x.size, x, y, np.float32(1 / unit(amax)), found)
     signal, noise, zeroed, infinite, _ = found.sum(0)
     return Errors(float(signal), float(noise), int(zeroed), int(infinite), float(found[:, 4].max()))
 
@@ -65,9 +75,9 @@ def _sums(x, y, factor, largest):
 
 @inner
 def _part(x, y, factor, found):
-    largest = np.zeros(_PIECE, np.float32)
-    for a in range(0, x.size, _PIECE):
-        signal, noise, zeroed, infinite = _sums(x[a : a + _PIECE], y[a : a + _PIECE], factor, largest)
+    largest = np.zeros(PIECE, np.float32)
+    for a in range(0, x.size, PIECE):
+        signal, noise, zeroed, infinite = _sums(x[a : a + PIECE], y[a : a + PIECE], factor, largest)
         found[0] += signal
         found[1] += noise
         found[2] += zeroed

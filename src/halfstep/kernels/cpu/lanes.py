@@ -2,7 +2,8 @@
 
 numba widens uint16 and uint32 arithmetic to 64 bits, which costs four to eight times the vector lanes. A function under
 `@lanes(...)` is called once, while numba compiles, with a `Lane` for every argument: `+`, `&`, `<<` and the rest write
-one instruction each, at the width of their operands. Nothing is contracted or reordered: float results are IEEE's.
+one instruction each, at the width of their operands. Nothing is contracted, and nothing but `plus_any_order` is
+reordered: float results are IEEE's.
 """
 
 from __future__ import annotations
@@ -65,6 +66,14 @@ class Lane:
     def __truediv__(self, other: Lane | float) -> Lane:
         assert self.type == _FLOAT, "division is of floats"
         return self._operation(other, "", "fdiv")
+
+    def plus_any_order(self, other: Lane) -> Lane:
+        """The sum of floats, where a loop may add up in another order: in lanes."""
+        return self._new(self.builder.fadd(self.value, other.value, flags=("reassoc", "nsz")))
+
+    def times_plus(self, other: Lane, more: Lane) -> Lane:
+        """self * other + more, of floats, rounded once."""
+        return self._new(self.builder.fma(self.value, other.value, more.value))
 
     def __and__(self, other: Lane | int) -> Lane:
         return self._operation(other, "and_")
@@ -216,6 +225,25 @@ def _trace(builder: Any, name: str, numba_type: Any, value: Any) -> Any:
         parts = list(numba_type)  # type: ignore[call-overload]
         return [_trace(builder, "", part, builder.extract_value(value, i)) for i, part in enumerate(parts)]
     return Lane(builder, value, numba_type)
+
+
+@intrinsic
+def fill(context: Any, array: Any, start: Any, value: Any, levels: Any) -> Any:
+    """In kernels: write `value` to 2^len(levels) elements from `start` on. LLVM would unroll a loop into scalars."""
+    count = 1 << len(levels)
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        data = context.make_array(array)(context, builder, values[0]).data
+        vector = ir.VectorType(values[2].type, count)
+        one = builder.insert_element(ir.Constant(vector, ir.Undefined), values[2], ir.Constant(_WIDTHS[32], 0))
+        mask = ir.Constant(ir.VectorType(_WIDTHS[32], count), None)
+        pointer = builder.bitcast(builder.gep(data, [values[1]]), vector.as_pointer())
+        builder.store(
+            builder.shuffle_vector(one, one, mask), pointer, align=values[2].type.get_abi_size(context.target_data)
+        )
+        return context.get_dummy_value()
+
+    return types.void(array, start, value, levels), code
 
 
 # ---- what every kernel does at its ends --------------------------------------------------------------------------

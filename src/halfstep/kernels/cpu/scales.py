@@ -18,6 +18,7 @@ from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, bits_of, lanes
 
 
 LARGEST = 0x7F7FFFFF  # the bits of the largest finite float32
+TWO_LEVEL_ROOM = np.float32(448)  # E4M3's largest number, which the scale of the largest block takes
 POWER_RULES = ("floor", "ceil", "even", "rceil")
 
 
@@ -138,3 +139,28 @@ def two_level_multiplier(code, tensor_scale, decoding):
 def larger_finite(worst, amax):
     """The larger of two magnitudes' bits, the second left out where it is not finite."""
     return (amax >= INFINITY).pick(worst, worst.max(amax))
+
+
+# ---- the scales of many blocks ----
+
+
+@inner
+def power_scales(amax, stored, bits, rule):
+    for i in range(amax.size):
+        stored[i] = power_byte(amax[i], rule)
+    for i in range(amax.size):
+        bits[i] = power_bits(stored[i])
+
+
+@inner
+def absmax_scales(amax, stored, largest):
+    for i in range(amax.size):
+        stored[i] = absmax_scale(amax[i], largest)
+
+
+@inner
+def two_level_scales(amax, stored, multiplier, whole, numbers, codes, decoding):
+    for i in range(amax.size):
+        stored[i] = two_level_code(amax[i], whole[0], whole[1], numbers, codes)
+    for i in range(amax.size):
+        multiplier[i] = two_level_multiplier(stored[i], whole[1], decoding)

@@ -1,0 +1,375 @@
+"""What a cast would do to a tensor: rounded and compared at once, the rounded values in registers only.
+
+For finite values with room above them; `errors.compare` takes any, and two arrays.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from halfstep.formats import Codebook, Format, Integer
+from halfstep.kernels.cpu import elements, scales
+from halfstep.kernels.cpu.codebooks import cut_points, looked_up
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
+from halfstep.kernels.cpu.elements import Rounding
+from halfstep.kernels.cpu.errors import PIECE, Errors, unit
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, bits_of, fill, lanes
+from halfstep.kernels.cpu.scales import absmax_scales, block_maxima, power_scales, two_level_scales
+from halfstep.quant.quantizer import Quantizer
+
+
+ROOM = 2.0**120
+"""Magnitudes must be below it: then no value times its scale overflows."""
+
+_BLOCK = 16  # values of which the largest magnitude is found first
+_LEVELS = {16: 4, 32: 5, 64: 6}  # lengths of runs of one scale, and their logarithms; longer runs are cut
+_HUGE = np.finfo(np.float32).max
+
+
+def knows(quantizer: Quantizer, columns: int) -> bool:
+    """Whether `CastErrors` can tell what this quantizer does to rows of that many columns."""
+    if quantizer.rounding != "nearest_even" or quantizer.outliers is not None:
+        return False
+    if quantizer.scaling is None:
+        return elements.knows(quantizer.format) and quantizer.overflow == "ieee"
+    assert quantizer.tile is not None
+    width, rule = quantizer.tile.columns or columns, quantizer.scaling.name
+    blocks = quantizer.tile.rows == 1 and width in _LEVELS
+    ruled = rule == "absmax" or (blocks and rule in (*scales.POWER_RULES, "two_level"))
+    return ruled and _knows_element(quantizer.format) and columns % width == 0 and width % _BLOCK == 0
+
+
+@cache
+def _knows_element(format: Format) -> bool:
+    return format.ties == "lower" if isinstance(format, Codebook) else scales.knows(format)
+
+
+class Rows:
+    """Rows of a matrix, whole tiles high: a flat array of float32, bfloat16 or float16 as `arrays.array` has it."""
+
+    def __init__(self, x: NDArray[Any], columns: int) -> None:
+        self.x, self.columns = x, columns
+        self._maxima: dict[int, NDArray[np.uint32]] = {}
+
+    def maxima(self, run: int) -> NDArray[np.uint32]:
+        """The bits of the largest magnitude of every `run` elements."""
+        if run not in self._maxima:
+            if run == _BLOCK:
+                found = np.empty(self.x.size // _BLOCK, np.uint32)
+                _maxima(self.x.size, self.x, found)
+            elif run % (2 * _BLOCK) == 0 and run <= 64 * _BLOCK:  # numpy is slow along a short last dimension
+                half = self.maxima(run // 2)
+                found = np.maximum(half[::2], half[1::2])
+            else:
+                found = self.maxima(_BLOCK).reshape(-1, run // _BLOCK).max(1)
+            self._maxima[run] = found
+        return self._maxima[run]
+
+    def squares(self, amax: float) -> float:
+        """The sum of the squares of x / unit(amax)."""
+        found = np.zeros(_parts(self.x.size), np.float64)
+        _squares(self.x.size, self.x, np.float32(1 / unit(amax)), found)
+        return float(found.sum())
+
+
+class CastErrors:
+    """What a quantizer that `knows` does to a tensor, summed over its rows.
+
+    Args:
+        amax: the tensor's largest magnitude, below ROOM.
+    """
+
+    def __init__(self, quantizer: Quantizer, amax: float) -> None:
+        self._quantizer, self._amax, self._factor = quantizer, np.float32(amax), np.float32(1 / unit(amax))
+        self._cuts = cut_points(quantizer.format, True)
+        self._numbers: Any = None
+        if quantizer.scaling is None:
+            self._numbers = elements.scalars(quantizer.format, "nearest_even", quantizer.overflow)
+        elif self._cuts is None:
+            self._numbers = _saturating(quantizer.format)
+        self._noise, self._nonzero, self._infinite, self._largest = 0.0, 0, 0, 0.0
+
+    def add(self, rows: Rows) -> None:
+        """Take in more rows."""
+        found = np.zeros((_parts(rows.x.size), 4), np.float64)
+        found[:, 3] = self._largest
+        if self._quantizer.scaling is None:
+            _plain(rows.x.size, rows.x, self._numbers, self._factor, found)
+        else:
+            run, scale = self._scales(rows)
+            levels = (np.uint32(0),) * _LEVELS[run]
+            _scaled(rows.x.size, rows.x, scale, levels, self._numbers, self._cuts, self._factor, found)
+        noise, nonzero, infinite, _ = found.sum(0)
+        self._noise += float(noise)
+        self._nonzero += int(nonzero)
+        self._infinite += int(infinite)
+        self._largest = float(found[:, 3].max())
+
+    def errors(self, signal: float, nonzero: int) -> Errors:
+        """What all rows together came to: the sum of their `Rows.squares`, and how many values are not zero."""
+        return Errors(signal, self._noise, nonzero - self._nonzero, self._infinite, self._largest)
+
+    def _scales(self, rows: Rows) -> tuple[int, NDArray[np.float32]]:
+        """The length of the runs that share a scale, and the scales."""
+        tile, scaling = self._quantizer.tile, self._quantizer.scaling
+        assert tile is not None
+        assert scaling is not None
+        run = tile.columns or rows.columns
+        if tile.rows or tile.columns:
+            amax = rows.maxima(run)
+            if tile.rows != 1:
+                amax = _in_bands(amax.reshape(-1, rows.columns // run), tile.rows or len(amax))
+        else:
+            run, amax = rows.x.size, np.full(1, self._amax).view(np.uint32)
+        scale, largest = np.empty(amax.size, np.float32), np.float32(self._quantizer.format.max)
+        if scaling.name == "absmax":
+            _absmax(amax.size, amax, largest, scale)
+        elif scaling.name == "two_level":
+            whole = self._amax / (scales.TWO_LEVEL_ROOM * largest)
+            whole = whole if whole > 0 else np.float32(1)
+            _two_level(amax.size, amax, (largest, whole), *scales.block_scale_scalars(), scale)
+        else:
+            _power(amax.size, amax, scales.power_scalars(self._quantizer.format, scaling.name), scale)
+        if run in _LEVELS:
+            return run, scale
+        part = max(length for length in _LEVELS if run % length == 0)
+        return part, np.repeat(scale, run // part)
+
+
+def _parts(size: int) -> int:
+    return max(1, min(size >> 16, 16))
+
+
+def _in_bands(amax: NDArray[np.uint32], high: int) -> NDArray[np.uint32]:
+    """Of each column the largest of every `high` rows, in each of these rows."""
+    bands = [amax[i : i + high] for i in range(0, len(amax), high)]
+    return np.concatenate([np.broadcast_to(band.max(0), band.shape) for band in bands]).ravel()
+
+
+@cache
+def _saturating(format: Format) -> tuple[np.uint32, ...]:
+    """What `_nearest` needs, as bits."""
+    p = Rounding(*elements.scalars(format, "nearest_even", "saturate"))
+    return p.magic, np.uint32(0 if isinstance(format, Integer) else int(p.shift) << 23), p.largest
+
+
+# ---- one element ---------------------------------------------------------------------------------------------------
+
+
+@lanes(types.float32)
+def _value(x: Lane) -> Lane:
+    return bits_of(x).float()
+
+
+@lanes(types.float32)
+def _scaled_value(x, scale, numbers, cuts):
+    """x / scale, rounded, times scale."""
+    quotient = bits_of(x).float() / scale
+    if cuts is not None:
+        return looked_up(quotient, cuts) * scale
+    return _nearest(quotient.bits(), *numbers).float() * scale
+
+
+def _nearest(bits: Lane, least: Lane, above: Lane, largest: Lane) -> Lane:
+    """Finite values rounded to nearest, ties to even, saturated.
+
+    A float32 sum with 2^23 steps has no bit below a step. The step is a bit of the significand, or the format's least
+    one: 2^23 of it have the bits `least`, and 2^23 of the other those of the power of two in x plus `above`.
+    """
+    magnitude = bits & MAGNITUDE
+    magic = ((bits & INFINITY) + above).max(least).float()
+    return ((magnitude.float() + magic) - magic).bits().min(largest) | (bits & SIGN)
+
+
+@lanes(types.float32)
+def _rounded(x, numbers):
+    return elements.rounded(bits_of(x), Rounding(*numbers)).float()
+
+
+@lanes(types.float32)
+def _difference(y, x):
+    return y - x
+
+
+@lanes(types.float32)
+def _finite_difference(y, x):
+    """y - x, or 0 where y is infinite."""
+    return (y.bits() & MAGNITUDE).equals(INFINITY).pick(y.constant(0.0), y - x)
+
+
+@lanes(types.float32)
+def _plus_square(total, value, factor):
+    scaled = value * factor
+    return total.plus_any_order(scaled * scaled)
+
+
+@lanes(types.uint32)
+def _plus_nonzero(count, y):
+    return count + (~y.equals(0.0)).to(32)
+
+
+@lanes(types.uint32)
+def _plus_infinite(count, y):
+    return count + (y.bits() & MAGNITUDE).equals(INFINITY).to(32)
+
+
+@lanes(types.uint32)
+def _or_worse(seen, error, y, x, worst):
+    """Bits of which the first is set once |error| was above `worst` times |x|, where y is not zero."""
+    minus = y.equals(0.0).pick(error.bits().constant(SIGN), error.bits() | SIGN).float()
+    return seen | (x.bits() & MAGNITUDE).float().times_plus(worst, minus).bits()  # rounded once: the sign is right
+
+
+# ---- a piece -------------------------------------------------------------------------------------------------------
+
+
+@inner
+def _sum_scaled(x, scale, numbers, cuts, factor, worst):
+    noise, nonzero, worse = np.float32(0), np.uint32(0), np.uint32(0)
+    for i in range(x.size):
+        value, y = _value(x[i]), _scaled_value(x[i], scale[i], numbers, cuts)
+        error = _difference(y, value)
+        noise = _plus_square(noise, error, factor)
+        nonzero = _plus_nonzero(nonzero, y)
+        worse = _or_worse(worse, error, y, value, worst)
+    return noise, nonzero, worse
+
+
+@inner
+def _sum_plain(x, numbers, factor, worst):
+    noise, nonzero, infinite, worse = np.float32(0), np.uint32(0), np.uint32(0), np.uint32(0)
+    for i in range(x.size):
+        value, y = _value(x[i]), _rounded(x[i], numbers)
+        error = _finite_difference(y, value)
+        noise = _plus_square(noise, error, factor)
+        nonzero = _plus_nonzero(nonzero, y)
+        infinite = _plus_infinite(infinite, y)
+        worse = _or_worse(worse, error, y, value, worst)
+    return noise, nonzero, infinite, worse
+
+
+@inner
+def _sum_squares(x, factor):
+    total = np.float32(0)
+    for i in range(x.size):
+        total = _plus_square(total, _value(x[i]), factor)
+    return total
+
+
+@inner
+def _share(y, x):
+    """|y - x| / |x| where y is neither zero nor infinite; 0 where it is."""
+    return np.float32(0) if y == 0 or np.isinf(y) else abs(y - x) / abs(x)
+
+
+@inner
+def _largest_scaled(x, scale, numbers, cuts):
+    found = np.float32(0)
+    for i in range(x.size):
+        found = max(found, _share(_scaled_value(x[i], scale[i], numbers, cuts), _value(x[i])))
+    return found
+
+
+@inner
+def _largest_plain(x, numbers):
+    found = np.float32(0)
+    for i in range(x.size):
+        found = max(found, _share(_rounded(x[i], numbers), _value(x[i])))
+    return found
+
+
+@inner
+def _spread(scale, levels, out):
+    for i in range(scale.size):
+        fill(out, i << len(levels), scale[i], levels)
+
+
+# The largest share is a division an element, and seldom grows: a loop multiplies to see whether it does.
+
+
+@inner
+def _above(share):
+    """A little more: the share itself was rounded."""
+    return np.float32(share) * np.float32(1 + 2.0**-22)
+
+
+@Kernel
+def _scaled(x, scale, levels, numbers, cuts, factor, found):
+    parts, pieces = len(found), (x.size + PIECE - 1) // PIECE
+    for part in numba.prange(parts):
+        by, mine = np.empty(PIECE, np.float32), found[part]
+        for p in range(pieces * part // parts, pieces * (part + 1) // parts):
+            a, b = p * PIECE, min(x.size, (p + 1) * PIECE)
+            _spread(scale[a >> len(levels) : b >> len(levels)], levels, by)
+            noise, nonzero, worse = _sum_scaled(x[a:b], by, numbers, cuts, factor, _above(mine[3]))
+            mine[0] += noise
+            mine[1] += nonzero
+            if worse >> np.uint32(31):
+                mine[3] = max(mine[3], _largest_scaled(x[a:b], by, numbers, cuts))
+
+
+@Kernel
+def _plain(x, numbers, factor, found):
+    parts, pieces = len(found), (x.size + PIECE - 1) // PIECE
+    for part in numba.prange(parts):
+        mine = found[part]
+        for p in range(pieces * part // parts, pieces * (part + 1) // parts):
+            piece = x[p * PIECE : min(x.size, (p + 1) * PIECE)]
+            noise, nonzero, infinite, worse = _sum_plain(piece, numbers, factor, _above(mine[3]))
+            mine[0] += noise
+            mine[1] += nonzero
+            mine[2] += infinite
+            if worse >> np.uint32(31):
+                mine[3] = max(mine[3], _largest_plain(piece, numbers))
+
+
+@Kernel
+def _squares(x, factor, found):
+    parts, pieces = len(found), (x.size + PIECE - 1) // PIECE
+    for part in numba.prange(parts):
+        for p in range(pieces * part // parts, pieces * (part + 1) // parts):
+            found[part] += _sum_squares(x[p * PIECE : min(x.size, (p + 1) * PIECE)], factor)
+
+
+# ---- scales --------------------------------------------------------------------------------------------------------
+
+
+@Kernel
+def _maxima(x, found):
+    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, x.size)
+        one, two = np.empty(CHUNK // 2, np.uint32), np.empty(CHUNK // 2, np.uint32)
+        found[a >> 4 : b >> 4] = block_maxima(x[a:b], 4, one, two)
+
+
+@inner
+def _to_divide(amax, scale):
+    """Where a tile is zero, or its scale is, any value over the scale shall be zero."""
+    for i in range(amax.size):
+        if amax[i] == 0 or scale[i] == 0:
+            scale[i] = _HUGE
+
+
+@Kernel
+def _absmax(amax, largest, scale):
+    absmax_scales(amax, scale, largest)
+    _to_divide(amax, scale)
+
+
+@Kernel
+def _two_level(amax, whole, numbers, codes, decoding, scale):
+    two_level_scales(amax, np.empty(amax.size, np.uint8), scale, whole, numbers, codes, decoding)
+    _to_divide(amax, scale)
+
+
+@Kernel
+def _power(amax, rule, scale):
+    power_scales(amax, np.empty(amax.size, np.uint8), scale.view(np.uint32), rule)
+    _to_divide(amax, scale)
