@@ -112,11 +112,11 @@ def _errors(
     plain = not scan.table.nonfinite and amax < ROOM
     fused = {name: CastErrors(q, amax) for name, q in rest.items() if plain and knows(q, columns)}
     others = {name: Errors() for name in rest if name not in fused}
-    signal, buffer = 0.0, _Buffer()
+    signal, buffer = sum(errors.signal for errors in found.values()) / max(len(found), 1), _Buffer()
     for chunk in stored_pieces(checkpoint, tensor, progress):
         if fused:
             rows = Rows(as_bits(chunk, tensor.dtype), columns)
-            signal += rows.squares(amax)
+            signal += 0.0 if found else rows.squares(amax)
             for cast in fused.values():
                 cast.add(rows)
         if others:

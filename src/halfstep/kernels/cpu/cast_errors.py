@@ -148,8 +148,10 @@ def _parts(size: int) -> int:
 
 def _in_bands(amax: NDArray[np.uint32], high: int) -> NDArray[np.uint32]:
     """Of each column the largest of every `high` rows, in each of these rows."""
-    bands = [amax[i : i + high] for i in range(0, len(amax), high)]
-    return np.concatenate([np.broadcast_to(band.max(0), band.shape) for band in bands]).ravel()
+    whole = len(amax) // high * high
+    bands = amax[:whole].reshape(-1, high, amax.shape[1]).max(1).repeat(high, 0)
+    rest = amax[whole:].max(0, initial=0) if whole < len(amax) else amax[:0]
+    return np.concatenate([bands, np.broadcast_to(rest, amax[whole:].shape)]).ravel()
 
 
 @cache
