@@ -83,6 +83,12 @@ def _went_through(same: Sequence[Evidence], origin: Origin) -> str:
         shares = [one.origin.share * one.numel for one in same if one.origin]
         share = sum(shares) / _values(same)
         return f"stored {stored}, {percent(share)} of values exactly {names}: {names} values, partly written since"
+    if origin.tiled:
+        tile = "row" if origin.scale == "row" else f"{origin.scale} block"
+        return (
+            f"stored {stored}, every value looked at exactly {names} times a scale for each {tile}: "
+            f"quantised to {names} {'by rows' if tile == 'row' else 'in blocks'} before it was stored"
+        )
     if origin.scale is not None:
         scales = {one.origin.scale for one in same if one.origin}
         word = "scales of any size" if "any" in scales else "powers of two" if len(scales) > 1 else f"{scales.pop()}"
