@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 
 from halfstep.checkpoint import Report, RoleReport, TensorReport
+from halfstep.checkpoint.layers import SchemeReport
 from halfstep.checkpoint.report import Cast, WhatIf
 from halfstep.checkpoint.statistics import Statistics
 from halfstep.checkpoint.verdict import percent
@@ -18,6 +19,7 @@ from halfstep.printable import printable
 _COLUMNS = ("values", "stored", "bits say", "bits", "log2", "exact bf16", "exact fp16", "fp16 subn.")
 _RIGHT = ("values", "bits", "exact bf16", "exact fp16", "fp16 subn.")
 _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # for tables of 80 columns
+_SCHEMES = ("layers", "weights", "bits a weight")
 _LISTED = 10
 
 
@@ -30,12 +32,19 @@ def show(report: Report, tensors: bool) -> None:
     lines.print(f"verdict ({report.verdict.confidence}): {printable(report.verdict.text)}")
     for text in report.contradictions:
         lines.print(f"contradiction: {printable(text)}", style="bold yellow")
+    for text in report.findings[:_LISTED]:
+        lines.print(f"broken: {printable(text)}", style="bold yellow")
+    if len(report.findings) > _LISTED:
+        lines.print(f"and {len(report.findings) - _LISTED} more broken layers: --json prints all")
     if report.config_dtype is not None:
         lines.print(f"config.json says {printable(report.config_dtype)}")
     if report.known is not None:
         lines.print(f"{printable(report.known.source)} says: {printable(report.known.text)}")
     lines.print()
     show_table(["role", "count", *_COLUMNS], [_role(role) for role in report.roles], right=("count", *_RIGHT))
+    if report.schemes:
+        lines.print()
+        show_table(["quantised", *_SCHEMES, "what they hold"], [_scheme(one) for one in report.schemes], right=_SCHEMES)
     if tensors:
         lines.print()
         show_table(["tensor", "shape", *_COLUMNS[1:]], [_tensor(one) for one in report.tensors], right=_RIGHT)
@@ -61,9 +70,13 @@ def _role(role: RoleReport) -> list[str]:
     ]
 
 
+def _scheme(found: SchemeReport) -> list[str]:
+    return [found.scheme, str(found.layers), f"{found.values:,}", f"{found.bits:.4g}", found.text]
+
+
 def _tensor(tensor: TensorReport) -> list[str]:
     shape = "x".join(str(size) for size in tensor.shape) or "scalar"
-    said = _said(tensor.origin.key) if tensor.origin else "-"
+    said = tensor.layer.scheme if tensor.layer else _said(tensor.origin.key) if tensor.origin else "-"
     return [printable(tensor.name), shape, _SHORT.get(tensor.dtype, tensor.dtype), said, *_numbers(tensor.statistics)]
 
 
