@@ -33,11 +33,13 @@ def scales(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 LAYOUTS: dict[str, tuple[Parts, str, int, str, float]] = {
     "deepseek": (
         {"weight": e4m3(256, 384), "weight_scale_inv": scales(2, 3)},
-        "fine-grained FP8", 256 * 384, "float8_e4m3fn codes with a float32 scale for each 128x128 block", 8 + 32 / 2**14,
+        "fine-grained FP8", 256 * 384,
+        "float8_e4m3fn codes with a float32 scale for each 128x128 block", 8 + 32 / 2**14,
     ),
     "deepseek, ragged": (
         {"weight": e4m3(576, 200), "weight_scale_inv": scales(5, 2)},
-        "fine-grained FP8", 576 * 200, "float8_e4m3fn codes with a float32 scale for each 128x128 block", 8 + 320 / 115200,
+        "fine-grained FP8", 576 * 200,
+        "float8_e4m3fn codes with a float32 scale for each 128x128 block", 8 + 320 / 115200,
     ),
     "ue8m0 scales": (
         {"weight": e4m3(256, 256), "weight_scale_inv": torch.exp2(torch.randn(2, 2).round())},
@@ -198,10 +200,10 @@ def test_a_part_that_is_missing_is_found(tmp_path):
 def test_shapes_that_do_not_fit_are_found(tmp_path, name):
     parts = LAYOUTS[name][0]
     scale = next(part for part in parts if "scale" in part or part == "SCB")
-    report = halfstep.inspect(saved(tmp_path, {Q: {**parts, scale: scales(3, 7).to(parts[scale].dtype)}}))
+    report = halfstep.inspect(saved(tmp_path, {Q: {**parts, scale: scales(3, 11).to(parts[scale].dtype)}}))
     first = next(iter(parts))
     assert [text.partition(" (")[0] for text in report.findings] == [f"{Q}.{first}"]
-    assert "scales of shape 3x7 do not fit together" in report.findings[0]
+    assert "scales of shape 3x11 do not fit together" in report.findings[0]
     assert report.schemes == ()
 
 
@@ -220,11 +222,19 @@ PACKED = "packed int: int4 codes with a bfloat16 scale for each 1x32 block"
     ("name", "declared", "said"),
     [
         ("deepseek", {"quant_method": "fp8", "weight_block_size": [128, 128]}, None),
-        ("deepseek", {"quant_method": "fp8", "weight_block_size": [64, 64]}, f"says blocks of 64x64; the files hold {FP8}"),
+        (
+            "deepseek",
+            {"quant_method": "fp8", "weight_block_size": [64, 64]},
+            f"says blocks of 64x64; the files hold {FP8}",
+        ),
         ("deepseek", {"quant_method": "gptq", "bits": 4}, f"says quantised by gptq; the files hold {FP8}"),
         ("deepseek", {"quant_method": "of tomorrow"}, None),
         ("gptq", {"quant_method": "gptq", "bits": 4, "group_size": 128}, None),
-        ("gptq", {"quant_method": "gptq", "bits": 8, "group_size": 128}, f"says 8 bits a weight; the files hold {GPTQ}"),
+        (
+            "gptq",
+            {"quant_method": "gptq", "bits": 8, "group_size": 128},
+            f"says 8 bits a weight; the files hold {GPTQ}",
+        ),
         ("gptq", {"quant_method": "gptq", "bits": 4, "group_size": 64}, f"says groups of 64; the files hold {GPTQ}"),
         (
             "packed int4",
@@ -233,7 +243,11 @@ PACKED = "packed int: int4 codes with a bfloat16 scale for each 1x32 block"
         ),
         ("bitsandbytes int8", {"quant_method": "bitsandbytes", "load_in_8bit": True}, None),
         ("mxfp4, gpt-oss", {"quant_method": "mxfp4"}, None),
-        (None, {"quant_method": "awq", "bits": 4}, "says quantised by awq; the files hold no quantised layer of a known layout"),
+        (
+            None,
+            {"quant_method": "awq", "bits": 4},
+            "says quantised by awq; the files hold no quantised layer of a known layout",
+        ),
         (None, {"quant_method": ["odd"], "bits": {}}, None),
         (None, "odd", None),
     ],
@@ -246,7 +260,8 @@ def test_what_config_json_says_is_compared(tmp_path, name, declared, said):
 
 def test_codes_of_plain_types_are_no_layers(tmp_path):
     plain = {"weight": e4m3(64, 32), "bias": scales(64)}
-    report = halfstep.inspect(saved(tmp_path, {Q: plain, UP: {"weight": torch.randn(8, 8), "step": codes(3)}}))
+    layers = {Q: plain, UP: {"weight": torch.randn(8, 8), "step": codes(3)}}
+    report = halfstep.inspect(saved(tmp_path, layers, {"dtype": "float8_e4m3fn"}))
     assert report.schemes == report.findings == report.contradictions == ()
 
 
@@ -264,7 +279,7 @@ def test_layers_are_shown(tmp_path, capsys):
     report = halfstep.inspect(saved(tmp_path, {Q: DEEPSEEK, UP: {"weight": DEEPSEEK["weight"]}}))
     show(report, tensors=True)
     text = " ".join(capsys.readouterr().out.split())
-    assert "fine-grained FP8 1 98,304 8.004" in text
+    assert "1 fine-grained FP8 layer of 8.002 bits a weight, 98,304 weights: float8_e4m3fn codes" in text
     assert f"broken: {UP}.weight (fine-grained FP8): no weight_scale_inv beside it" in text
     page = to_html(report)
     assert "<h2>Quantised layers</h2>" in page

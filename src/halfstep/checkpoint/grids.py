@@ -126,8 +126,9 @@ def _grid(name: str) -> Magnitudes:
 def _bits(levels: Magnitudes, grid: Magnitudes, wide: Float | None, tops: int = _TOPS) -> Magnitudes | None:
     """Of each level the bits of evidence in its lying on the grid times one scale; None if they do not all.
 
-    The largest level is one of the `tops` largest values. A level is found if it lies within two roundings to `wide` (of it and of the largest) of a value of the grid times
-    the scale. A random one would by the chance that this width has in the room between two values.
+    The largest level is one of the `tops` largest values. Another is found if it lies within two roundings to `wide`
+    (its own and the largest one's) of a value of the grid times the scale. A random one would by the chance that this
+    width has in the room between two values.
     """
     if levels.size > grid.size:
         return None
@@ -142,5 +143,6 @@ def _bits(levels: Magnitudes, grid: Magnitudes, wide: Float | None, tops: int = 
     fits = (np.abs(scaled - near) <= tolerance).all(1)
     if not fits.any():
         return None
-    bits: Magnitudes = -np.log2(np.minimum(2 * tolerance / (high - low), 1.0))[fits]
-    return bits[bits.sum(1).argmax()]
+    bits = -np.log2(np.minimum(2 * tolerance / (high - low), 1.0))[fits]
+    best: Magnitudes = bits[bits.sum(1).argmax()]
+    return best

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 
-from halfstep.checkpoint.schemes import SCHEMES, Scheme, Shape, tile_of
+from halfstep.checkpoint.schemes import BLOCKS, SCHEMES, Scheme, Shape, tile_of
 from halfstep.checkpoint.stored import StoredTensor
 
 
@@ -124,7 +124,9 @@ def _name(stem: str, suffix: str) -> str:
 def _layer(scheme: Scheme, parts: dict[str, StoredTensor]) -> tuple[Layer | None, list[str]]:
     """The layer, None where its shapes do not fit, and what is wrong with it."""
     codes, scale = parts["codes"], parts[scheme.scale]
-    wrong = [f"{codes.name} ({scheme.name}): no {suffix.strip('/._')} beside it" for suffix in scheme.needs if suffix not in parts]
+    stem = codes.name.removesuffix(scheme.codes)
+    missing = [_last(_name(stem, suffix)) for suffix in scheme.needs if suffix not in parts]
+    wrong = [f"{codes.name} ({scheme.name}): no {name} beside it" for name in missing]
     shape = scheme.packing.shape(parts)
     values = prod(shape or (0,))
     tile = _tile(scheme, shape, scale.shape) if shape is not None and values else None
@@ -149,12 +151,12 @@ def _tile(scheme: Scheme, shape: Shape, scale: Shape) -> str | None:
         return None
     rows, columns = tile
     words = {(0, 0): "tensor", (1, 0): "row", (0, 1): "column"}
-    return words.get(tile, f"{rows or shape[-2]}x{columns or shape[-1]} block")
+    return words.get(tile, f"{rows or (1, *shape)[-2]}x{columns or (1, *shape)[-1]} block")
 
 
 def _block(values: int, scales: int) -> int | None:
-    """The power of two that is the length of blocks, the last of which may be short."""
-    return next((size for size in (1 << n for n in range(4, 13)) if -(-values // size) == scales), None)
+    """The length of blocks of which the last may be short."""
+    return next((size for size in BLOCKS if -(-values // size) == scales), None)
 
 
 def _left_over(tensors: Sequence[StoredTensor], used: Mapping[str, Scheme], codes: set[str]) -> list[str]:

@@ -32,7 +32,7 @@ class Origin:
     full: bool = False
     """Values use all bits of the stored type."""
     scale: str | None = None
-    """How values of 8 bits or less were scaled: by one power of two ("2^-7"), several ("2^k"), a number of any size
+    """How values of 8 bits or less, or of fp16, were scaled: by one power of two ("2^-7"), several ("2^k"), a number of any size
     ("any") or one for each tile ("row", "128x128", "1x32" ...), of which the matrix's first rows are evidence."""
     evidence: float = 0.0
     """Bits: random mantissas fit so by a chance of 2^-evidence. For `full`, 0: a counterexample needs no chance."""
@@ -111,7 +111,7 @@ def _tiled(scan: Scan, cast: Origin, wide: Float | None) -> Origin | None:
     """Values of 8 bits or less that have a scale for each tile, rounded to what they were cast to since."""
     if scan.corner is None:
         return None
-    if cast.through and cast.share == 1:
+    if cast.through and cast.share == 1:  # of a format of 16 bits or tf32
         casts = [formats.get(name, Float) for name in cast.through] + ([wide] if wide else [])
         wide = min(casts, key=lambda format: format.significant_bits)
     match = fit_tiles(scan.corner, wide)
@@ -129,6 +129,8 @@ def _cast(scan: Scan, stored: str, wide: Float | None, telling: int) -> Origin:
     # Of two that hold, one may follow from the other: beside the more evident one it must be evident itself.
     held.sort(key=lambda name: -fits[name].bits)
     held = [a for i, a in enumerate(held) if all(fit(scan, casts[a], casts[b]).accepted for b in held[:i])]
+    if held == ["tf32"] and (best := scan.table.best_shift(casts["fp16"])) and best[1] == scan.table.nonzero:
+        return Origin(stored, ("fp16",), scale=f"2^{best[0]}", evidence=fits["tf32"].bits, telling=telling)
     if held:
         return Origin(stored, tuple(held), evidence=min(fits[name].bits for name in held), telling=telling)
     partly = {name: found for name, found in fits.items() if _stands_out(found)}

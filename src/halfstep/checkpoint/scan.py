@@ -76,8 +76,8 @@ class Corner:
 
     def magnitudes(self, bits: NDArray[Any]) -> NDArray[np.float64]:
         """Those of some of the bits which are finite and above zero."""
-        found = bits.view(np.float32).astype(np.float64) if self.values is None else self.values[bits]
-        found = np.abs(found)
+        values = bits.view(np.float32) if self.values is None else self.values[bits]
+        found: NDArray[np.float64] = np.abs(values.astype(np.float64))
         return found[(found > 0) & (found < np.inf)]
 
 

@@ -180,6 +180,10 @@ SCHEMES = (
 """All layouts; the first that fits a layer wins."""
 
 
+BLOCKS = (128, 64, 32, 16, 256, 512, 1024, 2048, 4096)
+"""Lengths of blocks, the usual ones first."""
+
+
 def tile_of(shape: Shape, scale: Shape, preferred: tuple[int, int] | None) -> tuple[int, int] | None:
     """Of how many rows and columns each scale is, 0 for all; None where the shapes do not fit.
 
@@ -194,7 +198,9 @@ def tile_of(shape: Shape, scale: Shape, preferred: tuple[int, int] | None) -> tu
         scale = (*scale, 1)
     if scale[:-2] != lead or len(scale) < 2:
         return None
-    if preferred is not None and scale[-2:] == tuple(-(-n // (b or n)) for n, b in zip((rows, columns), preferred, strict=True)):
+    if preferred is not None and scale[-2:] == tuple(
+        -(-n // (b or n)) for n, b in zip((rows, columns), preferred, strict=True)
+    ):
         return preferred
     down, across = (_size(n, count) for n, count in zip((rows, columns), scale[-2:], strict=True))
     return None if down is None or across is None else (down, across)
@@ -205,5 +211,4 @@ def _size(size: int, count: int) -> int | None:
         return 0
     if count == size:
         return 1
-    found = (block for block in (128, 64, 32, 16, 256, 512, 1024) if -(-size // block) == count)
-    return next(found, size // count if count and size % count == 0 else None)
+    return next((block for block in BLOCKS if -(-size // block) == count), None)

@@ -115,6 +115,11 @@ def _went_through(same: Sequence[Evidence], origin: Origin) -> str:
             f"stored {stored}, every value looked at exactly {names} times a scale for each {tile}: "
             f"quantised to {names} {'by rows' if tile == 'row' else 'in blocks'} before it was stored"
         )
+    if names == "fp16" and origin.scale is not None:
+        return (
+            f"stored {stored}, every value exactly fp16 times a power of two: weights kept in scaled fp16 (FP8-LM), "
+            "or tf32 (bits cannot tell which)"
+        )
     if origin.scale is not None:
         scales = {one.origin.scale for one in same if one.origin}
         word = "scales of any size" if "any" in scales else "powers of two" if len(scales) > 1 else f"{scales.pop()}"
@@ -207,7 +212,12 @@ def contradictions(weights: Sequence[Evidence], config: str | None, known: Known
         if one.layer is not None:
             continue  # codes: config.json names the type to compute in
         sized[one.dtype] = sized.get(one.dtype, 0) + one.numel
-        if one.origin is not None and one.origin.share == 1 and one.origin.scale is None and one.origin.confidence in ("certain", "likely"):
+        if (
+            one.origin is not None
+            and one.origin.share == 1
+            and one.origin.scale is None
+            and one.origin.confidence in ("certain", "likely")
+        ):
             for name in one.origin.through:
                 through[name] = through.get(name, 0) + one.numel
     total = sum(sized.values()) or 1

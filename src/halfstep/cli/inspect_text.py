@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 
 from halfstep.checkpoint import Report, RoleReport, TensorReport
-from halfstep.checkpoint.layers import SchemeReport
 from halfstep.checkpoint.report import Cast, WhatIf
 from halfstep.checkpoint.statistics import Statistics
 from halfstep.checkpoint.verdict import percent
@@ -19,7 +18,6 @@ from halfstep.printable import printable
 _COLUMNS = ("values", "stored", "bits say", "bits", "log2", "exact bf16", "exact fp16", "fp16 subn.")
 _RIGHT = ("values", "bits", "exact bf16", "exact fp16", "fp16 subn.")
 _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # for tables of 80 columns
-_SCHEMES = ("layers", "weights", "bits a weight")
 _LISTED = 10
 
 
@@ -42,9 +40,8 @@ def show(report: Report, tensors: bool) -> None:
         lines.print(f"{printable(report.known.source)} says: {printable(report.known.text)}")
     lines.print()
     show_table(["role", "count", *_COLUMNS], [_role(role) for role in report.roles], right=("count", *_RIGHT))
-    if report.schemes:
-        lines.print()
-        show_table(["quantised", *_SCHEMES, "what they hold"], [_scheme(one) for one in report.schemes], right=_SCHEMES)
+    for one in report.schemes:
+        lines.print(f"{one.size}, {one.values:,} weights: {one.text}")
     if tensors:
         lines.print()
         show_table(["tensor", "shape", *_COLUMNS[1:]], [_tensor(one) for one in report.tensors], right=_RIGHT)
@@ -68,10 +65,6 @@ def _role(role: RoleReport) -> list[str]:
         said,
         *numbers,
     ]
-
-
-def _scheme(found: SchemeReport) -> list[str]:
-    return [found.scheme, str(found.layers), f"{found.values:,}", f"{found.bits:.4g}", found.text]
 
 
 def _tensor(tensor: TensorReport) -> list[str]:
