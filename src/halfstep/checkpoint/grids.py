@@ -90,6 +90,9 @@ def _fits(corner: Corner, tile: Tile, names: list[str], wide: Float | None) -> l
     evidence = dict.fromkeys(names, -float(np.log2(len(TILES) * len(GRIDS))))
     for values in _tiles(corner, tile):
         levels = np.unique(values)
+        if levels.size == 1:  # fits every grid
+            seen = np.union1d(seen, levels)
+            continue
         new = ~np.isin(levels[:-1], seen)
         found = {name: _bits(levels, _grid(name), wide) for name in evidence}
         evidence = {
