@@ -116,7 +116,7 @@ def test_zero_blocks_and_values_that_are_not_finite_are_passed_over(tmp_path):
     assert origin(tmp_path, values.bfloat16()).key == "scaled float8_e4m3fn 128x128"
 
 
-@pytest.mark.parametrize("place", [(0, 3), (0, 300), (7, 0)])
+@pytest.mark.parametrize("place", [(0, 3), (0, 300)])
 def test_one_counterexample_refutes(tmp_path, place):
     values = quantised(weights(256, 384), "float8_e4m3fn", 128, 128).bfloat16()
     block = values[:128, place[1] // 128 * 128 :][:, :128]

@@ -32,8 +32,8 @@ class Origin:
     full: bool = False
     """Values use all bits of the stored type."""
     scale: str | None = None
-    """How values of 8 bits or less, or of fp16, were scaled: by one power of two ("2^-7"), several ("2^k"), a number of any size
-    ("any") or one for each tile ("row", "128x128", "1x32" ...), of which the matrix's first rows are evidence."""
+    """How values of 8 bits or less, or of fp16, were scaled: by one power of two ("2^-7"), several ("2^k"), a number
+    of any size ("any"), or one for each tile ("row", "128x128", "1x32" ...), of which the first rows are evidence."""
     evidence: float = 0.0
     """Bits: random mantissas fit so by a chance of 2^-evidence. For `full`, 0: a counterexample needs no chance."""
     telling: int = 0
