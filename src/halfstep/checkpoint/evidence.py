@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from halfstep import formats
 from halfstep.checkpoint.scan import Scan
 from halfstep.checkpoint.table import WIDTH, allowed_bits
 from halfstep.formats import Float
@@ -18,8 +16,6 @@ ENOUGH = 10.0
 
 CERTAIN = 40.0
 """Bits from which on a conclusion counts as certain: a chance of 1 in 10^12."""
-
-_LOOKED = 6.0  # log2 of the formats and scales that are tried: the chance that one of them fits is so much larger
 
 
 @dataclass(frozen=True)
@@ -63,31 +59,3 @@ def fit(scan: Scan, narrow: Float, wide: Float | None) -> Fit:
     once = min(1.0, scan.distinct / count) if count else 0.0
     expected = float((able * chance).sum() / able.sum()) if able.sum() else 0.0
     return Fit(count, table.nonzero - int(table.sums[rows, few].sum()), bits * once, expected)
-
-
-LEVELS = ("float8_e4m3fn", "float8_e5m2", "int8", "float4_e2m1fn")
-"""Formats whose values, times any scale, are looked for among a tensor's few distinct magnitudes."""
-
-
-def fit_levels(levels: NDArray[np.float64], wide: Float | None) -> tuple[str, Fit] | None:
-    """The format of 8 bits or less of which all magnitudes are multiples by one scale, and the evidence; or None.
-
-    A magnitude is found if it lies within two roundings to `wide` of a value of the format times the scale.
-    """
-    relative = 2.0 ** (1 - (wide.significant_bits if wide else 53)) * 1.01
-    step = wide.min_subnormal / levels[-1] if wide else 0.0
-    for name in LEVELS:
-        values = np.unique(np.abs([v for v in formats.get(name).values() if np.isfinite(v) and v != 0]))
-        for top in values[::-1][:16]:
-            scaled = levels / levels[-1] * top
-            place = np.clip(np.searchsorted(values, scaled), 1, values.size - 1)
-            near = np.where(scaled - values[place - 1] < values[place] - scaled, values[place - 1], values[place])
-            tolerance = relative * near + step * top
-            if (np.abs(scaled - near) > tolerance).any():
-                continue
-            room = values[place] - values[place - 1]
-            bits = float(-np.log2(np.minimum(2 * tolerance / room, 1.0))[:-1].sum())  # the largest fits by choice
-            found = Fit(levels.size, 0, max(bits - _LOOKED, 0.0))
-            if found.accepted:
-                return name, found
-    return None

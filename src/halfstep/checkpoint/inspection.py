@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from halfstep.checkpoint.declared import disagreements
+from halfstep.checkpoint.layers import Layers, find_layers, summed
 from halfstep.checkpoint.opening import open_checkpoint
 from halfstep.checkpoint.origin import origin, stored_format
 from halfstep.checkpoint.quick import quick_origin
@@ -48,8 +50,10 @@ def inspect(
     stored: dict[str, TensorReport] = {}
     duplicates, tables = _Duplicates(checkpoint), dict[str, Table]()
     tensors = []
+    layers = find_layers(checkpoint.tensors)
+    parts = layers.parts
     for tensor in checkpoint.tensors:
-        role = role_of(tensor.name)
+        role = "scales" if tensor.name in parts else role_of(tensor.name)
         if tensor.nbytes and tensor.storage in stored:
             first = stored[tensor.storage]
             tensors.append(replace(first, name=tensor.name, role=role, tied_to=first.name, duplicate_of=None))
@@ -73,8 +77,25 @@ def inspect(
             progress(tensor.nbytes)
         stored[tensor.storage] = found
         tensors.append(found)
+    tensors, findings = _confirmed(tensors, layers)
     report = _report(checkpoint, tuple(tensors), tables, quick, known)
-    return replace(report, casts=trials.found())
+    return replace(report, findings=findings, casts=trials.found())
+
+
+def _confirmed(tensors: list[TensorReport], layers: Layers) -> tuple[list[TensorReport], tuple[str, ...]]:
+    """Each tensor of codes with its layer, as far as the bits of its scales confirm that; and what they do not."""
+    counted = {tensor.name: tensor.statistics for tensor in tensors if tensor.role == "scales" and tensor.statistics}
+    findings, found = list(layers.findings), []
+    for tensor in tensors:
+        layer = layers.by_codes.get(tensor.name)
+        scales = counted.get(layer.parts[0]) if layer is not None else None
+        if layer is not None and scales is not None:
+            if scales.nonfinite:
+                findings.append(f"{layer.parts[0]}: {scales.nonfinite} of {scales.values} scales are not finite")
+            powers = scales.significant_bits == 1 and scales.nonzero > 1 and layer.scale != "float8_e8m0fnu"
+            layer = replace(layer, powers=powers)
+        found.append(tensor if layer is None else replace(tensor, layer=layer))
+    return found, tuple(findings)
 
 
 def _report(
@@ -93,8 +114,12 @@ def _report(
     config = _config_dtype(checkpoint)
     found = whole(judged, weights or [_evidence(tensor) for tensor in own])
     masters = [role.verdict.text for role in present if role.role == "master" and weights]
+    quantised = [tensor.layer for tensor in own if tensor.layer is not None]
     if masters:
         found = replace(found, text=f"{found.text}. Beside them master copies: {masters[0]}")
+    schemes = summed(quantised)
+    if schemes:
+        found = replace(found, text=f"{found.text}. In all {', '.join(one.size for one in schemes)}")
     return Report(
         checkpoint.path,
         checkpoint.kind,
@@ -104,8 +129,9 @@ def _report(
         found,
         config,
         known,
-        contradictions(weights, config, known),
+        (*disagreements(checkpoint.config, quantised), *contradictions(weights, config, known)),
         quick,
+        schemes=schemes,
     )
 
 
@@ -135,10 +161,11 @@ def _evidence(tensor: TensorReport) -> Evidence:
     counted = tensor.statistics
     return Evidence(
         tensor.dtype,
-        tensor.numel,
+        tensor.layer.values if tensor.layer else tensor.numel,
         tensor.origin,
         counted.nonzero if counted else 0,
         counted.fp16_subnormal if counted else 0,
+        tensor.layer,
     )
 
 

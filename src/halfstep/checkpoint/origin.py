@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfstep import formats
-from halfstep.checkpoint.evidence import CERTAIN, ENOUGH, Fit, fit, fit_levels
+from halfstep.checkpoint.evidence import CERTAIN, ENOUGH, Fit, fit
+from halfstep.checkpoint.grids import fit_levels, fit_tiles
 from halfstep.checkpoint.scan import Scan
 from halfstep.formats import Float
+from halfstep.quant.tile import ROW
 
 
 _CASTS = ("bf16", "fp16", "tf32")
@@ -30,8 +32,8 @@ class Origin:
     full: bool = False
     """Values use all bits of the stored type."""
     scale: str | None = None
-    """How values of 8 bits or less were scaled: by one power of two ("2^-7"), several ("2^k") or a number of any size
-    ("any")."""
+    """How values of 8 bits or less, or of fp16, were scaled: by one power of two ("2^-7"), several ("2^k"), a number
+    of any size ("any"), or one for each tile ("row", "128x128", "1x32" ...), of which the first rows are evidence."""
     evidence: float = 0.0
     """Bits: random mantissas fit so by a chance of 2^-evidence. For `full`, 0: a counterexample needs no chance."""
     telling: int = 0
@@ -41,11 +43,18 @@ class Origin:
 
     @property
     def key(self) -> str:
-        """The conclusion in one word, to group tensors by: "bf16", "bf16+fp16", "scaled float8_e4m3fn", "full" ..."""
+        """The conclusion in one word, to group tensors by: "bf16", "bf16+fp16", "scaled float8_e4m3fn",
+        "scaled float8_e4m3fn 128x128", "full" ..."""
         if self.through:
             word = "+".join(self.through)
-            return f"{'partly ' if self.share < 1 else ''}{'scaled ' if self.scale else ''}{word}"
+            tile = f" {self.scale}" if self.tiled else ""
+            return f"{'partly ' if self.share < 1 else ''}{'scaled ' if self.scale else ''}{word}{tile}"
         return "full" if self.full else "unknown"
+
+    @property
+    def tiled(self) -> bool:
+        """Whether there is a scale of any size for each tile."""
+        return self.scale is not None and self.scale != "any" and not self.scale.startswith("2^")
 
     @property
     def confidence(self) -> str:
@@ -68,7 +77,10 @@ def origin(scan: Scan, stored: str) -> Origin:
     wide = stored_format(stored)
     if wide is not None and wide.bits <= 8:
         return Origin(stored, full=True, telling=telling)
-    return _narrow(scan, stored, wide, telling) or _cast(scan, stored, wide, telling)
+    if found := _narrow(scan, stored, wide, telling):
+        return found
+    found = _cast(scan, stored, wide, telling)
+    return _tiled(scan, found, wide) or found
 
 
 def stored_format(stored: str) -> Float | None:
@@ -91,8 +103,22 @@ def _narrow(scan: Scan, stored: str, wide: Float | None, telling: int) -> Origin
             scale = f"2^{best[0]}" if best is not None and one else "2^k"
             return Origin(stored, (name,), scale=scale, evidence=found.bits, telling=telling)
     if scan.levels is not None and (match := fit_levels(scan.levels, wide)):
-        return Origin(stored, (match[0],), scale="any", evidence=match[1].bits, telling=telling)
+        return Origin(stored, (match.format,), scale="any", evidence=match.fit.bits, telling=telling)
     return None
+
+
+def _tiled(scan: Scan, cast: Origin, wide: Float | None) -> Origin | None:
+    """Values of 8 bits or less that have a scale for each tile, rounded to what they were cast to since."""
+    if scan.corner is None:
+        return None
+    if cast.through and cast.share == 1:  # of a format of 16 bits or tf32
+        casts = [formats.get(name, Float) for name in cast.through] + ([wide] if wide else [])
+        wide = min(casts, key=lambda format: format.significant_bits)
+    match = fit_tiles(scan.corner, wide)
+    if match is None or match.tile is None:
+        return None
+    tile = "row" if match.tile == ROW else str(match.tile)
+    return Origin(cast.stored, (match.format,), scale=tile, evidence=match.fit.bits, telling=cast.telling)
 
 
 def _cast(scan: Scan, stored: str, wide: Float | None, telling: int) -> Origin:
@@ -103,6 +129,8 @@ def _cast(scan: Scan, stored: str, wide: Float | None, telling: int) -> Origin:
     # Of two that hold, one may follow from the other: beside the more evident one it must be evident itself.
     held.sort(key=lambda name: -fits[name].bits)
     held = [a for i, a in enumerate(held) if all(fit(scan, casts[a], casts[b]).accepted for b in held[:i])]
+    if held == ["tf32"] and (best := scan.table.best_shift(casts["fp16"])) and best[1] == scan.table.nonzero:
+        return Origin(stored, ("fp16",), scale=f"2^{best[0]}", evidence=fits["tf32"].bits, telling=telling)
     if held:
         return Origin(stored, tuple(held), evidence=min(fits[name].bits for name in held), telling=telling)
     partly = {name: found for name, found in fits.items() if _stands_out(found)}

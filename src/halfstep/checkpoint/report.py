@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from halfstep.checkpoint.layers import Layer, SchemeReport
 from halfstep.checkpoint.origin import Origin
 from halfstep.checkpoint.statistics import Statistics
 from halfstep.checkpoint.verdict import Known, Verdict
@@ -33,6 +34,8 @@ class TensorReport:
     """The first tensor that is stored in the same bytes of the file."""
     duplicate_of: str | None = None
     """The first tensor that has equal bytes elsewhere."""
+    layer: Layer | None = None
+    """Of codes, the quantised weight that they are of."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,10 @@ class Report:
     quick: bool = False
     casts: tuple[WhatIf, ...] = ()
     """What casts would cost, where that was asked for."""
+    schemes: tuple[SchemeReport, ...] = ()
+    """The quantised layers, where there are any."""
+    findings: tuple[str, ...] = ()
+    """What is broken in them."""
 
     @property
     def nbytes(self) -> int:
@@ -119,6 +126,8 @@ class Report:
             "config_dtype": self.config_dtype,
             "known": None if self.known is None else asdict(self.known),
             "contradictions": list(self.contradictions),
+            "schemes": [{**asdict(one), "bits": one.bits} for one in self.schemes],
+            "findings": list(self.findings),
             "casts": [
                 {**asdict(one.total), "worst": [{"tensor": name, **asdict(cast)} for name, cast in one.worst]}
                 for one in self.casts
@@ -131,4 +140,5 @@ class Report:
 def _tensor(tensor: TensorReport) -> dict[str, Any]:
     origin = tensor.origin
     said = None if origin is None else {**asdict(origin), "key": origin.key, "confidence": origin.confidence}
-    return {**asdict(tensor), "origin": said}
+    layer = None if tensor.layer is None else {**asdict(tensor.layer), "text": tensor.layer.text}
+    return {**asdict(tensor), "origin": said, "layer": layer}

@@ -30,10 +30,16 @@ OUTLIER = 6.0
 LEVELS = 256
 """Distinct values that a format of 8 bits can have."""
 
+BAND = 128
+"""Rows of a matrix among which scales of blocks are looked for: its first ones."""
+
 Progress = Callable[[int], None]
 """Told the bytes that were read."""
 
 _CHANNELS = 32  # fewer columns than this are no channels: a convolution's window, scales beside rows
+_LINES = 8  # rows that are looked at in all their length
+_WIDE = 4 * BAND  # columns of the band
+_LONGEST = 1 << 16  # columns of a matrix whose first rows are kept
 _SMALL = 1 << 15  # below this, sorting 16-bit codes is faster than counting them in a table of all codes
 _NARROW = (
     "bfloat16",
@@ -58,6 +64,24 @@ class Channels:
 
 
 @dataclass(frozen=True)
+class Corner:
+    """Bits of a matrix's first rows, where values may share scales."""
+
+    lines: NDArray[Any]
+    """The first 8 rows in full length."""
+    band: NDArray[Any]
+    """The first 128 rows, 512 columns of each."""
+    values: NDArray[np.float64] | None
+    """The values of all codes; None where the bits are those of float32."""
+
+    def magnitudes(self, bits: NDArray[Any]) -> NDArray[np.float64]:
+        """Those of some of the bits which are finite and above zero."""
+        values = bits.view(np.float32) if self.values is None else self.values[bits]
+        found: NDArray[np.float64] = np.abs(values.astype(np.float64))
+        return found[(found > 0) & (found < np.inf)]
+
+
+@dataclass(frozen=True)
 class Scan:
     """What one pass over a tensor found. `table` counts its values; magnitudes are of the finite ones, and exact."""
 
@@ -72,6 +96,8 @@ class Scan:
     channels: Channels | None = None
     codes: NDArray[np.int64] | None = None
     """Of a type of 8 or 16 bits, how often each of its codes occurs."""
+    corner: Corner | None = None
+    """Of a matrix of 16 or 32 bits."""
 
 
 def readable(tensor: StoredTensor) -> bool:
@@ -100,17 +126,18 @@ def _told(chunks: Iterator[NDArray[Any]], progress: Progress | None) -> Iterator
 
 def _scan_float32(chunks: Iterator[NDArray[Any]], tensor: StoredTensor) -> Scan:
     found, ends = np.zeros((kernel.ROWS, kernel.COLUMNS), np.int64), np.full(1, 0xFFFFFFFF, np.uint32)
-    columns, sample = _Columns(tensor, np.dtype(np.uint32), 0x7F800000), np.zeros(0, np.float32)
+    columns, sample, corner = _Columns(tensor, np.dtype(np.uint32), 0x7F800000), np.zeros(0, np.float32), None
     for chunk in chunks:
         bits = chunk.view(np.uint32)
         if not sample.size:
             sample = bits[:SAMPLE].view(np.float32).copy()
+            corner = _corner(tensor, bits)
         kernel.add_float32(bits, found, ends)
         columns.add(bits)
     table = from_kernel(found)
     smallest = float(ends.view(np.float32)[0]) if table.nonzero else 0.0
     as_floats = columns.largest.view(np.float32).astype(np.float64)
-    return _finished(table, as_floats.max(), smallest, np.unique(sample).astype(np.float64), columns, as_floats)
+    return _finished(table, as_floats.max(), smallest, np.unique(sample).astype(np.float64), columns, as_floats, corner)
 
 
 def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: StoredTensor) -> Scan:
@@ -118,8 +145,10 @@ def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: StoredTensor) -> Scan:
     times = np.zeros(values.size, np.int64)
     dtype = np.dtype(np.uint16 if values.size > LEVELS else np.uint8)
     finite = np.flatnonzero(np.isfinite(values[: values.size // 2]))
-    columns = _Columns(tensor, dtype, int(finite[-1]) + 1)
+    columns, corner = _Columns(tensor, dtype, int(finite[-1]) + 1), None
     for chunk in chunks:
+        if corner is None and values.size > LEVELS:
+            corner = _corner(tensor, chunk, values)
         if tensor.numel < _SMALL:
             codes, counts = np.unique(chunk, return_counts=True)
             times[codes] += counts
@@ -130,7 +159,8 @@ def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: StoredTensor) -> Scan:
     magnitudes = np.abs(used[np.isfinite(used) & (used != 0)])
     table = from_values(values[times > 0], times[times > 0])
     amax, smallest = magnitudes.max(initial=0.0), magnitudes.min(initial=np.inf)
-    return replace(_finished(table, amax, smallest, used, columns, values[columns.largest]), codes=times)
+    found = _finished(table, amax, smallest, used, columns, values[columns.largest], corner)
+    return replace(found, codes=times)
 
 
 def _scan_double(chunks: Iterator[NDArray[Any]]) -> Scan:
@@ -175,6 +205,16 @@ class _Columns:
         self._next = (self._next + bits.size) % self.largest.size
 
 
+def _corner(tensor: StoredTensor, first: NDArray[Any], values: NDArray[np.float64] | None = None) -> Corner | None:
+    """Of the first bits of a matrix; None where they are no row."""
+    columns = tensor.shape[-1] if len(tensor.shape) > 1 else 0
+    if not 0 < columns <= min(_LONGEST, first.size):
+        return None
+    rows = min(BAND, tensor.shape[-2], first.size // columns)
+    matrix = first[: rows * columns].reshape(rows, columns)
+    return Corner(matrix[:_LINES].copy(), matrix[:, :_WIDE].copy(), values)
+
+
 def _finished(
     table: Table,
     amax: float,
@@ -182,6 +222,7 @@ def _finished(
     distinct: NDArray[np.float64],
     columns: _Columns | None = None,
     by_column: NDArray[np.float64] | None = None,
+    corner: Corner | None = None,
 ) -> Scan:
     used = distinct[np.isfinite(distinct) & (distinct != 0)]
     informative = int((np.frexp(used)[0] % 0.5 != 0).sum())
@@ -189,7 +230,7 @@ def _finished(
     few = table.nonzero > LEVELS and levels.size <= LEVELS // 2
     channels = _channels(by_column) if columns is not None and columns.are_channels and by_column is not None else None
     smallest = float(smallest) if table.nonzero else 0.0
-    return Scan(table, float(amax), smallest, informative, levels if few else None, channels)
+    return Scan(table, float(amax), smallest, informative, levels if few else None, channels, corner)
 
 
 def _channels(amax: NDArray[np.float64]) -> Channels:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from halfstep.checkpoint.layers import Layer, summed
 from halfstep.checkpoint.origin import Origin
 
 
@@ -17,16 +18,33 @@ class Evidence:
     origin: Origin | None
     nonzero: int = 0
     fp16_subnormal: int = 0
+    layer: Layer | None = None
+    """What a tensor of codes holds; then `numel` counts its weights."""
+
+    @property
+    def key(self) -> str:
+        """What was found, in a word or two."""
+        if self.layer is not None:
+            return f"{self.layer.scheme}, {self.layer.tile}"
+        return self.origin.key if self.origin else "none"
+
+    @property
+    def confidence(self) -> str:
+        """How sure that is: "named" where names, types and shapes say it."""
+        if self.layer is not None:
+            return "named"
+        return self.origin.confidence if self.origin else "none"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a group of tensors is, in words, and how sure that is: certain, likely, none or not counted."""
+    """What a group of tensors is, in words, and how sure that is: certain, likely, none, not counted, or named, where
+    names, types and shapes say it and no bits."""
 
     text: str
     confidence: str
     kinds: tuple[str, ...] = ()
-    """What was found, the most values first: the stored type and `Origin.key`, as "float32 bf16"."""
+    """What was found, the most values first: the stored type and `Evidence.key`, as "float32 bf16"."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +64,7 @@ def verdict(group: Sequence[Evidence]) -> Verdict:
     kinds: dict[tuple[str, str], list[Evidence]] = {}
     for one in group:
         if one.numel:
-            kinds.setdefault((one.dtype, one.origin.key if one.origin else "none"), []).append(one)
+            kinds.setdefault((one.dtype, one.key), []).append(one)
     if not kinds:
         return Verdict("no values", "none")
     telling = {key: found for key, found in kinds.items() if key[1] not in ("unknown", "none")}
@@ -65,6 +83,8 @@ def verdict(group: Sequence[Evidence]) -> Verdict:
 def sentence(same: Sequence[Evidence]) -> str:
     """What tensors of one stored type and one kind of origin are."""
     stored, origin = same[0].dtype, same[0].origin
+    if same[0].layer is not None:
+        return _quantised([one.layer for one in same if one.layer is not None])
     if origin is None:
         return f"{stored}: no floating-point values to read"
     if origin.through:
@@ -76,6 +96,12 @@ def sentence(same: Sequence[Evidence]) -> str:
     return f"stored {stored}, too few bits in use for a full {stored} and no format that explains it"
 
 
+def _quantised(layers: Sequence[Layer]) -> str:
+    one, *others = summed(layers)
+    more = f" (and {len(others)} variants)" if others else ""
+    return f"{one.scheme}: {one.text}{more}"
+
+
 def _went_through(same: Sequence[Evidence], origin: Origin) -> str:
     stored = same[0].dtype
     names = " and ".join(origin.through)
@@ -83,6 +109,17 @@ def _went_through(same: Sequence[Evidence], origin: Origin) -> str:
         shares = [one.origin.share * one.numel for one in same if one.origin]
         share = sum(shares) / _values(same)
         return f"stored {stored}, {percent(share)} of values exactly {names}: {names} values, partly written since"
+    if origin.tiled:
+        tile = "row" if origin.scale == "row" else f"{origin.scale} block"
+        return (
+            f"stored {stored}, every value looked at exactly {names} times a scale for each {tile}: "
+            f"quantised to {names} {'by rows' if tile == 'row' else 'in blocks'} before it was stored"
+        )
+    if names == "fp16" and origin.scale is not None:
+        return (
+            f"stored {stored}, every value exactly fp16 times a power of two: weights kept in scaled fp16 (FP8-LM), "
+            "or tf32 (bits cannot tell which)"
+        )
     if origin.scale is not None:
         scales = {one.origin.scale for one in same if one.origin}
         word = "scales of any size" if "any" in scales else "powers of two" if len(scales) > 1 else f"{scales.pop()}"
@@ -130,8 +167,7 @@ def _values(same: Sequence[Evidence]) -> int:
 
 def _least(same: Sequence[Evidence]) -> str:
     """The confidence of most values of one kind: that of its largest tensor."""
-    largest = max(same, key=lambda one: one.numel)
-    return largest.origin.confidence if largest.origin else "none"
+    return max(same, key=lambda one: one.numel).confidence
 
 
 def percent(share: float) -> str:
@@ -160,7 +196,7 @@ def whole(by_role: Mapping[str, Verdict], everything: Sequence[Evidence]) -> Ver
     return Verdict(f"mixed by role. {text}", worst, tuple(dict.fromkeys(k for f in told.values() for k in f.kinds)))
 
 
-_ORDER = ("none", "not counted", "likely", "certain")
+_ORDER = ("none", "not counted", "named", "likely", "certain")
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -173,8 +209,15 @@ def contradictions(weights: Sequence[Evidence], config: str | None, known: Known
     sized: dict[str, int] = {}
     through: dict[str, int] = {}
     for one in weights:
+        if one.layer is not None:
+            continue  # codes: config.json names the type to compute in
         sized[one.dtype] = sized.get(one.dtype, 0) + one.numel
-        if one.origin is not None and one.origin.share == 1 and one.origin.confidence in ("certain", "likely"):
+        if (
+            one.origin is not None
+            and one.origin.share == 1
+            and one.origin.scale is None
+            and one.origin.confidence in ("certain", "likely")
+        ):
             for name in one.origin.through:
                 through[name] = through.get(name, 0) + one.numel
     total = sum(sized.values()) or 1

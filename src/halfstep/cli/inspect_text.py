@@ -30,12 +30,18 @@ def show(report: Report, tensors: bool) -> None:
     lines.print(f"verdict ({report.verdict.confidence}): {printable(report.verdict.text)}")
     for text in report.contradictions:
         lines.print(f"contradiction: {printable(text)}", style="bold yellow")
+    for text in report.findings[:_LISTED]:
+        lines.print(f"broken: {printable(text)}", style="bold yellow")
+    if len(report.findings) > _LISTED:
+        lines.print(f"and {len(report.findings) - _LISTED} more broken layers: --json prints all")
     if report.config_dtype is not None:
         lines.print(f"config.json says {printable(report.config_dtype)}")
     if report.known is not None:
         lines.print(f"{printable(report.known.source)} says: {printable(report.known.text)}")
     lines.print()
     show_table(["role", "count", *_COLUMNS], [_role(role) for role in report.roles], right=("count", *_RIGHT))
+    for one in report.schemes:
+        lines.print(f"{one.size}, {one.values:,} weights: {one.text}")
     if tensors:
         lines.print()
         show_table(["tensor", "shape", *_COLUMNS[1:]], [_tensor(one) for one in report.tensors], right=_RIGHT)
@@ -63,7 +69,7 @@ def _role(role: RoleReport) -> list[str]:
 
 def _tensor(tensor: TensorReport) -> list[str]:
     shape = "x".join(str(size) for size in tensor.shape) or "scalar"
-    said = _said(tensor.origin.key) if tensor.origin else "-"
+    said = tensor.layer.scheme if tensor.layer else _said(tensor.origin.key) if tensor.origin else "-"
     return [printable(tensor.name), shape, _SHORT.get(tensor.dtype, tensor.dtype), said, *_numbers(tensor.statistics)]
 
 

@@ -1,0 +1,58 @@
+"""What config.json says of quantisation, compared with the layers that the files hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from halfstep.checkpoint.layers import Layer
+from halfstep.checkpoint.schemes import SCHEMES
+
+
+_BITS = ("bits", "w_bit", "num_bits")
+_GROUPS = ("group_size", "q_group_size")
+
+
+def disagreements(config: Mapping[str, object] | None, layers: Sequence[Layer]) -> tuple[str, ...]:
+    """Where the `quantization_config` of a config.json and the layers in the files differ, in words.
+
+    Compared are the method, the bits of a code, and the sizes of blocks, as far as both sides say them.
+    """
+    if config is None:
+        return ()
+    largest = max(layers, key=lambda layer: layer.values, default=None)
+    holds = "no quantised layer of a known layout" if largest is None else f"{largest.scheme}: {largest.text}"
+    declared = config.get("quantization_config")
+    if not isinstance(declared, Mapping):
+        return () if largest is None else (f"config.json names no quantisation; the files hold {holds}",)
+    method = str(declared.get("quant_method", "")).lower()
+    known = {scheme.name for scheme in SCHEMES if method in scheme.methods}
+    if known and (largest is None or largest.scheme not in known):
+        return (f"config.json says quantised by {method}; the files hold {holds}",)
+    return () if largest is None else tuple(_sizes(declared, largest, holds))
+
+
+def _sizes(declared: Mapping[str, object], layer: Layer, holds: str) -> Iterator[str]:
+    weights = _weights(declared)
+    bits = next((weights[key] for key in _BITS if isinstance(weights.get(key), int)), None)
+    bits = 4 if declared.get("load_in_4bit") is True else 8 if declared.get("load_in_8bit") is True else bits
+    if bits is not None and bits != layer.code_bits:
+        yield f"config.json says {bits} bits a weight; the files hold {holds}"
+    block = declared.get("weight_block_size")
+    if isinstance(block, list) and block and "block" in layer.tile and _written(block) != layer.tile.split()[0]:
+        yield f"config.json says blocks of {_written(block)}; the files hold {holds}"
+    group = next((weights[key] for key in _GROUPS if isinstance(weights.get(key), int)), None)
+    sizes = [int(size) for size in layer.tile.split()[0].split("x")] if "block" in layer.tile else []
+    if isinstance(group, int) and group > 0 and sizes and group != max(sizes):
+        yield f"config.json says groups of {group}; the files hold {holds}"
+
+
+def _weights(declared: Mapping[str, object]) -> Mapping[str, object]:
+    """The settings of weights: those of compressed-tensors' first group, or the top ones."""
+    groups = declared.get("config_groups")
+    first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
+    weights = first.get("weights") if isinstance(first, Mapping) else None
+    return weights if isinstance(weights, Mapping) else declared
+
+
+def _written(block: Sequence[object]) -> str:
+    return "x".join(str(size) for size in block)
