@@ -105,9 +105,7 @@ def _save(path: Path, data: bytes) -> None:
         partial.write_bytes(data)
         partial.replace(path)
     except OSError as error:
-        raise CheckpointError(
-            f"{str(path)!r} cannot be written: {error.strerror}; name a file that can be"
-        ) from None
+        raise CheckpointError(f"{str(path)!r} cannot be written: {error.strerror}; name a file that can be") from None
     finally:
         partial.unlink(missing_ok=True)
 
