@@ -29,11 +29,11 @@ def t5():
 
 
 def gemma3():
-    """Norms behind the feed-forward layers write several 100,000 into the residual stream."""
+    """Norms behind the feed-forward layers write some 800,000 into the residual stream."""
     config = transformers.Gemma3TextConfig(**SIZES, head_dim=16)
     model = transformers.Gemma3ForCausalLM(config)
     for layer in model.model.layers:
-        layer.post_feedforward_layernorm.weight.data.fill_(6e4)
+        layer.post_feedforward_layernorm.weight.data.fill_(2.5e5)
     return model
 
 
@@ -68,8 +68,8 @@ def test_t5_keeps_the_feed_forward_layer_whose_product_overflows():
 
 def test_gemma3_with_a_residual_stream_beyond_fp16():
     report = probe(gemma3())
-    assert max(found.counts.largest for found in report.residual) > 3e5
-    assert report.first_failure == "output of model.layers.0.post_feedforward_layernorm (Gemma3RMSNorm)"
+    assert max(found.counts.largest for found in report.residual) > 7e5
+    assert report.first_failure == "weight of model.layers.0.post_feedforward_layernorm (Gemma3RMSNorm)"
     assert report.suggestion.recipe.float32_modules == ("model.layers.*.post_feedforward_layernorm",)
     assert report.suggestion.output_error < 0.01
     assert probe(gemma3(), "bf16").safe
@@ -80,7 +80,8 @@ def test_a_residual_stream_that_overflows_backwards_alone():
     assert report.findings == ()
     assert 300 < report.headroom.counts.largest < 400
     assert report.gradient_findings
+    assert max(found.counts.largest for found in report.residual if found.site.backward) > 65504
     assert report.first_failure.startswith("gradient of the ")
-    assert ".mlp.up_proj (Linear)" in report.first_failure
+    assert ".mlp." in report.first_failure
     assert report.window.largest < 1
     assert report.suggestion.recipe.name == "bf16-master"
