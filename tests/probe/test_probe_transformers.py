@@ -60,7 +60,9 @@ def test_t5_keeps_the_feed_forward_layer_whose_product_overflows():
     report = probe(t5())
     place = "encoder.block.1.layer.1.DenseReluDense"
     assert report.first_failure == f"input of {place}.dropout (Dropout)"
-    assert f"first to fail: input of {place}.dropout (Dropout), which is the input of {place}.wo (Linear)" in str(report)
+    assert f"first to fail: input of {place}.dropout (Dropout), which is the input of {place}.wo (Linear)" in str(
+        report
+    )
     assert report.suggestion.recipe.name == "fp16-master-kept"
     assert report.suggestion.recipe.float32_modules == ("encoder.block.*.layer.*.DenseReluDense",)
     assert report.suggestion.output_error < 0.01
