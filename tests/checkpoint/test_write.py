@@ -52,7 +52,7 @@ def test_quantised_types_of_gguf_are_decoded(tmp_path, target, dtype):
 
 
 def test_quantised_types_of_gguf_have_no_codes_in_another_format(tmp_path):
-    with pytest.raises(CheckpointError, match="'q4_0' is of type q4_0, .*; cast to fp32, fp16 or bf16, which decodes"):
+    with pytest.raises(CheckpointError, match=r"'q4_0' is of type q4_0, .*; cast to fp32, fp16 or bf16, which decodes"):
         cast(open_checkpoint(gguf(tmp_path)), "mxfp4", tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()
 
@@ -121,7 +121,7 @@ def test_nothing_is_left_of_a_write_that_stops(checkpoint, tmp_path, error):
 
 
 def test_a_folder_that_is_not_there(checkpoint, tmp_path):
-    with pytest.raises(CheckpointError, match="cannot be written: its folder .* is not there, or read-only"):
+    with pytest.raises(CheckpointError, match=r"cannot be written: its folder .* is not there, or read-only"):
         cast(checkpoint, "bf16", tmp_path / "no" / "out.safetensors")
 
 

@@ -1,4 +1,4 @@
-"""Faults on record, planted in Hugging Face models: named by module, forward or backward, and repaired by a real run."""
+"""Faults on record, planted in Hugging Face models: named by module, and repaired by a recipe that was run."""
 
 import pytest
 import torch
