@@ -2,8 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
+from kinds import gguf, stored_bits
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -35,6 +37,24 @@ def checkpoint(tmp_path):
 
 def cast(checkpoint, target, path):
     return write(checkpoint, halfstep.inspect(checkpoint).tensors, target, path, metadata)
+
+
+@pytest.mark.parametrize(("target", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_quantised_types_of_gguf_are_decoded(tmp_path, target, dtype):
+    checkpoint = open_checkpoint(gguf(tmp_path))
+    assert cast(checkpoint, target, tmp_path / "out.safetensors").copied == 0
+    found = load_file(tmp_path / "out.safetensors")
+    decoded = [tensor for tensor in checkpoint.tensors if tensor.dtype.startswith(("q", "mxfp4"))]
+    assert len(decoded) == 11
+    for tensor in decoded:
+        x = torch.from_numpy(np.frombuffer(stored_bits(checkpoint, tensor), np.float32).reshape(tensor.shape).copy())
+        torch.testing.assert_close(found[tensor.name], x.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_quantised_types_of_gguf_have_no_codes_in_another_format(tmp_path):
+    with pytest.raises(CheckpointError, match=r"'q4_0' is of type q4_0, .*; cast to fp32, fp16 or bf16, which decodes"):
+        cast(open_checkpoint(gguf(tmp_path)), "mxfp4", tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 @pytest.mark.parametrize("target", [name for name, how in TARGETS.items() if isinstance(how, Plain)])
@@ -101,7 +121,7 @@ def test_nothing_is_left_of_a_write_that_stops(checkpoint, tmp_path, error):
 
 
 def test_a_folder_that_is_not_there(checkpoint, tmp_path):
-    with pytest.raises(CheckpointError, match="cannot be written: No such file or directory"):
+    with pytest.raises(CheckpointError, match=r"cannot be written: its folder .* is not there, or read-only"):
         cast(checkpoint, "bf16", tmp_path / "no" / "out.safetensors")
 
 

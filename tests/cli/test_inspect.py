@@ -111,7 +111,12 @@ def test_page_and_plot(run, folder, tmp_path):
         (["--to", "bf61", "--out", "x.safetensors"], "unknown format to write 'bf61'; nearest: bf16"),
         (["--quick", "--what-if", "all"], "--quick counts nothing"),
         (["--what-if", "fp17"], "unknown format to try 'fp17'; nearest: fp16"),
-        (["--html", "no/such/folder/r.html"], "cannot be written: No such file or directory; name a file in a folder"),
+        (["--what-if", " ,"], "--what-if names no format; give some"),
+        (["--html", "no/such/folder/r.html"], "lies in no folder that can be written to; name a file in a folder"),
+        (["--html", "."], "'.' given for a report; expected a name that ends in .html"),
+        (["--html", "model/model.safetensors"], "expected a name that ends in .html"),
+        (["--plot", "r.jpg"], "'r.jpg' given for a report; expected a name that ends in .png"),
+        (["--to", "bf16", "--out", "no/x.safetensors"], "its folder 'no' is not there, or read-only; name a file"),
     ],
 )
 def test_mistakes(run, folder, tmp_path, monkeypatch, arguments, message):
@@ -125,7 +130,45 @@ def test_mistakes(run, folder, tmp_path, monkeypatch, arguments, message):
 def test_no_such_checkpoint(run, tmp_path):
     code, _, err = run("inspect", str(tmp_path / "no"))
     assert code == 2
-    assert "No such file or directory" in err
+    assert err.count("no' cannot be opened: No such file or directory; expected a checkpoint's file") == 1
+
+
+def test_a_hostile_path_is_written_out_in_errors(run, tmp_path):
+    path = tmp_path / "evil\x1b[31m\u202e.safetensors"
+    path.touch()
+    code, _, err = run("inspect", str(path))
+    assert code == 2
+    assert r"evil\x1b[31m\u202e.safetensors" in err
+    assert "\x1b" not in err
+
+
+def test_a_folder_or_file_of_no_known_kind_says_what_is_there(run, tmp_path):
+    _, _, err = run("inspect", str(tmp_path))
+    assert "is a folder, and not one of a known kind" in err
+    assert "nothing in it is a checkpoint" in err
+    (tmp_path / "none.pt").touch()
+    assert "none.pt' is empty; expected one of: GGUF" in run("inspect", str(tmp_path / "none.pt"))[2]
+    cache = tmp_path / "models--a--b" / "snapshots" / "1234"
+    cache.mkdir(parents=True)
+    save_file({"w": torch.ones(2)}, cache / "model.safetensors")
+    assert f"name one of what it holds: {str(cache)!r}" in run("inspect", str(cache.parent.parent))[2]
+    (tmp_path / "none.pt").unlink()
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    assert f"name one of what it holds: {str(tmp_path / 'w.pt')!r}" in run("inspect", str(tmp_path))[2]
+
+
+def test_numbers_and_names_stay_whole_in_sixty_columns(run, folder):
+    _, out, _ = run("inspect", str(folder), "--tensors", columns=60)
+    shape, _, last = next(line for line in out.splitlines() if line.startswith("96x64")).partition("fp16")
+    assert shape.strip() == "96x64"
+    assert last.split()[0] == "bf16"
+    assert last.rstrip().endswith("  model.layers.0.mlp.up_proj.weight")
+
+
+def test_a_quick_look_has_no_columns_of_what_it_does_not_count(run, folder):
+    _, out, _ = run("inspect", str(folder), "--quick", "--tensors")
+    assert "exact" not in out.partition("\n\n")[2]
+    assert re.search(r"^96x64 +fp16 +bf16 +model\.layers\.0", out, re.MULTILINE)
 
 
 def test_interrupted(run, folder, tmp_path, monkeypatch):

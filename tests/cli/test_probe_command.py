@@ -103,10 +103,10 @@ def test_a_format_that_has_the_range(probe):
 def test_the_inputs_that_came_with_the_model_and_those_of_a_file(probe, tmp_path):
     code, out, _ = probe("given")
     assert code == 0
-    assert "the inputs that came with the model; 1 batches, 3 examples, 12 tokens" in out
+    assert "the inputs that came with the model; 1 batch, 3 examples, 12 tokens" in out
     torch.save([torch.zeros(2, 3, dtype=torch.long)], tmp_path / "x.pt")
     code, out, _ = probe("given", "--data", "x.pt")
-    assert "the tensors in x.pt; 1 batches, 2 examples, 6 tokens" in out
+    assert "the tensors in x.pt; 1 batch, 2 examples, 6 tokens" in out
     (tmp_path / "words.txt").write_text("one two three four five " * 20)
     assert "words.txt, as bytes modulo" in probe("given", "--data", "words.txt")[1]
 

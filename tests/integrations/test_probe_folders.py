@@ -35,7 +35,7 @@ def probe(run, folder, *words):
     return run("probe", str(folder), "--batches", "1", "--context", "12", *words)
 
 
-@pytest.mark.parametrize("kind", ["t5", "gpt2", "llama", "bert"])
+@pytest.mark.parametrize("kind", [pytest.param("t5", marks=pytest.mark.slow), "gpt2", "llama", "bert"])
 def test_a_healthy_model_of_a_folder_is_safe(run, saved, kind):
     code, out, _ = probe(run, saved(kind), "--json")
     found = json.loads(out)
@@ -46,6 +46,7 @@ def test_a_healthy_model_of_a_folder_is_safe(run, saved, kind):
     assert any(r["role"] in ("attention logits", "product") for r in found["ranges"])
 
 
+@pytest.mark.slow
 def test_t5_keeps_wo_in_float32_and_passes(run, saved):
     code, out, _ = probe(run, saved("t5", tall_wo), "--json")
     found = json.loads(out)
@@ -60,7 +61,7 @@ def test_t5_keeps_wo_in_float32_and_passes(run, saved):
 
 def test_what_the_knowledge_base_says_stands_beside_the_verdict(run, saved, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    folder = saved("t5")
+    folder = saved("gpt2")
     (folder / "README.md").write_text("---\nbase_model: google/flan-t5-xxl\n---\n")
     code, out, _ = probe(run, folder)
     assert code == 0

@@ -34,6 +34,37 @@ def test_a_planted_fault_is_found_where_it_is(make, first):
     assert first in str(report)
 
 
+class Between(nn.Module):
+    """An overflow between two elementwise operations, of which no module takes anything in."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.last(self.first(x) * 1e6 * 1e-6)
+
+
+def test_an_overflow_that_is_not_measured_shows_in_the_real_run():
+    report = halfstep.probe_model(Between(), data=[torch.randn(8, WIDTH)])
+    assert report.findings == ()
+    assert report.headroom.headroom > 10
+    assert report.trial.failure.what == "not finite"
+    assert report.first_failure == "input of last (Linear)"
+    assert not report.safe
+
+
+def test_a_tensor_that_modules_hand_on_is_one_line_by_maker_and_taker():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    with torch.no_grad():
+        model[0].weight *= 1e5
+        model[2][0].weight *= 0.1
+    text = str(halfstep.probe_model(model, data=[torch.randn(8, WIDTH)]))
+    assert "first to fail: output of 0 (Linear), which is the input of 2.0 (Linear)\n" in text
+    assert text.count("does not fit: ") == 1
+    assert "% of its values overflow, largest " in text
+
+
 @pytest.mark.parametrize("to", ["fp16", "bf16", torch.float16])
 def test_a_healthy_model_is_safe(to):
     report = probe(planted.healthy(), to)

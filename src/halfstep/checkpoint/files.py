@@ -120,7 +120,8 @@ def _descriptor(path: Path) -> Iterator[tuple[int, os.stat_result]]:
         # Without blocking: the opening of a pipe would wait for a writer.
         descriptor = os.open(path, _FLAGS)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{str(path)!r} cannot be opened: {error}; expected a checkpoint's file") from error
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{str(path)!r} cannot be opened: {why}; expected a checkpoint's file") from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):

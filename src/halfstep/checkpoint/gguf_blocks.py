@@ -151,3 +151,6 @@ BLOCKS = {
     39: BlockType("mxfp4", 32, 17, _mxfp4),
 }
 """Every block type by its number in the file."""
+
+DECODED = frozenset(kind.name for kind in BLOCKS.values() if kind.decode)
+"""The names of the types that come decoded to float32."""

@@ -87,6 +87,11 @@ def new_file(path: Path, parts: Sequence[Part], metadata: Mapping[str, str]) -> 
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise a CheckpointError if there is something at `path`."""
+    """Raise a CheckpointError if there is something at `path`, or its folder cannot be written to."""
     if path.exists() or path.is_symlink():
         raise CheckpointError(f"{str(path)!r} exists; name a file that does not, or remove it first")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise CheckpointError(
+            f"{str(path)!r} cannot be written: its folder {str(path.parent)!r} is not there, or read-only; name a file "
+            "in a folder that can be written to"
+        )

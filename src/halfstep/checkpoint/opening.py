@@ -2,6 +2,7 @@
 
 import os
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 from halfstep.checkpoint.files import File
@@ -10,6 +11,9 @@ from halfstep.checkpoint.readers.base import Reader
 from halfstep.checkpoint.stored import Checkpoint
 from halfstep.errors import CheckpointError
 from halfstep.registry import collect
+
+
+_NAMED = 3  # checkpoints that an error about a folder names
 
 
 @cache
@@ -33,8 +37,20 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 return _checked(reader.open(path))
     except OSError as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
+    raise CheckpointError(f"{str(path)!r} {_unknown(path)}")
+
+
+def _unknown(path: Path) -> str:
+    """What is said of a path that no reader knows: what of it can be opened, if it is a folder."""
     kinds = ", ".join(sorted(readers()))
-    raise CheckpointError(f"{str(path)!r} is no checkpoint of a known kind; expected one of: {kinds}")
+    if not path.is_dir():
+        found = "is no checkpoint of a known kind" if path.stat().st_size else "is empty"
+        return f"{found}; expected one of: {kinds}"
+    inner = (found for place in ("*", "snapshots/*") for found in sorted(path.glob(place)))
+    known = (found for found in inner if any(reader.recognises(found) for reader in readers().values()))
+    near = [str(found) for found in islice(known, _NAMED)]
+    hint = f"name one of what it holds: {', '.join(map(repr, near))}" if near else "nothing in it is a checkpoint"
+    return f"is a folder, and not one of a known kind (Hugging Face's or torch DCP's); {hint}"
 
 
 def _checked(checkpoint: Checkpoint) -> Checkpoint:

@@ -95,7 +95,7 @@ def _draw(axes: Axes, role: RoleReport, low: int, high: int) -> None:
         zorder=3,
     )
     beyond = sum(n for e, n in enumerate(found.exponents, found.lowest_exponent) if e < low or e >= high)
-    more = f"; {percent(beyond / found.nonzero)} beyond the axis, at its edge" if beyond else ""
+    more = f"; {percent(beyond / found.nonzero)} beyond, at the edge" if beyond else ""
     text = f"{role.role}: {role.numel:,} values{more}"
     axes.set_title(text, loc="left", fontsize=9, fontweight="bold", color=_INK)
     subnormal = percent(found.fp16_subnormal / found.nonzero)

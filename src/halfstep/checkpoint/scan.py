@@ -230,7 +230,7 @@ def _finished(
     few = table.nonzero > LEVELS and levels.size <= LEVELS // 2
     channels = _channels(by_column) if columns is not None and columns.are_channels and by_column is not None else None
     smallest = float(smallest) if table.nonzero else 0.0
-    return Scan(table, float(amax), smallest, informative, levels if few else None, channels, corner)
+    return Scan(table, float(amax), smallest, informative, levels if few else None, channels, corner=corner)
 
 
 def _channels(amax: NDArray[np.float64]) -> Channels:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halfstep import formats
+from halfstep.checkpoint.gguf_blocks import DECODED
 from halfstep.checkpoint.new_file import CODES, Part, new_file, refuse_existing
 from halfstep.checkpoint.pieces import as_float32, castable, needs_largest, pieces, with_largest
 from halfstep.checkpoint.report import TensorReport
@@ -68,7 +69,7 @@ class Plain:
     format: str
 
     def casts(self, tensor: StoredTensor) -> bool:
-        return tensor.dtype in ("float64", "float32", "bfloat16", "float16")
+        return tensor.dtype in ("float64", "float32", "bfloat16", "float16") or tensor.dtype in DECODED
 
     def parts(self, tensor: StoredTensor) -> list[Part]:
         return [Part(tensor.name, self.dtype, tensor.shape)]
@@ -79,9 +80,10 @@ class Plain:
         format = formats.get(self.format)
         stored: torch.dtype = getattr(torch, self.dtype)
         narrow = stored.itemsize == 1
+        came = "float32" if tensor.dtype in DECODED else tensor.dtype
         for chunk in checkpoint.chunks(tensor, CHUNK):
-            double = tensor.dtype == "float64"  # rounded once, and not through float32
-            x = torch.from_numpy(chunk.view(np.float64).copy() if double else as_float32(chunk, tensor.dtype))
+            double = came == "float64"  # rounded once, and not through float32
+            x = torch.from_numpy(chunk.view(np.float64).copy() if double else as_float32(chunk, came))
             y = torch.empty_like(x)
             operators.round_into(x, y, format, "nearest_even", "ieee", None)
             lost[0] += int((x.isfinite() & ~y.isfinite()).sum())
@@ -193,6 +195,11 @@ def check_target(target: str, path: Path) -> None:
 
 
 def _copy(tensor: StoredTensor) -> Part:
+    if tensor.dtype in DECODED:
+        raise CheckpointError(
+            f"tensor {tensor.name!r} is of type {tensor.dtype}, which a safetensors file does not have; cast to fp32, "
+            "fp16 or bf16, which decodes it, and that file to another format"
+        )
     if tensor.dtype not in CODES or tensor.dtype.startswith("complex"):
         raise CheckpointError(
             f"tensor {tensor.name!r} is of type {tensor.dtype}, which cannot be copied into a safetensors file; "

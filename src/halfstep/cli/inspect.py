@@ -47,6 +47,7 @@ def inspect(
     """Which precision is this checkpoint, really? Reads the bits of every value, once, in bounded memory."""
     from halfstep.checkpoint import inspect as look
     from halfstep.checkpoint import open_checkpoint
+    from halfstep.checkpoint.what_if import candidates
     from halfstep.checkpoint.write import check_target, write
     from halfstep.cli.inspect_text import show, written
     from halfstep.ops.storage import metadata
@@ -58,6 +59,12 @@ def inspect(
     if to is not None and out is not None:
         check_target(to, out)
     casts = [name.strip() for name in what_if.split(",") if name.strip()] if what_if is not None else []
+    if what_if is not None and not casts:
+        raise CheckpointError("--what-if names no format; give some, as in --what-if fp16,mxfp8, or all")
+    candidates(casts)
+    for given, endings in ((html, (".html", ".htm")), (plot, (".png",))):
+        if given is not None:
+            _check(given, endings)
     checkpoint, result = open_checkpoint(path), None
     try:
         with _progress(checkpoint, 1 + bool(casts) + (to is not None)) as progress:
@@ -82,6 +89,15 @@ def inspect(
             written(result)
 
 
+def _check(path: Path, endings: tuple[str, ...]) -> None:
+    """Refuse, before anything is read, what `_save` could not write, and what may be no report: that is replaced."""
+    if path.suffix.lower() not in endings:
+        raise CheckpointError(f"{str(path)!r} given for a report; expected a name that ends in {endings[0]}")
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        found = "is a folder" if path.is_dir() else "lies in no folder that can be written to"
+        raise CheckpointError(f"{str(path)!r} {found}; name a file in a folder that exists")
+
+
 def _save(path: Path, data: bytes) -> None:
     """Write a file that appears whole or not at all; one of that name is replaced."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -89,9 +105,7 @@ def _save(path: Path, data: bytes) -> None:
         partial.write_bytes(data)
         partial.replace(path)
     except OSError as error:
-        raise CheckpointError(
-            f"{str(path)!r} cannot be written: {error.strerror}; name a file in a folder that exists"
-        ) from None
+        raise CheckpointError(f"{str(path)!r} cannot be written: {error.strerror}; name a file that can be") from None
     finally:
         partial.unlink(missing_ok=True)
 

@@ -16,7 +16,8 @@ from halfstep.printable import printable
 
 
 _COLUMNS = ("values", "stored", "bits say", "bits", "log2", "exact bf16", "exact fp16", "fp16 subn.")
-_RIGHT = ("values", "bits", "exact bf16", "exact fp16", "fp16 subn.")
+_RIGHT = ("values", "bits", "log2", "exact bf16", "exact fp16", "fp16 subn.")
+_UNCOUNTED = 3  # the columns of a quick look
 _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # for tables of 80 columns
 _LISTED = 10
 
@@ -39,12 +40,17 @@ def show(report: Report, tensors: bool) -> None:
     if report.known is not None:
         lines.print(f"{printable(report.known.source)} says: {printable(report.known.text)}")
     lines.print()
-    show_table(["role", "count", *_COLUMNS], [_role(role) for role in report.roles], right=("count", *_RIGHT))
+    width = _UNCOUNTED if report.quick else len(_COLUMNS)
+    columns = _COLUMNS[:width]
+    show_table(
+        ["role", "count", *columns], [_role(role)[: 2 + width] for role in report.roles], right=("count", *_RIGHT)
+    )
     for one in report.schemes:
         lines.print(f"{one.size}, {one.values:,} weights: {one.text}")
     if tensors:
         lines.print()
-        show_table(["tensor", "shape", *_COLUMNS[1:]], [_tensor(one) for one in report.tensors], right=_RIGHT)
+        rows = [[*_tensor(one)[:width], printable(one.name)] for one in report.tensors]
+        show_table(["shape", *columns[1:], "tensor"], rows, right=_RIGHT)
     if report.casts:
         lines.print("\nwhat a cast of the matrices would cost")
         columns = ("SQNR dB", "overflowing", "become zero", "largest error", "saved MB")
@@ -70,7 +76,7 @@ def _role(role: RoleReport) -> list[str]:
 def _tensor(tensor: TensorReport) -> list[str]:
     shape = "x".join(str(size) for size in tensor.shape) or "scalar"
     said = tensor.layer.scheme if tensor.layer else _said(tensor.origin.key) if tensor.origin else "-"
-    return [printable(tensor.name), shape, _SHORT.get(tensor.dtype, tensor.dtype), said, *_numbers(tensor.statistics)]
+    return [shape, _SHORT.get(tensor.dtype, tensor.dtype), said, *_numbers(tensor.statistics)]
 
 
 def _said(origin: str) -> str:

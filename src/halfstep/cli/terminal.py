@@ -6,13 +6,18 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from halfstep.printable import printable
+
+
+_WIDEST = 10_000
+
 
 def fail(message: str) -> None:
-    """Print an error, as text: nothing in it is taken for markup."""
+    """Print an error, as text: nothing in it is taken for markup, or moves the cursor."""
     from rich.console import Console
     from rich.markup import escape
 
-    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(printable(message))}", highlight=False, soft_wrap=True)
 
 
 def show_json(data: Any) -> None:
@@ -21,17 +26,26 @@ def show_json(data: Any) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[str] = ()) -> None:
-    """Print a table; the columns named in `right` are aligned to the right."""
+    """Print a table; the columns named in `right` are numbers: aligned to the right, and never broken.
+
+    On a terminal other cells are folded to fit, but the first of a row; elsewhere lines are as long as they need.
+    """
     from rich.console import Console
     from rich.markup import escape
+    from rich.measure import Measurement
     from rich.table import Table
 
     numeric = set(right)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
+        whole = column in numeric
+        heading = column.replace(" ", "\n") if whole else column
         table.add_column(
-            column, justify="right" if column in numeric else "left", overflow="fold", no_wrap=column == columns[0]
+            heading, justify="right" if whole else "left", overflow="fold", no_wrap=whole or column == columns[0]
         )
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
-    Console().print(table, highlight=False)
+    console = Console()
+    need = Measurement.get(console, console.options.update(max_width=_WIDEST), table)
+    console.width = max(console.width, need.minimum if console.is_terminal else need.maximum)
+    console.print(table, highlight=False)

@@ -142,7 +142,8 @@ def _quiet(folder: Path, load: Callable[..., Any], *args: Any, **options: Any) -
     try:
         return load(*args, **options)
     except Exception as error:
-        raise ModelError(f"{folder}: cannot be loaded ({type(error).__name__}: {error})") from error
+        why = " ".join(str(error).split())  # transformers and torch write several lines
+        raise ModelError(f"{folder}: cannot be loaded ({type(error).__name__}: {why})") from error
 
 
 def _refuse(model: nn.Module, main: str) -> Batch:

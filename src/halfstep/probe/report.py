@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ from halfstep.recipe import to_data
 
 LOST = 0.01
 """The largest share of a tensor's sum of magnitudes that may vanish or saturate."""
+
+
+_LISTED = 5  # tensors that do not fit, in words
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,10 @@ class ProbeReport:
             self.ranges, key=lambda found: (found.site not in unfit, found.headroom, -found.lost, found.order)
         )
 
+    def alike(self, found: Range) -> tuple[Range, ...]:
+        """All ranges with the counts of one, in the order of execution: a tensor that modules hand on unchanged."""
+        return tuple(r for r in self.ranges if r.counts == found.counts and r.site.backward == found.site.backward)
+
     def _unfit(self, found: Range) -> bool:
         rounded = found.site.module in self.trial.rounded and found.site.role in ("input", "weight")
         if not (self.target.stored or rounded):
@@ -185,7 +193,8 @@ def _described(report: ProbeReport) -> str:
     lines = [f"{word}: {report.conditions.model} in {format}, forward and backward"]
     lines.append(f"{format} here: {report.trial.recipe.summary}")
     if report.first_failure is not None:
-        lines.append(f"first to fail: {report.first_failure}")
+        same = [report.alike(found) for found in report.ranges if str(found.site) == report.first_failure]
+        lines.append(f"first to fail: {_names(same[0]) if same else report.first_failure}")
     lines += _forward(report)
     lines.append(_backward(report))
     lines += [f"run for real: {_outcome(report.trial)}"]
@@ -201,13 +210,20 @@ def _forward(report: ProbeReport) -> list[str]:
     tail = f"of {format.name}'s {format.max:g}"
     left = f"{near.headroom:.1f} bits left" if near.headroom >= 0 else f"{-near.headroom:.1f} bits beyond"
     lines = [f"forward: largest {near.counts.largest:.6g} {tail}, {left}: {near.site}"]
-    lines += [f"  does not fit: {found.site}: {_why(found)}" for found in report.findings[:5]]
-    return lines + [f"  and {len(report.findings) - 5} more"] * (len(report.findings) > 5)
+    distinct = list({found.counts: found for found in reversed(report.findings)}.values())[::-1]
+    lines += [f"  does not fit: {_names(report.alike(found))}: {_why(found)}" for found in distinct[:_LISTED]]
+    return lines + [f"  and {len(distinct) - _LISTED} more"] * (len(distinct) > _LISTED)
+
+
+def _names(same: Sequence[Range]) -> str:
+    """A tensor by who is first to have it, and by who is last to take it in."""
+    takers = [found.site for found in same[1:] if found.site.role == "input"]
+    return f"{same[0].site}" + (f", which is the {takers[-1]}" if takers else "")
 
 
 def _why(found: Range) -> str:
     if found.counts.beyond and found.limits.overflows:
-        return f"{found.share_beyond:.2g} of its values overflow, largest {found.counts.largest:.6g}"
+        return f"{100 * found.share_beyond:.2g}% of its values overflow, largest {found.counts.largest:.6g}"
     return f"{found.lost:.1%} of its magnitude vanishes or saturates"
 
 
@@ -254,8 +270,8 @@ def _limits(report: ProbeReport) -> list[str]:
         else "0 training steps"
     )
     return [
-        f"measured in fp32, evaluation mode: {held.data}; {held.batches} batches, "
-        f"{held.examples} examples{tokens}; {steps}",
+        f"measured in fp32, evaluation mode: {held.data}; {held.batches} batch{'es' * (held.batches != 1)}, "
+        f"{held.examples} example{'s' * (held.examples != 1)}{tokens}; {steps}",
         f"loss sent back: {held.loss}",
         f"limits: other data, longer inputs or further training may reach further; an output off by {OUTPUT_ERROR:.0%} "
         "passes",
