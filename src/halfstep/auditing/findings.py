@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from halfstep.auditing.live import name_of, rounds_to
 from halfstep.auditing.report import Finding, Item
@@ -59,7 +61,7 @@ def _no_master(setup: Setup, tables: Mapping[str, Table]) -> Iterator[Finding]:
 def _share_lost(setup: Setup, names: Iterable[str], dtype: str, tables: Mapping[str, Table]) -> str:
     """Of Adam's steps, which are about as large as the learning rate: those below half the spacing of a weight."""
     stored = stored_format(dtype)
-    gone, all_values, rates = Counter[str](), Counter[str](), set()
+    gone, all_values, rates = Counter[str](), Counter[str](), set[float]()
     for name in names:
         group = (setup.groups or {})[name]
         rate = float(group.get("lr", 0.0))
@@ -71,8 +73,8 @@ def _share_lost(setup: Setup, names: Iterable[str], dtype: str, tables: Mapping[
     if not all_values.total():
         return ""
     shares = ", ".join(f"{role} {percent(gone[role] / count)}" for role, count in all_values.items() if count)
-    rate = " to ".join(f"{rate:g}" for rate in sorted({min(rates), max(rates)}))
-    return f", as one of lr = {rate} (Adam's size) is for these shares of the values: {shares}"
+    ends = " to ".join(f"{rate:g}" for rate in sorted({min(rates), max(rates)}))
+    return f", as one of lr = {ends} (Adam's size) is for these shares of the values: {shares}"
 
 
 def _lost(setup: Setup, items: Sequence[Item]) -> Iterator[Finding]:
@@ -107,14 +109,15 @@ def _stray(setup: Setup) -> Iterator[Finding]:
         yield Finding("warning", "stray master", text, tuple(names))
     if setup.by_hand:
         text = (
-            "float32 parameters of the optimizer that round to the model's, as master copies do: unless your loop copies "
-            "them back after each step, the optimizer is stale"
+            "float32 parameters of the optimizer that round to the model's, as master copies do: unless your loop "
+            "copies them back after each step, the optimizer is stale"
         )
         yield Finding("note", "master by hand", text, tuple(setup.by_hand))
 
 
-def _apart(master: Any, parameter: Any) -> bool:
-    whole = master.is_floating_point() and master.itemsize == 4 and master.shape == parameter.shape
+def _apart(master: Any, parameter: Tensor) -> bool:
+    """Whether a float32 copy is of other values than its parameter."""
+    whole = isinstance(master, Tensor) and master.dtype == torch.float32 and master.shape == parameter.shape
     return whole and not rounds_to(master, parameter)
 
 

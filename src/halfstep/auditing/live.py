@@ -77,8 +77,11 @@ def scanned(tensor: Tensor) -> Scan | None:
 
 def rounds_to(full: Tensor, narrow: Tensor) -> bool:
     """Whether `narrow` holds the values of `full` in its own dtype."""
-    pairs = list(zip(leaves(full, ""), leaves(narrow, ""), strict=False))
-    if any(a.shape != b.shape or place(a) is None or place(b) is None for (_, a), (_, b) in pairs):
+    wide, few = list(leaves(full, "")), list(leaves(narrow, ""))
+    pairs = list(zip(wide, few, strict=False))
+    if len(wide) != len(few) or any(
+        a.shape != b.shape or place(a) is None or place(b) is None for (_, a), (_, b) in pairs
+    ):
         return False
     runs = ((a, b) for (_, one), (_, two) in pairs for a, b in zip(_runs(one, PIECE), _runs(two, PIECE), strict=True))
     return all(torch.equal(a.to(b.dtype).to(b.device), b) for a, b in runs)

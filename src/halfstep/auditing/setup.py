@@ -18,7 +18,8 @@ from halfstep.optim import LowBit
 from halfstep.recipe import MASTERS, SCALED_MASTER
 
 
-_MASTERS = {SCALED_MASTER, *(name for name, _ in MASTERS.values())}
+_MASTER = "master"
+_KEPT = {SCALED_MASTER, *(name for name, _ in MASTERS.values())}
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Setup:
     @property
     def masters(self) -> dict[str, Any]:
         """What takes the update in a parameter's place, or beside it."""
-        return {**{name: value for name, kind, value in self.states if kind.startswith("master")}, **self.by_hand}
+        kept = {name: value for name, kind, value in self.states if kind == _MASTER or kind.startswith(f"{_MASTER} (")}
+        return {**kept, **self.by_hand}
 
     @property
     def narrow(self) -> dict[str, nn.Parameter]:
@@ -92,8 +94,8 @@ def set_up(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Setup:
             groups[name], by_hand[name] = group, parameter
         names[id(parameter)] = name
     states = [
-        (names.get(id(parameter), "a parameter of no group"), key, value)
-        for parameter, state in (optimizer.state.items() if optimizer is not None else ())
+        (names.get(id(parameter), f"state {number} of no group"), key, value)
+        for number, (parameter, state) in enumerate(optimizer.state.items() if optimizer is not None else ())
         for key, value in state.items()
     ]
     counted = [*((name, value) for name, key, value in states if key == "step")]
@@ -136,7 +138,7 @@ def _rounded(full: Tensor, candidates: Mapping[str, nn.Parameter]) -> str | None
 
 
 def _kind(key: str) -> str:
-    """A state's name; those of what keeps more of a weight than the weight itself begin with "master"."""
-    if role_of(key) == "master":
-        return "master"
-    return f"master ({key})" if key in _MASTERS else key
+    """A state's name; those of what keeps more of a weight than the weight itself are "master", or "master (name)"."""
+    if role_of(key) == _MASTER:
+        return _MASTER
+    return f"{_MASTER} ({key})" if key in _KEPT else key
