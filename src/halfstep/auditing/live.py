@@ -112,7 +112,7 @@ class _InMemory:
     def pieces(self, nbytes: int) -> Iterator[np.ndarray]:
         """The values in order, as raw bits."""
         for run in _runs(self.tensor, max(nbytes // self.tensor.element_size(), 1)):
-            dense = run.clone(memory_format=torch.contiguous_format) if run.numel() == 1 else run  # of any stride
+            dense = run if run.stride(0) == 1 else run.clone(memory_format=torch.contiguous_format)
             bits = dense.cpu().view(torch.uint8).numpy().view(self.dtype)
             bits.flags.writeable = False  # as a file's are: kernels are compiled for those
             yield bits

@@ -167,7 +167,7 @@ class Audit:
         return "\n".join([self._title(), *_table(self), *map(str, self.findings)])
 
     def _title(self) -> str:
-        steps = "" if self.steps is None else f", {_range(self.steps)} steps"
+        steps = "" if self.steps is None else f", {_range(self.steps)} step{'s' * (self.steps != (1, 1))}"
         scale = "" if self.loss_scale in (None, 1.0) else f", loss scale {self.loss_scale:g}"
         return f"{self.model}, {self.optimizer or 'no optimizer'}: {self.trained:,} trained parameters{steps}{scale}"
 
