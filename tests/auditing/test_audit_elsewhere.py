@@ -94,6 +94,7 @@ def test_ddp_is_the_model_itself_with_gradients_in_buckets(ranks):
         assert {item.name for item in report.items} == {f"module.{name}" for name, _ in model.named_parameters()}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
 def test_torchao_states_are_counted_as_what_they_are():
     optim = pytest.importorskip("torchao.optim")
     model = nn.Linear(128, 128)

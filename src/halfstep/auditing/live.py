@@ -39,9 +39,10 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 def _plain(tensor: Tensor, path: str) -> Iterator[tuple[str, Tensor]]:
     if hasattr(tensor, "__tensor_flatten__"):  # torch's protocol for tensors that are made of others
-        parts, _ = tensor.__tensor_flatten__()
-        for part in parts:
-            yield from _plain(getattr(tensor, part), path if len(parts) == 1 else f"{path}.{part}")
+        named = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+        parts = {name: part for name, part in named.items() if isinstance(part, Tensor)}  # a DTensor names its mesh too
+        for name, part in parts.items():
+            yield from _plain(part, path if len(parts) == 1 else f"{path}.{name}")
     elif tensor.layout == torch.sparse_coo:
         yield from ((f"{path}.indices", tensor._indices()), (f"{path}.values", tensor._values()))
     else:
