@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -48,18 +49,18 @@ class Setup:
     rounded: bool
     """Whether the recipe keeps float32 weights on a narrower grid."""
 
-    @property
+    @cached_property
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that require a gradient."""
         return {name: p for name, p in self.parameters.items() if p.requires_grad}
 
-    @property
+    @cached_property
     def masters(self) -> dict[str, Any]:
         """What takes the update in a parameter's place, or beside it."""
         kept = {name: value for name, kind, value in self.states if kind == _MASTER or kind.startswith(f"{_MASTER} (")}
         return {**kept, **self.by_hand}
 
-    @property
+    @cached_property
     def narrow(self) -> dict[str, nn.Parameter]:
         """Trained parameters of fewer bits than float32 that take their updates themselves, rounded to nearest."""
         stepped, masters = self.groups or {}, self.masters
@@ -119,6 +120,7 @@ def set_up(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Setup:
 
 
 def _roles(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """The role of each parameter and buffer, under every name it has."""
     for path, module in model.named_modules():
         states = {id(state) for state in states_of(module).values()}
         by_class = role_of(type(module).__name__)
