@@ -315,3 +315,34 @@ def test_the_text_has_a_line_for_each_row_and_finding():
     assert lines[2].split()[:3] == ["parameters", "bfloat16", "full"]
     assert lines[-1].startswith("warning: trained parameters in bfloat16 without a master copy")
     assert lines[-1].endswith("(6): wte.weight, mlp.weight, mlp.bias and 3 more")
+
+
+def test_weights_that_a_recipe_keeps_on_a_grid_of_codes_lost_nothing(monkeypatch):
+    """On several ranks FP8-LM's weights are float32 numbers with the values of codes."""
+    monkeypatch.setattr("halfstep.nn.codes.ranks", lambda: 2)
+    model, optimizer, scaler = prepared("fp8lm-o3", Net(), None, module_filter=lambda _, path: path == "mlp")
+    train(model, optimizer, scaler, data=(TOKENS, TOKENS), loss_of=F.cross_entropy)
+    report = halfstep.audit(model, optimizer)
+    effective = {item.name: item.effective for item in report.items if item.kind == "parameters"}
+    assert effective["mlp.weight"] == "scaled float8_e4m3fn"
+    assert report.warnings == ()
+
+
+def test_roles_by_class_and_steps_that_groups_count():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["step"] = 7  # as apex's and TransformerEngine's fused Adam
+    report = halfstep.audit(model, optimizer)
+    assert {item.name: item.role for item in report.items} == {
+        **dict.fromkeys(("0.weight", "0.bias", "3.weight", "3.bias"), "other"),
+        **dict.fromkeys(("2.weight", "2.bias"), "norm"),
+    }
+    assert report.steps == (7, 7)
+
+
+def test_a_tensor_that_told_nothing_may_tell_something():
+    model = Net()
+    before = halfstep.audit(model)
+    with torch.no_grad():
+        model.norm.weight.normal_()
+    assert halfstep.audit(model).differences(before) == ()
