@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from halfstep import formats, kb, ops
+    from halfstep.auditing.audit import audit
     from halfstep.checkpoint import inspect
     from halfstep.errors import HalfstepError
     from halfstep.nn.apply import Report, advance, apply, revert
@@ -40,6 +41,7 @@ _HOME = {
     "Report": "halfstep.nn",
     "advance": "halfstep.nn",
     "apply": "halfstep.nn",
+    "audit": "halfstep.auditing",
     "get_recipe": "halfstep.recipe",
     "is_native_available": "halfstep.ops",
     "inspect": "halfstep.checkpoint",
@@ -68,6 +70,7 @@ __all__ = [
     "Report",
     "advance",
     "apply",
+    "audit",
     "decode",
     "encode",
     "formats",

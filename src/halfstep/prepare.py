@@ -37,7 +37,8 @@ def prepare(
 
     The model is changed in place and returned (see `halfstep.apply`). The optimizer that comes back continues the one
     given: it shares its parameter groups, so schedulers built before or after work, and takes over its moments and step
-    counts. Master copies are taken before the weights are rounded.
+    counts. Master copies are taken before the weights are rounded. What each tensor then is, really:
+    `print(halfstep.audit(model, optimizer, scaler))`.
 
     Args:
         model: any module with parameters, before DDP, FSDP or torch.compile.

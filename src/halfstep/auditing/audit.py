@@ -1,0 +1,81 @@
+"""Audit a live training setup: who is who among its tensors, and one pass over the bits of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.auditing.findings import find
+from halfstep.auditing.live import leaves, name_of, place, scanned, size
+from halfstep.auditing.report import Audit, Item
+from halfstep.auditing.setup import Setup, set_up
+from halfstep.checkpoint.origin import origin
+from halfstep.checkpoint.table import Table
+
+
+class HasScale(Protocol):
+    """A gradient scaler: torch's, or halfstep's."""
+
+    def get_scale(self) -> float:
+        """The loss scale."""
+
+
+def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scaler: HasScale | None = None) -> Audit:
+    """Every tensor that a training setup keeps, as it is stored and as its bits say, and what is wrong with it.
+
+    Nothing is changed. Any model and any optimizer with torch's `param_groups` and `state` will do, prepared by
+    halfstep or not, also under DDP and FSDP2, where each rank reports its own part. Call it between backward() and
+    step() to see the gradients too. It reads each value once, in pieces: no tensor is copied whole.
+    """
+    setup = set_up(model, optimizer)
+    items: list[Item] = []
+    tables: dict[str, Table] = {}
+    first: dict[tuple[object, ...], str] = {}
+    storages: dict[tuple[object, ...], int] = {}
+    for kind, name, tensor in _tensors(setup):
+        at = place(tensor)
+        shared = None if at is None else first.get(at)
+        dtype, found = name_of(tensor.dtype), scanned(tensor) if shared is None else None
+        said = None if found is None else origin(found, dtype).key
+        nonfinite = 0 if found is None else found.table.infinities + found.table.nans
+        role, shape = setup.roles.get(name, "other"), tuple(tensor.shape)
+        item = Item(kind, name, role, dtype, shape, tensor.numel(), size(tensor), said, nonfinite, shared)
+        items.append(item)
+        if at is not None:
+            first.setdefault(at, item.label)
+            storage = tensor.untyped_storage()
+            storages[tensor.device, storage.data_ptr()] = storage.nbytes()
+        if kind == "parameters" and name in setup.narrow and found is not None:
+            tables[name] = found.table
+    counted = setup.trained or setup.parameters
+    steps = setup.steps.values()
+    return Audit(
+        model=type(model).__name__,
+        optimizer=None if optimizer is None else type(optimizer).__name__,
+        trained=sum(tensor.numel() for p in counted.values() for _, tensor in leaves(p, "")),
+        steps=(min(steps), max(steps)) if steps else None,
+        loss_scale=None if scaler is None else float(scaler.get_scale()),
+        held=sum(storages.values()),
+        items=tuple(items),
+        findings=find(setup, items, tables),
+    )
+
+
+def _tensors(setup: Setup) -> Iterator[tuple[str, str, Tensor]]:
+    """Kind, name and tensor of all that a setup keeps, in the order of the report."""
+    for name, parameter in setup.every:
+        yield from ((path, name, tensor) for path, tensor in leaves(parameter, "parameters"))
+    for name, parameter in setup.parameters.items():
+        yield from ((path, name, tensor) for path, tensor in leaves(parameter.grad, "gradients"))
+    for name, master in setup.by_hand.items():
+        yield from ((path, name, tensor) for path, tensor in leaves(master, "master"))
+    for name, stranger in setup.foreign.items():
+        yield from ((path, name, tensor) for path, tensor in leaves(stranger, "not the model's"))
+    for name, key, value in setup.states:
+        yield from ((path, name, tensor) for path, tensor in leaves(value, key))
+    for name, buffer in setup.buffers.items():
+        kind = "scales" if setup.roles.get(name) == "scales" else "buffers"
+        yield from ((path, name, tensor) for path, tensor in leaves(buffer, kind))

@@ -1,0 +1,176 @@
+"""What an audit has to say of a setup: losses, leftovers and oddities, each in a sentence with names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.auditing.live import name_of, rounds_to
+from halfstep.auditing.report import Finding, Item
+from halfstep.auditing.setup import Setup
+from halfstep.checkpoint.origin import stored_format
+from halfstep.checkpoint.table import Table
+from halfstep.checkpoint.verdict import percent
+from halfstep.formats import Float
+
+
+def find(setup: Setup, items: Sequence[Item], tables: Mapping[str, Table]) -> tuple[Finding, ...]:
+    """All findings, warnings first."""
+    looked = (
+        _no_master(setup, tables),
+        _lost(setup, items),
+        _stray(setup),
+        _foreign(setup),
+        _not_stepped(setup),
+        _no_gradient(setup),
+        _nonfinite(items),
+        _mixed(items),
+        _shared(items),
+    )
+    return tuple(sorted((one for found in looked for one in found), key=lambda one: one.level != "warning"))
+
+
+def lost(table: Table, stored: Float, update: float) -> int:
+    """How many values stay as they are when `update` is added or subtracted and the sum rounded to nearest.
+
+    Those with a spacing of more than twice the update; below a power of two the spacing is half of that above it.
+    """
+    lowest = stored.min_exponent
+    spacing = 2.0 ** (np.maximum(table.rows, lowest) + 1.0 - stored.significant_bits)
+    halved = np.where(table.rows > lowest, spacing / 2, spacing)
+    powers = table.counts[:, 1]
+    inside, at_powers = 2 * update < spacing, 2 * update < halved
+    return int(((table.exponents - powers) * inside + powers * at_powers).sum())
+
+
+def _no_master(setup: Setup, tables: Mapping[str, Table]) -> Iterator[Finding]:
+    by_dtype: dict[str, list[str]] = {}
+    for name, parameter in setup.narrow.items():
+        by_dtype.setdefault(name_of(parameter.dtype), []).append(name)
+    for dtype, names in by_dtype.items():
+        share = _share_lost(setup, names, dtype, tables)
+        text = f"trained parameters in {dtype} without a master copy: an update below half their spacing is lost{share}"
+        yield Finding("warning", "no master", text, tuple(names))
+
+
+def _share_lost(setup: Setup, names: Iterable[str], dtype: str, tables: Mapping[str, Table]) -> str:
+    """Of Adam's steps, which are about as large as the learning rate: those below half the spacing of a weight."""
+    stored = stored_format(dtype)
+    gone, all_values, rates = Counter[str](), Counter[str](), set[float]()
+    for name in names:
+        group = (setup.groups or {})[name]
+        rate = float(group.get("lr", 0.0))
+        if "betas" not in group or not rate or name in setup.codes or name not in tables or stored is None:
+            continue
+        gone[setup.roles[name]] += lost(tables[name], stored, rate)
+        all_values[setup.roles[name]] += tables[name].nonzero
+        rates.add(rate)
+    if not all_values.total():
+        return ""
+    shares = ", ".join(f"{role} {percent(gone[role] / count)}" for role, count in all_values.items() if count)
+    ends = " to ".join(f"{rate:g}" for rate in sorted({min(rates), max(rates)}))
+    return f", as one of lr = {ends} (Adam's size) is for these shares of the values: {shares}"
+
+
+def _lost(setup: Setup, items: Sequence[Item]) -> Iterator[Finding]:
+    """Trained in float32, yet on a narrower grid."""
+    if setup.rounded:
+        return
+    found: dict[tuple[bool, bool, str], list[str]] = {}
+    for item in items:
+        master = item.kind == "master"
+        full = item.dtype == "float32" and (master or (item.kind == "parameters" and item.name in setup.trained))
+        if full and item.effective not in (None, "full", "unknown") and not str(item.effective).startswith("partly"):
+            stepped = setup.steps.get(item.name, 0) > 0
+            found.setdefault((master, stepped, str(item.effective)), []).append(item.name)
+    for (master, stepped, kind), names in found.items():
+        what = f"{'master copies' if master else 'trained parameters'} in float32, every value exactly {kind}"
+        if stepped:
+            text = f"{what} after optimizer steps: a resume or a cast lost their float32 values (or lr was 0 so far)"
+            yield Finding("warning", "float32 lost", text, tuple(names))
+        else:
+            text = f"{what}, no step counted: loaded from {kind}. If this is a resume, their float32 values were lost"
+            yield Finding("note", "started narrow", text, tuple(names))
+
+
+def _stray(setup: Setup) -> Iterator[Finding]:
+    names = [
+        name
+        for name, master in setup.masters.items()
+        if name in setup.parameters and name not in setup.codes and _apart(master, setup.parameters[name])
+    ]
+    if names:
+        text = "master copies that do not round to their parameters: one was loaded or written without the other"
+        yield Finding("warning", "stray master", text, tuple(names))
+    if setup.by_hand:
+        text = (
+            "float32 parameters of the optimizer that round to the model's, as master copies do: unless your loop "
+            "copies them back after each step, the optimizer is stale"
+        )
+        yield Finding("note", "master by hand", text, tuple(setup.by_hand))
+
+
+def _apart(master: Any, parameter: Tensor) -> bool:
+    """Whether a float32 copy is of other values than its parameter."""
+    whole = isinstance(master, Tensor) and master.dtype == torch.float32 and master.shape == parameter.shape
+    return whole and not rounds_to(master, parameter)
+
+
+def _foreign(setup: Setup) -> Iterator[Finding]:
+    if setup.foreign:
+        text = (
+            "parameters of the optimizer that are none of the model's, stepped on in vain: build the optimizer after "
+            "the model was copied or sharded, or its parameters replaced"
+        )
+        yield Finding("warning", "stale optimizer", text, tuple(setup.foreign))
+
+
+def _not_stepped(setup: Setup) -> Iterator[Finding]:
+    names = [] if setup.groups is None else [name for name in setup.trained if name not in setup.groups]
+    if names:
+        text = "parameters that require a gradient and are in no group of the optimizer, so never updated"
+        yield Finding("warning", "not in the optimizer", text, tuple(names))
+
+
+def _no_gradient(setup: Setup) -> Iterator[Finding]:
+    names = [name for name, parameter in setup.trained.items() if parameter.grad is None]
+    if names and len(names) < len(setup.trained):
+        text = "parameters that require a gradient and have none, where others have one"
+        yield Finding("warning", "no gradient", text, tuple(names))
+
+
+def _nonfinite(items: Iterable[Item]) -> Iterator[Finding]:
+    found = [item for item in items if item.nonfinite]
+    if found:
+        text = f"tensors with infinities or NaN, {sum(item.nonfinite for item in found):,} in all"
+        yield Finding("warning", "not finite", text, tuple(item.label for item in found))
+
+
+def _mixed(items: Iterable[Item]) -> Iterator[Finding]:
+    """States of one name in several dtypes; those of fewest values are named."""
+    kinds: dict[str, dict[str, list[Item]]] = {}
+    for item in items:
+        if item.kind not in ("parameters", "gradients", "buffers", "scales", "not the model's"):
+            kinds.setdefault(item.kind, {}).setdefault(item.dtype, []).append(item)
+    for kind, dtypes in kinds.items():
+        if len(dtypes) > 1:
+            counts = ", ".join(f"{len(found)} in {dtype}" for dtype, found in dtypes.items())
+            dtype, fewest = min(dtypes.items(), key=lambda pair: len(pair[1]))
+            text = f"{kind} is not stored alike everywhere: {counts}. In {dtype}"
+            yield Finding("note", "mixed states", text, tuple(item.name for item in fewest))
+
+
+def _shared(items: Iterable[Item]) -> Iterator[Finding]:
+    by_kind: dict[str, list[Item]] = {}
+    for item in items:
+        if item.shared_with is not None:
+            by_kind.setdefault(item.kind, []).append(item)
+    for kind, found in by_kind.items():
+        first = f"{found[0].label} is {found[0].shared_with}"
+        text = f"{kind} in the memory of another tensor, counted once: {first}"
+        yield Finding("note", "shared", text, tuple(item.name for item in found))

@@ -1,0 +1,119 @@
+"""Tensors in memory as the inspector reads a file's: the same scan of bits, in pieces of bounded size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.checkpoint import Checkpoint, StoredTensor
+from halfstep.checkpoint.dtypes import TYPES
+from halfstep.checkpoint.scan import Scan, readable, scan
+
+
+PIECE = 1 << 22
+"""Values that are copied at once where a tensor is compared, or does not lie in one run of this machine's memory."""
+
+_MEMORY = Checkpoint(Path(), "memory", (), ())
+
+
+def leaves(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Every plain tensor in a value, with its path: this rank's shard of a DTensor, the codes and scales of a
+    quantised state, what lists and dictionaries hold. Other values hold none.
+    """
+    if isinstance(value, Tensor):
+        yield from _plain(value.detach(), path)
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from leaves(one, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, one in enumerate(value):
+            yield from leaves(one, f"{path}.{number}")
+
+
+def _plain(tensor: Tensor, path: str) -> Iterator[tuple[str, Tensor]]:
+    if hasattr(tensor, "__tensor_flatten__"):  # torch's protocol for tensors that are made of others
+        named = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+        parts = {name: part for name, part in named.items() if isinstance(part, Tensor)}  # a DTensor names its mesh too
+        for name, part in parts.items():
+            yield from _plain(part, path if len(parts) == 1 else f"{path}.{name}")
+    elif tensor.layout == torch.sparse_coo:
+        yield from ((f"{path}.indices", tensor._indices()), (f"{path}.values", tensor._values()))
+    else:
+        yield path, tensor
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """torch's name without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+def size(tensor: Tensor) -> int:
+    """The bytes of a plain tensor: an expanded one takes those of its storage, a freed one none."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def place(tensor: Tensor) -> tuple[object, ...] | None:
+    """Where a plain tensor's bytes lie, equal for two names of the same ones; None where it has none."""
+    if tensor.device.type == "meta" or not size(tensor):
+        return None
+    return tensor.device, tensor.data_ptr(), size(tensor)
+
+
+def scanned(tensor: Tensor) -> Scan | None:
+    """What the bits of a plain tensor say; None where they are no floating-point numbers, or not there."""
+    dtype = name_of(tensor.dtype)
+    if place(tensor) is None or dtype not in TYPES:
+        return None
+    once = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    stored = StoredTensor("", dtype, tuple(once.shape), Path(), size(once), "", _InMemory(once, TYPES[dtype].piece))
+    return scan(_MEMORY, stored) if readable(stored) else None
+
+
+def rounds_to(full: Tensor, narrow: Tensor) -> bool:
+    """Whether `narrow` holds the values of `full` in its own dtype."""
+    wide, few = list(leaves(full, "")), list(leaves(narrow, ""))
+    pairs = list(zip(wide, few, strict=False))
+    if len(wide) != len(few) or any(
+        a.shape != b.shape or place(a) is None or place(b) is None for (_, a), (_, b) in pairs
+    ):
+        return False
+    runs = ((a, b) for (_, one), (_, two) in pairs for a, b in zip(_runs(one, PIECE), _runs(two, PIECE), strict=True))
+    return all(torch.equal(a.to(b.dtype).to(b.device), b) for a, b in runs)
+
+
+def _runs(tensor: Tensor, count: int) -> Iterator[Tensor]:
+    """The values in row-major order, flat, at most `count` at a time; copied only where they do not lie so."""
+    if tensor.is_contiguous():
+        flat = tensor.reshape(-1)
+        yield from (flat[first : first + count] for first in range(0, flat.numel(), count))
+        return
+    row = math.prod(tensor.shape[1:])
+    if row > count:
+        for one in tensor:
+            yield from _runs(one, count)
+    else:
+        rows = count // row
+        yield from (tensor[first : first + rows].reshape(-1) for first in range(0, len(tensor), rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _InMemory:
+    """A checkpoint's source of values, which are there already."""
+
+    tensor: Tensor
+    dtype: np.dtype
+
+    def pieces(self, nbytes: int) -> Iterator[np.ndarray]:
+        """The values in order, as raw bits."""
+        for run in _runs(self.tensor, max(nbytes // self.tensor.element_size(), 1)):
+            dense = run if run.stride(0) == 1 else run.clone(memory_format=torch.contiguous_format)
+            bits = dense.cpu().view(torch.uint8).numpy().view(self.dtype)
+            bits.flags.writeable = False  # as a file's are: kernels are compiled for those
+            yield bits

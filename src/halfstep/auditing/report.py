@@ -1,0 +1,250 @@
+"""What an audit found: records, a text, JSON, and how two audits differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from halfstep.checkpoint.text import parse_object
+from halfstep.errors import CheckpointError
+
+
+SCHEMA = 1
+"""The version of `Audit.as_data`: fields are added under the same number, and renamed or dropped under the next."""
+
+SHORT = {"unknown": "?", None: "-"}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor; of a sharded one, this rank's part."""
+
+    kind: str
+    """parameters, gradients, master, scales, buffers, or the name of an optimizer's state (exp_avg)."""
+    name: str
+    """The parameter's that it belongs to, or the buffer's."""
+    role: str
+    """What that is for, by its name: norm, embedding ..."""
+    dtype: str
+    shape: tuple[int, ...]
+    numel: int
+    nbytes: int
+    effective: str | None
+    """What the bits say (`checkpoint.origin.Origin.key`): "full", or the narrower type that every value fits ("bf16",
+    "partly bf16"); "unknown" where only zeros, powers of two and whole numbers are left; None if not floating point."""
+    nonfinite: int = 0
+    shared_with: str | None = None
+    """The first tensor in the same memory, which alone is counted."""
+
+    @property
+    def label(self) -> str:
+        """Its name in a sentence."""
+        return self.name if self.kind in ("parameters", "buffers", "scales") else f"{self.kind} of {self.name}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """All tensors of one kind that are stored alike and whose bits say the same."""
+
+    kind: str
+    dtype: str
+    effective: str | None
+    roles: tuple[str, ...]
+    tensors: int
+    numel: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to know, in words: a warning, or a note of what may be meant so."""
+
+    level: Literal["warning", "note"]
+    what: str
+    """Which finding it is, in one word."""
+    text: str
+    tensors: tuple[str, ...]
+    """All that it is about; the text names the first of them."""
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.text} ({len(self.tensors)}): {some(self.tensors)}"
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Every tensor that a training setup keeps, as stored and as its bits say. `print(report)` shows it."""
+
+    model: str
+    optimizer: str | None
+    trained: int
+    """Parameters that require a gradient, or all where none does; on this rank."""
+    steps: tuple[int, int] | None
+    """The fewest and most steps that the optimizer has counted for a parameter; None where it counts none."""
+    loss_scale: float | None
+    held: int
+    """Bytes of all storages. Tensors that are views of larger ones keep those alive."""
+    items: tuple[Item, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, shared ones once."""
+        return sum(item.nbytes for item in self.items if item.shared_with is None)
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """The findings that are no mere notes."""
+        return tuple(finding for finding in self.findings if finding.level == "warning")
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The table: by kind, within one by what is stored and what the bits say, the most values first."""
+        groups: dict[str, dict[tuple[str, str | None], list[Item]]] = {}
+        for item in self.items:
+            if item.shared_with is None:
+                groups.setdefault(item.kind, {}).setdefault((item.dtype, item.effective), []).append(item)
+        rows = [
+            [_row(kind, *key, items) for key, items in sorted(alike.items(), key=lambda pair: -_numel(pair[1]))]
+            for kind, alike in groups.items()
+        ]
+        return tuple(row for of_kind in rows for row in of_kind)
+
+    def differences(self, before: Audit) -> tuple[str, ...]:
+        """What is otherwise than it was, a sentence each: after a resume, against an audit from before it.
+
+        Gradients count only where both have some, and a tensor that told nothing before may tell something now.
+        """
+        now, then = _named(self.items), _named(before.items)
+        both = all(any(kind == "gradients" for kind, _ in named) for named in (now, then))
+        compared = [key for key in then | now if both or key[0] != "gradients"]
+        changes: dict[str, list[str]] = {}
+        for key in compared:
+            if change := _change(then.get(key), now.get(key)):
+                changes.setdefault(f"{key[0]}: {change}", []).append(key[1])
+        lines = [f"{change}: {some(names)}" for change, names in changes.items()]
+        if before.steps is not None and (self.steps is None or self.steps[1] < before.steps[1]):
+            counted = "none" if self.steps is None else self.steps[1]
+            lines.insert(0, f"steps counted by the optimizer: {before.steps[1]} before, {counted} now")
+        if before.loss_scale != self.loss_scale:
+            lines.append(f"loss scale: {before.loss_scale} before, {self.loss_scale} now")
+        return tuple(lines)
+
+    def as_data(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"schema": SCHEMA, **asdict(self), "nbytes": self.nbytes, "rows": [asdict(row) for row in self.rows]}
+
+    def save(self, path: str | Path) -> None:
+        """Write the report as JSON, which `load` reads."""
+        Path(path).write_text(json.dumps(self.as_data()))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Audit:
+        """What `save` has written.
+
+        Raises:
+            CheckpointError: the file holds something else, or a report of another version.
+        """
+        data = parse_object(Path(path).read_bytes(), str(path))
+        if data.get("schema") != SCHEMA or "items" not in data:
+            raise CheckpointError(
+                f"{path} holds schema {data.get('schema')!r}; expected an audit of schema {SCHEMA}: save it anew with "
+                "halfstep.audit(model, optimizer).save(path)"
+            )
+        try:
+            return cls(
+                **{key: data[key] for key in ("model", "optimizer", "trained", "loss_scale", "held")},
+                steps=None if data["steps"] is None else tuple(data["steps"]),
+                items=tuple(Item(**{**item, "shape": tuple(item["shape"])}) for item in data["items"]),
+                findings=tuple(Finding(**{**one, "tensors": tuple(one["tensors"])}) for one in data["findings"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is no whole audit ({error}); save it anew") from error
+
+    def __str__(self) -> str:
+        return "\n".join([self._title(), *_table(self), *map(str, self.findings)])
+
+    def _title(self) -> str:
+        steps = "" if self.steps is None else f", {_range(self.steps)} step{'s' * (self.steps != (1, 1))}"
+        scale = "" if self.loss_scale in (None, 1.0) else f", loss scale {self.loss_scale:g}"
+        return f"{self.model}, {self.optimizer or 'no optimizer'}: {self.trained:,} trained parameters{steps}{scale}"
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names of many."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _row(kind: str, dtype: str, effective: str | None, items: Sequence[Item]) -> Row:
+    roles = tuple(dict.fromkeys(item.role for item in items))
+    return Row(kind, dtype, effective, roles, len(items), _numel(items), sum(item.nbytes for item in items))
+
+
+def _numel(items: Iterable[Item]) -> int:
+    return sum(item.numel for item in items)
+
+
+def _named(items: Iterable[Item]) -> dict[tuple[str, str], Item]:
+    return {(item.kind, item.name): item for item in items}
+
+
+def _change(before: Item | None, now: Item | None) -> str | None:
+    """What became of one tensor; None where that is nothing."""
+    if before is None or now is None:
+        return f"{_said(before)} before, {_said(now)} now"
+    if before.shape != now.shape:
+        return f"shape {before.shape} before, {now.shape} now"
+    told = before.effective != "unknown" and before.effective != now.effective
+    return f"{_said(before)} before, {_said(now)} now" if told or before.dtype != now.dtype else None
+
+
+def _said(item: Item | None) -> str:
+    if item is None:
+        return "missing"
+    said = "?" if item.effective == "unknown" else item.effective
+    return item.dtype if said is None else f"{item.dtype} ({said})"
+
+
+def _range(ends: tuple[int, int]) -> str:
+    return f"{ends[0]:,}" if ends[0] == ends[1] else f"{ends[0]:,} to {ends[1]:,}"
+
+
+_HEADER = ("", "stored", "bits say", "tensors", "values", "MB", "bytes/param", "roles")
+_LEFT = ("", "stored", "bits say", "roles")
+
+
+def _table(report: Audit) -> list[str]:
+    """The rows as aligned text, and a total."""
+    per = report.trained or 1
+    rows, alone = report.rows, [row.kind for row in report.rows]
+    cells = [
+        (
+            row.kind,
+            row.dtype,
+            SHORT.get(row.effective, row.effective or ""),
+            f"{row.tensors:,}",
+            f"{row.numel:,}",
+            _megabytes(row.nbytes),
+            f"{row.nbytes / per:.4g}",
+            "" if alone.count(row.kind) == 1 else ", ".join(row.roles),
+        )
+        for row in rows
+    ]
+    count, values = sum(row.tensors for row in rows), sum(row.numel for row in rows)
+    total = ("total", "", "", f"{count:,}", f"{values:,}", _megabytes(report.nbytes), f"{report.nbytes / per:.4g}", "")
+    widths = [max(map(len, column)) for column in zip(_HEADER, *cells, total, strict=True)]
+    lines = [
+        "  ".join(
+            f"{cell:{'<' if name in _LEFT else '>'}{wide}}"
+            for cell, wide, name in zip(line, widths, _HEADER, strict=True)
+        )
+        for line in (_HEADER, *cells, total)
+    ]
+    held = [f"their storages hold {_megabytes(report.held)} MB"] if report.held != report.nbytes else []
+    return [line.rstrip() for line in lines] + held
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.3f}" if nbytes < 1e7 else f"{nbytes / 1e6:,.1f}"

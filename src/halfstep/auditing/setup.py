@@ -1,0 +1,146 @@
+"""Who is who in a training setup: which parameters the optimizer steps on, and what keeps a master copy of which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.auditing.live import rounds_to
+from halfstep.checkpoint.roles import role_of
+from halfstep.nn.codes import is_held
+from halfstep.nn.scaling import states_of
+from halfstep.optim import LowBit
+from halfstep.recipe import MASTERS, SCALED_MASTER
+
+
+_MASTER = "master"
+_KEPT = {SCALED_MASTER, *(name for name, _ in MASTERS.values())}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model and its optimizer. Parameters go by the model's first name for them."""
+
+    every: tuple[tuple[str, nn.Parameter], ...]
+    """Every name of the model, tied parameters under each."""
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, Tensor]
+    roles: Mapping[str, str]
+    """What parameters and buffers are for, by their names or their modules' classes."""
+    groups: Mapping[str, Mapping[str, Any]] | None
+    """The optimizer's group of each parameter that it steps on; None without an optimizer."""
+    states: tuple[tuple[str, str, Any], ...]
+    """Parameter, name and value of the optimizer's states; masters are named so."""
+    by_hand: Mapping[str, Tensor]
+    """float32 parameters of the optimizer that are none of the model's, and round to one of its narrower ones."""
+    foreign: Mapping[str, Tensor]
+    """Other parameters of the optimizer that are none of the model's."""
+    steps: Mapping[str, int]
+    codes: frozenset[str]
+    """Parameters that hold codes, with a scale beside them."""
+    stochastic: bool
+    """Whether the optimizer rounds its updates stochastically."""
+    rounded: bool
+    """Whether the recipe keeps float32 weights on a narrower grid."""
+
+    @cached_property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that require a gradient."""
+        return {name: p for name, p in self.parameters.items() if p.requires_grad}
+
+    @cached_property
+    def masters(self) -> dict[str, Any]:
+        """What takes the update in a parameter's place, or beside it."""
+        kept = {name: value for name, kind, value in self.states if kind == _MASTER or kind.startswith(f"{_MASTER} (")}
+        return {**kept, **self.by_hand}
+
+    @cached_property
+    def narrow(self) -> dict[str, nn.Parameter]:
+        """Trained parameters of fewer bits than float32 that take their updates themselves, rounded to nearest."""
+        stepped, masters = self.groups or {}, self.masters
+        return {
+            name: p
+            for name, p in self.trained.items()
+            if p.is_floating_point() and p.itemsize < 4 and name in stepped and name not in masters
+            and not (self.stochastic and p.dtype == torch.bfloat16)
+        }  # fmt: skip
+
+
+def set_up(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Setup:
+    """Look at a model and its optimizer."""
+    parameters = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    groups: dict[str, Mapping[str, Any]] = {}
+    by_hand: dict[str, Tensor] = {}
+    foreign: dict[str, Tensor] = {}
+    strangers = []
+    stepped = [] if optimizer is None else [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    for number, (parameter, group) in enumerate(stepped):
+        if id(parameter) in names:
+            groups[names[id(parameter)]] = group
+        else:
+            strangers.append((number, parameter, group))
+    for number, parameter, group in strangers:
+        name = _rounded(parameter, {n: p for n, p in parameters.items() if n not in groups})
+        if name is None:
+            name = f"optimizer parameter {number}"
+            foreign[name] = parameter
+        else:
+            groups[name], by_hand[name] = group, parameter
+        names[id(parameter)] = name
+    states = [
+        (names.get(id(parameter), f"state {number} of no group"), key, value)
+        for number, (parameter, state) in enumerate(optimizer.state.items() if optimizer is not None else ())
+        for key, value in state.items()
+    ]
+    counted = [*((name, value) for name, key, value in states if key == "step")]
+    counted += [(name, group["step"]) for name, group in groups.items() if "step" in group]
+    low_bit = optimizer if isinstance(optimizer, LowBit) else None
+    return Setup(
+        every=tuple(model.named_parameters(remove_duplicate=False)),
+        parameters=parameters,
+        buffers=dict(model.named_buffers()),
+        roles=dict(_roles(model)),
+        groups=None if optimizer is None else groups,
+        states=tuple((name, _kind(key), value) for name, key, value in states),
+        by_hand=by_hand,
+        foreign=foreign,
+        steps={name: int(value) for name, value in counted},
+        codes=frozenset(names[id(module.weight)] for module in model.modules() if is_held(module)),
+        stochastic=(low_bit is not None and low_bit.storage.update_rounding == "stochastic")
+        or getattr(optimizer, "bf16_stochastic_round", False),  # torchao's
+        rounded=low_bit is not None and low_bit.storage.scaled is not None,
+    )
+
+
+def _roles(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """The role of each parameter and buffer, under every name it has."""
+    for path, module in model.named_modules():
+        states = {id(state) for state in states_of(module).values()}
+        by_class = role_of(type(module).__name__)
+        for name, tensor in chain(module._parameters.items(), module._buffers.items()):
+            full = f"{path}.{name}" if path else name
+            found = role_of(full)
+            yield full, "scales" if id(tensor) in states else by_class if found == "other" else found
+
+
+def _rounded(full: Tensor, candidates: Mapping[str, nn.Parameter]) -> str | None:
+    """The first of the parameters that holds the values of `full` in a narrower dtype."""
+    for name, parameter in candidates.items():
+        narrower = parameter.is_floating_point() and parameter.itemsize < full.itemsize
+        if narrower and parameter.shape == full.shape and rounds_to(full, parameter):
+            return name
+    return None
+
+
+def _kind(key: str) -> str:
+    """A state's name; those of what keeps more of a weight than the weight itself are "master", or "master (name)"."""
+    if role_of(key) == _MASTER:
+        return _MASTER
+    return f"{_MASTER} ({key})" if key in _KEPT else key

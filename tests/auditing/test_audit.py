@@ -1,0 +1,348 @@
+"""Audits of known set-ups: each told apart by its bits, with bytes as the storages have them."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import halfstep
+from halfstep.memory import measure
+from halfstep.recipe import get_recipe
+from tiny import RECIPES, adamw, batch, mlp, mostly_slow, prepared, train
+
+
+class Net(nn.Module):
+    """Enough values in every tensor for their bits to tell, and names that say what they are for."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.wte = nn.Embedding(64, 32)
+        self.mlp = nn.Linear(32, 32)
+        self.norm = nn.LayerNorm(32)
+        self.lm_head = nn.Linear(32, 64, bias=False)
+
+    def forward(self, tokens):
+        return self.lm_head(self.norm(self.mlp(self.wte(tokens))))
+
+
+TOKENS = torch.arange(64)
+
+
+def stepped(model, optimizer, steps=3):
+    """Trained, with gradients still there."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(TOKENS), TOKENS).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def found(report):
+    """The findings by what they are."""
+    assert len({one.what for one in report.findings}) == len(report.findings)
+    return {one.what: one for one in report.findings}
+
+
+def kinds(report):
+    """(stored, bits say) of each kind, of those that say something."""
+    said = {}
+    for row in report.rows:
+        if row.effective not in ("unknown", None) and row.kind != "step":
+            said.setdefault(row.kind, set()).add((row.dtype, row.effective))
+    return said
+
+
+def storages(model, optimizer):
+    """The bytes of all storages, found without the audit."""
+    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+FULL = {("float32", "full")}
+
+
+def test_float32_training_is_float32_throughout():
+    model = Net()
+    model, optimizer = stepped(model, adamw(model))
+    report = halfstep.audit(model, optimizer)
+    assert kinds(report) == dict.fromkeys(("parameters", "gradients", "exp_avg", "exp_avg_sq"), FULL)
+    assert report.findings == ()
+    assert report.steps == (3, 3)
+    assert report.trained == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", mostly_slow(RECIPES))
+def test_every_recipe_is_what_it_says_and_bytes_are_those_of_the_storages(name):
+    recipe = get_recipe(name)
+    model, optimizer, scaler = prepared(name)
+    train(model, optimizer, scaler)
+    scaler.scale(F.mse_loss(model(batch()[0]), batch()[1])).backward()
+    report = halfstep.audit(model, optimizer, scaler)
+    assert report.nbytes == report.held == storages(model, optimizer)
+    assert report.loss_scale == scaler.get_scale()
+    if recipe.scaled is None:
+        size, roles = measure(model, optimizer), {"weights": 0, "grads": 0, "master": 0, "states": 0}
+        for row in report.rows:
+            place = {"parameters": "weights", "gradients": "grads"}.get(row.kind, row.kind.partition(" ")[0])
+            if row.kind != "step" and row.kind not in ("buffers", "scales"):
+                roles[place if place in roles else "states"] += row.nbytes
+        assert {role: count / report.trained for role, count in roles.items()} == pytest.approx(
+            {role: getattr(size, role) for role in roles}
+        )
+    kept = recipe.scaled.master if recipe.scaled else recipe.master
+    narrow = recipe.weights != "fp32" or recipe.scaled is not None
+    lossy = narrow and kept is None and recipe.update_rounding != "stochastic"
+    assert {one.what for one in report.warnings} == ({"no master"} if lossy else set())
+    assert any(row.kind.startswith("master") for row in report.rows) == (kept is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lr", [1e-2, 3e-4, 1e-6])
+def test_share_of_updates_that_are_lost_is_what_rounding_does(dtype, lr):
+    model = Net().to(dtype)
+    report = halfstep.audit(model, adamw(model, lr=lr))
+    warning = found(report)["no master"]
+    assert set(warning.tensors) == set(dict(model.named_parameters()))
+    exact = {}
+    for role, weight in (("embedding", model.wte.weight), ("norm", model.norm.weight), ("head", model.lm_head.weight)):
+        w = weight.detach().double()
+        kept = ((w + lr).to(dtype) == w) & ((w - lr).to(dtype) == w)
+        exact[role] = kept[w != 0].double().mean().item()
+    for role, share in exact.items():
+        said = warning.text.partition(f"{role} ")[2].partition("%")[0].lstrip("<>")
+        assert float(said) == pytest.approx(100 * share, rel=0.006, abs=0.011), (role, warning.text)
+    assert f"lr = {lr:g} " in warning.text
+
+
+def test_norms_that_no_update_reaches_are_named():
+    """RMSNorm weights at 1.0 in bf16, lr below 2^-9: the largest step that Adam takes rounds away."""
+    model = Net().bfloat16()
+    assert "norm 100%" in found(halfstep.audit(model, adamw(model, lr=1.9e-3)))["no master"].text
+    assert "norm 0%" in found(halfstep.audit(model, adamw(model, lr=2.0e-3)))["no master"].text
+
+
+def test_without_adam_no_share_is_claimed():
+    model = Net().bfloat16()
+    text = found(halfstep.audit(model, torch.optim.SGD(model.parameters(), lr=1e-3)))["no master"].text
+    assert "lr" not in text
+
+
+def test_stochastic_rounding_needs_no_master():
+    """As torchao's optimizers do it, for bf16 alone."""
+    model = Net().bfloat16()
+    optimizer = adamw(model)
+    optimizer.bf16_stochastic_round = True
+    assert halfstep.audit(model, optimizer).warnings == ()
+    model.half()
+    assert set(found(halfstep.audit(model, optimizer))) == {"no master"}
+
+
+def test_a_resume_that_lost_float32_weights_is_seen(tmp_path):
+    model = Net()
+    model, optimizer = stepped(model, adamw(model))
+    halfstep.audit(model, optimizer).save(tmp_path / "before.json")
+    resumed = Net(seed=1)
+    resumed.load_state_dict({key: value.bfloat16() for key, value in model.state_dict().items()})
+    again = adamw(resumed)
+    again.load_state_dict(optimizer.state_dict())
+    report = halfstep.audit(resumed, again)
+    assert set(found(report)) == {"float32 lost"}
+    assert found(report)["float32 lost"].tensors == tuple(dict(model.named_parameters()))
+    assert "exactly bf16" in found(report)["float32 lost"].text
+    before = type(report).load(tmp_path / "before.json")
+    (change,) = report.differences(before)
+    assert change.startswith("parameters: float32 (full) before, float32 (bf16) now: wte.weight")
+    assert report.differences(report) == before.differences(before) == ()
+
+
+def test_a_resume_that_lost_the_masters_is_seen():
+    model, optimizer, _ = prepared("bf16-master", Net(), None)
+    stepped(model, optimizer)
+    before = halfstep.audit(model, optimizer)
+    assert before.warnings == ()
+    assert kinds(before)["master"] == FULL
+    for parameter in model.parameters():
+        optimizer.state[parameter]["master"].copy_(parameter)
+    report = halfstep.audit(model, optimizer)
+    assert set(found(report)) == {"float32 lost"}
+    assert "master copies in float32, every value exactly bf16" in found(report)["float32 lost"].text
+    assert [line.split(":")[0] for line in report.differences(before)] == ["master"]
+    for parameter in model.parameters():
+        del optimizer.state[parameter]["master"]
+    report = halfstep.audit(model, optimizer)
+    assert "no master" in found(report)
+    (change,) = report.differences(before)
+    assert change == "master: float32 (full) before, missing now: wte.weight, mlp.weight, mlp.bias and 3 more"
+
+
+def test_a_start_from_bf16_weights_is_a_note():
+    model = Net()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    report = halfstep.audit(model, adamw(model))
+    assert report.warnings == ()
+    assert found(report)["started narrow"].level == "note"
+    model.requires_grad_(False)
+    assert halfstep.audit(model).findings == ()
+
+
+def test_masters_that_parameters_are_no_image_of():
+    model, optimizer, _ = prepared("bf16-master", Net(), None)
+    stepped(model, optimizer)
+    with torch.no_grad():
+        model.mlp.weight[3, 4] += 1
+    assert found(halfstep.audit(model, optimizer))["stray master"].tensors == ("mlp.weight",)
+
+
+def by_hand(model):
+    """As loops before torch.amp did it: the optimizer has float32 copies of its own."""
+    masters = [p.detach().float() + 2.0**-12 * p.detach().float() for p in model.parameters()]
+    return masters, torch.optim.AdamW(masters, lr=1e-3)
+
+
+def test_master_copies_by_hand_are_recognised():
+    model = Net().bfloat16()
+    masters, optimizer = by_hand(model)
+    report = halfstep.audit(model, optimizer)
+    assert set(found(report)) == {"master by hand"}
+    assert found(report)["master by hand"].tensors == tuple(dict(model.named_parameters()))
+    assert sum(row.nbytes for row in report.rows if row.kind == "master") == sum(m.nbytes for m in masters)
+    with torch.no_grad():
+        masters[0][5] += 1
+    assert found(halfstep.audit(model, optimizer))["stale optimizer"].tensors == ("optimizer parameter 0",)
+
+
+def test_a_stale_optimizer():
+    model = Net()
+    moved, optimizer = copy.deepcopy(model), adamw(model)
+    report = halfstep.audit(moved, optimizer)
+    assert set(found(report)) == {"stale optimizer", "not in the optimizer"}
+    assert len(found(report)["stale optimizer"].tensors) == len(list(model.parameters()))
+    assert {row.kind for row in report.rows} == {"parameters", "not the model's"}
+    assert report.nbytes == 2 * sum(p.nbytes for p in model.parameters())
+
+
+def test_parameters_that_nothing_steps_on_or_that_have_no_gradient():
+    model = Net()
+    optimizer = torch.optim.AdamW([p for name, p in model.named_parameters() if "norm" not in name])
+    assert found(halfstep.audit(model, optimizer))["not in the optimizer"].tensors == ("norm.weight", "norm.bias")
+    assert "no gradient" not in found(halfstep.audit(model, optimizer))
+    model.mlp(torch.ones(32)).sum().backward()
+    missing = found(halfstep.audit(model, optimizer))["no gradient"].tensors
+    assert missing == ("wte.weight", "norm.weight", "norm.bias", "lm_head.weight")
+    model.requires_grad_(False)
+    model.mlp.requires_grad_()
+    assert halfstep.audit(model, optimizer).findings == ()
+
+
+def test_values_that_are_not_finite():
+    model = mlp()
+    optimizer = adamw(model)
+    train(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+    optimizer.state[model[0].weight]["exp_avg_sq"][0, :3] = torch.inf
+    model[3].bias.data[1] = torch.nan
+    warning = found(halfstep.audit(model, optimizer))["not finite"]
+    assert warning.tensors == ("3.bias", "exp_avg_sq of 0.weight")
+    assert "4 in all" in warning.text
+
+
+def test_tied_weights_count_once():
+    model = Net()
+    model.lm_head.weight = model.wte.weight
+    model, optimizer = stepped(model, adamw(model))
+    report = halfstep.audit(model, optimizer)
+    assert found(report)["shared"].tensors == ("lm_head.weight",)
+    assert "lm_head.weight is wte.weight" in found(report)["shared"].text
+    assert report.nbytes == report.held == storages(model, optimizer)
+
+
+def test_views_hold_more_than_they_are():
+    model = Net()
+    model.wte.weight.data = torch.randn(1000, 32)[:64]
+    report = halfstep.audit(model)
+    assert report.held - report.nbytes == 936 * 32 * 4
+    assert "their storages hold" in str(report)
+
+
+class EightBit(torch.optim.SGD):
+    """State as bitsandbytes keeps it: codes, a maximum a block, and one table of levels for all."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=1e-3)
+        levels = torch.linspace(-1, 1, 256)
+        for parameter in model.parameters():
+            if parameter.numel() < 64:
+                self.state[parameter] = {"state1": torch.randn_like(parameter)}
+                continue
+            codes = torch.randint(0, 256, parameter.shape, dtype=torch.uint8)
+            self.state[parameter] = {"state1": codes, "absmax1": torch.rand(-(-codes.numel() // 256)), "qmap1": levels}
+
+
+def test_states_of_eight_bits():
+    model = Net()
+    optimizer = EightBit(model)
+    report = halfstep.audit(model, optimizer)
+    rows = {(row.kind, row.dtype): row for row in report.rows}
+    assert rows["state1", "uint8"].nbytes == sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    assert rows["state1", "uint8"].effective is None
+    assert rows["qmap1", "float32"].nbytes == 1024
+    note = found(report)["mixed states"]
+    assert (note.level, "3 in uint8, 3 in float32" in note.text) == ("note", True)
+    assert report.nbytes == report.held == storages(model, optimizer)
+
+
+def test_nothing_is_changed():
+    model, optimizer, _ = prepared("bf16-master", Net(), None)
+    stepped(model, optimizer)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    versions = [p._version for p in model.parameters()]
+    halfstep.audit(model, optimizer)
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
+    assert [p._version for p in model.parameters()] == versions
+
+
+def test_the_text_has_a_line_for_each_row_and_finding():
+    model, optimizer, _ = prepared("bf16-nomaster", Net(), None)
+    stepped(model, optimizer)
+    report = halfstep.audit(model, optimizer, torch.amp.GradScaler("cpu", init_scale=1024.0))
+    lines = str(report).splitlines()
+    assert lines[0] == "Net, LowBit: 5,216 trained parameters, 3 steps, loss scale 1024"
+    assert len(lines) == 1 + 1 + len(report.rows) + 1 + len(report.findings)
+    assert lines[2].split()[:3] == ["parameters", "bfloat16", "full"]
+    assert lines[-1].startswith("warning: trained parameters in bfloat16 without a master copy")
+    assert lines[-1].endswith("(6): wte.weight, mlp.weight, mlp.bias and 3 more")
+
+
+def test_weights_that_a_recipe_keeps_on_a_grid_of_codes_lost_nothing(monkeypatch):
+    """On several ranks FP8-LM's weights are float32 numbers with the values of codes."""
+    monkeypatch.setattr("halfstep.nn.codes.ranks", lambda: 2)
+    model, optimizer, scaler = prepared("fp8lm-o3", Net(), None, module_filter=lambda _, path: path == "mlp")
+    train(model, optimizer, scaler, data=(TOKENS, TOKENS), loss_of=F.cross_entropy)
+    report = halfstep.audit(model, optimizer)
+    effective = {item.name: item.effective for item in report.items if item.kind == "parameters"}
+    assert effective["mlp.weight"] == "scaled float8_e4m3fn"
+    assert report.warnings == ()
+
+
+def test_roles_by_class_and_steps_that_groups_count():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["step"] = 7  # as apex's and TransformerEngine's fused Adam
+    report = halfstep.audit(model, optimizer)
+    assert {item.name: item.role for item in report.items} == {
+        **dict.fromkeys(("0.weight", "0.bias", "3.weight", "3.bias"), "other"),
+        **dict.fromkeys(("2.weight", "2.bias"), "norm"),
+    }
+    assert report.steps == (7, 7)
+
+
+def test_a_tensor_that_told_nothing_may_tell_something():
+    model = Net()
+    before = halfstep.audit(model)
+    with torch.no_grad():
+        model.norm.weight.normal_()
+    assert halfstep.audit(model).differences(before) == ()

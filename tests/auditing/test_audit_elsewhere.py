@@ -1,0 +1,116 @@
+"""Audits of what others shard and quantise: FSDP2 and DDP on two ranks, torchao's and bitsandbytes' states."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.auditing import Audit
+from tiny import adamw, batch, mlp
+
+
+pytestmark = pytest.mark.slow
+RANK = """
+import sys, torch, torch.distributed as dist
+rank, folder, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+sys.path[:0] = [tests, f'{tests}/auditing']
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+from test_audit_elsewhere import under_ddp, under_fsdp
+under_ddp().save(f"{folder}/ddp{rank}.json")
+for name, report in zip(("fsdp", "stale"), under_fsdp()):
+    report.save(f"{folder}/{name}{rank}.json")
+dist.destroy_process_group()
+"""
+
+
+def step(model, optimizer, x=None):
+    model(batch()[0] if x is None else x).square().mean().backward()
+    optimizer.step()
+    return halfstep.audit(model, optimizer)
+
+
+def under_ddp():
+    model = torch.nn.parallel.DistributedDataParallel(mlp())
+    return step(model, adamw(model))
+
+
+def under_fsdp():
+    from torch.distributed.fsdp import fully_shard
+
+    model = mlp()
+    early = adamw(model)
+    fully_shard(model[3])
+    fully_shard(model)
+    return step(model, adamw(model)), halfstep.audit(model, early)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-W", "ignore", "-c", RANK]
+    tests = str(Path(__file__).parent.parent)
+    started = [subprocess.Popen([*command, str(rank), str(folder), tests]) for rank in (0, 1)]
+    assert [process.wait(timeout=300) for process in started] == [0, 0]
+    return {name: [Audit.load(folder / f"{name}{rank}.json") for rank in (0, 1)] for name in ("ddp", "fsdp", "stale")}
+
+
+def by_kind(report):
+    """Bytes, whatever the bits say."""
+    found = {}
+    for row in report.rows:
+        if row.kind != "step":
+            found[row.kind, row.dtype] = found.get((row.kind, row.dtype), 0) + row.nbytes
+    return found
+
+
+def test_shards_of_all_ranks_are_the_whole(ranks):
+    model = mlp()
+    alone = step(model, adamw(model))
+    assert by_kind(alone).keys() == {(kind, "float32") for kind in ("parameters", "gradients", "exp_avg", "exp_avg_sq")}
+    one, two = map(by_kind, ranks["fsdp"])
+    assert {key: one[key] + two[key] for key in one} == by_kind(alone)
+    assert one == two  # each half: every first dimension is even
+    assert [report.findings for report in ranks["fsdp"]] == [(), ()]
+    assert {item.name for item in ranks["fsdp"][0].items} == set(dict(model.named_parameters()))
+
+
+def test_an_optimizer_from_before_sharding_is_stale(ranks):
+    for report in ranks["stale"]:
+        assert [one.what for one in report.findings] == ["stale optimizer", "not in the optimizer"]
+        assert len(report.findings[0].tensors) == 6
+
+
+def test_ddp_is_the_model_itself_with_gradients_in_buckets(ranks):
+    model = mlp()
+    alone = step(model, adamw(model))
+    for report in ranks["ddp"]:
+        assert by_kind(report) == by_kind(alone)
+        assert report.findings == ()
+        assert {item.name for item in report.items} == {f"module.{name}" for name, _ in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
+def test_torchao_states_are_counted_as_what_they_are():
+    optim = pytest.importorskip("torchao.optim")
+    model = nn.Linear(128, 128)
+    report = step(model, optim.AdamW8bit(model.parameters()), torch.randn(4, 128))
+    found = by_kind(report)
+    assert found["exp_avg.codes", "uint8"] == found["exp_avg_sq.codes", "uint8"] == 128 * 128
+    assert found["exp_avg.scale", "float32"] == 128 * 128 // 256 * 4
+    assert found["exp_avg", "float32"] == 128 * 4  # the bias is too small for codes
+    assert report.warnings == ()
+
+
+def test_bitsandbytes_states_are_counted_as_what_they_are():
+    bnb = pytest.importorskip("bitsandbytes")
+    model = nn.Linear(128, 128)
+    report = step(model, bnb.optim.AdamW8bit(model.parameters()), torch.randn(4, 128))
+    found = by_kind(report)
+    assert found["state1", "uint8"] == found["state2", "uint8"] == 128 * 128
+    assert found["state1", "float32"] == 128 * 4
+    assert [one.what for one in report.findings] == ["mixed states", "mixed states"]
