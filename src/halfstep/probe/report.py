@@ -244,7 +244,7 @@ def _sensitivity(report: ProbeReport) -> list[str]:
             f"  not compared: the gradient of {_some(report.noise)}: nothing but fp32's own rounding errors, which a "
             f"change of the weights by {_power(FLOAT32)} replaces by others"
         )
-    shaken = sorted(found.unstable - set(report.noise))
+    shaken = sorted(found.unstable)
     if not report.safe and report.suggestion is None and (shaken or not found.output_is_stable):
         what = f"the gradient of {_some(shaken)}" if found.output_is_stable else "the output"
         lines.append(
@@ -284,7 +284,7 @@ def _limits(report: ProbeReport) -> list[str]:
     return [
         f"measured in fp32, evaluation mode: {held.data}; {held.batches} batch{'es' * (held.batches != 1)}, "
         f"{held.examples} example{'s' * (held.examples != 1)}{tokens}; {steps}",
-        *([f"not exercised, no gradient from this data: {', '.join(held.unreached)}"] if held.unreached else []),
+        *([f"no gradient from this data reached {', '.join(held.unreached)}"] if held.unreached else []),
         f"loss sent back: {held.loss}",
         f"limits: other data, longer inputs or further training may reach further; an output off by {OUTPUT_ERROR:.0%} "
         "passes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,7 @@ class Sensitivity:
     output_error: float
     """The relative error of the output on the first batch, as `Trial.output_error`."""
     gradient_errors: dict[str, float]
-    """The relative error of each parameter's gradient."""
+    """The relative error of each gradient that a trial compares."""
 
     @property
     def unstable(self) -> frozenset[str]:
@@ -50,4 +51,5 @@ def sensitivity(model: nn.Module, batch: Batch, loss: Loss | None, expected: Ref
                 parameter.mul_(1 + size * uniform.to(parameter.device))
     run = Run(moved, loss, expected)
     run.step(batch, 1.0, compare=True)
-    return Sensitivity(size, run.errors.get("", float("inf")), run.gradient_errors)
+    compared = {name: error for name, error in run.gradient_errors.items() if expected.counts(name)}
+    return Sensitivity(size, run.errors.get("", math.inf), compared)
