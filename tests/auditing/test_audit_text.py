@@ -31,9 +31,7 @@ def test_lines_are_no_longer_than_a_page_is_wide(recipe):
     model, optimizer, scaler = prepared(recipe, Named(), None)
     for _ in range(2):  # before a step, and after one
         report = halfstep.audit(model, optimizer, scaler)
-        lines = str(report).splitlines()
-        assert max(map(len, lines)) <= 100
-        assert any(line.endswith(("roles", " more")) or ", " in line for line in lines[1 : len(report.rows) + 2])
+        assert max(map(len, str(report).splitlines())) <= 100
         train(model, optimizer, scaler, data=(torch.arange(64), torch.arange(64)), loss_of=nn.functional.cross_entropy)
 
 
@@ -53,7 +51,7 @@ def test_bf16_within_the_range_of_fp16_is_used_in_full():
         assert torch.equal(model.weight, model.weight.half().bfloat16())
     assert [row.effective for row in halfstep.audit(model).rows] == ["full"]
     model = model.float()
-    assert [row.effective for row in halfstep.audit(model).rows] == ["bf16+fp16"]
+    assert [row.effective for row in halfstep.audit(model).rows] == ["bf16"]
 
 
 def test_an_expanded_tensor_counts_the_values_that_it_keeps():
