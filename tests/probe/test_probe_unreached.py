@@ -46,3 +46,23 @@ def test_a_list_of_frozen_modules_is_not_called_unreached():
     model["frozen"].requires_grad_(False)
     assert list(unreached(model, {})) == ["1 of 1 in free (ModuleList)"]
     assert list(unreached(model, {"free.0.bias": torch.tensor([False, True])})) == []
+
+
+def test_parameters_of_every_rank_and_none_at_all():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.gain, self.none = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.zeros(0, 4))
+
+        def forward(self, x):
+            return torch.cat([self.gain * self.inner(x), self.none])
+
+    report = halfstep.probe_model(Odd(), data=[torch.randn(3, 4)])
+    assert report.safe
+    assert report.conditions.unreached == ()
+
+
+def test_a_codebook_has_no_relative_rounding_to_be_sensitive_to():
+    report = halfstep.probe_model(nn.Linear(4, 4), "nf4", data=[torch.rand(3, 4)])
+    assert "sensitivity:" not in str(report)

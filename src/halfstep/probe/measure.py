@@ -65,7 +65,8 @@ class Meter:
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
                     self._see(parameter_site(name, kinds, True), parameter.grad, bins=parameter.dim() > 1)
-                    rows = parameter.grad.reshape(len(parameter) if parameter.dim() else 1, -1).any(1)
+                    grad = parameter.grad
+                    rows = grad.flatten(1).any(1) if grad.dim() > 1 else grad.any()[None]
                     self._reached[name] = self._reached.get(name, rows) | rows
             self._check(model, batch, loss)
         model.zero_grad()
@@ -124,7 +125,7 @@ def train(
 
 
 def unreached(model: nn.Module, reached: Mapping[str, Tensor]) -> Iterator[str]:
-    """Where parts of a mixture got no gradient, given which rows of each parameter got one."""
+    """Where parts of a mixture got no gradient, given which rows of each parameter got one (of a vector: whether)."""
     for path, module in model.named_modules():
         names = [f"{path}.{name}" if path else name for name, p in module.named_parameters() if p.requires_grad]
         if experts.resembles(module) and names:

@@ -238,7 +238,7 @@ def _sensitivity(report: ProbeReport) -> list[str]:
     lines = [
         f"sensitivity: in fp32, weights moved by up to {_power(found.size)} of themselves, {format}'s rounding, change "
         f"the output by {found.output_error:.2g}"
-    ]
+    ] * (found.size > FLOAT32 / 4)  # a codebook's values are any numbers, without a relative rounding
     if report.noise:
         lines.append(
             f"  not compared: the gradient of {_some(report.noise)}: nothing but fp32's own rounding errors, which a "

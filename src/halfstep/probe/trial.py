@@ -41,7 +41,7 @@ class Reference:
     def counts(self, name: str) -> bool:
         """Whether a recipe's gradient of that parameter is compared: it is a matrix's, moves a weight, and no noise."""
         gradient = self.gradients[name]
-        return gradient.dim() > 1 and name not in self.noise and float(gradient.abs().max()) >= FLOOR
+        return gradient.dim() > 1 and name not in self.noise and bool((gradient.abs() >= FLOOR).any())
 
 
 @dataclass(frozen=True)
