@@ -1,6 +1,12 @@
-"""`python -m halfstep`."""
+"""The `halfstep` command, also as `python -m halfstep`; Ctrl-C ends it quietly even while it is imported."""
 
-from halfstep.cli.app import main
+import sys
+
+
+try:
+    from halfstep.cli.app import main
+except KeyboardInterrupt:
+    sys.exit(130)
 
 
 if __name__ == "__main__":

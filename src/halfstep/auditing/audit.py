@@ -8,11 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from halfstep import formats
 from halfstep.auditing.findings import find
-from halfstep.auditing.live import leaves, name_of, place, scanned, size
+from halfstep.auditing.live import leaves, name_of, place, scanned, size, values
 from halfstep.auditing.report import Audit, Item
 from halfstep.auditing.setup import Setup, set_up
-from halfstep.checkpoint.origin import origin
+from halfstep.checkpoint.origin import origin, stored_format
+from halfstep.checkpoint.scan import Scan
 from halfstep.checkpoint.table import Table
 
 
@@ -39,10 +41,10 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scal
         at = place(tensor)
         shared = None if at is None else first.get(at)
         dtype, found = name_of(tensor.dtype), scanned(tensor) if shared is None else None
-        said = None if found is None else origin(found, dtype).key
+        said = None if found is None or kind == "scales" else _said(found, dtype)
         nonfinite = 0 if found is None else found.table.nonfinite
         role, shape = setup.roles.get(name, "other"), tuple(tensor.shape)
-        item = Item(kind, name, role, dtype, shape, tensor.numel(), size(tensor), said, nonfinite, shared)
+        item = Item(kind, name, role, dtype, shape, values(tensor), size(tensor), said, nonfinite, shared)
         items.append(item)
         if at is not None:
             first.setdefault(at, item.label)
@@ -62,6 +64,13 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scal
         items=tuple(items),
         findings=find(setup, items, tables),
     )
+
+
+def _said(found: Scan, dtype: str) -> str:
+    """What the bits say in a word; "full", too, where all that they fit is a type with no fewer significant bits."""
+    said, stored = origin(found, dtype), stored_format(dtype)
+    fewer = stored is None or any(formats.get(name).significant_bits < stored.significant_bits for name in said.through)
+    return said.key if fewer or not said.through else "full"
 
 
 def _tensors(setup: Setup) -> Iterator[tuple[str, str, Tensor]]:

@@ -59,6 +59,11 @@ def size(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
+def values(tensor: Tensor) -> int:
+    """How many values a plain tensor keeps: an expanded one those of its storage; a freed one counts what it had."""
+    return size(tensor) // tensor.element_size() or tensor.numel()
+
+
 def place(tensor: Tensor) -> tuple[object, ...] | None:
     """Where a plain tensor's bytes lie, equal for two names of the same ones; None where it has none."""
     if tensor.device.type == "meta" or not size(tensor):

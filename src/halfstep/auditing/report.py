@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Literal
 
 from halfstep.checkpoint.text import parse_object
@@ -14,6 +15,9 @@ from halfstep.errors import CheckpointError
 
 SCHEMA = 1
 """The version of `Audit.as_data`: fields are added under the same number, and renamed or dropped under the next."""
+
+COLUMNS = 100
+"""How wide the text is, unless names are longer."""
 
 SHORT = {"unknown": "?", None: "-"}
 
@@ -34,7 +38,8 @@ class Item:
     nbytes: int
     effective: str | None
     """What the bits say (`checkpoint.origin.Origin.key`): "full", or the narrower type that every value fits ("bf16",
-    "partly bf16"); "unknown" where only zeros, powers of two and whole numbers are left; None if not floating point."""
+    "partly bf16"); "unknown" where only zeros, powers of two and whole numbers are left; None of scales, and if not
+    floating point."""
     nonfinite: int = 0
     shared_with: str | None = None
     """The first tensor in the same memory, which alone is counted."""
@@ -70,7 +75,8 @@ class Finding:
     """All that it is about; the text names the first of them."""
 
     def __str__(self) -> str:
-        return f"{self.level}: {self.text} ({len(self.tensors)}): {some(self.tensors)}"
+        said = f"{self.level}: {self.text} ({len(self.tensors)}): {some(self.tensors)}"
+        return fill(said, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 @dataclass(frozen=True)
@@ -211,8 +217,8 @@ def _range(ends: tuple[int, int]) -> str:
     return f"{ends[0]:,}" if ends[0] == ends[1] else f"{ends[0]:,} to {ends[1]:,}"
 
 
-_HEADER = ("", "stored", "bits say", "tensors", "values", "MB", "bytes/param", "roles")
-_LEFT = ("", "stored", "bits say", "roles")
+_HEADER = ("", "stored", "bits say", "tensors", "values", "MB", "B/param")
+_LEFT = ("", "stored", "bits say")
 
 
 def _table(report: Audit) -> list[str]:
@@ -227,13 +233,12 @@ def _table(report: Audit) -> list[str]:
             f"{row.tensors:,}",
             f"{row.numel:,}",
             _megabytes(row.nbytes),
-            f"{row.nbytes / per:.4g}",
-            "" if alone.count(row.kind) == 1 else ", ".join(row.roles),
+            _decimals(row.nbytes / per),
         )
         for row in rows
     ]
     count, values = sum(row.tensors for row in rows), sum(row.numel for row in rows)
-    total = ("total", "", "", f"{count:,}", f"{values:,}", _megabytes(report.nbytes), f"{report.nbytes / per:.4g}", "")
+    total = ("total", "", "", f"{count:,}", f"{values:,}", _megabytes(report.nbytes), _decimals(report.nbytes / per))
     widths = [max(map(len, column)) for column in zip(_HEADER, *cells, total, strict=True)]
     lines = [
         "  ".join(
@@ -243,8 +248,26 @@ def _table(report: Audit) -> list[str]:
         for line in (_HEADER, *cells, total)
     ]
     held = [f"their storages hold {_megabytes(report.held)} MB"] if report.held != report.nbytes else []
-    return [line.rstrip() for line in lines] + held
+    room = COLUMNS - len(lines[0]) - 2
+    roles = ["" if alone.count(row.kind) == 1 else _fitting(row.roles, room) for row in rows]
+    said = ["roles" if any(roles) else "", *roles, ""]
+    return [f"{line}  {last}".rstrip() for line, last in zip(lines, said, strict=True)] + held
+
+
+def _fitting(names: Sequence[str], room: int) -> str:
+    """As many of the names as there is room for, and how many more there are."""
+    for shown in range(len(names), 0, -1):
+        rest = len(names) - shown
+        text = ", ".join(names[:shown]) + (f" and {rest} more" if rest else "")
+        if len(text) <= room:
+            return text
+    return f"{len(names)} roles" if len(names) > 1 else names[0]
 
 
 def _megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.3f}" if nbytes < 1e7 else f"{nbytes / 1e6:,.1f}"
+    return _decimals(nbytes / 1e6) if nbytes < 1e7 else f"{nbytes / 1e6:,.1f}"
+
+
+def _decimals(value: float) -> str:
+    """Three of them; what they would show as nothing, without being it, is "<0.001"."""
+    return "<0.001" if 0 < value < 0.0005 else f"{value:.3f}"

@@ -64,3 +64,5 @@ def main() -> None:
     except HalfstepError as error:
         fail(str(error))
         sys.exit(2)
+    except KeyboardInterrupt:  # before a command runs: click ends those
+        sys.exit(130)

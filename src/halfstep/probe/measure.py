@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from halfstep.errors import ModelError
+from halfstep.nn.adapters import experts
 from halfstep.probe.batch import Batch, Loss, loss_of
 from halfstep.probe.limits import Limits
 from halfstep.probe.observe import observed
@@ -31,6 +32,8 @@ class Measured:
     be nothing but float32's own rounding: the output's is looked at in its place.)"""
     loss: str
     """Which loss was sent back."""
+    unreached: tuple[str, ...]
+    """Members of lists of modules, and fused experts, that got no gradient: how many, of how many, where."""
 
 
 class Meter:
@@ -42,6 +45,7 @@ class Meter:
         self._bins: dict[Site, Counter[int]] = {}
         self._known: Any = WeakIdKeyDictionary()
         self._loss = ""
+        self._reached: dict[str, Tensor] = {}
 
     def run(self, model: nn.Module, batches: Sequence[Batch], loss: Loss | None) -> None:
         """One pass over the batches; gradients are taken of each batch alone.
@@ -61,6 +65,9 @@ class Meter:
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
                     self._see(parameter_site(name, kinds, True), parameter.grad, bins=parameter.dim() > 1)
+                    grad = parameter.grad
+                    rows = grad.flatten(1).any(1) if grad.dim() > 1 else grad.any()[None]
+                    self._reached[name] = self._reached.get(name, rows) | rows
             self._check(model, batch, loss)
         model.zero_grad()
 
@@ -71,9 +78,8 @@ class Meter:
             Range(site, order, found, self._limits, site.module in inside and site.role.endswith(("input", "output")))
             for order, (site, found) in enumerate(self._counts.items())
         ]
-        return Measured(
-            tuple(ranges), {site: ExponentHistogram(found) for site, found in self._bins.items()}, self._loss
-        )
+        histograms = {site: ExponentHistogram(found) for site, found in self._bins.items()}
+        return Measured(tuple(ranges), histograms, self._loss, tuple(unreached(model, self._reached)))
 
     def _see(self, site: Site, tensor: Tensor, bins: bool | None = None) -> None:
         if tensor.dim() == 0:  # a loss, which every recipe keeps in float32
@@ -116,6 +122,25 @@ def train(
         optimizer.step()
     optimizer.zero_grad()
     model.eval()
+
+
+def unreached(model: nn.Module, reached: Mapping[str, Tensor]) -> Iterator[str]:
+    """Where parts of a mixture got no gradient, given which rows of each parameter got one (of a vector: whether)."""
+    for path, module in model.named_modules():
+        names = [f"{path}.{name}" if path else name for name, p in module.named_parameters() if p.requires_grad]
+        if experts.resembles(module) and names:
+            count = module.get_parameter("down_proj").shape[0]
+            used = [reached[name] for name in names if name in reached and len(reached[name]) == count]
+            idle = count - int(torch.stack(used).any(0).sum()) if used else count
+        elif isinstance(module, nn.ModuleList):
+            parts = [f"{path}.{name}." if path else f"{name}." for name, _ in module.named_children()]
+            held = [[name for name in names if name.startswith(part)] for part in parts]
+            count = len(parts)
+            idle = sum(bool(part) and not any(n in reached and bool(reached[n].any()) for n in part) for part in held)
+        else:
+            continue
+        if idle:
+            yield f"{idle} of {count} in {path or 'the model'} ({type(module).__name__})"
 
 
 def blocks(model: nn.Module) -> set[str]:

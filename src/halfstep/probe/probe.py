@@ -17,6 +17,7 @@ from halfstep.probe.batch import Batch, Loss, moved
 from halfstep.probe.measure import Meter, train
 from halfstep.probe.ranges import Site
 from halfstep.probe.report import LOST, Conditions, ProbeReport
+from halfstep.probe.sensitivity import FLOAT32, sensitivity
 from halfstep.probe.suggest import suggest
 from halfstep.probe.target import Target, target
 from halfstep.probe.trial import Trial, reference, trial
@@ -77,6 +78,10 @@ def probe_model(
         gradients = [r for r in found.ranges if r.site.backward]
         scales = window(gradients, found.histograms, goal.limits, LOST)
         expected = reference(own, batches[0], loss)
+        progress("perturbing weights in float32")
+        rounding = 2.0**-goal.format.significant_bits
+        expected = replace(expected, noise=sensitivity(own, batches[0], loss, expected, FLOAT32).unstable)
+        own_error = sensitivity(own, batches[0], loss, expected, rounding)
 
         def run(recipe: Recipe) -> Trial:
             progress(f"running {recipe.name}")
@@ -94,8 +99,11 @@ def probe_model(
             loss=found.loss,
             train_steps=train_steps,
             learning_rate=learning_rate,
+            unreached=found.unreached,
         )
-        report = ProbeReport(goal, conditions, found.ranges, scales, run(goal.recipe))
+        report = ProbeReport(
+            goal, conditions, found.ranges, scales, run(goal.recipe), own_error, tuple(sorted(expected.noise))
+        )
         return report if report.safe else replace(report, tried=_search(own, report, goal, run))
 
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from halfstep.probe.data import finite, range_data, trial_data
 from halfstep.probe.ranges import Range
+from halfstep.probe.sensitivity import FLOAT32, Sensitivity
 from halfstep.probe.target import Target
 from halfstep.probe.trial import OUTPUT_ERROR, Trial
 from halfstep.probe.window import Window
@@ -35,6 +37,8 @@ class Conditions:
     loss: str
     train_steps: int
     learning_rate: float
+    unreached: tuple[str, ...] = ()
+    """Where experts, or other members of lists, got no gradient: nothing is known of those."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,10 @@ class ProbeReport:
     window: Window
     trial: Trial
     """The format's recipe, run for real."""
+    sensitivity: Sensitivity
+    """How far float32 itself differs, its weights moved by up to the format's relative rounding error."""
+    noise: tuple[str, ...] = ()
+    """The parameters whose gradients are float32's own rounding errors, so that they were not compared."""
     tried: tuple[Trial, ...] = ()
     """Other recipes, where that one is not safe; only the last can have passed."""
 
@@ -135,48 +143,23 @@ class ProbeReport:
             "recipe": self.trial.recipe.name,
             "first_failure": self.first_failure,
             "conditions": asdict(self.conditions),
-            "headroom_bits": None if near is None else _finite(near.headroom),
+            "headroom_bits": None if near is None else finite(near.headroom),
             "loss_scales": {
                 "smallest": self.window.smallest,
-                "largest": _finite(self.window.largest),
+                "largest": finite(self.window.largest),
                 "first_to_vanish": _text(self.window.first_to_vanish),
                 "first_to_overflow": _text(self.window.first_to_overflow),
             },
-            "trial": _trial(self.trial),
-            "tried": [_trial(trial) for trial in self.tried],
+            "trial": trial_data(self.trial),
+            "sensitivity": {
+                "size": self.sensitivity.size,
+                "output_error": finite(self.sensitivity.output_error),
+                "noise": list(self.noise),
+            },
+            "tried": [trial_data(trial) for trial in self.tried],
             "suggestion": None if suggestion is None else to_data(suggestion.recipe),
-            "ranges": [{**_range(found), "fits": found.site not in unfit} for found in self.ranges],
+            "ranges": [{**range_data(found), "fits": found.site not in unfit} for found in self.ranges],
         }
-
-
-def _range(found: Range) -> dict[str, Any]:
-    return {
-        **asdict(found.site),
-        "residual": found.block,
-        "largest": found.counts.largest,
-        "headroom_bits": _finite(found.headroom),
-        "beyond": found.share_beyond,
-        "subnormal": found.share_subnormal,
-        "vanished": found.share_vanished,
-        "lost": found.lost,
-    }
-
-
-def _trial(trial: Trial) -> dict[str, Any]:
-    failure = trial.failure
-    return {
-        "recipe": trial.recipe.name,
-        "float32_modules": list(trial.recipe.float32_modules),
-        "passed": trial.passed,
-        "failure": None if failure is None else f"{failure.site}: {failure.what}",
-        "loss_scale": trial.loss_scale,
-        "output_error": _finite(trial.output_error),
-        "errors": {path: _finite(error) for path, error in trial.errors.items()},
-    }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _text(value: object) -> str | None:
@@ -197,7 +180,7 @@ def _described(report: ProbeReport) -> str:
         lines.append(f"first to fail: {_names(same[0]) if same else report.first_failure}")
     lines += _forward(report)
     lines.append(_backward(report))
-    lines += [f"run for real: {_outcome(report.trial)}"]
+    lines += [f"run for real: {_outcome(report.trial)}", *_sensitivity(report)]
     lines += _suggested(report)
     return "\n".join([*lines, *_limits(report)])
 
@@ -249,16 +232,45 @@ def _outcome(trial: Trial) -> str:
     return f"{trial.recipe.name} passes: finite{at}, its output is off by {trial.output_error:.2g} from fp32"
 
 
+def _sensitivity(report: ProbeReport) -> list[str]:
+    """What of a difference is the model's own."""
+    found, format = report.sensitivity, report.target.format.name
+    lines = [
+        f"sensitivity: in fp32, weights moved by up to {_power(found.size)} of themselves, {format}'s rounding, change "
+        f"the output by {found.output_error:.2g}"
+    ] * (found.size > FLOAT32 / 4)  # a codebook's values are any numbers, without a relative rounding
+    if report.noise:
+        lines.append(
+            f"  not compared: the gradient of {_some(report.noise)}: nothing but fp32's own rounding errors, which a "
+            f"change of the weights by {_power(FLOAT32)} replaces by others"
+        )
+    shaken = sorted(found.unstable)
+    if not report.safe and report.suggestion is None and (shaken or not found.output_is_stable):
+        what = f"the gradient of {_some(shaken)}" if found.output_is_stable else "the output"
+        lines.append(
+            f"  the model itself is that sensitive: {what} changes by more than passes, so a recipe that rounds to "
+            f"{format} anywhere can hardly agree with fp32"
+        )
+    return lines
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
 def _suggested(report: ProbeReport) -> list[str]:
     if report.safe:
         return []
     passed = report.suggestion
     if passed is None:
-        return [f"suggestion: none; {len(report.tried)} recipes were run and none passed"]
-    kept = passed.recipe.float32_modules
-    words = f", with {', '.join(kept)} in float32" if kept else ""
-    base = passed.recipe.name.removesuffix("-kept")
-    return [f"suggestion: {base}{words}; run for real: {_outcome(passed)}"]
+        tried = [f"  {_recipe(trial)}: {_outcome(trial)}" for trial in report.tried]
+        return [f"suggestion: none; {len(report.tried)} recipes were run and none passed", *tried]
+    return [f"suggestion: {_recipe(passed)}; run for real: {_outcome(passed)}"]
+
+
+def _recipe(trial: Trial) -> str:
+    kept = trial.recipe.float32_modules
+    return trial.recipe.name.removesuffix("-kept") + (f", with {', '.join(kept)} in float32" if kept else "")
 
 
 def _limits(report: ProbeReport) -> list[str]:
@@ -272,6 +284,7 @@ def _limits(report: ProbeReport) -> list[str]:
     return [
         f"measured in fp32, evaluation mode: {held.data}; {held.batches} batch{'es' * (held.batches != 1)}, "
         f"{held.examples} example{'s' * (held.examples != 1)}{tokens}; {steps}",
+        *([f"no gradient from this data reached {', '.join(held.unreached)}"] if held.unreached else []),
         f"loss sent back: {held.loss}",
         f"limits: other data, longer inputs or further training may reach further; an output off by {OUTPUT_ERROR:.0%} "
         "passes",

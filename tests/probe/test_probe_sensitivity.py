@@ -1,0 +1,90 @@
+"""What of a difference from float32 is the model's own: its sensitivity, and gradients that are rounding errors."""
+
+import copy
+import math
+
+import planted
+import pytest
+import torch
+from planted import WIDTH, tokens
+from torch import nn
+
+import halfstep
+from halfstep.probe.sensitivity import sensitivity
+from halfstep.probe.trial import reference
+
+
+class Sine(nn.Module):
+    """Its phase is in the thousands: one rounding to 16 bits turns it by radians."""
+
+    def __init__(self, gain):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gain = gain
+
+    def forward(self, x):
+        return self.outer(torch.sin(self.gain * self.inner(x)))
+
+
+def gradients(model, batch):
+    """Of a loss like the stand-in, with every value in the model's dtype."""
+    model.zero_grad()
+    output = model(batch)
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output.dtype)
+    (output * noise).sum().backward()
+    return {name: p.grad.double() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("size", [2.0**-8, 2.0**-11])
+def test_a_linear_layer_moves_by_as_much_as_its_weights(size):
+    """Independent factors 1 + size u, u uniform in [-1, 1], whose standard deviation is 1 / sqrt(3)."""
+    model, x = nn.Linear(256, 256, bias=False), torch.randn(64, 256)
+    before = copy.deepcopy(model.state_dict())
+    found = sensitivity(model, x, None, reference(model, x, None), size)
+    assert found.output_error == pytest.approx(size / math.sqrt(3), rel=0.05)
+    assert found.output_is_stable
+    assert found.unstable == frozenset()
+    assert torch.equal(model.weight, before["weight"])
+
+
+def test_a_healthy_model_is_no_more_sensitive_than_its_run_is_off():
+    report = halfstep.probe_model(planted.healthy(), data=[tokens()])
+    assert report.noise == ()
+    assert report.sensitivity.size == 2.0**-11
+    assert 1e-4 < report.sensitivity.output_error < 0.01
+    assert "weights moved by up to 2^-11 of themselves, fp16's rounding, change the output by 0.00" in str(report)
+    assert "is that sensitive" not in str(report)
+
+
+def test_a_model_that_no_recipe_in_16_bits_can_agree_with_is_said_to_be_sensitive():
+    torch.manual_seed(0)
+    model, x = Sine(5e3), torch.randn(32, WIDTH)
+    report = halfstep.probe_model(model, data=[x])
+    assert report.findings == ()  # nothing is out of range
+    assert not report.safe
+    assert report.suggestion is None
+    rounded = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in rounded.parameters():
+            parameter.copy_(parameter.half())
+        off = torch.linalg.vector_norm(rounded(x) - model(x)) / torch.linalg.vector_norm(model(x))
+    assert off > 0.3
+    assert report.sensitivity.output_error == pytest.approx(float(off), rel=0.5)
+    text = str(report)
+    assert "the model itself is that sensitive: the output changes by more than passes" in text
+    assert f"suggestion: none; {len(report.tried)} recipes were run and none passed\n  fp16-master: " in text
+    assert all(t.recipe.name in text.replace(", with inner in float32", "-kept") for t in report.tried)
+
+
+def test_gradients_through_a_hard_maximum_are_rounding_errors_and_are_not_compared():
+    """float64 is the judge: float32's gradients of queries and keys have nothing in common with its own."""
+    model = planted.large_logits(fused=True)
+    exact, single = gradients(copy.deepcopy(model).double(), tokens()), gradients(copy.deepcopy(model), tokens())
+    wrong = {name for name, wanted in exact.items() if float((single[name] - wanted).norm() / wanted.norm()) > 0.5}
+    report = halfstep.probe_model(model, data=[tokens()])
+    assert wrong == {"blocks.1.attention.q.weight", "blocks.1.attention.k.weight"}
+    assert set(report.noise) == wrong
+    assert report.first_failure == "attention logits of blocks.1.attention (Attention)"
+    assert report.suggestion.recipe.name == "fp16-master-kept"
+    assert report.suggestion.recipe.float32_modules == ("blocks.*.attention",)
+    assert "not compared: the gradient of blocks.1.attention.k.weight and 1 more: nothing but fp32's own" in str(report)
