@@ -69,7 +69,7 @@ def _from_metadata(checkpoint: Checkpoint, names: Mapping[str, StoredTensor]) ->
             quantizer, shape, dtype = restore(data)
             expected = layout(quantizer, shape, dtype)
         except MALFORMED as error:
-            yield None, [f"{name} ({_SCHEME}): what the file says of it cannot be read: {error}"]
+            yield None, [f"{name} ({_SCHEME}): what the file says of it cannot be read: {str(error)[:200]}"]
             continue
         yield _layer(f"{name}.", quantizer, matrix_shape(shape), expected, names)
 
