@@ -72,7 +72,7 @@ def label(q: Quantizer) -> str:
 
     >>> from halfstep.quant import get_quantizer
     >>> label(get_quantizer("mxfp8"))
-    'float 4 3 7 fn, 1x32, rceil'
+    'float 4 3 7 fn, 1x32, floor'
     """
     return f"{q.format.key}, {q.tile or 'no tile'}, {q.scaling.name if q.scaling else 'no scale'}"
 
