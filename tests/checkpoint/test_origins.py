@@ -258,3 +258,17 @@ def test_figures_of_a_tensor_are_those_of_torch(tmp_path):
     assert found.channels.outliers == int((amax >= 6 * amax.quantile(0.5)).sum()) == 1
     assert found.channels.largest == float(amax.max())
     json.dumps(halfstep.inspect(tmp_path).as_data(), allow_nan=False)
+
+
+@pytest.mark.parametrize("place", [None, 0, -1])
+def test_a_quick_look_reads_until_a_last_bit_is_in_use(tmp_path, place):
+    values = torch.ones(5 << 20)  # 20 MB: more than a chunk
+    values[::2] = 1.5
+    if place is not None:
+        values[place] = 1 + 2**-23
+    save_file({"w": values}, tmp_path / "model.safetensors")
+    told = []
+    report = halfstep.inspect(tmp_path / "model.safetensors", quick=True, progress=told.append)
+    assert report.tensors[0].origin.full == (place is not None)
+    assert sum(told) == values.nbytes
+    assert len(told) == (1 if place == 0 else 2)

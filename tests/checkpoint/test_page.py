@@ -37,7 +37,7 @@ def test_outliers_copies_and_the_worst_tensors_are_shown(tmp_path):
     for one in report.casts:
         shown = rows(page, f"<summary>{one.total.format}: the worst 10</summary>")
         assert [row[0].replace("&lt;b&gt;", "<b>") for row in shown] == [name for name, _ in one.worst]
-        assert [row[1] for row in shown] == [f"{cast.sqnr:.1f}" for _, cast in one.worst]
+        assert [row[1] for row in shown] == [cast.decibels for _, cast in one.worst]
     worst, *_ = rows(page, "<summary>fp16")
     assert (worst[0], worst[2]) == ("layers.4.mlp.up_proj.weight", "128")
 

@@ -105,3 +105,12 @@ def test_only_what_is_asked_for(path):
     assert halfstep.inspect(path).casts == ()
     with pytest.raises(QuantizationError, match=r"unknown format to try 'mxfp9'; nearest: mxfp8"):
         halfstep.inspect(path, casts=["mxfp9"])
+
+
+def test_what_overflows_is_not_called_exact(tmp_path):
+    save_file({"w": torch.full((4, 32), 3e38)}, tmp_path / "model.safetensors")
+    one = halfstep.inspect(tmp_path, casts=["fp16", "bf16"]).casts[0]
+    assert (one.total.sqnr, one.total.decibels, one.total.harm) == (None, "-", "100% overflows")
+    save_file({"w": torch.ones(4, 32)}, tmp_path / "model.safetensors")
+    one = halfstep.inspect(tmp_path, casts=["fp16"]).casts[0]
+    assert (one.total.decibels, one.total.harm) == ("exact", None)

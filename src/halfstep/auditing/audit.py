@@ -40,7 +40,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scal
         shared = None if at is None else first.get(at)
         dtype, found = name_of(tensor.dtype), scanned(tensor) if shared is None else None
         said = None if found is None else origin(found, dtype).key
-        nonfinite = 0 if found is None else found.table.infinities + found.table.nans
+        nonfinite = 0 if found is None else found.table.nonfinite
         role, shape = setup.roles.get(name, "other"), tuple(tensor.shape)
         item = Item(kind, name, role, dtype, shape, tensor.numel(), size(tensor), said, nonfinite, shared)
         items.append(item)

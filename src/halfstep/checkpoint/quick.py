@@ -14,19 +14,23 @@ _FRACTIONS = {"float32": 23, "bfloat16": 7, "float16": 10}
 def quick_origin(checkpoint: Checkpoint, tensor: StoredTensor, progress: Progress | None = None) -> Origin | None:
     """What the OR of all values' bits says; None for other types than float32, bfloat16 and float16.
 
-    One value with a last bit set shows that the type is used in full. That none has it is not weighed: it counts
-    nothing, so a tensor of a few values looks like one of millions.
+    One value with a last bit set shows that the type is used in full, and the rest is not read. That none has it is not
+    weighed: it counts nothing, so a tensor of a few values looks like one of millions.
 
     Raises:
         CheckpointError: the file was changed while it was read, or its data are broken.
     """
     if tensor.dtype not in _FRACTIONS:
         return None
-    ored, fraction = 0, _FRACTIONS[tensor.dtype]
+    ored, fraction, left = 0, _FRACTIONS[tensor.dtype], tensor.nbytes
     for chunk in checkpoint.chunks(tensor, CHUNK):
         ored |= kernel.any_bits(chunk, 1 << fraction)
+        done = left if ored & 1 else chunk.nbytes
+        left -= done
         if progress is not None:
-            progress(chunk.nbytes)
+            progress(done)
+        if not left:
+            break
     used = ored & (1 << fraction) - 1
     bits = fraction + 1 - ((used & -used).bit_length() - 1) if used else 1
     through = _through(bits, fraction + 1)

@@ -10,7 +10,7 @@ from typing import Any
 from halfstep.checkpoint.layers import Layer, SchemeReport
 from halfstep.checkpoint.origin import Origin
 from halfstep.checkpoint.statistics import Statistics
-from halfstep.checkpoint.verdict import Known, Verdict
+from halfstep.checkpoint.verdict import Known, Verdict, percent
 
 
 SCHEMA = 1
@@ -58,7 +58,7 @@ class Cast:
 
     format: str
     sqnr: float | None
-    """10 log10 of the sum of x^2 over the sum of squared errors, in decibels; None where nothing changes."""
+    """10 log10 of the sum of x^2 over the sum of squared errors, in decibels; None where no finite value changes."""
     overflowing: int
     """Values that become infinite, or NaN."""
     zeroed: int
@@ -70,6 +70,20 @@ class Cast:
     """Codes and scales."""
     saved: int
     """Bytes fewer than now."""
+
+    @property
+    def decibels(self) -> str:
+        """The `sqnr` in words."""
+        if self.sqnr is None:
+            return "-" if self.overflowing else "exact"
+        return f"{self.sqnr:.1f}"
+
+    @property
+    def harm(self) -> str | None:
+        """The worst it does: the share that overflows, or else the decibels; None where nothing changes."""
+        if self.overflowing:
+            return f"{percent(self.overflowing / self.values)} overflows"
+        return None if self.sqnr is None else f"{self.decibels} dB"
 
 
 @dataclass(frozen=True)

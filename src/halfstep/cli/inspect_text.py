@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 
 from halfstep.checkpoint import Report, RoleReport, TensorReport
-from halfstep.checkpoint.report import Cast, WhatIf
+from halfstep.checkpoint.report import WhatIf
 from halfstep.checkpoint.statistics import Statistics
 from halfstep.checkpoint.verdict import percent
 from halfstep.checkpoint.write import Written
@@ -94,20 +94,16 @@ def _numbers(found: Statistics | None) -> list[str]:
 
 def _cast(found: WhatIf) -> list[str]:
     total, (name, worst) = found.total, found.worst[0]
-    hurt = "-" if worst.sqnr is None else f"{printable(name)} ({_decibels(worst)})"
+    hurt = "-" if worst.harm is None else f"{printable(name)} ({worst.harm})"
     return [
         total.format,
-        _decibels(total),
+        total.decibels,
         percent(total.overflowing / total.values),
         percent(total.zeroed / total.values),
         f"{total.largest_error:.3g}",
         f"{total.saved / 1e6:.1f}",
         hurt,
     ]
-
-
-def _decibels(cast: Cast) -> str:
-    return "exact" if cast.sqnr is None else f"{cast.sqnr:.1f}"
 
 
 def written(result: Written) -> None:

@@ -14,6 +14,8 @@ from halfstep import formats, quant
 from halfstep.formats import Float, Format, Posit
 from halfstep.kernels import carried, scaled_mm
 from halfstep.kernels.cpu import blocks, cast, codes, dequantize, posit, tiles
+from halfstep.kernels.cpu.arrays import array
+from halfstep.kernels.cpu.cast_errors import CastErrors, Rows, knows
 from halfstep.quant import Quantizer, Tile, get_quantizer
 from halfstep.quant.cast import CONTAINERS
 from halfstep.quant.scaling import get_scaling
@@ -195,6 +197,22 @@ def _quantised(x: Tensor, quantizer: Quantizer, words: str) -> Iterator[Case]:
         yield expected.dequantize(torch.float32), back, x, f"{words}, dequantised"
 
 
+def _cast_errors(name: str) -> Iterator[Case]:
+    """How many values a cast makes zero, and infinite, by the kernel that writes none of them."""
+    quantizer = get_quantizer(name)
+    if not knows(quantizer, 128):
+        return
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = hard(64 * 128, dtype).view(64, 128)
+        x = torch.where(x.abs() < 1e30, x, 1.0)
+        cast_errors = CastErrors(quantizer, float(x.abs().max()))
+        cast_errors.add(Rows(array(x), 128))
+        found = cast_errors.errors(0.0, int((x != 0).sum()))
+        y = quantizer(x.float())
+        expected = torch.stack([((y == 0) & (x != 0)).sum(), (~y.isfinite()).sum()])
+        yield expected, torch.tensor([found.zeroed, found.infinite]), torch.empty(0), _words(x, "zeros and infinities")
+
+
 def _carried(name: str) -> Iterator[Case]:
     """Operands of few bits, so that every sum is exact in float32: any path must give the exact product, rounded."""
     format = formats.get(name, Float)
@@ -240,5 +258,6 @@ _TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str], Iterator[Case]]], ...]
     ("posit", _POSITS, _posit),
     ("codes", (*_FORMATS, "nf4"), _codes),
     ("blocks", _BLOCKS, _blocks),
+    ("cast errors", (*_BLOCKS, "int8_row", "fp8_128x128"), _cast_errors),
     ("carried", ("float8_e4m3fn", "float8_e5m2", "e2m1fn"), _carried),
 )
