@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from halfstep import formats
-from halfstep.checkpoint.table import EMPTY, from_kernel, from_values
+from halfstep.checkpoint.table import EMPTY, from_kernel, from_values, tells
 from halfstep.formats import Float
 from halfstep.kernels.cpu import bits as kernel
 
@@ -150,6 +150,27 @@ def test_tables_add_up():
     assert as_counter(both) == as_counter(whole)
     assert (both.zeros, both.nans, both.infinities) == (whole.zeros, whole.nans, whole.infinities)
     np.testing.assert_array_equal(both.fifteens, whole.fifteens)
+
+
+@pytest.mark.parametrize("make", [lambda x: kernel_table(x)[0], lambda x: from_values(wide(x))])
+def test_a_table_has_no_row_of_nothing(make):
+    zeros, values = np.zeros(9, np.float32), np.array([2.0**-20, 3 * 2.0**-19, np.inf, 0], np.float32)
+    assert (make(zeros).zeros, make(zeros).rows.size, make(zeros).nonzero) == (9, 0, 0)
+    for both in (make(zeros) + make(values), make(values) + make(zeros), EMPTY + make(values)):
+        assert both.rows.tolist() == [-20, -19, -18]
+        assert (both.exponents.tolist(), both.infinities) == ([1, 0, 1], 1)
+    assert (make(zeros) + make(zeros)).zeros == 18
+
+
+def test_what_tells_is_said_of_values_as_of_tables():
+    values = np.unique(np.abs(wide(hard())[np.isfinite(hard())]))
+    values = np.concatenate([values[values > 0], np.arange(1, 300), 2.0**24 + np.arange(-9, 9), 1e25 + np.arange(3)])
+    told = sum(
+        as_fraction.denominator > 1 or as_fraction >= 2**24
+        for as_fraction in map(Fraction, values)
+        if significant_bits(as_fraction) > 1
+    )
+    assert int(tells(values).sum()) == int(from_values(values).telling.sum()) == told
 
 
 @pytest.mark.parametrize("size", [0, 5, 3000])

@@ -1,6 +1,7 @@
 """Checkpoints of known origin, trained by this library, are told apart: in all, and by role where they are mixed."""
 
 import json
+import math
 import runpy
 from pathlib import Path
 
@@ -118,18 +119,71 @@ def test_what_cannot_tell_is_not_counted(tmp_path):
         assert (found.key, found.confidence, found.telling) == ("unknown", "none", 0)
 
 
+FEW = torch.tensor([0.75 + i / 128 for i in range(1, 11)])
+"""10 distinct values with at most 8 bits, neither powers of two nor whole."""
+
+
 def test_equal_values_count_once(tmp_path):
-    many = key_of(tmp_path, torch.full((4096,), 1 / 3).bfloat16().float())
-    assert many.evidence < 20
-    assert many.evidence == pytest.approx(key_of(tmp_path, torch.tensor([1 / 3]).bfloat16().float()).evidence)
-    assert many.confidence == "likely"
+    many, once = (key_of(tmp_path, values) for values in (FEW.repeat(400), FEW))
+    assert many.evidence == pytest.approx(once.evidence)
+    assert many.distinct == once.distinct == 10
 
 
 def test_evidence_is_the_chance_of_random_mantissas(tmp_path):
-    """10 distinct values with at most 8 bits of 24, neither powers of two nor whole: (127 / (2^23 - 1))^10."""
-    few = torch.tensor([0.75 + i / 128 for i in range(1, 11)])
-    chance = (127 / (2**23 - 1)) ** 10
-    assert key_of(tmp_path, few).evidence == pytest.approx(-torch.tensor(chance, dtype=torch.float64).log2().item())
+    """Of 8 values, for a format and a scale are chosen so that two fit: (127 / (2^23 - 1))^8."""
+    chance = (127 / (2**23 - 1)) ** 8
+    assert key_of(tmp_path, FEW).evidence == pytest.approx(-torch.tensor(chance, dtype=torch.float64).log2().item())
+
+
+ROUNDED = ("float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3fn", "float8_e5m2", "bf16", "fp16", "tf32")
+
+
+def five_of(name):
+    """The largest values below 2, and their halves and quarters, that are neither powers of two nor whole."""
+    eps = 2.0 ** -halfstep.formats.get(name, halfstep.formats.Float).mantissa_bits
+    values = [scale * (2 - i * eps) for i in (1, 3, 5) for scale in (1, 0.5, 0.25) if i * eps < 1]
+    return torch.tensor(values[:5], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("repeated", [1, 400])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", ROUNDED)
+def test_two_different_values_conclude_nothing(tmp_path, format, dtype, repeated):
+    """Whatever they were rounded to, and with zeros, powers of two and whole numbers beside them."""
+    if halfstep.formats.get(format, halfstep.formats.Float).mantissa_bits + 2 > -math.log2(torch.finfo(dtype).eps):
+        pytest.skip("not narrower than the stored type")
+    values, beside = five_of(format), torch.tensor([0.0, 1.0, 3.0, 0.25, 6.0], dtype=torch.float64)
+    found = [key_of(tmp_path, torch.cat([values[:n].repeat(repeated), beside]).to(dtype)) for n in range(1, 6)]
+    assert [one.distinct for one in found] == [min(n, len(values)) for n in range(1, 6)]
+    assert [one.confidence for one in found[:2]] == ["none", "none"]
+    if len(values) == 5 and dtype in (torch.float32, torch.float64):
+        assert found[4].through
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_constant_is_no_cast(tmp_path, dtype):
+    tensors = {"b": torch.tensor(1.5, dtype=dtype), "c": torch.zeros(4, 4, dtype=dtype)}
+    report = halfstep.inspect(saved(tmp_path, tensors))
+    assert report.verdict.confidence == "none"
+    assert report.verdict.text.startswith(f"stored {str(dtype)[6:]}, too few different values to tell")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_whole_numbers_tell(tmp_path, dtype):
+    assert key_of(tmp_path, (torch.randn(64, 64) * 1e25).to(dtype)).key == "full"
+    assert key_of(tmp_path, (torch.randn(64, 64) * 1e25).bfloat16().float()).key == "bf16"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_counters_and_positions_tell_nothing(tmp_path, dtype):
+    counters = torch.tensor([2**24 - 1, 2**24, 12345, 16_777_215, 999_999, 7], dtype=dtype)
+    for values in (
+        counters,
+        torch.arange(2**24 - 4096, 2**24 + 1, dtype=dtype),
+        torch.tensor(2.0**24 - 1, dtype=dtype),
+    ):
+        found = key_of(tmp_path, values)
+        assert (found.key, found.telling, found.confidence) == ("unknown", 0, "none")
 
 
 def test_one_counterexample_refutes(tmp_path):
@@ -143,7 +197,7 @@ def test_one_counterexample_refutes(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", ["e4m3fn", "e5m2", "e2m1fn"])
 def test_values_of_few_bits_under_a_power_of_two(tmp_path, dtype, format):
-    values = halfstep.round_to(torch.randn(64, 64), format).to(dtype) / 4
+    values = halfstep.round_to(torch.randn(64, 64) * 2, format).to(dtype) / 4
     found = key_of(tmp_path, values)
     assert found.key == f"scaled {halfstep.formats.get(format).name}"
     assert found.scale.startswith("2^")

@@ -38,8 +38,7 @@ class Item:
     nbytes: int
     effective: str | None
     """What the bits say (`checkpoint.origin.Origin.key`): "full", or the narrower type that every value fits ("bf16",
-    "partly bf16"); "unknown" where only zeros, powers of two and whole numbers are left; None of scales, and if not
-    floating point."""
+    "partly bf16"); "unknown" where too little is left that could tell; None of scales, and if not floating point."""
     nonfinite: int = 0
     shared_with: str | None = None
     """The first tensor in the same memory, which alone is counted."""

@@ -17,6 +17,9 @@ ENOUGH = 10.0
 CERTAIN = 40.0
 """Bits from which on a conclusion counts as certain: a chance of 1 in 10^12."""
 
+CHOSEN = 2
+"""Magnitudes whose fit is no evidence: a format and a scale are chosen after the values were seen, so that they fit."""
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -29,7 +32,8 @@ class Fit:
     held: int = 0
     beyond: int = 0
     bits: float = 0.0
-    """log2 of one over the chance that all of `held` do; equal values count once."""
+    """log2 of one over the chance that all of `held` do; equal values count once, those of CHOSEN magnitudes
+    not at all."""
     expected: float = 0.0
     """The share that random mantissas would have."""
 
@@ -57,5 +61,6 @@ def fit(scan: Scan, narrow: Float, wide: Float | None) -> Fit:
     bits = float((held * -np.log2(np.where(held > 0, chance, 1.0))).sum())
     count = int(held.sum())
     once = min(1.0, scan.distinct / count) if count else 0.0
+    free = max(0.0, 1 - CHOSEN / scan.magnitudes) if scan.magnitudes else 0.0
     expected = float((able * chance).sum() / able.sum()) if able.sum() else 0.0
-    return Fit(count, table.nonzero - int(table.sums[rows, few].sum()), bits * once, expected)
+    return Fit(count, table.nonzero - int(table.sums[rows, few].sum()), bits * once * free, expected)

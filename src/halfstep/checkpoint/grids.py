@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep import formats
-from halfstep.checkpoint.evidence import CERTAIN, Fit
+from halfstep.checkpoint.evidence import CERTAIN, CHOSEN, Fit
 from halfstep.checkpoint.scan import BAND, Corner
+from halfstep.checkpoint.table import tells
 from halfstep.formats import Float
 from halfstep.quant.tile import ROW, Tile, block, square
 
@@ -49,13 +50,13 @@ class Match:
 def fit_levels(levels: Magnitudes, wide: Float | None) -> Match | None:
     """The format of which all of a tensor's distinct magnitudes, ascending, are multiples by one scale; or None.
 
-    Of several the one with the most evidence, which is the coarsest.
+    Of several the one with the most evidence, which is the coarsest; the largest levels fit by choice.
     """
     found = []
     for name in GRIDS:
         bits = _bits(levels, _grid(name), wide)
         if bits is not None:
-            weight = bits[:-1].sum() - np.log2(_TOPS * len(GRIDS))
+            weight = bits[tells(levels)][:-CHOSEN].sum() - np.log2(_TOPS * len(GRIDS))
             found.append(Match(name, None, Fit(levels.size, 0, max(float(weight), 0.0))))
     best = max(found, key=lambda match: match.fit.bits, default=None)
     return best if best is not None and best.fit.accepted else None

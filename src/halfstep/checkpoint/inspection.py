@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from halfstep.checkpoint.declared import disagreements
+from halfstep.checkpoint.described import described
+from halfstep.checkpoint.gguf_blocks import DECODED
 from halfstep.checkpoint.layers import Layers, find_layers, summed
 from halfstep.checkpoint.opening import open_checkpoint
 from halfstep.checkpoint.origin import origin, stored_format
@@ -50,7 +52,7 @@ def inspect(
     stored: dict[str, TensorReport] = {}
     duplicates, tables = _Duplicates(checkpoint), dict[str, Table]()
     tensors = []
-    layers = find_layers(checkpoint.tensors)
+    layers = find_layers(checkpoint.tensors) + described(checkpoint)
     parts = layers.parts
     for tensor in checkpoint.tensors:
         role = "scales" if tensor.name in parts else role_of(tensor.name)
@@ -70,7 +72,7 @@ def inspect(
             found = replace(
                 found,
                 statistics=statistics(one, stored_format(tensor.dtype)),
-                origin=origin(one, tensor.dtype),
+                origin=None if tensor.dtype in DECODED else origin(one, tensor.dtype),
                 duplicate_of=duplicates.earlier(tensor, one),
             )
         elif progress is not None:
@@ -88,7 +90,7 @@ def _confirmed(tensors: list[TensorReport], layers: Layers) -> tuple[list[Tensor
     findings, found = list(layers.findings), []
     for tensor in tensors:
         layer = layers.by_codes.get(tensor.name)
-        scales = counted.get(layer.parts[0]) if layer is not None else None
+        scales = counted.get(layer.parts[0]) if layer is not None and layer.parts else None
         if layer is not None and scales is not None:
             if scales.nonfinite:
                 findings.append(f"{layer.parts[0]}: {scales.nonfinite} of {scales.values} scales are not finite")

@@ -19,7 +19,7 @@ class Layer:
     scheme: str
     format: str
     scale: str
-    """The stored type of the scales."""
+    """The type of the scales; "" where there are none beside the codes."""
     tile: str
     """What has a scale: "128x128 block", "row", "tensor", "64 codes" ..."""
     values: int
@@ -36,6 +36,8 @@ class Layer:
         """What it holds, in words."""
         powers = " (powers of two)" if self.powers else ""
         also = f" {self.also}" if self.also else ""
+        if not self.scale:
+            return f"{self.format} codes{also}"
         if self.tile == "tensor":
             return f"{self.format} codes with one {self.scale} scale{also}"
         return f"{self.format} codes with a {self.scale} scale{powers} for each {self.tile}{also}"
@@ -73,6 +75,9 @@ class Layers:
     def parts(self) -> frozenset[str]:
         """The names of all scales, zero points, tables."""
         return frozenset(part for layer in self.by_codes.values() for part in layer.parts)
+
+    def __add__(self, other: Layers) -> Layers:
+        return Layers({**self.by_codes, **other.by_codes}, (*self.findings, *other.findings))
 
 
 def find_layers(tensors: Sequence[StoredTensor]) -> Layers:
@@ -132,7 +137,7 @@ def _layer(scheme: Scheme, parts: dict[str, StoredTensor]) -> tuple[Layer | None
     tile = _tile(scheme, shape, scale.shape) if shape is not None and values else None
     bits = round(8 * codes.nbytes / values) if values else 0
     if tile is None or not 0 < bits <= 8:
-        sizes = f"codes of shape {_written(codes.shape)}, scales of shape {_written(scale.shape)}"
+        sizes = f"codes of shape {written(codes.shape)}, scales of shape {written(scale.shape)}"
         return None, [f"{codes.name} ({scheme.name}): {sizes} do not fit together"]
     format = f"int{bits}" if scheme.format == "int" else scheme.format or codes.dtype
     held = tuple(part.name for suffix, part in parts.items() if suffix != "codes")
@@ -149,6 +154,11 @@ def _tile(scheme: Scheme, shape: Shape, scale: Shape) -> str | None:
     tile = tile_of(shape, (*scale[:-2], *scale[:-3:-1]) if scheme.turned else scale, scheme.tile)
     if tile is None:
         return None
+    return tile_text(tile, shape)
+
+
+def tile_text(tile: tuple[int, int], shape: Shape) -> str:
+    """A tile of rows and columns, 0 for all, in words."""
     rows, columns = tile
     words = {(0, 0): "tensor", (1, 0): "row", (0, 1): "column"}
     return words.get(tile, f"{rows or (1, *shape)[-2]}x{columns or (1, *shape)[-1]} block")
@@ -179,5 +189,6 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _written(shape: Shape) -> str:
+def written(shape: Sequence[int | str]) -> str:
+    """A shape in words."""
     return "x".join(str(size) for size in shape) or "scalar"

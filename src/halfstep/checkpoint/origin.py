@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from halfstep import formats
 from halfstep.checkpoint.evidence import CERTAIN, ENOUGH, Fit, fit
@@ -37,7 +37,9 @@ class Origin:
     evidence: float = 0.0
     """Bits: random mantissas fit so by a chance of 2^-evidence. For `full`, 0: a counterexample needs no chance."""
     telling: int = 0
-    """Values that could tell: neither whole numbers nor powers of two."""
+    """Values that could tell: neither powers of two nor whole numbers below 2^24."""
+    distinct: int = 0
+    """Different magnitudes among these, as far as they were looked for."""
     counted: bool = True
     """Whether values were counted; a quick look weighs nothing."""
 
@@ -70,16 +72,18 @@ class Origin:
 
 def origin(scan: Scan, stored: str) -> Origin:
     """What the bits of a scanned tensor say, which is stored as `stored` (a name of torch's)."""
-    table = scan.table
-    telling = int(table.telling.sum())
-    if not telling:
-        return Origin(stored)
+    telling = int(scan.table.telling.sum())
+    found = _found(scan, stored) if telling else Origin(stored)
+    return replace(found, telling=telling, distinct=scan.magnitudes)
+
+
+def _found(scan: Scan, stored: str) -> Origin:
     wide = stored_format(stored)
     if wide is not None and wide.bits <= 8:
-        return Origin(stored, full=True, telling=telling)
-    if found := _narrow(scan, stored, wide, telling):
+        return Origin(stored, full=True)
+    if found := _narrow(scan, stored, wide):
         return found
-    found = _cast(scan, stored, wide, telling)
+    found = _cast(scan, stored, wide)
     return _tiled(scan, found, wide) or found
 
 
@@ -93,7 +97,7 @@ def stored_format(stored: str) -> Float | None:
     return formats.get("fp32", Float)
 
 
-def _narrow(scan: Scan, stored: str, wide: Float | None, telling: int) -> Origin | None:
+def _narrow(scan: Scan, stored: str, wide: Float | None) -> Origin | None:
     """Values of 8 bits or less, scaled: by a power of two, or by any number where few distinct values are left."""
     for name, spread in _FEW.items():
         format = formats.get(spread, Float)
@@ -101,9 +105,9 @@ def _narrow(scan: Scan, stored: str, wide: Float | None, telling: int) -> Origin
             best = scan.table.best_shift(formats.get(name, Float))
             one = best is not None and best[1] == scan.table.nonzero
             scale = f"2^{best[0]}" if best is not None and one else "2^k"
-            return Origin(stored, (name,), scale=scale, evidence=found.bits, telling=telling)
+            return Origin(stored, (name,), scale=scale, evidence=found.bits)
     if scan.levels is not None and (match := fit_levels(scan.levels, wide)):
-        return Origin(stored, (match.format,), scale="any", evidence=match.fit.bits, telling=telling)
+        return Origin(stored, (match.format,), scale="any", evidence=match.fit.bits)
     return None
 
 
@@ -118,10 +122,10 @@ def _tiled(scan: Scan, cast: Origin, wide: Float | None) -> Origin | None:
     if match is None or match.tile is None:
         return None
     tile = "row" if match.tile == ROW else str(match.tile)
-    return Origin(cast.stored, (match.format,), scale=tile, evidence=match.fit.bits, telling=cast.telling)
+    return Origin(cast.stored, (match.format,), scale=tile, evidence=match.fit.bits)
 
 
-def _cast(scan: Scan, stored: str, wide: Float | None, telling: int) -> Origin:
+def _cast(scan: Scan, stored: str, wide: Float | None) -> Origin:
     """bf16, fp16, both, or neither; from 64 bits float32 too."""
     casts = {name: formats.get(name, Float) for name in (*_CASTS, *(("fp32",) if wide is None else ()))}
     fits = {name: fit(scan, format, wide) for name, format in casts.items()}
@@ -130,15 +134,15 @@ def _cast(scan: Scan, stored: str, wide: Float | None, telling: int) -> Origin:
     held.sort(key=lambda name: -fits[name].bits)
     held = [a for i, a in enumerate(held) if all(fit(scan, casts[a], casts[b]).accepted for b in held[:i])]
     if held == ["tf32"] and (best := scan.table.best_shift(casts["fp16"])) and best[1] == scan.table.nonzero:
-        return Origin(stored, ("fp16",), scale=f"2^{best[0]}", evidence=fits["tf32"].bits, telling=telling)
+        return Origin(stored, ("fp16",), scale=f"2^{best[0]}", evidence=fits["tf32"].bits)
     if held:
-        return Origin(stored, tuple(held), evidence=min(fits[name].bits for name in held), telling=telling)
+        return Origin(stored, tuple(held), evidence=min(fits[name].bits for name in held))
     partly = {name: found for name, found in fits.items() if _stands_out(found)}
     if partly:
         name, found = max(partly.items(), key=lambda item: item[1].bits)
-        return Origin(stored, (name,), found.share, evidence=found.bits, telling=telling)
+        return Origin(stored, (name,), found.share, evidence=found.bits)
     most = wide.significant_bits if wide else 53
-    return Origin(stored, full=scan.table.significant_bits >= most - 1, telling=telling)
+    return Origin(stored, full=scan.table.significant_bits >= most - 1)
 
 
 def _stands_out(found: Fit) -> bool:

@@ -7,7 +7,7 @@ import hashlib
 from importlib.resources import files
 
 from halfstep.checkpoint import plot
-from halfstep.checkpoint.report import Report
+from halfstep.checkpoint.report import Report, TensorReport
 from halfstep.checkpoint.verdict import percent
 from halfstep.errors import CheckpointError
 from halfstep.printable import printable
@@ -34,8 +34,17 @@ def to_html(report: Report) -> str:
         report=report,
         style=Markup(style),
         policy=f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'",
+        outliers=_outliers(report),
+        copies=[tensor for tensor in report.tensors if tensor.tied_to or tensor.duplicate_of],
         picture=base64.b64encode(plot.png(report)).decode() if counted else None,
     )
+
+
+def _outliers(report: Report) -> list[TensorReport]:
+    """Tensors with outlier channels, those that stand out most first; tied ones once."""
+    found = [(t.statistics.channels, t) for t in report.tensors if t.statistics is not None and t.tied_to is None]
+    ratios = [(c.largest / c.median, tensor) for c, tensor in found if c is not None and c.outliers]
+    return [tensor for _, tensor in sorted(ratios, key=lambda item: -item[0])]
 
 
 def _part(name: str) -> str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from halfstep import formats
 from halfstep.checkpoint.dtypes import TYPES
 from halfstep.checkpoint.stored import Checkpoint, StoredTensor
-from halfstep.checkpoint.table import EMPTY, Table, from_kernel, from_values
+from halfstep.checkpoint.table import EMPTY, Table, from_kernel, from_values, tells
 from halfstep.formats import Format
 from halfstep.kernels.cpu import bits as kernel
 
@@ -90,7 +90,9 @@ class Scan:
     smallest: float = 0.0
     """The smallest magnitude above zero; 0 where there is none."""
     distinct: int = 0
-    """Distinct values that are neither zero nor a power of two; of a wide type among the first SAMPLE values."""
+    """Distinct values among those that tell (`Table.telling`); of a wide type among the first SAMPLE values."""
+    magnitudes: int = 0
+    """Their distinct magnitudes."""
     levels: NDArray[np.float64] | None = None
     """The distinct magnitudes (of a wide type those of the sample), where there are at most LEVELS / 2."""
     channels: Channels | None = None
@@ -225,12 +227,13 @@ def _finished(
     corner: Corner | None = None,
 ) -> Scan:
     used = distinct[np.isfinite(distinct) & (distinct != 0)]
-    informative = int((np.frexp(used)[0] % 0.5 != 0).sum())
     levels = np.unique(np.abs(used))
+    values, magnitudes = (int(tells(some).sum()) for some in (used, levels))
     few = table.nonzero > LEVELS and levels.size <= LEVELS // 2
     channels = _channels(by_column) if columns is not None and columns.are_channels and by_column is not None else None
     smallest = float(smallest) if table.nonzero else 0.0
-    return Scan(table, float(amax), smallest, informative, levels if few else None, channels, corner=corner)
+    kept = levels if few else None
+    return Scan(table, float(amax), smallest, values, magnitudes, kept, channels, corner=corner)
 
 
 def _channels(amax: NDArray[np.float64]) -> Channels:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +16,9 @@ Counts = NDArray[np.int64]
 
 WIDTH = 54
 """Columns of a table: significands of 0 (never) to 53 bits."""
+
+WHOLE = 24
+"""Whole numbers below 2^24 are taken for counters. Above, most types hold nothing else, so that their bits tell."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,10 @@ class Table:
     @cached_property
     def telling(self) -> Counts:
         """`counts` of the values whose bits tell something: no powers of two, which constants are, and no whole
-        numbers, which counters and positions are: such fit any format.
+        numbers below 2^WHOLE, which counters and positions are: such fit any format.
         """
-        columns = np.arange(WIDTH)
-        nothing = (columns <= 1) | (columns[None, :] <= self.rows[:, None] + 1)
+        columns, rows = np.arange(WIDTH), self.rows[:, None]
+        nothing = (columns <= 1) | ((columns <= rows + 1) & (rows < WHOLE))
         return np.where(nothing, 0, self.counts)
 
     @property
@@ -114,10 +117,11 @@ class Table:
         return int(self.fifteens[row]) if format.specials == "fn" and 0 <= row < len(self.counts) else 0
 
     def __add__(self, other: Table) -> Table:
-        lowest = min(self.lowest, other.lowest)
-        high = max(self.lowest + len(self.counts), other.lowest + len(other.counts))
+        used = [one for one in (self, other) if len(one.counts)]
+        lowest = min((one.lowest for one in used), default=0)
+        high = max((one.lowest + len(one.counts) for one in used), default=0)
         counts, fifteens = np.zeros((high - lowest, WIDTH), np.int64), np.zeros(high - lowest, np.int64)
-        for one in (self, other):
+        for one in used:
             place = slice(one.lowest - lowest, one.lowest - lowest + len(one.counts))
             counts[place] += one.counts
             fifteens[place] += one.fifteens
@@ -131,6 +135,14 @@ class Table:
         )
 
 
+def tells(values: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which finite values are among `Table.telling`."""
+    magnitudes = np.abs(values)
+    whole = (np.floor(magnitudes) == magnitudes) & (magnitudes < 2.0**WHOLE)
+    found: NDArray[np.bool_] = ~whole & (np.frexp(magnitudes)[0] != 0.5)
+    return found
+
+
 def allowed_bits(format: Float, exponents: Counts) -> Counts:
     """The significant bits that `format` has for values of each exponent: fewer below its smallest normal value, none
     (0 or less) beyond its ends.
@@ -139,7 +151,7 @@ def allowed_bits(format: Float, exponents: Counts) -> Counts:
     return np.where(exponents > format.max_exponent, 0, np.minimum(format.significant_bits, steps))
 
 
-EMPTY = Table(0, np.zeros((1, WIDTH), np.int64), np.zeros(1, np.int64))
+EMPTY = Table(0, np.zeros((0, WIDTH), np.int64), np.zeros(0, np.int64))
 
 
 def from_kernel(found: Counts) -> Table:
@@ -177,5 +189,7 @@ def from_values(values: NDArray[np.float64], times: Counts | None = None) -> Tab
 
 def _trimmed(lowest: int, counts: Counts, fifteens: Counts, zeros: int, infinities: int, nans: int) -> Table:
     used = np.flatnonzero(counts.any(1))
-    first, stop = (int(used[0]), int(used[-1]) + 1) if used.size else (0, 1)
+    if not used.size:
+        return replace(EMPTY, zeros=zeros, infinities=infinities, nans=nans)
+    first, stop = int(used[0]), int(used[-1]) + 1
     return Table(lowest + first, counts[first:stop], fifteens[first:stop], zeros, infinities, nans)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from halfstep.checkpoint.evidence import CHOSEN
 from halfstep.checkpoint.layers import Layer, summed
 from halfstep.checkpoint.origin import Origin
 
@@ -76,7 +77,7 @@ def verdict(group: Sequence[Evidence]) -> Verdict:
         rest = [one for key in order[_SHOWN:] for one in kinds[key]]
         texts.append(f"{len(order) - _SHOWN} other kinds{_part(rest, total, len(order))}")
     if silent:
-        texts.append(f"{_tensors(silent)} without a value that could tell")
+        texts.append(f"{_tensors(silent)} with too little to tell")
     return Verdict("; ".join(texts), _least(kinds[order[0]]), tuple(" ".join(key) for key in order))
 
 
@@ -92,7 +93,9 @@ def sentence(same: Sequence[Evidence]) -> str:
     if origin.full:
         return f"stored {stored}, {_full(same)}"
     if not any(one.origin.telling for one in same if one.origin):
-        return f"stored {stored}, only zeros, powers of two and whole numbers: nothing that could tell"
+        return f"stored {stored}, only zeros, powers of two and small whole numbers: nothing that could tell"
+    if all(one.origin.counted and one.origin.distinct <= CHOSEN for one in same if one.origin):
+        return f"stored {stored}, too few different values to tell"
     return f"stored {stored}, too few bits in use for a full {stored} and no format that explains it"
 
 

@@ -18,6 +18,7 @@ from halfstep.nn.scaling import accept_factors, states_of
 from halfstep.ops.linear import product_dtype
 from halfstep.ops.operand import Operand, decoded, just_in_time, operand, stored
 from halfstep.quant import Quantizer
+from halfstep.quant.description import label
 from halfstep.recipe import LinearSpec
 
 
@@ -50,8 +51,7 @@ class Stored:
     @property
     def label(self) -> bytes:
         """What a file says of the codes in it, so that they are not taken for others."""
-        q = self.quantizer
-        return f"{q.format.key}, {q.tile or 'no tile'}, {q.scaling.name if q.scaling else 'no scale'}".encode()
+        return label(self.quantizer).encode()
 
 
 def product(module: Any, x: Tensor, weight: Tensor | Operand, bias: Tensor | None, part: str = "") -> Tensor:
@@ -95,8 +95,8 @@ def store_weight(module: Any, weight: Weight, state: Tensor | None) -> int:
     for part in parts:
         whole = first.tensors[part] if parameter.dim() == 2 else torch.stack([q.tensors[part] for q in found])
         module.register_buffer(f"{weight.name}_{part}", whole)
-    label = torch.frombuffer(bytearray(entry.label), dtype=torch.uint8)
-    module.register_buffer(f"{weight.name}_format", label.to(parameter.device))
+    text = torch.frombuffer(bytearray(entry.label), dtype=torch.uint8)
+    module.register_buffer(f"{weight.name}_format", text.to(parameter.device))
     module._halfstep_stored[weight.name] = entry
     extend(module, _restoring(weight.name))
     return parameter.numel()

@@ -33,6 +33,8 @@ class Scaling(ABC):
     multiplies: ClassVar[bool] = False
     """Whether elements are multiplied by the factor that `scale` returns, the stored scale being its reciprocal, and
     not divided by the scale: the two differ in the last bit."""
+    holds: ClassVar[str] = "float32"
+    """What an entry of the stored scales is: a format's name."""
     reads: ClassVar[bool] = True
     """Whether the scale depends on the tensor at all."""
 

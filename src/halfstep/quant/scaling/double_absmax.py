@@ -24,6 +24,8 @@ class DoubleAbsmax(Absmax):
     Source: Dettmers et al. 2023, arXiv 2305.14314, section 3 (double quantization), as in bitsandbytes.
     """
 
+    holds = _MAP.name
+
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         exact = super().scale(x, tile, element)[1]
         known = exact[exact.isfinite()]

@@ -29,6 +29,7 @@ class PowerOfTwoScaling(Scaling):
     """Added to k: that many powers of two between the tile's amax and the format's largest value stay free."""
 
     exact = True
+    holds = "float8_e8m0fnu"
 
     def __post_init__(self) -> None:
         if self.margin and f"margin={self.margin}" not in self.name.split():

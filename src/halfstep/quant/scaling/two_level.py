@@ -28,6 +28,8 @@ class TwoLevel(Scaling):
 
     room: float = _BLOCK.max
 
+    holds = _BLOCK.name
+
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         amax = finite(tile.reduce(x.abs(), "amax"))
         tensor_scale = self._tensor_scale(amax, element)

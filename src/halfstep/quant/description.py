@@ -1,0 +1,114 @@
+"""Quantizers in files: as data for JSON, which says everything, and as a line of text, which tells them apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cache
+from typing import Any
+
+import torch
+
+from halfstep import formats
+from halfstep.errors import HalfstepError
+from halfstep.formats import Format
+from halfstep.quant.quantizer import Quantizer, layout
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import TENSOR, Tile
+
+
+KEY = "halfstep.quantized"
+"""Under which the metadata of a safetensors file has `describe` of each tensor by name, in JSON."""
+
+MALFORMED = (HalfstepError, ValueError, TypeError, KeyError, AttributeError)
+"""What `restore` and `from_label` raise for what they cannot read."""
+
+_KINDS: dict[str, Any] = {k.__name__: k for k in (formats.Float, formats.Integer, formats.Posit, formats.Codebook)}
+_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+_LARGEST = 2**48  # elements; what a file may claim before anything is allocated for it
+_DIMENSIONS = 64
+
+
+def describe(q: Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+    """Of a quantised tensor: its quantizer, the shape and dtype of what it was made from, the names of its parts."""
+    return {
+        "format": _describe_format(q.format),
+        "rounding": q.rounding,
+        "overflow": q.overflow,
+        "tile": None if q.tile is None else [q.tile.rows, q.tile.columns],
+        "scaling": None if q.scaling is None else q.scaling.name,
+        "outliers": q.outliers,
+        "shape": list(shape),
+        "dtype": str(dtype).removeprefix("torch."),
+        "tensors": sorted(layout(q, shape, dtype)),
+    }
+
+
+def restore(data: Any) -> tuple[Quantizer, tuple[int, ...], torch.dtype]:
+    """The quantizer, shape and dtype that `describe` was given.
+
+    Raises:
+        MALFORMED: an unknown format, scale rule or dtype; a shape that no tensor has; a description of something else.
+    """
+    shape = tuple(data["shape"])
+    whole = len(shape) <= _DIMENSIONS and all(type(n) is int and 0 <= n <= _LARGEST for n in shape)
+    if not whole or math.prod(shape) > _LARGEST:
+        raise ValueError(f"shape {shape} found; expected whole numbers, at most 2^48 elements")
+    if data["dtype"] not in _DTYPES:
+        raise ValueError(f"dtype {data['dtype']!r} found; expected one of {', '.join(_DTYPES)}")
+    quantizer = Quantizer(
+        _restore_format(data["format"]),
+        data["rounding"],
+        data["overflow"],
+        None if data["tile"] is None else Tile(*data["tile"]),
+        None if data["scaling"] is None else get_scaling(data["scaling"]),
+        data["outliers"],
+    )
+    return quantizer, shape, _DTYPES[data["dtype"]]
+
+
+def label(q: Quantizer) -> str:
+    """Format, tile and scale rule in a line.
+
+    >>> from halfstep.quant import get_quantizer
+    >>> label(get_quantizer("mxfp8"))
+    'float 4 3 7 fn, 1x32, floor'
+    """
+    return f"{q.format.key}, {q.tile or 'no tile'}, {q.scaling.name if q.scaling else 'no scale'}"
+
+
+def from_label(text: str) -> Quantizer:
+    """The quantizer of a `label`, as far as it says: of a format that has a name.
+
+    Raises:
+        MALFORMED: it is no label, or names a format, a tile or a scale rule that is not known.
+    """
+    key, tile, scaling = text.rsplit(", ", 2)
+    if scaling == "no scale":
+        return Quantizer(_by_key()[key])
+    sizes = (0 if size == "all" else int(size) for size in tile.split("x"))
+    return Quantizer(_by_key()[key], tile=TENSOR if tile == str(TENSOR) else Tile(*sizes), scaling=get_scaling(scaling))
+
+
+@cache
+def _by_key() -> dict[str, Format]:
+    return {format.key: format for format in map(formats.get, formats.names())}
+
+
+def _describe_format(format: Format) -> Any:
+    """A name where that is enough, else every field."""
+    try:
+        if formats.get(format.name) == format:
+            return format.name
+    except HalfstepError:
+        pass
+    return {"kind": type(format).__name__, **dataclasses.asdict(format)}
+
+
+def _restore_format(data: Any) -> Format:
+    if isinstance(data, str):
+        return formats.get(data)
+    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key != "kind"}
+    if data["kind"] not in _KINDS:
+        raise ValueError(f"format kind {data['kind']!r} found; expected one of {', '.join(_KINDS)}")
+    return _KINDS[data["kind"]](**fields)  # type: ignore[no-any-return]
