@@ -73,7 +73,7 @@ class Rows:
     def squares(self, amax: float) -> float:
         """The sum of the squares of x / unit(amax)."""
         found = np.zeros(_parts(self.x.size), np.float64)
-        sum_squares(self.x.size, self.x, np.float32(1 / unit(amax)), found)
+        sum_squares(self.x.size, self.x, _factor(amax), found)
         return float(found.sum())
 
 
@@ -85,7 +85,7 @@ class CastErrors:
     """
 
     def __init__(self, quantizer: Quantizer, amax: float) -> None:
-        self._quantizer, self._amax, self._factor = quantizer, np.float32(amax), np.float32(1 / unit(amax))
+        self._quantizer, self._amax, self._factor = quantizer, np.float32(amax), _factor(amax)
         self._cuts = cut_points(quantizer.format, True)
         self._numbers: Any = None
         if quantizer.scaling is None:
@@ -139,6 +139,11 @@ class CastErrors:
             return run, scale
         part = max(length for length in _LEVELS if run % length == 0)
         return part, np.repeat(scale, run // part)
+
+
+def _factor(amax: float) -> np.float32 | None:
+    """What values are multiplied by; None if they are not."""
+    return None if unit(amax) == 1 else np.float32(1 / unit(amax))
 
 
 def _parts(size: int) -> int:

@@ -63,8 +63,7 @@ def _finite_difference(y, x):
 
 @lanes(types.float32)
 def _plus_square(total, value, factor):
-    scaled = value * factor
-    return total.plus_any_order(scaled * scaled)
+    return total.plus_square(value if factor is None else value * factor)
 
 
 @lanes(types.uint32)

@@ -39,8 +39,8 @@ class Errors(NamedTuple):
 
 
 def unit(amax: float) -> float:
-    """What a tensor is divided by before it is squared: its largest magnitude, or a number with an inverse."""
-    return max(amax, 2.0**-120)
+    """What a tensor is divided by before it is squared: 1, or where squares leave float32, its largest magnitude."""
+    return 1.0 if 2.0**-30 < amax < 2.0**30 else max(amax, 2.0**-120)
 
 
 def compare(x: NDArray[np.float32], y: NDArray[np.float32], amax: float) -> Errors:

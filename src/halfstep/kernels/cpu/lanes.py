@@ -2,8 +2,8 @@
 
 numba widens uint16 and uint32 arithmetic to 64 bits, which costs four to eight times the vector lanes. A function under
 `@lanes(...)` is called once, while numba compiles, with a `Lane` for every argument: `+`, `&`, `<<` and the rest write
-one instruction each, at the width of their operands. Nothing is contracted, and nothing but `plus_any_order` is
-reordered: float results are IEEE's.
+one instruction each, at the width of their operands. Nothing but `plus_square` is contracted or reordered: float
+results are IEEE's.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ class Lane:
         assert self.type == _FLOAT, "division is of floats"
         return self._operation(other, "", "fdiv")
 
-    def plus_any_order(self, other: Lane) -> Lane:
-        """The sum of floats, where a loop may add up in another order: in lanes."""
-        return self._new(self.builder.fadd(self.value, other.value, flags=("reassoc", "nsz")))
+    def plus_square(self, other: Lane) -> Lane:
+        """The sum of this float and another's square; a loop may add up in another order, in lanes, and round once."""
+        square = self.builder.fmul(other.value, other.value, flags=("contract",))
+        return self._new(self.builder.fadd(self.value, square, flags=("reassoc", "nsz", "contract")))
 
     def times_plus(self, other: Lane, more: Lane) -> Lane:
         """self * other + more, of floats, rounded once."""
