@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import halfstep
+from halfstep.checkpoint import open_checkpoint
 from halfstep.checkpoint.what_if import CANDIDATES
+from halfstep.checkpoint.write import write
 from halfstep.errors import QuantizationError
 
 
@@ -29,7 +31,7 @@ def matrices(kind):
         "highest": torch.randn(16, 64, generator=generator).sign() * torch.finfo(torch.float32).max,
         "broken": broken(generator),
         "narrow and broken": broken(generator, 4096).bfloat16(),
-        "zeros": torch.zeros(32, 32),
+        "nothing": torch.zeros(32, 32),
         "steep": torch.randn(64, 256, generator=generator) * torch.logspace(-44, 3, 256),
     }
 
@@ -114,3 +116,23 @@ def test_what_overflows_is_not_called_exact(tmp_path):
     save_file({"w": torch.ones(4, 32)}, tmp_path / "model.safetensors")
     one = halfstep.inspect(tmp_path, casts=["fp16"]).casts[0]
     assert (one.total.decibels, one.total.harm) == ("exact", None)
+
+
+def test_scales_of_codes_are_neither_tried_nor_cast(tmp_path):
+    tensors = {
+        "h.0.mlp.weight": torch.randn(256, 256).to(torch.float8_e4m3fn),
+        "h.0.mlp.weight_scale_inv": torch.rand(2, 2),
+        "h.0.attn.weight": torch.randn(32, 32),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path / "model.safetensors")
+    report = halfstep.inspect(checkpoint, casts=["bf16"])
+    assert [name for name, _ in report.casts[0].worst] == ["h.0.attn.weight"]
+    write(checkpoint, report.tensors, "bf16", tmp_path / "new.safetensors", lambda described: {})
+    written = load_file(tmp_path / "new.safetensors")
+    assert {name: x.dtype for name, x in written.items()} == {
+        "h.0.mlp.weight": torch.float8_e4m3fn,
+        "h.0.mlp.weight_scale_inv": torch.float32,
+        "h.0.attn.weight": torch.bfloat16,
+    }
+    assert torch.equal(written["h.0.mlp.weight_scale_inv"], tensors["h.0.mlp.weight_scale_inv"])

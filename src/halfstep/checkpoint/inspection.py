@@ -67,7 +67,8 @@ def inspect(
             found = replace(found, origin=quick_origin(checkpoint, tensor, progress))
         elif readable(tensor):
             one = scan(checkpoint, tensor, progress)
-            trials.add(checkpoint, tensor, one, progress)
+            if role != "scales":
+                trials.add(checkpoint, tensor, one, progress)
             tables[role] = tables.get(role, EMPTY) + one.table
             found = replace(
                 found,

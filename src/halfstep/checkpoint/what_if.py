@@ -109,14 +109,17 @@ def _errors(
     by_code = scan.codes is not None and tensor.numel >= _MANY
     found = {name: _by_code(scan, tensor.dtype, q) for name, q in quantizers.items() if by_code and not _has_tiles(q)}
     rest = {name: q for name, q in quantizers.items() if name not in found}
+    if not rest and progress is not None:
+        progress(tensor.nbytes)
     plain = not scan.table.nonfinite and amax < ROOM
     fused = {name: CastErrors(q, amax) for name, q in rest.items() if plain and knows(q, columns)}
     others = {name: Errors() for name in rest if name not in fused}
-    signal, buffer = sum(errors.signal for errors in found.values()) / max(len(found), 1), _Buffer()
-    for chunk in stored_pieces(checkpoint, tensor, progress):
+    counted = next(iter(found.values()), None)
+    signal, buffer = counted.signal if counted else 0.0, _Buffer()
+    for chunk in stored_pieces(checkpoint, tensor, progress) if rest else ():
         if fused:
             rows = Rows(as_bits(chunk, tensor.dtype), columns)
-            signal += 0.0 if found else rows.squares(amax)
+            signal += 0.0 if counted else rows.squares(amax)
             for cast in fused.values():
                 cast.add(rows)
         if others:
