@@ -81,7 +81,7 @@ def test_float32_table_is_that_of_exact_arithmetic():
 def test_float64_values_are_counted_exactly():
     values = np.concatenate([wide(hard(500)), np.random.default_rng(1).standard_normal(300), [5e-324, 1e308]])
     assert as_counter(from_values(values)) == slow(values)
-    times = np.arange(values.size)
+    times = np.arange(values.size) % 50
     assert as_counter(from_values(values, times)) == slow(np.repeat(values, times))
 
 

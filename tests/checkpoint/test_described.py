@@ -65,7 +65,7 @@ def test_every_format_that_is_written_is_tested():
 OWN = Quantizer(formats.Float("of my own", 4, 3, 7, "finite", source="a test"))
 
 
-@pytest.mark.parametrize("shape", [(6, 70), (3, 5, 7), (64,), ()])
+@pytest.mark.parametrize("shape", [(6, 70), *(pytest.param(s, marks=pytest.mark.slow) for s in ((3, 5, 7), (64,), ()))])
 @pytest.mark.parametrize(
     "quantizer", [*map(get_quantizer, (*formats.names(), *formats.block_names())), OWN], ids=lambda q: label(q)[:60]
 )

@@ -152,6 +152,7 @@ weight = {format = "e4m3fn", tile = "tensor", scale = "current"}
 """
 
 
+@pytest.mark.slow
 def test_recipes_of_ones_own_are_compared_and_resumed_without_their_file(place, halfstep):
     (place / "mine.toml").write_text(MINE)
     (place / "code.py").write_text("from halfstep import Recipe\nr = Recipe('coded', '', '', compute='fp16')\n")
@@ -224,6 +225,7 @@ def test_a_task_shows_its_metric_and_resumes(place, halfstep):
     assert "its task is 'recommender', 'vision' was asked for" in other.message
 
 
+@pytest.mark.slow
 def test_a_folder_older_than_tasks_is_read_and_resumed(place, halfstep):
     options = ["--recipe", "fp32", "--data", "text.txt", "--out", "runs/old", *SMALL]
     assert halfstep("train", *options).code == 0

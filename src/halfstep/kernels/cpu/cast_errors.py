@@ -53,7 +53,8 @@ class Rows:
     """Rows of a matrix, whole tiles high: a flat array of float32, bfloat16 or float16 as `arrays.array` has it."""
 
     def __init__(self, x: NDArray[Any], columns: int) -> None:
-        self.x, self.columns = x, columns
+        self.x, self.columns = x.view(), columns
+        self.x.flags.writeable = False  # compiled once for what is mapped and what is not
         self._maxima: dict[int, NDArray[np.uint32]] = {}
 
     def maxima(self, run: int) -> NDArray[np.uint32]:
