@@ -101,7 +101,7 @@ def sentence(same: Sequence[Evidence]) -> str:
 
 def _quantised(layers: Sequence[Layer]) -> str:
     one, *others = summed(layers)
-    more = f" (and {len(others)} variants)" if others else ""
+    more = f" (and {len(others)} variant{'s' * (len(others) > 1)})" if others else ""
     return f"{one.scheme}: {one.text}{more}"
 
 

@@ -46,7 +46,9 @@ def knows(quantizer: Quantizer, columns: int) -> bool:
 
 @cache
 def _knows_element(format: Format) -> bool:
-    return format.ties == "lower" if isinstance(format, Codebook) else scales.knows(format)
+    if isinstance(format, Codebook):
+        return format.ties == "lower"
+    return scales.knows(format) and format.max == -format.min
 
 
 class Rows:

@@ -1,0 +1,61 @@
+"""Rounding and comparing at once gives what the reference's values give, for every quantizer that is claimed."""
+
+import numpy as np
+import pytest
+import torch
+
+from halfstep import formats
+from halfstep.formats import Float
+from halfstep.kernels.cpu.arrays import array
+from halfstep.kernels.cpu.cast_errors import CastErrors, Rows, knows
+from halfstep.quant import Quantizer, get_quantizer
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import ROW, TENSOR
+
+
+COLUMNS = 256
+BLOCKS = [get_quantizer(name) for name in formats.block_names()]
+SCALED = [
+    Quantizer(formats.get(name), tile=tile, scaling=get_scaling("absmax"))
+    for name in formats.names()
+    for tile in (ROW, TENSOR)
+]
+PLAIN = [
+    Quantizer(format, overflow="ieee") for format in map(formats.get, formats.names()) if isinstance(format, Float)
+]
+KNOWN = [q for q in (*BLOCKS, *SCALED, *PLAIN) if knows(q, COLUMNS)]
+
+
+def values():
+    """Three decades, multiples of a power of two that reach the ends of ranges, zeros and tiny numbers."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(4, 32, COLUMNS, generator=generator)
+    x[0] *= torch.logspace(-2, 1, COLUMNS)
+    x[1] = (x[1] * 64).round() / 32
+    x[2, :, ::7] = 0
+    x[3, 5] *= 1e-41
+    return x.view(-1, COLUMNS)
+
+
+@pytest.mark.parametrize(
+    "quantizer", KNOWN, ids=lambda q: f"{q.format.name[:24]}-{q.tile}-{q.scaling and q.scaling.name}"
+)
+def test_it_is_the_reference(quantizer):
+    x = values()
+    cast, rows = CastErrors(quantizer, float(x.abs().max())), Rows(array(x), COLUMNS)
+    cast.add(rows)
+    found = cast.errors(rows.squares(float(x.abs().max())), int((x != 0).sum()))
+    x, y = x.double(), quantizer(x).double()
+    kept = y.isfinite()
+    assert (found.zeroed, found.infinite) == (int(((y == 0) & (x != 0)).sum()), int((~kept).sum()))
+    assert found.noise == pytest.approx(float((y - x)[kept].square().sum()), rel=1e-5)
+    assert found.signal == pytest.approx(float(x.square().sum()), rel=1e-5)
+    share = ((y - x).abs() / x.abs())[kept & (y != 0)].numpy()
+    assert found.largest == pytest.approx(np.max(share, initial=0.0), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["uint4", "uint8"])
+def test_asymmetric_ranges_are_left_to_others(name):
+    format = formats.get(name)
+    assert format.max != -format.min
+    assert not knows(Quantizer(format, tile=ROW, scaling=get_scaling("absmax")), COLUMNS)
