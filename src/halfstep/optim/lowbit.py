@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import OptimizerError
+from halfstep.optim.gradients import narrow_all
 from halfstep.optim.masters import Kept, Master, Own, get_master
 from halfstep.optim.rules import rule_of
 from halfstep.optim.rules.base import UpdateRule
@@ -19,6 +21,12 @@ from halfstep.quant import derive_seed, draw_seed
 from halfstep.recipe import STORABLE, Recipe, Scaled
 
 
+_UNSCALED = (
+    "this recipe scales its loss, and this step saw no loss scale: small fp16 gradients were zero before they came. "
+    "Drive the loop with the scaler that halfstep.prepare returns: scaler.scale(loss).backward(), "
+    "scaler.step(optimizer), scaler.update(); with accelerate or Trainer, set accelerator.scaler to it before "
+    "accelerator.prepare. To train without a scale on purpose, use a recipe without ('fp16-mixed-unscaled')"
+)
 _RESIDUAL = "_residual"  # ends the state's name for what rounding a moment left over
 
 
@@ -65,6 +73,9 @@ class LowBit(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    takes_float32_gradients = True  # also of parameters in 16 bits: a loss scaler unscales and clips them there
+    awaits_scaler = False
+    """Whether the recipe scales its loss and no scaler has been seen yet."""
 
     def __init__(
         self,
@@ -122,6 +133,10 @@ class LowBit(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
+        if self.awaits_scaler:
+            self.awaits_scaler = False
+            if found_inf is None and not hasattr(self, "grad_scale"):
+                warnings.warn(_UNSCALED, stacklevel=3)  # torch wraps step
         if found_inf is not None and float(found_inf):
             return loss
         scale = getattr(self, "grad_scale", None)
@@ -196,6 +211,11 @@ class LowBit(torch.optim.Optimizer):
         master.write(weight, kept, updated)
         if self._watch is not None and before is not None:
             self._watch(Update(weight, before, updated - full, master.value(weight, kept) - before))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that a clip moved to float32 are of their own dtype again."""
+        super().zero_grad(set_to_none)
+        narrow_all(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class, or of the torch optimizer with the same rule, returned.
@@ -307,6 +327,8 @@ def convert(
             if parameter in masters:
                 with torch.no_grad():
                     result.state[parameter].update(result._master(parameter).start(parameter, masters[parameter]))
+    scale = recipe.loss_scale
+    result.awaits_scaler = scale is not None and (scale.dynamic or scale.init != 1.0)
     # A scheduler built on the old optimizer asks whether that one has stepped; its steps are the new one's now.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return result
