@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError
 from halfstep.ops import grad_values, is_encoded, multiply_encoded
-from halfstep.optim.widened import can_widen, narrow, widen
+from halfstep.optim.widened import can_widen, is_marked, mark, narrow, widen
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -72,6 +72,7 @@ def multiply(optimizer: torch.optim.Optimizer, factor: float, names: Mapping[nn.
     for parameter in parameters:
         grad = parameter.grad
         assert grad is not None
+        mark(grad)
         if is_encoded(grad):
             multiply_encoded(grad, factor)
         elif grad.dtype in (torch.float16, torch.bfloat16) and wide and can_widen(parameter):
@@ -93,6 +94,11 @@ _STOCK_REMEDY = (
 def gone(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the gradients have been dropped: none is there, or all are zeros."""
     return not any(p.grad is not None and bool(grad_values(p.grad).any()) for p in parameters_of(optimizer))
+
+
+def treated(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether gradients that `multiply` saw are there still."""
+    return any(is_marked(parameter.grad) for parameter in parameters_of(optimizer))
 
 
 def narrow_all(optimizer: torch.optim.Optimizer) -> None:

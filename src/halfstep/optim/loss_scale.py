@@ -21,6 +21,7 @@ from halfstep.optim.gradients import (
     parameters_of,
     takes_float32,
     total_norm,
+    treated,
     unwrapped,
 )
 from halfstep.optim.overflow import find_nonfinite
@@ -292,6 +293,8 @@ class LossScaler(DynamicScale):
         """The optimizer inside of what wraps it, and what is known of its gradients."""
         optimizer = unwrapped(optimizer)
         pending = self._pending.get(optimizer)
+        if pending is not None and pending.stage == "dropped" and treated(optimizer):
+            pending.stage = "unscaled"  # they had been put aside
         if pending is not None and pending.stage == "dropped":
             if pending.found_inf:
                 raise LossScaleError(

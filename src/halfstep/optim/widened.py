@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 _OWN = "_halfstep_own_gradients"  # on a parameter whose gradient has left
-_LEFT = "_halfstep_left"  # on such a gradient: whatever drops it drops this
+_TREATED = "_halfstep_treated"  # on a gradient that was unscaled or clipped: whatever drops it drops this
 
 
 @dataclass
@@ -29,6 +29,8 @@ class _Own:
     """The parameter's, by which others notice that it became another one since."""
     grads: torch.dtype | None
     handles: tuple[RemovableHandle, ...] = ()
+    fresh: bool = False
+    """Whether the gradient that is arriving has nothing to be added to."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # hooks and a gradient's dtype stay behind when a parameter is pickled
@@ -41,7 +43,7 @@ def can_widen(parameter: Tensor) -> bool:
 
 def widen(parameter: Tensor, grad: Tensor) -> None:
     """Put a float32 gradient in the place of the parameter's 16-bit one."""
-    if getattr(parameter, _OWN, None) is None:
+    if _own(parameter) is None:
         own = _Own(parameter.dtype, parameter.grad_dtype)
         if parameter.requires_grad:
             own.handles = _hooks(parameter)
@@ -49,13 +51,31 @@ def widen(parameter: Tensor, grad: Tensor) -> None:
     parameter.grad = None
     parameter.grad_dtype = torch.float32
     parameter.grad = grad
-    setattr(grad, _LEFT, True)
+    mark(grad)
+
+
+def put_back(parameter: Tensor, grad: Tensor | None) -> None:
+    """Give a parameter a gradient that it had before, whatever backward ran in between."""
+    if grad is not None and parameter.dtype != grad.dtype == torch.float32 and is_marked(grad):
+        widen(parameter, grad)
+    else:
+        parameter.grad = grad
+
+
+def mark(grad: Tensor) -> None:
+    """Say of a gradient that it was unscaled or clipped."""
+    setattr(grad, _TREATED, True)
+
+
+def is_marked(grad: Tensor | None) -> bool:
+    """Whether it was, and is still the same tensor (added to, perhaps)."""
+    return hasattr(grad, _TREATED)
 
 
 def narrow(parameter: Tensor) -> None:
-    """Let the parameter have its own gradients again, unless the one that left is still there (and not all zeros)."""
-    own, grad = cast("_Own | None", getattr(parameter, _OWN, None)), parameter.grad
-    if own is None or (hasattr(grad, _LEFT) and bool(cast(Tensor, grad).any())):
+    """Let the parameter have its own gradients again, if the one that left is gone, or zeros."""
+    own, grad = _own(parameter), parameter.grad
+    if own is None or (grad is not None and not own.fresh and bool(grad.any())):
         return
     for handle in own.handles:
         handle.remove()
@@ -66,15 +86,24 @@ def narrow(parameter: Tensor) -> None:
     parameter.grad = None if grad is None else grad.to(dtype or parameter.dtype)
 
 
+def _own(parameter: Tensor) -> _Own | None:
+    return getattr(parameter, _OWN, None)
+
+
 def _hooks(parameter: Tensor) -> tuple[RemovableHandle, ...]:
-    """Before a gradient arrives, zeros that it would be added to in float32 go; after it has, the parameter's own dtype
-    returns: torch lets no hook change that of a gradient on its way."""
+    """A gradient that arrives where none is (or zeros) becomes the parameter's own kind, once it is there.
+
+    (torch lets no hook change the dtype of one on its way.)
+    """
     reference = weakref.ref(parameter)
 
     def arriving(_: Tensor) -> None:
         present = reference()
-        if present is not None and hasattr(present.grad, _LEFT) and not bool(cast(Tensor, present.grad).any()):
-            present.grad = None
+        own = None if present is None else _own(present)
+        if present is not None and own is not None:
+            if present.grad is not None and not bool(present.grad.any()):
+                present.grad = None
+            own.fresh = present.grad is None
 
     return (
         parameter.register_hook(arriving),  # type: ignore[no-untyped-call]
