@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from halfstep.tracking import first_nonfinite
-from tiny import assert_same, batch, mlp, prepared
+from tiny import SCALED, assert_same, batch, grads, mlp, prepared
 
 
 HALF = ["fp16-master", "fp16-pure", "bf16-master", "bf16-stochastic"]
@@ -117,6 +117,16 @@ def test_another_loss_can_be_looked_at_in_between():
     assert_same(dict(model.state_dict()), dict(twin.state_dict()))
     scaler.scale(loss_of(model)).backward()
     assert dtypes(model) == {torch.float16}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_codes_can_be_looked_at_too(name):
+    model, optimizer, scaler = clipped(name)
+    before = grads(model)
+    assert first_nonfinite(model, lambda: loss_of(model, 2)) is None
+    assert_same(grads(model), before)
+    assert "the loss" in str(first_nonfinite(model, lambda: loss_of(model, 2) * torch.nan))
+    scaler.step(optimizer)
 
 
 @pytest.mark.slow

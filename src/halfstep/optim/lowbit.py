@@ -136,7 +136,7 @@ class LowBit(torch.optim.Optimizer):
         if self.awaits_scaler:
             self.awaits_scaler = False
             if found_inf is None and not hasattr(self, "grad_scale"):
-                warnings.warn(_UNSCALED, stacklevel=3)  # torch wraps step
+                warnings.warn(_UNSCALED, stacklevel=4)  # torch wraps step, twice
         if found_inf is not None and float(found_inf):
             return loss
         scale = getattr(self, "grad_scale", None)

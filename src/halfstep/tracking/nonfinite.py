@@ -57,7 +57,9 @@ def first_nonfinite(model: nn.Module, loss: Callable[[], Tensor]) -> str | None:
 
 
 def _finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor.detach()).all())
+    values = tensor.detach()
+    values = values.float() if values.dtype.itemsize == 1 else values  # torch has no isfinite for codes
+    return not tensor.is_floating_point() or bool(torch.isfinite(values).all())
 
 
 def tensors_in(value: Any) -> list[Tensor]:
