@@ -18,8 +18,8 @@ class Clock:
     def __init__(self) -> None:
         self._versions: dict[str, int] = {}
 
-    def __deepcopy__(self, memo: Any) -> Clock:
-        return Clock()  # torch counts the versions of copied weights anew
+    def __reduce__(self) -> Any:
+        return Clock, ()  # torch counts the versions of copied weights anew
 
     def check(self, model: nn.Module) -> None:
         """Called before a training forward.

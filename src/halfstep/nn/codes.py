@@ -112,8 +112,8 @@ class _Held:
         self.grads = grads
         self._handles: list[RemovableHandle] = []
 
-    def __deepcopy__(self, memo: Any) -> _Held:
-        return _Held(self.grads)  # hooks stay with the parameter they were made for
+    def __getstate__(self) -> dict[str, Any]:
+        return {"grads": self.grads, "_handles": []}  # hooks stay with the parameter they were made for
 
     def attach(self, module: Any) -> None:
         weight = module.weight

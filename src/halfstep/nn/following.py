@@ -131,7 +131,7 @@ def unfollow(model: nn.Module) -> None:
     """Take away what `follow` left beside the classes."""
     for module in model.modules():
         vars(module).pop(_PART, None)
-    del model._halfstep
+    vars(model).pop("_halfstep", None)
 
 
 def part_of(module: nn.Module) -> Part | None:
