@@ -66,7 +66,7 @@ def prepare(
         masters = {
             p: p.detach().float().clone() for p in storable(model, recipe.float32_modules)[0].values() if p in trained
         }
-    scale = recipe.loss_scale
+    scale, scalings = recipe.loss_scale, Scalings(model)
     scaler = LossScaler(
         init_scale=scale.init if scale else 1.0,
         growth_interval=scale.growth_interval if scale else 2000,
@@ -74,11 +74,12 @@ def prepare(
         dynamic=scale is not None and scale.dynamic,
         hysteresis=scale.hysteresis if scale else 1,
         names=names,
-        follower=Scalings(model),
+        follower=scalings,
     )
     report = apply(model, recipe, module_filter)
     scales = hold(model, report.quantized, recipe.scaled) if recipe.scaled is not None else {}
     low_bit = convert(optimizer, recipe, masters, generator, scales)
+    scalings.follow(low_bit)
     return model, low_bit, scaler
 
 

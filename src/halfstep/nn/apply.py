@@ -14,8 +14,9 @@ from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
 from halfstep.nn.adapters import convolution, encoder, gated, norm, wide
 from halfstep.nn.adopt import adopt, release
-from halfstep.nn.applied import Applied, Clock, applied_to
+from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.attention import ATTRIBUTE
+from halfstep.nn.clock import Clock
 from halfstep.nn.codes import is_held, let_go
 from halfstep.nn.layers import ModuleFilter, match
 from halfstep.nn.outputs import to_float32
@@ -115,6 +116,8 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     autocast = None if recipe.compute == "fp32" else STORABLE[recipe.compute]
     clock = Clock() if any(spec.states for spec in specs.values()) else None
     model._halfstep = Applied(recipe.name, autocast, before, STORABLE[recipe.grad_format], clock)  # type: ignore[assignment]
+    if clock is not None:
+        clock.begin(model)
     adopt(model, _forward, _after_copy)
     return Report(recipe.name, count(model), tuple(specs), kept, matched.attends, matched.smoothed)
 
@@ -147,27 +150,37 @@ def revert(model: nn.Module) -> None:
             store(parameters[name], dtype)
 
 
-def advance(model: nn.Module) -> None:
+def advance(model: nn.Module, *, skipped: bool = False, process_group: Any = None) -> None:
     """End an optimizer step: scaling states move on, once, the same on every rank. `scaler.update()` calls it.
 
     Only recipes whose scales depend on earlier steps have such states; for the others there is nothing to move.
 
+    Args:
+        skipped: the batch was abandoned: no optimizer stepped, and what was recorded of it is forgotten. Where one
+            rank says so, it is so on all.
+        process_group: over which ranks agree on the largest amaxes: those that hold the same layers (of a pipeline, a
+            stage's). None is the default group where there is one.
+
     Raises:
-        RecipeError: the model follows no recipe.
+        RecipeError: the model follows no recipe; or it ran in eval(), which records nothing.
     """
-    Scalings(model).advance()
+    Scalings(model, process_group).advance(skipped)
 
 
 def _forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """The root's forward: under the recipe's autocast, leaving in float32."""
     dtype, clock = model._halfstep.autocast, model._halfstep.clock
-    if clock is not None and model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    watched = clock is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if watched:
         clock.check(model)
     if dtype is None:
-        return to_float32(stock(model, *args, **kwargs))
-    anything: Tensor = next(chain(model.parameters(), model.buffers()))
-    with torch.autocast(anything.device.type, dtype=dtype):
         output = stock(model, *args, **kwargs)
+    else:
+        anything: Tensor = next(chain(model.parameters(), model.buffers()))
+        with torch.autocast(anything.device.type, dtype=dtype):
+            output = stock(model, *args, **kwargs)
+    if watched:
+        clock.leave(model)
     return to_float32(output)
 
 
