@@ -41,7 +41,7 @@ def carry(monkeypatch):
 
 @pytest.fixture(params=["own", "carried"])
 def products(request, carry):
-    """Both kinds of CPU, on any: 16-bit products are torch's own, or carried. Use it where a test's result hangs on it."""
+    """Both kinds of CPU, on any: 16-bit products are torch's own, or carried. For results that hang on it."""
     carry(*([] if request.param == "own" else [torch.bfloat16, torch.float16]))
 
 
