@@ -17,6 +17,7 @@ from halfstep.nn.apply import keep_grads
 from halfstep.nn.codes import hold
 from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
+from halfstep.nn.ranks import check_ranks
 from halfstep.nn.scaling import Scalings
 from halfstep.nn.storage import check_grad_dtype, storable
 from halfstep.optim import LossScaler, LowBit, convert, rule_of
@@ -123,6 +124,8 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -
         )
     if recipe.scaled is not None:
         check_grad_dtype(recipe.scaled.grads)
+    check_ranks(recipe, parameters.values())
+    _scaler(model, recipe, None)  # refuses an impossible scale
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
@@ -147,6 +150,14 @@ def _optimized(
     generator: torch.Generator | int | None,
     process_group: Any,
 ) -> tuple[LowBit, LossScaler]:
+    scaler, scalings = _scaler(model, recipe, process_group)
+    scales = hold(model, rounded, recipe.scaled) if recipe.scaled is not None else {}
+    low_bit = convert(optimizer, recipe, masters, generator, scales)
+    scalings.follow(low_bit)
+    return low_bit, scaler
+
+
+def _scaler(model: nn.Module, recipe: Recipe, process_group: Any) -> tuple[LossScaler, Scalings]:
     scale, scalings = recipe.loss_scale, Scalings(model, process_group)
     scaler = LossScaler(
         init_scale=scale.init if scale else 1.0,
@@ -158,10 +169,7 @@ def _optimized(
         follower=scalings,
         process_group=process_group,
     )
-    scales = hold(model, rounded, recipe.scaled) if recipe.scaled is not None else {}
-    low_bit = convert(optimizer, recipe, masters, generator, scales)
-    scalings.follow(low_bit)
-    return low_bit, scaler
+    return scaler, scalings
 
 
 class _Callable(ModuleType):

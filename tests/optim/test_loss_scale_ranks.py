@@ -4,11 +4,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from halfstep import get_recipe
+from halfstep import apply, get_recipe
 from halfstep.errors import ModelError
 from halfstep.nn.ranks import check_ranks
-from tiny import EVERY, mlp
+from tiny import EVERY, mlp, prepared
 
 
 START = """
@@ -197,5 +198,7 @@ def test_gradients_that_no_reducer_takes_are_refused(name, monkeypatch):
         check_ranks(recipe, model.parameters())
         return
     words = r"bf16 weights in fp32, and on 2 ranks.*Under DDP use 'bf16-master'.*reduce_dtype=torch.float32"
-    with pytest.raises(ModelError, match=words):
-        check_ranks(recipe, model.parameters())
+    for call in (lambda: check_ranks(recipe, model.parameters()), lambda: prepared(name), lambda: apply(model, name)):
+        with pytest.raises(ModelError, match=words):
+            call()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
