@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +17,7 @@ from halfstep.nn.codes import check_torch, hold
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.scaling import Scalings
 from halfstep.nn.storage import storable
-from halfstep.optim import LossScaler, LowBit, convert, rule_of
+from halfstep.optim import LossScaler, LowBit, check_optimizer, convert
 from halfstep.recipe import Recipe, get_recipe
 
 
@@ -52,8 +54,8 @@ def prepare(
         RecipeError, ModelError: as `halfstep.apply`. Nothing was changed.
     """
     recipe = get_recipe(recipe)
-    rule_of(optimizer)
     names = {parameter: name for name, parameter in model.named_parameters()}
+    check_optimizer(optimizer, names)
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if names and not trained & names.keys():
         raise OptimizerError(
@@ -63,9 +65,8 @@ def prepare(
         check_torch()
     masters = {}
     if recipe.master is not None or (recipe.scaled is not None and recipe.scaled.master is not None):
-        masters = {
-            p: p.detach().float().clone() for p in storable(model, recipe.float32_modules)[0].values() if p in trained
-        }
+        stored = storable(model, recipe.float32_modules)[0].values()
+        masters = {p: p.detach().float().clone() for p in stored if p in trained and p.requires_grad}
     scale = recipe.loss_scale
     scaler = LossScaler(
         init_scale=scale.init if scale else 1.0,
@@ -78,8 +79,19 @@ def prepare(
     )
     report = apply(model, recipe, module_filter)
     scales = hold(model, report.quantized, recipe.scaled) if recipe.scaled is not None else {}
-    low_bit = convert(optimizer, recipe, masters, generator, scales)
+    low_bit = convert(optimizer, recipe, masters, generator, scales, _parameters(model))
     return model, low_bit, scaler
+
+
+def _parameters(model: nn.Module) -> Callable[[], dict[str, nn.Parameter] | None]:
+    """The model's parameters as they are when asked for; None once it is gone."""
+    reference = weakref.ref(model)
+
+    def present() -> dict[str, nn.Parameter] | None:
+        model = reference()
+        return None if model is None else dict(model.named_parameters())
+
+    return present
 
 
 class _Callable(ModuleType):
