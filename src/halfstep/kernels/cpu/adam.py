@@ -20,7 +20,7 @@ from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import as_array
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, UPPER, bf16_of, bits_of, lanes, rounded_up_half, stored_as
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, UPPER, bf16_of, bits_of, lanes, rounded_up_half, stored_as
 from halfstep.kernels.cpu.masters import KEPT, PLAIN, beside, image_or_own
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
 
@@ -167,7 +167,7 @@ def _join(high, low):
 def _upper(value):
     """The upper half of a float32's bits, rounded to nearest with ties away; a NaN's payload may not carry."""
     bits = value.bits()
-    return (value.is_nan().pick(bits | 0x400000, bits + 0x8000) >> 16).to(16)
+    return (value.is_nan().pick(bits.constant(NAN), bits + 0x8000) >> 16).to(16)
 
 
 @lanes(types.uint16)

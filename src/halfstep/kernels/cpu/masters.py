@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import as_array, plain
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
-from halfstep.kernels.cpu.lanes import UPPER, Lane, bits_of, lanes, rounded_up_half
+from halfstep.kernels.cpu.lanes import Lane, bits_of, lanes, rounded_up_half
 
 
 KEPT = {"none": None, "fp32": "master", "split": "low", "kahan": "compensation", "collage": "residual"}
@@ -72,23 +72,18 @@ def beside(weight, rest):
 @lanes(types.float32)
 def image_or_own(weight, master):
     """The master, where the weight is its rounded image; else the weight."""
-    own = bits_of(weight).float()
-    if weight.stored == types.uint16:
-        image = (master.is_nan().pick(master.bits(), rounded_up_half(master.bits())) & UPPER).float()
-    else:
-        image = master.float_to_half().half_to_float()
-    return image.equals(own).pick(master, own)
+    return _is_image(weight, master).pick(master, bits_of(weight).float())
 
 
 @lanes(types.uint16)
 def _strange_image(found, weight, master):
-    """`found`, with a bit set where the master is another number than `image_or_own` makes of it, or NaN."""
-    own = bits_of(weight).float()
-    if weight.stored == types.uint16:
-        image = (master.is_nan().pick(master.bits(), rounded_up_half(master.bits())) & UPPER).float()
-    else:
-        image = master.float_to_half().half_to_float()
-    return found | (~image.equals(own)).to(16)
+    """`found`, with a bit set where the weight is not the master's rounded image."""
+    return found | (~_is_image(weight, master)).to(16)
+
+
+def _is_image(weight: Lane, master: Lane) -> Lane:
+    image = master.float_to_half() if weight.stored == types.int16 else (rounded_up_half(master.bits()) >> 16).to(16)
+    return ~master.is_nan() & image.equals(weight)
 
 
 @lanes(types.uint16)

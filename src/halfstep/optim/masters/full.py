@@ -31,7 +31,8 @@ class Full(Master):
 
     def _follow(self, weight: Tensor, kept: Kept) -> None:
         master = kept["master"]
-        master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
+        same = master.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
+        master.copy_(torch.where(same, master, weight.float()))
 
 
 full = Full("fp32")

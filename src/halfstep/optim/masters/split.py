@@ -31,11 +31,10 @@ class Split(Master):
         return ((weight.view(torch.int16).int() << 16) + kept["low"].int()).view(torch.float32)
 
     def write(self, weight: Tensor, kept: Kept, updated: Tensor) -> None:
-        updated = updated.float().contiguous()
-        bits = updated.view(torch.int32)
-        high = torch.where(updated.isnan(), bits | 0x400000, bits + 0x8000) >> 16  # a NaN's payload may not carry
-        kept["low"].copy_(bits - (high << 16))
-        weight.view(torch.int16).copy_(high)
+        bits = updated.float().contiguous().view(torch.int32)
+        kept["low"].copy_(bits)  # the lower 16 bits, as torch converts
+        weight.view(torch.int16).copy_((bits + 0x8000).bitwise_right_shift_(16))
+        weight.masked_fill_(updated.isnan(), torch.nan)  # whose payload may have carried
 
     def _follow(self, weight: Tensor, kept: Kept) -> None:
         kept["low"].masked_fill_(self.read(weight, kept).isnan(), 0)
