@@ -175,6 +175,25 @@ def test_a_wrapped_optimizer_is_the_optimizer(name, clip):
         assert_same(end, ends[0])
 
 
+@pytest.mark.parametrize("name", ["fp32", "fp16-mixed"])
+def test_the_optimizer_that_was_handed_over_is_known_too(name):
+    """It shares its groups with the one that came back: clipping by it and stepping the other divides once."""
+    ends = []
+    for old in (False, True):
+        model = mlp()
+        given = adamw(model)
+        model, optimizer, _ = prepared(name, model, given)
+        scaler = LossScaler()
+        for _ in range(3):
+            backward(model, scaler)
+            scaler.clip_grad_norm_(given if old else optimizer, 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        ends.append(copied(dict(model.state_dict())))
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
 # ---- what the model's scaling states hear ---------------------------------------------------------------------------
 
 

@@ -13,12 +13,6 @@ from halfstep.ops import grad_values, is_encoded, multiply_encoded
 from halfstep.optim.widened import can_widen, is_marked, mark, narrow, widen
 
 
-def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer itself, where accelerate's, Lightning's or Fabric's wrapper (their `.optimizer`) was given."""
-    inner = getattr(optimizer, "optimizer", None)
-    return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
-
-
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Its parameters, in order."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -13,38 +13,14 @@ from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError
 from halfstep.optim.dynamic_scale import EXTRA, DynamicScale, check_keys, float32
-from halfstep.optim.gradients import (
-    gone,
-    multiply,
-    named_grads,
-    narrow_all,
-    parameters_of,
-    takes_float32,
-    total_norm,
-    treated,
-    unwrapped,
-)
+from halfstep.optim.gradients import multiply, named_grads, narrow_all, parameters_of, takes_float32, total_norm
 from halfstep.optim.overflow import find_nonfinite
+from halfstep.optim.pending import AllPending, Pending, unwrapped
 
 
 __all__ = ["EXTRA", "Follower", "LossScaler"]
 
 Outputs = TypeVar("Outputs", Tensor, list[Any], tuple[Any, ...], Iterable[Any])
-
-
-class _Pending:
-    """What is known of one optimizer's gradients since the last update()."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.stage = "ready"  # -> "unscaled" -> "stepped"; "dropped" once gradients that were unscaled are gone
-        self.found_inf: bool | None = None
-        self.overflowed: tuple[str, ...] = ()
-        self._versions = _versions(optimizer)
-
-    def moved(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer has stepped, through the scaler or past it."""
-        by_scaler = self.stage == "stepped" and not self.found_inf
-        return by_scaler or self._versions != _versions(optimizer)
 
 
 class Follower(Protocol):
@@ -115,14 +91,16 @@ class LossScaler(DynamicScale):
         self._forget()
 
     def _forget(self) -> None:
-        self._pending: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Pending] = weakref.WeakKeyDictionary()
+        self._pending = AllPending()
         self._widened: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     # ---- the loop: scale, (unscale_ or clip_grad_norm_), step, update ---------------------------------------------
 
     def scale(self, outputs: Outputs) -> Outputs:
         """The loss (or a nested list or tuple of losses) times S, in float32 for a 0-d loss."""
-        self._look_back()
+        self._pending.look_back()
+        for optimizer in self._widened:
+            narrow_all(optimizer)
         return self._scaled(outputs) if self._enabled else outputs
 
     def _scaled(self, outputs: Outputs) -> Outputs:
@@ -133,14 +111,6 @@ class LossScaler(DynamicScale):
         if isinstance(outputs, Iterable):
             return map(self._scaled, outputs)
         raise LossScaleError(f"scale() got {type(outputs).__name__}; expected a tensor or a sequence of tensors")
-
-    def _look_back(self) -> None:
-        """Another backward is about to run: find out which gradients have been dropped since they were unscaled."""
-        for optimizer, pending in self._pending.items():
-            if pending.stage == "unscaled" and gone(optimizer):
-                pending.stage = "dropped"
-        for optimizer in self._widened:
-            narrow_all(optimizer)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by S in place, once, for code that wants to look at them before `step`.
@@ -250,8 +220,7 @@ class LossScaler(DynamicScale):
             LossScaleError: no step was taken or unscaled; or the gradients overflow at the scale's floor, or in
                 too many steps in a row of a constant scale.
         """
-        pending = list(self._pending.items())
-        self._pending.clear()
+        pending = self._pending.take()
         skipped = bool(pending) and not any(p.moved(optimizer) for optimizer, p in pending)
         if self._enabled:
             checked = [p for _, p in pending if p.found_inf is not None]
@@ -267,7 +236,7 @@ class LossScaler(DynamicScale):
 
     # ---- one optimizer's gradients --------------------------------------------------------------------------------
 
-    def _check(self, optimizer: torch.optim.Optimizer, pending: _Pending) -> None:
+    def _check(self, optimizer: torch.optim.Optimizer, pending: Pending) -> None:
         """Find out, once per update, whether every gradient is finite."""
         if pending.found_inf is None:
             first = next(parameters_of(optimizer), None)
@@ -286,28 +255,16 @@ class LossScaler(DynamicScale):
         if takes_float32(optimizer):
             self._widened.add(optimizer)
 
-    def _scaled_yet(self, pending: _Pending) -> bool:
+    def _scaled_yet(self, pending: Pending) -> bool:
         """Whether the gradients are still multiplied by S."""
         return self._enabled and pending.stage == "ready"
 
-    def _of(self, optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, _Pending]:
+    def _of(self, optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, Pending]:
         """The optimizer inside of what wraps it, and what is known of its gradients."""
         optimizer = unwrapped(optimizer)
-        pending = self._pending.get(optimizer)
-        if pending is not None and pending.stage == "dropped" and treated(optimizer):
-            pending.stage = "unscaled"  # they had been put aside
-        if pending is not None and pending.stage == "dropped":
-            if pending.found_inf:
-                raise LossScaleError(
-                    "the gradients of the last batch overflowed and were dropped before scaler.update(), so the loss "
-                    "scale could not sink; call scaler.update() after every batch, also one whose step is left out"
-                )
-            pending = None
-        if pending is None:
-            pending = self._pending[optimizer] = _Pending(optimizer)
         if self._enabled and getattr(optimizer, "awaits_scaler", False):
             optimizer.awaits_scaler = False  # type: ignore[attr-defined]
-        return optimizer, pending
+        return optimizer, self._pending.of(optimizer)
 
     # ---- saving ---------------------------------------------------------------------------------------------------
 
@@ -317,7 +274,7 @@ class LossScaler(DynamicScale):
         extra: dict[str, Any] = {"scaling": followed} if followed else {}
         if self._enabled and self._hysteresis > 1:
             extra["patience"] = self._patience
-        if (self._enabled or extra) and any(p.stage == "stepped" for p in self._pending.values()):
+        if (self._enabled or extra) and any(p.stage == "stepped" for p in self._pending):
             warnings.warn(
                 "the scaler's state was taken between step() and update(): a run that resumes from it never sees that "
                 "update. Save after scaler.update()",
@@ -373,8 +330,3 @@ class LossScaler(DynamicScale):
 def _divides(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer divides by `grad_scale` inside its update (torch's protocol for fused optimizers)."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def _versions(optimizer: torch.optim.Optimizer) -> list[int]:
-    """torch's count of writes to each parameter."""
-    return [parameter._version for parameter in parameters_of(optimizer)]
