@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
 from halfstep import formats, ops
@@ -90,7 +89,9 @@ def test_a_second_derivative_of_a_rounded_product_is_an_error_that_says_so(name,
     gradient, its = torch.autograd.grad(loss, [x, w], create_graph=True)
     assert_same([gradient, its], torch.autograd.grad(loss_of(x, w, b, SPECS[name], last), [x, w]))
     for penalty in (gradient.square().sum(), its.square().sum()):
-        with pytest.raises(RecipeError, match="second derivative .* operands are rounded, and it has none: keep these"):
+        with pytest.raises(
+            RecipeError, match=r"second derivative .* operands are rounded, and it has none: keep these"
+        ):
             torch.autograd.grad(penalty, [x, w], retain_graph=True, allow_unused=True)
 
 
@@ -145,7 +146,7 @@ def test_transforms_of_rounded_products_are_their_gradients_or_an_error(name):
             transform()
     with pytest.raises(RecipeError, match="second derivative"):
         grad(lambda x: grad(lambda x: function(x, w).sum())(x).square().sum())(x)
-    with pytest.raises(RecipeError, match="forward-mode derivative .* take reverse mode"):
+    with pytest.raises(RecipeError, match=r"forward-mode derivative .* take reverse mode"):
         jvp(function, (x, w), (x, w))
 
 
@@ -177,4 +178,3 @@ def test_values_of_codes_have_their_gradient_under_transforms():
 def test_kernels_never_read_a_tensor_that_has_no_memory_of_its_own(transform, function):
     with pytest.raises((RuntimeError, QuantizationError)):
         transform(function)(torch.randn(3, 32))
-

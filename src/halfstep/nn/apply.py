@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
-from halfstep.nn.adapters import convolution, encoder, gated, norm, wide
+from halfstep.nn.adapters import bag, convolution, encoder, foreign, gated, lstm, norm, spectral, wide
 from halfstep.nn.adopt import adopt, release
 from halfstep.nn.applied import Applied, Clock, applied_to
 from halfstep.nn.attention import ATTRIBUTE
@@ -20,7 +20,7 @@ from halfstep.nn.codes import is_held, let_go
 from halfstep.nn.layers import ModuleFilter, match
 from halfstep.nn.outputs import to_float32
 from halfstep.nn.scaling import Scalings, attach, detach
-from halfstep.nn.storage import count, storable, store
+from halfstep.nn.storage import check_trained, count, storable, store
 from halfstep.recipe import STORABLE, LinearSpec, Recipe, get_recipe
 
 
@@ -83,9 +83,11 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     for parameter in moves.values():
         store(parameter, STORABLE[recipe.weights], STORABLE[recipe.grad_format])
     if recipe.weights != "fp32":
-        for module in model.modules():
-            if norm.fits(module):
-                adopt(module, norm.forward)
+        for module in list(model.modules()):
+            for adapter in (norm, bag, spectral, foreign):
+                if adapter.fits(module):
+                    adopt(module, adapter.forward)
+            spectral.widen_hooked(module)
     for path, module in widened.items():
         adopt(module, wide.forward)
         kept[path] = "computes in float32"
@@ -110,8 +112,9 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     attach(model, specs, {path: matched.kinds[path].PRODUCTS for path in specs})
     if carried.supports(STORABLE[recipe.compute], device):
         for module in model.modules():
-            if convolution.fits(module) and module not in widened.values():
-                adopt(module, convolution.forward)
+            for adapter in (convolution, lstm):
+                if adapter.fits(module) and module not in widened.values():
+                    adopt(module, adapter.forward)
     autocast = None if recipe.compute == "fp32" else STORABLE[recipe.compute]
     clock = Clock() if any(spec.states for spec in specs.values()) else None
     model._halfstep = Applied(recipe.name, autocast, before, STORABLE[recipe.grad_format], clock)  # type: ignore[assignment]
@@ -205,3 +208,4 @@ def _check(model: nn.Module) -> None:
             raise ModelError(f"{name}: {path} is float64, which no recipe stores; call model.float() first")
         if hasattr(parameter, "device_mesh"):
             raise ModelError(f"{name}: {path} is sharded; apply the recipe before fully_shard")
+    check_trained(model)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.errors import ModelError
@@ -14,6 +15,7 @@ from halfstep.ops.matmul import matmul
 from halfstep.ops.once import Backwards, Once, once
 from halfstep.ops.operand import Operand, just_in_time, operand
 from halfstep.ops.plain import matrix, plain
+from halfstep.ops.subclasses import check_plain, foreign
 from halfstep.quant import Quantizer
 from halfstep.recipe import LinearSpec
 
@@ -42,13 +44,17 @@ def linear(
         record: raise this step's amaxes in the states. False for evaluation, which must not move them.
 
     Raises:
-        ModelError: the weight is an `Operand` and x requires a gradient.
+        ModelError: the weight is an `Operand` and x requires a gradient; a weight that is to be rounded is a shard, or
+            another library's tensor.
     """
     if isinstance(weight, Operand):
         return _infer(x, weight, bias, spec.output.lhs, (states or {}).get("input"))
     if spec.rounds:
+        check_plain(weight)
         function = _Rounded if torch.compiler.is_compiling() else _Eager
         return function.apply(x, weight, bias, spec, states or {}, record)[0]  # type: ignore[no-any-return,no-untyped-call]
+    if not torch.compiler.is_compiling() and foreign(weight) is not None:
+        return F.linear(x, weight, bias)  # which its library has a way for
     dtype = product_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
         return plain(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))

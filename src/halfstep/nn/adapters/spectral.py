@@ -1,0 +1,41 @@
+"""Spectral norms and orthogonal weights: computed in float32 from weights that are stored in 16 bits.
+
+Power iterations and matrix exponentials are nothing for 16 bits, and torch's kernels refuse them beside float32
+buffers. What comes out is the layer's weight, in the dtype that the layer's product takes it in.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from halfstep.nn.adopt import Members, extend
+
+
+_KINDS = (parametrizations._SpectralNorm, parametrizations._Orthogonal)
+
+
+def fits(module: nn.Module) -> bool:
+    """Whether the module is one of torch's two parametrizations."""
+    return "forward" not in vars(module) and any(type(module).forward is kind.forward for kind in _KINDS)
+
+
+def forward(stock: Any, module: Any, weight: Tensor) -> Tensor:
+    """The stock forward in float32, rounded to the weight's dtype."""
+    with torch.autocast(weight.device.type, enabled=False):
+        return stock(module, weight.float()).to(weight.dtype)  # type: ignore[no-any-return]
+
+
+def widen_hooked(module: nn.Module) -> None:
+    """Let the hook of `torch.nn.utils.spectral_norm` (the older one) read its weight in float32."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, SpectralNorm) and getattr(module, f"{hook.name}_orig").dtype != torch.float32:
+            extend(module, _widened(f"{hook.name}_orig"))
+
+
+@cache
+def _widened(name: str) -> Members:
+    return lambda stock: {name: property(lambda module: module._parameters[name].float())}
