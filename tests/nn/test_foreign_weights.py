@@ -150,6 +150,7 @@ torchao = pytest.importorskip("torchao.quantization", reason="torchao is not ins
 def test_torchaos_weights_are_such():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    model[0].weight.requires_grad_()
     with pytest.raises(ModelError, match=r"trained and is a torchao\."):
         halfstep.apply(model, "bf16-stochastic")
     model.requires_grad_(False)
