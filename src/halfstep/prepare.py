@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError, OptimizerError, RecipeError
 from halfstep.nn import apply
 from halfstep.nn.applied import applied_to
-from halfstep.nn.apply import keep_grads
+from halfstep.nn.apply import check_model, keep_grads
 from halfstep.nn.codes import hold
 from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
@@ -62,6 +62,7 @@ def prepare(
         RecipeError, ModelError: as `halfstep.apply`. Nothing was changed.
     """
     recipe = get_recipe(recipe)
+    check_model(model, recipe)
     _check(model, optimizer, recipe)
     masters = _masters(model, optimizer, recipe)
     report = apply(model, recipe, module_filter)

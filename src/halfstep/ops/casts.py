@@ -239,12 +239,25 @@ def decode(
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, quantizer: Quantizer) -> Tensor:
+    def forward(x: Tensor, quantizer: Quantizer) -> Tensor:
         return values(x, quantizer)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, quantizer: Quantizer) -> tuple[Tensor, int]:
+        if quantizer.scaling is not None or quantizer.rounding == "stochastic":
+            raise QuantizationError(
+                f"torch.func.vmap goes over fake_quantize by {quantizer}: its scales or noise could be the batch's or "
+                "each sample's own. Loop over the samples, or round the batch outside of vmap"
+            )
+        return fake_quantize(x, quantizer), in_dims[0]
 
 
 def fake_quantize(x: Tensor, quantizer: Quantizer) -> Tensor:
