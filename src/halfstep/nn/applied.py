@@ -9,13 +9,14 @@ from torch import nn
 
 from halfstep.errors import RecipeError
 from halfstep.nn.clock import Clock
+from halfstep.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class Applied:
     """The recipe that a model follows, and what it was before."""
 
-    recipe: str
+    recipe: Recipe
     autocast: torch.dtype | None
     dtypes: dict[str, torch.dtype]
     """The dtype that each parameter had."""
@@ -23,6 +24,8 @@ class Applied:
     """The dtype that their gradients accumulate in."""
     clock: Clock | None
     """Where scales depend on earlier steps."""
+    rounded: tuple[str, ...] = ()
+    """The layers whose products round their operands."""
     quantized: bool = False
     """Whether the weights are quantised for good (`nn.quantize_model`)."""
 
