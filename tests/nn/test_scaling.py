@@ -143,6 +143,13 @@ def test_an_amax_that_is_not_finite_is_no_step(amax):
     assert factors == [0, 224, 224, 224]
 
 
+def test_a_saved_history_that_holds_an_infinity_heals():
+    scaling = Delayed("d", history=4)
+    state = torch.tensor([224.0, 4.0, 1.0, math.inf, math.nan])
+    scaling.advance(state, E4M3)
+    assert state.tolist() == [112, 0, 0, 0, 4]
+
+
 def test_options_by_name():
     assert get_scaling("delayed warmup=16 restart=True history=16").warmup == 16
     assert get_scaling("delayed power_of_two=false").power_of_two is False
