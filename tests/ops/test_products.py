@@ -14,6 +14,9 @@ from halfstep.recipe import linear_spec
 from tiny import assert_same
 
 
+pytestmark = pytest.mark.cpu
+
+
 def tensorwise(format, scaling="current"):
     return Quantizer(formats.get(format), tile=TENSOR, scaling=get_scaling(scaling))
 
