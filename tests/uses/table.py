@@ -16,7 +16,6 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
-
 from ways import EVERY, OUTCOMES, outcomes  # noqa: E402
 
 

@@ -2,9 +2,9 @@
 
 import torch
 import torch.nn.functional as F
+from ways import apart, assert_like_fp32, both, prepare, start_of, tolerance, values, way
 
 from tiny import assert_same, batch
-from ways import apart, assert_like_fp32, both, prepare, start_of, tolerance, values, way
 
 
 def accumulated(model, optimizer, scaler, times=3, micro=4):

@@ -4,10 +4,10 @@ import copy
 
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from ways import apart, prepare, start_of, steps, values, way
 
 from halfstep.recipe import get_recipe
 from tiny import assert_same, batch
-from ways import apart, prepare, start_of, steps, values, way
 
 
 HALF = 0.5
@@ -42,7 +42,7 @@ def assert_average(name, model, average):
 
 @way()
 def test_averaged_model(name):
-    """EMA by AveragedModel: build `torch.optim.swa_utils.AveragedModel(model)` after `prepare`; it follows the recipe."""
+    """EMA by AveragedModel: `torch.optim.swa_utils.AveragedModel(model)` after `prepare`; it follows the recipe."""
     averaged = []
 
     def after(model):

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from ways import prepare, steps, values, way
 
 from tiny import assert_same, model_for
-from ways import prepare, steps, values, way
 
 
 class Checkpointed(nn.Module):

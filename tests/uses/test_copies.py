@@ -5,9 +5,9 @@ import io
 import pickle
 
 import torch
+from ways import assert_like_fp32, both, prepare, start_of, steps, values, way
 
 from tiny import adamw, assert_same, batch, copied
-from ways import assert_like_fp32, both, prepare, start_of, steps, values, way
 
 
 def run(name):

@@ -3,10 +3,10 @@
 import torch
 import torch.nn.functional as F
 from torch.func import functional_call, grad, jacrev, vmap
+from ways import MUST, ROUNDED, ROUNDING, StockFailsToo, apart, prepare, start_of, tolerance, way
 
 from halfstep.recipe import get_recipe
 from tiny import batch
-from ways import MUST, ROUNDED, ROUNDING, StockFailsToo, apart, prepare, start_of, tolerance, way
 
 
 def differentiable(model):

@@ -5,9 +5,9 @@ import copy
 import torch
 import torch.nn.functional as F
 from torch import nn
+from ways import ROUNDING, Stock, assert_like_fp32, prepare, sgd, values, way
 
 from tiny import batch, model_for
-from ways import ROUNDING, Stock, assert_like_fp32, prepare, sgd, values, way
 
 
 def networks(name):
@@ -105,13 +105,12 @@ def test_clamp(name):
 
 @way()
 def test_mask(name):
-    """Masks after each step: multiply the weights under no_grad; masked ones stay zero, the others keep their masters."""
+    """Masks after each step: multiply the weights under no_grad; the others keep their masters."""
     torch.manual_seed(3)
     stock = model_for(name)
     model, start = copy.deepcopy(stock), values(stock)
     mask = torch.rand_like(stock[0].weight) < 0.5
-    kept = dict(prepared=prepare(name, model), stock=(stock, sgd(stock), Stock()))
-    for trained, optimizer, scaler in kept.values():
+    for trained, optimizer, scaler in (prepare(name, model), (stock, sgd(stock), Stock())):
         for seed in range(4):
             x, y = batch(seed)
             scaler.scale(F.mse_loss(trained(x), y)).backward()

@@ -6,14 +6,14 @@ import warnings
 
 import torch
 import torch.nn.functional as F
+from ways import prepare, start_of, steps, values, way
 
 from tiny import assert_same, batch, grads
-from ways import prepare, start_of, steps, values, way
 
 
 @way(core=("bf16-mixed", "fp16-master", "fp8-delayed"))
 def test_export(name):
-    """torch.export: of the prepared model in eval() mode, saved and loaded; the program computes what the model does."""
+    """torch.export: of the prepared model in eval(), saved and loaded; the program computes what the model does."""
     model, optimizer, scaler = prepare(name, start_of(name))
     steps(model, optimizer, scaler, 2)
     model.eval()

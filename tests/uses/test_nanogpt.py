@@ -1,4 +1,4 @@
-"""nanoGPT's training script: its loop, its groups, its clipping, its checkpoints; two lines are added, one is changed."""
+"""nanoGPT's training script: its loop, groups, clipping and checkpoints; two lines are added, one is changed."""
 
 import io
 import math
@@ -7,10 +7,10 @@ import warnings
 import torch
 import torch.nn.functional as F
 from torch import nn
+from ways import apart, values, way
 
 import halfstep
 from tiny import SMOOTH, Gated, assert_same
-from ways import apart, values, way
 
 
 class Attention(nn.Module):
@@ -45,12 +45,12 @@ class GPT(nn.Module):
     def __init__(self, is_gated=False, vocabulary=16, context=12, width=16, heads=2, layers=1):
         super().__init__()
         self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(vocabulary, width),
-                wpe=nn.Embedding(context, width),
-                h=nn.ModuleList([Block(width, heads, is_gated) for _ in range(layers)]),
-                ln_f=nn.LayerNorm(width),
-            )
+            {
+                "wte": nn.Embedding(vocabulary, width),
+                "wpe": nn.Embedding(context, width),
+                "h": nn.ModuleList([Block(width, heads, is_gated) for _ in range(layers)]),
+                "ln_f": nn.LayerNorm(width),
+            }
         )
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
@@ -176,7 +176,7 @@ def test_nanogpt_resumes(name):
 
 @way(core=("bf16-mixed", "fp8-delayed"))
 def test_nanogpt_compiles(name):
-    """nanoGPT compiled: the same numbers; a checkpoint with `_orig_mod.` in its keys resumes as its script strips them."""
+    """nanoGPT compiled: the same numbers; a checkpoint's keys have `_orig_mod.`, which its script strips."""
     torch._dynamo.reset()  # or the recipes before this one count against torch's limit of recompilations
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, as it traces

@@ -1,4 +1,4 @@
-"""docs/using.md says what the tests found: its table is a rendering of outcomes.json, which every test here holds true."""
+"""docs/using.md says what the tests found: its table renders outcomes.json, which every test here holds true."""
 
 import json
 

@@ -5,10 +5,10 @@ import copy
 import torch
 import torch.nn.functional as F
 from torch import nn
+from ways import Stock, apart, assert_like_fp32, both, prepare, sgd, step, steps, tolerance, values, way
 
 import halfstep
 from tiny import assert_same, batch, model_for
-from ways import Stock, apart, assert_like_fp32, both, prepare, sgd, step, steps, tolerance, values, way
 
 
 class LowRank(nn.Module):

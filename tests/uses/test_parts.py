@@ -6,10 +6,10 @@ import warnings
 import torch
 import torch.nn.functional as F
 from torch import nn
+from ways import Stock, assert_like_fp32, prepare, sgd, values, way
 
 import halfstep
 from tiny import assert_same, batch, model_for
-from ways import Stock, assert_like_fp32, prepare, sgd, values, way
 
 
 class Coder(nn.Module):

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from ways import CORE, REST, Stock, assert_like_fp32, prepare, sgd, start_of, values, way
 
 import halfstep
 from tiny import assert_same, batch
-from ways import (
-    CORE, REST, Stock, assert_like_fp32, prepare, sgd, start_of, values, way
-)  # fmt: skip
 
 
 RANK = """
@@ -26,7 +24,8 @@ import torch, torch.distributed as dist
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 from test_ranks import KINDS, on_a_rank
-torch.save({(name, kind): on_a_rank(KINDS[kind], name, rank) for name in names for kind in KINDS}, f"{folder}/{rank}.pt")
+found = {(name, kind): on_a_rank(KINDS[kind], name, rank) for name in names for kind in KINDS}
+torch.save(found, f"{folder}/{rank}.pt")
 dist.destroy_process_group()
 """
 
@@ -164,7 +163,7 @@ def compared(name, kind):
 
 @way()
 def test_ddp(name):
-    """DDP: `prepare` first, then `DistributedDataParallel(model)`; each rank may have its own seed; `no_sync` as always."""
+    """DDP: `prepare` first, then `DistributedDataParallel(model)`; seeds may differ by rank; `no_sync` as always."""
     compared(name, "ddp")
 
 

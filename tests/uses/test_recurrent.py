@@ -2,10 +2,10 @@
 
 import torch
 from torch import nn
+from ways import StockFailsToo, assert_like_fp32, both, steps, way
 
 from halfstep.recipe import get_recipe
 from tiny import model_for
-from ways import StockFailsToo, assert_like_fp32, both, steps, way
 
 
 class Recurrent(nn.Module):

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
+from ways import assert_like_fp32, both, steps, way
 
 from tiny import model_for
-from ways import assert_like_fp32, both, steps, way
 
 
 def made(name, change):

@@ -5,13 +5,25 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from ways import (
+    Stock,
+    StockFailsToo,
+    apart,
+    assert_like_fp32,
+    both,
+    prepare,
+    sgd,
+    start_of,
+    step,
+    steps,
+    tolerance,
+    values,
+    way,
+)  # fmt: skip
 
 import halfstep
 from halfstep.recipe import get_recipe
 from tiny import adamw, assert_same, batch
-from ways import (
-    Stock, StockFailsToo, apart, assert_like_fp32, both, prepare, sgd, start_of, step, steps, tolerance, values, way
-)  # fmt: skip
 
 
 @way()
@@ -151,7 +163,7 @@ def test_clip_by_scaler(name):
 
 @way()
 def test_clip_by_torch(name):
-    """Clipping by torch: `scaler.unscale_(optimizer)`, then `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`."""
+    """Clipping by torch: `scaler.unscale_(optimizer)`, then `torch.nn.utils.clip_grad_norm_(parameters, 1.0)`."""
     loop, ours = clipping(by_torch), clipping(by_scaler)
     start, found, expected = both(name, loop, optimizer=descent)
     assert_like_fp32(name, start, found, expected, slack=3)
@@ -190,7 +202,7 @@ def without_a_scaler(model, optimizer, scaler):
 
 @way()
 def test_schedulers(name):
-    """Schedulers: built before `prepare` on the optimizer given, or after on the one returned; or `group["lr"]` by hand."""
+    """Schedulers: built before `prepare` on the optimizer given, or after on the one returned; or by hand."""
     runs = []
     for how in ("before", "after", "by hand"):
         model = start_of(name)

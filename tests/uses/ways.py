@@ -25,7 +25,7 @@ SLOW = (pytest.mark.slow,)
 OUTCOMES = Path(__file__).with_name("outcomes.json")
 
 
-class StockFailsToo(Exception):  # noqa: N818
+class StockFailsToo(Exception):
     """Stock torch cannot do this either: the cell says so, and the way has seen it."""
 
 
@@ -183,7 +183,7 @@ def apart(found, expected, start=None):
 
 
 def tolerance(name):
-    """How far a few steps of the documented loop may be from fp32's, relative to the way they go: twice what is seen."""
+    """How far a few steps of the documented loop may be from fp32's, relative to their way: twice what is seen."""
     if name in SMOOTH:
         return 0.35  # gradients of two mantissa bits, rounded stochastically
     return 0.0 if name == "fp32" else 0.15 if name in ROUNDING and name != "bf16-truncate" else 0.04
