@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import RecipeError
+from halfstep.recipe import Recipe
 
 
 class Clock:
@@ -17,8 +18,8 @@ class Clock:
     def __init__(self) -> None:
         self._versions: dict[str, int] = {}
 
-    def __deepcopy__(self, memo: Any) -> Clock:
-        return Clock()  # torch counts the versions of copied weights anew
+    def __reduce__(self) -> Any:
+        return Clock, ()  # torch counts the versions of copied weights anew
 
     def check(self, model: nn.Module) -> None:
         """Called before a training forward.
@@ -26,6 +27,8 @@ class Clock:
         Raises:
             RecipeError: trained weights have changed since the last one, and `end` was not called.
         """
+        if not model.training:
+            return
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad and not p.is_inference()}
         versions = {name: parameter._version for name, parameter in trained.items()}
         if any(self._versions.get(name, version) != version for name, version in versions.items()):
@@ -44,7 +47,7 @@ class Clock:
 class Applied:
     """The recipe that a model follows, and what it was before."""
 
-    recipe: str
+    recipe: Recipe
     autocast: torch.dtype | None
     dtypes: dict[str, torch.dtype]
     """The dtype that each parameter had."""
@@ -52,6 +55,8 @@ class Applied:
     """The dtype that their gradients accumulate in."""
     clock: Clock | None
     """Where scales depend on earlier steps."""
+    rounded: tuple[str, ...] = ()
+    """The layers whose products round their operands."""
     quantized: bool = False
     """Whether the weights are quantised for good (`nn.quantize_model`)."""
 
