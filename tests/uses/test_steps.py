@@ -156,7 +156,7 @@ def test_clip_by_scaler(name):
     """Clipping: `scaler.clip_grad_norm_(optimizer, max_norm)`, for every recipe."""
     loop = clipping(by_scaler)
     start, found, expected = both(name, loop, optimizer=descent)
-    assert_like_fp32(name, start, found, expected, slack=3)
+    assert_like_fp32(name, start, found, expected, slack=4)  # the updates are small
     assert loop.norms[0] == pytest.approx(loop.norms[4], rel=max(tolerance(name), 1e-5))
     assert loop.norms[0] > 0.1  # so that the clip matters
 
@@ -166,10 +166,10 @@ def test_clip_by_torch(name):
     """Clipping by torch: `scaler.unscale_(optimizer)`, then `torch.nn.utils.clip_grad_norm_(parameters, 1.0)`."""
     loop, ours = clipping(by_torch), clipping(by_scaler)
     start, found, expected = both(name, loop, optimizer=descent)
-    assert_like_fp32(name, start, found, expected, slack=3)
+    assert_like_fp32(name, start, found, expected, slack=4)
     _, clipped, _ = both(name, ours, optimizer=descent)
-    assert loop.norms[:4] == pytest.approx(ours.norms[:4], rel=0.02)
-    assert apart(found, clipped, start) < 0.02
+    assert loop.norms[:4] == pytest.approx(ours.norms[:4], rel=0.02, abs=0)
+    assert apart(found, clipped, start) <= max(2 * tolerance(name), 1e-5)  # torch rounds 16-bit gradients as it clips
 
 
 @way()

@@ -20,7 +20,7 @@ REST = tuple(name for name in EVERY if name not in CORE)
 ROUNDING = {name for name in EVERY if any(rule.linear.rounds for rule in get_recipe(name).rules)}  # products' operands
 MUST = {name for name in EVERY if name.endswith(("-mixed", "-master", "-nomaster"))}
 MUST |= {"fp32", "fp16-mixed-unscaled", "bf16-stochastic", "fp8-current", "fp8-delayed"}
-ROUNDED = 5e-5  # what rounds anything is farther than this from fp32; float32's own orders of summation are nearer
+ROUNDED = 1e-5  # what rounds anything is farther than this from fp32; float32's own orders of summation are nearer
 SLOW = (pytest.mark.slow,)
 OUTCOMES = Path(__file__).with_name("outcomes.json")
 
