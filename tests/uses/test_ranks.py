@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from ways import CORE, REST, Stock, assert_like_fp32, prepare, sgd, start_of, values, way
 
 import halfstep
+from halfstep.recipe import get_recipe
 from tiny import assert_same, batch
 
 
@@ -73,15 +74,18 @@ def distributed(name, rank):
 
 def sharded(name, rank):
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     torch.manual_seed(0)
     model = start_of(name)
     torch.manual_seed(1000 + rank)
     mesh = init_device_mesh("cpu", (2,))
     halfstep.apply(model, name)
-    fully_shard(model[3], mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    recipe = get_recipe(name)
+    wide = recipe.grad_format == "fp32" != recipe.weights
+    options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)} if wide else {}
+    fully_shard(model[3], mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
     optimizer, scaler = halfstep.optimize(model, sgd(model))
     if scaler.is_enabled():
         scaler.update(2.0**10)
