@@ -147,7 +147,7 @@ def _optimized(
     generator: torch.Generator | int | None,
     process_group: Any,
 ) -> tuple[LowBit, LossScaler]:
-    scale = recipe.loss_scale
+    scale, scalings = recipe.loss_scale, Scalings(model, process_group)
     scaler = LossScaler(
         init_scale=scale.init if scale else 1.0,
         growth_interval=scale.growth_interval if scale else 2000,
@@ -155,11 +155,13 @@ def _optimized(
         dynamic=scale is not None and scale.dynamic,
         hysteresis=scale.hysteresis if scale else 1,
         names={parameter: name for name, parameter in model.named_parameters()},
-        follower=Scalings(model),
+        follower=scalings,
         process_group=process_group,
     )
     scales = hold(model, rounded, recipe.scaled) if recipe.scaled is not None else {}
-    return convert(optimizer, recipe, masters, generator, scales), scaler
+    low_bit = convert(optimizer, recipe, masters, generator, scales)
+    scalings.follow(low_bit)
+    return low_bit, scaler
 
 
 class _Callable(ModuleType):

@@ -3,44 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from halfstep.errors import RecipeError
+from halfstep.nn.clock import Clock
 from halfstep.recipe import Recipe
-
-
-class Clock:
-    """Notices an optimizer step that nobody ended with `advance`: stale scales would go on unseen."""
-
-    def __init__(self) -> None:
-        self._versions: dict[str, int] = {}
-
-    def __reduce__(self) -> Any:
-        return Clock, ()  # torch counts the versions of copied weights anew
-
-    def check(self, model: nn.Module) -> None:
-        """Called before a training forward.
-
-        Raises:
-            RecipeError: trained weights have changed since the last one, and `end` was not called.
-        """
-        if not model.training:
-            return
-        trained = {n: p for n, p in model.named_parameters() if p.requires_grad and not p.is_inference()}
-        versions = {name: parameter._version for name, parameter in trained.items()}
-        if any(self._versions.get(name, version) != version for name, version in versions.items()):
-            raise RecipeError(
-                f"{type(model).__name__}'s weights have changed and its scaling states have not moved on: call "
-                "scaler.update() after every optimizer step, or halfstep.advance(model) where there is no scaler"
-            )
-        self._versions = versions
-
-    def end(self) -> None:
-        """An optimizer step has ended, or the weights are others from here on."""
-        self._versions = {}
 
 
 @dataclass(frozen=True)

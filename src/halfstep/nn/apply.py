@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,8 +14,9 @@ from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
 from halfstep.nn.adapters import convolution, encoder, gated, norm, wide
 from halfstep.nn.adopt import adopt, release
-from halfstep.nn.applied import Applied, Clock, applied_to
+from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.attention import ATTRIBUTE
+from halfstep.nn.clock import Clock
 from halfstep.nn.codes import is_held, let_go
 from halfstep.nn.following import follow, part_of, unfollow
 from halfstep.nn.layers import Matched, ModuleFilter, match
@@ -93,6 +95,8 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
         raise
     for parameter in moves.values():  # last: bits that rounding takes do not come back
         store(parameter, STORABLE[recipe.weights], STORABLE[recipe.grad_format])
+    if clock is not None:
+        clock.begin(model)
     return Report(recipe.name, count(model), tuple(specs), kept, matched.attends, matched.smoothed)
 
 
@@ -120,15 +124,21 @@ def revert(model: nn.Module) -> None:
             store(parameters[name], dtype)
 
 
-def advance(model: nn.Module) -> None:
+def advance(model: nn.Module, *, skipped: bool = False, process_group: Any = None) -> None:
     """End an optimizer step: scaling states move on, once, the same on every rank. `scaler.update()` calls it.
 
     Only recipes whose scales depend on earlier steps have such states; for the others there is nothing to move.
 
+    Args:
+        skipped: the batch was abandoned: no optimizer stepped, and what was recorded of it is forgotten. Where one
+            rank says so, it is so on all.
+        process_group: over which ranks agree on the largest amaxes: those that hold the same layers (of a pipeline, a
+            stage's). None is the default group where there is one.
+
     Raises:
-        RecipeError: the model follows no recipe.
+        RecipeError: the model follows no recipe; or it ran in eval(), which records nothing.
     """
-    Scalings(model).advance()
+    Scalings(model, process_group).advance(skipped)
 
 
 def _adopt_layers(

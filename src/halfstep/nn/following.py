@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from halfstep.nn.adopt import OnCopy, adopt
-from halfstep.nn.applied import Applied, Clock, applied_to
+from halfstep.nn.applied import Applied, applied_to
+from halfstep.nn.clock import Clock
 from halfstep.nn.outputs import to_float32
 
 
@@ -79,10 +80,9 @@ class Part:
             self._traced += 1
             return 0
         thread = threading.get_ident()
-        depth, root = self._calls.get(thread, 0), self._root()
-        if depth == 0 and self._clock is not None and root is not None and torch.is_grad_enabled():
-            self._clock.check(root)
-        self._calls[thread] = depth + 1
+        if thread not in self._calls:
+            self._tell(Clock.check)
+        self._calls[thread] = self._calls.get(thread, 0) + 1
         return thread
 
     def _end(self, thread: int) -> None:
@@ -92,6 +92,12 @@ class Part:
             self._calls[thread] -= 1
         else:
             del self._calls[thread]
+            self._tell(Clock.leave)
+
+    def _tell(self, event: Callable[[Clock, nn.Module], None]) -> None:
+        root = self._root()
+        if self._clock is not None and root is not None and torch.is_grad_enabled():
+            event(self._clock, root)
 
     def warn(self, module: nn.Module) -> None:
         """Say, once a model, what a part that is called from outside cannot know."""
