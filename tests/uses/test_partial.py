@@ -108,9 +108,9 @@ def test_frozen_backbone(name):
     assert_like_fp32(name, start, found, expected, slack=2)
 
 
-@way()
+@way(may_refuse=["fp8-delayed"])
 def test_whole_model_in_eval(name):
-    """Fine-tuning in eval(): the whole model in `eval()` trains as in fp32, or the first step says what to do."""
+    """Fine-tuning in eval(): the whole model in `eval()`, but for delayed scales, which record where the root trains."""
     start, found, expected = both(name, in_eval)
     assert_like_fp32(name, start, found, expected, slack=2)
 

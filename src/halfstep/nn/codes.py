@@ -40,6 +40,9 @@ def hold(model: nn.Module, paths: Sequence[str], scaled: Scaled) -> dict[nn.Para
     for path in paths:
         module = model.get_submodule(path)
         weight = module._parameters.get("weight")
+        if weight is not None and is_held(module):  # for another optimizer of this model
+            scales[weight] = module._buffers[_SCALE]
+            continue
         read = bool(path) and _reads_weights(model.get_submodule(path.rpartition(".")[0]))
         if weight is None or read or readers[id(weight)] > 1:
             continue
