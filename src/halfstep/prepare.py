@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,7 @@ from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.scaling import Scalings
 from halfstep.nn.storage import check_grad_dtype, storable
-from halfstep.optim import LossScaler, LowBit, convert, rule_of
+from halfstep.optim import LossScaler, LowBit, check_optimizer, convert
 from halfstep.recipe import Recipe, get_recipe
 
 
@@ -106,8 +107,8 @@ def optimize(
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Refuse, before anything is touched, what cannot be optimised as it is."""
-    rule_of(optimizer)
     parameters = dict(model.named_parameters())
+    check_optimizer(optimizer, {parameter: name for name, parameter in parameters.items()})
     trained = _trained(optimizer)
     if parameters and not trained & {*parameters.values()}:
         raise OptimizerError(
@@ -159,9 +160,20 @@ def _optimized(
         process_group=process_group,
     )
     scales = hold(model, rounded, recipe.scaled) if recipe.scaled is not None else {}
-    low_bit = convert(optimizer, recipe, masters, generator, scales)
+    low_bit = convert(optimizer, recipe, masters, generator, scales, _parameters(model), process_group)
     scalings.follow(low_bit)
     return low_bit, scaler
+
+
+def _parameters(model: nn.Module) -> Callable[[], dict[str, nn.Parameter] | None]:
+    """The model's parameters as they are when asked for; None once it is gone."""
+    reference = weakref.ref(model)
+
+    def present() -> dict[str, nn.Parameter] | None:
+        model = reference()
+        return None if model is None else dict(model.named_parameters())
+
+    return present
 
 
 class _Callable(ModuleType):
