@@ -12,26 +12,23 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import types
 from torch import Tensor
 
 from halfstep.formats import Codebook, Format
-from halfstep.kernels.cpu import coding, elements, packing, powers, scales
+from halfstep.kernels.cpu import coding, packing, powers, scales
 from halfstep.kernels.cpu.arrays import array, plain, separate
-from halfstep.kernels.cpu.codebooks import cut_points, looked_up, searched
-from halfstep.kernels.cpu.coding import Coding
+from halfstep.kernels.cpu.codebooks import cut_points
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
-from halfstep.kernels.cpu.elements import Rounding
-from halfstep.kernels.cpu.lanes import INFINITY, Lane, bits_of, lanes, nearest_as
-from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
+from halfstep.kernels.cpu.divided import divided
+from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
 from halfstep.kernels.cpu.packing import pack, place
 from halfstep.kernels.cpu.powers import FAR, TINY, note_scales, stepped
 from halfstep.kernels.cpu.scales import (
     TWO_LEVEL_ROOM,
     absmax_scales,
     block_maxima,
-    largest_stored,
     larger_finite,
+    largest_stored,
     power_scales,
     two_level_scales,
 )
@@ -41,7 +38,6 @@ from halfstep.quant.tile import Tile
 
 
 _LEVELS = {16: 4, 32: 5, 64: 6, 128: 7, 256: 8}
-_FINITE = {types.uint32: float(torch.finfo(torch.float32).max), types.uint16: float(torch.finfo(torch.bfloat16).max)}
 
 
 def knows(quantizer: Quantizer, columns: int) -> bool:
@@ -154,55 +150,7 @@ def _numbers(format: Format, rounding: str) -> tuple[Any, Any]:
     return None, None if order == list(range(16)) else (np.uint32(halves[0]), np.uint32(halves[1]))
 
 
-# ---- one element ---------------------------------------------------------------------------------------------------
-
-
-def _quotient(bits: Lane, scale: Lane) -> Lane:
-    """The bits of x / scale; +0 where the scale says that its block is lost, or zero."""
-    if scale.stored == types.uint32:  # a power of two, given as bits: multiplying by its inverse is exact
-        top = scale.constant(254 << 23)
-        inverse = (scale < 1 << 23).pick(top, top - scale)  # of 2^-127, a subnormal number, and of the others
-        inverse = inverse.equals(0).pick(scale.constant(1 << 22), inverse)
-        return (scale > INFINITY).pick(scale.constant(0), (bits.float() * inverse.float()).bits())
-    return (scale > 0.0).pick((bits.float() / scale).bits(), 0)
-
-
-@lanes("like")
-def rounded_element(value, scale, numbers, codes, cuts, keys, index, like):
-    """The code of value / scale; its value times the scale, where `like` is a tensor of values."""
-    quotient = _quotient(bits_of(value), scale)
-    if like == types.uint8:
-        if cuts is not None:
-            return searched(quotient.float(), cuts, codes)
-        return coding.encoded(quotient, Rounding(*numbers), Coding(*codes), noise(keys, index)).to(8)
-    if cuts is not None:
-        rounded = looked_up(quotient.float(), cuts)
-    else:
-        rounded = elements.rounded(quotient, Rounding(*numbers), noise(keys, index)).float()
-    return nearest_as(_scaled(rounded, scale.float() if scale.stored == types.uint32 else scale, like), like)
-
-
-def _scaled(rounded: Lane, scale: Lane, like: Any) -> Lane:
-    """The product within the range of the type; 0 in a block of zeros, whatever its codes mean."""
-    product = rounded * scale
-    limit = _FINITE[like]
-    product = (product > limit).pick(product.constant(limit), product)
-    product = (product < -limit).pick(product.constant(-limit), product)
-    return scale.equals(0.0).pick(product.constant(0.0), product)
-
-
 # ---- a chunk -------------------------------------------------------------------------------------------------------
-
-
-@inner
-def _elements(x, scale, levels, out, numbers, codes, cuts, keys):
-    block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises
-    for b in range(scale.size):
-        s = scale[b]
-        start = b * block
-        for i in range(block):
-            j = start + i
-            out[j] = rounded_element(x[j], s, numbers, codes, cuts, keys, j, out[j])
 
 
 @inner
@@ -222,7 +170,7 @@ def _power(x, stored, levels, rule, out, numbers, codes, cuts, shifts, seed):
         bits = np.empty(amax.size, np.uint32)
         power_scales(amax, stored[a >> len(levels) : b >> len(levels)], bits, rule)
         part = place(out, a, b, shifts)
-        _elements(x[a:b], bits, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
+        divided(x[a:b], bits, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
         pack(part, out, a, b, shifts)
 
 
@@ -247,7 +195,7 @@ def _power_values(x, levels, rule, steps, found, out, numbers):
         noted = note_scales(largest, rule, steps, scale, shift)
         found[chunk] = noted
         if noted & FAR:
-            _elements(x[a:b], scale, levels, out[a:b], numbers, None, None, None)
+            divided(x[a:b], scale, levels, out[a:b], numbers, None, None, None)
         else:
             _stepped(x[a:b], shift, levels, out[a:b], steps)
 
@@ -261,7 +209,7 @@ def _absmax(x, stored, levels, largest, out, numbers, codes, cuts, shifts, seed)
         scale = stored[a >> len(levels) : b >> len(levels)]
         absmax_scales(amax, scale, largest)
         part = place(out, a, b, shifts)
-        _elements(x[a:b], scale, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
+        divided(x[a:b], scale, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
         pack(part, out, a, b, shifts)
 
 
@@ -287,5 +235,5 @@ def _two_level(
         multiplier = np.empty(d - c, np.float32)
         two_level_scales(amax[c:d], stored[c:d], multiplier, whole, block_numbers, block_codes, block_decoding)
         part = place(out, a, b, shifts)
-        _elements(x[a:b], multiplier, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
+        divided(x[a:b], multiplier, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
         pack(part, out, a, b, shifts)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from halfstep.kernels.cpu import blocks, coding, powers, scales
 from halfstep.kernels.cpu.arrays import array
-from halfstep.kernels.cpu.blocks import rounded_element
 from halfstep.kernels.cpu.compiled import Kernel, inner
+from halfstep.kernels.cpu.divided import element
 from halfstep.kernels.cpu.lanes import vectorise_fully
 from halfstep.kernels.cpu.powers import FAR, TINY, note_scales, stepped
 from halfstep.kernels.cpu.scales import larger_stored
@@ -29,7 +29,7 @@ _WIDTH, _TALL = 128, 512  # what a thread takes at a time: the results go to few
 
 
 def supports_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
-    """Whether `run_values` can round `x` into `out`: the transposed view of a matrix, whose scales are powers of two."""
+    """Whether `run_values` can round `x` into `out`: a matrix's transposed view, by scales that are powers of two."""
     return (
         x.dim() == 2
         and x.numel() > 0
@@ -43,7 +43,10 @@ def supports_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
 
 
 def run_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
-    """Write the values that `quantizer.quantize(x)` stands for to `out`; whether some may be below 2^-126, but not 0."""
+    """Write the values that `quantizer.quantize(x)` stands for to `out`.
+
+    Returns whether some may be below 2^-126, but not 0.
+    """
     assert quantizer.tile is not None
     assert quantizer.scaling is not None
     columns, rows = x.shape
@@ -123,7 +126,7 @@ def _divided(x, first, columns, levels, scale, numbers, values):
     for r in range(np.uintp(1 << len(levels))):
         row, to = np.uintp(first) + r * np.uintp(columns), r * size
         for i in range(size):
-            values[to + i] = rounded_element(x[row + i], scale[i], numbers, None, None, None, i, values[to + i])
+            values[to + i] = element(x[row + i], scale[i], numbers, None, None, None, i, values[to + i])
 
 
 @inner

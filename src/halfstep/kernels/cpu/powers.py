@@ -1,6 +1,6 @@
-"""Blocks whose scale is a power of two, rounded to values where they stand: neither divided by the scale nor multiplied.
+"""Blocks whose scale is a power of two, rounded to values where they stand: not divided by the scale, nor multiplied.
 
-Next to a power of two whose last bit is one step of the format, times the scale, a float32 sum rounds to nearest-even by
+Next to a power of two whose last bit is a step of the format, times the scale, a float32 sum rounds to nearest-even by
 itself. That holds for the scales at which every value of the format is a normal float32 number, no larger than the
 largest; for any other scale, the kernels divide and multiply.
 """
