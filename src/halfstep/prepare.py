@@ -18,6 +18,7 @@ from halfstep.nn.apply import check_model, keep_grads
 from halfstep.nn.codes import hold
 from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
+from halfstep.nn.ranks import check_ranks
 from halfstep.nn.scaling import Scalings
 from halfstep.nn.storage import check_grad_dtype, storable
 from halfstep.optim import LossScaler, LowBit, check_optimizer, convert
@@ -131,6 +132,8 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -
         )
     if recipe.scaled is not None:
         check_grad_dtype(recipe.scaled.grads)
+    check_ranks(recipe, parameters.values())
+    _scaler(model, recipe, None, None)  # refuses an impossible scale
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
@@ -155,8 +158,15 @@ def _optimized(
     generator: torch.Generator | int | None,
     groups: tuple[Any, Any],
 ) -> tuple[LowBit, LossScaler]:
-    scale, (process_group, amax_group) = recipe.loss_scale, groups
-    scalings = Scalings(model, process_group if amax_group is None else amax_group)
+    scaler, scalings = _scaler(model, recipe, *groups)
+    scales = hold(model, rounded, recipe.scaled) if recipe.scaled is not None else {}
+    low_bit = convert(optimizer, recipe, masters, generator, scales, _parameters(model), groups[0])
+    scalings.follow(low_bit)
+    return low_bit, scaler
+
+
+def _scaler(model: nn.Module, recipe: Recipe, process_group: Any, amax_group: Any) -> tuple[LossScaler, Scalings]:
+    scale, scalings = recipe.loss_scale, Scalings(model, process_group if amax_group is None else amax_group)
     scaler = LossScaler(
         init_scale=scale.init if scale else 1.0,
         growth_interval=scale.growth_interval if scale else 2000,
@@ -167,10 +177,7 @@ def _optimized(
         follower=scalings,
         process_group=process_group,
     )
-    scales = hold(model, rounded, recipe.scaled) if recipe.scaled is not None else {}
-    low_bit = convert(optimizer, recipe, masters, generator, scales, _parameters(model), process_group)
-    scalings.follow(low_bit)
-    return low_bit, scaler
+    return scaler, scalings
 
 
 def _parameters(model: nn.Module) -> Callable[[], dict[str, nn.Parameter] | None]:

@@ -20,6 +20,7 @@ from halfstep.nn.clock import Clock
 from halfstep.nn.codes import is_held, let_go
 from halfstep.nn.following import follow, part_of, unfollow
 from halfstep.nn.layers import Matched, ModuleFilter, match
+from halfstep.nn.ranks import check_ranks
 from halfstep.nn.scaling import Scalings, attach, detach
 from halfstep.nn.storage import check_grad_dtype, check_trained, count, storable, store
 from halfstep.recipe import STORABLE, LinearSpec, Recipe, get_recipe
@@ -234,6 +235,7 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
     check_trained(model)
     if recipe.grad_format != recipe.weights:
         check_grad_dtype(recipe.grad_format)
+    check_ranks(recipe, parameters.values())
 
 
 def _warn_of_narrow(model: nn.Module, recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.errors import OptimizerError
-from halfstep.optim.checks import check_parameters, check_state, check_step
+from halfstep.optim.checks import UNSCALED, check_parameters, check_state, check_step
+from halfstep.optim.gradients import narrow_all
 from halfstep.optim.masters import Kept, Master, Own, get_master
 from halfstep.optim.present import Parameters, Present
 from halfstep.optim.rules.base import UpdateRule
@@ -56,6 +57,9 @@ class LowBit(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    takes_float32_gradients = True  # also of parameters in 16 bits: a loss scaler unscales and clips them there
+    awaits_scaler = False
+    """Whether the recipe scales its loss and no scaler has been seen yet: a step without one warns, once."""
 
     def __init__(
         self,
@@ -154,6 +158,10 @@ class LowBit(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
+        if self.awaits_scaler:
+            self.awaits_scaler = False
+            if found_inf is None and not hasattr(self, "grad_scale"):
+                warnings.warn(UNSCALED, stacklevel=4)  # torch wraps step, twice
         if found_inf is not None and float(found_inf):
             return loss
         scale = getattr(self, "grad_scale", None)
@@ -251,6 +259,11 @@ class LowBit(torch.optim.Optimizer):
         master.write(part, own, local_like(updated, parameter))
         if self._watch is not None and before is not None and wanted is not None:
             self._watch(Update(parameter, before, wanted, master.value(part, own) - before))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that a clip moved to float32 are of their own dtype again."""
+        super().zero_grad(set_to_none)
+        narrow_all(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class, or of the torch optimizer with the same rule, returned.
