@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from halfstep import ops
-from halfstep.errors import RecipeError
+from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.adopt import extend
 from halfstep.recipe import SCALED, Scaled
 
