@@ -21,10 +21,7 @@ def test_export(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
-        for harmless in (
-            "No complete tensor found",
-            "A model attribute .* requires gradient",
-        ):  # weights that are codes
+        for harmless in ("No complete tensor found", "A model attribute .* requires gradient"):
             warnings.filterwarnings("ignore", message=harmless)
         program = torch.export.export(model, (x,))
         torch.export.save(program, file)

@@ -123,7 +123,7 @@ def test_frozen_backbone(name):
 
 @way(may_refuse=["fp8-delayed"])
 def test_whole_model_in_eval(name):
-    """Fine-tuning in eval(): the whole model in `eval()`, but for delayed scales, which record where the root trains."""
+    """Fine-tuning in eval(): all of the model, but for delayed scales, which record where the root trains."""
     start, found, expected = both(name, in_eval)
     assert_like_fp32(name, start, found, expected, slack=2)
 
