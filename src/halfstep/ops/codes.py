@@ -35,9 +35,15 @@ def decode_scaled(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 class _Values(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, codes: Tensor, scale: Tensor) -> Tensor:
+    def forward(codes: Tensor, scale: Tensor) -> Tensor:
         return codes.float() * scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep.optim.masters.base import Kept, Master
+from halfstep.optim.shards import local, local_like
 
 
 class Split(Master):
@@ -24,7 +25,8 @@ class Split(Master):
 
     def start(self, weight: Tensor, full: Tensor) -> Kept:
         kept = {"low": torch.empty_like(weight, dtype=torch.int16)}
-        self.write(weight, kept, full)
+        # Where it is spread over ranks, this one's part: torch's views of the bits of a DTensor are of something else.
+        self.write(local(weight), {"low": local(kept["low"])}, local_like(full, weight))
         return kept
 
     def read(self, weight: Tensor, kept: Kept) -> Tensor:
