@@ -75,7 +75,8 @@ def test_a_wider_input_to_a_norm_with_16_bit_weights(name, norm):
     model = Positions(copy.deepcopy(norm))
     expected = model(batch()[0])
     model, optimizer, scaler = prepared(name, model)
-    torch.testing.assert_close(model(batch()[0]), expected, rtol=0.1, atol=0.1)
+    few = any(rule.linear.rounds for rule in get_recipe(name).rules)
+    torch.testing.assert_close(model(batch()[0]), expected, rtol=0.1, atol=0.3 if few else 0.1)
     assert model.positions.dtype == torch.float32
     train(model, optimizer, scaler)
 

@@ -450,5 +450,5 @@ def test_perez_weights_have_power_of_two_scales_with_the_margin_and_outputs_near
         codes = (weight / scale).numpy().astype(ml_dtypes.float8_e4m3fnuz).view(np.uint8)
         assert (layer.weight_codes.numpy() == codes).all()
     error = (model(x) - evaluated(half, x)).norm() / evaluated(half, x).norm()
-    assert 0.001 < error < 0.1
+    assert 0.001 < error < 0.15  # six operands of 4 significant bits, each 2^-4 / sqrt(3) off
     assert F.mse_loss(model(x), target) < 0.2 * target.var()
