@@ -30,7 +30,6 @@ from tiny import (
 )  # fmt: skip
 
 
-pytestmark = pytest.mark.cpu
 every_recipe = pytest.mark.parametrize("name", EVERY)
 both_kinds_of_cpu = pytest.mark.usefixtures("products")
 WIDE = [name for name in EVERY if get_recipe(name).weights == "fp32"]
@@ -240,6 +239,7 @@ def test_the_identity_recipe_is_the_stock_loop_bit_for_bit():
 
 
 @pytest.mark.parametrize("name", ["bf16-mixed", "fp16-mixed"])
+@pytest.mark.cpu
 def test_mixed_recipes_are_torch_amps_own_loop_bit_for_bit(name, carry):
     carry()  # torch's own products, on any machine
     dtype = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}[name]

@@ -13,7 +13,6 @@ from halfstep.recipe import STORABLE, LinearSpec, Matmul, Recipe, Rule, get_reci
 from tiny import RECIPES, adamw, assert_same, batch, mlp, prepared, train
 
 
-pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("products")]
 FP8 = Quantizer(formats.get("e4m3fn"))
 SPEC = LinearSpec(Matmul(FP8, FP8), Matmul(FP8, FP8), Matmul(FP8, FP8))
 
@@ -106,6 +105,7 @@ def test_a_patched_linear_is_kept_and_reported():
     assert "3" in report.kept
 
 
+@pytest.mark.usefixtures("products")
 def test_a_matched_layer_is_ops_linear_with_the_rules_spec():
     model, stock = mlp(), mlp()
     report = halfstep.apply(model, made(Rule("0", SPEC)))
