@@ -45,7 +45,7 @@ def carry(monkeypatch):
 
 @pytest.fixture(params=["own", "carried"])
 def products(request, carry):
-    """Both kinds of CPU, on any: 16-bit products are torch's own, or carried. For tests whose result hangs on it: `cpu` marks them."""
+    """Both kinds of CPU, on any: 16-bit products are torch's own, or carried. What uses it is marked `cpu`."""
     carry(*([] if request.param == "own" else [torch.bfloat16, torch.float16]))
 
 

@@ -1,8 +1,8 @@
 """What hangs on the processor, tested as if on other processors: `make test-cpus`.
 
 A cell is a setting of one library that computes here (torch, oneDNN below its products, MKL, numba), or of the threads.
-In each the tests marked `cpu` run (those that use the fixture `products` are), and `halfstep doctor` holds every kernel against the reference. A setting that needs
-what this processor has not is skipped by name. Arguments are handed on to pytest.
+In each the tests marked `cpu` run (those with the fixture `products` are), and `halfstep doctor` holds every kernel
+against the reference. A setting that needs what this processor has not is skipped by name. Arguments go on to pytest.
 """
 
 from __future__ import annotations
