@@ -28,10 +28,9 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def fits(module: nn.Module) -> bool:
-    """Whether the module's forward is not torch's, and has 16-bit weights of its own to use."""
-    code = type(module).forward.__module__
-    own = any(p is not None and p.dtype in _NARROW for p in module._parameters.values())
-    return own and not code.startswith("torch.")
+    """Whether the module's forward is not torch's, and has weights of its own to use."""
+    own = any(parameter is not None for parameter in module._parameters.values())
+    return own and not f"{type(module).forward.__module__}.".startswith("torch.")
 
 
 def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:

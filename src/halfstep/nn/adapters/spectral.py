@@ -4,7 +4,8 @@ Power iterations and matrix exponentials are nothing for 16 bits, and torch's ke
 buffers. What comes out is the layer's weight, in the dtype that the layer's product takes it in.
 """
 
-from functools import cache
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from halfstep.nn.adopt import Members, extend
+from halfstep.nn.adopt import extend
 
 
 _KINDS = (parametrizations._SpectralNorm, parametrizations._Orthogonal)
@@ -32,10 +33,19 @@ def forward(stock: Any, module: Any, weight: Tensor) -> Tensor:
 def widen_hooked(module: nn.Module) -> None:
     """Let the hook of `torch.nn.utils.spectral_norm` (the older one) read its weight in float32."""
     for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, SpectralNorm) and getattr(module, f"{hook.name}_orig").dtype != torch.float32:
-            extend(module, _widened(f"{hook.name}_orig"))
+        if isinstance(hook, SpectralNorm):
+            extend(module, _Widened(f"{hook.name}_orig"))
 
 
-@cache
-def _widened(name: str) -> Members:
-    return lambda stock: {name: property(lambda module: module._parameters[name].float())}
+@dataclass(frozen=True)
+class _Widened:
+    """The members that show a parameter in float32."""
+
+    name: str
+
+    def __call__(self, stock: type[nn.Module]) -> dict[str, Any]:
+        return {self.name: property(partial(_in_float32, name=self.name))}
+
+
+def _in_float32(module: Any, name: str) -> Tensor:
+    return module._parameters[name].float()  # type: ignore[no-any-return]
