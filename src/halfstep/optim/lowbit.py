@@ -122,7 +122,7 @@ class LowBit(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            check_parameters(self.param_groups[-1:], self._scales, self._name)
+            check_parameters(self.param_groups, self._scales, self._name)
         except OptimizerError:
             self.param_groups.pop()
             raise

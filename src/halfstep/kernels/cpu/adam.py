@@ -20,7 +20,17 @@ from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import as_array
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, UPPER, bf16_of, bits_of, lanes, rounded_up_half, stored_as
+from halfstep.kernels.cpu.lanes import (
+    INFINITY,
+    MAGNITUDE,
+    NAN,
+    UPPER,
+    bf16_of,
+    bits_of,
+    lanes,
+    rounded_up_half,
+    stored_as,
+)
 from halfstep.kernels.cpu.masters import KEPT, PLAIN, beside, image_or_own
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
 
