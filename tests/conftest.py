@@ -1,4 +1,4 @@
-"""What every test starts from: a fixed seed, and no deadlines (no clock in a test)."""
+"""What every test starts from: a fixed seed, no deadlines (no clock in a test), one thread, this machine's CPU."""
 
 import sys
 
@@ -7,20 +7,42 @@ import torch
 from hypothesis import settings
 
 from halfstep.cli.app import main
+from halfstep.kernels import carried
 
 
 settings.register_profile("halfstep", deadline=None, max_examples=60, derandomize=True, database=None)
 settings.load_profile("halfstep")
 
 
-# Tensors in tests are small: a second thread costs more than it brings, and much more beside another process. Tests of
-# threading set their own number.
-torch.set_num_threads(1)
+def pytest_addoption(parser):
+    parser.addoption("--threads", type=int, default=1, help="torch's threads, and the kernels' (default: 1)")
+
+
+def pytest_configure(config):
+    # Tensors in tests are small: a second thread costs more than it brings, and much more beside another process. Tests
+    # of threading set their own number; `make test-cpus` has a cell with two.
+    torch.set_num_threads(config.getoption("threads"))
 
 
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def carry(monkeypatch):
+    """carry(*dtypes): a CPU on which the products of those 16-bit dtypes, and of no others, are carried in float32."""
+
+    def choose(*dtypes):
+        monkeypatch.setattr(carried, "CARRIED", frozenset(dtypes))
+
+    return choose
+
+
+@pytest.fixture(params=["own", "carried"])
+def products(request, carry):
+    """Both kinds of CPU, on any: 16-bit products are torch's own, or carried. For results that hang on it."""
+    carry(*([] if request.param == "own" else [torch.bfloat16, torch.float16]))
 
 
 @pytest.fixture

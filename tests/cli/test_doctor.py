@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from halfstep.kernels import carried, selftest
+from halfstep.kernels import selftest
 from halfstep.kernels.cpu import adam, cast, codes
 from halfstep.kernels.selftest import compare, outcomes
 from halfstep.optim import selftest as optim
@@ -34,8 +34,8 @@ def test_every_kernel_is_the_reference_here(run):
 
 
 @pytest.mark.parametrize("here", [True, False])
-def test_the_path_follows_the_machine(run, monkeypatch, here):
-    monkeypatch.setattr(carried, "_CARRIED", frozenset([torch.bfloat16, torch.float16] if here else []))
+def test_the_path_follows_the_machine(run, monkeypatch, carry, here):
+    carry(*[torch.bfloat16, torch.float16] if here else [])
     monkeypatch.setattr(selftest, "_TESTS", ())
     monkeypatch.setattr(optim, "_RECIPES", ())
     code, out, _ = run("doctor", "bf16-mixed")

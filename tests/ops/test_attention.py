@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from halfstep import ops
-from halfstep.kernels import carried
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -17,8 +16,8 @@ def operands(dtype=torch.float32, time=7):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
-def test_with_units_it_is_torchs_attention_bit_for_bit(dtype, causal, monkeypatch):
-    monkeypatch.setattr(carried, "_CARRIED", frozenset())
+def test_with_units_it_is_torchs_attention_bit_for_bit(dtype, causal, carry):
+    carry()
     q, k, v = operands(dtype)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     assert torch.equal(ops.attention(q, k, v, is_causal=causal), expected)
@@ -26,8 +25,8 @@ def test_with_units_it_is_torchs_attention_bit_for_bit(dtype, causal, monkeypatc
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [True, False])
-def test_carried_it_is_float32_attention_between_two_roundings(dtype, autocast, monkeypatch):
-    monkeypatch.setattr(carried, "_CARRIED", frozenset({dtype}))
+def test_carried_it_is_float32_attention_between_two_roundings(dtype, autocast, carry):
+    carry(dtype)
     q, k, v = operands(torch.float32 if autocast else dtype)
     with torch.autocast("cpu", dtype=dtype, enabled=autocast):
         y = ops.attention(q, k, v, is_causal=True)
@@ -43,19 +42,19 @@ def test_carried_it_is_float32_attention_between_two_roundings(dtype, autocast, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_carried_and_native_agree_to_the_dtypes_precision(dtype, monkeypatch):
+def test_carried_and_native_agree_to_the_dtypes_precision(dtype, carry):
     results = []
-    for kinds in (frozenset(), frozenset({dtype})):
-        monkeypatch.setattr(carried, "_CARRIED", kinds)
+    for kinds in ((), (dtype,)):
+        carry(*kinds)
         torch.manual_seed(1)
         results.append(ops.attention(*operands(dtype), is_causal=True))
     torch.testing.assert_close(*results, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
     assert results[0].dtype == results[1].dtype == dtype
 
 
-def test_matmul_dispatches_to_the_carried_product(monkeypatch):
+def test_matmul_dispatches_to_the_carried_product(carry):
     lhs, rhs, bias = torch.randn(5, 9).half(), torch.randn(9, 4).half(), torch.randn(4).half()
-    monkeypatch.setattr(carried, "_CARRIED", frozenset({torch.float16}))
+    carry(torch.float16)
     exact = lhs.double() @ rhs.double() + bias.double()
     torch.testing.assert_close(ops.matmul(lhs, rhs, bias).double(), exact, rtol=2**-11, atol=2**-11)
     assert torch.equal(ops.matmul(lhs, rhs), (lhs.float() @ rhs.float()).half())

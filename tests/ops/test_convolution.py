@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.kernels import carried
 from halfstep.nn.adapters import convolution
 from tiny import assert_same
 
@@ -36,11 +35,11 @@ def passes(layer, x, recipe):
 
 @every_layer
 @pytest.mark.parametrize("recipe", ["bf16-mixed", "fp16-mixed"])
-def test_carried_equals_torchs_own_up_to_the_order_of_its_sums(layer, shape, recipe, monkeypatch):
+def test_carried_equals_torchs_own_up_to_the_order_of_its_sums(layer, shape, recipe, carry):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(carried, "_CARRIED", frozenset({torch.bfloat16, torch.float16}))
+    carry(torch.bfloat16, torch.float16)
     ours = passes(layer, x, recipe)
-    monkeypatch.setattr(carried, "_CARRIED", frozenset())
+    carry()
     stock = passes(layer, x, recipe)
     ulp = {"bf16-mixed": 2.0**-7, "fp16-mixed": 2.0**-10}[recipe]
     for a, b in zip(ours, stock, strict=True):
@@ -49,8 +48,8 @@ def test_carried_equals_torchs_own_up_to_the_order_of_its_sums(layer, shape, rec
 
 
 @every_layer
-def test_the_forward_is_the_exact_product_rounded_once(layer, shape, monkeypatch):
-    monkeypatch.setattr(carried, "_CARRIED", frozenset({torch.float16}))
+def test_the_forward_is_the_exact_product_rounded_once(layer, shape, carry):
+    carry(torch.float16)
     x = torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(0)).float()
     with torch.no_grad():  # small whole numbers: every sum is exact in float32, so that order means nothing
         for p in layer.parameters():

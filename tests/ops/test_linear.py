@@ -44,8 +44,8 @@ def results(function, x, w, b):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
-def test_an_empty_spec_is_torchs_linear_bit_for_bit(shape, dtype, bias, monkeypatch):
-    monkeypatch.setattr(carried, "_CARRIED", frozenset())
+def test_an_empty_spec_is_torchs_linear_bit_for_bit(shape, dtype, bias, carry):
+    carry()
     x, w, b = operands(shape, dtype, bias)
     found = results(lambda *t: ops.linear(*t, LinearSpec()), x, w, b)
     expected = results(F.linear, x, w, b)
@@ -55,8 +55,8 @@ def test_an_empty_spec_is_torchs_linear_bit_for_bit(shape, dtype, bias, monkeypa
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
-def test_an_empty_spec_under_autocast_is_torchs_linear_under_autocast(dtype, bias, monkeypatch):
-    monkeypatch.setattr(carried, "_CARRIED", frozenset())
+def test_an_empty_spec_under_autocast_is_torchs_linear_under_autocast(dtype, bias, carry):
+    carry()
     x, w, b = operands((3, 5), torch.float32, bias)
     with torch.autocast("cpu", dtype):
         found = results(lambda *t: ops.linear(*t, LinearSpec()), x, w, b)

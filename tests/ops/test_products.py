@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from halfstep import formats, get_quantizer, ops, quant
-from halfstep.kernels import carried
 from halfstep.ops.operand import operand
 from halfstep.ops.scaled import round_scaled
 from halfstep.quant import Quantizer
@@ -33,7 +32,7 @@ PAIRS = {
     "nvfp4": (get_quantizer("nvfp4"), get_quantizer("nvfp4")),
 }
 every_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=list(PAIRS))
-machines = pytest.mark.parametrize("units", [False, True], ids=["float32", "bf16 units"])
+both_kinds_of_cpu = pytest.mark.usefixtures("products")
 
 
 def reference(x, quantizer):
@@ -45,17 +44,11 @@ def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture
-def machine(units, monkeypatch):
-    """A CPU with, or without, bf16 matrix units: torch computes the same products on both, faster or slower."""
-    monkeypatch.setattr(carried, "_CARRIED", frozenset() if units else frozenset({torch.bfloat16, torch.float16}))
-
-
 @every_pair
-@machines
+@both_kinds_of_cpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spread", [0.0, 3.0])
-def test_an_operand_is_what_its_quantizer_makes(pair, units, dtype, spread, machine):
+def test_an_operand_is_what_its_quantizer_makes(pair, dtype, spread):
     x = (draw(40, 256) * torch.exp(spread * draw(40, 1, seed=1))).to(dtype)
     for quantizer in pair:
         made = operand(x, quantizer, torch.bfloat16)
@@ -66,9 +59,9 @@ def test_an_operand_is_what_its_quantizer_makes(pair, units, dtype, spread, mach
 
 
 @every_pair
-@machines
+@both_kinds_of_cpu
 @pytest.mark.parametrize("shared", [256, 1024])
-def test_a_product_is_the_exact_one_rounded_once(pair, units, shared, machine):
+def test_a_product_is_the_exact_one_rounded_once(pair, shared):
     left, right = draw(96, shared), draw(64, shared, seed=1) * torch.exp(draw(64, 1, seed=2))
     lhs, rhs = (operand(x, q, torch.bfloat16) for x, q in zip((left, right), pair, strict=True))
     scale = lhs.scale if rhs.scale is None else rhs.scale if lhs.scale is None else lhs.scale * rhs.scale
@@ -82,8 +75,8 @@ def test_a_product_is_the_exact_one_rounded_once(pair, units, shared, machine):
     assert (found.double() - left.double() @ right.double().t()).abs().max() > 0  # something was rounded
 
 
-@machines
-def test_a_bias_is_added_before_the_one_rounding(units, machine):
+@both_kinds_of_cpu
+def test_a_bias_is_added_before_the_one_rounding():
     x, w, b = draw(32, 64), draw(16, 64, seed=1), draw(16, seed=2).to(torch.bfloat16)
     lhs, rhs = (operand(t, tensorwise("e4m3fn"), torch.bfloat16) for t in (x, w))
     scale = lhs.scale * rhs.scale
@@ -92,9 +85,9 @@ def test_a_bias_is_added_before_the_one_rounding(units, machine):
     assert (found == exact.to(torch.bfloat16)).double().mean() >= 0.999
 
 
-def test_subnormal_bf16_numbers_go_by_float32_where_units_would_lose_them(monkeypatch):
+def test_subnormal_bf16_numbers_go_by_float32_where_units_would_lose_them(carry):
     """bf16 units of CPUs take numbers below 2^-126 for zeros."""
-    monkeypatch.setattr(carried, "_CARRIED", frozenset())
+    carry()
     quantizer, x = get_quantizer("mxfp8_e4m3", scale="rceil"), torch.ones(2, 64)
     assert operand(x, quantizer, torch.bfloat16).values.dtype == torch.bfloat16
     for smallest, dtype in ((2.0**-126, torch.bfloat16), (2.0**-127, torch.float32)):

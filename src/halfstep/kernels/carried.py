@@ -18,7 +18,7 @@ _UNITS = {torch.bfloat16: ("amx_bf16", "avx512_bf16"), torch.float16: ("amx_fp16
 
 def supports(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether products of that dtype are better carried here: an x86 CPU without units for it."""
-    return device.type == "cpu" and dtype in _CARRIED
+    return device.type == "cpu" and dtype in CARRIED
 
 
 def _lacks_units(dtype: torch.dtype) -> bool:
@@ -26,7 +26,8 @@ def _lacks_units(dtype: torch.dtype) -> bool:
     return capabilities.get("architecture") == "x86_64" and not any(capabilities.get(u) for u in _UNITS[dtype])
 
 
-_CARRIED = frozenset(filter(_lacks_units, _UNITS))  # asked once, here: torch.compile cannot trace the question
+CARRIED = frozenset(filter(_lacks_units, _UNITS))  # asked once, here: torch.compile cannot trace the question
+"""The dtypes whose products are carried on this machine's CPU. Tests replace it, to be on another."""
 
 
 def run(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from halfstep import ops
-from halfstep.errors import ModelError, RecipeError
+from halfstep.errors import RecipeError
 from halfstep.nn.adopt import extend
 from halfstep.recipe import SCALED, Scaled
 
@@ -25,19 +25,6 @@ from halfstep.recipe import SCALED, Scaled
 _SCALE = "_halfstep_weight_scale"
 _ANCHOR = "_halfstep_weight_gradient"
 _HELD = "_halfstep_held"
-
-
-def check_torch(kind: type = Tensor) -> None:
-    """Called before a model is changed.
-
-    Raises:
-        ModelError: this torch cannot keep gradients in another dtype than their parameter.
-    """
-    if not hasattr(kind, "grad_dtype"):
-        raise ModelError(
-            f"torch {torch.__version__} keeps gradients in their parameters' dtype, and weights that are codes take "
-            "others: use torch 2.10 or newer"
-        )
 
 
 def hold(model: nn.Module, paths: Sequence[str], scaled: Scaled) -> dict[nn.Parameter, Tensor | None]:
@@ -125,8 +112,8 @@ class _Held:
         self.grads = grads
         self._handles: list[RemovableHandle] = []
 
-    def __deepcopy__(self, memo: Any) -> _Held:
-        return _Held(self.grads)  # hooks stay with the parameter they were made for
+    def __getstate__(self) -> dict[str, Any]:
+        return {"grads": self.grads, "_handles": []}  # hooks stay with the parameter they were made for
 
     def attach(self, module: Any) -> None:
         weight = module.weight

@@ -42,14 +42,22 @@ def store(parameter: Tensor, dtype: torch.dtype, grads: torch.dtype | None = Non
     grad, parameter.grad = parameter.grad, None
     parameter.data = parameter.data.to(dtype)
     if _accumulates(parameter) != grads:
-        if not hasattr(parameter, "grad_dtype"):
-            raise ModelError(
-                f"torch {torch.__version__} keeps gradients in the parameters' dtype, and this recipe in {grads}: "
-                "use torch 2.10 or newer"
-            )
         parameter.grad_dtype = grads
     if grad is not None:
         parameter.grad = grad.to(grads)
+
+
+def check_grad_dtype(grads: str, kind: type = Tensor) -> None:
+    """Called before a model is changed.
+
+    Raises:
+        ModelError: this torch cannot keep gradients in another dtype than their parameter.
+    """
+    if not hasattr(kind, "grad_dtype"):
+        raise ModelError(
+            f"torch {torch.__version__} keeps gradients in the parameters' dtype, and this recipe in {grads}: use "
+            "torch 2.10 or newer"
+        )
 
 
 def _accumulates(parameter: Tensor) -> torch.dtype:

@@ -145,8 +145,9 @@ def _factor(x: Tensor, quantizer: Quantizer, state: Tensor | None, record: bool)
             f"the state of {scaling.name} scaling is {state.dtype}, expected torch.float32: the model was cast after "
             "halfstep.apply (model.half(), model.to(dtype)); cast it first, then apply the recipe"
         )
-    own = amax_of(x) if record or scaling.waits else None
-    factor = scaling.in_use(state, own, quantizer.format)  # of this step, whatever happens to the state
+    waits = scaling.waits(state)
+    own = amax_of(x) if record or waits else None
+    factor = scaling.in_use(state, own if waits else None, quantizer.format)  # of this step, whatever comes
     if record and own is not None:
         scaling.record(state, own)
     return factor
