@@ -55,7 +55,8 @@ def prepare(
         recipe: a name or a `Recipe`.
         module_filter: as in `halfstep.apply`.
         generator: where the seed of stochastic rounding comes from (a generator, or the seed itself).
-        process_group: the ranks that agree on overflows and on the amaxes of scaling states; None is all of them.
+        process_group: the ranks that agree on overflows, on the amaxes of scaling states, and on the seed of stochastic
+            rounding; None is all of them.
 
     Raises:
         OptimizerError: the optimizer cannot be expressed, or holds no parameter of the model. Nothing was changed.

@@ -18,7 +18,7 @@ from halfstep.optim.masters import Kept, Master, Own, get_master
 from halfstep.optim.present import Parameters, Present
 from halfstep.optim.rules.base import UpdateRule
 from halfstep.optim.scaled import scaled_weight
-from halfstep.optim.shards import local, local_like, positions
+from halfstep.optim.shards import is_spread, like, local, positions, spread_like
 from halfstep.optim.states import RESIDUAL, Storage, adopt, decode, foreign
 from halfstep.quant import derive_seed
 
@@ -88,12 +88,18 @@ class LowBit(torch.optim.Optimizer):
     @torch.no_grad()
     def full(self, parameter: Tensor) -> Tensor:
         """All that is stored of a parameter, its master included, as a float32 tensor of its own."""
-        master, state = self._master(parameter), self.state.get(parameter, {})
+        master, state, weight = self._master(parameter), self.state.get(parameter, {}), local(parameter.detach())
         if not master.keeps or not master.keeps.keys() <= state.keys():
-            return master.stored(parameter)
-        kept = {name: state[name].clone() for name in master.keeps}
-        master.follow(local(parameter.detach()), {name: local(value) for name, value in kept.items()})
-        return master.value(parameter.detach(), kept)
+            return spread_like(master.stored(weight), parameter)
+        kept = {name: local(state[name]).clone() for name in master.keeps}
+        master.follow(weight, kept)
+        return spread_like(master.value(weight, kept), parameter)
+
+    def _start(self, parameter: Tensor, full: Tensor | None) -> None:
+        """Start what is kept of a parameter from its float32 values, or from what is stored of it."""
+        master, weight = self._master(parameter), local(parameter)
+        kept = master.start(weight, master.stored(weight) if full is None else local(full))
+        self.state[parameter].update({name: spread_like(value, parameter) for name, value in kept.items()})
 
     def _master(self, weight: Tensor) -> Master:
         """What takes the weight's update."""
@@ -184,7 +190,7 @@ class LowBit(torch.optim.Optimizer):
             master = self._master(parameter)
             if parameter.grad is None or master.keeps.keys() <= self.state.get(parameter, {}).keys():
                 continue
-            self.state[parameter].update(master.start(parameter, master.stored(parameter)))
+            self._start(parameter, None)
             late.append(f"{self._name(parameter, index)} of shape {tuple(parameter.shape)}")
         if late:
             more = f" and {len(late) - 3} more" if len(late) > 3 else ""
@@ -204,12 +210,12 @@ class LowBit(torch.optim.Optimizer):
             if state.get(name) is None:
                 state[name] = torch.zeros_like(parameter, dtype=storage.moments)
         state["step"] += 1
-        step, weight, grad = int(state["step"]), parameter, master.gradient(_grad(parameter))
-        kept = {name: state[name] for name in master.keeps}
+        step, grad = int(state["step"]), like(parameter, master.gradient(_grad(parameter)))
+        # Of a parameter that is spread over ranks, this one's part; whole where norms of the whole enter.
+        weight, kept = local(parameter), {name: local(state[name]) for name in master.keeps}
         moments = {name: value for name, value in state.items() if name.removesuffix(RESIDUAL) in names}
-        if self.rule.elementwise:  # of a parameter that is spread over ranks, this one's part
-            weight, grad = local(parameter), local_like(grad, parameter)
-            kept, moments = ({name: local(value) for name, value in part.items()} for part in (kept, moments))
+        if self.rule.elementwise:
+            grad, moments = local(grad), {name: local(value) for name, value in moments.items()}
         if isinstance(master, Own):
             rounding = storage.update_rounding
             stochastic = rounding == "stochastic"
@@ -219,7 +225,7 @@ class LowBit(torch.optim.Optimizer):
             torch.autograd.graph.increment_version(weight)
         else:
             self._reference(parameter, weight, master, kept, grad, moments, step, group, grad_scale)
-        if weight is not parameter:
+        if is_spread(parameter):
             torch.autograd.graph.increment_version(parameter)
 
     def _reference(
@@ -235,12 +241,13 @@ class LowBit(torch.optim.Optimizer):
         grad_scale: float,
     ) -> None:
         """What `rule.fused` does, for any rule, device and format: in torch, but for what it can do in float32."""
-        part, own = local(weight), {name: local(value) for name, value in kept.items()}
-        master.follow(part, own)
-        full, before = master.read(weight, kept), master.value(part, own) if self._watch else None
+        master.follow(weight, kept)
+        full, before = master.read(weight, kept), master.value(weight, kept) if self._watch else None
         if self._watch is None and self.rule.fused(full, Own("none"), {}, grad, moments, step, group, grad_scale):
-            master.write(part, own, full)
+            master.write(weight, kept, full)
             return
+        if not self.rule.elementwise:
+            full = spread_like(full, parameter)
         grad = grad.float() if grad_scale == 1.0 else grad.float() * grad_scale
         updated, new = self.rule.update(full, grad, decode(moments), step, group)
         for name, moment in new.items():
@@ -248,9 +255,9 @@ class LowBit(torch.optim.Optimizer):
             if name + RESIDUAL in moments:
                 moments[name + RESIDUAL].copy_(moment - moments[name].float())
         wanted = local(updated - full) if self._watch is not None else None
-        master.write(part, own, local_like(updated, parameter))
+        master.write(weight, kept, local(like(parameter, updated)))
         if self._watch is not None and before is not None and wanted is not None:
-            self._watch(Update(parameter, before, wanted, master.value(part, own) - before))
+            self._watch(Update(parameter, before, wanted, master.value(weight, kept) - before))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class, or of the torch optimizer with the same rule, returned.
@@ -302,7 +309,7 @@ class LowBit(torch.optim.Optimizer):
                 if parameter in states:
                     self.state[parameter] = self._adopt(parameter, states[parameter], group, "?")
         for parameter, full in masters.items():
-            self.state[parameter].update(self._master(parameter).start(parameter, full))
+            self._start(parameter, full)
         states.clear()
 
 
