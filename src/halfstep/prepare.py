@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -161,20 +161,9 @@ def _optimized(
         process_group=process_group,
     )
     scales = hold(model, rounded, recipe.scaled) if recipe.scaled is not None else {}
-    low_bit = convert(optimizer, recipe, masters, generator, scales, _parameters(model), process_group)
+    low_bit = convert(optimizer, recipe, masters, generator, scales, weakref.ref(model), process_group)
     scalings.follow(low_bit)
     return low_bit, scaler
-
-
-def _parameters(model: nn.Module) -> Callable[[], dict[str, nn.Parameter] | None]:
-    """The model's parameters as they are when asked for; None once it is gone."""
-    reference = weakref.ref(model)
-
-    def present() -> dict[str, nn.Parameter] | None:
-        model = reference()
-        return None if model is None else dict(model.named_parameters())
-
-    return present
 
 
 class _Callable(ModuleType):

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.errors import OptimizerError
-from halfstep.optim.checks import check_parameters, check_state, check_step
+from halfstep.optim.checks import check_parameters, check_state, check_step, warn_of_late
 from halfstep.optim.masters import Kept, Master, Own, get_master
-from halfstep.optim.present import Parameters, Present
+from halfstep.optim.present import Present, Reference
 from halfstep.optim.rules.base import UpdateRule
 from halfstep.optim.scaled import scaled_weight
+from halfstep.optim.seeds import are_several, first_ranks
 from halfstep.optim.shards import is_spread, like, local, positions, spread_like
 from halfstep.optim.states import RESIDUAL, Storage, adopt, decode, foreign
+from halfstep.optim.update import Update
 from halfstep.quant import derive_seed
-
-
-@dataclass(frozen=True)
-class Update:
-    """What one update wanted of a parameter and what became of it, in float32."""
-
-    weight: Tensor
-    before: Tensor
-    """All that was stored of the weight, its master included."""
-    wanted: Tensor
-    """The rule's step."""
-    effective: Tensor
-    """All that is stored of the weight after the step, less what was stored before."""
 
 
 class LowBit(torch.optim.Optimizer):
@@ -52,7 +38,7 @@ class LowBit(torch.optim.Optimizer):
 
     Args:
         scales: of the weights that are kept as codes (`nn.codes.hold`).
-        parameters, process_group: as for `convert`.
+        model, process_group: as for `convert`.
     """
 
     _step_supports_amp_scaling = True
@@ -64,15 +50,16 @@ class LowBit(torch.optim.Optimizer):
         storage: Storage,
         seed: int,
         scales: Mapping[nn.Parameter, Tensor | None] | None = None,
-        parameters: Parameters | None = None,
+        model: Reference | None = None,
         process_group: Any = None,
     ) -> None:
         self.rule = rule
         self.storage = storage
         self._scales: Mapping[Any, Tensor | None] = scales or {}
-        self._present = Present(parameters) if parameters is not None else None
+        self._present = Present(model) if model is not None else None
         self._process_group = process_group
         self._agreed = False
+        self._versions: dict[Tensor, int] = {}
         self._watch: Callable[[Update], None] | None = None
         super().__init__(groups, {"rounding_seed": seed})
 
@@ -118,7 +105,8 @@ class LowBit(torch.optim.Optimizer):
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"_watch": None, "_present": None, "_process_group": None, "_agreed": False, **state})
+        absent: dict[str, Any] = {"_watch": None, "_present": None, "_process_group": None, "_agreed": False}
+        super().__setstate__({**absent, "_versions": {}, **state})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's; the recipe holds for the new parameters too.
@@ -135,15 +123,13 @@ class LowBit(torch.optim.Optimizer):
 
     def agree_on_the_seed(self) -> None:
         """Take the seed of stochastic rounding from the first of the processes that train together, once."""
-        if self._agreed or self.storage.update_rounding != "stochastic" or not _are_several(self._process_group):
+        if self._agreed or self.storage.update_rounding != "stochastic" or not are_several(self._process_group):
             return
         own, self._agreed = self.defaults["rounding_seed"], True
-        box = [own]
-        dist.broadcast_object_list(box, group=self._process_group, group_src=0)
-        self.defaults["rounding_seed"] = box[0]
+        self.defaults["rounding_seed"] = seed = first_ranks(own, self._process_group)
         for group in self.param_groups:
             if group["rounding_seed"] == own:  # not a loaded one
-                group["rounding_seed"] = box[0]
+                group["rounding_seed"] = seed
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -193,13 +179,7 @@ class LowBit(torch.optim.Optimizer):
             self._start(parameter, None)
             late.append(f"{self._name(parameter, index)} of shape {tuple(parameter.shape)}")
         if late:
-            more = f" and {len(late) - 3} more" if len(late) > 3 else ""
-            warnings.warn(
-                f"the masters of {', '.join(late[:3])}{more} start from weights that are rounded already: they were "
-                "frozen, or not in the optimizer, when halfstep.prepare took the others' float32 values. To keep all "
-                "bits, hand prepare an optimizer that has them, before they are frozen (requires_grad_(False))",
-                stacklevel=4,
-            )
+            warn_of_late(late)
 
     def _update(self, parameter: Tensor, group: dict[str, Any], grad_scale: float, index: int) -> None:
         state, storage, master = self.state[parameter], self.storage, self._master(parameter)
@@ -227,6 +207,8 @@ class LowBit(torch.optim.Optimizer):
             self._reference(parameter, weight, master, kept, grad, moments, step, group, grad_scale)
         if is_spread(parameter):
             torch.autograd.graph.increment_version(parameter)
+        if master.costly:
+            self._versions[parameter] = parameter._version
 
     def _reference(
         self,
@@ -241,7 +223,8 @@ class LowBit(torch.optim.Optimizer):
         grad_scale: float,
     ) -> None:
         """What `rule.fused` does, for any rule, device and format: in torch, but for what it can do in float32."""
-        master.follow(weight, kept)
+        if not master.costly or self._versions.get(parameter) != parameter._version:
+            master.follow(weight, kept)
         full, before = master.read(weight, kept), master.value(weight, kept) if self._watch else None
         if self._watch is None and self.rule.fused(full, Own("none"), {}, grad, moments, step, group, grad_scale):
             master.write(weight, kept, full)
@@ -316,8 +299,3 @@ class LowBit(torch.optim.Optimizer):
 def _grad(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
-
-
-def _are_several(process_group: Any) -> bool:
-    """Whether several processes train together."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
