@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError, OptimizerError, RecipeError
 from halfstep.nn import apply
 from halfstep.nn.applied import applied_to
-from halfstep.nn.apply import keep_grads
+from halfstep.nn.apply import check_model, keep_grads
 from halfstep.nn.codes import hold
 from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
+from halfstep.nn.ranks import check_ranks
 from halfstep.nn.scaling import Scalings
 from halfstep.nn.storage import check_grad_dtype, storable
 from halfstep.optim import LossScaler, LowBit, check_optimizer, convert
@@ -32,6 +33,7 @@ def prepare(
     module_filter: ModuleFilter | None = None,
     generator: torch.Generator | int | None = None,
     process_group: Any = None,
+    amax_group: Any = None,
 ) -> tuple[nn.Module, LowBit, LossScaler]:
     """Make a model, its optimizer and a loss scaler follow a recipe. The loop is torch.amp's:
 
@@ -55,18 +57,21 @@ def prepare(
         recipe: a name or a `Recipe`.
         module_filter: as in `halfstep.apply`.
         generator: where the seed of stochastic rounding comes from (a generator, or the seed itself).
-        process_group: the ranks that agree on overflows, on the amaxes of scaling states, and on the seed of stochastic
-            rounding; None is all of them.
+        process_group: the ranks that agree on overflows, and so on steps that are skipped; None is all of them.
+        amax_group: the ranks that agree on the amaxes of scaling states and on the seed of stochastic rounding: those
+            that hold the same layers (of a pipeline, a stage's). None is `process_group`.
 
     Raises:
         OptimizerError: the optimizer cannot be expressed, or holds no parameter of the model. Nothing was changed.
         RecipeError, ModelError: as `halfstep.apply`. Nothing was changed.
     """
     recipe = get_recipe(recipe)
+    check_model(model, recipe)
     _check(model, optimizer, recipe)
     masters = _masters(model, optimizer, recipe)
     report = apply(model, recipe, module_filter)
-    low_bit, scaler = _optimized(model, optimizer, recipe, report.quantized, masters, generator, process_group)
+    groups = process_group, amax_group
+    low_bit, scaler = _optimized(model, optimizer, recipe, report.quantized, masters, generator, groups)
     return model, low_bit, scaler
 
 
@@ -76,6 +81,7 @@ def optimize(
     *,
     generator: torch.Generator | int | None = None,
     process_group: Any = None,
+    amax_group: Any = None,
 ) -> tuple[LowBit, LossScaler]:
     """The optimizer and the loss scaler of the recipe that a model follows: the second half of `halfstep.prepare`.
 
@@ -89,7 +95,7 @@ def optimize(
 
     Args:
         model: the model that `apply` was called on, or what wraps it (DDP, torch.compile).
-        optimizer, generator, process_group: as in `prepare`.
+        optimizer, generator, process_group, amax_group: as in `prepare`.
 
     Raises:
         RecipeError: the model follows no recipe.
@@ -103,7 +109,8 @@ def optimize(
     _check(root, optimizer, recipe)
     keep_grads(root)
     masters = _masters(root, optimizer, recipe)
-    return _optimized(root, optimizer, recipe, applied.rounded, masters, generator, process_group)
+    groups = process_group, amax_group
+    return _optimized(root, optimizer, recipe, applied.rounded, masters, generator, groups)
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
@@ -125,6 +132,8 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -
         )
     if recipe.scaled is not None:
         check_grad_dtype(recipe.scaled.grads)
+    check_ranks(recipe, parameters.values())
+    _scaler(model, recipe, None, None)  # refuses an impossible scale
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
@@ -147,9 +156,18 @@ def _optimized(
     rounded: Sequence[str],
     masters: Mapping[nn.Parameter, Tensor],
     generator: torch.Generator | int | None,
-    process_group: Any,
+    groups: tuple[Any, Any],
 ) -> tuple[LowBit, LossScaler]:
-    scale, scalings = recipe.loss_scale, Scalings(model, process_group)
+    scaler, scalings = _scaler(model, recipe, *groups)
+    scales = hold(model, rounded, recipe.scaled) if recipe.scaled is not None else {}
+    same_layers = groups[0] if groups[1] is None else groups[1]
+    low_bit = convert(optimizer, recipe, masters, generator, scales, weakref.ref(model), same_layers)
+    scalings.follow(low_bit)
+    return low_bit, scaler
+
+
+def _scaler(model: nn.Module, recipe: Recipe, process_group: Any, amax_group: Any) -> tuple[LossScaler, Scalings]:
+    scale, scalings = recipe.loss_scale, Scalings(model, process_group if amax_group is None else amax_group)
     scaler = LossScaler(
         init_scale=scale.init if scale else 1.0,
         growth_interval=scale.growth_interval if scale else 2000,
@@ -160,10 +178,7 @@ def _optimized(
         follower=scalings,
         process_group=process_group,
     )
-    scales = hold(model, rounded, recipe.scaled) if recipe.scaled is not None else {}
-    low_bit = convert(optimizer, recipe, masters, generator, scales, weakref.ref(model), process_group)
-    scalings.follow(low_bit)
-    return low_bit, scaler
+    return scaler, scalings
 
 
 class _Callable(ModuleType):

@@ -16,6 +16,7 @@ from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule
 from tiny import assert_same, batch, prepared, train
 
 
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("products")]
 FP8 = Quantizer(formats.get("e4m3fn"))
 SPEC = LinearSpec(Matmul(FP8, FP8), Matmul(FP8, FP8), Matmul(FP8, FP8))
 CONFIG = MixtralConfig(hidden_size=8, intermediate_size=12, num_local_experts=4, num_experts_per_tok=2)
@@ -153,6 +154,6 @@ def test_what_no_adapter_sees_is_named_with_the_reason():
         "own": "its own code uses matrix, where no adapter sees it",
         "conv": convolution,
         "up": convolution,
-        "rnn": "its own code uses weight_ih_l0, weight_hh_l0, where no adapter sees it",
+        "rnn": "a recurrent layer: rules round products of linear layers only",
     }
     assert halfstep.apply(nn.ModuleDict({"linear": nn.Linear(8, 8), "own": Own()}), "bf16-mixed").kept == {}

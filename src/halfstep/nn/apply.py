@@ -12,7 +12,7 @@ from torch import nn
 
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
-from halfstep.nn.adapters import convolution, encoder, gated, norm, wide
+from halfstep.nn.adapters import bag, convolution, encoder, foreign, gated, lstm, norm, spectral, wide
 from halfstep.nn.adopt import adopt, release
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.attention import ATTRIBUTE
@@ -20,8 +20,9 @@ from halfstep.nn.clock import Clock
 from halfstep.nn.codes import is_held, let_go
 from halfstep.nn.following import follow, part_of, unfollow
 from halfstep.nn.layers import Matched, ModuleFilter, match
+from halfstep.nn.ranks import check_ranks
 from halfstep.nn.scaling import Scalings, attach, detach
-from halfstep.nn.storage import check_grad_dtype, count, storable, store
+from halfstep.nn.storage import check_grad_dtype, check_trained, count, storable, store
 from halfstep.recipe import STORABLE, LinearSpec, Recipe, get_recipe
 
 
@@ -75,7 +76,7 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
         ModelError: no parameters, float64 or complex ones, or a model that is already wrapped. Nothing was changed.
     """
     recipe = get_recipe(recipe)
-    _check(model, recipe)
+    check_model(model, recipe)
     matched = match(model, recipe, module_filter)
     widened = wide.find(model, recipe.float32_modules)
     specs = {path: spec for path, spec in matched.specs.items() if not _within(path, widened)}
@@ -151,9 +152,11 @@ def _adopt_layers(
     """Give every layer that computes otherwise than torch's the forward that does."""
     carries = carried.supports(STORABLE[recipe.compute], next(model.parameters()).device)
     if recipe.weights != "fp32":
-        for module in model.modules():
-            if norm.fits(module):
-                adopt(module, norm.forward)
+        for module in list(model.modules()):
+            for adapter in (norm, bag, spectral, foreign):
+                if adapter.fits(module):
+                    adopt(module, adapter.forward)
+            spectral.widen_hooked(module)
     for module in widened.values():
         adopt(module, wide.forward)
     around = {path.rpartition(".")[0] for path in specs}  # an attention module forms the product of its out_proj
@@ -165,8 +168,9 @@ def _adopt_layers(
     for module in model.modules():
         if specs and encoder.fits(module):
             adopt(module, encoder.forward)
-        if carries and convolution.fits(module) and module not in widened.values():
-            adopt(module, convolution.forward)
+        for adapter in (convolution, lstm):
+            if carries and adapter.fits(module) and module not in widened.values():
+                adopt(module, adapter.forward)
     for path in matched.attends:
         setattr(model.get_submodule(path), ATTRIBUTE, recipe.attention)
     for path in matched.smoothed:
@@ -206,7 +210,7 @@ def _within(path: str, places: Iterable[str]) -> bool:
     return any(path == place or path.startswith(f"{place}.") for place in places)
 
 
-def _check(model: nn.Module, recipe: Recipe) -> None:
+def check_model(model: nn.Module, recipe: Recipe) -> None:
     """Refuse, before anything is touched, a model that cannot follow a recipe as it is."""
     name = type(model).__name__
     for path, module in model.named_modules():
@@ -228,15 +232,17 @@ def _check(model: nn.Module, recipe: Recipe) -> None:
             )
         if hasattr(parameter, "device_mesh"):
             raise ModelError(f"{name}: {path} is sharded; apply the recipe before fully_shard")
+    check_trained(model)
     if recipe.grad_format != recipe.weights:
         check_grad_dtype(recipe.grad_format)
+    check_ranks(recipe, parameters.values())
 
 
 def _warn_of_narrow(model: nn.Module, recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> None:
     """Say what a model that was loaded in 16 bits lacks, where the recipe keeps more."""
     wide_ones = recipe.master or (recipe.weights if recipe.compute != "fp32" else None)
     narrow = {path: p.dtype for path, p in parameters.items() if p.dtype != torch.float32 and not p.is_meta}
-    if narrow and wide_ones == "fp32" and (recipe.weights == "fp32" or recipe.master is not None):
+    if narrow and wide_ones in ("fp32", "split") and (recipe.weights == "fp32" or recipe.master is not None):
         path, dtype = next(iter(narrow.items()))
         warnings.warn(
             f"{type(model).__name__}: {len(narrow)} of {len(parameters)} parameters arrive in 16 bits ({path} in "

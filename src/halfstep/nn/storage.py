@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ModelError
 from halfstep.nn.adapters import wide
+from halfstep.ops.subclasses import foreign
 from halfstep.recipe import STORABLE
 
 
@@ -26,11 +27,28 @@ def storable(model: nn.Module, float32_modules: Sequence[str] = ()) -> tuple[dic
                 kept[full] = "its running statistics average over thousands of steps"
             elif id(parameter) in wide_ones:
                 kept[full] = "its module computes in float32"
+            elif (kind := foreign(parameter)) is not None:
+                kept[full] = f"it is a {kind}"
             elif parameter.dtype in STORABLE.values():
                 moves[full] = parameter
             else:
                 kept[full] = f"it is {parameter.dtype}"
     return moves, kept
+
+
+def check_trained(model: nn.Module) -> None:
+    """Called before a model is changed.
+
+    Raises:
+        ModelError: a trained parameter is another library's tensor, whose updates are not ours to round.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (kind := foreign(parameter)) is not None:
+            raise ModelError(
+                f"{type(model).__name__}: {name} is trained and is a {kind}, whose numbers its own library keeps: "
+                "apply the recipe before that library converts the model, or freeze these weights "
+                "(requires_grad_(False)) and train others beside them, such as LoRA's"
+            )
 
 
 def store(parameter: Tensor, dtype: torch.dtype, grads: torch.dtype | None = None) -> None:

@@ -21,6 +21,13 @@ _WHY = {
     torch.complex128: "its imaginary part would be lost",
 }
 
+UNSCALED = (
+    "this recipe scales its loss, and this step saw no loss scale: small fp16 gradients were zero before they came. "
+    "Drive the loop with the scaler that halfstep.prepare returns: scaler.scale(loss).backward(), "
+    "scaler.step(optimizer), scaler.update(); with accelerate or Trainer, set accelerator.scaler to it before "
+    "accelerator.prepare. To train without a scale on purpose, use a recipe without ('fp16-mixed-unscaled')"
+)
+
 Namer = Callable[[Tensor, int], str]
 """What to call a parameter, which has that number, in an error."""
 

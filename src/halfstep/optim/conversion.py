@@ -56,6 +56,7 @@ def convert(
     result.param_groups = optimizer.param_groups
     result.agree_on_the_seed()
     result.take_over(optimizer.state, masters)
+    result.awaits_scaler = recipe.loss_scale is not None and (recipe.loss_scale.dynamic or recipe.loss_scale.init != 1)
     # A scheduler built on the old optimizer asks whether that one has stepped; its steps are the new one's now.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     if not isinstance(optimizer, (Lamb, Lion)):  # which never stepped and say so themselves

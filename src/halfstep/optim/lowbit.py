@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import OptimizerError
-from halfstep.optim.checks import check_parameters, check_state, check_step, warn_of_late
+from halfstep.optim.checks import UNSCALED, check_parameters, check_state, check_step, warn_of_late
+from halfstep.optim.gradients import narrow_all
 from halfstep.optim.masters import Kept, Master, Own, get_master
 from halfstep.optim.present import Present, Reference
 from halfstep.optim.rules.base import UpdateRule
@@ -42,6 +44,9 @@ class LowBit(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    takes_float32_gradients = True  # also of parameters in 16 bits: a loss scaler unscales and clips them there
+    awaits_scaler = False
+    """Whether the recipe scales its loss and no scaler has been seen yet: a step without one warns, once."""
 
     def __init__(
         self,
@@ -84,7 +89,7 @@ class LowBit(torch.optim.Optimizer):
 
     def _start(self, parameter: Tensor, full: Tensor | None) -> None:
         """Start what is kept of a parameter from its float32 values, or from what is stored of it."""
-        master, weight = self._master(parameter), local(parameter)
+        master, weight = self._master(parameter), local(parameter)  # torch's views of a DTensor's bits are wrong
         kept = master.start(weight, master.stored(weight) if full is None else local(full))
         self.state[parameter].update({name: spread_like(value, parameter) for name, value in kept.items()})
 
@@ -146,6 +151,10 @@ class LowBit(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
+        if self.awaits_scaler:
+            self.awaits_scaler = False
+            if found_inf is None and not hasattr(self, "grad_scale"):
+                warnings.warn(UNSCALED, stacklevel=4)  # torch wraps step, twice
         if found_inf is not None and float(found_inf):
             return loss
         scale = getattr(self, "grad_scale", None)
@@ -197,10 +206,10 @@ class LowBit(torch.optim.Optimizer):
         if self.rule.elementwise:
             grad, moments = local(grad), {name: local(value) for name, value in moments.items()}
         if isinstance(master, Own):
-            rounding = storage.update_rounding
-            stochastic = rounding == "stochastic"
-            seed = derive_seed(group["rounding_seed"], step, index) if stochastic else None
-            master = Own("none", rounding, seed, positions(parameter) if stochastic else None)
+            master = Own("none", storage.update_rounding)
+            if master.rounding == "stochastic":
+                seed = derive_seed(group["rounding_seed"], step, index)
+                master = Own("none", master.rounding, seed, positions(parameter))
         if self._watch is None and self.rule.fused(weight, master, kept, grad, moments, step, group, grad_scale):
             torch.autograd.graph.increment_version(weight)
         else:
@@ -241,6 +250,11 @@ class LowBit(torch.optim.Optimizer):
         master.write(weight, kept, local(like(parameter, updated)))
         if self._watch is not None and before is not None and wanted is not None:
             self._watch(Update(parameter, before, wanted, master.value(weight, kept) - before))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that a clip moved to float32 are of their own dtype again."""
+        super().zero_grad(set_to_none)
+        narrow_all(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class, or of the torch optimizer with the same rule, returned.
