@@ -18,15 +18,12 @@ def pytest_addoption(parser):
     parser.addoption("--threads", type=int, default=1, help="torch's threads, and the kernels' (default: 1)")
 
 
-def pytest_configure(config):
-    # Tensors in tests are small: a second thread costs more than it brings, and much more beside another process. Tests
-    # of threading set their own number; `make test-cpus` has a cell with two.
-    torch.set_num_threads(config.getoption("threads"))
-
-
 @pytest.fixture(autouse=True)
-def _seed():
+def _start(request):
     torch.manual_seed(0)
+    # Tensors in tests are small: a second thread costs more than it brings, and much more beside another process. Tests
+    # of threading set their own number; `make test-cpus` has cells with two.
+    torch.set_num_threads(request.config.getoption("threads"))
 
 
 @pytest.fixture

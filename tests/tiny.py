@@ -21,9 +21,12 @@ SCALED = [name for name in EVERY if recipe.get_recipe(name).scaled]  # weights a
 BREAKS = {"fp16-pure"}  # documented to: the squares of small gradients become zero
 
 
-def mostly_slow(names):
-    """Parameters for tests that take seconds a recipe: one recipe of each path, the others marked slow."""
-    return [name if name in _FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def mostly_slow(names, *more):
+    """Parameters for tests that take seconds a recipe: one recipe of each path, the others marked slow.
+
+    `more` are the values of further parameters, the same for every name.
+    """
+    return [pytest.param(name, *more, marks=() if name in _FAST else pytest.mark.slow) for name in names]
 
 
 def mlp(seed=0):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -13,13 +14,13 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError, OptimizerError, RecipeError
 from halfstep.nn import apply
 from halfstep.nn.applied import applied_to
-from halfstep.nn.apply import keep_grads
+from halfstep.nn.apply import check_model, keep_grads
 from halfstep.nn.codes import hold
 from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.scaling import Scalings
 from halfstep.nn.storage import check_grad_dtype, storable
-from halfstep.optim import LossScaler, LowBit, convert, rule_of
+from halfstep.optim import LossScaler, LowBit, check_optimizer, convert
 from halfstep.recipe import Recipe, get_recipe
 
 
@@ -31,6 +32,7 @@ def prepare(
     module_filter: ModuleFilter | None = None,
     generator: torch.Generator | int | None = None,
     process_group: Any = None,
+    amax_group: Any = None,
 ) -> tuple[nn.Module, LowBit, LossScaler]:
     """Make a model, its optimizer and a loss scaler follow a recipe. The loop is torch.amp's:
 
@@ -54,17 +56,21 @@ def prepare(
         recipe: a name or a `Recipe`.
         module_filter: as in `halfstep.apply`.
         generator: where the seed of stochastic rounding comes from (a generator, or the seed itself).
-        process_group: the ranks that agree on overflows and on the amaxes of scaling states; None is all of them.
+        process_group: the ranks that agree on overflows, and so on steps that are skipped; None is all of them.
+        amax_group: the ranks that agree on the amaxes of scaling states: those that hold the same layers (of a
+            pipeline, a stage's). None is `process_group`.
 
     Raises:
         OptimizerError: the optimizer cannot be expressed, or holds no parameter of the model. Nothing was changed.
         RecipeError, ModelError: as `halfstep.apply`. Nothing was changed.
     """
     recipe = get_recipe(recipe)
+    check_model(model, recipe)
     _check(model, optimizer, recipe)
     masters = _masters(model, optimizer, recipe)
     report = apply(model, recipe, module_filter)
-    low_bit, scaler = _optimized(model, optimizer, recipe, report.quantized, masters, generator, process_group)
+    groups = process_group, amax_group
+    low_bit, scaler = _optimized(model, optimizer, recipe, report.quantized, masters, generator, groups)
     return model, low_bit, scaler
 
 
@@ -74,6 +80,7 @@ def optimize(
     *,
     generator: torch.Generator | int | None = None,
     process_group: Any = None,
+    amax_group: Any = None,
 ) -> tuple[LowBit, LossScaler]:
     """The optimizer and the loss scaler of the recipe that a model follows: the second half of `halfstep.prepare`.
 
@@ -87,7 +94,7 @@ def optimize(
 
     Args:
         model: the model that `apply` was called on, or what wraps it (DDP, torch.compile).
-        optimizer, generator, process_group: as in `prepare`.
+        optimizer, generator, process_group, amax_group: as in `prepare`.
 
     Raises:
         RecipeError: the model follows no recipe.
@@ -101,13 +108,14 @@ def optimize(
     _check(root, optimizer, recipe)
     keep_grads(root)
     masters = _masters(root, optimizer, recipe)
-    return _optimized(root, optimizer, recipe, applied.rounded, masters, generator, process_group)
+    groups = process_group, amax_group
+    return _optimized(root, optimizer, recipe, applied.rounded, masters, generator, groups)
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Refuse, before anything is touched, what cannot be optimised as it is."""
-    rule_of(optimizer)
     parameters = dict(model.named_parameters())
+    check_optimizer(optimizer, {parameter: name for name, parameter in parameters.items()})
     trained = _trained(optimizer)
     if parameters and not trained & {*parameters.values()}:
         raise OptimizerError(
@@ -145,9 +153,10 @@ def _optimized(
     rounded: Sequence[str],
     masters: Mapping[nn.Parameter, Tensor],
     generator: torch.Generator | int | None,
-    process_group: Any,
+    groups: tuple[Any, Any],
 ) -> tuple[LowBit, LossScaler]:
-    scale, scalings = recipe.loss_scale, Scalings(model, process_group)
+    scale, (process_group, amax_group) = recipe.loss_scale, groups
+    scalings = Scalings(model, process_group if amax_group is None else amax_group)
     scaler = LossScaler(
         init_scale=scale.init if scale else 1.0,
         growth_interval=scale.growth_interval if scale else 2000,
@@ -159,9 +168,20 @@ def _optimized(
         process_group=process_group,
     )
     scales = hold(model, rounded, recipe.scaled) if recipe.scaled is not None else {}
-    low_bit = convert(optimizer, recipe, masters, generator, scales)
+    low_bit = convert(optimizer, recipe, masters, generator, scales, _parameters(model), process_group)
     scalings.follow(low_bit)
     return low_bit, scaler
+
+
+def _parameters(model: nn.Module) -> Callable[[], dict[str, nn.Parameter] | None]:
+    """The model's parameters as they are when asked for; None once it is gone."""
+    reference = weakref.ref(model)
+
+    def present() -> dict[str, nn.Parameter] | None:
+        model = reference()
+        return None if model is None else dict(model.named_parameters())
+
+    return present
 
 
 class _Callable(ModuleType):

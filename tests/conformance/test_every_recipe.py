@@ -30,10 +30,13 @@ from tiny import (
 )  # fmt: skip
 
 
+pytestmark = pytest.mark.cpu
 every_recipe = pytest.mark.parametrize("name", EVERY)
+both_kinds_of_cpu = pytest.mark.usefixtures("products")
 WIDE = [name for name in EVERY if get_recipe(name).weights == "fp32"]
 NOISY = ["fp8-smooth-swiglu"]  # gradients with two mantissa bits, rounded stochastically
 SANE = [name for name in EVERY if name not in BREAKS]
+TRACED = ["bf16-mixed", "fp16-mixed", "fp8-current", "mxfp8"]  # on a CPU with units; without, all are
 
 
 def gradients(model, scaler, rows=slice(None)):
@@ -43,6 +46,7 @@ def gradients(model, scaler, rows=slice(None)):
 
 
 @every_recipe
+@both_kinds_of_cpu
 def test_outputs_are_float32_and_autocast_has_ended(name):
     model, _, _ = prepared(name)
     assert model(batch()[0]).dtype == torch.float32
@@ -50,6 +54,7 @@ def test_outputs_are_float32_and_autocast_has_ended(name):
 
 
 @every_recipe
+@both_kinds_of_cpu
 def test_the_recipe_does_something(name):
     """Weights, or the products, are other than the stock model's: a recipe that did nothing would pass the rest."""
     stock = model_for(name)(batch()[0])
@@ -134,9 +139,13 @@ def test_revert_restores_the_stock_model(name):
     halfstep.apply(model, name)
 
 
-@pytest.mark.parametrize("name", mostly_slow(EVERY))
+@pytest.mark.parametrize(
+    ("name", "products"),
+    [*((name, "own") for name in TRACED), *mostly_slow(EVERY, "carried")],
+    indirect=["products"],
+)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-def test_eager_equals_a_traced_graph(name):
+def test_eager_equals_a_traced_graph(name, products):
     torch._dynamo.reset()  # or the recipes before this one count against torch's limit of recompilations
     model, _, scaler = prepared(name)
     twin = copy.deepcopy(model)
@@ -159,6 +168,7 @@ class Checkpointed(nn.Module):
 
 
 @every_recipe
+@both_kinds_of_cpu
 def test_activation_checkpointing_changes_no_bit(name):
     found = []
     for on in (True, False):
@@ -169,6 +179,7 @@ def test_activation_checkpointing_changes_no_bit(name):
 
 
 @every_recipe
+@both_kinds_of_cpu
 def test_two_micro_batches_are_one_batch(name):
     model, _, scaler = prepared(name)
     scaler.update(64.0)
@@ -195,6 +206,7 @@ def test_hooks_survive(name):
 
 
 @every_recipe
+@both_kinds_of_cpu
 def test_a_copy_follows_the_recipe_too(name):
     model, _, _ = prepared(name)
     twin = copy.deepcopy(model)
@@ -206,6 +218,7 @@ def test_a_copy_follows_the_recipe_too(name):
 
 
 @pytest.mark.parametrize("name", SANE)
+@both_kinds_of_cpu
 def test_the_loss_falls(name):
     model, optimizer, scaler = prepared(name)
     losses = train(model, optimizer, scaler, 25)

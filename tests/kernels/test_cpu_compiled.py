@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
 import torch
 
@@ -70,6 +71,16 @@ def test_a_read_only_install_keeps_them_with_the_users_files_or_nowhere(copied):
     assert (hits, misses, folder) == (0, 1, "None")
 
 
+def test_every_kind_of_processor_has_compiled_files_of_its_own(copied):
+    """A home that several machines share: code for one would be an illegal instruction on another."""
+    _, environment = copied
+    plain = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+    for target in ({**environment, **plain}, environment):
+        assert hits_misses_folder(target)[:2] == (0, 1)
+    for target in ({**environment, **plain}, environment):
+        assert hits_misses_folder(target)[:2] == (1, 0)
+
+
 def test_the_hash_covers_every_file_and_its_name(tmp_path):
     (tmp_path / "a.py").write_text("x")
     first = source_hash(tmp_path)
@@ -104,6 +115,16 @@ print("fine")
 def test_a_data_loaders_worker_may_round_after_its_parent_did():
     result = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120)
     assert result.stdout.strip() == "fine", result.stderr
+
+
+@pytest.mark.cpu
+def test_this_run_has_the_threads_that_it_was_told(request):
+    threads = request.config.getoption("threads")
+    assert torch.get_num_threads() == threads
+    x = torch.full((4 * CHUNK,), 3.3)
+    cast.run(x, x, halfstep.formats.get("e4m3fn"), "nearest_even", "saturate", None)
+    if threads > 1:
+        assert numba.get_num_threads() == threads
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -11,6 +11,9 @@ from halfstep.lab.models.llama import Llama
 from halfstep.nn import measure_smooth_scales
 
 
+pytestmark = pytest.mark.cpu
+
+
 def build():
     torch.manual_seed(0)
     return Llama(64, 32, layers=2, width=48, heads=3)

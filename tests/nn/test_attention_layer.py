@@ -15,6 +15,7 @@ from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule
 from tiny import assert_same, prepared
 
 
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("products")]
 FP8 = Quantizer(formats.get("e4m3fn"))
 SPEC = LinearSpec(Matmul(FP8, FP8), Matmul(FP8, FP8), Matmul(FP8, FP8))
 OPTIONS = {

@@ -23,6 +23,9 @@ from halfstep.recipe.files import to_toml
 from tiny import assert_same
 
 
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("products")]
+
+
 E4, E5 = (Quantizer(formats.get(f), tile=TENSOR, scaling=get_scaling("current")) for f in ("e4m3fn", "e5m2"))
 MX = get_quantizer("mxfp8_e4m3", scale="rceil")
 FP8 = linear_spec(input=E4, weight=E4, grad_output=E5)

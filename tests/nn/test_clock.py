@@ -325,6 +325,17 @@ def test_training_a_compiled_model_in_eval_is_refused_too(how):
         halfstep.advance(model)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+def test_a_compiled_model_that_goes_to_eval_before_its_step_is_ended_has_trained():
+    torch._dynamo.reset()
+    model, optimizer, scaler = prepared("fp8-delayed")
+    backward(torch.compile(model, backend="aot_eager"))
+    scaler.step(optimizer)
+    model.eval()
+    scaler.update()
+    assert states(model)["0.input"][0] == (448 / batch()[0].abs().max().double()).float()
+
+
 @every_stateful
 def test_saliency_between_steps_and_an_update_too_many_move_nothing(name):
     model, optimizer, scaler = prepared(name)
@@ -404,3 +415,44 @@ def test_a_cold_start_of_many_layers_wakes_them_all_at_once():
     halfstep.apply(twin, "fp8-current")
     (1e-6 * twin(x).square().mean()).backward()
     assert_same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+
+# ---- the root's mode decides, not a part's --------------------------------------------------------------------------
+
+
+class Layered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.backbone, self.last = nn.Linear(8, 8), mlp(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.backbone(self.first(x)))
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "fp8-delayed-megatron", "fp8lm-o1"])
+@pytest.mark.filterwarnings("ignore:.* is called beside .*:UserWarning")
+@pytest.mark.parametrize("called", ["root", "parts"])
+def test_a_part_that_is_frozen_or_in_eval_keeps_histories_as_the_others(name, called):
+    """Small activations and gradients pass through it from the first step on, and its factors follow them."""
+    model = Layered()
+    model.backbone.requires_grad_(False).eval()
+    with torch.no_grad():
+        model.first.weight.mul_(1e-3)
+        model.first.bias.zero_()
+    halfstep.apply(model, name)
+    optimizer, x = torch.optim.SGD([*model.first.parameters(), *model.last.parameters()], lr=0.0), batch()[0]
+    seen = {}
+    model.backbone[0].register_forward_pre_hook(lambda _, args: seen.update(x=args[0].abs().max()))
+    model.backbone[0].register_full_backward_hook(lambda *args: seen.update(grad=args[2][0].abs().max()))
+    for _ in range(2):
+        y = model(x) if called == "root" else model.last(model.backbone(model.first(x)).float())
+        (1e-4 * y.square().mean()).backward()
+        optimizer.step()
+        halfstep.advance(model)
+        assert model.first.weight.grad.count_nonzero() == 64
+    found = states(model)
+    if name != "fp8lm-o1":
+        assert found["backbone.0.input"][0] == (448 / seen["x"].double()).float()
+        assert found["backbone.0.grad_output"][0] == (57344 / seen["grad"].double()).float()
+    assert {len(state[1:].nonzero()) for state in found.values()} == {0 if name == "fp8-delayed-megatron" else 2}

@@ -13,6 +13,9 @@ from halfstep import get_recipe
 from tiny import Gated, assert_same, batch, mlp, prepared, train
 
 
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("products")]
+
+
 def keeping(name, *places):
     return replace(get_recipe(name), name="kept", aliases=(), float32_modules=places)
 

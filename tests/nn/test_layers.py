@@ -13,6 +13,7 @@ from halfstep.recipe import STORABLE, LinearSpec, Matmul, Recipe, Rule, get_reci
 from tiny import RECIPES, adamw, assert_same, batch, mlp, prepared, train
 
 
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("products")]
 FP8 = Quantizer(formats.get("e4m3fn"))
 SPEC = LinearSpec(Matmul(FP8, FP8), Matmul(FP8, FP8), Matmul(FP8, FP8))
 

@@ -25,6 +25,7 @@ from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe, linear
 from tiny import EVERY, adamw, assert_same, batch, gated, mlp, model_for, prepared, train
 
 
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("products")]
 ABLE = [name for name in EVERY if any(rule.linear.output.rhs is not None for rule in get_recipe(name).rules)]
 PLAIN = [name for name in ABLE if get_recipe(name).smooth_glu is None]
 every_plain = pytest.mark.parametrize("name", PLAIN)

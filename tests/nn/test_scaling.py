@@ -23,6 +23,7 @@ from halfstep.recipe import LossScale, get_recipe
 from tiny import assert_same, batch, mlp, prepared, train
 
 
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("products")]
 STATEFUL = ("fp8-delayed", "fp8-delayed-megatron")
 every_stateful = pytest.mark.parametrize("name", STATEFUL)
 OPERANDS = ("input", "weight", "grad_output")
@@ -141,6 +142,13 @@ def test_an_amax_that_is_not_finite_is_no_step(amax):
     assert factors == [224, 224, 112, 112, 112]
     factors, _ = follow(Delayed("d"), [amax, 2, amax, 1])
     assert factors == [0, 224, 224, 224]
+
+
+def test_a_saved_history_that_holds_an_infinity_heals():
+    scaling = Delayed("d", history=4)
+    state = torch.tensor([224.0, 4.0, 1.0, math.inf, math.nan])
+    scaling.advance(state, E4M3)
+    assert state.tolist() == [112, 0, 0, 0, 4]
 
 
 def test_options_by_name():

@@ -57,6 +57,11 @@ def on_a_rank(name, rank, group):
         else:
             halfstep.advance(model, process_group=group)
         found.append(Scalings(model).state_dict())
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(DEPTHS[rank // 2])))
+    _, _, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), name, amax_group=group)
+    model(inputs(0, rank)).square().mean().backward()
+    scaler.update()
+    assert torch.equal(Scalings(model).state_dict()["0.input"], found[0]["0.input"])
     return found
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from halfstep import ops
 
 
+pytestmark = pytest.mark.cpu
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

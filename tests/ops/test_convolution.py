@@ -9,6 +9,7 @@ from halfstep.nn.adapters import convolution
 from tiny import assert_same
 
 
+pytestmark = pytest.mark.cpu
 LAYERS = [
     (nn.Conv1d(3, 4, 5, stride=2, padding=2), (2, 3, 9)),
     (nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect", groups=2), (2, 4, 7, 5)),

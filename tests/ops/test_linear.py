@@ -12,6 +12,7 @@ from oracles.numbers import same_bits
 from tiny import assert_same
 
 
+pytestmark = pytest.mark.cpu
 SHAPES = [(5,), (3, 5), (2, 3, 5), (2, 1, 3, 5), (0, 5)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 A, B, C, D, E, G = (

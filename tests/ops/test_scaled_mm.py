@@ -12,6 +12,7 @@ from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe import get_recipe, linear_spec
 
 
+pytestmark = pytest.mark.cpu
 CPU = torch.device("cpu")
 
 

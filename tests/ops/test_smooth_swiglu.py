@@ -10,6 +10,7 @@ from halfstep.quant.scaling.delayed import Delayed
 from tiny import assert_same
 
 
+pytestmark = pytest.mark.cpu
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 
 

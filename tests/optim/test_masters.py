@@ -13,6 +13,7 @@ from oracles.numbers import same_bits
 from tiny import adamw, assert_same, copied, mlp, prepared, train
 
 
+pytestmark = pytest.mark.cpu
 KINDS = [name for name in _by_name() if name != "none"]
 BESIDE = ["bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-light", "bf16-collage-plus"]
 

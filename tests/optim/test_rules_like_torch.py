@@ -9,6 +9,7 @@ from halfstep.recipe import get_recipe
 from tiny import assert_same, copied
 
 
+pytestmark = pytest.mark.cpu
 ADAM = [
     {},
     {"weight_decay": 0.1},

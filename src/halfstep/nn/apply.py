@@ -75,7 +75,7 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
         ModelError: no parameters, float64 or complex ones, or a model that is already wrapped. Nothing was changed.
     """
     recipe = get_recipe(recipe)
-    _check(model, recipe)
+    check_model(model, recipe)
     matched = match(model, recipe, module_filter)
     widened = wide.find(model, recipe.float32_modules)
     specs = {path: spec for path, spec in matched.specs.items() if not _within(path, widened)}
@@ -158,7 +158,7 @@ def _adopt_layers(
     """Give every layer that computes otherwise than torch's the forward that does."""
     carries = carried.supports(STORABLE[recipe.compute], next(model.parameters()).device)
     if recipe.weights != "fp32":
-        for module in model.modules():
+        for module in list(model.modules()):
             for adapter in (norm, bag, spectral, foreign):
                 if adapter.fits(module):
                     adopt(module, adapter.forward)
@@ -216,7 +216,7 @@ def _within(path: str, places: Iterable[str]) -> bool:
     return any(path == place or path.startswith(f"{place}.") for place in places)
 
 
-def _check(model: nn.Module, recipe: Recipe) -> None:
+def check_model(model: nn.Module, recipe: Recipe) -> None:
     """Refuse, before anything is touched, a model that cannot follow a recipe as it is."""
     name = type(model).__name__
     for path, module in model.named_modules():
@@ -247,7 +247,7 @@ def _warn_of_narrow(model: nn.Module, recipe: Recipe, parameters: Mapping[str, n
     """Say what a model that was loaded in 16 bits lacks, where the recipe keeps more."""
     wide_ones = recipe.master or (recipe.weights if recipe.compute != "fp32" else None)
     narrow = {path: p.dtype for path, p in parameters.items() if p.dtype != torch.float32 and not p.is_meta}
-    if narrow and wide_ones == "fp32" and (recipe.weights == "fp32" or recipe.master is not None):
+    if narrow and wide_ones in ("fp32", "split") and (recipe.weights == "fp32" or recipe.master is not None):
         path, dtype = next(iter(narrow.items()))
         warnings.warn(
             f"{type(model).__name__}: {len(narrow)} of {len(parameters)} parameters arrive in 16 bits ({path} in "

@@ -38,11 +38,8 @@ class Clock:
         for optimizer in list(self._steps):
             self._steps[optimizer] = 0
 
-    def __deepcopy__(self, memo: Any) -> Clock:
-        return Clock()  # torch counts the writes to copied weights anew
-
     def __reduce__(self) -> Any:
-        return Clock, ()
+        return Clock, ()  # torch counts the writes to copied weights anew
 
     # ---- what the model tells -----------------------------------------------------------------------------------
 

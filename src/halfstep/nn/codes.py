@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from halfstep import ops
-from halfstep.errors import RecipeError
+from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.adopt import extend
 from halfstep.recipe import SCALED, Scaled
 
@@ -34,12 +34,25 @@ def hold(model: nn.Module, paths: Sequence[str], scaled: Scaled) -> dict[nn.Para
     parent's forward reads a weight (T5 casts to its dtype), and fused ones (attention, experts). Where there is more
     than one rank, a weight takes the rounded values in its own dtype, with None for a scale: gradients have to cross
     the network unrounded, and torch wants them in the parameter's dtype.
+
+    Raises:
+        ModelError: a weight is sharded. Nothing was changed.
     """
     readers = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     scales: dict[nn.Parameter, Tensor | None] = {}
     for path in paths:
+        if hasattr(getattr(model.get_submodule(path), "weight", None), "device_mesh"):
+            raise ModelError(
+                f"{type(model).__name__}: {path}.weight is sharded, and this recipe keeps it as codes times one scale, "
+                "which no rank has the whole of. Under fully_shard take a recipe whose weights are values "
+                "('fp8-delayed', 'fp8-current')"
+            )
+    for path in paths:
         module = model.get_submodule(path)
         weight = module._parameters.get("weight")
+        if weight is not None and is_held(module):  # for another optimizer of this model
+            scales[weight] = module._buffers[_SCALE]
+            continue
         read = bool(path) and _reads_weights(model.get_submodule(path.rpartition(".")[0]))
         if weight is None or read or readers[id(weight)] > 1:
             continue

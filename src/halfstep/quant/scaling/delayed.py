@@ -69,9 +69,9 @@ class Delayed(StatefulScaling):
         return torch.where(state[0] == 0, self._factor(amax, element), state[0])
 
     def advance(self, state: Tensor, element: Format) -> None:
-        usual = state[1].isfinite()
-        current, history = torch.where(usual, state[1], 0.0), state[1:].clone()
-        history[0] = current
+        usual = state[1:].isfinite()  # an older file's history may hold others
+        history = torch.where(usual, state[1:], 0.0)
+        current = history[0].clone()
         amax = current if self.algorithm == "most_recent" else history.amax()
         warm = ((history != 0).sum() >= self.warmup) | (state[0] != 0)
         state[0] = torch.where(warm & (amax > 0), self._factor(amax, element), state[0])
@@ -79,7 +79,7 @@ class Delayed(StatefulScaling):
         moved[0] = 0
         state[1:] = torch.where(current != 0, moved, history)
         if self.restart:
-            state.copy_(torch.where(usual, state, 0.0))
+            state.copy_(torch.where(usual[0], state, 0.0))
 
     def _factor(self, amax: Tensor, element: Format) -> Tensor:
         factor = factor_of(amax, element) / 2.0**self.margin
