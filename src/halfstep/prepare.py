@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +18,7 @@ from halfstep.nn.apply import check_model, keep_grads
 from halfstep.nn.codes import hold
 from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
+from halfstep.nn.ranks import check_ranks
 from halfstep.nn.scaling import Scalings
 from halfstep.nn.storage import check_grad_dtype, storable
 from halfstep.optim import LossScaler, LowBit, check_optimizer, convert
@@ -57,8 +58,8 @@ def prepare(
         module_filter: as in `halfstep.apply`.
         generator: where the seed of stochastic rounding comes from (a generator, or the seed itself).
         process_group: the ranks that agree on overflows, and so on steps that are skipped; None is all of them.
-        amax_group: the ranks that agree on the amaxes of scaling states: those that hold the same layers (of a
-            pipeline, a stage's). None is `process_group`.
+        amax_group: the ranks that agree on the amaxes of scaling states and on the seed of stochastic rounding: those
+            that hold the same layers (of a pipeline, a stage's). None is `process_group`.
 
     Raises:
         OptimizerError: the optimizer cannot be expressed, or holds no parameter of the model. Nothing was changed.
@@ -131,6 +132,8 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -
         )
     if recipe.scaled is not None:
         check_grad_dtype(recipe.scaled.grads)
+    check_ranks(recipe, parameters.values())
+    _scaler(model, recipe, None, None)  # refuses an impossible scale
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
@@ -155,8 +158,16 @@ def _optimized(
     generator: torch.Generator | int | None,
     groups: tuple[Any, Any],
 ) -> tuple[LowBit, LossScaler]:
-    scale, (process_group, amax_group) = recipe.loss_scale, groups
-    scalings = Scalings(model, process_group if amax_group is None else amax_group)
+    scaler, scalings = _scaler(model, recipe, *groups)
+    scales = hold(model, rounded, recipe.scaled) if recipe.scaled is not None else {}
+    same_layers = groups[0] if groups[1] is None else groups[1]
+    low_bit = convert(optimizer, recipe, masters, generator, scales, weakref.ref(model), same_layers)
+    scalings.follow(low_bit)
+    return low_bit, scaler
+
+
+def _scaler(model: nn.Module, recipe: Recipe, process_group: Any, amax_group: Any) -> tuple[LossScaler, Scalings]:
+    scale, scalings = recipe.loss_scale, Scalings(model, process_group if amax_group is None else amax_group)
     scaler = LossScaler(
         init_scale=scale.init if scale else 1.0,
         growth_interval=scale.growth_interval if scale else 2000,
@@ -167,21 +178,7 @@ def _optimized(
         follower=scalings,
         process_group=process_group,
     )
-    scales = hold(model, rounded, recipe.scaled) if recipe.scaled is not None else {}
-    low_bit = convert(optimizer, recipe, masters, generator, scales, _parameters(model), process_group)
-    scalings.follow(low_bit)
-    return low_bit, scaler
-
-
-def _parameters(model: nn.Module) -> Callable[[], dict[str, nn.Parameter] | None]:
-    """The model's parameters as they are when asked for; None once it is gone."""
-    reference = weakref.ref(model)
-
-    def present() -> dict[str, nn.Parameter] | None:
-        model = reference()
-        return None if model is None else dict(model.named_parameters())
-
-    return present
+    return scaler, scalings
 
 
 class _Callable(ModuleType):

@@ -223,8 +223,8 @@ def test_an_infinite_gradient_is_seen(name):
     grad = torch.ones_like(model[0].weight, dtype=torch.float32)
     grad[0, 0] = torch.inf
     model[0].weight.grad = ops.encode_grad(grad, torch.float8_e4m3fn)
-    with pytest.raises(halfstep.HalfstepError, match=r"unscale_\(\) would flush small"):
-        scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+    assert ops.grad_values(model[0].weight.grad).isnan().all()
     scaler.step(optimizer)
     scaler.update()
     assert scaler.overflowed == ("0.weight",)

@@ -20,6 +20,7 @@ from halfstep.nn.clock import Clock
 from halfstep.nn.codes import is_held, let_go
 from halfstep.nn.following import follow, part_of, unfollow
 from halfstep.nn.layers import Matched, ModuleFilter, match
+from halfstep.nn.ranks import check_ranks
 from halfstep.nn.scaling import Scalings, attach, detach
 from halfstep.nn.storage import check_grad_dtype, check_trained, count, storable, store
 from halfstep.recipe import STORABLE, LinearSpec, Recipe, get_recipe
@@ -158,7 +159,7 @@ def _adopt_layers(
     """Give every layer that computes otherwise than torch's the forward that does."""
     carries = carried.supports(STORABLE[recipe.compute], next(model.parameters()).device)
     if recipe.weights != "fp32":
-        for module in list(model.modules()):
+        for module in model.modules():
             for adapter in (norm, bag, spectral, foreign):
                 if adapter.fits(module):
                     adopt(module, adapter.forward)
@@ -241,6 +242,7 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
     check_trained(model)
     if recipe.grad_format != recipe.weights:
         check_grad_dtype(recipe.grad_format)
+    check_ranks(recipe, parameters.values())
 
 
 def _warn_of_narrow(model: nn.Module, recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -62,6 +62,14 @@ def encode_grad(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return codes
 
 
+def multiply_encoded(grad: Tensor, factor: float) -> None:
+    """Multiply a gradient kept as codes, in place and in float32: its scale takes the factor, its codes stay.
+
+    The scale was a power of two, so the values are what multiplying the decoded ones would have given, bit for bit.
+    """
+    setattr(grad, _SCALE, getattr(grad, _SCALE) * factor)
+
+
 def is_encoded(grad: Tensor) -> bool:
     """Whether a gradient is kept as codes.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ _WHY = {
     torch.complex64: "its imaginary part would be lost",
     torch.complex128: "its imaginary part would be lost",
 }
+
+UNSCALED = (
+    "this recipe scales its loss, and this step saw no loss scale: small fp16 gradients were zero before they came. "
+    "Drive the loop with the scaler that halfstep.prepare returns: scaler.scale(loss).backward(), "
+    "scaler.step(optimizer), scaler.update(); with accelerate or Trainer, set accelerator.scaler to it before "
+    "accelerator.prepare. To train without a scale on purpose, use a recipe without ('fp16-mixed-unscaled')"
+)
 
 Namer = Callable[[Tensor, int], str]
 """What to call a parameter, which has that number, in an error."""
@@ -95,6 +103,17 @@ def check_state(state: Mapping[str, Any], rule: UpdateRule, foreign: Iterable[st
                 f"the state holds {name!r}, which this recipe keeps nothing in: it was saved under another recipe. "
                 "Resume under that one, or load the weights alone and start the optimizer anew"
             )
+
+
+def warn_of_late(parameters: Sequence[str]) -> None:
+    """Say that masters of these start from what is stored of the weights."""
+    more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
+    warnings.warn(
+        f"the masters of {', '.join(parameters[:3])}{more} start from weights that are rounded already: they were "
+        "frozen, or not in the optimizer, when halfstep.prepare took the others' float32 values. To keep all bits, "
+        "hand prepare an optimizer that has them, before they are frozen (requires_grad_(False))",
+        stacklevel=6,
+    )
 
 
 def _quoted(name: str | None) -> str:
