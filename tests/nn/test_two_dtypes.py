@@ -225,8 +225,9 @@ def test_a_prepared_layer_can_be_parametrized(name):
     assert (found - expected).norm() <= rate(name) * expected.norm() * 2
     found.sum().backward()
     assert root[0].parametrizations.weight.original.grad is not None
-    with pytest.raises(RecipeError, match=r"0 was given another class .* remove_parametrizations\), then revert"):
-        halfstep.revert(root)
+    if adopted is not nn.Linear:
+        with pytest.raises(RecipeError, match=r"0 was given another class .*remove_parametrizations., then revert"):
+            halfstep.revert(root)
     parametrize.remove_parametrizations(root[0], "weight")
     assert type(root[0]) is adopted
     halfstep.revert(root)
