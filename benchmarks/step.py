@@ -19,13 +19,13 @@ from harness import Contender, race, report
 
 
 _TENSORWISE = {
-    "torch.autocast bf16": 1.15,
+    "torch.autocast bf16": 1.1,
     "torchao float8, emulated": 1 / 4,
     "unit-scaling simulate_fp8": 1 / 4,
     "torch fp32": 1 / 2,
     "halfstep bf16-mixed": None,
 }
-_BLOCKS = {"torch.autocast bf16": 1.35, "torchao mxfp8, emulated": 1 / 3, "halfstep bf16-mixed": None}
+_BLOCKS = {"torch.autocast bf16": 1.3, "torchao mxfp8, emulated": 1 / 3, "halfstep bf16-mixed": None}
 RECIPES = {"fp8-current": _TENSORWISE, "fp8-delayed": _TENSORWISE, "mxfp8": _BLOCKS, "fp8-block": _BLOCKS}
 """The peers of each recipe, and at most what share of their time it should take."""
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH, ROUNDS = 6, 384, 6, 256, 8, 9

@@ -40,6 +40,11 @@ def test_example_of_an_own_loop_learns():
     assert example("bf16-stochastic", steps=60) < 0.5
 
 
+@pytest.mark.parametrize("recipe", ["fp16-mixed", "bf16-master"])
+def test_example_of_nanogpts_loop_learns(recipe):
+    assert runpy.run_path(str(ROOT / "examples" / "nanogpt_loop.py"))["main"](recipe, max_iters=40) < 1.2
+
+
 def test_example_of_a_quantised_model_computes_what_the_trained_one_did():
     trained, loaded = runpy.run_path(str(ROOT / "examples" / "quantized.py"))["main"](steps=40)
     assert trained == loaded < 0.4

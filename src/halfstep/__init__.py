@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from halfstep.checkpoint import inspect
     from halfstep.errors import HalfstepError
     from halfstep.nn.apply import Report, advance, apply, revert
+    from halfstep.nn.following import following
     from halfstep.nn.quantized import quantize_model
     from halfstep.ops import (
         Quantized,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
         save_quantized,
     )
     from halfstep.optim import LossScaler
-    from halfstep.prepare import prepare
+    from halfstep.prepare import optimize, prepare
     from halfstep.probe import ProbeReport, probe_model
     from halfstep.quant import Quantizer, get_quantizer
     from halfstep.recipe import Recipe, get_recipe, list_recipes
@@ -42,10 +43,12 @@ _HOME = {
     "advance": "halfstep.nn",
     "apply": "halfstep.nn",
     "audit": "halfstep.auditing",
+    "following": "halfstep.nn",
     "get_recipe": "halfstep.recipe",
     "is_native_available": "halfstep.ops",
     "inspect": "halfstep.checkpoint",
     "list_recipes": "halfstep.recipe",
+    "optimize": "halfstep.prepare",
     "prepare": "halfstep.prepare",
     "probe_model": "halfstep.probe",
     "quantize_model": "halfstep.nn",
@@ -73,6 +76,7 @@ __all__ = [
     "audit",
     "decode",
     "encode",
+    "following",
     "formats",
     "get_quantizer",
     "get_recipe",
@@ -82,6 +86,7 @@ __all__ = [
     "list_recipes",
     "load_quantized",
     "ops",
+    "optimize",
     "prepare",
     "probe_model",
     "quantize",

@@ -1,21 +1,27 @@
-"""apply + optimizer + loss scaler, in one line."""
+"""apply + optimizer + loss scaler: in one line, or in two steps."""
 
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from halfstep.errors import OptimizerError
+from halfstep.errors import ModelError, OptimizerError, RecipeError
 from halfstep.nn import apply
-from halfstep.nn.codes import check_torch, hold
+from halfstep.nn.applied import applied_to
+from halfstep.nn.apply import check_model, keep_grads
+from halfstep.nn.codes import hold
+from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
+from halfstep.nn.ranks import check_ranks
 from halfstep.nn.scaling import Scalings
-from halfstep.nn.storage import storable
-from halfstep.optim import LossScaler, LowBit, convert, rule_of
+from halfstep.nn.storage import check_grad_dtype, storable
+from halfstep.optim import LossScaler, LowBit, check_optimizer, convert
 from halfstep.recipe import Recipe, get_recipe
 
 
@@ -26,6 +32,8 @@ def prepare(
     *,
     module_filter: ModuleFilter | None = None,
     generator: torch.Generator | int | None = None,
+    process_group: Any = None,
+    amax_group: Any = None,
 ) -> tuple[nn.Module, LowBit, LossScaler]:
     """Make a model, its optimizer and a loss scaler follow a recipe. The loop is torch.amp's:
 
@@ -40,46 +48,147 @@ def prepare(
     counts. Master copies are taken before the weights are rounded. What each tensor then is, really:
     `print(halfstep.audit(model, optimizer, scaler))`.
 
+    Where something has to happen to the model in between (fully_shard, accelerate, Lightning), take the two steps that
+    this is: `halfstep.apply(model, recipe)`, and later `halfstep.optimize(model, optimizer)`.
+
     Args:
         model: any module with parameters, before DDP, FSDP or torch.compile.
         optimizer: torch.optim.AdamW, Adam or SGD over parameters of the model.
         recipe: a name or a `Recipe`.
         module_filter: as in `halfstep.apply`.
         generator: where the seed of stochastic rounding comes from (a generator, or the seed itself).
+        process_group: the ranks that agree on overflows, and so on steps that are skipped; None is all of them.
+        amax_group: the ranks that agree on the amaxes of scaling states: those that hold the same layers (of a
+            pipeline, a stage's). None is `process_group`.
 
     Raises:
         OptimizerError: the optimizer cannot be expressed, or holds no parameter of the model. Nothing was changed.
         RecipeError, ModelError: as `halfstep.apply`. Nothing was changed.
     """
     recipe = get_recipe(recipe)
-    rule_of(optimizer)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if names and not trained & names.keys():
+    check_model(model, recipe)
+    _check(model, optimizer, recipe)
+    masters = _masters(model, optimizer, recipe)
+    report = apply(model, recipe, module_filter)
+    groups = process_group, amax_group
+    low_bit, scaler = _optimized(model, optimizer, recipe, report.quantized, masters, generator, groups)
+    return model, low_bit, scaler
+
+
+def optimize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    generator: torch.Generator | int | None = None,
+    process_group: Any = None,
+    amax_group: Any = None,
+) -> tuple[LowBit, LossScaler]:
+    """The optimizer and the loss scaler of the recipe that a model follows: the second half of `halfstep.prepare`.
+
+        halfstep.apply(model, "bf16-master")
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer, scaler = halfstep.optimize(model, optimizer)
+
+    Once for each optimizer, where a model has several. Master copies start from the weights as `apply` rounded them:
+    what they had beyond that, `prepare` alone can keep.
+
+    Args:
+        model: the model that `apply` was called on, or what wraps it (DDP, torch.compile).
+        optimizer, generator, process_group, amax_group: as in `prepare`.
+
+    Raises:
+        RecipeError: the model follows no recipe.
+        OptimizerError: as `prepare`. Nothing was changed.
+    """
+    root = root_of(model)
+    applied = applied_to(root)
+    recipe = applied.recipe
+    if applied.quantized:
+        raise RecipeError(f"this {type(root).__name__} is quantised for inference; train the model it was made from")
+    _check(root, optimizer, recipe)
+    keep_grads(root)
+    masters = _masters(root, optimizer, recipe)
+    groups = process_group, amax_group
+    return _optimized(root, optimizer, recipe, applied.rounded, masters, generator, groups)
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """Refuse, before anything is touched, what cannot be optimised as it is."""
+    parameters = dict(model.named_parameters())
+    check_optimizer(optimizer, {parameter: name for name, parameter in parameters.items()})
+    trained = _trained(optimizer)
+    if parameters and not trained & {*parameters.values()}:
         raise OptimizerError(
-            "the optimizer holds none of the model's parameters; build it over model.parameters() of this model"
+            "the optimizer holds none of the model's parameters; build it over model.parameters() of this model, after "
+            "whatever replaces them (fully_shard, to_empty)"
+        )
+    meta = next((name for name, p in parameters.items() if p.is_meta and p in trained), None)
+    if meta is not None:
+        raise ModelError(
+            f"{type(model).__name__}: {meta} is on the meta device and has no values to train. halfstep.apply takes "
+            "such a model; then call model.to_empty(device=...), load its weights, build the optimizer, and call "
+            "halfstep.optimize(model, optimizer)"
         )
     if recipe.scaled is not None:
-        check_torch()
-    masters = {}
-    if recipe.master is not None or (recipe.scaled is not None and recipe.scaled.master is not None):
-        masters = {
-            p: p.detach().float().clone() for p in storable(model, recipe.float32_modules)[0].values() if p in trained
-        }
-    scale = recipe.loss_scale
+        check_grad_dtype(recipe.scaled.grads)
+    check_ranks(recipe, parameters.values())
+    _scaler(model, recipe, None, None)  # refuses an impossible scale
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _masters(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> dict[nn.Parameter, Tensor]:
+    """The float32 values of the weights that the optimizer keeps masters of."""
+    if recipe.master is None and (recipe.scaled is None or recipe.scaled.master is None):
+        return {}
+    trained = _trained(optimizer)
+    moves = storable(model, recipe.float32_modules)[0].values()
+    return {p: p.detach().float().clone() for p in moves if p in trained and p.requires_grad}
+
+
+def _optimized(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    rounded: Sequence[str],
+    masters: Mapping[nn.Parameter, Tensor],
+    generator: torch.Generator | int | None,
+    groups: tuple[Any, Any],
+) -> tuple[LowBit, LossScaler]:
+    scaler, scalings = _scaler(model, recipe, *groups)
+    scales = hold(model, rounded, recipe.scaled) if recipe.scaled is not None else {}
+    low_bit = convert(optimizer, recipe, masters, generator, scales, _parameters(model), groups[0])
+    scalings.follow(low_bit)
+    return low_bit, scaler
+
+
+def _scaler(model: nn.Module, recipe: Recipe, process_group: Any, amax_group: Any) -> tuple[LossScaler, Scalings]:
+    scale, scalings = recipe.loss_scale, Scalings(model, process_group if amax_group is None else amax_group)
     scaler = LossScaler(
         init_scale=scale.init if scale else 1.0,
         growth_interval=scale.growth_interval if scale else 2000,
         enabled=scale is not None,
         dynamic=scale is not None and scale.dynamic,
         hysteresis=scale.hysteresis if scale else 1,
-        names=names,
-        follower=Scalings(model),
+        names={parameter: name for name, parameter in model.named_parameters()},
+        follower=scalings,
+        process_group=process_group,
     )
-    report = apply(model, recipe, module_filter)
-    scales = hold(model, report.quantized, recipe.scaled) if recipe.scaled is not None else {}
-    low_bit = convert(optimizer, recipe, masters, generator, scales)
-    return model, low_bit, scaler
+    return scaler, scalings
+
+
+def _parameters(model: nn.Module) -> Callable[[], dict[str, nn.Parameter] | None]:
+    """The model's parameters as they are when asked for; None once it is gone."""
+    reference = weakref.ref(model)
+
+    def present() -> dict[str, nn.Parameter] | None:
+        model = reference()
+        return None if model is None else dict(model.named_parameters())
+
+    return present
 
 
 class _Callable(ModuleType):

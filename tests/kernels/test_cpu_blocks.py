@@ -9,6 +9,7 @@ from halfstep import formats
 from halfstep.kernels.cpu import blocks as kernel
 from halfstep.kernels.cpu import dequantize
 from halfstep.kernels.cpu.compiled import CHUNK
+from halfstep.ops.casts import values
 from halfstep.quant.quantizer import Quantizer, get_quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.scaling.power_of_two import PowerOfTwoScaling
@@ -100,3 +101,6 @@ def test_refuses_what_it_does_not_know():
     mine = PowerOfTwoScaling("floor", lambda fraction, power, element: power)
     assert not kernel.supports(x, Quantizer(formats.get("e2m1fn"), tile=Tile(1, 32), scaling=mine))
     assert not kernel.supports_values(x, x, get_quantizer("mxfp4"))
+    listed = Quantizer(formats.get("nf4"), tile=Tile(1, 32), scaling=get_scaling("rceil"))
+    assert not kernel.supports(x, listed)
+    same_bits(values(x + 0.3, listed), listed.quantize(x + 0.3).dequantize())

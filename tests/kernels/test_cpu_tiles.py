@@ -38,8 +38,18 @@ def test_equals_the_reference(tile, rule, format, dtype, rounding):
     for target in (dtype, torch.float32):
         out = torch.empty(x.shape, dtype=target)
         assert tiles.supports(x, out, quantizer)
-        tiles.run(x, out, quantizer, 7)
+        noted = tiles.run(x, out, quantizer, 7)
         assert_same(out, quantizer.quantize(x, 7).dequantize(target))
+        assert noted or not ((out != 0) & (out.abs() < 2.0**-126)).any()
+
+
+def test_small_values_are_noted_and_zeros_are_not():
+    quantizer, x = Quantizer(formats.get("e4m3fn"), tile=Tile(16, 16), scaling=get_scaling("rceil")), torch.ones(32, 32)
+    x[:16, :16], x[16, 16] = 0.0, torch.nan
+    out = torch.empty_like(x)
+    assert not tiles.run(x, out, quantizer, None)
+    x[16:, :16] = 2.0**-110
+    assert tiles.run(x, out, quantizer, None)
 
 
 @pytest.mark.parametrize("tile", [*TILES, Tile(5, 48)], ids=str)

@@ -181,3 +181,26 @@ def test_the_error_stays_small_in_a_transformer_layer():
         model.eval()
         with torch.no_grad():
             torch.testing.assert_close(model(x), expected, rtol=near, atol=near)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("sizes", "shape"), [((0, 3), (4, 0)), ((3, 0), (4, 3)), ((3, 2), (0, 3)), ((3, 2), (3,)), ((3, 2), (2, 0, 3))]
+)
+def test_layers_without_inputs_or_outputs_and_empty_batches_are_as_stock_ones(name, sizes, shape):
+    def layers():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(*sizes), nn.Linear(sizes[1], 4), nn.Linear(4, 2))
+
+    stock, model, x = layers(), layers(), torch.randn(shape)
+    model, optimizer, scaler = prepared(name, model)
+    expected, found = stock(x), model(x)
+    torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
+    (expected.sum() / 64).backward()
+    scaler.scale(found.sum() / 64).backward()  # within fp16's range, at the first scale too
+    for own, wanted in zip(model.parameters(), stock.parameters(), strict=True):
+        actual = ops.grad_values(own.grad).float() / scaler.get_scale()
+        torch.testing.assert_close(actual, wanted.grad, rtol=0.1, atol=0.01)
+    scaler.step(optimizer)
+    scaler.update()

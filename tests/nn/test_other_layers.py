@@ -154,6 +154,6 @@ def test_what_no_adapter_sees_is_named_with_the_reason():
         "own": "its own code uses matrix, where no adapter sees it",
         "conv": convolution,
         "up": convolution,
-        "rnn": "its own code uses weight_ih_l0, weight_hh_l0, where no adapter sees it",
+        "rnn": "a recurrent layer: rules round products of linear layers only",
     }
     assert halfstep.apply(nn.ModuleDict({"linear": nn.Linear(8, 8), "own": Own()}), "bf16-mixed").kept == {}

@@ -64,10 +64,10 @@ def test_float64_parameters():
     assert_refused(model, ModelError, r"3.weight is float64, which no recipe stores; call model.float\(\) first")
 
 
-def test_a_patched_forward():
+def test_complex_parameters():
     model = mlp()
-    model.forward = lambda x: x
-    assert_refused(model, ModelError, r"Sequential.forward is patched on the instance; apply the recipe before")
+    model.register_parameter("phase", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
+    assert_refused(model, ModelError, r"phase is torch.complex64, and recipes store and step on real numbers; keep")
 
 
 def test_a_compiled_model():

@@ -78,10 +78,10 @@ def on_a_rank(name, how, rank):
         update(model)
     found = {"seen": seen(model), "amaxes": amaxes, "error": ""}
     try:
-        backward(wrapped, x, y)
-        with torch.no_grad():
-            model[3].bias.mul_(2.0)
-        backward(wrapped, x, y)
+        for _ in range(3):  # the second change is one too many
+            backward(wrapped, x, y)
+            with torch.no_grad():
+                model[3].bias.mul_(2.0)
     except halfstep.HalfstepError as error:
         found["error"] = str(error)
     return found

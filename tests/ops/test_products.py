@@ -88,17 +88,33 @@ def test_a_bias_is_added_before_the_one_rounding():
     assert (found == exact.to(torch.bfloat16)).double().mean() >= 0.999
 
 
-def test_subnormal_bf16_numbers_go_by_float32_where_units_would_lose_them(carry):
+@pytest.mark.parametrize("down", [False, True], ids=["along rows", "down columns"])
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "fp8_1x128", "fp8_128x128"])
+def test_subnormal_bf16_numbers_go_by_float32_where_units_would_lose_them(name, down, carry):
     """bf16 units of CPUs take numbers below 2^-126 for zeros."""
     carry()
-    quantizer, x = get_quantizer("mxfp8_e4m3", scale="rceil"), torch.ones(2, 64)
-    assert operand(x, quantizer, torch.bfloat16).values.dtype == torch.bfloat16
+    quantizer, x = get_quantizer(name, scale="rceil"), torch.ones(256, 256)
+    used, turned = (quantizer.down, x.t()) if down else (quantizer, x)
+    x[:128, :128] = 0.0
+    assert operand(turned.contiguous(), used, torch.bfloat16).values.dtype == torch.bfloat16
     for smallest, dtype in ((2.0**-126, torch.bfloat16), (2.0**-127, torch.float32)):
-        x[1, 32:] = 2.0**-119  # its block's scale is 2^-127: elements come in steps of 2^-136
-        x[1, 40] = smallest
-        made = operand(x, quantizer, torch.bfloat16)
+        x[128:, 128:] = 2.0**-119  # the scale of its block is 2^-127: elements come in steps of 2^-136
+        x[140, 140] = smallest
+        made = operand(turned.contiguous(), used, torch.bfloat16)
         assert made.values.dtype == dtype
-        torch.testing.assert_close(made.values.double(), reference(x, quantizer), rtol=0, atol=0)
+        expected = reference(x, quantizer)
+        torch.testing.assert_close(made.values.double(), expected.t() if down else expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "fp8_1x128"])
+def test_an_operand_down_columns_lies_in_memory_along_them(name):
+    """The shared dimension of a product in one piece: so the product adds up as it does for a transposed copy."""
+    quantizer, x = get_quantizer(name, scale="rceil"), draw(256, 96).bfloat16()
+    made, copied = (
+        operand(t, q, torch.bfloat16).values for t, q in ((x, quantizer.down), (x.t().contiguous(), quantizer))
+    )
+    assert made.t().is_contiguous()
+    assert_same(made, copied.t())
 
 
 def test_values_that_do_not_fit_the_compute_dtype_go_by_float32():

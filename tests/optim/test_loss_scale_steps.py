@@ -112,19 +112,39 @@ def test_small_fp16_gradients_move_the_weight():
     assert before.shape == (1, 1)
 
 
-def test_unscaling_fp16_gradients_in_place_is_refused_with_what_to_do():
+def test_fp16_gradients_of_torchs_optimizers_are_not_divided_in_place():
+    half = mlp().half()
+    for stock in (torch.optim.SGD(half.parameters(), lr=0.1), torch.optim.SGD(half.parameters(), lr=0.1, fused=True)):
+        for p in half.parameters():
+            p.grad = torch.ones_like(p)
+        words = (
+            r"flush small ones to zero \(parameter 0 of group 0 and 5 more\).*from halfstep.prepare.*without clipping"
+        )
+        for call in (LossScaler().unscale_, lambda o: LossScaler().clip_grad_norm_(o, 1.0)):
+            with pytest.raises(LossScaleError, match=words):
+                call(stock)
+        assert all((p.grad == 1).all() for p in half.parameters())
+        if not stock.defaults["fused"]:
+            with pytest.raises(LossScaleError, match="flush small ones to zero"):
+                LossScaler().step(stock)
+
+
+def test_fp16_gradients_stay_where_torch_cannot_widen_them(monkeypatch):
+    """As before torch 2.10: unscaling is refused, with what to do; step() divides inside the update."""
+    monkeypatch.setattr("halfstep.optim.gradients.can_widen", lambda parameter: False)
     model, optimizer, scaler = prepared("fp16-master")
     backward(model, scaler)
-    words = r"flush small fp16 gradients to zero \(0.weight and 5 more\).*clip_grad_norm_.*halfstep.prepare"
+    words = r"flush small ones to zero \(0.weight and 5 more\).*torch 2.10.*'fp16-mixed'"
     with pytest.raises(LossScaleError, match=words):
         scaler.unscale_(optimizer)
+    with pytest.raises(LossScaleError, match=words):
+        scaler.clip_grad_norm_(optimizer, 1e-3)
     scaler.step(optimizer)
-    half = mlp().half()
-    stock = torch.optim.SGD(half.parameters(), lr=0.1)
-    for p in half.parameters():
-        p.grad = torch.ones_like(p)
-    with pytest.raises(LossScaleError, match="flush small fp16 gradients"):
-        LossScaler().step(stock)
+    scaler.update()
+    model, optimizer, scaler = prepared("bf16-master")
+    backward(model, scaler)
+    scaler.clip_grad_norm_(optimizer, 1e-3)
+    assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_calls_out_of_order_are_refused():
@@ -135,7 +155,7 @@ def test_calls_out_of_order_are_refused():
     with pytest.raises(LossScaleError, match=r"no parameter of the optimizer has a gradient.*backward\(\) first"):
         scaler.step(optimizer)
     backward(model, scaler)
-    with pytest.raises(LossScaleError, match="a closure cannot be used"):
+    with pytest.raises(LossScaleError, match=r"a closure cannot be used.*neither checked nor divided.*'bf16-mixed'"):
         scaler.step(optimizer, lambda: None)
     with pytest.raises(LossScaleError, match="a closure cannot be used"):
         scaler.step(optimizer, closure=lambda: None)

@@ -17,6 +17,7 @@ def quality(recipe, lr, start=None, seed=3, steps=1):
     model.weight = torch.nn.Parameter(value.clone())
     optimizer = torch.optim.AdamW([model.weight], lr=lr, weight_decay=0.0)
     model, optimizer, _ = halfstep.prepare(model, optimizer, recipe, generator=seed)
+    optimizer.awaits_scaler = False  # the gradients are given
     for _ in range(steps):
         model.weight.grad = torch.randn(value.shape, generator=generator).to(model.weight.grad_dtype)
         with arrivals(optimizer, {model.weight: "weight"}) as found:

@@ -13,7 +13,7 @@ from torch import Tensor
 from halfstep import formats, quant
 from halfstep.formats import Float, Format, Posit
 from halfstep.kernels import carried, scaled_mm
-from halfstep.kernels.cpu import blocks, cast, codes, dequantize, posit, tiles
+from halfstep.kernels.cpu import amax, blocks, cast, codes, columns, dequantize, posit, tiles
 from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.cast_errors import CastErrors, Rows, knows
 from halfstep.quant import Quantizer, Tile, get_quantizer
@@ -130,6 +130,13 @@ def _scaled(name: str) -> Iterator[Case]:
                 yield expected, out, x, _words(x, "times a factor")
 
 
+def _amax(name: str) -> Iterator[Case]:
+    for size in SIZES:
+        x = hard(size, getattr(torch, name)).nan_to_num(1.0)
+        if amax.supports(x):
+            yield x.float().abs().max(), amax.run(x), torch.empty(0), _words(x)
+
+
 def _tiles(name: str) -> Iterator[Case]:
     for tile in (Tile(1, 0), Tile(0, 0), Tile(16, 16)):
         quantizer = Quantizer(formats.get(name), tile=tile, scaling=get_scaling("rceil"))
@@ -192,6 +199,9 @@ def _quantised(x: Tensor, quantizer: Quantizer, words: str) -> Iterator[Case]:
     out, back = torch.empty(x.shape), torch.empty(x.shape)
     blocks.run_values(x, out, quantizer, seed)
     yield expected.dequantize(torch.float32), out, x, f"{words}, values"
+    if x.dim() == 2 and columns.supports_values(turned := x.t().contiguous().t(), back, quantizer):
+        columns.run_values(turned, back, quantizer)
+        yield expected.dequantize(torch.float32), back, x, f"{words}, values down columns"
     if dequantize.supports(expected.tensors, back, quantizer):
         dequantize.run(expected.tensors, back, quantizer)
         yield expected.dequantize(torch.float32), back, x, f"{words}, dequantised"
@@ -215,30 +225,30 @@ def _carried(name: str) -> Iterator[Case]:
     """Operands of few bits, so that every sum is exact in float32: any path must give the exact product, rounded."""
     format = formats.get(name, Float)
     generator = torch.Generator().manual_seed(1)
-    for rows, shared, columns in ((1, 1, 1), (7, 33, 5), (33, 64, 17)):
-        draw = torch.randint(-8, 9, (2, max(rows, columns), shared), generator=generator).float()
+    for rows, shared, across in ((1, 1, 1), (7, 33, 5), (33, 64, 17)):
+        draw = torch.randint(-8, 9, (2, max(rows, across), shared), generator=generator).float()
         lhs, rhs = (quant.round_to(d, format).to(torch.bfloat16) for d in draw)
-        lhs, rhs = lhs[:rows], rhs[:columns].t()
+        lhs, rhs = lhs[:rows], rhs[:across].t()
         scale = torch.tensor(0.37)
         exact = lhs.double() @ rhs.double()
-        yield exact.to(torch.bfloat16), carried.run(lhs, rhs), torch.empty(0), f"{rows}x{shared}x{columns}"
+        yield exact.to(torch.bfloat16), carried.run(lhs, rhs), torch.empty(0), f"{rows}x{shared}x{across}"
         scaled = (exact.float() * scale).to(torch.bfloat16)
-        yield scaled, carried.run(lhs, rhs, None, scale), torch.empty(0), f"{rows}x{shared}x{columns}, scaled"
+        yield scaled, carried.run(lhs, rhs, None, scale), torch.empty(0), f"{rows}x{shared}x{across}, scaled"
 
 
 def fp8_units(name: str, device: torch.device) -> Iterator[Case]:
     """The same by FP8 units: E4M3 on the right, `name` on the left; one scale a tensor, then one a row."""
     left, right = formats.get(name, Float), formats.get("float8_e4m3fn", Float)
     generator = torch.Generator().manual_seed(1)
-    for rows, shared, columns in ((1, 16, 16), (33, 64, 48)):
-        draw = torch.randint(-8, 9, (2, max(rows, columns), shared), generator=generator).float()
-        lhs, rhs = quant.round_to(draw[0, :rows], left), quant.round_to(draw[1, :columns], right)
+    for rows, shared, across in ((1, 16, 16), (33, 64, 48)):
+        draw = torch.randint(-8, 9, (2, max(rows, across), shared), generator=generator).float()
+        lhs, rhs = quant.round_to(draw[0, :rows], left), quant.round_to(draw[1, :across], right)
         exact = (lhs.double() @ rhs.double().t()).float()
         for size, scale in ((1, torch.tensor(0.375)), (rows, 2.0 ** torch.arange(rows)[:, None])):
             a = Fp8(lhs.to(device, scaled_mm.dtype_of(left)), scale.to(device))
             b = Fp8(rhs.to(device, scaled_mm.dtype_of(right)).t(), torch.ones((), device=device))
             found = scaled_mm.run(a, b, None, torch.bfloat16)
-            yield (exact * scale).bfloat16(), found.cpu(), torch.empty(0), f"{rows}x{shared}x{columns}, {size} scales"
+            yield (exact * scale).bfloat16(), found.cpu(), torch.empty(0), f"{rows}x{shared}x{across}, {size} scales"
 
 
 class Fp8(NamedTuple):
@@ -252,6 +262,7 @@ _UNITS = ("float8_e4m3fn", "float8_e5m2")
 _TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str], Iterator[Case]]], ...] = (
     ("cast", _FORMATS, _cast),
     ("scaled", _FORMATS[:4], _scaled),
+    ("amax", ("float32", "bfloat16", "float16"), _amax),
     ("tiles", _FORMATS[:4], _tiles),
     ("posit", _POSITS, _posit),
     ("codes", (*_FORMATS, "nf4"), _codes),

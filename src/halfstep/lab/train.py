@@ -165,16 +165,22 @@ class Trainer:
         with activation_gradients(model, enabled=looking) as activations:
             loss = self.task.loss(model, batch)
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        seconds = time.perf_counter() - started
+        # What is looked at is looked at here: a clip moves 16-bit gradients to float32, without the loss scale.
+        look = self._look(step, scale, activations) if looking else None
+        stepped = not self.measured and any("step" in state for state in optimizer.state.values())
+        memory = self._memory(step) if stepped else None
+        started = time.perf_counter()
         norm = scaler.clip_grad_norm_(optimizer, self.experiment.clip)
         value, norm_value = float(loss.detach()), float(norm)
-        seconds = time.perf_counter() - started
+        seconds += time.perf_counter() - started
         if not math.isfinite(value) and not self._adapts():
             return self._diverge(step, batch, random, "the loss is infinite or NaN")
         if not math.isfinite(norm_value) and not scaler.is_enabled():
             return self._diverge(step, batch, random, "a gradient is infinite or NaN")
-        if not self.measured and any("step" in state for state in optimizer.state.values()):
-            self._measure(step)
-        look = self._look(step, scale, activations) if looking else None
+        if memory is not None:
+            self._write(memory)
+            self.measured = True
         started = time.perf_counter()
         try:
             with nullcontext() if look is None else look:
@@ -227,13 +233,12 @@ class Trainer:
         row = {"kind": "validation", "step": step, "loss": self.validation}
         self._write(row if self.metric is None else {**row, "metric": self.metric})
 
-    def _measure(self, step: int) -> None:
-        """Write down the bytes a parameter costs, once: between a backward and a step, with the moments there."""
+    def _memory(self, step: int) -> Row:
+        """The bytes a parameter costs, written down once: between a backward and a clip, with the moments there."""
         model, optimizer = self.training.model, self.training.optimizer
         size = asdict(measure(model, optimizer)) | {"transient": self.recipe.bytes_per_parameter().transient}
         count = sum(p.numel() for p in model.parameters())
-        self._write({"kind": "memory", "step": step, "parameters": count, "bytes": size})
-        self.measured = True
+        return {"kind": "memory", "step": step, "parameters": count, "bytes": size}
 
     def _look(self, step: int, scale: float, activations: list[torch.Tensor]) -> Look:
         """What can be seen before the update; a look that the step is taken under sees what became of it."""

@@ -2,11 +2,12 @@
 
 from halfstep.nn.apply import Report, advance, apply, revert
 from halfstep.nn.attention import DotProductAttention
+from halfstep.nn.following import following
 from halfstep.nn.quantized import quantize_model
 from halfstep.nn.smooth import measure_smooth_scales, merge_smooth_scales
 
 
 __all__ = [
-    "DotProductAttention", "Report", "advance", "apply", "measure_smooth_scales", "merge_smooth_scales",
+    "DotProductAttention", "Report", "advance", "apply", "following", "measure_smooth_scales", "merge_smooth_scales",
     "quantize_model", "revert",
 ]  # fmt: skip

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import abc
+import copyreg
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, wraps
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -13,17 +17,23 @@ Forward = Callable[..., Any]
 """forward(stock_forward, module, *args, **kwargs) -> what the module returns"""
 OnCopy = Callable[[nn.Module], None]
 Members = Callable[[type[nn.Module]], dict[str, Any]]
-"""members(stock class) -> what the subclass has in the place of the stock class's own"""
+"""members(stock class) -> what the subclass has in the place of the stock class's own. Hashable, and pickled with the
+module: a function or a frozen dataclass of a module's top level."""
 
 
-def adopt(module: nn.Module, forward: Forward, on_copy: OnCopy | None = None) -> None:
+def adopt(module: nn.Module, forward: Forward, on_copy: OnCopy | None = None, patchable: bool = False) -> None:
     """Make `module` call `forward`, by giving it a subclass of its own class.
 
     Parameters, names, ties, hooks, state-dict keys and `isinstance` keep their identity; the class keeps its name,
-    which Hugging Face writes into config.json, and `forward` its signature. `release` undoes it exactly. `on_copy` is
-    called with every deep copy of the module, for what torch does not copy.
+    which Hugging Face writes into config.json, and `forward` its signature. `release` undoes it exactly. Copies and
+    pickles of the module are adopted too, and pickles name the stock class alone.
+
+    Args:
+        forward: a function of a module's top level.
+        on_copy: called with every copy of the module, unpickled ones too, for what torch does not copy.
+        patchable: a forward that somebody sets on the instance, before or later, is called through `forward` too.
     """
-    extend(module, _calling(forward, on_copy))
+    extend(module, _Calling(forward, on_copy, patchable))
 
 
 def extend(module: nn.Module, members: Members) -> None:
@@ -33,8 +43,71 @@ def extend(module: nn.Module, members: Members) -> None:
 
 def release(module: nn.Module) -> None:
     """Give `module` back the class it had before every `adopt` and `extend`."""
-    while (stock := vars(type(module)).get("_halfstep_stock")) is not None:
-        module.__class__ = stock
+    module.__class__ = stock_class(module)
+
+
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the module had before every `adopt` and `extend`."""
+    return _taken_apart(type(module))[0]
+
+
+@dataclass(frozen=True)
+class _Calling:
+    """The members of a class whose forward is called through another."""
+
+    forward: Forward
+    on_copy: OnCopy | None
+    patchable: bool
+
+    def __call__(self, stock: type[nn.Module]) -> dict[str, Any]:
+        forward, on_copy, stock_forward = self.forward, self.on_copy, stock.forward
+
+        @wraps(stock_forward)
+        def adopted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return forward(stock_forward, self, *args, **kwargs)
+
+        members: dict[str, Any] = {"forward": adopted}
+        if self.patchable:
+            members = {"forward": _Patchable(adopted, forward), "_halfstep_forward": adopted}
+        if on_copy is None:
+            return members
+
+        def __setstate__(self: nn.Module, state: dict[str, Any]) -> None:
+            stock.__setstate__(self, state)  # type: ignore[no-untyped-call]
+            on_copy(self)
+
+        return {**members, "__setstate__": __setstate__}
+
+
+class _Patchable:
+    """`forward` of an adopted class, where instances may have one of their own: that goes through the adoption too.
+
+    A descriptor that takes assignments stands before the instance's own attributes, whatever put them there.
+    """
+
+    def __init__(self, adopted: Forward, around: Forward) -> None:
+        self._adopted = adopted
+        self._around = around
+
+    def __get__(self, module: Any, owner: Any = None) -> Any:
+        if module is None:
+            return self._adopted
+        own, around = module.__dict__.get("forward"), self._around
+        if own is None:
+            return module._halfstep_forward
+
+        @wraps(own)
+        def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return around(lambda _module, *args, **kwargs: own(*args, **kwargs), self, *args, **kwargs)
+
+        return MethodType(patched, module)
+
+    def __set__(self, module: Any, forward: Any) -> None:
+        module.__dict__["forward"] = forward
+
+    def __delete__(self, module: Any) -> None:
+        if module.__dict__.pop("forward", None) is None:
+            raise AttributeError("forward")
 
 
 @cache
@@ -42,29 +115,55 @@ def _subclass(stock: type[nn.Module], members: Members) -> type[nn.Module]:
     # One class for each pair, so that modules of a kind stay of one kind (torch.compile guards on it).
     identity = {
         "_halfstep_stock": stock,
+        "_halfstep_members": members,
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
+        "__reduce_ex__": _reduce_ex,
     }
-    return type(stock.__name__, (stock,), {**identity, **members(stock)})
+    return _derived(stock, {**identity, **members(stock)})
 
 
-@cache
-def _calling(forward: Forward, on_copy: OnCopy | None) -> Members:
-    def members(stock: type[nn.Module]) -> dict[str, Any]:
-        stock_forward = stock.forward
+class _Plain(nn.Module):
+    """The base that a subclass is made with, before it gets its own."""
 
-        @wraps(stock_forward)
-        def adopted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return forward(stock_forward, self, *args, **kwargs)
 
-        if on_copy is None:
-            return {"forward": adopted}
+def _derived(stock: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Module]:
+    """A subclass of `stock` of which neither its `__init_subclass__` nor its metaclass hears: registries, and whatever
+    a class asks of its subclasses, are for those that people write."""
+    meta = type(stock)
+    create = abc.ABCMeta if issubclass(meta, abc.ABCMeta) else type
+    made: type[nn.Module] = create.__new__(meta, stock.__name__, (_Plain,), namespace)
+    try:
+        made.__bases__ = (stock,)
+    except TypeError:  # its instances are laid out otherwise (__slots__)
+        made = type(stock.__name__, (stock,), namespace)
+    return made
 
-        def __setstate__(self: nn.Module, state: dict[str, Any]) -> None:
-            stock.__setstate__(self, state)  # type: ignore[no-untyped-call]
-            on_copy(self)
 
-        return {"forward": adopted, "__setstate__": __setstate__}
+def _taken_apart(kind: type[nn.Module]) -> tuple[type[nn.Module], tuple[Members, ...]]:
+    """The stock class, and what it was extended by, first to last."""
+    extensions: list[Members] = []
+    while (stock := vars(kind).get("_halfstep_stock")) is not None:
+        extensions.append(vars(kind)["_halfstep_members"])
+        kind = stock
+    return kind, tuple(reversed(extensions))
 
-    return members
+
+def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
+    """How the stock class is copied and pickled, with the extensions beside it: no file can name a made class."""
+    kind = type(self)
+    stock, extensions = _taken_apart(kind)
+    reduced: Any = stock.__reduce_ex__(self, max(int(protocol), 2))
+    function, args, *rest = reduced
+    if extensions and function is copyreg.__newobj__ and args[0] is kind:  # type: ignore[attr-defined]
+        return (_remake, (stock, extensions, *args[1:]), *rest)
+    return (function, args, *rest)
+
+
+def _remake(stock: type[nn.Module], extensions: tuple[Members, ...], *args: Any) -> nn.Module:
+    kind: Any = stock
+    for members in extensions:
+        kind = _subclass(kind, members)
+    made: nn.Module = kind.__new__(kind, *args)
+    return made

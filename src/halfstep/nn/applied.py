@@ -3,48 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from halfstep.errors import RecipeError
-
-
-class Clock:
-    """Notices an optimizer step that nobody ended with `advance`: stale scales would go on unseen."""
-
-    def __init__(self) -> None:
-        self._versions: dict[str, int] = {}
-
-    def __deepcopy__(self, memo: Any) -> Clock:
-        return Clock()  # torch counts the versions of copied weights anew
-
-    def check(self, model: nn.Module) -> None:
-        """Called before a training forward.
-
-        Raises:
-            RecipeError: trained weights have changed since the last one, and `end` was not called.
-        """
-        trained = {n: p for n, p in model.named_parameters() if p.requires_grad and not p.is_inference()}
-        versions = {name: parameter._version for name, parameter in trained.items()}
-        if any(self._versions.get(name, version) != version for name, version in versions.items()):
-            raise RecipeError(
-                f"{type(model).__name__}'s weights have changed and its scaling states have not moved on: call "
-                "scaler.update() after every optimizer step, or halfstep.advance(model) where there is no scaler"
-            )
-        self._versions = versions
-
-    def end(self) -> None:
-        """An optimizer step has ended, or the weights are others from here on."""
-        self._versions = {}
+from halfstep.nn.clock import Clock
+from halfstep.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class Applied:
     """The recipe that a model follows, and what it was before."""
 
-    recipe: str
+    recipe: Recipe
     autocast: torch.dtype | None
     dtypes: dict[str, torch.dtype]
     """The dtype that each parameter had."""
@@ -52,6 +24,8 @@ class Applied:
     """The dtype that their gradients accumulate in."""
     clock: Clock | None
     """Where scales depend on earlier steps."""
+    rounded: tuple[str, ...] = ()
+    """The layers whose products round their operands."""
     quantized: bool = False
     """Whether the weights are quantised for good (`nn.quantize_model`)."""
 

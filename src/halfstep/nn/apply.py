@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
-from halfstep.nn.adapters import convolution, encoder, gated, norm, wide
+from halfstep.nn.adapters import bag, convolution, encoder, foreign, gated, lstm, norm, spectral, wide
 from halfstep.nn.adopt import adopt, release
-from halfstep.nn.applied import Applied, Clock, applied_to
+from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.attention import ATTRIBUTE
+from halfstep.nn.clock import Clock
 from halfstep.nn.codes import is_held, let_go
-from halfstep.nn.layers import ModuleFilter, match
-from halfstep.nn.outputs import to_float32
+from halfstep.nn.following import follow, part_of, unfollow
+from halfstep.nn.layers import Matched, ModuleFilter, match
+from halfstep.nn.ranks import check_ranks
 from halfstep.nn.scaling import Scalings, attach, detach
-from halfstep.nn.storage import count, storable, store
+from halfstep.nn.storage import check_grad_dtype, check_trained, count, storable, store
 from halfstep.recipe import STORABLE, LinearSpec, Recipe, get_recipe
 
 
@@ -56,9 +58,10 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
 
     Parameters are stored in the recipe's dtype; the forward runs under torch.autocast where the recipe computes in
     16 bits, and autocast ends with the forward, also on an exception; floating outputs leave in float32, nested ones
-    too. Linear layers that a rule matches round the operands of their products; on a CPU without 16-bit matrix units
-    the 16-bit products of the others, and of convolutions, are carried in float32 (`kernels.carried`). Parameters of
-    norms with running statistics stay as they are (apex's keep_batchnorm_fp32), and so do buffers.
+    too. So does a part that is called beside the model's forward (see `halfstep.following`). Linear layers that a rule
+    matches round the operands of their products; on a CPU without 16-bit matrix units the 16-bit products of the
+    others, and of convolutions, are carried in float32 (`kernels.carried`). Parameters of norms with running statistics
+    stay as they are (apex's keep_batchnorm_fp32), and so do buffers.
 
     Args:
         model: any module with parameters; apply before wrapping it in DDP, FSDP or torch.compile.
@@ -70,52 +73,31 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
 
     Raises:
         RecipeError: unknown recipe; the model already follows one; a rule or the filter selects no layer.
-        ModelError: no parameters, float64 parameters, or a model that is already wrapped or patched.
+        ModelError: no parameters, float64 or complex ones, or a model that is already wrapped. Nothing was changed.
     """
     recipe = get_recipe(recipe)
-    _check(model)
+    check_model(model, recipe)
     matched = match(model, recipe, module_filter)
     widened = wide.find(model, recipe.float32_modules)
     specs = {path: spec for path, spec in matched.specs.items() if not _within(path, widened)}
     moves, kept = storable(model, recipe.float32_modules if recipe.weights != "fp32" else ())
-    kept |= matched.kept
+    kept |= matched.kept | dict.fromkeys(widened, "computes in float32")
+    _warn_of_narrow(model, recipe, moves)
     before = {name: parameter.dtype for name, parameter in moves.items()}
-    for parameter in moves.values():
-        store(parameter, STORABLE[recipe.weights], STORABLE[recipe.grad_format])
-    if recipe.weights != "fp32":
-        for module in model.modules():
-            if norm.fits(module):
-                adopt(module, norm.forward)
-    for path, module in widened.items():
-        adopt(module, wide.forward)
-        kept[path] = "computes in float32"
-    device = next(model.parameters()).device
-    around = {path.rpartition(".")[0] for path in specs}  # an attention module forms the product of its out_proj
-    for path, kind in matched.kinds.items():
-        if path in widened:
-            continue
-        module = model.get_submodule(path)
-        spec = specs.get(path)
-        if path in specs.keys() | around | {*matched.attends} or carried.supports(STORABLE[recipe.compute], device):
-            module._halfstep_linear = spec or LinearSpec()  # type: ignore[assignment]
-            adopt(module, kind.forward)
-    if specs:
-        for module in model.modules():
-            if encoder.fits(module):
-                adopt(module, encoder.forward)
-    for path in matched.attends:
-        setattr(model.get_submodule(path), ATTRIBUTE, recipe.attention)
-    for path in matched.smoothed:
-        adopt(model.get_submodule(path), gated.FORWARDS[str(recipe.smooth_glu)])
-    attach(model, specs, {path: matched.kinds[path].PRODUCTS for path in specs})
-    if carried.supports(STORABLE[recipe.compute], device):
-        for module in model.modules():
-            if convolution.fits(module) and module not in widened.values():
-                adopt(module, convolution.forward)
     autocast = None if recipe.compute == "fp32" else STORABLE[recipe.compute]
     clock = Clock() if any(spec.states for spec in specs.values()) else None
-    model._halfstep = Applied(recipe.name, autocast, before, STORABLE[recipe.grad_format], clock)  # type: ignore[assignment]
-    adopt(model, _forward, _after_copy)
+    applied = Applied(recipe, autocast, before, STORABLE[recipe.grad_format], clock, tuple(specs))
+    try:
+        _adopt_layers(model, recipe, matched, specs, widened)
+        attach(model, specs, {path: matched.kinds[path].PRODUCTS for path in specs})
+        follow(model, applied, _after_copy, widened.values())
+    except BaseException:
+        _undo(model)
+        raise
+    for parameter in moves.values():  # last: bits that rounding takes do not come back
+        store(parameter, STORABLE[recipe.weights], STORABLE[recipe.grad_format])
+    if clock is not None:
+        clock.begin(model)
     return Report(recipe.name, count(model), tuple(specs), kept, matched.attends, matched.smoothed)
 
 
@@ -136,43 +118,77 @@ def revert(model: nn.Module) -> None:
     for module in model.modules():
         if is_held(module):
             let_go(module)
-        release(module)
-        vars(module).pop("_halfstep_linear", None)
-        vars(module).pop(ATTRIBUTE, None)
-    detach(model)
-    del model._halfstep
+    _undo(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, dtype in applied.dtypes.items():
         if name in parameters:
             store(parameters[name], dtype)
 
 
-def advance(model: nn.Module) -> None:
+def advance(model: nn.Module, *, skipped: bool = False, process_group: Any = None) -> None:
     """End an optimizer step: scaling states move on, once, the same on every rank. `scaler.update()` calls it.
 
     Only recipes whose scales depend on earlier steps have such states; for the others there is nothing to move.
 
+    Args:
+        skipped: the batch was abandoned: no optimizer stepped, and what was recorded of it is forgotten. Where one
+            rank says so, it is so on all.
+        process_group: over which ranks agree on the largest amaxes: those that hold the same layers (of a pipeline, a
+            stage's). None is the default group where there is one.
+
     Raises:
-        RecipeError: the model follows no recipe.
+        RecipeError: the model follows no recipe; or it ran in eval(), which records nothing.
     """
-    Scalings(model).advance()
+    Scalings(model, process_group).advance(skipped)
 
 
-def _forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The root's forward: under the recipe's autocast, leaving in float32."""
-    dtype, clock = model._halfstep.autocast, model._halfstep.clock
-    if clock is not None and model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        clock.check(model)
-    if dtype is None:
-        return to_float32(stock(model, *args, **kwargs))
-    anything: Tensor = next(chain(model.parameters(), model.buffers()))
-    with torch.autocast(anything.device.type, dtype=dtype):
-        output = stock(model, *args, **kwargs)
-    return to_float32(output)
+def _adopt_layers(
+    model: nn.Module,
+    recipe: Recipe,
+    matched: Matched,
+    specs: Mapping[str, LinearSpec],
+    widened: Mapping[str, nn.Module],
+) -> None:
+    """Give every layer that computes otherwise than torch's the forward that does."""
+    carries = carried.supports(STORABLE[recipe.compute], next(model.parameters()).device)
+    if recipe.weights != "fp32":
+        for module in list(model.modules()):
+            for adapter in (norm, bag, spectral, foreign):
+                if adapter.fits(module):
+                    adopt(module, adapter.forward)
+            spectral.widen_hooked(module)
+    for module in widened.values():
+        adopt(module, wide.forward)
+    around = {path.rpartition(".")[0] for path in specs}  # an attention module forms the product of its out_proj
+    for path, kind in matched.kinds.items():
+        if path not in widened and (carries or path in specs.keys() | around | {*matched.attends}):
+            module = model.get_submodule(path)
+            module._halfstep_linear = specs.get(path) or LinearSpec()  # type: ignore[assignment]
+            adopt(module, kind.forward)
+    for module in model.modules():
+        if specs and encoder.fits(module):
+            adopt(module, encoder.forward)
+        for adapter in (convolution, lstm):
+            if carries and adapter.fits(module) and module not in widened.values():
+                adopt(module, adapter.forward)
+    for path in matched.attends:
+        setattr(model.get_submodule(path), ATTRIBUTE, recipe.attention)
+    for path in matched.smoothed:
+        adopt(model.get_submodule(path), gated.FORWARDS[str(recipe.smooth_glu)])
 
 
-def _after_copy(model: nn.Module) -> None:
-    """torch copies a parameter without the dtype that its gradients accumulate in."""
+def _undo(model: nn.Module) -> None:
+    """Take away all that `apply` left beside the parameters."""
+    for module in model.modules():
+        release(module)
+        vars(module).pop("_halfstep_linear", None)
+        vars(module).pop(ATTRIBUTE, None)
+    detach(model)
+    unfollow(model)
+
+
+def keep_grads(model: nn.Module) -> None:
+    """Give parameters the dtype again that their gradients accumulate in: torch copies and replaces them without."""
     applied = applied_to(model)
     held = {id(module.weight) for module in model.modules() if is_held(module)}
     named = model.named_parameters(remove_duplicate=False)
@@ -181,27 +197,58 @@ def _after_copy(model: nn.Module) -> None:
         store(parameters[name], parameters[name].dtype, applied.grads)
 
 
+def _after_copy(model: nn.Module) -> None:
+    """A copied root is the root of its copied parts."""
+    part = part_of(model)
+    assert part is not None
+    part.bind(model)
+    keep_grads(model)
+
+
 def _within(path: str, places: Iterable[str]) -> bool:
     """Whether a path is one of those, or inside of one."""
     return any(path == place or path.startswith(f"{place}.") for place in places)
 
 
-def _check(model: nn.Module) -> None:
+def check_model(model: nn.Module, recipe: Recipe) -> None:
     """Refuse, before anything is touched, a model that cannot follow a recipe as it is."""
     name = type(model).__name__
     for path, module in model.named_modules():
         if (applied := vars(module).get("_halfstep")) is not None:
             where = f"its part {path!r}" if path else "it"
-            raise RecipeError(f"{name}: {where} already follows {applied.recipe!r}; halfstep.revert it first")
+            raise RecipeError(f"{name}: {where} already follows {applied.recipe.name!r}; halfstep.revert it first")
     if isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
         raise ModelError(f"{name} wraps a model; apply the recipe to the model first, then wrap it")
-    if "forward" in vars(model):
-        raise ModelError(f"{name}.forward is patched on the instance; apply the recipe before it is patched")
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ModelError(f"{name} has no parameters; there is nothing to store or train")
     for path, parameter in parameters.items():
         if parameter.dtype == torch.float64:
             raise ModelError(f"{name}: {path} is float64, which no recipe stores; call model.float() first")
+        if parameter.is_complex():
+            raise ModelError(
+                f"{name}: {path} is {parameter.dtype}, and recipes store and step on real numbers; keep its real and "
+                "imaginary parts as two parameters (torch.view_as_complex joins them)"
+            )
         if hasattr(parameter, "device_mesh"):
             raise ModelError(f"{name}: {path} is sharded; apply the recipe before fully_shard")
+    check_trained(model)
+    if recipe.grad_format != recipe.weights:
+        check_grad_dtype(recipe.grad_format)
+    check_ranks(recipe, parameters.values())
+
+
+def _warn_of_narrow(model: nn.Module, recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Say what a model that was loaded in 16 bits lacks, where the recipe keeps more."""
+    wide_ones = recipe.master or (recipe.weights if recipe.compute != "fp32" else None)
+    narrow = {path: p.dtype for path, p in parameters.items() if p.dtype != torch.float32 and not p.is_meta}
+    if narrow and wide_ones in ("fp32", "split") and (recipe.weights == "fp32" or recipe.master is not None):
+        path, dtype = next(iter(narrow.items()))
+        warnings.warn(
+            f"{type(model).__name__}: {len(narrow)} of {len(parameters)} parameters arrive in 16 bits ({path} in "
+            f"{dtype}); "
+            f"{recipe.name!r} keeps float32 weights or masters, which can only start from those rounded values. "
+            "Load the model in float32 where its file holds more (transformers 5 takes the file's dtype unless told: "
+            "from_pretrained(..., dtype=torch.float32))",
+            stacklevel=4,
+        )

@@ -27,19 +27,6 @@ _ANCHOR = "_halfstep_weight_gradient"
 _HELD = "_halfstep_held"
 
 
-def check_torch(kind: type = Tensor) -> None:
-    """Called before a model is changed.
-
-    Raises:
-        ModelError: this torch cannot keep gradients in another dtype than their parameter.
-    """
-    if not hasattr(kind, "grad_dtype"):
-        raise ModelError(
-            f"torch {torch.__version__} keeps gradients in their parameters' dtype, and weights that are codes take "
-            "others: use torch 2.10 or newer"
-        )
-
-
 def hold(model: nn.Module, paths: Sequence[str], scaled: Scaled) -> dict[nn.Parameter, Tensor | None]:
     """Keep the weights of those layers as `scaled` says; their scales, for the optimizer.
 
@@ -47,12 +34,25 @@ def hold(model: nn.Module, paths: Sequence[str], scaled: Scaled) -> dict[nn.Para
     parent's forward reads a weight (T5 casts to its dtype), and fused ones (attention, experts). Where there is more
     than one rank, a weight takes the rounded values in its own dtype, with None for a scale: gradients have to cross
     the network unrounded, and torch wants them in the parameter's dtype.
+
+    Raises:
+        ModelError: a weight is sharded. Nothing was changed.
     """
     readers = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     scales: dict[nn.Parameter, Tensor | None] = {}
     for path in paths:
+        if hasattr(getattr(model.get_submodule(path), "weight", None), "device_mesh"):
+            raise ModelError(
+                f"{type(model).__name__}: {path}.weight is sharded, and this recipe keeps it as codes times one scale, "
+                "which no rank has the whole of. Under fully_shard take a recipe whose weights are values "
+                "('fp8-delayed', 'fp8-current')"
+            )
+    for path in paths:
         module = model.get_submodule(path)
         weight = module._parameters.get("weight")
+        if weight is not None and is_held(module):  # for another optimizer of this model
+            scales[weight] = module._buffers[_SCALE]
+            continue
         read = bool(path) and _reads_weights(model.get_submodule(path.rpartition(".")[0]))
         if weight is None or read or readers[id(weight)] > 1:
             continue
@@ -125,8 +125,8 @@ class _Held:
         self.grads = grads
         self._handles: list[RemovableHandle] = []
 
-    def __deepcopy__(self, memo: Any) -> _Held:
-        return _Held(self.grads)  # hooks stay with the parameter they were made for
+    def __getstate__(self) -> dict[str, Any]:
+        return {"grads": self.grads, "_handles": []}  # hooks stay with the parameter they were made for
 
     def attach(self, module: Any) -> None:
         weight = module.weight

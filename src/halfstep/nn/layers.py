@@ -9,11 +9,13 @@ from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
-from halfstep.errors import RecipeError
+from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.adapters import attention, conv1d, experts, gated, linear
 from halfstep.nn.attention import DotProductAttention
 from halfstep.nn.stored import Weight
+from halfstep.ops.subclasses import foreign
 from halfstep.recipe import LinearSpec, Recipe
 
 
@@ -45,6 +47,7 @@ KINDS: tuple[Kind, ...] = (linear, conv1d, attention, experts)
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _TABLES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # nothing is multiplied by these
+_RECURRENT = (nn.RNNBase, nn.modules.rnn.RNNCellBase)
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,22 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
 
     Raises:
         RecipeError: a rule, the filter, or the recipe's smoothing selects no layer.
+        ModelError: a rule would round a weight that is another library's tensor.
     """
     kinds, refused = _sorted(model)
+    others = {path: why for path, kind in kinds.items() if (why := _foreign(model.get_submodule(path), kind))}
     chosen = {p for p in kinds if module_filter is None or module_filter(model.get_submodule(p), p)}
     specs: dict[str, LinearSpec] = {}
     kept: dict[str, str] = {}
     for rule in recipe.rules:
         hits = [path for path in kinds if path not in specs | kept and fnmatchcase(path, rule.path)]
         if rule.linear.rounds:
+            for path in [path for path in hits if path in chosen and path in others]:
+                raise ModelError(
+                    f"recipe {recipe.name!r}: rule {rule.path!r} rounds {path}, whose weight is a {others[path]}: "
+                    "apply the recipe before another library quantises the model, keep these layers by module_filter, "
+                    "or take a recipe without rules, such as bf16-mixed"
+                )
             specs |= dict.fromkeys(hits, rule.linear)
         else:
             kept |= dict.fromkeys(hits, rule.why or "kept by the recipe")
@@ -93,6 +104,7 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
             f"recipe {recipe.name!r}: module_filter selects none of the {len(specs)} linear layers its rules match"
         )
     specs = {path: spec for path, spec in specs.items() if path in chosen}
+    kinds = {path: kind for path, kind in kinds.items() if path not in others}  # their products are their library's
     smoothed: tuple[str, ...] = ()
     if recipe.smooth_glu is not None:
         smoothed, rough = _gated(model, recipe, specs)
@@ -118,6 +130,12 @@ def _sorted(model: nn.Module) -> tuple[dict[str, Kind], dict[str, str]]:
     return kinds, refused
 
 
+def _foreign(module: nn.Module, kind: Kind) -> str | None:
+    """What a weight of the layer is, where it is another library's tensor."""
+    weights = (getattr(module, weight.name) for weight in kind.weights(module))
+    return next((found for weight in weights if (found := foreign(weight)) is not None), None)
+
+
 def _refusal(module: nn.Module) -> str | None:
     """Why a module that multiplies by a matrix of its own cannot follow a rule; None where there is no such matrix."""
     if isinstance(module, nn.Linear):
@@ -126,7 +144,9 @@ def _refusal(module: nn.Module) -> str | None:
         return "its forward, or its out_proj's, is not torch's"
     if isinstance(module, _CONVOLUTIONS):
         return "a convolution: rules round products of linear layers only"
-    if isinstance(module, _TABLES):
+    if isinstance(module, _RECURRENT):
+        return "a recurrent layer: rules round products of linear layers only"
+    if isinstance(module, (*_TABLES, ParametrizationList)):  # the layer multiplies by what it makes of its parameters
         return None
     own = [name for name, p in module._parameters.items() if p is not None and p.dim() > 1]
     if own:

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 
 def to_float32(output: Any) -> Any:
-    """The same structure with every 16-bit floating tensor in float32: tuples, named tuples, lists, dicts, dataclasses.
+    """The same structure with every 16-bit floating tensor in float32: tuples, named tuples, lists, dicts, dataclasses,
+    torch.distributions.
 
     A loss on the outputs is then computed in float32. Other objects (a key-value cache, say) pass untouched.
     """
@@ -32,4 +34,8 @@ def to_float32(output: Any) -> Any:
         for field in fields(output):
             object.__setattr__(widened, field.name, to_float32(getattr(output, field.name)))
         return widened
+    if isinstance(output, Distribution):  # made of tensors, and of other distributions
+        same: Any = copy.copy(output)
+        vars(same).update({name: to_float32(value) for name, value in vars(output).items()})
+        return same
     return output

@@ -76,7 +76,7 @@ def quantize_model(
         states = {n.removeprefix(f"{path}."): s for n, s in histories.items() if n.rpartition(".")[0] == path}
         codes += _store(module, weights, whole, states)
     model._halfstep = replace(applied_to(model), dtypes={}, clock=None, quantized=True)  # type: ignore[assignment]
-    adopt(model, _forward)
+    adopt(model, _forward, patchable=True)
     model.eval().requires_grad_(False)
     quantized = tuple(path for path in applied.quantized if path not in kept)
     return replace(applied, stored=dict(codes) | count(model), quantized=quantized, kept=kept)
@@ -146,11 +146,11 @@ def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None
     found = vars(model).get("_halfstep")
     if found is not None and found.quantized:
         raise RecipeError(
-            f"{name} is quantised already, under {found.recipe!r}; quantise a model with its full weights"
+            f"{name} is quantised already, under {found.recipe.name!r}; quantise a model with its full weights"
         )
-    if found is not None and found.recipe != recipe.name:
+    if found is not None and found.recipe.name != recipe.name:
         raise RecipeError(
-            f"{name} follows {found.recipe!r}; quantise it under that recipe, or halfstep.revert it first"
+            f"{name} follows {found.recipe.name!r}; quantise it under that recipe, or halfstep.revert it first"
         )
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise ModelError(

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from halfstep.errors import LossScaleError
-from halfstep.nn.applied import applied_to
+from halfstep.errors import LossScaleError, RecipeError
+from halfstep.nn.adopt import extend
+from halfstep.nn.applied import Applied, applied_to
+from halfstep.nn.clock import Clock, overdue
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import LinearSpec
@@ -36,6 +38,8 @@ def attach(model: nn.Module, specs: Mapping[str, LinearSpec], products: Mapping[
         for product in products.get(path, ("",)):
             for name, quantizer in spec.states.items():
                 module.register_buffer(_buffer(product) + name, _rule(quantizer).init(device), persistent=False)
+        if spec.states:
+            extend(module, _surviving)
     names = [name for name, _ in model.named_buffers() if _PREFIX in name]
     if names:
         setattr(model, _IGNORED, [*getattr(model, _IGNORED, ()), *names])
@@ -82,7 +86,7 @@ def accept_factors(module: nn.Module, saved: Collection[str]) -> None:
     for name in [name for name in module._buffers if name.startswith(_PREFIX) and name not in names]:
         delattr(module, name)
     for name in names - module._buffers.keys():
-        module.register_buffer(name, torch.ones(1, device=anything.device))
+        module.register_buffer(name, torch.ones(1, dtype=torch.float32, device=anything.device))
 
 
 def _buffer(product: str) -> str:
@@ -101,11 +105,48 @@ def _rule(quantizer: Quantizer) -> StatefulScaling:
     return quantizer.scaling
 
 
-class Scalings:
-    """A model's scaling states as the loss scaler sees them: something to advance, save and load."""
+def _surviving(stock: type[nn.Module]) -> dict[str, Any]:
+    """Members of a layer whose states outlive `to_empty`, and begin anew where they come from the meta device."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        before = dict(_buffers(self))
+        stock._apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for name, state in _buffers(self):
+                if state is not before[name] and state.dtype == torch.float32 and not state.is_meta:
+                    state.copy_(_initial(self, name, state.device) if before[name].is_meta else before[name])
+        return self
+
+    def _load_from_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        stock._load_from_state_dict(self, *args, **kwargs)  # which may put weights in the place of those on meta
+        real = next((p.device for p in self.parameters() if not p.is_meta), None)
+        for name, state in _buffers(self):
+            if state.is_meta and real is not None and name in self._non_persistent_buffers_set:
+                self.register_buffer(name, _initial(self, name, real), persistent=False)
+
+    return {"_apply": _apply, "_load_from_state_dict": _load_from_state_dict}
+
+
+def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, b) for name, b in module._buffers.items() if name.startswith(_PREFIX) and b is not None]
+
+
+def _initial(module: Any, name: str, device: torch.device) -> Tensor:
+    operand = name.removeprefix(_PREFIX).rpartition("__")[2]
+    return _rule(module._halfstep_linear.states[operand]).init(device)
+
+
+class Scalings:
+    """A model's scaling states as the loss scaler sees them: something to advance, save and load.
+
+    Args:
+        process_group: over which ranks agree on amaxes: those that hold the same layers. None is the default group
+            where there is one.
+    """
+
+    def __init__(self, model: nn.Module, process_group: Any = None) -> None:
         self._model = model
+        self._process_group = process_group
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every state by layer and operand; empty for a recipe without."""
@@ -141,27 +182,66 @@ class Scalings:
         for name, state, _ in _states(self._model):
             state.copy_(saved[name])
         if saved:  # weights that were loaded beside them are no step that nobody ended
-            clock = applied_to(self._model).clock
+            clock = self._clock()
             assert clock is not None
-            clock.end()
+            clock.begin(self._model)
 
     @torch.no_grad()
     def advance(self, skipped: bool = False) -> None:
         """End an optimizer step: the states move on, after ranks have agreed on the largest amaxes.
 
-        A skipped step moves nothing, and its amaxes are forgotten.
+        A skipped step moves nothing, and its amaxes are forgotten: on every rank, if one rank says so. An amax that is
+        not finite on one rank is infinite on all.
+
+        Raises:
+            RecipeError: every forward of the step ran in eval(), which records nothing. Nothing was changed.
         """
         clock, entries = applied_to(self._model).clock, list(_states(self._model))
         if clock is None:
             return
-        clock.end()
+        if not skipped and clock.in_eval(self._model) and not self._recorded():
+            raise RecipeError(
+                f"{type(self._model).__name__} is in eval(), where its scaling states record nothing, and its weights "
+                "have changed: call model.train() before the forwards of training. Parts that are to stay in "
+                "evaluation (dropout, BatchNorm, a frozen backbone) take part.eval() after it, which is honoured"
+            )
+        clock.end(self._model)
         amaxes = torch.stack([state[1] for _, state, _ in entries])
-        if not skipped and dist.is_available() and dist.is_initialized():
-            dist.all_reduce(amaxes, dist.ReduceOp.MAX)
-        for amax, (_, state, quantizer) in zip(amaxes, entries, strict=True):
+        found = torch.cat([amaxes, amaxes.new_full((1,), float(skipped))])
+        found = torch.where(found.isfinite(), found, torch.inf)  # gloo's maximum loses the NaN of some ranks
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._process_group)
+            skipped = bool(found[-1])
+        for amax, (_, state, quantizer) in zip(found, entries, strict=False):
             state[1] = 0.0 if skipped else amax
             if not skipped:
                 _rule(quantizer).advance(state, quantizer.format)
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count that optimizer's steps: exact, where changes of weights are but a sign. A second step that nobody
+        ended is refused."""
+        if (clock := self._clock()) is not None:
+            clock.follow(optimizer)
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        clock = self._clock()
+        if clock is not None and clock.is_pending(optimizer) and (clock.is_used() or self._recorded()):
+            raise overdue(self._model)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        clock, overflowed = self._clock(), getattr(optimizer, "found_inf", None)
+        if clock is not None and not (overflowed is not None and float(overflowed)):
+            clock.step(optimizer)
+
+    def _clock(self) -> Clock | None:
+        applied = vars(self._model).get("_halfstep")
+        return applied.clock if isinstance(applied, Applied) else None
+
+    def _recorded(self) -> bool:
+        """Whether any amax of the step that runs is known."""
+        return bool(torch.stack([state[1] for _, state, _ in _states(self._model)]).any())
 
 
 def _some(names: list[str]) -> str:

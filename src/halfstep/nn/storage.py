@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ModelError
 from halfstep.nn.adapters import wide
+from halfstep.ops.subclasses import foreign
 from halfstep.recipe import STORABLE
 
 
@@ -26,11 +27,28 @@ def storable(model: nn.Module, float32_modules: Sequence[str] = ()) -> tuple[dic
                 kept[full] = "its running statistics average over thousands of steps"
             elif id(parameter) in wide_ones:
                 kept[full] = "its module computes in float32"
+            elif (kind := foreign(parameter)) is not None:
+                kept[full] = f"it is a {kind}"
             elif parameter.dtype in STORABLE.values():
                 moves[full] = parameter
             else:
                 kept[full] = f"it is {parameter.dtype}"
     return moves, kept
+
+
+def check_trained(model: nn.Module) -> None:
+    """Called before a model is changed.
+
+    Raises:
+        ModelError: a trained parameter is another library's tensor, whose updates are not ours to round.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (kind := foreign(parameter)) is not None:
+            raise ModelError(
+                f"{type(model).__name__}: {name} is trained and is a {kind}, whose numbers its own library keeps: "
+                "apply the recipe before that library converts the model, or freeze these weights "
+                "(requires_grad_(False)) and train others beside them, such as LoRA's"
+            )
 
 
 def store(parameter: Tensor, dtype: torch.dtype, grads: torch.dtype | None = None) -> None:
@@ -42,14 +60,22 @@ def store(parameter: Tensor, dtype: torch.dtype, grads: torch.dtype | None = Non
     grad, parameter.grad = parameter.grad, None
     parameter.data = parameter.data.to(dtype)
     if _accumulates(parameter) != grads:
-        if not hasattr(parameter, "grad_dtype"):
-            raise ModelError(
-                f"torch {torch.__version__} keeps gradients in the parameters' dtype, and this recipe in {grads}: "
-                "use torch 2.10 or newer"
-            )
         parameter.grad_dtype = grads
     if grad is not None:
         parameter.grad = grad.to(grads)
+
+
+def check_grad_dtype(grads: str, kind: type = Tensor) -> None:
+    """Called before a model is changed.
+
+    Raises:
+        ModelError: this torch cannot keep gradients in another dtype than their parameter.
+    """
+    if not hasattr(kind, "grad_dtype"):
+        raise ModelError(
+            f"torch {torch.__version__} keeps gradients in the parameters' dtype, and this recipe in {grads}: use "
+            "torch 2.10 or newer"
+        )
 
 
 def _accumulates(parameter: Tensor) -> torch.dtype:

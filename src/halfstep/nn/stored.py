@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor
 
 from halfstep import ops
 from halfstep.errors import CheckpointError
-from halfstep.nn.adopt import Members, extend
+from halfstep.nn.adopt import extend
 from halfstep.nn.codes import held_weight
+from halfstep.nn.following import part_of
 from halfstep.nn.scaling import accept_factors, states_of
 from halfstep.ops.linear import product_dtype
 from halfstep.ops.operand import Operand, decoded, just_in_time, operand, stored
@@ -55,8 +55,9 @@ class Stored:
 
 
 def product(module: Any, x: Tensor, weight: Tensor | Operand, bias: Tensor | None, part: str = "") -> Tensor:
-    """x w^T + b as the layer's spec says; only training steps move scaling states."""
-    record = module.training and torch.is_grad_enabled()
+    """x w^T + b as the layer's spec says; only calls that train the model move scaling states."""
+    shared = part_of(module)
+    record = shared is not None and shared.trains(module)
     spec = vars(module).get("_halfstep_linear", _PLAIN)
     return ops.linear(x, weight, bias, spec, states_of(module, part), record)
 
@@ -98,7 +99,7 @@ def store_weight(module: Any, weight: Weight, state: Tensor | None) -> int:
     text = torch.frombuffer(bytearray(entry.label), dtype=torch.uint8)
     module.register_buffer(f"{weight.name}_format", text.to(parameter.device))
     module._halfstep_stored[weight.name] = entry
-    extend(module, _restoring(weight.name))
+    extend(module, _Restoring(weight.name))
     return parameter.numel()
 
 
@@ -129,16 +130,19 @@ def _quantized(module: Any, entry: Stored, expert: int | None = None) -> ops.Qua
     return ops.Quantized(entry.quantizer, entry.shape, entry.dtype, tensors)
 
 
-@cache
-def _restoring(name: str) -> Members:
+@dataclass(frozen=True)
+class _Restoring:
     """The parameter as others see it: its values now, in the dtype and shape that it had."""
 
-    def value(module: Any) -> Tensor:
-        entry: Stored = module._halfstep_stored[name]
-        count = getattr(module, f"{name}_codes").shape[0] if getattr(module, f"{name}_codes").dim() == 3 else None
-        experts = [None] if count is None else range(count)
+    name: str
+
+    def __call__(self, stock: type) -> dict[str, Any]:
+        return {self.name: property(self._value)}
+
+    def _value(self, module: Any) -> Tensor:
+        entry: Stored = module._halfstep_stored[self.name]
+        codes = getattr(module, f"{self.name}_codes")
+        experts = [None] if codes.dim() < 3 else range(len(codes))
         matrices = [_quantized(module, entry, expert).dequantize() for expert in experts]
         matrices = [matrix.t() if entry.weight.transposed else matrix for matrix in matrices]
-        return matrices[0] if count is None else torch.stack(matrices)
-
-    return lambda stock: {name: property(value)}
+        return matrices[0] if codes.dim() < 3 else torch.stack(matrices)

@@ -2,7 +2,15 @@
 
 from halfstep.ops.attention import attention, rounded_attention
 from halfstep.ops.casts import decode, encode, fake_quantize, quantize, round_to
-from halfstep.ops.codes import decode_scaled, encode_grad, encode_scaled, grad_values, is_encoded, values_of
+from halfstep.ops.codes import (
+    decode_scaled,
+    encode_grad,
+    encode_scaled,
+    grad_values,
+    is_encoded,
+    multiply_encoded,
+    values_of,
+)
 from halfstep.ops.convolution import convolution
 from halfstep.ops.linear import linear
 from halfstep.ops.matmul import matmul
@@ -16,6 +24,6 @@ from halfstep.ops.storage import load_quantized, save_quantized
 __all__ = [
     "Quantized", "amax_of", "attention", "channel_scale", "convolution", "decode", "decode_scaled", "encode",
     "encode_grad", "encode_scaled", "fake_quantize", "grad_values", "is_encoded", "is_native_available", "linear",
-    "load_quantized", "matmul", "quantize", "round_to", "rounded_attention", "save_quantized", "smooth_channels",
-    "smooth_tokens", "token_scale", "values_of",
+    "load_quantized", "matmul", "multiply_encoded", "quantize", "round_to", "rounded_attention", "save_quantized",
+    "smooth_channels", "smooth_tokens", "token_scale", "values_of",
 ]  # fmt: skip

@@ -137,8 +137,19 @@ def values(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The values of x after quantising and dequantising."""
+    return values_noted(x, quantizer, generator, out, dtype)[0]
+
+
+def values_noted(
+    x: Tensor,
+    quantizer: Quantizer,
+    generator: torch.Generator | int | None = None,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, bool]:
+    """The same, and whether some may be below 2^-126 but not 0: True where nobody looked."""
     if quantizer.scaling is None or quantizer.tile is None:
-        return round_to(x, quantizer.format, quantizer.rounding, quantizer.overflow, generator, out, dtype)
+        return round_to(x, quantizer.format, quantizer.rounding, quantizer.overflow, generator, out, dtype), True
     check_input("round_to", x, quantizer.rounding, quantizer.overflow)
     result, x = prepare_out(x.shape, x.dtype, x.device, out, dtype), x.detach()
     seed, tile = seed_of(quantizer.rounding, generator), quantizer.tile
@@ -147,9 +158,8 @@ def values(
             x, result, quantizer.format.key, tile.rows, tile.columns, quantizer.scaling.name, quantizer.outliers,
             quantizer.rounding, seed,
         )  # fmt: skip
-    else:
-        operators.round_tiles_into(x.contiguous(), result, quantizer, seed)
-    return result
+        return result, True
+    return result, operators.round_tiles_into(x, result, quantizer, seed)
 
 
 def _named(format: str, scale: str | None, rounding: str, overflow: str) -> Quantizer:
@@ -239,12 +249,25 @@ def decode(
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, quantizer: Quantizer) -> Tensor:
+    def forward(x: Tensor, quantizer: Quantizer) -> Tensor:
         return values(x, quantizer)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, quantizer: Quantizer) -> tuple[Tensor, int]:
+        if quantizer.scaling is not None or quantizer.rounding == "stochastic":
+            raise QuantizationError(
+                f"torch.func.vmap goes over fake_quantize by {quantizer}: its scales or noise could be the batch's or "
+                "each sample's own. Loop over the samples, or round the batch outside of vmap"
+            )
+        return fake_quantize(x, quantizer), in_dims[0]
 
 
 def fake_quantize(x: Tensor, quantizer: Quantizer) -> Tensor:

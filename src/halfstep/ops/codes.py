@@ -35,9 +35,15 @@ def decode_scaled(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 class _Values(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, codes: Tensor, scale: Tensor) -> Tensor:
+    def forward(codes: Tensor, scale: Tensor) -> Tensor:
         return codes.float() * scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -54,6 +60,14 @@ def encode_grad(grad: Tensor, dtype: torch.dtype) -> Tensor:
     codes, scale = encode_scaled(grad.detach(), dtype)
     setattr(codes, _SCALE, scale)
     return codes
+
+
+def multiply_encoded(grad: Tensor, factor: float) -> None:
+    """Multiply a gradient kept as codes, in place and in float32: its scale takes the factor, its codes stay.
+
+    The scale was a power of two, so the values are what multiplying the decoded ones would have given, bit for bit.
+    """
+    setattr(grad, _SCALE, getattr(grad, _SCALE) * factor)
 
 
 def is_encoded(grad: Tensor) -> bool:

@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.errors import ModelError
 from halfstep.kernels import scaled_mm
 from halfstep.ops.matmul import matmul
+from halfstep.ops.once import Backwards, Once, once
 from halfstep.ops.operand import Operand, just_in_time, operand
+from halfstep.ops.plain import matrix, plain
+from halfstep.ops.subclasses import check_plain, foreign
 from halfstep.quant import Quantizer
 from halfstep.recipe import LinearSpec
 
@@ -40,11 +44,20 @@ def linear(
         record: raise this step's amaxes in the states. False for evaluation, which must not move them.
 
     Raises:
-        ModelError: the weight is an `Operand` and x requires a gradient.
+        ModelError: the weight is an `Operand` and x requires a gradient; a weight that is to be rounded is a shard, or
+            another library's tensor.
     """
     if isinstance(weight, Operand):
         return _infer(x, weight, bias, spec.output.lhs, (states or {}).get("input"))
-    return _Linear.apply(x, weight, bias, spec, states or {}, record)  # type: ignore[no-any-return,no-untyped-call]
+    if spec.rounds:
+        check_plain(weight)
+        function = _Rounded if torch.compiler.is_compiling() else _Eager
+        return function.apply(x, weight, bias, spec, states or {}, record)[0]  # type: ignore[no-any-return,no-untyped-call]
+    if not torch.compiler.is_compiling() and foreign(weight) is not None:
+        return F.linear(x, weight, bias)  # which its library has a way for
+    dtype = product_dtype(x)
+    with torch.autocast(x.device.type, enabled=False):
+        return plain(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -61,55 +74,90 @@ def _infer(
             "a layer that is quantised for inference has no gradients, and its input requires one: run it under "
             "torch.no_grad(), or train the model first and quantise it then"
         )
-    dtype, rows = product_dtype(x), x.reshape(-1, x.shape[-1])
+    dtype, rows = product_dtype(x), matrix(x)
     with torch.autocast(x.device.type, enabled=False):
         lhs = operand(rows, quantizer, dtype, just_in_time(rows, quantizer, state))
         y = _product(lhs, weight.t(), bias, dtype)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-class _Linear(torch.autograd.Function):
+class _Rounded(Once):
+    """The layer with rounded operands: y, an anchor, and what the backward takes of the operands.
+
+    The anchor is a zero that depends on whatever y does, so that a second derivative through the gradients, which do
+    not say so themselves, finds its way to the error.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec, states: States, record: bool
-    ) -> Tensor:
-        device, dtype = x.device.type, product_dtype(x)
-        ctx.spec, ctx.dtype, ctx.shape, ctx.states, ctx.record = spec, dtype, x.shape, states, record
-        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        rows = x.reshape(-1, x.shape[-1])
-        with torch.autocast(device, enabled=False):
+        x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec, states: States, record: bool
+    ) -> tuple[Tensor | None, ...]:
+        dtype, rows = product_dtype(x), matrix(x)
+        with torch.autocast(x.device.type, enabled=False):
             lhs = operand(rows, spec.output.lhs, dtype, states.get("input"), record)
             rhs = operand(weight, spec.output.rhs, dtype, states.get("weight"), record)
             y = _product(lhs, rhs.t(), bias, dtype)
-            # What a backward product takes as the forward did is saved so; what it rounds anew, as it came.
+            # What a backward product takes as the forward did is kept so; what it rounds anew, as it came.
             x_kept = _kept(lhs, rows, _down(spec.grad_weight.rhs), spec.output.lhs, dtype)
             weight_kept = _kept(rhs, weight, _down(spec.grad_input.rhs), spec.output.rhs, dtype)
-        ctx.save_for_backward(x_kept.values, x_kept.scale, weight_kept.values, weight_kept.scale)
-        return y.view(*x.shape[:-1], weight.shape[0])
+        return y.view(*x.shape[:-1], weight.shape[0]), y.new_zeros(()), *x_kept, *weight_kept
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, x_scale, weight, weight_scale = ctx.saved_tensors
-        spec, dtype, states = ctx.spec, ctx.dtype, ctx.states
-        rows = grads[0].reshape(-1, grads[0].shape[-1])
-        grad_x = grad_weight = grad_bias = None
-        first, second = spec.grad_input, spec.grad_weight
-        lhs: Operand | None = None
-        with torch.autocast(rows.device.type, enabled=False):
-            if ctx.needs_input_grad[0]:
-                lhs = operand(rows, first.lhs, dtype, states.get("grad_output"), ctx.record)
-                anew = _down(first.rhs) != spec.output.rhs
-                rhs = operand(weight, _down(first.rhs), dtype) if anew else Operand(weight, weight_scale)
-                grad_x = _product(lhs, rhs, None, dtype).view(ctx.shape).to(ctx.dtypes[0])
-            if ctx.needs_input_grad[1]:
-                if lhs is None or _down(second.lhs) != first.lhs:
-                    lhs = operand(rows, _down(second.lhs), dtype, states.get("grad_output"), ctx.record)
-                anew = _down(second.rhs) != spec.output.lhs
-                rhs = operand(x, _down(second.rhs), dtype) if anew else Operand(x, x_scale)
-                grad_weight = _product(lhs.t(), rhs, None, dtype).to(ctx.dtypes[1])
-            if ctx.needs_input_grad[2]:
-                grad_bias = rows.sum(0).to(ctx.dtypes[2])
-        return grad_x, grad_weight, grad_bias, None, None, None
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        x, weight, bias, ctx.spec, ctx.states, ctx.record = inputs
+        _, anchor, x_kept, x_scale, weight_kept, weight_scale = output
+        ctx.dtype, ctx.shape = product_dtype(x), x.shape
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.mark_non_differentiable(*[kept for kept in output[2:] if kept is not None])
+        ctx.set_materialize_grads(False)
+        x_kept, weight_kept = x if x_kept is None else x_kept, weight if weight_kept is None else weight_kept
+        ctx.save_for_backward(anchor, x_kept, x_scale, weight_kept, weight_scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        options = (ctx.needs_input_grad[:3], ctx.spec, ctx.states, ctx.record, ctx.dtype, ctx.shape, ctx.dtypes)
+        return *once(_form, grads[0], *ctx.saved_tensors, *options), None, None, None
+
+
+class _Eager(Backwards, _Rounded):
+    pass
+
+
+def _form(
+    grad: Tensor,
+    anchor: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    needs: tuple[bool, ...],
+    spec: LinearSpec,
+    states: States,
+    record: bool,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    dtypes: tuple[torch.dtype, ...],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight and bias, as far as they are needed."""
+    rows, x = matrix(grad), matrix(x)
+    grad_x = grad_weight = grad_bias = None
+    first, second = spec.grad_input, spec.grad_weight
+    lhs: Operand | None = None
+    with torch.autocast(rows.device.type, enabled=False):
+        if needs[0]:
+            lhs = operand(rows, first.lhs, dtype, states.get("grad_output"), record)
+            anew = _down(first.rhs) != spec.output.rhs
+            rhs = operand(weight, _down(first.rhs), dtype) if anew else Operand(weight, weight_scale)
+            grad_x = _product(lhs, rhs, None, dtype).view(shape).to(dtypes[0])
+        if needs[1]:
+            if lhs is None or _down(second.lhs) != first.lhs:
+                lhs = operand(rows, _down(second.lhs), dtype, states.get("grad_output"), record)
+            anew = _down(second.rhs) != spec.output.lhs
+            rhs = operand(x, _down(second.rhs), dtype) if anew else Operand(x, x_scale)
+            grad_weight = _product(lhs.t(), rhs, None, dtype).to(dtypes[1])
+        if needs[2]:
+            grad_bias = rows.sum(0).to(dtypes[2])
+    return grad_x, grad_weight, grad_bias
 
 
 def _down(quantizer: Quantizer | None) -> Quantizer | None:
@@ -117,10 +165,12 @@ def _down(quantizer: Quantizer | None) -> Quantizer | None:
     return None if quantizer is None else quantizer.down
 
 
-def _kept(used: Operand, x: Tensor, later: Quantizer | None, now: Quantizer | None, dtype: torch.dtype) -> Operand:
-    if later == now:
-        return used
-    return Operand(x.to(dtype)) if later is None else Operand(x)
+def _kept(
+    used: Operand, x: Tensor, later: Quantizer | None, now: Quantizer | None, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """Values and scale of what the backward takes; None for the values where these are the input as it came."""
+    kept = used if later == now else Operand(x.to(dtype)) if later is None else Operand(x)
+    return None if kept.values is x else kept.values, kept.scale
 
 
 def _product(lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

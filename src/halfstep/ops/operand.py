@@ -11,7 +11,7 @@ from halfstep import formats
 from halfstep.errors import RecipeError
 from halfstep.formats import Format
 from halfstep.kernels import carried, scaled_mm
-from halfstep.ops.casts import quantize, values
+from halfstep.ops.casts import quantize, values, values_noted
 from halfstep.ops.quantized import Quantized
 from halfstep.ops.scaled import amax_of, round_scaled
 from halfstep.quant import Quantizer
@@ -145,8 +145,9 @@ def _factor(x: Tensor, quantizer: Quantizer, state: Tensor | None, record: bool)
             f"the state of {scaling.name} scaling is {state.dtype}, expected torch.float32: the model was cast after "
             "halfstep.apply (model.half(), model.to(dtype)); cast it first, then apply the recipe"
         )
-    own = amax_of(x) if record or scaling.waits else None
-    factor = scaling.in_use(state, own, quantizer.format)  # of this step, whatever happens to the state
+    waits = scaling.waits(state)
+    own = amax_of(x) if record or waits else None
+    factor = scaling.in_use(state, own if waits else None, quantizer.format)  # of this step, whatever comes
     if record and own is not None:
         scaling.record(state, own)
     return factor
@@ -173,11 +174,11 @@ def _blocks(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Operand:
     """
     assert quantizer.scaling is not None
     assert quantizer.tile is not None
-    if quantizer.tile.columns == 1 and quantizer.tile.rows != 1:  # kernels know tiles along rows
-        return _blocks(x.t().contiguous(), quantizer.down, dtype).t()
+    if quantizer.tile.columns == 1 and quantizer.tile.rows != 1:  # kernels know tiles along rows, of a view too
+        return _blocks(x.t(), quantizer.down, dtype).t()
     narrow = _narrow(quantizer, dtype, x.device)
-    carrier = values(x, quantizer, dtype=narrow)
-    if narrow == dtype and _has_subnormals(carrier):
+    carrier, may_be_subnormal = values_noted(x, quantizer, dtype=narrow)
+    if narrow == dtype and may_be_subnormal and _has_subnormals(carrier):
         return Operand(values(x, quantizer, dtype=torch.float32))
     return Operand(carrier)
 

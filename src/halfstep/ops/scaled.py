@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.kernels.cpu import operators
+from halfstep.kernels.cpu import amax, operators
 from halfstep.ops.casts import seed_of
 
 
@@ -33,5 +33,7 @@ def amax_of(x: Tensor) -> Tensor:
     """max |x|, a float32 scalar: 0 for an empty tensor, NaN where there is one."""
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
+    if not torch.compiler.is_compiling() and amax.supports(x):
+        return amax.run(x)
     low, high = torch.aminmax(x.detach())  # one pass, at the speed of memory; abs().amax() would be two
     return torch.maximum(-low, high).float()

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import carried
+from halfstep.ops.once import Backwards, Once, once
 from halfstep.ops.operand import Operand, operand
+from halfstep.ops.plain import matrix, plain_stacked
 from halfstep.recipe import LinearSpec, Matmul
 
 
@@ -22,25 +24,42 @@ def stacked_linear(x: Tensor, weight: Tensor, spec: LinearSpec, dtype: torch.dty
         spec: how the six operands are rounded; its scalings keep no state.
         dtype: of operands that are not rounded.
     """
-    return _Stacked.apply(x, weight, spec, dtype)  # type: ignore[no-any-return,no-untyped-call]
+    if not spec.rounds:
+        return plain_stacked(x, weight, dtype)
+    function = _Rounded if torch.compiler.is_compiling() else _Eager
+    return function.apply(x, weight, spec, dtype)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _Stacked(torch.autograd.Function):
+class _Rounded(Once):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, spec: LinearSpec, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.spec, ctx.dtype = spec, dtype
+    def forward(x: Tensor, weight: Tensor, spec: LinearSpec, dtype: torch.dtype) -> Tensor:
         return _product(x, weight, spec.output, dtype)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, ctx.spec, ctx.dtype = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = _product(grads[0], weight.mT, ctx.spec.grad_input, ctx.dtype).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weight = _product(grads[0].mT, x.mT, ctx.spec.grad_weight, ctx.dtype).to(weight.dtype)
-        return grad_x, grad_weight, None, None
+        found = once(_form, grads[0], *ctx.saved_tensors, ctx.needs_input_grad[:2], ctx.spec, ctx.dtype)
+        return *found, None, None
+
+
+class _Eager(Backwards, _Rounded):
+    pass
+
+
+def _form(
+    grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...], spec: LinearSpec, dtype: torch.dtype
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x and weight, as far as they are needed."""
+    grad_x = grad_weight = None
+    if needs[0]:
+        grad_x = _product(grad, weight.mT, spec.grad_input, dtype).to(x.dtype)
+    if needs[1]:
+        grad_weight = _product(grad.mT, x.mT, spec.grad_weight, dtype).to(weight.dtype)
+    return grad_x, grad_weight
 
 
 def _product(lhs: Tensor, rhs: Tensor, matmul: Matmul, dtype: torch.dtype) -> Tensor:
@@ -54,5 +73,5 @@ def _product(lhs: Tensor, rhs: Tensor, matmul: Matmul, dtype: torch.dtype) -> Te
 
 
 def _operand(x: Tensor, quantizer: Any, dtype: torch.dtype) -> Operand:
-    made = operand(x.reshape(-1, x.shape[-1]), quantizer, dtype).widened(dtype)
+    made = operand(matrix(x), quantizer, dtype).widened(dtype)
     return Operand(made.values.view(x.shape), made.scale)

@@ -1,9 +1,11 @@
 """Optimizers that store weights, masters and moments in few bits, and the loss scale."""
 
+from halfstep.optim.checks import check_optimizer
 from halfstep.optim.classes import Lamb, Lion
+from halfstep.optim.conversion import convert
 from halfstep.optim.loss_scale import LossScaler
-from halfstep.optim.lowbit import LowBit, Update, convert
+from halfstep.optim.lowbit import LowBit, Update
 from halfstep.optim.rules import rule_of, update_rules
 
 
-__all__ = ["Lamb", "Lion", "LossScaler", "LowBit", "Update", "convert", "rule_of", "update_rules"]
+__all__ = ["Lamb", "Lion", "LossScaler", "LowBit", "Update", "check_optimizer", "convert", "rule_of", "update_rules"]

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.errors import OptimizerError
+from halfstep.optim.checks import UNSCALED, check_parameters, check_state, check_step
+from halfstep.optim.gradients import narrow_all
 from halfstep.optim.masters import Kept, Master, Own, get_master
-from halfstep.optim.rules import rule_of
+from halfstep.optim.present import Parameters, Present
 from halfstep.optim.rules.base import UpdateRule
 from halfstep.optim.scaled import scaled_weight
-from halfstep.quant import derive_seed, draw_seed
-from halfstep.recipe import STORABLE, Recipe, Scaled
-
-
-_RESIDUAL = "_residual"  # ends the state's name for what rounding a moment left over
-
-
-@dataclass(frozen=True)
-class Storage:
-    """How an optimizer keeps what it keeps."""
-
-    moments: torch.dtype
-    residuals: tuple[str, ...]
-    """Moments kept as the sum of two numbers of that dtype."""
-    master: Master
-    update_rounding: str
-    scaled: Scaled | None = None
-    """How the weights are kept that `LowBit` has scales for."""
+from halfstep.optim.shards import local, local_like, positions
+from halfstep.optim.states import RESIDUAL, Storage, adopt, decode, foreign
+from halfstep.quant import derive_seed
 
 
 @dataclass(frozen=True)
@@ -52,19 +41,25 @@ class LowBit(torch.optim.Optimizer):
     """An update rule over weights and moments stored in few bits, with torch.optim's semantics.
 
     Each step decodes weight, gradient and moments to float32, applies the rule, and rounds each result once to
-    its own format. Where there is a master copy, it takes the update and the weight is its rounded image.
+    its own format. Where there is a master copy, it takes the update and the weight is its rounded image. A weight that
+    somebody wrote to, in whatever way, is followed by what is kept of it (`masters.Master`).
 
     It follows torch's protocol for loss scaling (`grad_scale` and `found_inf`, as the fused optimizers do), so the
     gradient is divided by the scale in float32, inside the update: fp16 gradients are never unscaled in place, which
     would flush the small ones. `torch.amp.GradScaler` works with it as well as `halfstep.LossScaler`.
 
-    State a parameter: `step`, the rule's moments under torch's names, and what the recipe's master keeps.
+    State a parameter: `step`, the rule's moments under torch's names, and what the recipe's master keeps. It is saved,
+    loaded, copied and pickled like that of torch's optimizers.
 
     Args:
         scales: of the weights that are kept as codes (`nn.codes.hold`).
+        parameters, process_group: as for `convert`.
     """
 
     _step_supports_amp_scaling = True
+    takes_float32_gradients = True  # also of parameters in 16 bits: a loss scaler unscales and clips them there
+    awaits_scaler = False
+    """Whether the recipe scales its loss and no scaler has been seen yet: a step without one warns, once."""
 
     def __init__(
         self,
@@ -73,13 +68,17 @@ class LowBit(torch.optim.Optimizer):
         storage: Storage,
         seed: int,
         scales: Mapping[nn.Parameter, Tensor | None] | None = None,
+        parameters: Parameters | None = None,
+        process_group: Any = None,
     ) -> None:
-        super().__init__(groups, {"rounding_seed": seed})
         self.rule = rule
         self.storage = storage
         self._scales: Mapping[Any, Tensor | None] = scales or {}
-        self._versions: dict[Tensor, int] = {}
+        self._present = Present(parameters) if parameters is not None else None
+        self._process_group = process_group
+        self._agreed = False
         self._watch: Callable[[Update], None] | None = None
+        super().__init__(groups, {"rounding_seed": seed})
 
     @contextmanager
     def watched(self, watch: Callable[[Update], None]) -> Iterator[None]:
@@ -93,10 +92,12 @@ class LowBit(torch.optim.Optimizer):
     @torch.no_grad()
     def full(self, parameter: Tensor) -> Tensor:
         """All that is stored of a parameter, its master included, as a float32 tensor of its own."""
-        master, state = self._master(parameter), self.state[parameter]
+        master, state = self._master(parameter), self.state.get(parameter, {})
         if not master.keeps or not master.keeps.keys() <= state.keys():
             return master.stored(parameter)
-        return master.value(parameter.detach(), {name: state[name] for name in master.keeps})
+        kept = {name: state[name].clone() for name in master.keeps}
+        master.follow(local(parameter.detach()), {name: local(value) for name, value in kept.items()})
+        return master.value(parameter.detach(), kept)
 
     def _master(self, weight: Tensor) -> Master:
         """What takes the weight's update."""
@@ -105,23 +106,62 @@ class LowBit(torch.optim.Optimizer):
             return scaled_weight(self.storage.scaled, self._scales[weight])
         return get_master(None) if weight.dtype == torch.float32 else self.storage.master
 
+    def _name(self, parameter: Tensor, index: int) -> str:
+        name = self._present.name(parameter) if self._present is not None else None
+        return f"parameter {index}" + (f" ({name})" if name else "")
+
     def __getstate__(self) -> dict[str, Any]:
-        # What a copy needs beside torch's own; `_versions` starts anew, so the copy's masters follow its weights.
-        own = {"rule": self.rule, "storage": self.storage, "_scales": self._scales, "_versions": {}, "_watch": None}
+        # What a copy needs beside torch's own. Which model it belongs to and who trains with it, it does not know.
+        own = {"rule": self.rule, "storage": self.storage, "_scales": self._scales}
         return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"_watch": None, "_present": None, "_process_group": None, "_agreed": False, **state})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """torch's; the recipe holds for the new parameters too.
+
+        Raises:
+            OptimizerError: one is of a dtype that no recipe stores. Nothing was added.
+        """
+        super().add_param_group(param_group)
+        try:
+            check_parameters(self.param_groups[-1:], self._scales, self._name)
+        except OptimizerError:
+            self.param_groups.pop()
+            raise
+
+    def agree_on_the_seed(self) -> None:
+        """Take the seed of stochastic rounding from the first of the processes that train together, once."""
+        if self._agreed or self.storage.update_rounding != "stochastic" or not _are_several(self._process_group):
+            return
+        own, self._agreed = self.defaults["rounding_seed"], True
+        box = [own]
+        dist.broadcast_object_list(box, group=self._process_group, group_src=0)
+        self.defaults["rounding_seed"] = box[0]
+        for group in self.param_groups:
+            if group["rounding_seed"] == own:  # not a loaded one
+                group["rounding_seed"] = box[0]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter that has a gradient.
 
         Raises:
-            OptimizerError: a gradient is sparse; there is none, and weights are codes that nobody else may step on.
+            OptimizerError: a gradient is sparse; parameters of the optimizer have left the model and others have come;
+                there is no gradient, and weights are codes that nobody else may step on. Nothing has moved.
         """
+        if self._present is not None:
+            self._present.check(self.param_groups)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
+        if self.awaits_scaler:
+            self.awaits_scaler = False
+            if found_inf is None and not hasattr(self, "grad_scale"):
+                warnings.warn(UNSCALED, stacklevel=4)  # torch wraps step, twice
         if found_inf is not None and float(found_inf):
             return loss
         scale = getattr(self, "grad_scale", None)
@@ -131,6 +171,12 @@ class LowBit(torch.optim.Optimizer):
                 "no parameter of this optimizer has a gradient. A model that fully_shard or a copy took over has other "
                 "parameters; under FSDP2 call halfstep.apply, shard, and build torch's optimizer on what came out"
             )
+        for group in self.param_groups:
+            group.setdefault("rounding_seed", self.defaults["rounding_seed"])  # it came by way of the old optimizer
+        check_parameters(self.param_groups, self._scales, self._name)
+        check_step(self.param_groups, self.rule, self._name)
+        self.agree_on_the_seed()
+        self._start_late()
         index = 0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -139,41 +185,54 @@ class LowBit(torch.optim.Optimizer):
                 index += 1
         return loss
 
-    def _update(self, weight: Tensor, group: dict[str, Any], grad_scale: float, index: int) -> None:
-        grad = cast(Tensor, weight.grad)
-        if grad.layout != torch.strided:
-            raise OptimizerError(
-                f"parameter {index} has a {grad.layout} gradient; expected a dense one. "
-                "Build its embedding with sparse=False"
+    def _start_late(self) -> None:
+        """Start the masters of parameters that were frozen, or not here, when the others' were taken; say it, once."""
+        late, parameters = [], [p for group in self.param_groups for p in group["params"]]
+        for index, parameter in enumerate(parameters):
+            master = self._master(parameter)
+            if parameter.grad is None or master.keeps.keys() <= self.state.get(parameter, {}).keys():
+                continue
+            self.state[parameter].update(master.start(parameter, master.stored(parameter)))
+            late.append(f"{self._name(parameter, index)} of shape {tuple(parameter.shape)}")
+        if late:
+            more = f" and {len(late) - 3} more" if len(late) > 3 else ""
+            warnings.warn(
+                f"the masters of {', '.join(late[:3])}{more} start from weights that are rounded already: they were "
+                "frozen, or not in the optimizer, when halfstep.prepare took the others' float32 values. To keep all "
+                "bits, hand prepare an optimizer that has them, before they are frozen (requires_grad_(False))",
+                stacklevel=4,
             )
-        state, storage = self.state[weight], self.storage
+
+    def _update(self, parameter: Tensor, group: dict[str, Any], grad_scale: float, index: int) -> None:
+        state, storage, master = self.state[parameter], self.storage, self._master(parameter)
         names = self.rule.moments(group)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-        for name in (*names, *(name + _RESIDUAL for name in names if name in storage.residuals)):
+        for name in (*names, *(name + RESIDUAL for name in names if name in storage.residuals)):
             if state.get(name) is None:
-                state[name] = torch.zeros_like(weight, dtype=storage.moments)
-        master = self._master(weight)
-        grad = master.gradient(grad)
-        if not master.keeps.keys() <= state.keys():
-            state.update(master.start(weight, master.stored(weight)))  # it came with add_param_group
+                state[name] = torch.zeros_like(parameter, dtype=storage.moments)
         state["step"] += 1
-        step, kept = int(state["step"]), {name: state[name] for name in master.keeps}
-        if kept and self._versions.get(weight) != weight._version:
-            master.follow(weight, kept)  # somebody wrote to the weight: load_state_dict, a clamp, an average
+        step, weight, grad = int(state["step"]), parameter, master.gradient(_grad(parameter))
+        kept = {name: state[name] for name in master.keeps}
+        moments = {name: value for name, value in state.items() if name.removesuffix(RESIDUAL) in names}
+        if self.rule.elementwise:  # of a parameter that is spread over ranks, this one's part
+            weight, grad = local(parameter), local_like(grad, parameter)
+            kept, moments = ({name: local(value) for name, value in part.items()} for part in (kept, moments))
         if isinstance(master, Own):
             rounding = storage.update_rounding
-            seed = derive_seed(group["rounding_seed"], step, index) if rounding == "stochastic" else None
-            master = Own("none", rounding, seed)
-        moments = {name: value for name, value in state.items() if name.removesuffix(_RESIDUAL) in names}
+            stochastic = rounding == "stochastic"
+            seed = derive_seed(group["rounding_seed"], step, index) if stochastic else None
+            master = Own("none", rounding, seed, positions(parameter) if stochastic else None)
         if self._watch is None and self.rule.fused(weight, master, kept, grad, moments, step, group, grad_scale):
             torch.autograd.graph.increment_version(weight)
         else:
-            self._reference(weight, master, kept, grad, moments, step, group, grad_scale)
-        self._versions[weight] = weight._version
+            self._reference(parameter, weight, master, kept, grad, moments, step, group, grad_scale)
+        if weight is not parameter:
+            torch.autograd.graph.increment_version(parameter)
 
     def _reference(
         self,
+        parameter: Tensor,
         weight: Tensor,
         master: Master,
         kept: Kept,
@@ -184,27 +243,37 @@ class LowBit(torch.optim.Optimizer):
         grad_scale: float,
     ) -> None:
         """What `rule.fused` does, for any rule, device and format: in torch, but for what it can do in float32."""
-        full, before = master.read(weight, kept), master.value(weight, kept) if self._watch else None
+        part, own = local(weight), {name: local(value) for name, value in kept.items()}
+        master.follow(part, own)
+        full, before = master.read(weight, kept), master.value(part, own) if self._watch else None
         if self._watch is None and self.rule.fused(full, Own("none"), {}, grad, moments, step, group, grad_scale):
-            master.write(weight, kept, full)
+            master.write(part, own, full)
             return
-        updated, new = self.rule.update(full, grad.float() * grad_scale, _decode(moments), step, group)
+        grad = grad.float() if grad_scale == 1.0 else grad.float() * grad_scale
+        updated, new = self.rule.update(full, grad, decode(moments), step, group)
         for name, moment in new.items():
             moments[name].copy_(moment)
-            if name + _RESIDUAL in moments:
-                moments[name + _RESIDUAL].copy_(moment - moments[name].float())
-        master.write(weight, kept, updated)
-        if self._watch is not None and before is not None:
-            self._watch(Update(weight, before, updated - full, master.value(weight, kept) - before))
+            if name + RESIDUAL in moments:
+                moments[name + RESIDUAL].copy_(moment - moments[name].float())
+        wanted = local(updated - full) if self._watch is not None else None
+        master.write(part, own, local_like(updated, parameter))
+        if self._watch is not None and before is not None and wanted is not None:
+            self._watch(Update(parameter, before, wanted, master.value(part, own) - before))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that a clip moved to float32 are of their own dtype again."""
+        super().zero_grad(set_to_none)
+        narrow_all(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class, or of the torch optimizer with the same rule, returned.
 
         Moments and masters keep this optimizer's own dtypes: torch's loader would cast them to the parameter's.
-        A master copy that the state lacks (a torch optimizer has none) is the present one, brought up to the weight.
+        A master copy that the state lacks (a torch optimizer has none) is the present one.
 
         Raises:
-            OptimizerError: the groups differ, or a state belongs to a parameter of another shape.
+            OptimizerError: the groups differ; a state belongs to a parameter of another shape, or holds what this
+                optimizer would leave unused (AMSGrad's maximum, another recipe's master). Nothing was changed.
         """
         saved = [len(group["params"]) for group in state_dict["param_groups"]]
         own = [len(group["params"]) for group in self.param_groups]
@@ -213,13 +282,12 @@ class LowBit(torch.optim.Optimizer):
                 f"the state holds parameter groups of sizes {saved}, this optimizer has {own}; "
                 "build the optimizer over the same parameters first"
             )
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        states = {
-            parameter: self._adopt(parameter, state_dict["state"][number], number)
-            for number, parameter in zip(numbers, parameters, strict=True)
-            if number in state_dict["state"]
-        }
+        states: dict[Tensor, dict[str, Any]] = {}
+        for group, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            self.rule.check(group)
+            for number, parameter in zip(group["params"], mine["params"], strict=True):
+                if number in state_dict["state"]:
+                    states[parameter] = self._adopt(parameter, state_dict["state"][number], {**mine, **group}, number)
         groups = self.param_groups
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for group, loaded in zip(groups, self.param_groups, strict=True):
@@ -228,85 +296,34 @@ class LowBit(torch.optim.Optimizer):
         self.state.update(states)
 
     @torch.no_grad()
-    def _adopt(self, parameter: Tensor, saved: dict[str, Any], number: object) -> dict[str, Any]:
-        """A parameter's saved state in this optimizer's dtypes, on the parameter's device."""
-        state: dict[str, Any] = {}
-        master = self._master(parameter)
-        keeps = self.storage.master.keeps | master.keeps
-        for name, value in saved.items():
-            if not isinstance(value, Tensor):
-                if value is not None:
-                    state[name] = value
-            elif name == "step":
-                state[name] = value.detach().to("cpu", torch.float32, copy=True)
-            elif value.shape != parameter.shape and value.dim():
-                raise OptimizerError(
-                    f"the state of parameter {number} holds {name} of shape {tuple(value.shape)}, "
-                    f"expected {tuple(parameter.shape)}: it belongs to another model"
-                )
-            else:
-                dtype = keeps.get(name, self.storage.moments)
-                state[name] = value.detach().to(parameter.device, dtype, copy=True)
-                if name in self.storage.residuals and name + _RESIDUAL not in saved:
-                    state[name + _RESIDUAL] = (value.to(parameter.device) - state[name].float()).to(dtype)
-        if "step" not in state:  # torch.optim.SGD counts no steps: with a momentum there was at least one
-            state["step"] = torch.ones((), dtype=torch.float32)
-        if not master.keeps.keys() <= state.keys():
-            present = self.state[parameter]
-            if master.keeps.keys() <= present.keys():
-                kept = {name: present[name] for name in master.keeps}
-                master.follow(parameter, kept)
-            else:
-                kept = master.start(parameter, master.stored(parameter))
-            state.update(kept)
+    def _adopt(
+        self, parameter: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any], number: object
+    ) -> dict[str, Any]:
+        """A parameter's saved state in this optimizer's dtypes, with the present master where it has none."""
+        master, present = self._master(parameter), self.state.get(parameter, {})
+        check_state(saved, self.rule, foreign(saved, self.storage, master))
+        state = adopt(saved, parameter, self.storage, master, self.rule.moments(group), number)
+        if not master.keeps.keys() <= state.keys() and master.keeps.keys() <= present.keys():
+            state.update({name: present[name] for name in master.keeps})
         return state
 
+    @torch.no_grad()
+    def take_over(self, states: dict[Tensor, Any], masters: Mapping[nn.Parameter, Tensor]) -> None:
+        """Empty a torch optimizer's states into this one, and start masters from float32 values."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in states:
+                    self.state[parameter] = self._adopt(parameter, states[parameter], group, "?")
+        for parameter, full in masters.items():
+            self.state[parameter].update(self._master(parameter).start(parameter, full))
+        states.clear()
 
-def _decode(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The rule's moments in float32, each with its residual added."""
-    decoded = {name: value.float() for name, value in moments.items() if not name.endswith(_RESIDUAL)}
-    return {
-        name: value + moments[name + _RESIDUAL].float() if name + _RESIDUAL in moments else value
-        for name, value in decoded.items()
-    }
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
-def convert(
-    optimizer: torch.optim.Optimizer,
-    recipe: Recipe,
-    masters: Mapping[nn.Parameter, Tensor],
-    generator: torch.Generator | int | None = None,
-    scales: Mapping[nn.Parameter, Tensor | None] | None = None,
-) -> LowBit:
-    """The optimizer that continues `optimizer` under a recipe: same groups, same moments, same step counts.
-
-    The parameter groups are shared, not copied, so a scheduler built on the old optimizer before, or on the new one
-    after, sets the learning rate of both. The old one's state moves over and is empty afterwards.
-
-    Args:
-        masters: the float32 values of parameters that are stored in fewer bits, taken before they were rounded.
-        generator: where the seed of stochastic rounding comes from.
-        scales: of the weights that are kept as `recipe.scaled` says.
-
-    Raises:
-        OptimizerError: the class or an option cannot be expressed; the optimizer is left as it was.
-    """
-    rule = rule_of(optimizer)
-    master = get_master(recipe.master)
-    storage = Storage(STORABLE[recipe.moments], recipe.moment_residuals, master, recipe.update_rounding, recipe.scaled)
-    # Drawn only where it is used: a recipe that rounds to nearest leaves the model's dropout masks as they were.
-    seed = draw_seed(generator) if recipe.update_rounding == "stochastic" else 0
-    result = LowBit(list(optimizer.param_groups), rule, storage, seed, scales)
-    result.defaults = {**optimizer.defaults, **result.defaults}
-    result.param_groups = optimizer.param_groups
-    for group in result.param_groups:
-        group.setdefault("rounding_seed", seed)
-        for parameter in group["params"]:
-            if parameter in optimizer.state:
-                result.state[parameter] = result._adopt(parameter, optimizer.state.pop(parameter), "?")
-            if parameter in masters:
-                with torch.no_grad():
-                    result.state[parameter].update(result._master(parameter).start(parameter, masters[parameter]))
-    # A scheduler built on the old optimizer asks whether that one has stepped; its steps are the new one's now.
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-    return result
+def _are_several(process_group: Any) -> bool:
+    """Whether several processes train together."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1

@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfstep.errors import LossScaleError
 from halfstep.ops import grad_values
 
 
-def named_grads(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> list[tuple[str, Tensor]]:
-    """The gradients that an optimizer will step on, by parameter name; of a sparse one, its stored values."""
-    found = []
-    for g, group in enumerate(optimizer.param_groups):
-        for p, parameter in enumerate(group["params"]):
-            grad = parameter.grad
-            if grad is not None:
-                name = names.get(parameter, f"parameter {p} of group {g}")
-                found.append((name, grad._values() if grad.is_sparse else grad))
-    return found
+_NONE = 2.0  # what a rank without gradients says; 1 is an overflow, 0 none
 
 
 @torch.no_grad()
-def find_nonfinite(named: Sequence[tuple[str, Tensor]], process_group: Any) -> tuple[bool, tuple[str, ...]]:
+def find_nonfinite(
+    named: Sequence[tuple[str, Tensor]], device: torch.device, process_group: Any
+) -> tuple[bool, tuple[str, ...]]:
     """Whether any rank has a gradient with an infinity or NaN, and the names of those on this one.
 
+    Args:
+        named: this rank's gradients.
+        device: where ranks exchange what they found.
+        process_group: over which they do; None is the default group where there is one.
+
     Raises:
-        LossScaleError: there is no gradient.
+        LossScaleError: a rank has no gradient: all ranks say so, or the others would wait for it for ever.
     """
-    if not named:
-        raise LossScaleError("no parameter of the optimizer has a gradient; call scaler.scale(loss).backward() first")
-    device = named[0][1].device
-    finite = torch.stack([_all_finite(_local(grad)).to(device) for _, grad in named])
-    flag = (~finite.all()).float()
+    finite = [_all_finite(_local(grad)).to(device) for _, grad in named]
+    fine = torch.stack(finite) if finite else torch.zeros(0, dtype=torch.bool, device=device)
+    found = (~fine.all()).float() if finite else torch.full((), _NONE, device=device)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=process_group)
-    return bool(flag), tuple(name for (name, _), ok in zip(named, finite.tolist(), strict=True) if not ok)
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=process_group)
+    if float(found) == _NONE:
+        where = "on another rank no parameter" if named else "no parameter"
+        raise LossScaleError(f"{where} of the optimizer has a gradient; call scaler.scale(loss).backward() first")
+    return bool(found), tuple(name for (name, _), ok in zip(named, fine.tolist(), strict=True) if not ok)
 
 
 def _local(grad: Tensor) -> Tensor:

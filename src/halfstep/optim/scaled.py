@@ -50,7 +50,7 @@ class ScaledWeight(Master):
             weight.copy_(codes)
             self.scale.copy_(scale)
 
-    def follow(self, weight: Tensor, kept: Kept) -> None:
+    def _follow(self, weight: Tensor, kept: Kept) -> None:
         """Nothing is kept beside the weight."""
 
 
@@ -72,7 +72,7 @@ class ScaledMaster(ScaledWeight):
         self._keep(kept, updated)
         super().write(weight, kept, self.read(weight, kept))
 
-    def follow(self, weight: Tensor, kept: Kept) -> None:
+    def _follow(self, weight: Tensor, kept: Kept) -> None:
         full, now = self.read(weight, kept), self.stored(weight)
         changed = decode_scaled(*encode_scaled(full, self.dtype)) != now
         if bool(changed.any()):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.selftest import SIZES, Case, Outcome, hard, outcome
-from halfstep.optim.lowbit import convert
+from halfstep.optim.conversion import convert
 from halfstep.optim.rules.base import never
 from halfstep.recipe import STORABLE, Recipe, get_recipe
 

@@ -12,7 +12,7 @@ from halfstep.errors import QuantizationError, unknown
 from halfstep.formats import Format
 from halfstep.formats.exact import OVERFLOWS
 from halfstep.quant import family
-from halfstep.quant.rounding import check_rounding, draw_seed, noise_bits
+from halfstep.quant.rounding import check_rounding, draw_seed, noise_at, noise_bits
 
 
 CONTAINERS = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
@@ -40,6 +40,24 @@ def round_to(
         noise = None if seed is None else noise_bits(seed, start, piece.numel(), x.device)
         written[start : start + _CHUNK] = round_values(piece, target, rounding, overflow, noise, result.dtype)
     return result.copy_(written.view(x.shape))
+
+
+def round_at(x: Tensor, format: torch.dtype, seed: int, index: Tensor) -> Tensor:
+    """Part of a tensor rounded stochastically, infinities beyond the range: what the whole gives at those places.
+
+    Args:
+        index: of each element of x in the whole tensor laid out flat.
+    """
+    flat, places, written = (
+        x.contiguous().view(-1),
+        index.view(-1),
+        torch.empty(x.numel(), dtype=format, device=x.device),
+    )
+    for start in range(0, flat.numel(), _CHUNK):
+        piece = slice(start, start + _CHUNK)
+        noise = noise_at(seed, places[piece])
+        written[piece] = round_values(flat[piece], formats.get(format), "stochastic", "ieee", noise, format)
+    return written.view(x.shape)
 
 
 def round_values(

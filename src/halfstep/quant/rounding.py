@@ -68,6 +68,15 @@ def noise_bits(seed: int, start: int, count: int, device: torch.device | None = 
     first = start // NOISE_CHUNK
     chunks = torch.arange(first, (start + max(count, 1) - 1) // NOISE_CHUNK + 1, dtype=torch.int64, device=device)
     one, two = (key[index // NOISE_CHUNK - first] for key in noise_keys(seed, chunks))
+    return _noise(index, one, two)
+
+
+def noise_at(seed: int, index: Tensor) -> Tensor:
+    """The same for elements anywhere: those of a part of a tensor get what they would get in the whole."""
+    return _noise(index, *noise_keys(seed, index // NOISE_CHUNK))
+
+
+def _noise(index: Tensor, one: Tensor, two: Tensor) -> Tensor:
     x = one + index % NOISE_CHUNK & 0xFFFFFFFF
     x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF ^ two
     x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF

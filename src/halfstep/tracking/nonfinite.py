@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from halfstep.optim.widened import put_back
+
 
 def first_nonfinite(model: nn.Module, loss: Callable[[], Tensor]) -> str | None:
     """The name of the first tensor with an infinity or NaN, in the order in which a step makes them; None if none has.
@@ -50,12 +52,14 @@ def first_nonfinite(model: nn.Module, loss: Callable[[], Tensor]) -> str | None:
         for handle in handles:
             handle.remove()
         for parameter, grad in kept.items():
-            parameter.grad = grad
+            put_back(parameter, grad)
     return found[0] if found else None
 
 
 def _finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor.detach()).all())
+    values = tensor.detach()
+    values = values.float() if values.dtype.itemsize == 1 else values  # torch has no isfinite for codes
+    return not tensor.is_floating_point() or bool(torch.isfinite(values).all())
 
 
 def tensors_in(value: Any) -> list[Tensor]:

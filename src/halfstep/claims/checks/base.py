@@ -38,6 +38,7 @@ def one_weight(recipe: str, values: Tensor, choose: Choose, seed: int = 0) -> tu
     weight = nn.Parameter(values.clone())
     model.register_parameter("weight", weight)
     _, optimizer, _ = halfstep.prepare(model, choose([weight]), recipe, generator=seed)
+    optimizer.awaits_scaler = False  # checks set gradients by hand
     return weight, optimizer
 
 

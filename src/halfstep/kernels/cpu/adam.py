@@ -20,12 +20,22 @@ from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import as_array
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, UPPER, bf16_of, bits_of, lanes, rounded_up_half, stored_as
+from halfstep.kernels.cpu.lanes import (
+    INFINITY,
+    MAGNITUDE,
+    NAN,
+    UPPER,
+    bf16_of,
+    bits_of,
+    lanes,
+    rounded_up_half,
+    stored_as,
+)
+from halfstep.kernels.cpu.masters import KEPT, PLAIN, beside, image_or_own
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
 
 
-_VIEWS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
-_PLAIN = {**_VIEWS, torch.int16: torch.uint16}  # int16 holds the lower halves of split weights
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -47,19 +57,16 @@ class AdamScalars:
     eps: float
 
 
-_KEPT = {"none": None, "fp32": "master", "split": "low", "kahan": "compensation", "collage": "residual"}
-
-
 def supports(
     weight: Tensor, master: str, kept: Mapping[str, Tensor], grad: Tensor, moments: Mapping[str, Tensor], rounding: str
 ) -> bool:
     """Whether `run` can do this update: dense contiguous CPU tensors, rounding to nearest (bf16: stochastic too)."""
     tensors = [weight, grad, *kept.values(), *moments.values()]
     return (
-        master in _KEPT
+        master in KEPT
         and all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in tensors)
         and all(t.layout == torch.strided and t.is_contiguous() for t in tensors)
-        and all(t.dtype in _VIEWS for t in (weight, grad, *moments.values()))
+        and all(t.dtype in _FLOATS for t in (weight, grad, *moments.values()))
         and set(moments) <= {"exp_avg", "exp_avg_sq", "exp_avg_sq_residual"}
         and (rounding == "nearest_even" or (rounding == "stochastic" and weight.dtype == torch.bfloat16))
     )
@@ -74,11 +81,11 @@ def run(
     scalars: AdamScalars,
     seed: int | None,
 ) -> None:
-    """Update the weight, what its master keeps, and the moments in place.
+    """Update the weight, what its master keeps (once it has followed the weight), and the moments in place.
 
     `seed` keys the noise of stochastic rounding (`quant.noise_bits`); None rounds the weight to nearest-even.
     """
-    beside = [_array(kept[name]) if name in kept else None for name in _KEPT.values() if name]
+    beside = [_array(kept[name]) if name in kept else None for name in KEPT.values() if name]
     second = moments.get("exp_avg_sq_residual")
     numbers: list[Any] = [np.float32(getattr(scalars, name)) for name in _SCALARS]
     numbers[_SCALARS.index("l2")] = np.float32(scalars.l2) if scalars.l2 else None
@@ -95,7 +102,7 @@ _SCALARS = ("grad_scale", "beta1", "beta2", "l2", "keep", "step_size", "rescale"
 
 
 def _array(tensor: Tensor) -> Any:
-    return as_array(tensor, _PLAIN[tensor.dtype])
+    return as_array(tensor, PLAIN[tensor.dtype])
 
 
 # ---- lanes -----------------------------------------------------------------------------------------------------
@@ -161,13 +168,16 @@ def _stored(value):
 @lanes(types.float32)
 def _join(high, low):
     """The float32 of a rounded upper half and the signed rest (`optim.masters.split`)."""
-    return ((high.to(32) << 16) + (low.to(32) << 16).shift_signed(16)).float()
+    upper = high.to(32) << 16
+    joined = (upper + (low.to(32) << 16).shift_signed(16)).float()
+    return joined.is_nan().pick(upper.float(), joined)
 
 
 @lanes(types.uint16)
 def _upper(value):
-    """The upper half of a float32's bits, rounded to nearest with ties away."""
-    return ((value.bits() + 0x8000) >> 16).to(16)
+    """The upper half of a float32's bits, rounded to nearest with ties away; a NaN's payload may not carry."""
+    bits = value.bits()
+    return (value.is_nan().pick(bits.constant(NAN), bits + 0x8000) >> 16).to(16)
 
 
 @lanes(types.uint16)
@@ -187,13 +197,14 @@ def _update(
     """One chunk. numba drops the branches on what is None when it compiles."""
     for i in range(weight.size):
         if master is not None:
-            full = master[i]
+            full = image_or_own(weight[i], master[i])
         elif low is not None:
             full = _join(weight[i], low[i])
         else:
             full = _decode(weight[i])
             if residual is not None:
-                full = full + _decode(residual[i])
+                rest = _decode(beside(weight[i], residual[i]))
+                full = full + rest
         g = _decode(grad[i]) * grad_scale
         if l2 is not None:
             g = g + full * l2
@@ -211,7 +222,7 @@ def _update(
             low[i] = _lower(w)
             weight[i] = _upper(w)
         elif compensation is not None:
-            c = _sum(_decode(compensation[i]), _bf16(w - full))
+            c = _sum(_decode(beside(weight[i], compensation[i])), _bf16(w - full))
             moved = _sum(full, c)
             compensation[i] = _stored(_sum(c, _difference(full, moved)))
             weight[i] = _stored(moved)
@@ -219,7 +230,7 @@ def _update(
             high = _decode(weight[i])
             u = _bf16(w - full)
             total = _sum(high, u)
-            rest = _sum(_decode(residual[i]), _difference(u, _difference(total, high)))
+            rest = _sum(rest, _difference(u, _difference(total, high)))
             grown = _sum(total, rest)
             residual[i] = _stored(_difference(rest, _difference(grown, total)))
             weight[i] = _stored(grown)

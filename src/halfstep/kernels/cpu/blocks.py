@@ -12,33 +12,32 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import types
 from torch import Tensor
 
 from halfstep.formats import Codebook, Format
-from halfstep.kernels.cpu import coding, elements, packing, scales
+from halfstep.kernels.cpu import coding, packing, powers, scales
 from halfstep.kernels.cpu.arrays import array, plain, separate
-from halfstep.kernels.cpu.codebooks import cut_points, looked_up, searched
-from halfstep.kernels.cpu.coding import Coding
+from halfstep.kernels.cpu.codebooks import cut_points
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
-from halfstep.kernels.cpu.elements import Rounding
-from halfstep.kernels.cpu.lanes import INFINITY, Lane, bits_of, lanes, nearest_as
-from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
+from halfstep.kernels.cpu.divided import divided
+from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
 from halfstep.kernels.cpu.packing import pack, place
+from halfstep.kernels.cpu.powers import FAR, TINY, note_scales, stepped
 from halfstep.kernels.cpu.scales import (
     TWO_LEVEL_ROOM,
     absmax_scales,
     block_maxima,
     larger_finite,
+    largest_stored,
     power_scales,
     two_level_scales,
 )
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import Tile
 
 
 _LEVELS = {16: 4, 32: 5, 64: 6, 128: 7, 256: 8}
-_FINITE = {types.uint32: float(torch.finfo(torch.float32).max), types.uint16: float(torch.finfo(torch.bfloat16).max)}
 
 
 def knows(quantizer: Quantizer, columns: int) -> bool:
@@ -54,6 +53,7 @@ def knows(quantizer: Quantizer, columns: int) -> bool:
         and scaling.name in (*scales.POWER_RULES, "absmax", "two_level")
         and get_scaling(scaling.name) is scaling
         and _knows_element(quantizer.format, quantizer.rounding)
+        and not (scaling.exact and isinstance(quantizer.format, Codebook))
     )
 
 
@@ -73,23 +73,39 @@ def run(x: Tensor, quantizer: Quantizer, tensors: dict[str, Tensor], seed: int |
 
 def supports_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
     """Whether `run_values` can round `x` into `out`: contiguous CPU tensors of one shape, apart in memory."""
-    return (
-        supports(x, quantizer)
-        and plain(out, torch.float32, torch.bfloat16)
-        and x.shape == out.shape
-        and x.data_ptr() != out.data_ptr()
-        and separate(x, out)
-    )
+    return supports(x, quantizer) and x.shape == out.shape and takes_values(x, out)
 
 
-def run_values(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -> None:
-    """Write the values that `quantizer.quantize(x)` stands for to `out`, without making its codes."""
+def takes_values(x: Tensor, out: Tensor) -> bool:
+    """Whether values of `x` can be written to `out`: both plain, and apart in memory."""
+    out_fits = plain(out, torch.float32, torch.bfloat16)
+    return plain(x) and out_fits and x.data_ptr() != out.data_ptr() and separate(x, out)
+
+
+def run_values(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -> bool:
+    """Write the values that `quantizer.quantize(x)` stands for to `out`, without making its codes.
+
+    Returns whether some may be below 2^-126, but not 0: True where nobody looked.
+    """
     assert quantizer.tile is not None
+    assert quantizer.scaling is not None
     numbers = _numbers(quantizer.format, quantizer.rounding)[0]
+    if quantizer.rounding == "nearest_even" and quantizer.scaling.name in scales.POWER_RULES:
+        rule, steps = scales.power_scalars(quantizer.format, quantizer.scaling.name), powers.scalars(quantizer.format)
+        found = np.zeros(-(-x.numel() // CHUNK), np.uint32)
+        _power_values(x.numel(), array(x), levels(quantizer.tile), rule, steps, found, array(out), numbers)
+        return bool((found & TINY).any())
     target = (array(out), numbers, None, cut_points(quantizer.format, True), None)
-    blocks = x.numel() // quantizer.tile.columns
-    stored = np.empty(blocks, np.float32 if quantizer.scaling.name == "absmax" else np.uint8)  # type: ignore[union-attr]
+    stored = np.empty(
+        x.numel() // quantizer.tile.columns, np.float32 if quantizer.scaling.name == "absmax" else np.uint8
+    )
     _quantise(x, quantizer, target, stored, None, seed)
+    return True
+
+
+def levels(tile: Tile) -> tuple[np.uint32, ...]:
+    """The binary logarithm of a block's size, as the length of a tuple: kernels know it when they are compiled."""
+    return (np.uint32(0),) * _LEVELS[tile.columns]
 
 
 def _quantise(
@@ -98,21 +114,20 @@ def _quantise(
     assert quantizer.tile is not None
     assert quantizer.scaling is not None
     name, element = quantizer.scaling.name, quantizer.format
-    levels = (np.uint32(0),) * _LEVELS[quantizer.tile.columns]
-    largest, keys = np.float32(element.max), seed_keys(seed)
+    above, largest, keys = levels(quantizer.tile), np.float32(element.max), seed_keys(seed)
     if name in scales.POWER_RULES:
-        _power(x.numel(), array(x), stored, levels, scales.power_scalars(element, name), *target, keys)
+        _power(x.numel(), array(x), stored, above, scales.power_scalars(element, name), *target, keys)
     elif name == "absmax":
-        _absmax(x.numel(), array(x), stored, levels, largest, *target, keys)
+        _absmax(x.numel(), array(x), stored, above, largest, *target, keys)
     else:
-        amax = np.empty(x.numel() >> len(levels), np.uint32)
+        amax = np.empty(x.numel() >> len(above), np.uint32)
         worst = np.zeros(-(-x.numel() // CHUNK), np.uint32)
-        _maxima(x.numel(), array(x), amax, levels, worst)
+        _maxima(x.numel(), array(x), amax, above, worst)
         whole = worst.max(initial=0).view(np.float32) / (TWO_LEVEL_ROOM * largest)
         whole = whole if whole > 0 else np.float32(1)
         if tensor_scale is not None:
             tensor_scale.fill_(float(whole))
-        _two_level(x.numel(), array(x), stored, levels, (largest, whole), amax, *_E4M3, *target, keys)
+        _two_level(x.numel(), array(x), stored, above, (largest, whole), amax, *_E4M3, *target, keys)
 
 
 _E4M3 = scales.block_scale_scalars()
@@ -135,55 +150,7 @@ def _numbers(format: Format, rounding: str) -> tuple[Any, Any]:
     return None, None if order == list(range(16)) else (np.uint32(halves[0]), np.uint32(halves[1]))
 
 
-# ---- one element ---------------------------------------------------------------------------------------------------
-
-
-def _quotient(bits: Lane, scale: Lane) -> Lane:
-    """The bits of x / scale; +0 where the scale says that its block is lost, or zero."""
-    if scale.stored == types.uint32:  # a power of two, given as bits: multiplying by its inverse is exact
-        top = scale.constant(254 << 23)
-        inverse = (scale < 1 << 23).pick(top, top - scale)  # of 2^-127, a subnormal number, and of the others
-        inverse = inverse.equals(0).pick(scale.constant(1 << 22), inverse)
-        return (scale > INFINITY).pick(scale.constant(0), (bits.float() * inverse.float()).bits())
-    return (scale > 0.0).pick((bits.float() / scale).bits(), 0)
-
-
-@lanes("like")
-def _element(value, scale, numbers, codes, cuts, keys, index, like):
-    """The code of value / scale; its value times the scale, where `like` is a tensor of values."""
-    quotient = _quotient(bits_of(value), scale)
-    if like == types.uint8:
-        if cuts is not None:
-            return searched(quotient.float(), cuts, codes)
-        return coding.encoded(quotient, Rounding(*numbers), Coding(*codes), noise(keys, index)).to(8)
-    if cuts is not None:
-        rounded = looked_up(quotient.float(), cuts)
-    else:
-        rounded = elements.rounded(quotient, Rounding(*numbers), noise(keys, index)).float()
-    return nearest_as(_scaled(rounded, scale.float() if scale.stored == types.uint32 else scale, like), like)
-
-
-def _scaled(rounded: Lane, scale: Lane, like: Any) -> Lane:
-    """The product within the range of the type; 0 in a block of zeros, whatever its codes mean."""
-    product = rounded * scale
-    limit = _FINITE[like]
-    product = (product > limit).pick(product.constant(limit), product)
-    product = (product < -limit).pick(product.constant(-limit), product)
-    return scale.equals(0.0).pick(product.constant(0.0), product)
-
-
 # ---- a chunk -------------------------------------------------------------------------------------------------------
-
-
-@inner
-def _elements(x, scale, levels, out, numbers, codes, cuts, keys):
-    block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises
-    for b in range(scale.size):
-        s = scale[b]
-        start = b * block
-        for i in range(block):
-            j = start + i
-            out[j] = _element(x[j], s, numbers, codes, cuts, keys, j, out[j])
 
 
 @inner
@@ -199,13 +166,38 @@ def _power(x, stored, levels, rule, out, numbers, codes, cuts, shifts, seed):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
-        one, two = np.empty(CHUNK // 2, np.uint32), np.empty(CHUNK // 2, np.uint32)
-        amax = block_maxima(x[a:b], len(levels), one, two)
+        amax = block_maxima(x[a:b], len(levels))
         bits = np.empty(amax.size, np.uint32)
         power_scales(amax, stored[a >> len(levels) : b >> len(levels)], bits, rule)
         part = place(out, a, b, shifts)
-        _elements(x[a:b], bits, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
+        divided(x[a:b], bits, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
         pack(part, out, a, b, shifts)
+
+
+@inner
+def _stepped(x, shift, levels, out, steps):
+    block = 1 << len(levels)
+    for b in range(shift.size):
+        s = shift[b]
+        start = b * block
+        for i in range(block):
+            j = start + i
+            out[j] = stepped(x[j], s, steps, out[j])
+
+
+@Kernel
+def _power_values(x, levels, rule, steps, found, out, numbers):
+    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, x.size)
+        largest = largest_stored(x[a:b], len(levels))
+        scale, shift = np.empty(largest.size, np.uint32), np.empty(largest.size, np.uint32)
+        noted = note_scales(largest, rule, steps, scale, shift)
+        found[chunk] = noted
+        if noted & FAR:
+            divided(x[a:b], scale, levels, out[a:b], numbers, None, None, None)
+        else:
+            _stepped(x[a:b], shift, levels, out[a:b], steps)
 
 
 @Kernel
@@ -213,12 +205,11 @@ def _absmax(x, stored, levels, largest, out, numbers, codes, cuts, shifts, seed)
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
-        one, two = np.empty(CHUNK // 2, np.uint32), np.empty(CHUNK // 2, np.uint32)
-        amax = block_maxima(x[a:b], len(levels), one, two)
+        amax = block_maxima(x[a:b], len(levels))
         scale = stored[a >> len(levels) : b >> len(levels)]
         absmax_scales(amax, scale, largest)
         part = place(out, a, b, shifts)
-        _elements(x[a:b], scale, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
+        divided(x[a:b], scale, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
         pack(part, out, a, b, shifts)
 
 
@@ -227,8 +218,7 @@ def _maxima(x, amax, levels, worst):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
-        one, two = np.empty(CHUNK // 2, np.uint32), np.empty(CHUNK // 2, np.uint32)
-        found = block_maxima(x[a:b], len(levels), one, two)
+        found = block_maxima(x[a:b], len(levels))
         amax[a >> len(levels) : b >> len(levels)] = found
         _note_largest(found, worst[chunk : chunk + 1])
 
@@ -245,5 +235,5 @@ def _two_level(
         multiplier = np.empty(d - c, np.float32)
         two_level_scales(amax[c:d], stored[c:d], multiplier, whole, block_numbers, block_codes, block_decoding)
         part = place(out, a, b, shifts)
-        _elements(x[a:b], multiplier, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
+        divided(x[a:b], multiplier, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
         pack(part, out, a, b, shifts)

@@ -176,8 +176,7 @@ def _maxima(x, found):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
-        one, two = np.empty(CHUNK // 2, np.uint32), np.empty(CHUNK // 2, np.uint32)
-        found[a >> 4 : b >> 4] = block_maxima(x[a:b], 4, one, two)
+        found[a >> 4 : b >> 4] = block_maxima(x[a:b], 4)
 
 
 @inner

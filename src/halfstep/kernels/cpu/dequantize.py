@@ -16,6 +16,7 @@ from halfstep.formats import Float, Format, Integer, ocp
 from halfstep.kernels.cpu import blocks, coding, packing
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
+from halfstep.kernels.cpu.divided import scaled
 from halfstep.kernels.cpu.lanes import lanes, nearest_as
 from halfstep.kernels.cpu.packing import unpack
 from halfstep.kernels.cpu.scales import POWER_RULES, power_bits
@@ -46,7 +47,7 @@ def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> None:
     else:
         scale = stored
     format = quantizer.format
-    levels = (np.uint32(0),) * blocks._LEVELS[quantizer.tile.columns]
+    levels = blocks.levels(quantizer.tile)
     _values(out.numel(), array(tensors["codes"]), scale, levels, array(out), _meaning(format), packing.shifts(format))
 
 
@@ -61,12 +62,12 @@ def _meaning(format: Format) -> Any:
 @lanes("like")
 def _restored(code, scale, meaning, like):
     value = coding.decoded(code.to(32), meaning).float()
-    return nearest_as(blocks._scaled(value, scale, like), like)
+    return nearest_as(scaled(value, scale, like), like)
 
 
 @lanes("like")
 def _scaled(value, scale, like):
-    return nearest_as(blocks._scaled(value, scale, like), like)
+    return nearest_as(scaled(value, scale, like), like)
 
 
 @inner

@@ -179,7 +179,7 @@ def lanes(result: Any) -> Callable[[Callable[..., Lane]], Any]:
     None, and an argument named `like` arrives as its numba type. `result` is the numba type of what comes back, or the
     name of an argument whose type it shares.
 
-    The function that calls it is not inlined (see `_vectorise_fully`), so it should hold the loop.
+    The function that calls it is not inlined (see `vectorise_fully`), so it should hold the loop.
     """
 
     def decorate(body: Callable[..., Lane]) -> Any:
@@ -192,7 +192,7 @@ def lanes(result: Any) -> Callable[[Callable[..., Lane]], Any]:
                 returned = returned.literal_type
 
             def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-                _vectorise_fully(builder.function)
+                vectorise_fully(builder.function)
                 traced = {name: _trace(builder, name, t, v) for (name, t), v in zip(given.items(), values, strict=True)}
                 return body(**traced).value
 
@@ -207,7 +207,7 @@ def lanes(result: Any) -> Callable[[Callable[..., Lane]], Any]:
     return decorate
 
 
-def _vectorise_fully(function: Any) -> None:
+def vectorise_fully(function: Any) -> None:
     """Let a function's loops use the widest registers: left alone, LLVM takes half of AVX-512, a third slower here.
 
     llvmlite knows the attributes of LLVM without a value only, so this one is put into its set directly. The function

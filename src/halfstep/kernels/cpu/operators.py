@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep import formats, quant
 from halfstep.formats import Format, Posit
-from halfstep.kernels.cpu import blocks, cast, codes, dequantize, posit, tiles
+from halfstep.kernels.cpu import blocks, cast, codes, columns, dequantize, posit, tiles
 from halfstep.quant import Quantized, Quantizer, Tile, draw_seed
 from halfstep.quant.cast import no_code_for_nan, no_such_code
 from halfstep.quant.pack import pack, unpack
@@ -59,14 +59,20 @@ def decode_into(stored: Tensor, out: Tensor, format: Format) -> None:
         raise no_such_code(stored, format)
 
 
-def round_tiles_into(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -> None:
-    """The values that `quantizer.quantize(x)` stands for, into `out`."""
+def round_tiles_into(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -> bool:
+    """The values that `quantizer.quantize(x)` stands for, into `out`.
+
+    Returns whether some may be below 2^-126, bfloat16's smallest normal number, but not 0: True where nobody looked.
+    """
+    if columns.supports_values(x, out, quantizer):
+        return columns.run_values(x, out, quantizer)
+    x = x.contiguous()
     if blocks.supports_values(x, out, quantizer):
-        blocks.run_values(x, out, quantizer, seed)
-    elif tiles.supports(x, out, quantizer):
-        tiles.run(x, out, quantizer, seed)
-    else:
-        dequantize_into(quantizer.quantize(x, seed), out)
+        return blocks.run_values(x, out, quantizer, seed)
+    if tiles.supports(x, out, quantizer):
+        return tiles.run(x, out, quantizer, seed)
+    dequantize_into(quantizer.quantize(x, seed), out)
+    return True
 
 
 def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: int | None) -> None:
@@ -126,7 +132,7 @@ def _round_tiles(
     quantizer = Quantizer(
         formats.from_key(key), rounding, tile=Tile(rows, columns), scaling=get_scaling(scaling), outliers=outliers
     )
-    round_tiles_into(x.contiguous(), out, quantizer, _seed(rounding, seed))
+    round_tiles_into(x, out, quantizer, _seed(rounding, seed))
 
 
 def _dequantize(

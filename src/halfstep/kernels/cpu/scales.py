@@ -51,42 +51,54 @@ def knows(element: Format) -> bool:
 # ---- the largest magnitude of every block --------------------------------------------------------------------------
 
 
-@lanes(types.uint32)
-def _larger_stored(one, two):
-    return (bits_of(one) & MAGNITUDE).max(bits_of(two) & MAGNITUDE)
+@lanes("one")
+def larger_stored(one, two):
+    """The larger magnitude of two stored numbers, as it is stored: in all three types its bits are ordered as it is."""
+    bits = MAGNITUDE >> 32 - one.type.width
+    return (one & bits).max(two & bits)
 
 
 @lanes(types.uint32)
-def _larger(one, two):
-    return one.max(two)
-
-
-@inner
-def _first_halving(x, out):
-    for i in range(out.size):
-        out[i] = _larger_stored(x[2 * i], x[2 * i + 1])
+def stored_bits(stored):
+    """A stored number as float32 bits."""
+    return bits_of(stored)
 
 
 @inner
 def _halving(x, out):
     for i in range(out.size):
-        out[i] = _larger(x[2 * i], x[2 * i + 1])
+        out[i] = larger_stored(x[2 * i], x[2 * i + 1])
 
 
 @inner
-def block_maxima(x, levels, one, two):
-    """The bits of the largest magnitude of each 2^levels elements, in the front of a buffer. NaN is above infinity.
+def _to_bits(stored, out):
+    for i in range(out.size):
+        out[i] = stored_bits(stored[i])
+
+
+@inner
+def largest_stored(x, levels):
+    """The largest magnitude of each 2^levels elements, as it is stored. NaN is above infinity.
 
     A tree of pairwise maxima: each level is one flat loop, which vectorises; a maximum across a register does not.
-    `one` and `two` are buffers for half of x.
     """
     size = x.size // 2
-    _first_halving(x, one[:size])
+    one, two = np.empty(size, x.dtype), np.empty(size // 2, x.dtype)
+    _halving(x, one)
     for _ in range(levels - 1):
         size //= 2
         _halving(one[: 2 * size], two[:size])
         one, two = two, one
     return one[:size]
+
+
+@inner
+def block_maxima(x, levels):
+    """The same as float32 bits."""
+    stored = largest_stored(x, levels)
+    found = np.empty(stored.size, np.uint32)
+    _to_bits(stored, found)
+    return found
 
 
 # ---- scales --------------------------------------------------------------------------------------------------------

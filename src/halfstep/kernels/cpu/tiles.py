@@ -39,8 +39,8 @@ def supports(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
     return whole and narrow and cast.supports_scaled(torch.empty(0), torch.empty(0), quantizer.format)
 
 
-def run(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -> None:
-    """Write what `quantizer.quantize(x)` stands for to `out`."""
+def run(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -> bool:
+    """Write what `quantizer.quantize(x)` stands for to `out`; whether some may be below 2^-126, but not 0."""
     assert quantizer.tile is not None
     assert quantizer.scaling is not None
     matrix = as_rows(x)
@@ -53,11 +53,12 @@ def run(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -> None:
         numbers: Any = elements.scalars(quantizer.format, quantizer.rounding, "saturate")
         arrays = [as_array(t, torch.float32).reshape(t.shape) for t in (matrix, out.view(matrix.shape), scales)]
         _divided(x.numel(), *arrays, numbers, high, wide)
-        return
+        return True  # nobody looked
     scaled, multiplier = _scaled(cut, amax, quantizer.scaling, quantizer.format)
     cast.run(scaled, scaled, quantizer.format, quantizer.rounding, "saturate", seed)
     limit = torch.finfo(out.dtype).max
     out.view(cut.shape).copy_(scaled.mul_(multiplier).clamp_(-limit, limit))
+    return bool(((multiplier * quantizer.format.smallest < 2.0**-126) & (amax > 0)).any())
 
 
 def supports_decode(quantized: Quantized, out: Tensor) -> bool:

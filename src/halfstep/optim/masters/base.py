@@ -9,6 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from halfstep.kernels.cpu import masters as kernel
+
 
 Kept = dict[str, Tensor]
 """What a master keeps beside the weight, by its name in the optimizer's state; each of the weight's shape."""
@@ -16,7 +18,14 @@ Kept = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Master(ABC):
-    """Reads and writes a weight together with what is kept beside it."""
+    """Reads and writes a weight together with what is kept beside it.
+
+    Anybody may write to the weight between two steps (load_state_dict, a clamp through `.data`, a mask, a swap and its
+    way back), and nothing tells: torch's version counter does not see `.data`. So every step first lets what is kept
+    `follow` the weight, by what the two hold: it stays where `write` could have left it beside this weight, and
+    elsewhere the weight is all there is. Nothing that `write` or `start` left is ever dropped, so an untouched weight
+    loses nothing, and a resume, a copy or another way of sharding has nothing to remember.
+    """
 
     name: str
 
@@ -48,14 +57,23 @@ class Master(ABC):
         return self.read(weight, kept)
 
     def follow(self, weight: Tensor, kept: Kept) -> None:
-        """Drop what is kept for elements that somebody wrote to (load_state_dict, a clamp, an average).
+        """Make what is kept, in place, that of the weight as it is now, whoever wrote to it."""
+        if kernel.supports(weight, self.name, kept):
+            kernel.run(weight, kept)
+        else:
+            self._follow(weight, kept)
 
-        It is dropped where weight and kept together no longer round to the weight.
-        """
-        value = self.value(weight, kept)
-        for name, tensor in self._anew(weight).items():
-            kept[name].copy_(torch.where(value.to(weight.dtype) == weight, kept[name], tensor))
+    @abstractmethod
+    def _follow(self, weight: Tensor, kept: Kept) -> None:
+        """The same in torch, for any device: the kernel's reference."""
 
-    def _anew(self, weight: Tensor) -> Kept:
-        """What is kept for a weight whose stored values are all there is."""
-        return {name: torch.zeros_like(weight, dtype=dtype) for name, dtype in self.keeps.items()}
+
+def drop_strange(weight: Tensor, rest: Tensor) -> None:
+    """Zero the second number of a sum of two bfloat16 numbers where it cannot stand beside the first.
+
+    After w' = w + c and c' = c + (w - w'), each operation rounded, |c'| <= 2^-7 |w'|; and what a rounding of float32
+    to bfloat16 leaves over is smaller. That is |c'| <= 2^-7 |w'| by the bits, but that numbers up to 2^-127 always
+    stay: nothing that is left by an update is dropped (`tests/exhaustive` tries every w and c).
+    """
+    size, part = (number.view(torch.int16) & 0x7FFF for number in (weight, rest))
+    rest.masked_fill_(part > size.clamp(min=0x3C0) - 0x380, 0.0)

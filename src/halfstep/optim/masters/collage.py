@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from halfstep.optim.masters.base import Kept, Master
+from halfstep.optim.masters.base import Kept, Master, drop_strange
 
 
 class Collage(Master):
@@ -38,6 +38,9 @@ class Collage(Master):
         grown = total + low
         kept["residual"].copy_(low - (grown - total))
         weight.copy_(grown)
+
+    def _follow(self, weight: Tensor, kept: Kept) -> None:
+        drop_strange(weight, kept["residual"])
 
 
 collage = Collage("collage")

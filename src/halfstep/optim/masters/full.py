@@ -11,7 +11,7 @@ from halfstep.optim.masters.base import Kept, Master
 
 
 class Full(Master):
-    """4 bytes a parameter; the stored weight is the copy rounded to nearest-even.
+    """4 bytes a parameter; the stored weight is the copy rounded to nearest-even. Where it is not, the weight is newer.
 
     Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3.1.
     """
@@ -29,8 +29,10 @@ class Full(Master):
         kept["master"].copy_(updated)
         weight.copy_(updated)
 
-    def _anew(self, weight: Tensor) -> Kept:
-        return {"master": weight.float()}
+    def _follow(self, weight: Tensor, kept: Kept) -> None:
+        master = kept["master"]
+        same = master.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
+        master.copy_(torch.where(same, master, weight.float()))
 
 
 full = Full("fp32")

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from halfstep.optim.masters.base import Kept, Master
+from halfstep.optim.shards import local, local_like
 
 
 class Split(Master):
     """2 bytes a parameter: float32 bits = (bfloat16 bits << 16) + low, with low in [-2^15, 2^15).
 
     The bfloat16 half is therefore the float32 weight rounded to nearest with ties away from zero (to nearest-even, a
-    tie would leave 2^15 or -2^15 over, and 16 bits hold one of them).
+    tie would leave 2^15 or -2^15 over, and 16 bits hold one of them). Beside another weight that somebody writes, the
+    lower half is at most half an ulp of it and stays; beside a zero or an infinity, where it would make a NaN, it goes.
 
     Source: nothing is approximated: the two halves are the float32 number.
     """
@@ -23,7 +25,8 @@ class Split(Master):
 
     def start(self, weight: Tensor, full: Tensor) -> Kept:
         kept = {"low": torch.empty_like(weight, dtype=torch.int16)}
-        self.write(weight, kept, full)
+        # Where it is spread over ranks, this one's part: torch's views of the bits of a DTensor are of something else.
+        self.write(local(weight), {"low": local(kept["low"])}, local_like(full, weight))
         return kept
 
     def read(self, weight: Tensor, kept: Kept) -> Tensor:
@@ -31,12 +34,12 @@ class Split(Master):
 
     def write(self, weight: Tensor, kept: Kept, updated: Tensor) -> None:
         bits = updated.float().contiguous().view(torch.int32)
-        high = bits + 0x8000 >> 16
-        kept["low"].copy_(bits - (high << 16))
-        weight.view(torch.int16).copy_(high)
+        kept["low"].copy_(bits)  # the lower 16 bits, as torch converts
+        weight.view(torch.int16).copy_((bits + 0x8000).bitwise_right_shift_(16))
+        weight.masked_fill_(updated.isnan(), torch.nan)  # whose payload may have carried
 
-    def follow(self, weight: Tensor, kept: Kept) -> None:
-        """Nothing to drop: the low bits are at most half an ulp of whatever weight they stand beside."""
+    def _follow(self, weight: Tensor, kept: Kept) -> None:
+        kept["low"].masked_fill_(self.read(weight, kept).isnan(), 0)
 
 
 split = Split("split")

@@ -23,12 +23,8 @@ def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule:
     """
     for rule in update_rules().values():
         if type(optimizer) is rule.torch_class:
-            for option, reason in rule.refused.items():
-                if any(group.get(option) for group in optimizer.param_groups):
-                    raise OptimizerError(
-                        f"{rule.torch_class.__name__} with {option}=True cannot be expressed: {reason}. "
-                        f"Build it with {option}=False"
-                    )
+            for group in optimizer.param_groups:
+                rule.check(group)
             return rule
     known = ", ".join(_public_name(rule.torch_class) for rule in update_rules().values())
     raise OptimizerError(

@@ -15,6 +15,7 @@ REFUSED = {
     "differentiable": "the update runs without autograd",
     "capturable": "the update reads its step count on the host",
 }
+REFUSED_STATES = {"max_exp_avg_sq": "it is AMSGrad's running maximum, which no recipe has a format for"}
 
 
 def scalars(step: int, group: Group, grad_scale: float, decoupled: bool) -> kernel.AdamScalars:
@@ -69,14 +70,20 @@ def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bo
         group: Group,
         grad_scale: float,
     ) -> bool:
-        rounding, seed = (master.rounding, master.seed) if isinstance(master, Own) else ("nearest_even", None)
+        rounding, seed = "nearest_even", None
+        if isinstance(master, Own):
+            rounding, seed = master.rounding, master.seed
+            if master.positions is not None:
+                return False
         if not kernel.supports(weight, master.name, kept, grad, moments, rounding):
             return False
         numbers = scalars(step, group, grad_scale, is_decoupled(group))
         kernel.run(weight, master.name, kept, grad, moments, numbers, seed)
         return True
 
-    return UpdateRule(name, torch_class, lambda group: ("exp_avg", "exp_avg_sq"), update, REFUSED, fused)
+    return UpdateRule(
+        name, torch_class, lambda group: ("exp_avg", "exp_avg_sq"), update, REFUSED, REFUSED_STATES, fused
+    )
 
 
 adam = adam_rule("adam", torch.optim.Adam, decoupled=False)

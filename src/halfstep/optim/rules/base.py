@@ -7,7 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from halfstep.errors import OptimizerError
 from halfstep.optim.masters import Kept, Master
+from halfstep.registry import collect
 
 
 Group = Mapping[str, Any]
@@ -30,7 +32,10 @@ class Fused(Protocol):
         group: Group,
         grad_scale: float,
     ) -> bool:
-        """Update weight, what the master keeps, and moments in place and say so, or touch nothing and return False."""
+        """Update weight, what the master keeps, and moments in place and say so, or touch nothing and return False.
+
+        What is kept first follows the weight (`Master.follow`).
+        """
 
 
 def never(*_: Any, **__: Any) -> bool:
@@ -52,6 +57,35 @@ class UpdateRule:
     update: Callable[[Tensor, Tensor, Moments, int, Group], tuple[Tensor, Moments]]
     refused: Mapping[str, str] = field(default_factory=dict)
     """Options that, when true, have no counterpart here; with the reason."""
+    refused_states: Mapping[str, str] = field(default_factory=dict)
+    """States of the torch class that have no counterpart here; with the reason."""
     fused: Fused = never
     elementwise: bool = True
     """Whether an element moves by its own gradient and moments alone (not so where norms of tensors enter)."""
+
+    def check(self, group: Group) -> None:
+        """Refuse options that have no counterpart here.
+
+        Raises:
+            OptimizerError: one is set.
+        """
+        for option, reason in self.refused.items():
+            if group.get(option):
+                raise OptimizerError(
+                    f"{self.torch_class.__name__} with {option}=True cannot be expressed: {reason}. "
+                    f"Build it with {option}=False"
+                )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A rule travels by its name: its functions have none that a pickle could find them by."""
+        if _rules().get(self.name) is self:
+            return _named, (self.name,)
+        return super().__reduce_ex__(protocol)
+
+
+def _named(name: str) -> UpdateRule:
+    return _rules()[name]
+
+
+def _rules() -> dict[str, UpdateRule]:
+    return collect("halfstep.optim.rules", UpdateRule)

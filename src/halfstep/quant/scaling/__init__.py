@@ -35,11 +35,21 @@ def _parsed(name: str) -> Scaling:
         raise QuantizationError(unknown("scale rule", name, _by_name()))
     kinds = {option: type(value) for option, value in options_of(_by_name()[base]).items()}
     options: dict[str, Any] = {}
-    for option, _, value in (text.partition("=") for text in given):
+    for text in given:
+        option, _, value = text.partition("=")
         if option not in kinds:
             raise QuantizationError(unknown(f"option of scale rule {base}", option, kinds))
-        options[option] = kinds[option](value)
+        options[option] = _value(text, kinds[option], value)
     return replace(_by_name()[base], name=name, **options)
+
+
+def _value(option: str, kind: type[Any], value: str) -> Any:
+    words = {"true": True, "false": False}
+    try:
+        return words[value.lower()] if kind is bool else kind(value)
+    except (KeyError, ValueError) as error:
+        wanted = {bool: "true or false", int: "a whole number"}[kind]
+        raise QuantizationError(f"option {option!r} of a scale rule found; expected {wanted}") from error
 
 
 def options_of(scaling: Scaling) -> dict[str, int | str]:

@@ -64,12 +64,12 @@ class StatefulScaling(Scaling):
     """A rule whose scales depend on earlier steps, with one state an operand.
 
     A state is one float32 tensor: first the factor in use, then the amax of the step that runs, then what the rule
-    likes. Forward and backward may only raise that amax; `advance` alone moves a state on.
+    likes. Forward and backward may only raise that amax; `advance` alone moves a state on. An amax that is not finite
+    stays so until the step ends (infinite, after ranks have agreed), and no rule lets it into what it keeps.
     """
 
-    @property
-    def waits(self) -> bool:
-        """Whether `in_use` needs the tensor's own amax."""
+    def waits(self, state: Tensor) -> bool:
+        """Whether `in_use` needs the tensor's own amax; True where that cannot be told from the state."""
         return False
 
     def in_use(self, state: Tensor, amax: Tensor | None, element: Format) -> Tensor:

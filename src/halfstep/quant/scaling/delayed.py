@@ -20,11 +20,13 @@ class Delayed(StatefulScaling):
     """factor = max / a / 2^margin, with a the largest (`max`) or the last (`most_recent`) amax of `history` steps.
 
     The state of an operand is a float32 tensor of 1 + history: the factor in use, the amax of the step that runs, then
-    the steps before it, oldest first. A step of zeros does not enter the history; an amax that is 0 or not finite
-    leaves the factor as it is. The first step has factor 1, and what outgrows its history saturates.
+    the steps before it, oldest first. A factor of 0 stands for just in time: until the state moves on, each tensor is
+    scaled by its own amax. A step of zeros does not enter the history, nor does an amax that is not finite: the factor
+    then follows the steps before it. What outgrows its history saturates.
 
-    Source: NVIDIA Transformer Engine, DelayedScaling and its delayed_scaling.cu; the defaults are its own. MS-AMP's
-    ScalingMeta for `warmup`.
+    Source: NVIDIA Transformer Engine, DelayedScaling and its delayed_scaling.cu; the defaults are its own but for
+    `warmup`: its first step has factor 1 (`warmup` 0), under which small activations and gradients vanish, so that a
+    cold model wakes one layer a step. MS-AMP's ScalingMeta for a longer `warmup` and `restart`.
     """
 
     history: int = 1024
@@ -32,15 +34,12 @@ class Delayed(StatefulScaling):
     margin: int = 0
     power_of_two: bool = False
     """Round the factor down to a power of two."""
-    warmup: bool = False
-    """Until `history` steps are in, a tensor is scaled by its own amax (a state's factor is 0 then), and an amax that
-    is not finite empties the history: it starts over."""
+    warmup: int = 1
+    """For how many steps, of those that enter the history, tensors are scaled just in time."""
+    restart: bool = False
+    """An amax that is not finite empties the history, and `warmup` starts over."""
 
     multiplies = True
-
-    @property
-    def waits(self) -> bool:
-        return self.warmup
 
     def __post_init__(self) -> None:
         if self.history < 1 or self.algorithm not in ("max", "most_recent"):
@@ -48,11 +47,21 @@ class Delayed(StatefulScaling):
                 f"delayed scaling with history {self.history} and algorithm {self.algorithm!r}: expected at least 1, "
                 "and max or most_recent"
             )
+        if not 0 <= self.warmup <= self.history:
+            raise QuantizationError(
+                f"delayed scaling with warmup {self.warmup} and history {self.history}: expected a number of steps, "
+                "from 0 (the first step has factor 1) to the whole history"
+            )
 
     def init(self, device: torch.device | str | None = None) -> Tensor:
-        state = torch.zeros(1 + self.history, device=device)
+        state = torch.zeros(1 + self.history, dtype=torch.float32, device=device)
         state[0] = 0.0 if self.warmup else 1.0
         return state
+
+    def waits(self, state: Tensor) -> bool:
+        if not self.warmup or state.device.type != "cpu" or torch.compiler.is_compiling():
+            return self.warmup > 0  # a GPU would have to be waited for, and a graph is traced once for all steps
+        return bool(state[0] == 0)
 
     def in_use(self, state: Tensor, amax: Tensor | None, element: Format) -> Tensor:
         if amax is None:
@@ -60,17 +69,17 @@ class Delayed(StatefulScaling):
         return torch.where(state[0] == 0, self._factor(amax, element), state[0])
 
     def advance(self, state: Tensor, element: Format) -> None:
-        current, history = state[1].clone(), state[1:].clone()
+        usual = state[1:].isfinite()  # an older file's history may hold others
+        history = torch.where(usual, state[1:], 0.0)
+        current = history[0].clone()
         amax = current if self.algorithm == "most_recent" else history.amax()
-        usable = amax.isfinite() & (amax > 0)
-        if self.warmup:
-            usable &= (history != 0).all() | (state[0] != 0)
-        state[0] = torch.where(usable, self._factor(amax, element), state[0])
+        warm = ((history != 0).sum() >= self.warmup) | (state[0] != 0)
+        state[0] = torch.where(warm & (amax > 0), self._factor(amax, element), state[0])
         moved = history.roll(-1)  # this step's amax becomes the last, and the oldest gives its place to the next step's
         moved[0] = 0
         state[1:] = torch.where(current != 0, moved, history)
-        if self.warmup:
-            state.copy_(torch.where(current.isfinite(), state, 0.0))
+        if self.restart:
+            state.copy_(torch.where(usual[0], state, 0.0))
 
     def _factor(self, amax: Tensor, element: Format) -> Tensor:
         factor = factor_of(amax, element) / 2.0**self.margin

@@ -9,6 +9,12 @@ from halfstep.recipe.products import linear_spec
 from halfstep.recipe.spec import Recipe, Rule
 
 
+_FIRST = (
+    "In the first step each tensor is scaled by its own amax. The source's first scale is 1, under which small "
+    "activations and gradients vanish, so that a cold model wakes one layer a step; warmup = 0 has it."
+)
+
+
 def delayed_recipe(name: str, scaling: Scaling, summary: str, source: str, notes: tuple[str, ...] = ()) -> Recipe:
     """The recipe with another history, algorithm or margin."""
     e4m3, e5m2 = (Quantizer(formats.get(f), tile=TENSOR, scaling=scaling) for f in ("e4m3fn", "e5m2"))
@@ -21,7 +27,7 @@ fp8_delayed = delayed_recipe(
     with_options("delayed", history=1024, algorithm="max", margin=0),
     summary="E4M3 forward, E5M2 gradients, one scale a tensor from the largest amax of the last 1024 steps.",
     source="NVIDIA Transformer Engine, DelayedScaling and its defaults (fp8_format HYBRID)",
-    notes=("The first step has scale 1, as in the source; what outgrows its history saturates.",),
+    notes=(_FIRST, "What outgrows its history saturates."),
 )
 
 fp8_delayed_megatron = delayed_recipe(
@@ -29,5 +35,8 @@ fp8_delayed_megatron = delayed_recipe(
     with_options("delayed", history=1, algorithm="most_recent"),
     summary="fp8-delayed whose scale follows the last step's amax alone.",
     source="Megatron-LM's defaults: fp8_amax_history_len 1, most_recent, margin 0",
-    notes=("An amax that alternates between 1 and 8 saturates in every second step; fp8-delayed's history does not.",),
+    notes=(
+        _FIRST,
+        "An amax that alternates between 1 and 8 saturates in every second step; fp8-delayed's history does not.",
+    ),
 )

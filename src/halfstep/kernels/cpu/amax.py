@@ -1,0 +1,45 @@
+"""The largest magnitude of a tensor, from the bits of its numbers as they are stored: read once, nothing widened."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.kernels.cpu.arrays import array, plain
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
+from halfstep.kernels.cpu.lanes import MAGNITUDE, lanes
+from halfstep.kernels.cpu.scales import stored_bits
+
+
+def supports(x: Tensor) -> bool:
+    """Whether `run` can read `x`: a contiguous CPU tensor (fp32, bf16, fp16) that is not empty."""
+    return plain(x) and x.numel() > 0
+
+
+def run(x: Tensor) -> Tensor:
+    """max |x| as a float32 scalar; NaN where there is one."""
+    found = torch.empty(-(-x.numel() // CHUNK))
+    _amax(x.numel(), array(x), array(found))
+    return found.max()
+
+
+@lanes("one")
+def _larger(one, two):
+    return one.max(two & (MAGNITUDE >> 32 - two.type.width))  # NaN's bits are above infinity's
+
+
+@inner
+def _largest(x, nothing):
+    largest = nothing
+    for i in range(x.size):
+        largest = _larger(largest, x[i])
+    return stored_bits(largest)
+
+
+@Kernel
+def _amax(x, found):
+    nothing = np.zeros(1, x.dtype)[0]
+    for chunk in numba.prange(found.size):
+        found[chunk] = _largest(x[chunk * CHUNK : min((chunk + 1) * CHUNK, x.size)], nothing)

@@ -1,0 +1,157 @@
+"""What is kept beside a weight, followed to a weight that somebody wrote to: one pass, in place, reading where it can.
+
+The conditions are those of `optim.masters`, which says why they never touch what an update wrote itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from torch import Tensor
+
+from halfstep.kernels.cpu.arrays import as_array, plain
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
+from halfstep.kernels.cpu.lanes import Lane, bits_of, lanes, rounded_up_half
+
+
+KEPT = {"none": None, "fp32": "master", "split": "low", "kahan": "compensation", "collage": "residual"}
+"""What a master of that name keeps."""
+
+PLAIN = {
+    torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16,
+    torch.int16: torch.uint16,  # the lower halves of split weights
+}  # fmt: skip
+"""The numpy type in which a tensor's dtype travels."""
+
+
+def supports(weight: Tensor, master: str, kept: Mapping[str, Tensor]) -> bool:
+    """Whether `run` can do this: dense contiguous CPU tensors, kept by a master that it knows."""
+    return (
+        KEPT.get(master) in kept
+        and plain(weight, torch.bfloat16, torch.float16)
+        and all(plain(t, torch.float32, torch.bfloat16, torch.int16) for t in kept.values())
+    )
+
+
+def run(weight: Tensor, kept: Mapping[str, Tensor]) -> None:
+    """Make what is kept the weight's own where it cannot be what an update left beside it."""
+    beside = tuple(_array(kept[name]) if name in kept else None for name in KEPT.values() if name)
+    _follow(weight.numel(), _array(weight), beside)
+
+
+def _array(tensor: Tensor) -> Any:
+    return as_array(tensor, PLAIN[tensor.dtype])
+
+
+# ---- lanes -----------------------------------------------------------------------------------------------------
+
+
+def _magnitude(value: Lane) -> Lane:
+    return value & 0x7FFF
+
+
+@lanes(types.uint16)
+def _strange_rest(found, weight, rest):
+    """`found`, with a bit set where 2^7 |rest| may be more than |weight|, by the exponents: a first look."""
+    limit = _magnitude(weight).max(0x3C0) - 0x380
+    return found | (_magnitude(rest) > limit).to(16)
+
+
+@lanes(types.uint16)
+def beside(weight, rest):
+    """`optim.masters.beside`, of bfloat16 bits."""
+    limit = _magnitude(weight).max(0x3C0) - 0x380
+    return (_magnitude(rest) <= limit).pick(rest, 0)
+
+
+@lanes(types.float32)
+def image_or_own(weight, master):
+    """The master, where the weight is its rounded image; else the weight."""
+    return _is_image(weight, master).pick(master, bits_of(weight).float())
+
+
+@lanes(types.uint16)
+def _strange_image(found, weight, master):
+    """`found`, with a bit set where the weight is not the master's rounded image."""
+    return found | (~_is_image(weight, master)).to(16)
+
+
+def _is_image(weight: Lane, master: Lane) -> Lane:
+    image = master.float_to_half() if weight.stored == types.int16 else (rounded_up_half(master.bits()) >> 16).to(16)
+    return ~master.is_nan() & image.equals(weight)
+
+
+@lanes(types.uint16)
+def _strange_half(found, weight, low):
+    """`found`, with a bit set where the two halves are together NaN, or about to be."""
+    return found | _joins_to_nan(weight, low).to(16)
+
+
+@lanes(types.uint16)
+def _half(weight, low):
+    """The lower half, or 0 where it makes a NaN."""
+    return _joins_to_nan(weight, low).pick(low.constant(0), low)
+
+
+def _joins_to_nan(weight: Lane, low: Lane) -> Lane:
+    return ((weight.to(32) << 16) + (low.to(32) << 16).shift_signed(16)).float().is_nan()
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------
+
+
+@inner
+def _follow_rest(weight, rest):
+    found = np.uint16(0)
+    for i in range(weight.size):
+        found = _strange_rest(found, weight[i], rest[i])
+    if found:
+        for i in range(weight.size):
+            rest[i] = beside(weight[i], rest[i])
+
+
+@inner
+def _follow_image(weight, master):
+    found = np.uint16(0)
+    for i in range(weight.size):
+        found = _strange_image(found, weight[i], master[i])
+    if found:
+        for i in range(weight.size):
+            master[i] = image_or_own(weight[i], master[i])
+
+
+@inner
+def _follow_half(weight, low):
+    found = np.uint16(0)
+    for i in range(weight.size):
+        found = _strange_half(found, weight[i], low[i])
+    if found:
+        for i in range(weight.size):
+            low[i] = _half(weight[i], low[i])
+
+
+@inner
+def follow(weight, master, low, compensation, residual):
+    """One chunk, for kernels: whichever is not None, in place."""
+    if master is not None:
+        _follow_image(weight, master)
+    if low is not None:
+        _follow_half(weight, low)
+    if compensation is not None:
+        _follow_rest(weight, compensation)
+    if residual is not None:
+        _follow_rest(weight, residual)
+
+
+@Kernel
+def _follow(weight, kept):
+    master, low, compensation, residual = kept
+    for chunk in numba.prange((weight.size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, weight.size)
+        follow(weight[a:b], piece(master, a, b), piece(low, a, b), piece(compensation, a, b), piece(residual, a, b))

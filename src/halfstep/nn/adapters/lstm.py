@@ -1,0 +1,37 @@
+"""`nn.LSTM` on CPUs without 16-bit matrix units: torch.autocast hands it to a oneDNN kernel that they do not have.
+
+It runs in float32 between one rounding of its weights, inputs and states to 16 bits and one of what comes out, forward
+and backward, as 16-bit products do there; in between nothing is rounded. Packed sequences, projections and inputs that
+are 16-bit already take kernels of torch's own, as `nn.GRU` and `nn.RNN` do.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from halfstep.kernels import carried
+from halfstep.ops.linear import product_dtype
+
+
+def fits(module: nn.Module) -> bool:
+    """Whether `forward` below may stand in for the module's own."""
+    return "forward" not in vars(module) and type(module).forward is nn.LSTM.forward
+
+
+def forward(stock: Any, module: Any, input: Tensor | PackedSequence, hx: tuple[Tensor, Tensor] | None = None) -> Any:
+    """The stock forward; where oneDNN has no kernel for it, of a twin with rounded weights in float32."""
+    if isinstance(input, PackedSequence) or module.proj_size:
+        return stock(module, input, hx)
+    dtype = product_dtype(input)
+    if input.dtype == dtype or not carried.supports(dtype, input.device):
+        return stock(module, input, hx)
+    names = module._flat_weights_names
+    with torch.autocast(input.device.type, enabled=False):
+        twin = object.__new__(type(module))
+        weights = [getattr(module, name).to(dtype).float() for name in names]
+        twin.__dict__ |= {**vars(module), "_flat_weights": weights, "_flat_weight_refs": [None] * len(names)}
+        states = None if hx is None else tuple(state.to(dtype).float() for state in hx)
+        output, (h, c) = stock(twin, input.to(dtype).float(), states)
+    return output.to(dtype), (h.to(dtype), c.to(dtype))

@@ -1,0 +1,150 @@
+"""Between two optimizer steps: what of a step has happened, as far as scaling states depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import RecipeError
+
+
+_SAMPLES = 16  # values of a weight that are compared where torch's count of writes says nothing
+
+
+class Clock:
+    """Notices an optimizer step that nobody ended, and steps that nothing was recorded for: stale scales would go on
+    unseen.
+
+    The steps of an optimizer that is followed (`Scalings.follow`) are counted. Of others, the weights tell: what
+    changed between two forwards, by torch's count of writes; and by some of their values until `end` is called for the
+    first time, since writes through `.data` are not counted. One change may be a perturbation (SAM), an average put in
+    place, a load, a clamp: the second is an error. What a forward itself writes (`Embedding(max_norm)`) is no change.
+    """
+
+    def __init__(self) -> None:
+        self._steps: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._advanced = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._modes: set[bool] = set()
+        self._changes = 0
+        self._left: dict[int, _Seen] = {}
+        self._begun: dict[int, _Seen] = {}
+        for optimizer in list(self._steps):
+            self._steps[optimizer] = 0
+
+    def __reduce__(self) -> Any:
+        return Clock, ()  # torch counts the writes to copied weights anew
+
+    # ---- what the model tells -----------------------------------------------------------------------------------
+
+    def check(self, model: nn.Module) -> None:
+        """Called before a forward with gradients, in either mode.
+
+        Raises:
+            RecipeError: weights have changed twice, and `end` was not called.
+        """
+        if not self._steps:
+            now = _look(model, values=not self._advanced)
+            self._changes += _differ(self._left, now)
+            if self._changes > 1:
+                raise overdue(model)
+            self._left = now
+        self._modes.add(model.training)
+
+    def leave(self, model: nn.Module) -> None:
+        """Called after that forward: what it wrote itself is no change of the weights."""
+        if not self._steps:
+            now = _look(model, values=not self._advanced)
+            # The others are not those that came in: FSDP puts its gathered weights in their place meanwhile.
+            self._left |= {key: seen for key, seen in now.items() if key in self._left}
+
+    # ---- what an optimizer tells --------------------------------------------------------------------------------
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """From now on that optimizer tells of its steps, and weights are not asked."""
+        self._steps[optimizer] = 0
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A followed optimizer has stepped."""
+        if optimizer in self._steps:
+            self._steps[optimizer] += 1
+
+    def is_pending(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it has stepped since the last `end`."""
+        return self._steps.get(optimizer, 0) > 0
+
+    # ---- what the scaling states tell ---------------------------------------------------------------------------
+
+    def is_used(self) -> bool:
+        """Whether a forward with gradients is known since the last `end`."""
+        return bool(self._modes)
+
+    def in_eval(self, model: nn.Module) -> bool:
+        """Whether an optimizer has stepped since the last `end`, after forwards in eval() alone. A graph of
+        torch.compile tells of none: there the mode is the one that the model is in."""
+        if (self._modes or {model.training}) != {False}:
+            return False
+        now = {} if self._steps else _look(model, values=not self._advanced)
+        return any(self._steps.values()) or _differ(self._left, now) or _differ(self._begun, now)
+
+    def begin(self, model: nn.Module) -> None:
+        """The weights are others from here on, and nothing has happened yet."""
+        self._forget()
+        if not self._steps:
+            self._begun = _look(model, values=not self._advanced)
+
+    def end(self, model: nn.Module) -> None:
+        """An optimizer step has ended."""
+        self._advanced = True
+        self.begin(model)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A weight as it was at some time."""
+
+    weight: Tensor
+    version: int
+    values: Tensor | None
+
+
+def overdue(model: nn.Module) -> RecipeError:
+    """What to say when optimizer steps were not ended."""
+    return RecipeError(
+        f"{type(model).__name__}'s weights have changed and its scaling states have not moved on: call "
+        "scaler.update() after every optimizer step, or halfstep.advance(model) where there is no scaler (in the "
+        "closure, for an optimizer that calls it several times a step)"
+    )
+
+
+def _look(model: nn.Module, values: bool = False) -> dict[int, _Seen]:
+    """The weights that are trained, as they are."""
+    return {
+        id(p): _Seen(p, p._version, _some(p) if values else None)
+        for p in model.parameters()
+        if isinstance(p, nn.Parameter) and p.requires_grad and not p.is_inference() and not p.is_meta
+    }
+
+
+def _differ(before: dict[int, _Seen], now: dict[int, _Seen]) -> bool:
+    """Whether a weight that is in both has changed."""
+    pairs = ((before[key], now[key]) for key in before.keys() & now.keys())
+    return any(a.version != b.version or not _equal(a.values, b.values) for a, b in pairs)
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is None or b is None or torch.equal(a, b)
+
+
+@torch.no_grad()
+def _some(weight: Tensor) -> Tensor:
+    """A few of the values that this rank holds, as bytes: a NaN is itself."""
+    local = weight.to_local() if hasattr(weight, "to_local") else weight
+    flat = local.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].contiguous().clone().view(torch.uint8)

@@ -1,0 +1,224 @@
+"""A model follows its recipe whenever it is called: by its root, by a part of it, or within `following`."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from halfstep.nn.adopt import OnCopy, adopt
+from halfstep.nn.applied import Applied, applied_to
+from halfstep.nn.clock import Clock
+from halfstep.nn.outputs import to_float32
+
+
+_PART = "_halfstep_part"
+
+
+class Part:
+    """What every part of a model shares: what calling it from outside of its root's forward has to enter."""
+
+    def __init__(self, model: nn.Module, applied: Applied) -> None:
+        self._recipe = applied.recipe.name
+        self._autocast = applied.autocast
+        self._clock: Clock | None = applied.clock
+        self._calls: dict[int, int] = {}  # by thread: how deep in calls it is
+        self._traced = 0  # of a graph that is being traced, which knows no threads
+        self._warned = False
+        self._root: Callable[[], nn.Module | None] = weakref.ref(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_root": _nobody, "_calls": {}, "_traced": 0}  # a copied part alone has no root; a copied root binds it
+        return {**vars(self), **own}
+
+    def bind(self, model: nn.Module) -> None:
+        """Belong to a copy's root."""
+        self._root = weakref.ref(model)
+
+    def trains(self, module: nn.Module) -> bool:
+        """Whether this call is one of training, in which scaling states take in what they see: gradients are on, and
+        the root is in training mode, whatever mode `module` is in."""
+        root = self._root()
+        return torch.is_grad_enabled() and (module if root is None else root).training
+
+    def is_inside(self, module: nn.Module) -> bool:
+        """Whether a call of a part comes from within one that follows the recipe: of the root, of a part around it, or
+        a second one, in a backward pass (activation checkpointing), where torch restores what the first one had."""
+        if torch.compiler.is_compiling():
+            return self._traced > 0 or self._is_autocast(module)
+        if self._calls.get(threading.get_ident()):
+            return True
+        return self._is_autocast(module) or torch._C._current_graph_task_id() != -1
+
+    def _is_autocast(self, module: nn.Module) -> bool:
+        device = _device(module)
+        return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == self._autocast
+
+    @contextmanager
+    def entered(self, module: nn.Module) -> Iterator[None]:
+        """A call of the module that follows the recipe; autocast ends with it, also on an exception."""
+        thread = self._begin()
+        try:
+            if self._autocast is None:
+                yield
+            else:
+                with torch.autocast(_device(module), dtype=self._autocast):
+                    yield
+        finally:
+            self._end(thread)
+
+    def _begin(self) -> int:
+        if torch.compiler.is_compiling():
+            self._traced += 1
+            return 0
+        thread = threading.get_ident()
+        if thread not in self._calls:
+            self._tell(Clock.check)
+        self._calls[thread] = self._calls.get(thread, 0) + 1
+        return thread
+
+    def _end(self, thread: int) -> None:
+        if torch.compiler.is_compiling():
+            self._traced -= 1
+        elif self._calls[thread] > 1:
+            self._calls[thread] -= 1
+        else:
+            del self._calls[thread]
+            self._tell(Clock.leave)
+
+    def _tell(self, event: Callable[[Clock, nn.Module], None]) -> None:
+        root = self._root()
+        if self._clock is not None and root is not None and torch.is_grad_enabled():
+            event(self._clock, root)
+
+    def warn(self, module: nn.Module) -> None:
+        """Say, once a model, what a part that is called from outside cannot know."""
+        root = self._root()
+        if self._warned or self._autocast is None or root is None or not _has_forward(root):
+            return
+        self._warned = True
+        name = next((name for name, part in root.named_modules() if part is module), type(module).__name__)
+        warnings.warn(
+            f"{type(root).__name__}.{name} is called beside {type(root).__name__}'s forward. It follows recipe "
+            f"{self._recipe!r} and leaves in float32; what your code computes between such calls does not. Where that "
+            "holds products or attention, put the calls in `with halfstep.following(model): ...`",
+            stacklevel=6,  # the code that calls the part
+        )
+
+
+def follow(model: nn.Module, applied: Applied, on_copy: OnCopy, apart: Collection[nn.Module] = ()) -> None:
+    """Make a model and its parts follow the recipe that `apply` leaves on the root, whoever calls them.
+
+    Args:
+        on_copy: called with copies of the root.
+        apart: modules that compute in float32, with whatever is in them.
+    """
+    shared = Part(model, applied)
+    model._halfstep = applied  # type: ignore[assignment]
+    inner = {id(inside) for module in apart for inside in module.modules()}
+    enters = applied.autocast is not None or applied.clock is not None
+    for module in list(_parts(model)):
+        vars(module)[_PART] = shared
+        if enters and module is not model and id(module) not in inner:
+            adopt(module, _part_forward)
+    vars(model)[_PART] = shared
+    adopt(model, _root_forward, on_copy, patchable=True)
+
+
+def unfollow(model: nn.Module) -> None:
+    """Take away what `follow` left beside the classes."""
+    for module in model.modules():
+        vars(module).pop(_PART, None)
+    vars(model).pop("_halfstep", None)
+
+
+def part_of(module: nn.Module) -> Part | None:
+    """What the module shares with its model's other parts; None where it follows no recipe."""
+    return vars(module).get(_PART)
+
+
+def root_of(model: nn.Module) -> nn.Module:
+    """The module that `apply` was called on, inside of what wraps it (DDP, torch.compile)."""
+    while "_halfstep" not in vars(model):
+        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
+    return model
+
+
+def following(model: nn.Module) -> AbstractContextManager[None]:
+    """Within it, whatever is called of `model` follows its recipe, and so do functional calls in between.
+
+    For code that calls parts and not the model: `model.decode(model.encode(x))`, a training step of one's own. What
+    parts return there keeps the dtype that they computed in; only the model's own outputs leave in float32.
+
+        with halfstep.following(model):
+            y = model.decode(model.encode(x))
+        loss = loss_fn(y.float(), target)
+
+    Args:
+        model: the model that `apply` or `prepare` was called on, or what wraps it.
+
+    Raises:
+        RecipeError: it follows no recipe.
+    """
+    root = root_of(model)
+    applied_to(root)
+    part = part_of(root)
+    assert part is not None
+    return part.entered(root)
+
+
+def _root_forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    part = part_of(model)
+    if part is None:  # a bound forward that somebody took before `revert`
+        return stock(model, *args, **kwargs)
+    with part.entered(model):
+        output = stock(model, *args, **kwargs)
+    return to_float32(output)
+
+
+def _part_forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The stock forward; called from outside, it enters the recipe and leaves in float32, as the root's does."""
+    part = part_of(module)
+    if part is None or part.is_inside(module):
+        return stock(module, *args, **kwargs)
+    if not torch.compiler.is_compiling():
+        part.warn(module)
+    with part.entered(module):
+        output = stock(module, *args, **kwargs)
+    return to_float32(output)
+
+
+def _parts(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that a call from outside may reach: with a forward, and parameters to compute with.
+
+    What has none, a loss or a metric, is left to the precision that its caller chose.
+    """
+    inner = {id(m) for each in model.modules() if isinstance(each, ParametrizationList) for m in each.modules()}
+    for module in model.modules():
+        own = id(module) not in inner and not isinstance(module, torch.jit.ScriptModule) and _has_forward(module)
+        if own and next(module.parameters(), None) is not None:
+            yield module
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented" or "forward" in vars(module)
+
+
+def _device(module: nn.Module) -> str:
+    anything: Tensor = next(chain(module.parameters(), module.buffers()))
+    return anything.device.type
+
+
+def _nobody() -> None:
+    """The root of a part that was copied without it."""

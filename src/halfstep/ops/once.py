@@ -1,0 +1,65 @@
+"""Functions whose operands are rounded: one derivative, and that of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from halfstep.errors import RecipeError
+
+
+_REMEDY = (
+    "keep these layers unrounded by module_filter or by a rule of the recipe, or take a recipe without rules, such as "
+    "bf16-mixed"
+)
+
+
+class Once(torch.autograd.Function):
+    """`vmap` is refused: a scale of the whole batch, or of each sample, would be a guess."""
+
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        raise RecipeError(
+            "torch.func.vmap (jacrev and gradients of each sample use it) goes over a product whose operands are "
+            f"rounded; its scales could be the batch's or each sample's own: loop over the samples, {_REMEDY}"
+        )
+
+
+class Backwards:
+    """Mixed into a `Once` where it is not traced (torch.compile traces no function that has a `jvp`)."""
+
+    @staticmethod
+    def jvp(*_: Any) -> Any:
+        raise RecipeError(
+            "a forward-mode derivative (torch.func.jvp, jacfwd, hessian) goes through a product whose operands are "
+            f"rounded, and a recipe rounds none in that mode: take reverse mode (grad, vjp), {_REMEDY}"
+        )
+
+
+def once(form: Callable[..., Any], *inputs: Any) -> Any:
+    """form(*inputs), the gradients of a rounded product, whose own derivative is an error where somebody takes it.
+
+    Some of the tensors among the inputs must depend on whatever the gradients do.
+    """
+    if torch.compiler.is_compiling():  # a traced graph refuses second derivatives itself
+        return form(*inputs)
+    return _Gradients.apply(form, *inputs)  # type: ignore[no-untyped-call]
+
+
+class _Gradients(Once):
+    @staticmethod
+    def forward(form: Callable[..., Any], *inputs: Any) -> Any:
+        return form(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RecipeError(
+            "a second derivative (a gradient penalty, a Hessian) goes through a product whose operands are rounded, "
+            f"and it has none: {_REMEDY}"
+        )

@@ -1,0 +1,95 @@
+"""Products of operands that nothing rounds.
+
+Their gradients are such products too, so they have derivatives of any order, and vmap and forward mode go through them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels import carried
+from halfstep.ops.matmul import matmul
+
+
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., in) times weight (out, in) transposed, plus bias (out), in their own dtype: `ops.matmul`."""
+    function = _Traced if torch.compiler.is_compiling() else _Plain
+    return function.apply(x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def plain_stacked(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (..., rows, in) times weight (..., out, in) transposed, both in `dtype`, in float32 and left so."""
+    return _Stacked.apply(x, weight, dtype)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def matrix(x: Tensor) -> Tensor:
+    """x with all dimensions but the last flattened to rows: itself where it is a matrix."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+class _Traced(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return matmul(matrix(x), weight.t(), bias, None, x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.save_for_forward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = matrix(grads[0])
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = plain(rows, weight.t()).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            grad_weight = plain(rows.t(), matrix(x).t())
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0)
+        return grad_x, grad_weight, grad_bias
+
+
+class _Plain(_Traced):
+    """With forward mode: torch.compile traces no function that has a `jvp`."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        (x, weight), (dx, dweight, dbias) = ctx.saved_tensors, tangents
+        terms = [] if dbias is None else [dbias.expand(*x.shape[:-1], weight.shape[0])]
+        terms += [] if dx is None else [plain(dx, weight)]
+        terms += [] if dweight is None else [plain(x, dweight)]
+        return sum(terms[1:], terms[0])
+
+
+class _Stacked(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            lhs, rhs = (matrix(operand).to(dtype).view(operand.shape) for operand in (x, weight))
+            return carried.run_stacked(lhs, rhs.mT)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, ctx.dtype = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = plain_stacked(grads[0], weight.mT, ctx.dtype).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = plain_stacked(grads[0].mT, x.mT, ctx.dtype).to(weight.dtype)
+        return grad_x, grad_weight, None

@@ -1,0 +1,42 @@
+"""Tensors whose numbers are not what their memory holds: other libraries' subclasses, and shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import ModelError
+
+
+def foreign(tensor: Tensor) -> str | None:
+    """What a tensor is that no kernel of ours may read: `torchao.float8.Float8Tensor`, `DTensor`; None for torch's own.
+
+    Quantised weights of torchao and bitsandbytes are such subclasses, and so are whatever others derive from Tensor or
+    Parameter: what they compute is their own affair.
+    """
+    kind: Any = type(tensor)
+    if hasattr(tensor, "device_mesh"):
+        return "DTensor"
+    return None if f"{kind.__module__}.".startswith("torch.") else f"{kind.__module__.split('.')[0]}.{kind.__name__}"
+
+
+def check_plain(tensor: Tensor) -> None:
+    """Called before a tensor is rounded.
+
+    Raises:
+        ModelError: it is a shard, or another library's.
+    """
+    if torch.compiler.is_compiling() or (name := foreign(tensor)) is None:
+        return
+    if name == "DTensor":
+        raise ModelError(
+            "a recipe rounds the operands of a product with a sharded weight (a DTensor), and tensor parallelism does "
+            "not work with rules yet: shard by fully_shard, keep these layers by module_filter, or take a recipe "
+            "without rules, such as bf16-mixed"
+        )
+    raise ModelError(
+        f"a recipe rounds the operands of a product with a weight that is a {name}: halfstep.revert the model before "
+        "another library quantises it, or keep these layers by module_filter"
+    )

@@ -1,0 +1,108 @@
+"""What is refused before anything moves: parameters, gradients and options that an update cannot take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import OptimizerError
+from halfstep.optim.rules import rule_of
+from halfstep.optim.rules.base import UpdateRule
+from halfstep.recipe import STORABLE
+
+
+_WHY = {
+    torch.float64: "an update in float32 would round it at every step",
+    torch.complex64: "its imaginary part would be lost",
+    torch.complex128: "its imaginary part would be lost",
+}
+
+UNSCALED = (
+    "this recipe scales its loss, and this step saw no loss scale: small fp16 gradients were zero before they came. "
+    "Drive the loop with the scaler that halfstep.prepare returns: scaler.scale(loss).backward(), "
+    "scaler.step(optimizer), scaler.update(); with accelerate or Trainer, set accelerator.scaler to it before "
+    "accelerator.prepare. To train without a scale on purpose, use a recipe without ('fp16-mixed-unscaled')"
+)
+
+Namer = Callable[[Tensor, int], str]
+"""What to call a parameter, which has that number, in an error."""
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[Any, str] | None = None, codes: Container[Any] = ()
+) -> UpdateRule:
+    """The rule of a torch optimizer that `convert` can take. Nothing is changed.
+
+    Args:
+        names: of the parameters, for errors.
+        codes: the parameters that are codes, of which somebody has the scales.
+
+    Raises:
+        OptimizerError: its class, an option, a parameter or a state has no counterpart here.
+    """
+    rule, known = rule_of(optimizer), names or {}
+    check_parameters(optimizer.param_groups, codes, lambda p, i: f"parameter {i}{_quoted(known.get(p))}")
+    for state in optimizer.state.values():
+        check_state(state, rule)
+    return rule
+
+
+def check_parameters(groups: Iterable[Mapping[str, Any]], codes: Container[Any], name: Namer) -> None:
+    """Refuse parameters that no recipe stores, but for codes of which somebody has the scales.
+
+    Raises:
+        OptimizerError: there is one.
+    """
+    parameters = [p for group in groups for p in group["params"]]
+    for index, parameter in enumerate(parameters):
+        if parameter.dtype not in STORABLE.values() and parameter not in codes:
+            why = _WHY.get(parameter.dtype, "no recipe stores it")
+            raise OptimizerError(
+                f"{name(parameter, index)} is {parameter.dtype}: {why}. Expected "
+                f"{', '.join(str(dtype) for dtype in STORABLE.values())}: convert it, or leave it to an optimizer of "
+                "torch's own"
+            )
+
+
+def check_step(groups: Iterable[Mapping[str, Any]], rule: UpdateRule, name: Namer) -> None:
+    """Refuse what cannot be stepped on, before anything has moved.
+
+    Raises:
+        OptimizerError: a gradient is sparse, or an option was set that has no counterpart.
+    """
+    index = 0
+    for group in groups:
+        rule.check(group)
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise OptimizerError(
+                    f"{name(parameter, index)} has a {parameter.grad.layout} gradient; expected a dense one. "
+                    "Build its embedding with sparse=False. No parameter was moved"
+                )
+            index += 1
+
+
+def check_state(state: Mapping[str, Any], rule: UpdateRule, foreign: Iterable[str] = ()) -> None:
+    """Refuse a saved state that the rule would leave unused; `foreign` are names that it may not hold either.
+
+    Raises:
+        OptimizerError: it holds one.
+    """
+    for name, why in rule.refused_states.items():
+        if state.get(name) is not None:
+            raise OptimizerError(
+                f"the state holds {name}: {why}. Train on with torch's own optimizer, or start this one without it"
+            )
+    for name in foreign:
+        if state.get(name) is not None:
+            raise OptimizerError(
+                f"the state holds {name!r}, which this recipe keeps nothing in: it was saved under another recipe. "
+                "Resume under that one, or load the weights alone and start the optimizer anew"
+            )
+
+
+def _quoted(name: str | None) -> str:
+    return f" ({name})" if name else ""

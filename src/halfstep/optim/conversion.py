@@ -1,0 +1,74 @@
+"""From torch's optimizer to one in few bits, which goes on where that one stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import OptimizerError
+from halfstep.optim.checks import check_optimizer
+from halfstep.optim.classes import Lamb, Lion
+from halfstep.optim.lowbit import LowBit
+from halfstep.optim.masters import get_master
+from halfstep.optim.present import Parameters
+from halfstep.optim.states import Storage
+from halfstep.quant import draw_seed
+from halfstep.recipe import STORABLE, Recipe
+
+
+def convert(
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    masters: Mapping[nn.Parameter, Tensor],
+    generator: torch.Generator | int | None = None,
+    scales: Mapping[nn.Parameter, Tensor | None] | None = None,
+    parameters: Parameters | None = None,
+    process_group: Any = None,
+) -> LowBit:
+    """The optimizer that continues `optimizer` under a recipe: same groups, same moments, same step counts.
+
+    The parameter groups are shared, not copied, so a scheduler built on the old optimizer before, or on the new one
+    after, sets the learning rate of both. The old one's state moves over, and the old one refuses to be stepped, saved
+    or loaded from then on.
+
+    Args:
+        masters: the float32 values of parameters that are stored in fewer bits, taken before they were rounded.
+        generator: where the seed of stochastic rounding comes from. Where processes train together, all take the seed
+            of the first one.
+        scales: of the weights that are kept as `recipe.scaled` says.
+        parameters: the model's present parameters, for as long as it lives: what left it is not stepped on in silence.
+        process_group: the processes that train together; None is the default group, where there is one.
+
+    Raises:
+        OptimizerError: the class, an option, a parameter or a state cannot be expressed; the optimizer is left as it
+            was.
+    """
+    rule = check_optimizer(optimizer, codes=scales or ())
+    master = get_master(recipe.master)
+    storage = Storage(STORABLE[recipe.moments], recipe.moment_residuals, master, recipe.update_rounding, recipe.scaled)
+    # Drawn only where it is used: a recipe that rounds to nearest leaves the model's dropout masks as they were.
+    seed = draw_seed(generator) if recipe.update_rounding == "stochastic" else 0
+    result = LowBit(list(optimizer.param_groups), rule, storage, seed, scales, parameters, process_group)
+    result.defaults = {**optimizer.defaults, **result.defaults}
+    result.param_groups = optimizer.param_groups
+    result.agree_on_the_seed()
+    result.take_over(optimizer.state, masters)
+    result.awaits_scaler = recipe.loss_scale is not None and (recipe.loss_scale.dynamic or recipe.loss_scale.init != 1)
+    # A scheduler built on the old optimizer asks whether that one has stepped; its steps are the new one's now.
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    if not isinstance(optimizer, (Lamb, Lion)):  # which never stepped and say so themselves
+        optimizer.register_step_pre_hook(_refuse)
+    optimizer.register_state_dict_pre_hook(_refuse)
+    optimizer.register_load_state_dict_pre_hook(_refuse)
+    return result
+
+
+def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> NoReturn:
+    raise OptimizerError(
+        f"this {type(optimizer).__name__} was handed to halfstep, and what came back has its state and its masters: "
+        "step, save and load that one (model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe)). "
+        "Schedulers may stay on this one"
+    )

@@ -1,0 +1,173 @@
+"""The scale's value and its way up and down: torch.amp.GradScaler's trajectory, accessors and state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from halfstep.errors import LossScaleError
+
+
+EXTRA = "halfstep"  # the one key beside torch's five: patience left, and what the follower keeps
+_FIVE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_MAX_STATIC_SKIPS = 32
+
+
+class DynamicScale:
+    """S, which grows after `growth_interval` steps without overflow and shrinks after one.
+
+    Source: torch.amp.grad_scaler; DeepSpeed's DynamicLossScaler for the hysteresis.
+    """
+
+    def __init__(
+        self,
+        init_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        enabled: bool,
+        dynamic: bool,
+        min_scale: float,
+        hysteresis: int,
+    ) -> None:
+        if growth_factor <= 1.0 or not 0.0 < backoff_factor < 1.0:
+            raise LossScaleError(
+                f"growth_factor {growth_factor} and backoff_factor {backoff_factor} given; "
+                "expected growth_factor > 1 and 0 < backoff_factor < 1"
+            )
+        if init_scale <= 0 or min_scale <= 0 or hysteresis < 1 or growth_interval < 1:
+            raise LossScaleError(
+                f"init_scale {init_scale}, min_scale {min_scale}, hysteresis {hysteresis}, growth_interval "
+                f"{growth_interval} given; expected positive scales, hysteresis and growth_interval at least 1"
+            )
+        self.skipped_steps = 0
+        self.overflowed: tuple[str, ...] = ()
+        """The parameters whose gradients were not finite in the last skipped step."""
+        self._scale = float32(init_scale)
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._growth_interval = growth_interval
+        self._growth_tracker = 0
+        self._enabled = enabled
+        self._dynamic = dynamic
+        self._min_scale = min_scale
+        self._hysteresis = hysteresis
+        self._patience = hysteresis
+        self._consecutive_skips = 0
+
+    def _adapt(self, overflowed: tuple[str, ...] | None) -> None:
+        """Move on after a step; `overflowed` names the parameters for which it was skipped, None if it was not."""
+        if overflowed is None:
+            self._consecutive_skips = 0
+            self._grow()
+            return
+        self.skipped_steps += 1
+        self._consecutive_skips += 1
+        self.overflowed = overflowed
+        self._back_off()
+
+    def _back_off(self) -> None:
+        self._growth_tracker = 0
+        if not self._dynamic:
+            if self._consecutive_skips >= _MAX_STATIC_SKIPS:
+                advice = "Try a smaller scale, or a dynamic one. If that does not help, "
+                raise LossScaleError(self._stuck(f"at the constant loss scale {self._scale:g}", advice))
+        elif self._patience > 1:
+            self._patience -= 1
+        else:
+            lower = float32(self._scale * self._backoff_factor)
+            if lower < self._min_scale:
+                raise LossScaleError(
+                    self._stuck(f"at the loss scale's floor, {self._scale:g}", "No smaller one helps: ")
+                )
+            self._scale = lower
+
+    def _grow(self) -> None:
+        self._growth_tracker += 1
+        if self._dynamic and self._growth_tracker == self._growth_interval:
+            higher = float32(self._scale * self._growth_factor)
+            self._scale = higher if higher != float("inf") else self._scale
+            self._growth_tracker = 0
+            self._patience = self._hysteresis
+
+    def _stuck(self, where: str, advice: str) -> str:
+        named = f" in {', '.join(self.overflowed[:3])}" if self.overflowed else ""
+        return (
+            f"the gradients are infinite or NaN{named} {where}, {self._consecutive_skips} steps in a row. {advice}"
+            "the forward pass itself overflows or makes NaN. Look for the first non-finite activation "
+            "(`halfstep train` names it), keep that module in float32, train in bf16 (recipe 'bf16-mixed'), "
+            "or lower the learning rate"
+        )
+
+    def _scale_state(self) -> dict[str, Any]:
+        """torch's five keys."""
+        return {
+            "scale": self._scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._growth_tracker,
+        }
+
+    def _load_scale(self, state: Mapping[str, Any], patience: int | None) -> None:
+        self._scale = float(state["scale"])
+        self._growth_factor = float(state["growth_factor"])
+        self._backoff_factor = float(state["backoff_factor"])
+        self._growth_interval = int(state["growth_interval"])
+        self._growth_tracker = int(state["_growth_tracker"])
+        self._patience = self._hysteresis if patience is None else int(patience)
+
+    # ---- torch.amp.GradScaler's accessors -------------------------------------------------------------------------
+
+    def get_scale(self) -> float:
+        """S, or 1 when disabled."""
+        return self._scale if self._enabled else 1.0
+
+    def get_growth_factor(self) -> float:
+        """The growth factor."""
+        return self._growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the growth factor."""
+        self._growth_factor = new_factor
+
+    def get_backoff_factor(self) -> float:
+        """The back-off factor."""
+        return self._backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the back-off factor."""
+        self._backoff_factor = new_factor
+
+    def get_growth_interval(self) -> int:
+        """The growth interval."""
+        return self._growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the growth interval."""
+        self._growth_interval = new_interval
+
+    def is_enabled(self) -> bool:
+        """Whether the loss is scaled at all."""
+        return self._enabled
+
+
+def check_keys(state: Mapping[str, Any]) -> None:
+    """Refuse a state that lacks one of torch's keys.
+
+    Raises:
+        LossScaleError: it does.
+    """
+    missing = [key for key in _FIVE if key not in state]
+    if missing:
+        raise LossScaleError(
+            f"the scaler state lacks {', '.join(missing)}; expected torch.amp.GradScaler's five keys. "
+            "A disabled scaler saves an empty state: resume with the recipe the state was saved under"
+        )
+
+
+def float32(value: float) -> float:
+    """Rounded to float32, in which torch keeps the scale; infinite beyond its range."""
+    return float(torch.tensor(value, dtype=torch.float64).float())

@@ -1,0 +1,63 @@
+"""Which of an optimizer's parameters are still the model's: what replaces them would be trained by nobody."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from halfstep.errors import OptimizerError
+from halfstep.optim.shards import is_spread
+
+
+Parameters = Callable[[], Mapping[str, nn.Parameter] | None]
+"""A model's parameters, by name, as they are now; None once there is no model any more."""
+
+
+class Present:
+    """Remembers what a model's parameters were when its optimizer was made."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self._parameters = parameters
+        self._known = {id(p): weakref.ref(p) for p in (parameters() or {}).values()}
+
+    def name(self, parameter: Tensor) -> str | None:
+        """The model's name for a parameter."""
+        return next((name for name, p in (self._parameters() or {}).items() if p is parameter), None)
+
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Called before a step. Sharded parameters are left to whoever sharded them.
+
+        Raises:
+            OptimizerError: parameters of the optimizer have left the model, and others have come that it lacks.
+        """
+        found = self._parameters()
+        if found is None:
+            return
+        now, held = {id(p) for p in found.values()}, [p for group in groups for p in group["params"]]
+        gone = [p for p in held if id(p) not in now and self._was_known(p) and not is_spread(p)]
+        if not gone:
+            return
+        held_ids = {id(p) for p in held}
+        new = [n for n, p in found.items() if p.requires_grad and id(p) not in held_ids and not self._was_known(p)]
+        if not new:
+            return
+        advice = (
+            "build the optimizer after what replaces parameters (resize_token_embeddings, pruning, a new head) and "
+            "call halfstep.prepare then, or hand it the new ones with optimizer.add_param_group"
+        )
+        if is_spread(found[new[0]]):
+            advice = (
+                "under FSDP2 call halfstep.apply(model, recipe), then fully_shard, build the optimizer on the sharded "
+                "parameters, and hand it to halfstep.optimize(model, optimizer)"
+            )
+        more = " ..." if len(new) > 3 else ""
+        raise OptimizerError(
+            f"{len(gone)} of this optimizer's {len(held)} parameters are the model's no more, and the model has "
+            f"{len(new)} that this optimizer would never train ({', '.join(new[:3])}{more}): {advice}"
+        )
+
+    def _was_known(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._known and self._known[id(parameter)]() is parameter

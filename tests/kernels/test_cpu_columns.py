@@ -1,0 +1,160 @@
+"""Blocks down the columns of a matrix, written along rows: the reference of the transposed matrix, bit for bit."""
+
+import pytest
+import torch
+
+from halfstep import formats
+from halfstep.kernels.cpu import blocks
+from halfstep.kernels.cpu import columns as kernel
+from halfstep.ops.casts import values
+from halfstep.quant.quantizer import Quantizer, get_quantizer
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import Tile
+from kernels.test_cpu_blocks import hard
+from oracles.numbers import same_bits
+
+
+SMALLEST = torch.finfo(torch.bfloat16).smallest_normal
+POWERS = [
+    (name, rule)
+    for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8")
+    for rule in formats.get_block(name).rules
+]
+POWERS += [("fp8_1x128", "rceil")]
+
+
+def down(x):
+    """The same matrix as the transposed view of another one."""
+    return x.t().contiguous().t()
+
+
+def assert_rounds(x, quantizer):
+    """By the kernel for columns, and by that for rows: the reference's values, and what both say of small ones."""
+    expected = quantizer.quantize(x)
+    for dtype in (torch.float32, torch.bfloat16):
+        out, rows = torch.full(x.shape, 7.0, dtype=dtype), torch.full(x.shape, 7.0, dtype=dtype)
+        assert kernel.supports_values(down(x), out, quantizer)
+        noted = kernel.run_values(down(x), out, quantizer)
+        same_bits(out, expected.dequantize(dtype))
+        assert blocks.run_values(x, rows, quantizer, None) == noted
+        same_bits(rows, out)
+        assert noted or not has_small(out)
+    return noted
+
+
+def has_small(x):
+    """Whether there are numbers that units of bfloat16 take for zeros."""
+    return bool(((x != 0) & (x.abs() < SMALLEST)).any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "rule"), POWERS)
+def test_every_format_whose_scales_are_powers_of_two(name, rule, dtype):
+    quantizer = get_quantizer(name, scale=rule)
+    assert_rounds(hard(512, dtype), quantizer)
+    assert not assert_rounds(torch.nn.functional.layer_norm(hard(512), (512,)).nan_to_num(1.0).to(dtype), quantizer)
+
+
+@pytest.mark.parametrize("rule", ["floor", "rceil"])
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e4m3fnuz", "e2m1fn", "e3m2fn", "ocp_int8", "int8", "uint4"])
+@pytest.mark.parametrize("size", [16, 128, 256])
+def test_every_size_of_block(size, name, rule):
+    assert_rounds(hard(512)[:17], Quantizer(formats.get(name), tile=Tile(1, size), scaling=get_scaling(rule)))
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (31, 64), (33, 1056), (129, 544), (300, 96)])
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp4"])
+def test_shapes(name, shape):
+    """A part of a register; a rest of rows, of columns, of what a thread takes."""
+    assert not assert_rounds(torch.randn(shape, generator=torch.Generator().manual_seed(2)), get_quantizer(name))
+
+
+@pytest.mark.parametrize("exponent", range(-149, 128))
+def test_every_scale(exponent):
+    """Blocks whose largest number is each power of two, in the middle of blocks of ordinary size or alone."""
+    x = torch.randn(40, 32, generator=torch.Generator().manual_seed(exponent + 149))
+    x = (x / x.abs().amax(1, keepdim=True)).double() * 2.0**exponent
+    for quantizer in (get_quantizer("mxfp8_e4m3", scale="rceil"), get_quantizer("mxfp8_e5m2")):
+        assert_rounds(x.float(), quantizer)
+        mixed = x.float()
+        mixed[::2] = 1.0
+        assert_rounds(mixed, quantizer)
+
+
+def test_small_values_are_noted_and_zeros_are_not():
+    quantizer, x = get_quantizer("mxfp8_e4m3", scale="rceil"), torch.ones(40, 64)
+    x[3], x[4, 32:] = 0.0, -0.0
+    assert not assert_rounds(x, quantizer)
+    x[5] = torch.nan
+    x[6, 9] = torch.inf
+    assert not assert_rounds(x, quantizer)
+    x[7, 32:] = 2.0**-108  # its scale is 2^-116: no element but 0 is below 2^-125
+    assert not assert_rounds(x, quantizer)
+    x[7, 32:] = 2.0**-110
+    assert assert_rounds(x, quantizer)
+
+
+def test_refuses_what_it_does_not_know():
+    x, out = torch.zeros(64, 40).t(), torch.empty(40, 64)
+    quantizer = get_quantizer("mxfp8_e4m3")
+    assert kernel.supports_values(x, out, quantizer)
+    assert not kernel.supports_values(x.contiguous(), out, quantizer)
+    assert not kernel.supports_values(x.double(), out, quantizer)
+    assert not kernel.supports_values(x, out.half(), quantizer)
+    assert not kernel.supports_values(x, out[:39], quantizer)
+    assert not kernel.supports_values(x, out.t().contiguous().t(), quantizer)
+    assert not kernel.supports_values(x[:, :33], torch.empty(40, 33), quantizer)
+    assert not kernel.supports_values(x[::2], out[::2], quantizer)
+    assert not kernel.supports_values(x[:0], out[:0], quantizer)
+    assert not kernel.supports_values(x[None], out[None], quantizer)
+    same = torch.zeros(64, 64)
+    assert not kernel.supports_values(same.t(), same, quantizer)
+    for other in (
+        get_quantizer("mxfp8_e4m3", rounding="stochastic"),
+        get_quantizer("nvfp4"),
+        get_quantizer("fp8_1x128"),
+        get_quantizer("fp8_128x128", scale="rceil"),
+    ):
+        assert not kernel.supports_values(torch.zeros(128, 128).t(), torch.empty(128, 128), other)
+
+
+QUANTIZERS = {
+    "blocks": get_quantizer("mxfp8_e4m3", scale="rceil"),
+    "stochastic": get_quantizer("mxfp8_e4m3", rounding="stochastic"),
+    "squares": get_quantizer("fp8_128x128", scale="rceil"),
+    "down": get_quantizer("mxfp8_e4m3", scale="rceil").down,
+    "nf4": get_quantizer("nf4"),
+}
+VIEWS = {
+    "transposed": lambda x: x.t(),
+    "a part of one": lambda x: x[:, 3:67].t(),
+    "every other": lambda x: x[:, ::2],
+    "three dimensions": lambda x: x.view(2, -1, x.shape[1]).transpose(1, 2),
+    "expanded": lambda x: x[:, :1].expand(-1, 64),
+    "no rows": lambda x: x[:, :0].t(),
+    "no columns": lambda x: x[:0].t(),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=list(VIEWS))
+@pytest.mark.parametrize("name", list(QUANTIZERS))
+def test_the_values_of_a_view_are_those_of_its_copy(view, name):
+    quantizer = QUANTIZERS[name]
+    x = view(torch.randn(128, 256, generator=torch.Generator().manual_seed(3)))
+    same_bits(values(x, quantizer, 5), values(x.contiguous(), quantizer, 5))
+
+
+def test_a_traced_graph_rounds_views_alike():
+    quantizer, x = get_quantizer("mxfp8_e4m3", scale="rceil"), torch.randn(64, 40)
+    traced = torch.compile(
+        lambda x: values(x.t(), quantizer, dtype=torch.bfloat16), backend="aot_eager", fullgraph=True
+    )
+    same_bits(traced(x), quantizer.quantize(x.t().contiguous()).dequantize(torch.bfloat16))
+
+
+def test_storages_can_be_resized_afterwards():
+    """FSDP2 frees weights so, between their uses."""
+    x, out = torch.zeros(64, 40), torch.empty(40, 64)
+    kernel.run_values(x.t(), out, get_quantizer("mxfp8_e4m3"))
+    for tensor in (x, out):
+        tensor.untyped_storage().resize_(0)

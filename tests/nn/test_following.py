@@ -1,0 +1,431 @@
+"""A model follows its recipe whoever calls it, and whichever part: compared with its own forward, and with torch."""
+
+import copy
+import io
+import pickle
+import threading
+import types
+import warnings
+from abc import ABC, abstractmethod
+from importlib import import_module
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep import get_recipe
+from halfstep.errors import OptimizerError, RecipeError
+from halfstep.nn.scaling import Scalings
+from tiny import EVERY, SMOOTH, adamw, assert_same, batch, mlp, model_for, prepared, train
+
+
+PLAIN = [name for name in EVERY if name not in SMOOTH]
+every_plain = pytest.mark.parametrize("name", PLAIN)
+WARNS = r"Coder.encoder is called beside Coder's forward. It follows recipe"
+
+
+class Coder(nn.Module):
+    """What forward computes can be computed by its parts as well: between them is nothing but a maximum with zero."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.decoder, self.loss = nn.Linear(8, 16), mlp_of(16), nn.BCEWithLogitsLoss()
+
+    def encode(self, x):
+        return F.relu(self.encoder(x))
+
+    def forward(self, x):
+        return self.decoder(self.encode(x))
+
+
+def mlp_of(width):
+    return nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+class Pair(nn.Module):
+    """A container, with no forward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.critic = mlp(), mlp()
+
+
+def quiet(function, *args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return function(*args)
+
+
+@every_plain
+def test_parts_called_from_outside_compute_what_forward_computes(name):
+    model = Coder()
+    halfstep.apply(model, name)
+    x = batch()[0]
+    apart = quiet(lambda: model.decoder(model.encode(x)))
+    assert apart.dtype == torch.float32
+    assert_same(apart, model(x))
+    with halfstep.following(model):
+        inside = model.decoder(model.encode(x))
+    assert_same(inside.float(), model(x))
+    autocast = get_recipe(name).compute
+    assert inside.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[autocast]
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_what_the_parts_cannot_know_is_said_once():
+    model, x = Coder(), batch()[0]
+    halfstep.apply(model, "bf16-mixed")
+    with pytest.warns(UserWarning, match=WARNS) as said:
+        model.encode(x)
+    assert said[0].filename == __file__
+    model.encode(x)  # warnings are errors here: nothing is said again
+    halfstep.revert(model)
+    model.encode(x)
+
+
+def test_a_container_has_nothing_in_between():
+    model = Pair()
+    halfstep.apply(model, "bf16-mixed")
+    stock = copy.deepcopy(model.critic)
+    halfstep.revert(copy.deepcopy(model))
+    x = batch()[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = stock(x)
+    found = model.critic(x)
+    assert found.dtype == torch.float32
+    assert_same(found, expected.float())
+
+
+def test_functional_products_follow_within_the_context_and_nowhere_else():
+    model, x = Coder(), torch.randn(4, 8)
+    halfstep.apply(model, "bf16-mixed")
+    with halfstep.following(model):
+        assert (x @ x.t()).dtype == torch.bfloat16
+        assert model(x).dtype == torch.float32  # the model's own outputs leave in float32 there too
+        assert (x @ x.t()).dtype == torch.bfloat16
+    assert (x @ x.t()).dtype == torch.float32
+    with pytest.raises(ZeroDivisionError), halfstep.following(model):
+        _ = 1 / 0
+    assert (x @ x.t()).dtype == torch.float32
+    with halfstep.following(torch.compile(model, backend="eager")):
+        assert (x @ x.t()).dtype == torch.bfloat16
+    with pytest.raises(RecipeError, match="follows no recipe"):
+        halfstep.following(mlp())
+
+
+def test_losses_and_metrics_of_the_model_are_left_alone():
+    """binary_cross_entropy under autocast is an error of torch's; a loss without parameters is no part to follow."""
+    model, x = Coder(), batch()[0]
+    halfstep.apply(model, "fp16-mixed")
+    loss = model.loss(model(x), torch.ones(12, 4))
+    assert_same(loss, F.binary_cross_entropy_with_logits(model(x), torch.ones(12, 4)))
+
+
+# ---- patched forwards -----------------------------------------------------------------------------------------------
+
+
+def as_function(model):
+    stock = model.forward
+    return lambda x: 2 * stock(x)
+
+
+def as_method(model):
+    return types.MethodType(lambda self, x: 2 * self.decoder(self.encode(x)), model)
+
+
+@every_plain
+@pytest.mark.parametrize("patch", [as_function, as_method])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_patched_forward_follows_the_recipe(name, patch, when):
+    model, x = Coder(), batch()[0]
+    if when == "before":
+        model.forward = patch(model)
+    halfstep.apply(model, name)
+    if when == "after":
+        model.forward = patch(model)
+    found = model(x)
+    assert found.dtype == torch.float32
+    assert_same(model.forward(x), found)
+    del model.forward
+    assert_same(found, 2 * model(x))
+    with pytest.raises(AttributeError):
+        del model.forward
+
+
+def test_a_patch_upon_a_patch_and_what_reverting_leaves():
+    model, x = Coder(), batch()[0]
+    halfstep.apply(model, "bf16-mixed")
+    once = model(x)
+    for _ in range(2):
+        model.forward = as_function(model)
+    assert_same(model(x), 4 * once)
+    halfstep.revert(model)
+    assert_same(model(x), 4 * Coder()(x))
+    assert not any(key.startswith("_halfstep") for m in model.modules() for key in vars(m))
+
+
+def test_class_and_instance_still_show_the_stock_signature():
+    model = Coder()
+    halfstep.apply(model, "bf16-mixed")
+    assert type(model).forward.__wrapped__ is Coder.forward
+    assert model.forward.__name__ == "forward"
+
+
+# ---- which calls train ----------------------------------------------------------------------------------------------
+
+
+def amaxes(model):
+    return {name: float(state[1]) for name, state in Scalings(model).state_dict().items()}
+
+
+def test_scaling_states_follow_the_mode_of_the_root():
+    model, x = mlp(), batch()[0]
+    halfstep.apply(model, "fp8-delayed")
+    model[0].eval().requires_grad_(False)
+    model(x).sum().backward()
+    assert all(amaxes(model)[name] > 0 for name in ("0.input", "0.weight", "3.input", "3.weight"))
+    halfstep.advance(model)
+    model.eval()
+    model(x).sum().backward()
+    assert set(amaxes(model).values()) == {0.0}
+
+
+def test_a_part_from_outside_trains_as_its_root_does():
+    model, x = Coder(), batch()[0]
+    halfstep.apply(model, "fp8-delayed")
+    quiet(model.encoder, x)
+    assert amaxes(model)["encoder.input"] == x.abs().max()
+    halfstep.advance(model)
+    alone = copy.deepcopy(model.encoder)  # has no root, and its own mode decides
+    alone.eval()
+    alone(x)
+    assert_same(alone._halfstep_scaling_input[1], torch.tensor(0.0))
+    alone.train()
+    alone(x)
+    assert alone._halfstep_scaling_input[1] > 0
+    assert amaxes(model)["encoder.input"] == 0
+
+
+# ---- second calls, threads, graphs ----------------------------------------------------------------------------------
+
+
+class Apart(nn.Module):
+    """Part of it is checkpointed, and part of that is out of autocast by the model's own word."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second, self.reentrant = nn.Linear(8, 16), nn.Linear(16, 4), reentrant
+
+    def body(self, x):
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.second(x.float())
+
+    def forward(self, x):
+        return self.body(x) if self.reentrant is None else checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("name", [name for name in PLAIN if get_recipe(name).weights == "fp32"])
+def test_what_a_checkpoint_computes_again_is_what_it_computed(name):
+    found = []
+    for reentrant in (None, False, True):
+        model, _, _ = prepared(name, Apart(reentrant))
+        x = batch()[0].requires_grad_()
+        model(x).square().sum().backward()
+        found.append([x.grad, *(p.grad.float() for p in model.parameters())])
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+
+
+def test_threads_do_not_share_their_calls():
+    model, x, found = Pair(), batch()[0], []
+    halfstep.apply(model, "bf16-mixed")
+    expected = model.critic(x)
+    with halfstep.following(model):
+        thread = threading.Thread(target=lambda: found.append(model.critic(x)))
+        thread.start()
+        thread.join()
+    assert_same(found[0], expected)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "fp16-master", "fp8-current"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+def test_traced_parts_follow_too(name):
+    torch._dynamo.reset()
+    model, x = Coder().requires_grad_(False), batch()[0]
+    halfstep.apply(model, name)
+    expected = model(x)
+    compiled = torch.compile(model.decoder, backend="aot_eager", fullgraph=True)
+    with halfstep.following(model):
+        hidden = model.encode(x)
+    assert_same(compiled(hidden), expected)  # from outside, where nothing else is traced
+    model.decoder.compile(backend="aot_eager")
+    assert_same(model(x), expected)  # and within its root
+
+
+# ---- classes, copies and pickles ------------------------------------------------------------------------------------
+
+
+class Registered(nn.Module):
+    """A base class that keeps a register of its subclasses, and wants a keyword of them."""
+
+    known: tuple = ()
+
+    def __init_subclass__(cls, *, key, **options):
+        super().__init_subclass__(**options)
+        Registered.known += (key,)
+
+
+class Known(Registered, key="known"):
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x):
+        return self.body(x)
+
+
+class Meta(type(nn.Module)):
+    made: tuple = ()
+
+    def __new__(cls, name, bases, namespace, **options):
+        Meta.made += (name,)
+        return super().__new__(cls, name, bases, namespace, **options)
+
+
+class Made(Known, metaclass=Meta, key="made"):
+    pass
+
+
+class Abstract(nn.Module, ABC):
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+
+    @abstractmethod
+    def forward(self, x): ...
+
+
+class Concrete(Abstract):
+    def forward(self, x):
+        return self.body(x)
+
+
+@pytest.mark.parametrize("kind", [Known, Made, Concrete])
+def test_no_registry_and_no_metaclass_hears_of_an_adoption(kind):
+    before = Registered.known, Meta.made
+    model = kind()
+    halfstep.apply(model, "bf16-mixed")
+    assert (Registered.known, Meta.made) == before
+    assert isinstance(model, kind)
+    assert issubclass(type(model), kind)
+    assert type(type(model)) is type(kind)
+    assert model(batch()[0]).dtype == torch.float32
+    halfstep.revert(model)
+    assert type(model) is kind
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_saved_model_is_the_model(name):
+    model, optimizer, scaler = prepared(name)
+    train(model, optimizer, scaler, 2)
+    x, file = batch()[0], io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+    assert_same(twin(x), model(x))
+    if get_recipe(name).weights == "fp32" and not get_recipe(name).scaled:
+        assert_same(pickle.loads(pickle.dumps(model))(x), model(x))
+    halfstep.revert(twin)
+    assert type(twin) is nn.Sequential
+
+
+def test_a_pickle_names_no_class_that_was_made():
+    model = mlp()
+    halfstep.apply(model, "fp8-current")
+    text = pickle.dumps(model)
+    assert b"Sequential" in text
+    assert b"_subclass" not in text
+
+
+# ---- all or nothing, and in two steps -------------------------------------------------------------------------------
+
+
+def test_a_failure_half_way_leaves_nothing_behind(monkeypatch):
+    model = mlp()
+    kinds, attributes = [type(m) for m in model.modules()], [set(vars(m)) for m in model.modules()]
+    monkeypatch.setattr(import_module("halfstep.nn.apply"), "follow", lambda *_: [].pop())
+    with pytest.raises(IndexError):
+        halfstep.apply(model, "fp8-delayed")
+    assert [type(m) for m in model.modules()] == kinds
+    assert [set(vars(m)) for m in model.modules()] == attributes
+    assert not list(model.buffers())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_two_steps_are_one_but_for_the_masters(name):
+    """`apply` rounds the weights, and a master that starts later starts from there."""
+    found = []
+    for two in (True, False):
+        model = model_for(name)
+        if get_recipe(name).master is not None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(
+                        parameter.to(getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[get_recipe(name).weights]))
+                    )
+        if two:
+            halfstep.apply(model, name)
+            optimizer, scaler = halfstep.optimize(model, adamw(model), generator=3)
+        else:
+            model, optimizer, scaler = prepared(name, model)
+        found.append((train(model, optimizer, scaler), dict(model.state_dict())))
+    assert_same(found[0], found[1])
+
+
+def test_optimize_refuses_what_it_cannot_optimise():
+    with pytest.raises(RecipeError, match="follows no recipe"):
+        halfstep.optimize(mlp(), adamw(mlp()))
+    model = mlp()
+    halfstep.apply(model, "bf16-master")
+    with pytest.raises(OptimizerError, match=r"none of the model's parameters.*\(fully_shard, to_empty\)"):
+        halfstep.optimize(model, adamw(mlp()))
+    inference = mlp()
+    halfstep.quantize_model(inference, "fp8-current")
+    with pytest.raises(RecipeError, match="is quantised for inference"):
+        halfstep.optimize(inference, adamw(inference))
+
+
+@every_plain
+def test_a_model_without_values_yet(name):
+    """On the meta device: apply, to_empty, load, and train as the model that had its values from the start."""
+    with torch.device("meta"):
+        model = mlp()
+    with pytest.raises(halfstep.HalfstepError, match=r"0.weight is on the meta device.*model.to_empty"):
+        halfstep.prepare(model, adamw(model), name)
+    halfstep.apply(model, name)
+    model.to_empty(device="cpu")
+    twin = mlp()
+    halfstep.apply(twin, name)
+    model.load_state_dict(twin.state_dict())
+    found = []
+    for each in (model, twin):
+        optimizer, scaler = halfstep.optimize(each, adamw(each), generator=3)
+        found.append(train(each, optimizer, scaler))
+    assert_same(found[0], found[1])
+
+
+def test_a_model_that_was_loaded_in_16_bits():
+    for name in ("bf16-master", "fp16-mixed", "fp8-current"):
+        with pytest.warns(
+            UserWarning, match=r"4 of 4 parameters arrive in 16 bits \(0.weight in torch.bfloat16\).*float32"
+        ):
+            halfstep.apply(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16(), name)
+    for name in ("bf16-nomaster", "bf16-stochastic", "fp32"):
+        halfstep.apply(mlp().bfloat16(), name)  # warnings are errors here

@@ -1,0 +1,169 @@
+"""Weights that are another library's tensors: left alone where frozen, refused where a recipe would touch them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import ops
+from halfstep.errors import ModelError
+from halfstep.recipe import LinearSpec, get_recipe
+from tiny import RECIPES, batch, mlp, prepared
+
+
+ROUNDS = {name for name in RECIPES if any(rule.linear.rounds for rule in get_recipe(name).rules)}
+
+
+class Packed(torch.Tensor):
+    """A weight in 8 bits that torch's functions see in float32, as torchao's are: only `linear` knows it."""
+
+    @staticmethod
+    def __new__(cls, codes, scale, requires_grad=False):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, requires_grad=requires_grad)
+
+    def __init__(self, codes, scale, requires_grad=False):
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is nn.functional.linear:
+            x, weight, bias = (*args, None)[:3] if len(args) < 3 else args[:3]
+            return nn.functional.linear(x, (weight.codes.float() * weight.scale).to(x.dtype), bias)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return Packed(args[0].codes, args[0].scale)
+        raise NotImplementedError(f"{function} of Packed")
+
+    def __repr__(self):
+        return "Packed"
+
+
+def packed(layer, trained=False):
+    weight = layer.weight.detach()
+    scale = weight.abs().max() / 127
+    codes = (weight / scale).round().to(torch.int8)
+    layer.weight = nn.Parameter(Packed(codes, scale), requires_grad=trained)
+    layer.bias.requires_grad_(trained)
+
+
+class Adapted(nn.Module):
+    """A frozen base and a low-rank adapter beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base, self.a, self.b, self.head = base, nn.Linear(8, 4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.base(x) + self.b(self.a(x)))
+
+
+def adapted():
+    torch.manual_seed(0)
+    base = nn.Linear(8, 8)
+    packed(base)
+    return Adapted(base)
+
+
+def not_the_base(module, path):
+    return path != "base"
+
+
+def steps(name, model, **options):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model, optimizer, scaler = prepared(name, model, optimizer, **options)
+    losses = []
+    for _ in range(4):
+        loss = (model(batch()[0]) - batch()[1]).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_frozen_base_stays_and_what_is_beside_it_trains(name):
+    model = adapted()
+    weight = model.base.weight
+    codes = weight.codes.clone()
+    losses = steps(name, model, **({"module_filter": not_the_base} if name in ROUNDS else {}))
+    assert losses[-1] < losses[0] or name == "fp16-pure"
+    assert model.base.weight is weight
+    assert torch.equal(weight.codes, codes)
+
+
+def test_the_report_names_it():
+    assert halfstep.apply(adapted(), "bf16-master").kept["base.weight"].endswith(".Packed")
+
+
+@pytest.mark.parametrize("name", sorted(ROUNDS))
+def test_a_rule_that_would_round_it_is_refused_by_name(name):
+    model = adapted()
+    before = copy.copy(vars(model.a))
+    with pytest.raises(ModelError, match=r"rounds base, whose weight is a .*Packed: apply the recipe before .*_filter"):
+        halfstep.apply(model, name)
+    assert type(model) is Adapted
+    assert vars(model.a) == before
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-stochastic", "fp8-current"])
+def test_a_trained_one_is_refused_by_name(name):
+    model = mlp()
+    packed(model[0], trained=True)
+    with pytest.raises(ModelError, match=r"0\.weight is trained and is a .*Packed, .* freeze these weights"):
+        halfstep.apply(model, name)
+
+
+def test_a_model_that_is_quantised_under_a_recipe_is_refused_where_it_runs():
+    model = mlp()
+    halfstep.apply(model, "fp8-current")
+    packed(model[0])
+    with pytest.raises(ModelError, match=r"is a .*Packed: halfstep\.revert the model before another library"):
+        model(batch()[0])
+    halfstep.revert(model)
+    model(batch()[0])
+
+
+def test_a_sharded_weight_is_refused_where_it_would_be_rounded():
+    weight = nn.Parameter(torch.randn(4, 8))
+    weight.device_mesh = "a mesh"
+    spec = get_recipe("fp8-current").rules[-1].linear
+    with pytest.raises(ModelError, match=r"a DTensor.* shard by fully_shard, keep these layers"):
+        ops.linear(torch.randn(3, 8), weight, None, spec)
+    ops.linear(torch.randn(3, 8), weight, None, LinearSpec())
+
+
+torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchaos_weights_are_such():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    model[0].weight.requires_grad_()
+    with pytest.raises(ModelError, match=r"trained and is a torchao\."):
+        halfstep.apply(model, "bf16-stochastic")
+    model.requires_grad_(False)
+    with pytest.raises(ModelError, match=r"rule .* rounds 0, whose weight is a torchao\."):
+        halfstep.apply(model, "fp8-current", lambda module, path: True)
+    expected, x = model(torch.ones(2, 64)), torch.ones(2, 64)
+    halfstep.apply(model, "bf16-mixed")
+    torch.testing.assert_close(model(x), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-master", "bf16-stochastic", "fp8-current", "fp8-delayed"])
+def test_a_bitsandbytes_base_takes_adapters(name):
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    base = bitsandbytes.nn.Linear4bit(8, 8, compute_dtype=torch.float32).to("cpu").requires_grad_(False)
+    losses = steps(name, Adapted(base))
+    assert losses[-1] < losses[0]
+    assert base.weight.dtype == torch.uint8

@@ -1,0 +1,169 @@
+"""LSTM, GRU and RNN layers under every recipe: as stock float32 within rounding, however they are called."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+import halfstep
+from halfstep import recipe
+from halfstep.kernels import carried
+from halfstep.tracking import activation_gradients
+from tiny import BREAKS, RECIPES, mostly_slow, prepared
+
+
+LAYERS = {
+    "lstm": lambda: nn.LSTM(8, 6, 2, batch_first=True),
+    "lstm, both ways": lambda: nn.LSTM(8, 6, bidirectional=True, bias=False),
+    "lstm, projected": lambda: nn.LSTM(8, 6, proj_size=4),
+    "gru": lambda: nn.GRU(8, 6, 2),
+    "rnn": lambda: nn.RNN(8, 6, nonlinearity="relu"),
+    "lstm cell": lambda: nn.LSTMCell(8, 6),
+    "gru cell": lambda: nn.GRUCell(8, 6),
+    "rnn cell": lambda: nn.RNNCell(8, 6),
+}
+WAYS = ("plain", "with states", "unbatched", "packed", "evaluation", "in 16 bits")
+UNITS = {"carried": (torch.bfloat16, torch.float16), "here": tuple(carried.CARRIED)}
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+
+
+class Model(nn.Module):
+    def __init__(self, layer, linear=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = LAYERS[layer]()
+        self.before, self.linear = nn.Linear(8, 8), linear
+
+    def forward(self, x, states=None):
+        x = self.before(x) if self.linear else x
+        return self.layer(x, states)
+
+
+def floats(value):
+    """The floating tensors of nested tuples, packed sequences included."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.is_floating_point() else []
+    return [tensor for item in value if item is not None for tensor in floats(item)]
+
+
+def inputs(layer, way, stock):
+    torch.manual_seed(1)
+    cell = "cell" in layer
+    x = torch.randn(4, 8) if cell else torch.randn(4, 4, 8)
+    if way == "unbatched":
+        return x[0], None
+    if way == "packed":
+        return pack_padded_sequence(x, [4, 3, 1, 1], batch_first=stock.layer.batch_first), None
+    if way != "with states":
+        return x, None
+    with torch.no_grad():
+        states = stock(x)
+    return x, states if cell else states[1]
+
+
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-stochastic"])
+def test_it_is_stock_float32_within_rounding(name, layer, way, units, carry):
+    if "cell" in layer and way == "packed":
+        pytest.skip("a cell takes one step")
+    if units == "carried" and (way, "lstm" in layer) not in {("plain", True), ("with states", True)}:
+        pytest.skip("torch's own kernels")
+    carry(*UNITS[units])
+    stock, model = Model(layer, way == "in 16 bits"), Model(layer, way == "in 16 bits")
+    x, states = inputs(layer, way, stock)
+    halfstep.apply(model, name)
+    for each in (stock, model):
+        each.train(way != "evaluation")
+    with torch.set_grad_enabled(way != "evaluation"):
+        expected, found = floats(stock(x, states)), floats(model(x, states))
+    eps = {"fp32": 1e-6, "bf16": 2**-8, "fp16": 2**-11}[recipe.get_recipe(name).compute]
+    for actual, wanted in zip(found, expected, strict=True):
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=6 * eps)
+    if way == "evaluation":
+        return
+    for each in (expected, found):
+        sum(t.sum() for t in each).backward()
+    for (key, own), wanted in zip(model.layer.named_parameters(), stock.layer.parameters(), strict=True):
+        assert (own.grad.float() - wanted.grad).norm() <= 20 * eps * wanted.grad.norm() + 1e-6, key
+
+
+def test_a_carried_lstm_is_float32s_between_two_roundings(carry):
+    """Written out: rounded weights and inputs, torch's float32 LSTM, rounded outputs and states."""
+    carry(*UNITS["carried"])
+    model, twin, x = Model("lstm"), Model("lstm").layer, torch.randn(3, 4, 8)
+    halfstep.apply(model, "fp16-mixed")
+    for parameter in twin.parameters():
+        parameter.data = parameter.data.half().float()
+    output, states = model(x)
+    expected, its = twin(x.half().float())
+    for found, wanted in zip((output, *states), (expected, *its), strict=True):
+        assert torch.equal(found, wanted.half().float())
+    hooked = []
+    model.layer.register_forward_hook(lambda _, __, output: hooked.extend(floats(output)))
+    model(x)
+    assert {t.dtype for t in hooked} == {torch.float16}
+    halfstep.revert(model)
+    assert type(model.layer) is nn.LSTM
+
+
+def test_dropout_between_layers_draws_as_the_stock_layer_does(carry):
+    carry(*UNITS["carried"])
+    model, stock = nn.ModuleDict({"layer": nn.LSTM(8, 6, 2, dropout=0.5)}), nn.LSTM(8, 6, 2, dropout=0.5)
+    stock.load_state_dict(model.layer.state_dict())
+    halfstep.apply(model, "fp16-mixed")
+    outputs = []
+    for layer, dtype in ((stock, None), (model.layer, torch.float16)):
+        torch.manual_seed(3)
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            outputs.append(layer(torch.ones(4, 2, 8))[0].float())
+    torch.testing.assert_close(*outputs, rtol=0, atol=4e-3)
+
+
+class Tagger(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.up, self.head = kind(8, 12, batch_first=True), nn.Linear(12, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.up(self.rnn(x)[0]).relu())
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("name", mostly_slow(RECIPES))
+def test_it_trains(name, kind):
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(6, 5, 8, generator=generator), torch.randn(6, 5, 4, generator=generator)
+    model, optimizer, scaler = prepared(name, Tagger(kind))
+    losses = []
+    for _ in range(10):
+        loss = (model(x) - y).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] or name in BREAKS
+
+
+def test_rules_say_that_they_do_not_reach_recurrent_weights():
+    model = nn.Sequential(nn.LSTM(8, 8), nn.GRUCell(8, 8), nn.Linear(8, 8))
+    report = halfstep.apply(model, "fp8-current", lambda module, path: True)
+    reason = "a recurrent layer: rules round products of linear layers only"
+    assert {path: report.kept[path] for path in ("0", "1")} == {"0": reason, "1": reason}
+    assert f"0: {reason}" in str(report)
+
+
+def test_gradients_of_all_that_a_layer_returns_are_collected():
+    model = Model("lstm")
+    x = pack_padded_sequence(torch.randn(3, 4, 8), [4, 2, 1], batch_first=True)
+    with activation_gradients(model) as found:
+        output, (h, _) = model(x)
+        assert isinstance(output, PackedSequence)
+        (output.data.sum() + 2 * h.sum()).backward()
+    assert sorted(tuple(g.shape) for g in found) == sorted([tuple(output.data.shape), tuple(h.shape)])

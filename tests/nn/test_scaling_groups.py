@@ -1,0 +1,101 @@
+"""Four ranks, two pipeline stages of different depth times two data ranks: each stage agrees on amaxes by itself; and
+what is not finite, or skipped, on one rank is so on all of them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.nn.scaling import Scalings
+from halfstep.optim import LossScaler
+from tiny import assert_same
+
+
+NAMES = ("fp8-delayed", "fp8-delayed-megatron", "fp8lm-o1")
+DEPTHS = (1, 3)
+STEPS = 6
+pytestmark = pytest.mark.slow
+RANK = """
+import sys, torch, torch.distributed as dist
+rank, folder, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+sys.path[:0] = [tests, f'{tests}/nn']
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+from test_scaling_groups import NAMES, on_a_rank
+groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+torch.save({name: on_a_rank(name, rank, groups[rank // 2]) for name in NAMES}, f"{folder}/{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+def inputs(step, rank):
+    """Of a rank's own; one element is NaN on one rank of a stage, infinite on another, in steps 1 and 3."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+    if step == 1 and rank in (0, 3):
+        x[0, 0] = torch.nan
+    if step == 3 and rank in (1, 2):
+        x[0, 0] = torch.inf
+    return x
+
+
+def on_a_rank(name, rank, group):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(DEPTHS[rank // 2])))
+    halfstep.apply(model, name)
+    scaler = LossScaler(enabled=False, follower=Scalings(model, group))
+    found = []
+    for step in range(STEPS):
+        model(inputs(step, rank)).square().mean().backward()
+        if step == 2:  # by both ways in turn; and one rank of each stage gives the batch up
+            halfstep.advance(model, skipped=rank in (0, 3), process_group=group)
+        elif step % 2:
+            scaler.update()
+        else:
+            halfstep.advance(model, process_group=group)
+        found.append(Scalings(model).state_dict())
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(DEPTHS[rank // 2])))
+    _, _, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), name, amax_group=group)
+    model(inputs(0, rank)).square().mean().backward()
+    scaler.update()
+    assert torch.equal(Scalings(model).state_dict()["0.input"], found[0]["0.input"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-W", "ignore", "-c", RANK]
+    tests = str(Path(__file__).parent.parent)
+    started = [subprocess.Popen([*command, str(rank), str(folder), tests]) for rank in range(4)]
+    assert [process.wait(timeout=300) for process in started] == [0] * 4
+    return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_ranks_of_a_stage_keep_the_same_finite_states(ranks, name, stage):
+    first, second = ranks[2 * stage][name], ranks[2 * stage + 1][name]
+    assert len(first[0]) == (2 if name == "fp8lm-o1" else 3) * DEPTHS[stage]
+    assert_same(first, second)
+    assert all(state.isfinite().all() for states in first for state in states.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_their_histories_are_of_the_largest_amaxes_of_the_stage(ranks, name, stage):
+    """In the steps that neither a rank's infinity or NaN nor a rank's skip leaves out."""
+    expected = []
+    for step, states in enumerate(ranks[2 * stage][name]):
+        both = [inputs(step, rank) for rank in (2 * stage, 2 * stage + 1)]
+        if step != 2 and all(x.isfinite().all() for x in both):
+            expected.append(max(x.abs().max().item() for x in both))
+        elif step != 2 and name == "fp8lm-o1":
+            expected.clear()  # it starts over
+        history = [amax for amax in states["0.input"][1:].tolist() if amax]
+        assert history == ([] if name == "fp8-delayed-megatron" else expected)
+        usual = 448 / torch.tensor(max(expected) if name == "fp8-delayed" else [1.0, *expected][-1]).double()
+        assert states["0.input"][0] == (0.0 if name == "fp8lm-o1" else usual.float())

@@ -1,0 +1,313 @@
+"""The scaler in other people's loops: without it, wrapped, with closures, copied, saved; what it tells a model."""
+
+import copy
+import gc
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import halfstep
+from halfstep import LossScaler
+from halfstep.errors import LossScaleError
+from halfstep.recipe import get_recipe
+from tiny import EVERY, adamw, assert_same, batch, copied, mlp, model_for, prepared, train
+
+
+def backward(model, scaler, factor=1.0, seed=1):
+    x, y = batch(seed)
+    scaler.scale(F.mse_loss(model(x), y) * factor).backward()
+
+
+def scales(name):
+    scale = get_recipe(name).loss_scale
+    return scale is not None and (scale.dynamic or scale.init != 1)
+
+
+# ---- a recipe that scales its loss, and no scaler -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_loop_without_the_recipes_scaler_is_warned_once(name):
+    model = model_for(name)
+    model, optimizer, _ = prepared(name, model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            F.mse_loss(model(batch()[0]), batch()[1]).backward()
+            optimizer.step()
+            halfstep.advance(model)
+    told = [w for w in caught if "saw no loss scale" in str(w.message)]
+    assert len(told) == scales(name)
+    for one in told:
+        assert "scaler.step(optimizer)" in str(one.message)
+        assert "accelerator.scaler" in str(one.message)
+        assert one.filename == __file__
+
+
+def ours(model, optimizer, scaler):
+    backward(model, scaler)
+    scaler.step(optimizer)
+
+
+def ours_unscaled(model, optimizer, scaler):
+    backward(model, scaler)
+    scaler.unscale_(optimizer)
+    optimizer.step()
+
+
+def ours_clipped(model, optimizer, scaler):
+    backward(model, scaler)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    optimizer.step()
+
+
+def torchs(model, optimizer, scaler):
+    scaler = torch.amp.GradScaler("cpu")
+    backward(model, scaler)
+    scaler.step(optimizer)
+
+
+def torchs_unscaled(model, optimizer, scaler):
+    scaler = torch.amp.GradScaler("cpu")
+    backward(model, scaler)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("loop", [ours, ours_unscaled, ours_clipped, torchs, torchs_unscaled])
+@pytest.mark.parametrize("name", ["fp16-mixed", "fp16-static"])
+def test_no_scaler_is_missed_where_one_is(name, loop):
+    model, optimizer, scaler = prepared(name)  # warnings are errors here
+    loop(model, optimizer, scaler)
+    optimizer.step()
+
+
+def test_a_scaler_that_is_off_is_none():
+    model, optimizer, _ = prepared("fp16-mixed")
+    with pytest.warns(UserWarning, match="saw no loss scale"):
+        train(model, optimizer, LossScaler(enabled=False), 1)
+
+
+# ---- closures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16-mixed", "fp16-master", "fp16-pure"])
+def test_no_closure_is_no_closure(name):
+    """accelerate passes its None on, always; torch's scaler takes it where it is not named."""
+    ends = []
+    for arguments in [((), {}), ((None,), {}), ((), {"closure": None})]:
+        model, optimizer, scaler = prepared(name)
+        for _ in range(3):
+            backward(model, scaler)
+            scaler.step(optimizer, *arguments[0], **arguments[1])
+            scaler.update()
+            optimizer.zero_grad()
+        ends.append(copied(dict(model.state_dict())))
+    assert_same(ends[1], ends[0])
+    assert_same(ends[2], ends[0])
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-master", "fp8-current", "fp8-delayed"])
+@pytest.mark.parametrize("named", [True, False])
+def test_closures_where_no_loss_is_scaled(name, named):
+    """Backward and clip inside the closure are backward and clip before the step."""
+    ends = []
+    for inside in (True, False):
+        model, optimizer, scaler = prepared(name)
+        losses = []
+        for _ in range(3):
+
+            def closure(model=model, optimizer=optimizer, scaler=scaler):
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(batch()[0]), batch()[1])
+                scaler.scale(loss).backward()
+                scaler.clip_grad_norm_(optimizer, 0.1)
+                return loss
+
+            if inside:
+                losses.append(scaler.step(optimizer, closure=closure) if named else scaler.step(optimizer, closure))
+            else:
+                losses.append(closure())
+                scaler.step(optimizer)
+            scaler.update()
+        ends.append((torch.stack(losses).detach(), copied(dict(model.state_dict()))))
+    assert_same(*ends)
+
+
+# ---- wrappers -------------------------------------------------------------------------------------------------------
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate, Lightning and Fabric wrap an optimizer: the same groups, the other one's step."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("name", ["fp16-mixed", "fp16-master", "bf16-master"])
+@pytest.mark.parametrize("clip", [0.1, None])
+def test_a_wrapped_optimizer_is_the_optimizer(name, clip):
+    """Clipping the one and stepping the other divides once."""
+    ends = []
+    for clipped, stepped in [(False, False), (True, False), (False, True), (True, True)]:
+        model, optimizer, scaler = prepared(name)
+        wrapper = Wrapper(optimizer)
+        for _ in range(3):
+            backward(model, scaler)
+            if clip:
+                scaler.clip_grad_norm_(wrapper if clipped else optimizer, clip)
+            scaler.step(wrapper if stepped else optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        ends.append(copied(dict(model.state_dict())))
+    for end in ends[1:]:
+        assert_same(end, ends[0])
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16-mixed"])
+def test_the_optimizer_that_was_handed_over_is_known_too(name):
+    """It shares its groups with the one that came back: clipping by it and stepping the other divides once."""
+    ends = []
+    for old in (False, True):
+        model = mlp()
+        given = adamw(model)
+        model, optimizer, _ = prepared(name, model, given)
+        scaler = LossScaler()
+        for _ in range(3):
+            backward(model, scaler)
+            scaler.clip_grad_norm_(given if old else optimizer, 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        ends.append(copied(dict(model.state_dict())))
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
+# ---- what the model's scaling states hear ---------------------------------------------------------------------------
+
+
+def watched(name="fp16-mixed"):
+    """Two optimizers over two parts of one model, one scaler, and what its follower was told."""
+    model = mlp()
+    parts = [[*model[0].parameters()], [*model[2].parameters(), *model[3].parameters()]]
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+    _, _, scaler = prepared(name)
+    told = []
+    scaler._follower.advance = told.append
+    return model, optimizers, scaler, told
+
+
+def test_states_move_on_when_one_of_two_optimizers_stepped():
+    model, optimizers, scaler, told = watched()
+    for bad in ((), (0,), (0, 1)):
+        backward(model, scaler)
+        for i in bad:
+            optimizers[i].param_groups[0]["params"][0].grad.fill_(math.inf)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+    assert told == [False, False, True]
+    assert scaler.skipped_steps == 2
+
+
+@pytest.mark.parametrize("name", ["fp16-mixed", "fp8-delayed"])
+def test_states_forget_a_batch_that_was_dropped(name):
+    """With a loss scale and without; a step past the scaler counts."""
+    model, (optimizer, _), scaler, told = watched(name)
+    for then in (scaler.step, lambda o: o.zero_grad(), lambda o: o.step()):
+        backward(model, scaler)
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        then(optimizer)
+        scaler.update()
+        model.zero_grad()
+    assert told == [False, True, False]
+
+
+def test_an_optimizer_is_forgotten_with_its_parameters():
+    """Not taken for another one, which is given the same address."""
+    scaler = LossScaler()
+    for _ in range(20):
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        backward(model, scaler)
+        scaler.unscale_(optimizer)
+        del optimizer, model
+        gc.collect()
+    assert len(scaler._pending) == 0
+
+
+# ---- copies, pickles, states ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fp16-mixed", "fp16-static", "bf16-mixed"])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_scalers_copy_goes_on_as_it_would(name, how):
+    model = mlp()
+    scaler = LossScaler(growth_interval=3, enabled=get_recipe(name).loss_scale is not None, hysteresis=2)
+    optimizer = adamw(model)
+    train(model, optimizer, scaler, 2)
+    twin = how(scaler)
+    ends = []
+    for one in (scaler, twin):
+        net = copy.deepcopy(model)
+        stepper = adamw(net)
+        train(net, stepper, one, 2)
+        backward(net, one, math.inf)
+        one.step(stepper)
+        one.update()
+        ends.append((one.get_scale(), one.state_dict(), one.skipped_steps))
+    assert ends[0] == ends[1]
+
+
+def test_a_model_an_optimizer_and_a_scaler_are_copied_together():
+    model, optimizer, scaler = prepared("fp8-delayed")
+    train(model, optimizer, scaler, 2)
+    twins = copy.deepcopy((model, optimizer, scaler))
+    assert twins[2]._follower._model is twins[0]
+    assert_same(train(*twins, 3), train(model, optimizer, scaler, 3))
+    assert_same(dict(twins[0].state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("call", ["unscale_", "clip_grad_norm_", "step"])
+def test_no_copy_between_unscaling_and_update(call):
+    """torch's scaler asserts the same."""
+    model, optimizer, scaler = prepared("fp16-mixed")
+    backward(model, scaler)
+    getattr(scaler, call)(optimizer, *([1.0] if call == "clip_grad_norm_" else []))
+    for how in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(LossScaleError, match=r"cannot be copied or pickled between.*after scaler.update\(\)"):
+            how(scaler)
+    scaler.update()
+    pickle.dumps(LossScaler())
+
+
+def test_a_copy_keeps_the_process_group():
+    class Group:
+        def __reduce__(self):
+            raise TypeError
+
+    group = Group()
+    assert copy.deepcopy(LossScaler(process_group=group))._process_group is group
+
+
+@pytest.mark.parametrize("name", ["fp16-mixed", "fp8-delayed"])
+def test_a_state_taken_between_step_and_update_is_told_of(name):
+    model, optimizer, scaler = prepared(name)
+    backward(model, scaler)
+    scaler.step(optimizer)
+    with pytest.warns(UserWarning, match=r"between step\(\) and update\(\).*Save after scaler.update\(\)"):
+        scaler.state_dict()
+    scaler.update()
+    scaler.state_dict()

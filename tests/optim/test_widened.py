@@ -1,0 +1,149 @@
+"""16-bit gradients leave for float32 when they are unscaled or clipped, and their parameters' own dtype comes back."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from halfstep.tracking import first_nonfinite
+from tiny import SCALED, assert_same, batch, grads, mlp, prepared
+
+
+HALF = ["fp16-master", "fp16-pure", "bf16-master", "bf16-stochastic"]
+every_half = pytest.mark.parametrize("name", HALF)
+
+
+def loss_of(model, seed=1):
+    x, y = batch(seed)
+    return F.mse_loss(model(x), y)
+
+
+def clipped(name, **options):
+    """A recipe's triple whose gradients have been clipped."""
+    model, optimizer, scaler = prepared(name, **options)
+    scaler.scale(loss_of(model)).backward()
+    scaler.clip_grad_norm_(optimizer, 0.01)
+    return model, optimizer, scaler
+
+
+def dtypes(model):
+    return {p.grad.dtype for p in model.parameters()}
+
+
+WAYS = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer, to zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "model, to zeros": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "by hand": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
+}
+
+
+@every_half
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("scaled", [True, False])
+def test_the_next_gradients_are_the_recipes_own(name, way, scaled):
+    """Whoever drops the clipped ones, and whether or not the scaler sees the next loss: bit for bit as if without."""
+    model, optimizer, scaler = clipped(name)
+    own = {p.dtype for p in model.parameters()}
+    assert dtypes(model) == {torch.float32} != own
+    scaler.step(optimizer)
+    scaler.update()
+    twin = copy.deepcopy(model)
+    WAYS[way](model, optimizer)
+    for _ in range(2):  # accumulated over two backwards
+        for one in (model, twin):
+            loss = loss_of(one, 2)
+            (scaler.scale(loss) if scaled else loss).backward()
+    assert dtypes(model) == own == {p.grad_dtype for p in model.parameters()}
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+
+def test_a_clip_that_changes_nothing_leaves_gradients_where_they_are():
+    for name in ("bf16-master", "fp16-pure"):  # with a constant scale of 1
+        model, optimizer, scaler = prepared(name)
+        scaler.scale(loss_of(model)).backward()
+        before = [p.grad for p in model.parameters()]
+        scaler.clip_grad_norm_(optimizer, 1e9)
+        assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+
+
+def test_a_model_that_became_another_dtype_keeps_that_ones_gradients():
+    model, optimizer, _ = clipped("bf16-master")
+    model.zero_grad()
+    model.double()
+    optimizer.zero_grad()
+    assert {p.grad_dtype for p in model.parameters()} == {torch.float64}
+
+
+@every_half
+def test_copies_and_pickles_of_the_model_in_between(name):
+    model, _, _ = clipped(name)
+    own = {p.dtype for p in model.parameters()}
+    twin = copy.deepcopy(model)
+    loaded = pickle.loads(pickle.dumps(list(model.parameters())))
+    for parameters in (twin.parameters(), loaded):
+        for p in parameters:
+            p.sum().backward()
+            assert {p.grad.dtype} == own
+
+
+@every_half
+def test_nothing_holds_the_model(name):
+    model, optimizer, scaler = clipped(name)
+    references = weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(optimizer)
+    scaler._follower, scaler._names = None, {}  # these do, by design
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+
+
+def test_another_loss_can_be_looked_at_in_between():
+    """The lab does: the gradients, their dtype and what the scaler knows of them are as before."""
+    model, optimizer, scaler = clipped("fp16-master")
+    twin, twins_optimizer, twins_scaler = clipped("fp16-master")
+    before = [p.grad for p in model.parameters()]
+    assert first_nonfinite(model, lambda: scaler.scale(loss_of(model, 2))) is None
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+    for one, other in ((scaler, optimizer), (twins_scaler, twins_optimizer)):
+        one.step(other)
+        one.update()
+        other.zero_grad()
+    assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+    scaler.scale(loss_of(model)).backward()
+    assert dtypes(model) == {torch.float16}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_codes_can_be_looked_at_too(name):
+    model, optimizer, scaler = clipped(name)
+    before = grads(model)
+    assert first_nonfinite(model, lambda: loss_of(model, 2)) is None
+    assert_same(grads(model), before)
+    assert "the loss" in str(first_nonfinite(model, lambda: loss_of(model, 2) * torch.nan))
+    scaler.step(optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@every_half
+def test_a_compiled_model_goes_on(name):
+    ends = []
+    for compiled in (True, False):
+        model, optimizer, scaler = prepared(name, mlp())
+        forward = torch.compile(model, backend="aot_eager") if compiled else model
+        for i in range(4):
+            x, y = batch(i)
+            scaler.scale(F.mse_loss(forward(x), y)).backward()
+            assert dtypes(model) == {p.dtype for p in model.parameters()}
+            scaler.clip_grad_norm_(optimizer, 0.01)
+            scaler.step(optimizer)
+            scaler.update()
+            (optimizer if i % 2 else model).zero_grad()
+        ends.append([p.float() for p in model.parameters()])
+    torch.testing.assert_close(*ends, rtol=1e-2, atol=1e-3)

@@ -1,0 +1,55 @@
+"""Gradients of several micro-batches, added up."""
+
+import torch
+import torch.nn.functional as F
+from ways import apart, assert_like_fp32, both, prepare, start_of, tolerance, values, way
+
+from tiny import assert_same, batch
+
+
+def accumulated(model, optimizer, scaler, times=3, micro=4):
+    for seed in range(times):
+        x, y = batch(seed)
+        for rows in range(0, 12, 12 // micro):
+            part = slice(rows, rows + 12 // micro)
+            scaler.scale(F.mse_loss(model(x[part]), y[part]) / micro).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def whole(model, optimizer, scaler, times=3):
+    accumulated(model, optimizer, scaler, times, micro=1)
+
+
+@way()
+def test_accumulation(name):
+    """Gradient accumulation: divide each micro-batch's loss by their number; step, update and zero once a step."""
+    start, found, expected = both(name, accumulated)
+    assert_like_fp32(name, start, found, expected, slack=2)  # gradients are rounded once a micro-batch
+    _, one, _ = both(name, whole)
+    assert apart(found, one, start) <= max(2 * tolerance(name), 1e-5)
+
+
+@way()
+def test_an_evaluation_between_micro_batches(name):
+    """Evaluation in between: call the model under no_grad or in eval() mode between any two steps; it moves nothing."""
+    runs = []
+    for evaluates in (True, False):
+        model, optimizer, scaler = prepare(name, start_of(name))
+        for seed in range(4):
+            x, y = batch(seed)
+            scaler.scale(F.mse_loss(model(x), y)).backward()
+            if evaluates:
+                model.eval()
+                large = (100 * x).requires_grad_()
+                model(large).sum()  # a saliency map's forward: gradients on, in eval()
+                with torch.no_grad():
+                    model(large)
+                model.train()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        runs.append(values(model))
+    assert_same(*runs)

@@ -1,0 +1,185 @@
+"""Two processes: DDP and FSDP2. Every way runs in one pair of processes, over all recipes of a test."""
+
+import subprocess
+import sys
+import tempfile
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from ways import CORE, REST, Stock, assert_like_fp32, prepare, sgd, start_of, values, way
+
+import halfstep
+from halfstep.recipe import get_recipe
+from tiny import assert_same, batch
+
+
+RANK = """
+import sys, warnings
+rank, folder, here, names = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4].split(",")
+sys.path[:0] = [here, here + "/.."]
+warnings.simplefilter("ignore")
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+from test_ranks import KINDS, on_a_rank
+found = {(name, kind): on_a_rank(KINDS[kind], name, rank) for name in names for kind in KINDS}
+torch.save(found, f"{folder}/{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+def micro_batches(step, rank):
+    for i in range(2):
+        yield tuple(part[6 * rank : 6 * rank + 6] for part in batch(10 * step + i))
+
+
+def trained(model, trained, syncs, times=3):
+    """The documented loop with two micro-batches a step; `syncs(last)` says whether the gradients cross."""
+    _, optimizer, scaler = trained
+    for step in range(times):
+        for i, (x, y) in enumerate(micro_batches(step, torch.distributed.get_rank())):
+            with syncs(i == 1):
+                scaler.scale(F.mse_loss(model(x), y) / 2).backward()
+        scaler.clip_grad_norm_(optimizer, 10.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+class Syncs:
+    """FSDP2's switch as a context, as DDP's no_sync is one."""
+
+    def __init__(self, model, last):
+        model.set_requires_gradient_sync(last)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+def distributed(name, rank):
+    torch.manual_seed(0)
+    model = start_of(name)
+    torch.manual_seed(1000 + rank)  # the usual advice: each rank its own data, dropout, and seed
+    ours = prepare(name, model, generator=None)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    trained(wrapped, ours, lambda last: nullcontext() if last else wrapped.no_sync())
+    return values(model)
+
+
+def sharded(name, rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(0)
+    model = start_of(name)
+    torch.manual_seed(1000 + rank)
+    mesh = init_device_mesh("cpu", (2,))
+    halfstep.apply(model, name)
+    recipe = get_recipe(name)
+    wide = recipe.grad_format == "fp32" != recipe.weights
+    options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)} if wide else {}
+    fully_shard(model[3], mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    optimizer, scaler = halfstep.optimize(model, sgd(model))
+    if scaler.is_enabled():
+        scaler.update(2.0**10)
+    trained(model, (model, optimizer, scaler), lambda last: Syncs(model, last))
+    return {key: p.full_tensor().detach().float() for key, p in model.named_parameters()}
+
+
+def sharded_too_late(name, rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = start_of(name)
+    ours = prepare(name, model)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        trained(model, ours, lambda last: Syncs(model, last), times=1)
+    except halfstep.HalfstepError as error:
+        return str(error)
+    return None
+
+
+KINDS = {"ddp": distributed, "fsdp": sharded, "late": sharded_too_late}
+
+
+def on_a_rank(kind, name, rank):
+    """What a rank finds: a result, or what was raised; both ranks raise alike or wait for each other for ever."""
+    try:
+        return kind(name, rank)
+    except Exception as error:
+        return error if isinstance(error, halfstep.HalfstepError) else f"{type(error).__name__}: {error}"
+
+
+@cache
+def ranks(names):
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", RANK]
+        here = str(Path(__file__).parent)
+        started = [subprocess.Popen([*command, str(rank), folder, here, ",".join(names)]) for rank in (0, 1)]
+        try:
+            codes = [process.wait(timeout=60 + 10 * len(names)) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        assert codes == [0, 0]
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+def seen(name, kind):
+    """What both ranks found."""
+    found = [rank[name, kind] for rank in ranks(CORE if name in CORE else REST)]
+    for each in found:
+        if isinstance(each, halfstep.HalfstepError):
+            raise each
+        assert not isinstance(each, str) or kind == "late", each
+    return found
+
+
+def in_one_process(name):
+    """Stock fp32 with all rows of a step."""
+    model = start_of(name)
+    optimizer, scaler = sgd(model), Stock()
+    for step in range(3):
+        for i in range(2):
+            x, y = batch(10 * step + i)
+            (F.mse_loss(model(x), y) / 2).backward()
+        scaler.clip_grad_norm_(optimizer, 10.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def compared(name, kind):
+    found = seen(name, kind)
+    assert_same(found[0], found[1])
+    torch.manual_seed(0)
+    start, expected = values(start_of(name)), in_one_process(name)
+    assert_like_fp32(name, start, found[0], expected, slack=2)
+
+
+@way()
+def test_ddp(name):
+    """DDP: `prepare` first, then `DistributedDataParallel(model)`; seeds may differ by rank; `no_sync` as always."""
+    compared(name, "ddp")
+
+
+@way()
+def test_fsdp2(name):
+    """FSDP2: `halfstep.apply(model, recipe)`, `fully_shard`, then `halfstep.optimize(model, optimizer)`."""
+    compared(name, "fsdp")
+
+
+@way()
+def test_fsdp2_too_late(name):
+    """FSDP2 after `prepare`: an error, at once or at the first step, that names the right order."""
+    for message in seen(name, "late"):
+        assert message is not None, "it went on in silence"
+        assert "halfstep.optimize" in message

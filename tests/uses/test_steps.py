@@ -1,0 +1,245 @@
+"""What is done around optimizer.step()."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ways import (
+    Stock,
+    StockFailsToo,
+    apart,
+    assert_like_fp32,
+    both,
+    prepare,
+    sgd,
+    start_of,
+    step,
+    steps,
+    tolerance,
+    values,
+    way,
+)  # fmt: skip
+
+import halfstep
+from halfstep.recipe import get_recipe
+from tiny import adamw, assert_same, batch
+
+
+@way()
+def test_closure(name):
+    """Closures: `optimizer.step(closure)` or `scaler.step(optimizer, closure)`, where the loss is not scaled."""
+    finals, losses = [], []
+    for how in ("none", "optimizer", "scaler"):
+        model, optimizer, scaler = prepare(name, start_of(name))
+        if scaler.is_enabled() and how != "none":
+            refused(model, scaler, optimizer)
+        torch.manual_seed(7)
+        for seed in range(3):
+            x, y = batch(seed)
+
+            def closure(model=model, optimizer=optimizer, scaler=scaler, x=x, y=y):
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                scaler.scale(loss).backward()
+                return loss
+
+            if how == "none":
+                losses.append(closure())
+                scaler.step(optimizer, None)  # as accelerate calls it
+            else:
+                losses.append(optimizer.step(closure) if how == "optimizer" else scaler.step(optimizer, closure))
+            scaler.update()
+        finals.append(values(model))
+    assert_same(finals[1], finals[0])
+    assert_same(finals[2], finals[0])
+    assert losses[0:3] == losses[3:6] == losses[6:9]
+
+
+def refused(model, scaler, optimizer):
+    """torch's GradScaler takes no closure either."""
+    stock = torch.nn.Linear(2, 1)
+    stock_optimizer, stock_scaler = sgd(stock), torch.amp.GradScaler("cpu")
+    stock_scaler.scale(stock(torch.ones(1, 2)).sum()).backward()
+    with pytest.raises(RuntimeError) as seen:
+        stock_scaler.step(stock_optimizer, closure=lambda: None)
+    scaler.scale(model(batch()[0]).sum()).backward()
+    with pytest.raises(halfstep.HalfstepError, match="closure"):
+        scaler.step(optimizer, lambda: None)
+    raise StockFailsToo(str(seen.value))
+
+
+@way()
+def test_other_optimizers(name):
+    """Optimizers without a counterpart, LBFGS among them: refused in `prepare`, by name, and nothing was changed."""
+    model = start_of(name)
+    before, kinds = values(model), [type(module) for module in model.modules()]
+    with pytest.raises(halfstep.HalfstepError, match=r"LBFGS.*AdamW"):
+        halfstep.prepare(model, torch.optim.LBFGS(model.parameters()), recipe=name)
+    assert [type(module) for module in model.modules()] == kinds
+    assert_same(values(model), before)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def sharpness_aware(model, optimizer, scaler, restore):
+    for seed in range(4):
+        x, y = batch(seed)
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        with torch.no_grad():
+            norm = torch.stack([p.grad.float().norm() for p in model.parameters()]).norm()
+            backup = {p: p.detach().clone() for p in model.parameters()}
+            for parameter in model.parameters():
+                parameter.add_((parameter.grad.float() / norm * 0.3).to(parameter.dtype))
+        optimizer.zero_grad()
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        for parameter, value in backup.items():
+            restore(parameter, value)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def in_place(parameter, value):
+    with torch.no_grad():
+        parameter.copy_(value)
+
+
+def by_data(parameter, value):
+    parameter.data = value
+
+
+@way()
+def test_sharpness_aware(name):
+    """SAM: climb under no_grad, take the gradient there, put the weights back (`copy_` or `.data =`), then step."""
+    for restore in (in_place, by_data):
+
+        def loop(model, optimizer, scaler, restore=restore):
+            sharpness_aware(model, optimizer, scaler, restore)
+
+        start, found, expected = both(name, loop)
+        assert_like_fp32(name, start, found, expected, slack=3)
+    _, _, plain = both(name, steps)
+    assert apart(found, plain, start) > apart(found, expected, start)
+
+
+def descent(model):
+    return sgd(
+        model, lr=1.0, momentum=0.0
+    )  # clipped gradients are small, and small updates drown in storing's rounding
+
+
+def clipping(clip, max_norm=0.05):
+    def loop(model, optimizer, scaler):
+        for seed in range(4):
+            x, y = batch(seed)
+            scaler.scale(F.mse_loss(model(x), y)).backward()
+            norms.append(float(clip(model, optimizer, scaler, max_norm)))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    norms = loop.norms = []
+    return loop
+
+
+def by_scaler(model, optimizer, scaler, max_norm):
+    return scaler.clip_grad_norm_(optimizer, max_norm)
+
+
+def by_torch(model, optimizer, scaler, max_norm):
+    scaler.unscale_(optimizer)
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+@way()
+def test_clip_by_scaler(name):
+    """Clipping: `scaler.clip_grad_norm_(optimizer, max_norm)`, for every recipe."""
+    loop = clipping(by_scaler)
+    start, found, expected = both(name, loop, optimizer=descent)
+    assert_like_fp32(name, start, found, expected, slack=4)  # the updates are small
+    assert loop.norms[0] == pytest.approx(loop.norms[4], rel=max(tolerance(name), 1e-5))
+    assert loop.norms[0] > 0.1  # so that the clip matters
+
+
+@way()
+def test_clip_by_torch(name):
+    """Clipping by torch: `scaler.unscale_(optimizer)`, then `torch.nn.utils.clip_grad_norm_(parameters, 1.0)`."""
+    loop, ours = clipping(by_torch), clipping(by_scaler)
+    start, found, expected = both(name, loop, optimizer=descent)
+    assert_like_fp32(name, start, found, expected, slack=4)
+    _, clipped, _ = both(name, ours, optimizer=descent)
+    assert loop.norms[:4] == pytest.approx(ours.norms[:4], rel=0.02, abs=0)
+    assert apart(found, clipped, start) <= max(2 * tolerance(name), 1e-5)  # torch rounds 16-bit gradients as it clips
+
+
+@way()
+def test_without_a_scaler(name):
+    """Steps without the scaler: `optimizer.step()`, `halfstep.advance(model)`; what scales its loss says so."""
+    ours, twin = prepare(name, start_of(name)), prepare(name, start_of(name))
+    if ours[2].get_scale() > 1:
+        without_a_scaler(*ours)
+        return
+    for model, optimizer, scaler in (ours, twin):
+        torch.manual_seed(7)
+        for seed in range(4):
+            x, y = batch(seed)
+            if scaler is twin[2]:
+                step(model, optimizer, scaler, x, y)
+            else:
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+                halfstep.advance(model)
+                optimizer.zero_grad()
+    assert_same(values(ours[0]), values(twin[0]))
+
+
+def without_a_scaler(model, optimizer, scaler):
+    """A recipe that scales its loss, stepped without its scaler, says so at the first step."""
+    F.mse_loss(model(batch()[0]), batch()[1]).backward()
+    with pytest.warns(UserWarning, match="scaler"):
+        optimizer.step()
+
+
+@way()
+def test_schedulers(name):
+    """Schedulers: built before `prepare` on the optimizer given, or after on the one returned; or by hand."""
+    runs = []
+    for how in ("before", "after", "by hand"):
+        model = start_of(name)
+        optimizer = adamw(model)
+        build = torch.optim.lr_scheduler.CosineAnnealingLR
+        scheduler = build(optimizer, 4) if how == "before" else None
+        model, optimizer, scaler = prepare(name, model, optimizer)
+        scheduler = build(optimizer, 4) if how == "after" else scheduler
+        torch.manual_seed(7)
+        rates = copy.deepcopy([0.01 * (1 + torch.tensor(torch.pi * i / 4).cos().item()) / 2 for i in range(5)])
+        for seed in range(4):
+            step(model, optimizer, scaler, *batch(seed))
+            if scheduler is None:
+                for group in optimizer.param_groups:
+                    group["lr"] = rates[seed + 1]
+            else:
+                scheduler.step()
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(rates[seed + 1], abs=1e-8)
+        runs.append(values(model))
+    assert_same(runs[0], runs[1])
+    assert apart(runs[2], runs[0], values(start_of(name))) < 0.05
+
+
+@way()
+def test_loaded_in_16_bits(name):
+    """Weights loaded in 16 bits: `model.half()` or `dtype=` before `prepare`; what had masters for it is told so."""
+    recipe = get_recipe(name)
+    stock = start_of(name).half().float()
+    start = values(stock)
+    model = start_of(name).half()
+    optimizer = sgd(model)
+    told = recipe.master in ("fp32", "split") or recipe.weights == "fp32"
+    if told and name != "fp32":
+        with pytest.warns(UserWarning, match=r"float16"):
+            trained = prepare(name, model, optimizer)
+    else:
+        trained = prepare(name, model, optimizer)
+    steps(*trained)
+    steps(stock, sgd(stock), Stock())
+    assert_like_fp32(name, start, values(model), values(stock), slack=2)

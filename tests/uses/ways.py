@@ -1,0 +1,196 @@
+"""A way of using a prepared model, tried under every recipe: what a cell of docs/using.md is, and how it is run."""
+
+import copy
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import halfstep
+from halfstep.recipe import get_recipe
+from tiny import EVERY, SMOOTH, batch, model_for
+
+
+CORE = ("fp32", "bf16-mixed", "fp16-master", "bf16-stochastic", "bf16-kahan", "fp8-current", "fp8-delayed")
+REST = tuple(name for name in EVERY if name not in CORE)
+ROUNDING = {name for name in EVERY if any(rule.linear.rounds for rule in get_recipe(name).rules)}  # products' operands
+MUST = {name for name in EVERY if name.endswith(("-mixed", "-master", "-nomaster"))}
+MUST |= {"fp32", "fp16-mixed-unscaled", "bf16-stochastic", "fp8-current", "fp8-delayed"}
+ROUNDED = 1e-5  # what rounds anything is farther than this from fp32; float32's own orders of summation are nearer
+SLOW = (pytest.mark.slow,)
+OUTCOMES = Path(__file__).with_name("outcomes.json")
+
+
+class StockFailsToo(Exception):
+    """Stock torch cannot do this either: the cell says so, and the way has seen it."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of use: `run(name)` asserts that it is right under a recipe, or raises what refuses it."""
+
+    title: str
+    how: str
+    run: Callable[[str], None]
+    may_refuse: frozenset[str]
+    """Recipes that must work in every way, but need not in this one."""
+
+
+def way(
+    may_refuse: Iterable[str] = (), core: tuple[str, ...] = CORE
+) -> Callable[[Callable[[str], None]], Callable[..., None]]:
+    """Make a test of a function of a recipe's name, whose docstring is `Title: how to do it.`
+
+    Args:
+        may_refuse: recipes that must work in every way, but need not in this one.
+        core: what `make test` tries; the others are slow tests.
+    """
+
+    def register(run: Callable[[str], None]) -> Callable[..., None]:
+        title, _, how = " ".join((run.__doc__ or "").split()).partition(": ")
+        found = Way(title, how, run, frozenset(may_refuse))
+
+        rest = tuple(name for name in EVERY if name not in core)
+
+        @pytest.mark.parametrize("names", [pytest.param(core, id="core"), pytest.param(rest, id="rest", marks=SLOW)])
+        def test(names: tuple[str, ...]) -> None:
+            recorded = json.loads(OUTCOMES.read_text()).get(title)
+            assert recorded is not None, f"{title!r} is not in docs/using.md: run tests/uses/table.py --write"
+            assert outcomes(found, names) == {name: recorded[name] for name in names if name in recorded}
+
+        test.way = found  # type: ignore[attr-defined]
+        test.__doc__ = run.__doc__
+        return test
+
+    return register
+
+
+def outcomes(way: Way, names: Iterable[str]) -> dict[str, str]:
+    """Why each of the recipes refuses this way, without those that work.
+
+    Raises:
+        AssertionError: names the recipes that are wrong: in what they did, in how they refused, or in refusing at all.
+    """
+    refused, wrong, first = {}, [], None
+    for name in names:
+        torch.manual_seed(0)
+        try:
+            way.run(name)
+        except halfstep.HalfstepError as error:
+            refused[name] = sentence(str(error))
+            if name in MUST - way.may_refuse:
+                wrong.append(f"{name} must work, and refuses: {error}")
+                first = first or error
+        except StockFailsToo as error:
+            refused[name] = f"stock torch fails too: {sentence(str(error))}"
+        except (Exception, pytest.fail.Exception) as error:
+            wrong.append(f"{name}: {type(error).__name__}: {str(error).strip()[:600]}")
+            first = first or error
+    if wrong:
+        raise AssertionError(f"{way.title}:\n" + "\n".join(wrong)) from first
+    return refused
+
+
+def sentence(message: str) -> str:
+    """The first sentence of a message, on one line."""
+    return " ".join(message.split(". ")[0].split(";")[0].split()).rstrip(".:")
+
+
+class Stock:
+    """The scaler of a stock loop in float32: it scales nothing."""
+
+    def scale(self, loss):
+        return loss
+
+    def unscale_(self, optimizer):
+        pass
+
+    def clip_grad_norm_(self, optimizer, max_norm):
+        return torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], max_norm)
+
+    def step(self, optimizer, *args):
+        return optimizer.step(*args)
+
+    def update(self):
+        pass
+
+
+def sgd(model, lr=0.1, momentum=0.9, **options):
+    """Updates in proportion to gradients: Adam's first ones are signs, which show no factor and much noise."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr, momentum, **options)
+
+
+def prepare(name, model, optimizer=None, **options):
+    prepared = halfstep.prepare(model, optimizer or sgd(model), recipe=name, **{"generator": 3, **options})
+    return settled(*prepared)
+
+
+def settled(model, optimizer, scaler):
+    """A dynamic loss scale starts where it ends up: its first steps would be skipped, which stock fp32 does not do."""
+    if scaler.is_enabled() and scaler.get_scale() > 2.0**10:
+        scaler.update(2.0**10)
+    return model, optimizer, scaler
+
+
+def step(model, optimizer, scaler, x, y, loss_of=F.mse_loss):
+    """One step of the documented loop; returns the loss."""
+    loss = loss_of(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def steps(model, optimizer, scaler, times=4, first=0):
+    """The documented loop, a batch a step, numbered from `first`; returns the losses."""
+    return [step(model, optimizer, scaler, *batch(seed)) for seed in range(first, first + times)]
+
+
+def values(model):
+    """What a model's state dict says, in float32."""
+    return {key: v.detach().float().clone() for key, v in model.state_dict().items() if v.is_floating_point()}
+
+
+def start_of(name, make=None):
+    """A model from its seed, under no recipe."""
+    return make() if make is not None else model_for(name)
+
+
+def both(name, loop, make=None, optimizer=sgd):
+    """The model's values before, after `loop(model, optimizer, scaler)` under the recipe, and in stock fp32."""
+    stock = start_of(name, make)
+    model = copy.deepcopy(stock)
+    start = values(stock)
+    model, low_bit, scaler = prepare(name, model, optimizer(model))
+    torch.manual_seed(1)
+    loop(model, low_bit, scaler)
+    torch.manual_seed(1)
+    loop(stock, optimizer(stock), Stock())
+    return start, values(model), values(stock)
+
+
+def apart(found, expected, start=None):
+    """The distance of two states, relative to the way that the expected one has come."""
+    assert found.keys() == expected.keys()
+    start = start or {key: torch.zeros_like(value) for key, value in expected.items()}
+    far = torch.cat([(found[key] - expected[key]).flatten() for key in expected]).norm()
+    return float(far / torch.cat([(expected[key] - start[key]).flatten() for key in expected]).norm())
+
+
+def tolerance(name):
+    """How far a few steps of the documented loop may be from fp32's, relative to their way: twice what is seen."""
+    if name in SMOOTH:
+        return 0.35  # gradients of two mantissa bits, rounded stochastically
+    return 0.0 if name == "fp32" else 0.15 if name in ROUNDING and name != "bf16-truncate" else 0.04
+
+
+def assert_like_fp32(name, start, found, expected, slack=1.0):
+    """Within the recipe's rounding of what stock torch does in fp32, and other than it where the recipe rounds."""
+    distance = apart(found, expected, start)
+    assert distance <= max(slack * tolerance(name), 2e-6), f"{distance:.4f} of the way from fp32"
+    assert distance > ROUNDED or name == "fp32", "nothing was rounded"
