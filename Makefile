@@ -45,6 +45,7 @@ claims: install
 exhaustive: dev
 	$(BIN)/python tests/exhaustive/float32.py
 	$(BIN)/python tests/exhaustive/readers.py
+	$(BIN)/python tests/exhaustive/pairs.py
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/step.py --keep

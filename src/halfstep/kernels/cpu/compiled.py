@@ -2,8 +2,8 @@
 
 numba's own on-disk cache notices edits to a function's own file only, and a kernel is made of functions of several: a
 stale kernel would be a silent wrong number. Here the folder of the compiled code carries a hash of all kernel sources.
-It also numbers its files, and of two processes that compile at once one may file its code under the other's signature or
-processor. Here they are named after both.
+It also numbers its files, and of two processes that compile at once one may file its code under the other's signature
+or processor. Here they are named after both.
 """
 
 from __future__ import annotations
