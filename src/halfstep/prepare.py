@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -58,8 +58,8 @@ def prepare(
         module_filter: as in `halfstep.apply`.
         generator: where the seed of stochastic rounding comes from (a generator, or the seed itself).
         process_group: the ranks that agree on overflows, and so on steps that are skipped; None is all of them.
-        amax_group: the ranks that agree on the amaxes of scaling states: those that hold the same layers (of a
-            pipeline, a stage's). None is `process_group`.
+        amax_group: the ranks that agree on the amaxes of scaling states and on the seed of stochastic rounding: those
+            that hold the same layers (of a pipeline, a stage's). None is `process_group`.
 
     Raises:
         OptimizerError: the optimizer cannot be expressed, or holds no parameter of the model. Nothing was changed.
@@ -160,7 +160,8 @@ def _optimized(
 ) -> tuple[LowBit, LossScaler]:
     scaler, scalings = _scaler(model, recipe, *groups)
     scales = hold(model, rounded, recipe.scaled) if recipe.scaled is not None else {}
-    low_bit = convert(optimizer, recipe, masters, generator, scales, _parameters(model), groups[0])
+    same_layers = groups[0] if groups[1] is None else groups[1]
+    low_bit = convert(optimizer, recipe, masters, generator, scales, weakref.ref(model), same_layers)
     scalings.follow(low_bit)
     return low_bit, scaler
 
@@ -178,17 +179,6 @@ def _scaler(model: nn.Module, recipe: Recipe, process_group: Any, amax_group: An
         process_group=process_group,
     )
     return scaler, scalings
-
-
-def _parameters(model: nn.Module) -> Callable[[], dict[str, nn.Parameter] | None]:
-    """The model's parameters as they are when asked for; None once it is gone."""
-    reference = weakref.ref(model)
-
-    def present() -> dict[str, nn.Parameter] | None:
-        model = reference()
-        return None if model is None else dict(model.named_parameters())
-
-    return present
 
 
 class _Callable(ModuleType):

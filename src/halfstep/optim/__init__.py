@@ -4,8 +4,9 @@ from halfstep.optim.checks import check_optimizer
 from halfstep.optim.classes import Lamb, Lion
 from halfstep.optim.conversion import convert
 from halfstep.optim.loss_scale import LossScaler
-from halfstep.optim.lowbit import LowBit, Update
+from halfstep.optim.lowbit import LowBit
 from halfstep.optim.rules import rule_of, update_rules
+from halfstep.optim.update import Update
 
 
 __all__ = ["Lamb", "Lion", "LossScaler", "LowBit", "Update", "check_optimizer", "convert", "rule_of", "update_rules"]

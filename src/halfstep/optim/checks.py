@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +103,17 @@ def check_state(state: Mapping[str, Any], rule: UpdateRule, foreign: Iterable[st
                 f"the state holds {name!r}, which this recipe keeps nothing in: it was saved under another recipe. "
                 "Resume under that one, or load the weights alone and start the optimizer anew"
             )
+
+
+def warn_of_late(parameters: Sequence[str]) -> None:
+    """Say that masters of these start from what is stored of the weights."""
+    more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
+    warnings.warn(
+        f"the masters of {', '.join(parameters[:3])}{more} start from weights that are rounded already: they were "
+        "frozen, or not in the optimizer, when halfstep.prepare took the others' float32 values. To keep all bits, "
+        "hand prepare an optimizer that has them, before they are frozen (requires_grad_(False))",
+        stacklevel=6,
+    )
 
 
 def _quoted(name: str | None) -> str:

@@ -13,7 +13,7 @@ from halfstep.optim.checks import check_optimizer
 from halfstep.optim.classes import Lamb, Lion
 from halfstep.optim.lowbit import LowBit
 from halfstep.optim.masters import get_master
-from halfstep.optim.present import Parameters
+from halfstep.optim.present import Reference
 from halfstep.optim.states import Storage
 from halfstep.quant import draw_seed
 from halfstep.recipe import STORABLE, Recipe
@@ -25,7 +25,7 @@ def convert(
     masters: Mapping[nn.Parameter, Tensor],
     generator: torch.Generator | int | None = None,
     scales: Mapping[nn.Parameter, Tensor | None] | None = None,
-    parameters: Parameters | None = None,
+    model: Reference | None = None,
     process_group: Any = None,
 ) -> LowBit:
     """The optimizer that continues `optimizer` under a recipe: same groups, same moments, same step counts.
@@ -39,7 +39,7 @@ def convert(
         generator: where the seed of stochastic rounding comes from. Where processes train together, all take the seed
             of the first one.
         scales: of the weights that are kept as `recipe.scaled` says.
-        parameters: the model's present parameters, for as long as it lives: what left it is not stepped on in silence.
+        model: a weak reference to the model: once parameters have left it, the others are not stepped on in silence.
         process_group: the processes that train together; None is the default group, where there is one.
 
     Raises:
@@ -51,7 +51,7 @@ def convert(
     storage = Storage(STORABLE[recipe.moments], recipe.moment_residuals, master, recipe.update_rounding, recipe.scaled)
     # Drawn only where it is used: a recipe that rounds to nearest leaves the model's dropout masks as they were.
     seed = draw_seed(generator) if recipe.update_rounding == "stochastic" else 0
-    result = LowBit(list(optimizer.param_groups), rule, storage, seed, scales, parameters, process_group)
+    result = LowBit(list(optimizer.param_groups), rule, storage, seed, scales, model, process_group)
     result.defaults = {**optimizer.defaults, **result.defaults}
     result.param_groups = optimizer.param_groups
     result.agree_on_the_seed()

@@ -5,36 +5,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.errors import OptimizerError
-from halfstep.optim.checks import UNSCALED, check_parameters, check_state, check_step
+from halfstep.optim.checks import UNSCALED, check_parameters, check_state, check_step, warn_of_late
 from halfstep.optim.gradients import narrow_all
 from halfstep.optim.masters import Kept, Master, Own, get_master
-from halfstep.optim.present import Parameters, Present
+from halfstep.optim.present import Present, Reference
 from halfstep.optim.rules.base import UpdateRule
 from halfstep.optim.scaled import scaled_weight
-from halfstep.optim.shards import local, local_like, positions
+from halfstep.optim.seeds import are_several, first_ranks
+from halfstep.optim.shards import is_spread, like, local, positions, spread_like
 from halfstep.optim.states import RESIDUAL, Storage, adopt, decode, foreign
+from halfstep.optim.update import Update
 from halfstep.quant import derive_seed
-
-
-@dataclass(frozen=True)
-class Update:
-    """What one update wanted of a parameter and what became of it, in float32."""
-
-    weight: Tensor
-    before: Tensor
-    """All that was stored of the weight, its master included."""
-    wanted: Tensor
-    """The rule's step."""
-    effective: Tensor
-    """All that is stored of the weight after the step, less what was stored before."""
 
 
 class LowBit(torch.optim.Optimizer):
@@ -53,7 +40,7 @@ class LowBit(torch.optim.Optimizer):
 
     Args:
         scales: of the weights that are kept as codes (`nn.codes.hold`).
-        parameters, process_group: as for `convert`.
+        model, process_group: as for `convert`.
     """
 
     _step_supports_amp_scaling = True
@@ -68,15 +55,16 @@ class LowBit(torch.optim.Optimizer):
         storage: Storage,
         seed: int,
         scales: Mapping[nn.Parameter, Tensor | None] | None = None,
-        parameters: Parameters | None = None,
+        model: Reference | None = None,
         process_group: Any = None,
     ) -> None:
         self.rule = rule
         self.storage = storage
         self._scales: Mapping[Any, Tensor | None] = scales or {}
-        self._present = Present(parameters) if parameters is not None else None
+        self._present = Present(model) if model is not None else None
         self._process_group = process_group
         self._agreed = False
+        self._versions: dict[Tensor, int] = {}
         self._watch: Callable[[Update], None] | None = None
         super().__init__(groups, {"rounding_seed": seed})
 
@@ -92,12 +80,18 @@ class LowBit(torch.optim.Optimizer):
     @torch.no_grad()
     def full(self, parameter: Tensor) -> Tensor:
         """All that is stored of a parameter, its master included, as a float32 tensor of its own."""
-        master, state = self._master(parameter), self.state.get(parameter, {})
+        master, state, weight = self._master(parameter), self.state.get(parameter, {}), local(parameter.detach())
         if not master.keeps or not master.keeps.keys() <= state.keys():
-            return master.stored(parameter)
-        kept = {name: state[name].clone() for name in master.keeps}
-        master.follow(local(parameter.detach()), {name: local(value) for name, value in kept.items()})
-        return master.value(parameter.detach(), kept)
+            return spread_like(master.stored(weight), parameter)
+        kept = {name: local(state[name]).clone() for name in master.keeps}
+        master.follow(weight, kept)
+        return spread_like(master.value(weight, kept), parameter)
+
+    def _start(self, parameter: Tensor, full: Tensor | None) -> None:
+        """Start what is kept of a parameter from its float32 values, or from what is stored of it."""
+        master, weight = self._master(parameter), local(parameter)  # torch's views of a DTensor's bits are wrong
+        kept = master.start(weight, master.stored(weight) if full is None else local(full))
+        self.state[parameter].update({name: spread_like(value, parameter) for name, value in kept.items()})
 
     def _master(self, weight: Tensor) -> Master:
         """What takes the weight's update."""
@@ -116,7 +110,8 @@ class LowBit(torch.optim.Optimizer):
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"_watch": None, "_present": None, "_process_group": None, "_agreed": False, **state})
+        absent: dict[str, Any] = {"_watch": None, "_present": None, "_process_group": None, "_agreed": False}
+        super().__setstate__({**absent, "_versions": {}, **state})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's; the recipe holds for the new parameters too.
@@ -126,22 +121,20 @@ class LowBit(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            check_parameters(self.param_groups[-1:], self._scales, self._name)
+            check_parameters(self.param_groups, self._scales, self._name)
         except OptimizerError:
             self.param_groups.pop()
             raise
 
     def agree_on_the_seed(self) -> None:
         """Take the seed of stochastic rounding from the first of the processes that train together, once."""
-        if self._agreed or self.storage.update_rounding != "stochastic" or not _are_several(self._process_group):
+        if self._agreed or self.storage.update_rounding != "stochastic" or not are_several(self._process_group):
             return
         own, self._agreed = self.defaults["rounding_seed"], True
-        box = [own]
-        dist.broadcast_object_list(box, group=self._process_group, group_src=0)
-        self.defaults["rounding_seed"] = box[0]
+        self.defaults["rounding_seed"] = seed = first_ranks(own, self._process_group)
         for group in self.param_groups:
             if group["rounding_seed"] == own:  # not a loaded one
-                group["rounding_seed"] = box[0]
+                group["rounding_seed"] = seed
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -192,16 +185,10 @@ class LowBit(torch.optim.Optimizer):
             master = self._master(parameter)
             if parameter.grad is None or master.keeps.keys() <= self.state.get(parameter, {}).keys():
                 continue
-            self.state[parameter].update(master.start(parameter, master.stored(parameter)))
+            self._start(parameter, None)
             late.append(f"{self._name(parameter, index)} of shape {tuple(parameter.shape)}")
         if late:
-            more = f" and {len(late) - 3} more" if len(late) > 3 else ""
-            warnings.warn(
-                f"the masters of {', '.join(late[:3])}{more} start from weights that are rounded already: they were "
-                "frozen, or not in the optimizer, when halfstep.prepare took the others' float32 values. To keep all "
-                "bits, hand prepare an optimizer that has them, before they are frozen (requires_grad_(False))",
-                stacklevel=4,
-            )
+            warn_of_late(late)
 
     def _update(self, parameter: Tensor, group: dict[str, Any], grad_scale: float, index: int) -> None:
         state, storage, master = self.state[parameter], self.storage, self._master(parameter)
@@ -212,23 +199,25 @@ class LowBit(torch.optim.Optimizer):
             if state.get(name) is None:
                 state[name] = torch.zeros_like(parameter, dtype=storage.moments)
         state["step"] += 1
-        step, weight, grad = int(state["step"]), parameter, master.gradient(_grad(parameter))
-        kept = {name: state[name] for name in master.keeps}
+        step, grad = int(state["step"]), like(parameter, master.gradient(_grad(parameter)))
+        # Of a parameter that is spread over ranks, this one's part; whole where norms of the whole enter.
+        weight, kept = local(parameter), {name: local(state[name]) for name in master.keeps}
         moments = {name: value for name, value in state.items() if name.removesuffix(RESIDUAL) in names}
-        if self.rule.elementwise:  # of a parameter that is spread over ranks, this one's part
-            weight, grad = local(parameter), local_like(grad, parameter)
-            kept, moments = ({name: local(value) for name, value in part.items()} for part in (kept, moments))
+        if self.rule.elementwise:
+            grad, moments = local(grad), {name: local(value) for name, value in moments.items()}
         if isinstance(master, Own):
-            rounding = storage.update_rounding
-            stochastic = rounding == "stochastic"
-            seed = derive_seed(group["rounding_seed"], step, index) if stochastic else None
-            master = Own("none", rounding, seed, positions(parameter) if stochastic else None)
+            master = Own("none", storage.update_rounding)
+            if master.rounding == "stochastic":
+                seed = derive_seed(group["rounding_seed"], step, index)
+                master = Own("none", master.rounding, seed, positions(parameter))
         if self._watch is None and self.rule.fused(weight, master, kept, grad, moments, step, group, grad_scale):
             torch.autograd.graph.increment_version(weight)
         else:
             self._reference(parameter, weight, master, kept, grad, moments, step, group, grad_scale)
-        if weight is not parameter:
+        if is_spread(parameter):
             torch.autograd.graph.increment_version(parameter)
+        if master.costly:
+            self._versions[parameter] = parameter._version
 
     def _reference(
         self,
@@ -243,12 +232,14 @@ class LowBit(torch.optim.Optimizer):
         grad_scale: float,
     ) -> None:
         """What `rule.fused` does, for any rule, device and format: in torch, but for what it can do in float32."""
-        part, own = local(weight), {name: local(value) for name, value in kept.items()}
-        master.follow(part, own)
-        full, before = master.read(weight, kept), master.value(part, own) if self._watch else None
+        if not master.costly or self._versions.get(parameter) != parameter._version:
+            master.follow(weight, kept)
+        full, before = master.read(weight, kept), master.value(weight, kept) if self._watch else None
         if self._watch is None and self.rule.fused(full, Own("none"), {}, grad, moments, step, group, grad_scale):
-            master.write(part, own, full)
+            master.write(weight, kept, full)
             return
+        if not self.rule.elementwise:
+            full = spread_like(full, parameter)
         grad = grad.float() if grad_scale == 1.0 else grad.float() * grad_scale
         updated, new = self.rule.update(full, grad, decode(moments), step, group)
         for name, moment in new.items():
@@ -256,9 +247,9 @@ class LowBit(torch.optim.Optimizer):
             if name + RESIDUAL in moments:
                 moments[name + RESIDUAL].copy_(moment - moments[name].float())
         wanted = local(updated - full) if self._watch is not None else None
-        master.write(part, own, local_like(updated, parameter))
+        master.write(weight, kept, local(like(parameter, updated)))
         if self._watch is not None and before is not None and wanted is not None:
-            self._watch(Update(parameter, before, wanted, master.value(part, own) - before))
+            self._watch(Update(parameter, before, wanted, master.value(weight, kept) - before))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that a clip moved to float32 are of their own dtype again."""
@@ -315,15 +306,10 @@ class LowBit(torch.optim.Optimizer):
                 if parameter in states:
                     self.state[parameter] = self._adopt(parameter, states[parameter], group, "?")
         for parameter, full in masters.items():
-            self.state[parameter].update(self._master(parameter).start(parameter, full))
+            self._start(parameter, full)
         states.clear()
 
 
 def _grad(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
-
-
-def _are_several(process_group: Any) -> bool:
-    """Whether several processes train together."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1

@@ -59,6 +59,7 @@ class ScaledMaster(ScaledWeight):
     """Wider codes in the optimizer's state take the update, with a scale of their own; the weight is their image."""
 
     keeps: ClassVar = {SCALED_MASTER: torch.float16, _MASTER_SCALE: torch.float32}
+    costly: ClassVar = True
 
     def start(self, weight: Tensor, full: Tensor) -> Kept:
         kept = {SCALED_MASTER: torch.empty_like(weight, dtype=torch.float16), _MASTER_SCALE: full.new_ones(())}

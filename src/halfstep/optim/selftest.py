@@ -44,5 +44,6 @@ def _stepped(recipe: Recipe, weight: Tensor, grads: list[Tensor], fused: bool) -
     for grad in grads:
         parameter.grad = grad.to(parameter.dtype)
         optimizer.step()
+        parameter.data[::7] = 0.0  # as a mask would: what is kept beside them follows
     states = {key: state for key, state in optimizer.state[parameter].items() if isinstance(state, Tensor)}
     return {"weight": parameter.detach(), **states}

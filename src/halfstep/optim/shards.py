@@ -21,12 +21,21 @@ def local(tensor: Tensor) -> Tensor:
     return spread.to_local() if is_spread(tensor) else tensor
 
 
-def local_like(tensor: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of a tensor, cut as `whole` is."""
+def like(whole: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor cut as `whole` is; a gradient may still be a sum over ranks."""
     given: Any = tensor
     if is_spread(tensor) and given.placements != whole.placements:  # type: ignore[attr-defined]
         given = given.redistribute(placements=whole.placements)  # type: ignore[attr-defined]
-    return local(given)
+    return given  # type: ignore[no-any-return]
+
+
+def spread_like(part: Tensor, whole: Tensor) -> Tensor:
+    """A tensor that is spread as `whole` is, of which this rank's part is `part`."""
+    if not is_spread(whole):
+        return part
+    result = torch.empty_like(whole, dtype=part.dtype)
+    local(result).copy_(part)
+    return result
 
 
 def positions(tensor: Tensor) -> Tensor | None:

@@ -32,6 +32,9 @@ class Master(ABC):
     keeps: ClassVar[dict[str, torch.dtype]] = {}
     """The tensors that stand beside the weight in the optimizer's state."""
 
+    costly: ClassVar[bool] = False
+    """Whether following costs so much that it is done only where torch's version counter has seen a write."""
+
     @abstractmethod
     def start(self, weight: Tensor, full: Tensor) -> Kept:
         """What to keep for a weight whose float32 values are `full`; the weight becomes their rounded image."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from halfstep.optim.masters.base import Kept, Master
-from halfstep.optim.shards import local, local_like
 
 
 class Split(Master):
@@ -25,8 +24,7 @@ class Split(Master):
 
     def start(self, weight: Tensor, full: Tensor) -> Kept:
         kept = {"low": torch.empty_like(weight, dtype=torch.int16)}
-        # Where it is spread over ranks, this one's part: torch's views of the bits of a DTensor are of something else.
-        self.write(local(weight), {"low": local(kept["low"])}, local_like(full, weight))
+        self.write(weight, kept, full)
         return kept
 
     def read(self, weight: Tensor, kept: Kept) -> Tensor:

@@ -1,0 +1,101 @@
+"""What is kept beside a weight follows it: the kernel as torch does, and never what an update left."""
+
+import pytest
+import torch
+
+from halfstep.kernels.cpu import masters as kernel
+from halfstep.optim.masters import _by_name, get_master
+from oracles.numbers import every_16_bit_value, same_bits
+from tiny import assert_same, copied
+
+
+KINDS = [name for name in _by_name() if name != "none"]
+FLOATS = {"fp32": (torch.bfloat16, torch.float16)}
+CASES = [(kind, dtype) for kind in KINDS for dtype in FLOATS.get(kind, (torch.bfloat16,))]
+every_case = pytest.mark.parametrize(("kind", "dtype"), CASES)
+
+
+def pairs(kind, dtype, count=1 << 16, seed=0):
+    """Every weight, beside anything; a half of them beside what may well be theirs."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = every_16_bit_value(dtype).repeat(-(-count // 65536))[:count].clone()
+    bits = torch.randint(-(2**31), 2**31, (count,), generator=generator, dtype=torch.int64).to(torch.int32)
+    ((name, held),) = get_master(kind).keeps.items()
+    if held == torch.float32:
+        anything = bits.view(torch.float32)
+        near = weight.float() * (1 + (torch.rand(count, generator=generator) - 0.5) * 2.0**-7)
+    elif held == torch.bfloat16:
+        anything = bits.to(torch.int16).view(torch.bfloat16)
+        near = (weight.float() * (torch.rand(count, generator=generator) - 0.5) * 2.0**-6).bfloat16()
+    else:
+        anything = near = bits.to(torch.int16)
+    return weight, {name: torch.where(torch.rand(count, generator=generator) < 0.5, anything, near)}
+
+
+@every_case
+@pytest.mark.parametrize("count", [0, 1, 7, 65536, 2 * 65536 + 5])
+def test_the_kernel_is_the_reference(kind, dtype, count):
+    master = get_master(kind)
+    weight, kept = pairs(kind, dtype, count)
+    assert kernel.supports(weight, kind, kept)
+    expected = copied(kept)
+    before = copied(weight)
+    master._follow(weight, expected)
+    master.follow(weight, kept)
+    same_bits(weight, before)
+    for name, tensor in kept.items():
+        same_bits(tensor, expected[name])
+    again = copied(kept)
+    master.follow(weight, again)
+    for name, tensor in again.items():
+        same_bits(tensor, kept[name])
+
+
+def finite(tensors):
+    return torch.stack([t.float().isfinite() for t in tensors]).all(0)
+
+
+@every_case
+@pytest.mark.parametrize("scale", [2.0**-137, 2.0**-125, 2.0**-20, 1.0, 2.0**100])
+@pytest.mark.parametrize("ratio", [2.0**-12, 2.0**-8, 1.0, 2.0**8])
+def test_what_an_update_left_is_never_dropped(kind, dtype, scale, ratio):
+    """Weights that pass zero leave more than half an ulp in a sum of two, and fresh ones round to another weight."""
+    if dtype == torch.float16 and not 2.0**-25 < scale < 2:
+        pytest.skip("beyond fp16")
+    master, generator = get_master(kind), torch.Generator().manual_seed(3)
+    full = torch.randn(60_000, generator=generator) * scale
+    weight = torch.empty(full.shape, dtype=dtype)
+    kept = master.start(weight, full)
+    for _ in range(5):
+        before = copied(kept)
+        master.follow(weight, kept)
+        assert_same(kept, before)
+        moved = master.read(weight, kept) + torch.randn(full.shape, generator=generator) * (scale * ratio)
+        master.write(weight, kept, moved)
+
+
+@pytest.mark.parametrize("kind", ["kahan", "collage"])
+def test_every_rest_beside_some_weights(kind):
+    """`tests/exhaustive/pairs.py` tries them all."""
+    ((name, _),) = get_master(kind).keeps.items()
+    every = every_16_bit_value(torch.bfloat16)
+    every = every[every.isfinite()]
+    for bits in (0, 1, 0x7F, 0x80, 0x3C0, 0x3F80, 0x3F81, 0x3FFF, 0x4080, 0x7E80):
+        high = torch.tensor([bits], dtype=torch.int16).view(torch.bfloat16)
+        weight = high + every
+        rest = every + (high - weight)
+        kept = {name: rest.clone()}
+        get_master(kind).follow(weight, kept)
+        sound = finite([weight, rest])
+        same_bits(kept[name][sound], rest[sound])
+
+
+def test_what_it_does_not_support_goes_by_torch():
+    master = get_master("fp32")
+    weight = torch.zeros(4, 3).bfloat16().t()
+    kept = {"master": torch.ones(3, 4)}
+    assert not kernel.supports(weight, "fp32", kept)
+    master.follow(weight, kept)
+    assert_same(kept["master"], torch.zeros(3, 4))
+    assert not kernel.supports(weight, "none", {})
+    assert not kernel.supports(weight, "scaled", {"master_codes": torch.ones(3, 4).half()})

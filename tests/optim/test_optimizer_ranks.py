@@ -1,0 +1,126 @@
+"""Ranks end with the same weights, whatever seeds they were given; and shards with those of one process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.recipe import get_recipe
+from tiny import assert_same
+
+
+pytestmark = pytest.mark.slow
+SHARDED = ["fp32", "bf16-stochastic", "bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-plus", "bf16-nomaster"]
+KINDS = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
+    "lion": lambda ps: halfstep.optim.Lion(ps, lr=0.01),
+    "lamb": lambda ps: halfstep.optim.Lamb(ps, lr=0.01),
+}
+RANK = """
+import sys, torch, torch.distributed as dist
+rank, world, folder, tests = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+sys.path[:0] = [tests, f'{tests}/optim']
+torch.set_num_threads(1)
+from test_optimizer_ranks import on_a_rank
+start = lambda: dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+torch.save(on_a_rank(rank, world, start), f"{folder}/{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(9, 13), nn.GELU(), nn.Linear(13, 7))
+
+
+def replicated(rank, prepared=None, generator=None):
+    """20 steps of DDP from rank's own seed."""
+    model, optimizer, _scaler = prepared or given(rank, generator)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    for step in range(20):
+        x = torch.randn(4, 9, generator=torch.Generator().manual_seed(100 * step + rank))
+        wrapped(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def given(rank, generator=None):
+    model = net()
+    torch.manual_seed(rank)  # the usual advice: another dropout on every rank
+    return halfstep.prepare(model, KINDS["adamw"](model.parameters()), "bf16-stochastic", generator=generator)
+
+
+def sharded(name, kind, world):
+    """Three steps with gradients that the test sets, a write between them; the weights and all that is kept of them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    model = net()
+    halfstep.apply(model, name)
+    if world:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    optimizer, _ = halfstep.optimize(model, KINDS[kind](model.parameters()), generator=5)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for p in model.parameters():
+            grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+            p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if world else grad
+        versions = [p._version for p in model.parameters()]
+        optimizer.step()
+        assert all(p._version > v for p, v in zip(model.parameters(), versions, strict=True))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.2, 0.2)
+    found = list(model.parameters()) + [optimizer.full(p) for p in model.parameters()]
+    found += [state["exp_avg"] for state in optimizer.state.values()]
+    return [(t.full_tensor() if hasattr(t, "full_tensor") else t).detach() for t in found]
+
+
+def on_a_rank(rank, world, start):
+    early = given(rank, rank)
+    start()
+    found = {"before the group": replicated(rank, early), "in it": replicated(rank)}
+    found["seeds given"] = replicated(rank, generator=rank)
+    found["sharded"] = {(n, k): sharded(n, k, world) for n in SHARDED for k in KINDS}
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request, tmp_path_factory):
+    folder, world = tmp_path_factory.mktemp("ranks"), request.param
+    command = [sys.executable, "-W", "ignore", "-c", RANK]
+    tests = str(Path(__file__).parent.parent)
+    started = [subprocess.Popen([*command, str(rank), str(world), str(folder), tests]) for rank in range(world)]
+    assert [process.wait(timeout=300) for process in started] == [0] * world
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+
+
+@pytest.mark.parametrize("how", ["before the group", "in it", "seeds given"])
+def test_ranks_with_seeds_of_their_own_keep_the_same_weights(ranks, how):
+    for rank in ranks[1:]:
+        assert_same(rank[how], ranks[0][how])
+
+
+def test_the_seed_is_the_first_ranks(ranks):
+    """Which says that the seed decided something: rank 0's own run from that seed, with the others' gradients."""
+    assert not torch.equal(ranks[0]["in it"][0], ranks[0]["seeds given"][0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_move_like_the_whole(ranks, name, kind):
+    """Bit for bit, stochastic rounding included; LAMB but for the order in which its norms are summed."""
+    expected = sharded(name, kind, 0)
+    for rank in ranks:
+        if kind == "lamb":
+            close = 2.0**-7 if get_recipe(name).weights == "bf16" else 1e-5
+            for found, one in zip(rank["sharded"][name, kind], expected, strict=True):
+                torch.testing.assert_close(found.float(), one.float(), rtol=close, atol=close / 10)
+        else:
+            assert_same(rank["sharded"][name, kind], expected)

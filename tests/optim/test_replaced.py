@@ -1,0 +1,251 @@
+"""Parameters that left the model, came late or never fitted, and the optimizer that was given away: never silent."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+from torch.optim.lr_scheduler import StepLR
+
+import halfstep
+from halfstep.errors import OptimizerError
+from halfstep.memory import measure
+from halfstep.recipe import get_recipe
+from tiny import EVERY, adamw, assert_same, batch, copied, mlp, model_for, mostly_slow, prepared, train
+
+
+every_recipe = pytest.mark.parametrize("name", mostly_slow(EVERY))
+KINDS = [
+    "fp32", "bf16-master", "fp16-master", "bf16-megatron", "bf16-split", "bf16-kahan", "bf16-collage-plus",
+    "bf16-stochastic", "fp16-pure",
+]  # fmt: skip
+
+
+def one_step(model, optimizer):
+    model(batch()[0]).square().mean().backward()
+    optimizer.step()
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16-master", "fp8-current"])
+def test_parameters_replaced_after_prepare_are_refused(name):
+    """As resize_token_embeddings and structured pruning replace them: the optimizer would go on with the old ones."""
+    model, optimizer, scaler = prepared(name)
+    train(model, optimizer, scaler, 1)
+    model[3].weight = nn.Parameter(model[3].weight.detach().clone())
+    before = copied(optimizer.state_dict())
+    with pytest.raises(OptimizerError, match=r"1 of this optimizer's 6 .* has 1 that .* \(3.weight\): build the optim"):
+        train(model, optimizer, scaler, 1)
+    assert_same(optimizer.state_dict(), before)
+    optimizer.add_param_group({"params": [model[3].weight]})
+    if name != "bf16-master":
+        optimizer.step()
+
+
+def test_what_the_optimizer_does_not_lack_is_left_alone():
+    model, optimizer, scaler = prepared("fp32")
+    model.add_module("4", nn.Linear(4, 4))  # nobody trains it, as in torch; nothing of the optimizer's has gone
+    train(model, optimizer, scaler, 1)
+    del model[4]
+    model[3] = nn.Identity()
+    x = torch.randn(12, 16)
+    train(model, optimizer, scaler, 1, data=(batch()[0], x))
+    torch.optim.Optimizer.zero_grad(optimizer)
+    optimizer.step()  # no gradient at all: torch does nothing
+
+
+def test_pruning_that_keeps_the_parameter_is_followed():
+    model, optimizer, scaler = prepared("bf16-master")
+    prune.random_unstructured(model[3], "weight", 0.5)
+    before = copied(model[3].weight_orig)
+    train(model, optimizer, scaler)
+    assert not torch.equal(model[3].weight_orig, before)
+
+
+def test_the_optimizer_does_not_keep_the_model_alive():
+    model, optimizer, _ = prepared("fp32")
+    weight = model[0].weight
+    del model
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-plus", "fp8lm-o3"])
+def test_a_frozen_weight_has_no_master_and_starts_one_with_a_warning(name):
+    model = model_for(name)
+    model[0].requires_grad_(False)
+    model, optimizer, scaler = prepared(name, model)
+    train(model, optimizer, scaler, 2)
+    assert not optimizer.state.get(model[0].weight)
+    model[0].requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"masters of parameter 0 \(0.weight\) of shape \(16, 8\).* rounded already"):
+        train(model, optimizer, scaler, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, scaler, 1)
+    if get_recipe(name).master:
+        assert get_recipe(name).bytes_per_parameter().master == measure(model, optimizer).master
+
+
+def test_a_frozen_weight_without_a_master_in_the_recipe_warns_of_nothing():
+    model = mlp()
+    model[0].requires_grad_(False)
+    model, optimizer, scaler = prepared("bf16-stochastic", model)
+    model[0].requires_grad_(True)
+    train(model, optimizer, scaler, 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "why"),
+    [(torch.complex64, "its imaginary part would be lost"), (torch.float64, "would round it at every step")],
+)
+def test_parameters_that_no_recipe_stores_are_refused_by_name(dtype, why):
+    model, extra = mlp(), nn.Parameter(torch.ones(2, dtype=dtype))
+    before = copied(model.state_dict())
+    stock = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
+    with pytest.raises(OptimizerError, match=f"parameter 6 is {dtype}: .*{why}"):
+        halfstep.prepare(model, stock, "bf16-master")
+    assert_same(model.state_dict(), before)
+    assert not hasattr(model, "_halfstep")
+    assert "rounding_seed" not in stock.param_groups[0]
+    model, optimizer, scaler = prepared("bf16-master", model)
+    with pytest.raises(OptimizerError, match=f"parameter 6 is {dtype}"):
+        optimizer.add_param_group({"params": [extra]})
+    assert len(optimizer.param_groups) == 1
+    train(model, optimizer, scaler, 1)
+
+
+# ---- gradients, options and states -------------------------------------------------------------------------------
+
+
+def test_a_sparse_gradient_moves_nothing():
+    model = nn.ModuleDict({"first": nn.Linear(3, 3), "table": nn.Embedding(4, 3, sparse=True)})
+    model, optimizer, _ = prepared("bf16-master", model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for parameter in model["first"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    model["table"](torch.tensor([1])).sum().backward()
+    before = copied([model.state_dict(), optimizer.state_dict()])
+    with pytest.raises(
+        OptimizerError, match=r"parameter 2 \(table.weight\) has a torch.sparse_coo .* No parameter was"
+    ):
+        optimizer.step()
+    assert_same([model.state_dict(), optimizer.state_dict()], before)
+
+
+def test_amsgrads_state_is_refused_wherever_it_comes_from():
+    model = mlp()
+    ams = adamw(model, amsgrad=True)
+    one_step(model, ams)
+    state = copied(ams.state_dict())
+    ams.param_groups[0]["amsgrad"] = False
+    with pytest.raises(OptimizerError, match="the state holds max_exp_avg_sq: it is AMSGrad's running maximum"):
+        halfstep.prepare(model, ams, "bf16-master")
+    model, optimizer, _ = prepared("bf16-master")
+    before = copied(optimizer.state_dict())
+    with pytest.raises(OptimizerError, match="AdamW with amsgrad=True cannot be expressed"):
+        optimizer.load_state_dict(state)
+    state["param_groups"][0]["amsgrad"] = False
+    with pytest.raises(OptimizerError, match="the state holds max_exp_avg_sq"):
+        optimizer.load_state_dict(state)
+    assert_same(optimizer.state_dict(), before)
+    one_step(model, optimizer)
+    optimizer.param_groups[0]["amsgrad"] = True
+    before = copied(model.state_dict())
+    with pytest.raises(OptimizerError, match="AdamW with amsgrad=True"):
+        optimizer.step()
+    assert_same(model.state_dict(), before)
+
+
+def test_another_recipes_master_is_refused():
+    model, optimizer, scaler = prepared("bf16-split")
+    train(model, optimizer, scaler, 1)
+    _, other, _ = prepared("bf16-master")
+    with pytest.raises(OptimizerError, match="the state holds 'low', which this recipe keeps nothing in"):
+        other.load_state_dict(optimizer.state_dict())
+
+
+# ---- the old optimizer -------------------------------------------------------------------------------------------
+
+
+@every_recipe
+def test_the_old_optimizer_refuses_and_its_schedulers_work_on(name):
+    model = model_for(name)
+    old = adamw(model)
+    scheduler = StepLR(old, 1, 0.5)
+    model, new, scaler = prepared(name, model, old)
+    before = copied(model.state_dict())
+    for use in (old.step, old.state_dict, lambda: old.load_state_dict({})):
+        with pytest.raises(OptimizerError, match=r"this AdamW was handed to halfstep.* step, save and load that one"):
+            use()
+    assert_same(model.state_dict(), before)
+    train(model, new, scaler, 1)
+    scheduler.step()
+    assert new.param_groups[0]["lr"] == 0.005
+
+
+def test_a_description_keeps_its_own_words():
+    model = mlp()
+    lion = halfstep.optim.Lion(model.parameters())
+    prepared("fp32", model, lion)
+    with pytest.raises(OptimizerError, match="Lion describes an optimizer"):
+        lion.step()
+
+
+@every_recipe
+@pytest.mark.parametrize("through", ["old", "new"])
+def test_a_group_added_to_either_trains(name, through):
+    model = model_for(name)
+    old = adamw(model[0])
+    model, new, scaler = prepared(name, model, old)
+    {"old": old, "new": new}[through].add_param_group({"params": list(model[3].parameters()), "lr": 0.5})
+    before = copied(model.state_dict())["3.weight"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        train(model, new, scaler, 4)
+    assert new.param_groups[1]["lr"] == 0.5
+    assert not torch.equal(model.state_dict()["3.weight"], before)
+
+
+# ---- pickles -------------------------------------------------------------------------------------------------------
+
+
+def by_torch(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "lion", "lamb"])
+@pytest.mark.parametrize("copied_by", [by_torch, copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
+@pytest.mark.parametrize("name", KINDS)
+def test_an_optimizer_travels_and_steps_on(name, kind, copied_by):
+    """With its parameters, which stand for a model of no recipe here."""
+    build = {
+        "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "lion": halfstep.optim.Lion, "lamb": halfstep.optim.Lamb,
+    }[kind]  # fmt: skip
+    model = model_for(name)
+    _, optimizer, _ = prepared(name, model, build(model.parameters(), lr=0.01))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def steps(optimizer, seed):
+        generator = torch.Generator().manual_seed(seed)
+        for p in (q for group in optimizer.param_groups for q in group["params"]):
+            grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+            p.grad = grad.to(getattr(p, "grad_dtype", None) or p.dtype)
+        optimizer.step()
+
+    steps(optimizer, 1)
+    twin, twins = copied_by((optimizer, parameters))
+    assert twin.rule is optimizer.rule
+    for seed in (2, 3):
+        steps(optimizer, seed)
+        steps(twin, seed)
+    assert_same([p.detach() for p in twins], [p.detach() for p in parameters])
+    assert_same(twin.state_dict(), optimizer.state_dict())
