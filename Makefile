@@ -4,7 +4,7 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install dev demo test test-slow check lint docs claims bench bench-domains bench-which-bf16 bench-fp8 exhaustive clean
+.PHONY: install dev demo test test-cpus test-slow check lint docs claims bench bench-domains bench-which-bf16 bench-fp8 exhaustive clean
 
 install: $(VENV)/.lab
 dev: $(VENV)/.dev
@@ -19,6 +19,9 @@ demo: install
 
 test: dev
 	$(BIN)/python -m pytest -n logical --dist worksteal
+
+test-cpus: dev
+	$(BIN)/python tests/cpus.py -n logical --dist worksteal
 
 test-slow: dev
 	$(BIN)/python -m pytest -m slow

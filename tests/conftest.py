@@ -18,6 +18,13 @@ def pytest_addoption(parser):
     parser.addoption("--threads", type=int, default=1, help="torch's threads, and the kernels' (default: 1)")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "products" in item.fixturenames:
+            item.add_marker(pytest.mark.cpu)
+
+
 @pytest.fixture(autouse=True)
 def _start(request):
     torch.manual_seed(0)
@@ -38,7 +45,7 @@ def carry(monkeypatch):
 
 @pytest.fixture(params=["own", "carried"])
 def products(request, carry):
-    """Both kinds of CPU, on any: 16-bit products are torch's own, or carried. For results that hang on it."""
+    """Both kinds of CPU, on any: 16-bit products are torch's own, or carried. What uses it is marked `cpu`."""
     carry(*([] if request.param == "own" else [torch.bfloat16, torch.float16]))
 
 

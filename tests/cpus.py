@@ -1,8 +1,8 @@
 """What hangs on the processor, tested as if on other processors: `make test-cpus`.
 
 A cell is a setting of one library that computes here (torch, oneDNN below its products, MKL, numba), or of the threads.
-In each the tests marked `cpu` run, and `halfstep doctor` holds every kernel against the reference. A setting that needs
-what this processor has not is skipped by name. Arguments are handed on to pytest.
+In each the tests marked `cpu` run (those with the fixture `products` are), and `halfstep doctor` holds every kernel
+against the reference. A setting that needs what this processor has not is skipped by name. Arguments go on to pytest.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def run(cell: Cell, options: list[str]) -> tuple[bool, str]:
     began = time.monotonic()
     threads = {"OMP_NUM_THREADS": str(cell.threads), "NUMBA_NUM_THREADS": str(max(cell.threads, os.cpu_count() or 1))}
     environment = {**os.environ, **threads, **cell.settings}
-    marked = sorted(str(p) for p in ROOT.glob("tests/**/test_*.py") if "pytest.mark.cpu" in p.read_text())
+    words = ("pytest.mark.cpu", '"products"', ", products)")
+    marked = sorted(str(p) for p in ROOT.glob("tests/**/test_*.py") if any(word in p.read_text() for word in words))
     pytest = ["-m", "pytest", "-m", "cpu and not slow", "-p", "no:cacheprovider", f"--threads={cell.threads}"]
     seen = _python(["-c", SEEN.replace("THREADS", str(cell.threads))], {**environment, "ONEDNN_VERBOSE": "1"})
     kernels = _python(["-m", "halfstep", "doctor"], environment)
@@ -109,11 +110,11 @@ def run(cell: Cell, options: list[str]) -> tuple[bool, str]:
     torch = re.search(r"^seen (.*)$", seen.stdout, re.MULTILINE)
     has = f"{torch[1] if torch else seen.stderr}, oneDNN {isa[1] if isa else 'unused'}"
     equal = re.search(r"\d+ of \d+ kernel tests", kernels.stdout)
-    words = [tests.stdout.strip().rpartition("\n")[2], equal[0] if equal else "no kernel tested", has]
+    report = [tests.stdout.strip().rpartition("\n")[2], equal[0] if equal else "no kernel tested", has]
     good = kernels.returncode == tests.returncode == 0
     lines = [] if kernels.returncode == 0 else kernels.stderr.strip().splitlines()[-12:]
     lines += [line for line in tests.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    line = f"{'ok' if good else 'FAILED'}: {'; '.join(words)}; {time.monotonic() - began:.0f} s"
+    line = f"{'ok' if good else 'FAILED'}: {'; '.join(report)}; {time.monotonic() - began:.0f} s"
     return good, "\n    ".join([line, *lines])
 
 

@@ -39,6 +39,7 @@ def start(name, kind="adamw", value=None):
         value = torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
     model = Weights(value)
     _, optimizer, _ = halfstep.prepare(model, KINDS[kind](model.parameters()), name)
+    optimizer.awaits_scaler = False  # gradients are set by hand
     return model.weight, optimizer
 
 

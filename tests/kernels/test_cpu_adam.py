@@ -21,7 +21,6 @@ from halfstep.recipe import STORABLE, Recipe
 from oracles.numbers import every_16_bit_value, same_bits
 
 
-pytestmark = pytest.mark.cpu
 CHUNK = kernel.CHUNK
 STORAGES = [
     {"weights": weights, "master": master, "moments": moments, "update_rounding": rounding}

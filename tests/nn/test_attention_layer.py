@@ -15,7 +15,7 @@ from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule
 from tiny import assert_same, prepared
 
 
-pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("products")]
+pytestmark = pytest.mark.cpu
 FP8 = Quantizer(formats.get("e4m3fn"))
 SPEC = LinearSpec(Matmul(FP8, FP8), Matmul(FP8, FP8), Matmul(FP8, FP8))
 OPTIONS = {
@@ -133,6 +133,7 @@ class Attends(nn.Module):
         return self.attention(x, x, x)[0]
 
 
+@pytest.mark.usefixtures("products")
 def test_each_projection_follows_its_own_rule():
     x, outputs = torch.randn(4, 3, 8), {}
     for path in ("none", "attention", "attention.out_proj", "*"):
@@ -185,6 +186,7 @@ def test_scaling_states_move_and_come_back():
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")  # torch's own, on the fast path
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("padded", [False, True])
 def test_evaluation_rounds_too(padded):
     """torch's fast path would read the weights and call nothing."""

@@ -23,7 +23,7 @@ from halfstep.recipe.files import to_toml
 from tiny import assert_same
 
 
-pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("products")]
+pytestmark = pytest.mark.usefixtures("products")
 
 
 E4, E5 = (Quantizer(formats.get(f), tile=TENSOR, scaling=get_scaling("current")) for f in ("e4m3fn", "e5m2"))

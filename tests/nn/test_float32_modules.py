@@ -13,7 +13,7 @@ from halfstep import get_recipe
 from tiny import Gated, assert_same, batch, mlp, prepared, train
 
 
-pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("products")]
+pytestmark = pytest.mark.usefixtures("products")
 
 
 def keeping(name, *places):

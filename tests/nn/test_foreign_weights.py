@@ -9,7 +9,6 @@ from torch import nn
 import halfstep
 from halfstep import ops
 from halfstep.errors import ModelError
-from halfstep.kernels import carried
 from halfstep.recipe import LinearSpec, get_recipe
 from tiny import RECIPES, batch, mlp, prepared
 
@@ -89,10 +88,9 @@ def steps(name, model, **options):
     return losses
 
 
-@pytest.mark.parametrize("units", [frozenset({torch.bfloat16, torch.float16}), frozenset()], ids=["carried", "native"])
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_frozen_base_stays_and_what_is_beside_it_trains(name, units, monkeypatch):
-    monkeypatch.setattr(carried, "CARRIED", units)
+def test_a_frozen_base_stays_and_what_is_beside_it_trains(name):
     model = adapted()
     weight = model.base.weight
     codes = weight.codes.clone()

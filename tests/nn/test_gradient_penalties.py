@@ -8,7 +8,6 @@ from torch.func import functional_call, grad, jacrev, vjp, vmap
 import halfstep
 from halfstep import recipe
 from halfstep.errors import RecipeError
-from halfstep.kernels import carried
 from tiny import RECIPES, assert_same, mostly_slow
 
 
@@ -48,18 +47,14 @@ def penalised(name, steps=120):
     return found.mean().item()
 
 
-UNITS = {"carried": frozenset({torch.bfloat16, torch.float16}), "native": frozenset()}
-
-
 @pytest.fixture(scope="module")
 def stock():
     return penalised("fp32")
 
 
-@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("name", mostly_slow(PLAIN))
-def test_a_critic_with_a_gradient_penalty_trains_as_stock_torchs(name, units, stock, monkeypatch):
-    monkeypatch.setattr(carried, "CARRIED", UNITS[units])
+def test_a_critic_with_a_gradient_penalty_trains_as_stock_torchs(name, stock):
     if name in {"bf16-pure", "fp16-pure", "fp16-mixed-unscaled"}:
         pytest.skip("documented to train worse")
     assert penalised(name) == pytest.approx(stock, abs=0.1)

@@ -13,7 +13,6 @@ from halfstep.recipe import STORABLE, LinearSpec, Matmul, Recipe, Rule, get_reci
 from tiny import RECIPES, adamw, assert_same, batch, mlp, prepared, train
 
 
-pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("products")]
 FP8 = Quantizer(formats.get("e4m3fn"))
 SPEC = LinearSpec(Matmul(FP8, FP8), Matmul(FP8, FP8), Matmul(FP8, FP8))
 
@@ -75,7 +74,8 @@ def test_a_wider_input_to_a_norm_with_16_bit_weights(name, norm):
     model = Positions(copy.deepcopy(norm))
     expected = model(batch()[0])
     model, optimizer, scaler = prepared(name, model)
-    torch.testing.assert_close(model(batch()[0]), expected, rtol=0.1, atol=0.1)
+    few = any(rule.linear.rounds for rule in get_recipe(name).rules)
+    torch.testing.assert_close(model(batch()[0]), expected, rtol=0.1, atol=0.3 if few else 0.1)
     assert model.positions.dtype == torch.float32
     train(model, optimizer, scaler)
 
@@ -105,6 +105,7 @@ def test_a_patched_linear_is_kept_and_reported():
     assert "3" in report.kept
 
 
+@pytest.mark.usefixtures("products")
 def test_a_matched_layer_is_ops_linear_with_the_rules_spec():
     model, stock = mlp(), mlp()
     report = halfstep.apply(model, made(Rule("0", SPEC)))

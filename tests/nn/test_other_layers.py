@@ -16,7 +16,7 @@ from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule
 from tiny import assert_same, batch, prepared, train
 
 
-pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("products")]
+pytestmark = pytest.mark.usefixtures("products")
 FP8 = Quantizer(formats.get("e4m3fn"))
 SPEC = LinearSpec(Matmul(FP8, FP8), Matmul(FP8, FP8), Matmul(FP8, FP8))
 CONFIG = MixtralConfig(hidden_size=8, intermediate_size=12, num_local_experts=4, num_experts_per_tok=2)

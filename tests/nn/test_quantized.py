@@ -25,7 +25,7 @@ from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe, linear
 from tiny import EVERY, adamw, assert_same, batch, gated, mlp, model_for, prepared, train
 
 
-pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("products")]
+pytestmark = pytest.mark.usefixtures("products")
 ABLE = [name for name in EVERY if any(rule.linear.output.rhs is not None for rule in get_recipe(name).rules)]
 PLAIN = [name for name in ABLE if get_recipe(name).smooth_glu is None]
 every_plain = pytest.mark.parametrize("name", PLAIN)
@@ -450,5 +450,5 @@ def test_perez_weights_have_power_of_two_scales_with_the_margin_and_outputs_near
         codes = (weight / scale).numpy().astype(ml_dtypes.float8_e4m3fnuz).view(np.uint8)
         assert (layer.weight_codes.numpy() == codes).all()
     error = (model(x) - evaluated(half, x)).norm() / evaluated(half, x).norm()
-    assert 0.001 < error < 0.1
+    assert 0.001 < error < 0.15  # six operands of 4 significant bits, each 2^-4 / sqrt(3) off
     assert F.mse_loss(model(x), target) < 0.2 * target.var()

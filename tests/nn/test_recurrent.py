@@ -7,7 +7,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import halfstep
 from halfstep import recipe
-from halfstep.kernels import carried
 from halfstep.tracking import activation_gradients
 from tiny import BREAKS, RECIPES, mostly_slow, prepared
 
@@ -23,7 +22,9 @@ LAYERS = {
     "rnn cell": lambda: nn.RNNCell(8, 6),
 }
 WAYS = ("plain", "with states", "unbatched", "packed", "evaluation", "in 16 bits")
-UNITS = {"carried": frozenset({torch.bfloat16, torch.float16}), "here": carried.CARRIED}
+CELLS = [(layer, way, "here") for layer in LAYERS for way in WAYS if "cell" not in layer or way != "packed"]
+CELLS += [(layer, way, "carried") for layer in list(LAYERS)[:2] for way in WAYS]
+HALVES = (torch.bfloat16, torch.float16)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -63,16 +64,11 @@ def inputs(layer, way, stock):
     return x, states if cell else states[1]
 
 
-@pytest.mark.parametrize("units", UNITS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(("layer", "way", "units"), CELLS)
 @pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-stochastic"])
-def test_it_is_stock_float32_within_rounding(name, layer, way, units, monkeypatch):
-    if "cell" in layer and way == "packed":
-        pytest.skip("a cell takes one step")
-    if units == "carried" and (way, "lstm" in layer) not in {("plain", True), ("with states", True)}:
-        pytest.skip("torch's own kernels")
-    monkeypatch.setattr(carried, "CARRIED", UNITS[units])
+def test_it_is_stock_float32_within_rounding(name, layer, way, units, carry):
+    if units == "carried":
+        carry(*HALVES)
     stock, model = Model(layer, way == "in 16 bits"), Model(layer, way == "in 16 bits")
     x, states = inputs(layer, way, stock)
     halfstep.apply(model, name)
@@ -92,9 +88,9 @@ def test_it_is_stock_float32_within_rounding(name, layer, way, units, monkeypatc
         assert (own.grad.float() - wanted.grad).norm() <= 20 * eps * wanted.grad.norm() + 1e-6, key
 
 
-def test_a_carried_lstm_is_float32s_between_two_roundings(monkeypatch):
+def test_a_carried_lstm_is_float32s_between_two_roundings(carry):
     """Written out: rounded weights and inputs, torch's float32 LSTM, rounded outputs and states."""
-    monkeypatch.setattr(carried, "CARRIED", UNITS["carried"])
+    carry(*HALVES)
     model, twin, x = Model("lstm"), Model("lstm").layer, torch.randn(3, 4, 8)
     halfstep.apply(model, "fp16-mixed")
     for parameter in twin.parameters():
@@ -111,8 +107,8 @@ def test_a_carried_lstm_is_float32s_between_two_roundings(monkeypatch):
     assert type(model.layer) is nn.LSTM
 
 
-def test_dropout_between_layers_draws_as_the_stock_layer_does(monkeypatch):
-    monkeypatch.setattr(carried, "CARRIED", UNITS["carried"])
+def test_dropout_between_layers_draws_as_the_stock_layer_does(carry):
+    carry(*HALVES)
     model, stock = nn.ModuleDict({"layer": nn.LSTM(8, 6, 2, dropout=0.5)}), nn.LSTM(8, 6, 2, dropout=0.5)
     stock.load_state_dict(model.layer.state_dict())
     halfstep.apply(model, "fp16-mixed")

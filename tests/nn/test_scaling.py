@@ -23,7 +23,7 @@ from halfstep.recipe import LossScale, get_recipe
 from tiny import assert_same, batch, mlp, prepared, train
 
 
-pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("products")]
+pytestmark = pytest.mark.usefixtures("products")
 STATEFUL = ("fp8-delayed", "fp8-delayed-megatron")
 every_stateful = pytest.mark.parametrize("name", STATEFUL)
 OPERANDS = ("input", "weight", "grad_output")

@@ -27,7 +27,7 @@ from halfstep.recipe import Recipe, Rule, get_recipe
 from tiny import Gated, assert_same, copied, gated, mlp, prepared, train
 
 
-pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("products")]
+pytestmark = pytest.mark.usefixtures("products")
 SMOOTH = get_recipe("fp8-smooth-swiglu")
 ROUGH = replace(SMOOTH, name="rough", smooth_glu=None)
 TOKEN = replace(SMOOTH, name="token", smooth_glu="token")

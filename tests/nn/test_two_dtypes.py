@@ -10,6 +10,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import halfstep
 from halfstep import recipe
+from halfstep.errors import RecipeError
 from halfstep.recipe import Recipe, Rule
 from tiny import BREAKS, RECIPES, adamw, mostly_slow, prepared
 
@@ -224,8 +225,13 @@ def test_a_prepared_layer_can_be_parametrized(name):
     assert (found - expected).norm() <= rate(name) * expected.norm() * 2
     found.sum().backward()
     assert root[0].parametrizations.weight.original.grad is not None
+    if adopted is not nn.Linear:
+        with pytest.raises(RecipeError, match=r"0 was given another class .*remove_parametrizations., then revert"):
+            halfstep.revert(root)
     parametrize.remove_parametrizations(root[0], "weight")
     assert type(root[0]) is adopted
+    halfstep.revert(root)
+    assert type(root[0]) is nn.Linear
 
 
 def test_rules_reach_a_parametrized_layer_and_name_no_parametrization():

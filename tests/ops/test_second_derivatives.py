@@ -7,7 +7,6 @@ from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
 from halfstep import formats, ops
 from halfstep.errors import QuantizationError, RecipeError
-from halfstep.kernels import carried
 from halfstep.ops.stacks import stacked_linear
 from halfstep.quant import Quantizer, get_quantizer
 from halfstep.recipe import LinearSpec, Matmul
@@ -24,7 +23,6 @@ SPECS = {
     "grad_weight": LinearSpec(grad_weight=Matmul(None, FP8)),
     "blocks": LinearSpec(*[Matmul(get_quantizer("mxfp4"), get_quantizer("mxfp4"))] * 3),
 }
-UNITS = {"carried": frozenset({torch.bfloat16, torch.float16}), "native": frozenset()}
 
 
 def tensors(*shapes, dtype=torch.float32):
@@ -56,11 +54,10 @@ def test_nothing_rounded_has_derivatives_of_any_order():
     torch.testing.assert_close(third(lambda x, w: ops.linear(x, w, None, EMPTY)), third(F.linear))
 
 
-@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [True, False])
-def test_second_derivatives_in_16_bits_are_autocasts_within_rounding(units, dtype, autocast, monkeypatch):
-    monkeypatch.setattr(carried, "CARRIED", UNITS[units])
+def test_second_derivatives_in_16_bits_are_autocasts_within_rounding(dtype, autocast):
     operands = tensors((3, 5), (4, 5), (4,), dtype=torch.float32 if autocast else dtype)
 
     def under(function):
@@ -114,9 +111,8 @@ def test_stacks_too(spec):
             each()
 
 
-@pytest.mark.parametrize("units", UNITS)
-def test_transforms_of_plain_products_are_torchs(units, monkeypatch):
-    monkeypatch.setattr(carried, "CARRIED", UNITS[units])
+@pytest.mark.usefixtures("products")
+def test_transforms_of_plain_products_are_torchs():
     x, w, b = (t.detach() for t in tensors((3, 5), (4, 5), (4,)))
     ours, stock = (lambda x, w: ops.linear(x, w, b, EMPTY).tanh()), (lambda x, w: F.linear(x, w, b).tanh())
     for transform in (

@@ -13,7 +13,7 @@ from halfstep.errors import LossScaleError
 from tiny import adamw, assert_same, batch, mlp, prepared, train
 
 
-pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("products")]
+pytestmark = pytest.mark.usefixtures("products")
 STOCK = [
     lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
     lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, fused=True),

@@ -51,6 +51,12 @@ def stock_class(module: nn.Module) -> type[nn.Module]:
     return _taken_apart(type(module))[0]
 
 
+def is_covered(module: nn.Module) -> bool:
+    """Whether somebody gave an adopted module another class on top, which hides ours from `release`."""
+    hidden = any("_halfstep_stock" in vars(kind) for kind in type(module).__mro__)
+    return hidden and "_halfstep_stock" not in vars(type(module))
+
+
 @dataclass(frozen=True)
 class _Calling:
     """The members of a class whose forward is called through another."""

@@ -13,7 +13,7 @@ from torch import nn
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
 from halfstep.nn.adapters import bag, convolution, encoder, foreign, gated, lstm, norm, spectral, wide
-from halfstep.nn.adopt import adopt, release
+from halfstep.nn.adopt import adopt, is_covered, release
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.attention import ATTRIBUTE
 from halfstep.nn.clock import Clock
@@ -107,7 +107,7 @@ def revert(model: nn.Module) -> None:
     (`halfstep.prepare` keeps the full weights in the optimizer's state, as `master`.)
 
     Raises:
-        RecipeError: the model follows no recipe, or is quantised for inference.
+        RecipeError: the model follows no recipe, is quantised for inference, or has a part that was parametrized since.
     """
     applied = applied_to(model)
     if applied.quantized:
@@ -115,6 +115,13 @@ def revert(model: nn.Module) -> None:
             f"this {type(model).__name__} is quantised for inference, and its full weights are gone: build it anew and "
             "load them, or quantise a copy (copy.deepcopy) next time"
         )
+    for path, module in model.named_modules():
+        if is_covered(module):
+            raise RecipeError(
+                f"{path or type(model).__name__} was given another class after the recipe was applied, such as by a "
+                "parametrization: take that away first (torch.nn.utils.parametrize.remove_parametrizations), then "
+                "revert"
+            )
     for module in model.modules():
         if is_held(module):
             let_go(module)
@@ -152,7 +159,7 @@ def _adopt_layers(
     """Give every layer that computes otherwise than torch's the forward that does."""
     carries = carried.supports(STORABLE[recipe.compute], next(model.parameters()).device)
     if recipe.weights != "fp32":
-        for module in list(model.modules()):
+        for module in model.modules():
             for adapter in (norm, bag, spectral, foreign):
                 if adapter.fits(module):
                     adopt(module, adapter.forward)

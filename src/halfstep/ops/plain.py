@@ -1,6 +1,6 @@
-"""Products of operands that nothing rounds.
+"""Products of operands that nothing rounds, with derivatives of any order.
 
-Their gradients are such products too, so they have derivatives of any order, and vmap and forward mode go through them.
+Their gradients are such products too; vmap and forward mode go through them.
 """
 
 from __future__ import annotations

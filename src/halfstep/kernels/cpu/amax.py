@@ -20,7 +20,7 @@ def supports(x: Tensor) -> bool:
 
 def run(x: Tensor) -> Tensor:
     """max |x| as a float32 scalar; NaN where there is one."""
-    found = torch.empty(-(-x.numel() // CHUNK))
+    found = torch.empty(-(-x.numel() // CHUNK), dtype=torch.float32)
     _amax(x.numel(), array(x), array(found))
     return found.max()
 

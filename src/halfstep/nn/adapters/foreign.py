@@ -29,9 +29,8 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 def fits(module: nn.Module) -> bool:
     """Whether the module's forward is not torch's, and has weights of its own to use."""
-    code = type(module).forward.__module__
-    own = any(p is not None and p.is_floating_point() for p in module._parameters.values())
-    return own and not code.startswith("torch.")
+    own = any(parameter is not None for parameter in module._parameters.values())
+    return own and not f"{type(module).forward.__module__}.".startswith("torch.")
 
 
 def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ buffers. What comes out is the layer's weight, in the dtype that the layer's pro
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,9 +39,13 @@ def widen_hooked(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Widened:
-    """A parameter as others see it: in float32."""
+    """The members that show a parameter in float32."""
 
     name: str
 
-    def __call__(self, stock: type) -> dict[str, Any]:
-        return {self.name: property(lambda module: module._parameters[self.name].float())}
+    def __call__(self, stock: type[nn.Module]) -> dict[str, Any]:
+        return {self.name: property(partial(_in_float32, name=self.name))}
+
+
+def _in_float32(module: Any, name: str) -> Tensor:
+    return module._parameters[name].float()  # type: ignore[no-any-return]
