@@ -54,6 +54,14 @@ def test_a_part_that_follows_a_recipe_already():
     assert_refused(model, RecipeError, "its part '1' already follows 'bf16-mixed'")
 
 
+def test_a_part_of_another_model():
+    """Two networks that share an encoder are one model with two heads."""
+    shared = mlp()
+    halfstep.apply(nn.Sequential(shared, nn.Linear(4, 4)), "bf16-mixed")
+    words = r"its part '0' follows the recipe of another model that it belongs to; halfstep.revert that one first"
+    assert_refused(nn.Sequential(shared, nn.Linear(4, 2)), RecipeError, words)
+
+
 def test_a_model_without_parameters():
     assert_refused(nn.Sequential(nn.ReLU()), ModelError, "Sequential has no parameters; there is nothing to store")
 

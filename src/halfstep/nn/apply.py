@@ -224,6 +224,12 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
         if (applied := vars(module).get("_halfstep")) is not None:
             where = f"its part {path!r}" if path else "it"
             raise RecipeError(f"{name}: {where} already follows {applied.recipe.name!r}; halfstep.revert it first")
+    shared = next((path for path, module in model.named_modules() if part_of(module) is not None), None)
+    if shared is not None:
+        raise RecipeError(
+            f"{name}: its part {shared!r} follows the recipe of another model that it belongs to; halfstep.revert that "
+            "one first, or apply one recipe to a module that holds both"
+        )
     if isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
         raise ModelError(f"{name} wraps a model; apply the recipe to the model first, then wrap it")
     parameters = dict(model.named_parameters())
