@@ -12,7 +12,7 @@ import torch
 
 import halfstep
 from halfstep.kernels.cpu import cast
-from halfstep.kernels.cpu.compiled import CHUNK, source_hash
+from halfstep.kernels.cpu.compiled import CHUNK, _Files, source_hash
 
 
 PACKAGE = Path(halfstep.__file__).parent
@@ -79,6 +79,22 @@ def test_every_kind_of_processor_has_compiled_files_of_its_own(copied):
         assert hits_misses_folder(target)[:2] == (0, 1)
     for target in ({**environment, **plain}, environment):
         assert hits_misses_folder(target)[:2] == (1, 0)
+
+
+def test_processes_that_compile_at_once_do_not_file_their_code_under_each_others_name(tmp_path):
+    """The second saves all of its own while the first, which knows of nothing saved yet either, is at it."""
+    first, second, later = (_Files(str(tmp_path), "kernel", "stamp") for _ in range(3))
+    write, second._load_index = first._save_data, dict
+
+    def slowly(*arguments):
+        second.save(("float64", "znver5"), "the second's")
+        write(*arguments)
+
+    first._save_data = slowly
+    first.save(("float32", "haswell"), "the first's")
+    assert later.load(("float32", "haswell")) in (None, "the first's")
+    assert later.load(("float64", "znver5")) in (None, "the second's")
+    assert later.load(("float32", "znver5")) is None
 
 
 def test_the_hash_covers_every_file_and_its_name(tmp_path):

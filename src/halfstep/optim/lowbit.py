@@ -107,7 +107,7 @@ class LowBit(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # What a copy needs beside torch's own. Which model it belongs to and who trains with it, it does not know.
         own = {"rule": self.rule, "storage": self.storage, "_scales": self._scales}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), **own, "awaits_scaler": self.awaits_scaler}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         absent: dict[str, Any] = {"_watch": None, "_present": None, "_process_group": None, "_agreed": False}

@@ -36,7 +36,11 @@ def find_nonfinite(
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=process_group)
     if float(found) == _NONE:
         where = "on another rank no parameter" if named else "no parameter"
-        raise LossScaleError(f"{where} of the optimizer has a gradient; call scaler.scale(loss).backward() first")
+        raise LossScaleError(
+            f"{where} of the optimizer has a gradient; call scaler.scale(loss).backward() first. If you did, something "
+            "has replaced the model's parameters: under FSDP2 call halfstep.apply(model, recipe), then fully_shard, "
+            "build the optimizer on the sharded parameters, and hand it to halfstep.optimize(model, optimizer)"
+        )
     return bool(found), tuple(name for (name, _), ok in zip(named, fine.tolist(), strict=True) if not ok)
 
 

@@ -2,6 +2,8 @@
 
 numba's own on-disk cache notices edits to a function's own file only, and a kernel is made of functions of several: a
 stale kernel would be a silent wrong number. Here the folder of the compiled code carries a hash of all kernel sources.
+It also numbers its files, and of two processes that compile at once one may file its code under the other's signature
+or processor. Here they are named after both.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from typing import Any
 import numba
 import torch
 from numba import types
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, InTreeCacheLocator, UserWideCacheLocator
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    IndexDataCacheFile,
+    InTreeCacheLocator,
+    UserWideCacheLocator,
+)
 from numba.extending import overload
 
 
@@ -127,9 +135,24 @@ class _ParallelFiles(CompileResultCacheImpl):
     _locator_classes = [_ParallelBesideTheSources, _ParallelInTheUsersCache]  # noqa: RUF012
 
 
-class _SerialCache(FunctionCache):
-    _impl_class = _SerialFiles
+class _Files(IndexDataCacheFile):
+    """Code in a file named after its key: the signature, numba's target (processor and features), and the bytecode."""
+
+    def save(self, key: Any, data: Any) -> None:
+        name = f"{self._index_name.removesuffix('.nbi')}.{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.nbc"
+        self._save_data(name, data)
+        self._save_index({**self._load_index(), key: name})
 
 
-class _ParallelCache(FunctionCache):
-    _impl_class = _ParallelFiles
+class _Cache(FunctionCache):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file = _Files(self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp())
+
+
+class _SerialCache(_Cache):
+    _impl_class: Any = _SerialFiles
+
+
+class _ParallelCache(_Cache):
+    _impl_class: Any = _ParallelFiles
