@@ -175,8 +175,8 @@ def _adopt_layers(
     for module in model.modules():
         if specs and encoder.fits(module):
             adopt(module, encoder.forward)
-        for adapter in (convolution, lstm):
-            if carries and adapter.fits(module) and module not in widened.values():
+        for adapter, wanted in ((convolution, carries), (lstm, recipe.compute != "fp32")):
+            if wanted and adapter.fits(module) and module not in widened.values():
                 adopt(module, adapter.forward)
     for path in matched.attends:
         setattr(model.get_submodule(path), ATTRIBUTE, recipe.attention)
