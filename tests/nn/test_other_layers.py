@@ -91,7 +91,7 @@ def test_experts_without_rounding_are_the_stock_ones():
     stock, model, x = Mixture(), Mixture(), batch()[0]
     model.experts._halfstep_linear = LinearSpec()
     adopt(model.experts, experts.forward)
-    assert_same(model(x), stock(x))
+    torch.testing.assert_close(model(x), stock(x), rtol=1e-6, atol=1e-6)  # two threads sum in another order than one
     for each in (model, stock):
         each(x).square().sum().backward()
     torch.testing.assert_close(gradients(model), gradients(stock), rtol=1e-5, atol=1e-5)
