@@ -1,5 +1,6 @@
 """Ranks skip together, raise together, clip to one norm; gradients that left for float32 come back to their reducer."""
 
+import os
 import subprocess
 import sys
 
@@ -33,7 +34,12 @@ def run(tmp_path, program, argument=""):
     """What each of two ranks prints, line by line."""
     command = [sys.executable, "-c", START + program + END]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), argument], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store"), argument],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # where `tiny` is
+        )
         for rank in (0, 1)
     ]
     lines = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
