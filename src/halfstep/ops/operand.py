@@ -117,7 +117,9 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
     narrow = _narrow(quantizer, dtype, quantized.codes.device)
     result = quantized.dequantize(narrow)
     if narrow == dtype and _may_be_subnormal(quantized) and _has_subnormals(result):
-        return Operand(quantized.dequantize(torch.float32))
+        result = quantized.dequantize(torch.float32)
+    if _lies_down(quantizer):  # as `operand` lays it out: a product's sums depend on that
+        result = result.t().contiguous().t()
     return Operand(result)
 
 
@@ -126,6 +128,11 @@ def just_in_time(x: Tensor, quantizer: Quantizer | None, state: Tensor | None) -
     if state is None and quantizer is not None and isinstance(quantizer.scaling, StatefulScaling):
         return quantizer.scaling.after(amax_of(x), quantizer.format)
     return state
+
+
+def _lies_down(quantizer: Quantizer) -> bool:
+    """Whether the tiles are columns, or pieces of columns."""
+    return quantizer.tile is not None and quantizer.tile.columns == 1 and quantizer.tile.rows != 1
 
 
 def _factor(x: Tensor, quantizer: Quantizer, state: Tensor | None, record: bool) -> Tensor | None:
@@ -173,8 +180,7 @@ def _blocks(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Operand:
     bf16 matrix units of CPUs take subnormal numbers for zeros: where there are any, the product is float32's.
     """
     assert quantizer.scaling is not None
-    assert quantizer.tile is not None
-    if quantizer.tile.columns == 1 and quantizer.tile.rows != 1:  # kernels know tiles along rows, of a view too
+    if _lies_down(quantizer):  # kernels know tiles along rows, of a view too
         return _blocks(x.t(), quantizer.down, dtype).t()
     narrow = _narrow(quantizer, dtype, x.device)
     carrier, may_be_subnormal = values_noted(x, quantizer, dtype=narrow)
