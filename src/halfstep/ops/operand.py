@@ -71,9 +71,9 @@ def operand(
         return Operand(values(x, quantizer, dtype=_carrier(format, dtype)))
     native = _native(quantizer, x.device)
     if quantizer.tile == TENSOR:
-        factor = _factor(x, quantizer, state, record)
+        factor, amax = _factor(x, quantizer, state, record)
         if factor is not None:
-            rounded = round_scaled(x, factor, format, quantizer.rounding, _carrier(format, dtype))
+            rounded = round_scaled(x, factor, format, quantizer.rounding, _carrier(format, dtype), amax=amax)
             return Operand(rounded if native is None else rounded.to(native), factor.reciprocal())
     elif native is not None:
         return _rows(x, quantizer, native)
@@ -135,13 +135,13 @@ def _lies_down(quantizer: Quantizer) -> bool:
     return quantizer.tile is not None and quantizer.tile.columns == 1 and quantizer.tile.rows != 1
 
 
-def _factor(x: Tensor, quantizer: Quantizer, state: Tensor | None, record: bool) -> Tensor | None:
-    """What all of x is multiplied by before it is rounded."""
+def _factor(x: Tensor, quantizer: Quantizer, state: Tensor | None, record: bool) -> tuple[Tensor | None, Tensor | None]:
+    """What all of x is multiplied by before it is rounded; and the step's amax, where it has yet to be raised."""
     scaling = quantizer.scaling
     assert scaling is not None
     if not isinstance(scaling, StatefulScaling):
         amax = amax_of(x) if scaling.reads else x.new_zeros((), dtype=torch.float32)
-        return scaling.factor(amax, quantizer.format)
+        return scaling.factor(amax, quantizer.format), None
     if state is None:
         raise RecipeError(
             f"{scaling.name} scaling needs the state of its operand: halfstep.apply keeps one beside each layer, and "
@@ -152,12 +152,13 @@ def _factor(x: Tensor, quantizer: Quantizer, state: Tensor | None, record: bool)
             f"the state of {scaling.name} scaling is {state.dtype}, expected torch.float32: the model was cast after "
             "halfstep.apply (model.half(), model.to(dtype)); cast it first, then apply the recipe"
         )
-    waits = scaling.waits(state)
-    own = amax_of(x) if record or waits else None
-    factor = scaling.in_use(state, own if waits else None, quantizer.format)  # of this step, whatever comes
-    if record and own is not None:
-        scaling.record(state, own)
-    return factor
+    if not scaling.waits(state):
+        return scaling.in_use(state, None, quantizer.format), state[1] if record else None
+    amax = amax_of(x)
+    factor = scaling.in_use(state, amax, quantizer.format)  # of this step, whatever comes
+    if record:
+        scaling.record(state, amax)
+    return factor, None
 
 
 def _native(quantizer: Quantizer, device: torch.device) -> torch.dtype | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class Quantizer:
             return round_to(x, self.format, self.rounding, self.overflow, generator)
         return self.quantize(x, generator).dequantize()
 
-    @property
+    @cached_property
     def down(self) -> Quantizer:
         """The same with its tiles down the columns: for an operand whose shared dimension is its first."""
         return self if self.tile is None else replace(self, tile=self.tile.transposed)
