@@ -34,6 +34,8 @@ class LinearSpec:
             stateful = [q for q in (first, second) if q is not None and _is_stateful(q)]
             if len(set(stateful)) > 1:
                 raise RecipeError(f"{name} follows two stateful scalings; give both of its products the same one")
+        for quantizer in (*self.quantizers, *self.states.values()):
+            _ = quantizer.down.down  # known from here on: a traced graph cannot take a cached property's lock
 
     @cached_property
     def states(self) -> dict[str, Quantizer]:
