@@ -101,8 +101,8 @@ def page(data: dict[str, Any]) -> str:
         lines.append(f"| `{task}` | {metric.name}, {arrow} is better | {' | '.join(cells)} | {paper} |")
     lines += [
         "",
-        "The papers' figures are from Micikevicius et al. 2018, arXiv 1710.03740. The study of bfloat16 (Kalamkar et",
-        "al. 2019, arXiv 1905.12322) has the same kinds of tasks and finds for bf16 that no hyper-parameter need change.",
+        "The papers' figures are from Micikevicius et al. 2018, arXiv 1710.03740. The study of bfloat16 (Kalamkar",
+        "et al. 2019, arXiv 1905.12322) has the same kinds of tasks and finds for bf16 that no hyper-parameter need change.",
         "",
     ]
     lines += _scaling(data["loss scaling"])
