@@ -102,7 +102,8 @@ def page(data: dict[str, Any]) -> str:
     lines += [
         "",
         "The papers' figures are from Micikevicius et al. 2018, arXiv 1710.03740. The study of bfloat16 (Kalamkar",
-        "et al. 2019, arXiv 1905.12322) has the same kinds of tasks and finds for bf16 that no hyper-parameter need change.",
+        "et al. 2019, arXiv 1905.12322) has the same kinds of tasks and finds that bf16 needs no change of a",
+        "hyper-parameter.",
         "",
     ]
     lines += _scaling(data["loss scaling"])
