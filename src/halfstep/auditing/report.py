@@ -268,5 +268,5 @@ def _megabytes(nbytes: int) -> str:
 
 
 def _decimals(value: float) -> str:
-    """The number with three digits; one that would show as zero without being zero is "<0.001"."""
+    """The value with three decimals; one that would show as zero without being zero is "<0.001"."""
     return "<0.001" if 0 < value < 0.0005 else f"{value:.3f}"
