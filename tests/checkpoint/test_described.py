@@ -172,7 +172,7 @@ def test_metadata_that_is_no_json_is_found(tmp_path):
         {"w.codes": torch.zeros(4, 4, dtype=torch.uint8)}, tmp_path / "q.safetensors", {"halfstep.quantized": "{"}
     )
     (found,) = halfstep.inspect(tmp_path / "q.safetensors").findings
-    assert found.startswith("the metadata 'halfstep.quantized' is no JSON")
+    assert found.startswith("the metadata 'halfstep.quantized' is not JSON")
 
 
 def test_a_label_of_another_version_is_found(tmp_path):

@@ -291,7 +291,7 @@ def test_copies_train_alike_and_apart(name):
     assert {p.grad_dtype for n, p in twin[0].named_parameters() if n in WEIGHTS} == {None}
     assert_same(dict(parts[0].state_dict()), dict(before))
     assert train(*parts, 3) == losses
-    with pytest.warns(UserWarning, match=r"Sequential.0 is called beside Sequential's forward"):
+    with pytest.warns(UserWarning, match=r"Sequential.0 is called outside Sequential's forward"):
         F.mse_loss(twin[0][0](batch()[0]), torch.zeros(12, 16)).backward()
     layer = copy.deepcopy(twin[0][0])
     F.mse_loss(layer(batch()[0]), torch.zeros(12, 16)).backward()

@@ -86,7 +86,7 @@ def test_a_base_gives_what_the_file_leaves_out(written):
         base,
         name="mine",
         moments="bf16",
-        summary="fp8-delayed, but for moments.",
+        summary="fp8-delayed, except for moments.",
         source="one's own, from fp8-delayed",
         notes=(),
     )
@@ -219,7 +219,7 @@ def test_a_mistake_is_named_with_its_line(written, text, line, words):
 
 
 def test_files_that_are_none(written, tmp_path):
-    with pytest.raises(RecipeError, match=r"my.toml is no TOML: .*line 2"):
+    with pytest.raises(RecipeError, match=r"my.toml is not TOML: .*line 2"):
         get_recipe(written('name = "mine"\nweights = \nmaster = "fp32"'))
     with pytest.raises(RecipeError, match=r"missing.toml cannot be read \(.*expected a recipe's TOML file"):
         get_recipe(str(tmp_path / "missing.toml"))

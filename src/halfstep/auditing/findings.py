@@ -124,8 +124,8 @@ def _apart(master: Any, parameter: Tensor) -> bool:
 def _foreign(setup: Setup) -> Iterator[Finding]:
     if setup.foreign:
         text = (
-            "parameters of the optimizer that are none of the model's, stepped on in vain: build the optimizer after "
-            "the model was copied or sharded, or its parameters replaced"
+            "parameters of the optimizer that do not belong to the model, so its steps on them do nothing: build the "
+            "optimizer after the model was copied or sharded, or its parameters replaced"
         )
         yield Finding("warning", "stale optimizer", text, tuple(setup.foreign))
 

@@ -38,9 +38,9 @@ class Setup:
     states: tuple[tuple[str, str, Any], ...]
     """Parameter, name and value of the optimizer's states; masters are named so."""
     by_hand: Mapping[str, Tensor]
-    """float32 parameters of the optimizer that are none of the model's, and round to one of its narrower ones."""
+    """float32 parameters of the optimizer that do not belong to the model, and round to one of its narrower ones."""
     foreign: Mapping[str, Tensor]
-    """Other parameters of the optimizer that are none of the model's."""
+    """Other parameters of the optimizer that do not belong to the model."""
     steps: Mapping[str, int]
     codes: frozenset[str]
     """Parameters that hold codes, with a scale beside them."""
@@ -140,7 +140,7 @@ def _rounded(full: Tensor, candidates: Mapping[str, nn.Parameter]) -> str | None
 
 
 def _kind(key: str) -> str:
-    """A state's name; those of what keeps more of a weight than the weight itself are "master", or "master (name)"."""
+    """A state's name; a state that keeps more of a weight than the weight itself is "master", or "master (name)"."""
     if role_of(key) == _MASTER:
         return _MASTER
     return f"{_MASTER} ({key})" if key in _KEPT else key

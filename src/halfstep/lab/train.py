@@ -211,11 +211,11 @@ class Trainer:
         return True
 
     def _adapts(self) -> bool:
-        """Whether the loss scale sinks on overflow, so that one overflowing step is no divergence."""
+        """Whether the loss scale sinks on overflow, so that one overflowing step is not a divergence."""
         return self.recipe.loss_scale is not None and self.recipe.loss_scale.dynamic
 
     def _diverge(self, step: int, batch: Batch, random: torch.Tensor, reason: str) -> bool:
-        """Write down that the run diverged and which tensor went first, found by running the step's passes again."""
+        """Write down that the run diverged, and the first tensor not finite, found by running the passes again."""
         model, scaler = self.training.model, self.training.scaler
         torch.set_rng_state(random)
         tensor = first_nonfinite(model, lambda: scaler.scale(self.task.loss(model, batch)))

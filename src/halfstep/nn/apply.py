@@ -56,12 +56,12 @@ class Report:
 def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | None = None) -> Report:
     """Make `model` follow `recipe`, in place; parameters, names, ties and state-dict keys stay.
 
-    Parameters are stored in the recipe's dtype; the forward runs under torch.autocast where the recipe computes in
-    16 bits, and autocast ends with the forward, also on an exception; floating outputs leave in float32, nested ones
-    too. So does a part that is called beside the model's forward (see `halfstep.following`). Linear layers that a rule
-    matches round the operands of their products; on a CPU without 16-bit matrix units the 16-bit products of the
-    others, and of convolutions, are carried in float32 (`kernels.carried`). Parameters of norms with running statistics
-    stay as they are (apex's keep_batchnorm_fp32), and so do buffers.
+    Parameters are stored in the recipe's dtype. The forward runs under torch.autocast where the recipe computes in 16
+    bits, and autocast ends with the forward, also on an exception. Floating outputs leave in float32, nested ones too,
+    and so do those of a part that is called outside the model's forward (see `halfstep.following`). Linear layers that
+    a rule matches round the operands of their products. On a CPU without 16-bit matrix units the 16-bit products of
+    the others, and of convolutions, are carried in float32 (`kernels.carried`). Parameters of norms with running
+    statistics stay as they are (apex's keep_batchnorm_fp32), and so do buffers.
 
     Args:
         model: any module with parameters; apply before wrapping it in DDP, FSDP or torch.compile.
@@ -195,7 +195,7 @@ def _undo(model: nn.Module) -> None:
 
 
 def keep_grads(model: nn.Module) -> None:
-    """Give parameters the dtype again that their gradients accumulate in: torch copies and replaces them without."""
+    """Give parameters back the dtype that their gradients accumulate in: torch's copies and replacements lack it."""
     applied = applied_to(model)
     held = {id(module.weight) for module in model.modules() if is_held(module)}
     named = model.named_parameters(remove_duplicate=False)

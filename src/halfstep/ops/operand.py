@@ -83,7 +83,7 @@ def operand(
 
 
 def stored(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> Quantized:
-    """The codes and scales of a matrix, of which `decoded` makes what `operand` makes of the matrix.
+    """The codes and scales of a matrix, from which `decoded` makes what `operand` makes of the matrix itself.
 
     The factor of a stateful scaling is kept as a scale that does not change; without a state it is just in time.
     """
@@ -178,7 +178,7 @@ def _rows(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Operand:
 def _blocks(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Operand:
     """Tiles times their scales. A power of two moves no bit of a value; a scale with a mantissa takes float32's.
 
-    bf16 matrix units of CPUs take subnormal numbers for zeros: where there are any, the product is float32's.
+    bf16 matrix units of CPUs treat subnormal numbers as zeros: where there are any, the product is float32's.
     """
     assert quantizer.scaling is not None
     if _lies_down(quantizer):  # kernels know tiles along rows, of a view too
@@ -215,7 +215,7 @@ def _narrow(quantizer: Quantizer, dtype: torch.dtype, device: torch.device) -> t
 
 
 def _has_subnormals(carrier: Tensor) -> bool:
-    """Whether a CPU's bf16 units would take some of these bf16 values for zeros."""
+    """Whether a CPU's bf16 units would treat some of these bf16 values as zeros."""
     if carrier.device.type != "cpu" or carrier.dtype != torch.bfloat16 or torch.compiler.is_compiling():
         return False
     magnitude = carrier.abs()
@@ -234,7 +234,7 @@ def _carrier(format: Format, dtype: torch.dtype, scale_bits: int = 0) -> torch.d
 
 
 def _may_be_subnormal(quantized: Quantized) -> bool:
-    """Whether the scales, of which there are fewer than values, leave that open; True where they cannot be asked."""
+    """Whether the scales, which are fewer than the values, leave that open; True where they cannot be asked."""
     scaling, format = quantized.quantizer.scaling, quantized.quantizer.format
     assert scaling is not None
     if quantized.codes.device.type != "cpu" or torch.compiler.is_compiling():

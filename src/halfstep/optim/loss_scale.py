@@ -56,9 +56,9 @@ class LossScaler(DynamicScale):
         init_scale: S at the start.
         growth_factor: what S is multiplied by after `growth_interval` steps without overflow.
         backoff_factor: what S is multiplied by after an overflow.
-        enabled: False makes every method the identity, but for `step` and `clip_grad_norm_`.
+        enabled: False makes every method the identity, except `step` and `clip_grad_norm_`.
         dynamic: False keeps S constant; overflowing steps are skipped all the same.
-        min_scale: an overflow at this scale is an error. torch has no floor: S sinks to 0 and 1/S becomes infinite.
+        min_scale: an overflow at this scale is an error. torch has no floor: S falls to 0 and 1/S becomes infinite.
         hysteresis: how many overflows it takes to lower S (DeepSpeed's meaning: refilled when S grows).
         names: the parameters' names, for `overflowed`.
         follower: what moves on with every `update()` and is saved with this state (a model's scaling states).

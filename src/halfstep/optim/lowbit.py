@@ -231,7 +231,7 @@ class LowBit(torch.optim.Optimizer):
         group: dict[str, Any],
         grad_scale: float,
     ) -> None:
-        """What `rule.fused` does, for any rule, device and format: in torch, but for what it can do in float32."""
+        """What `rule.fused` does, for any rule, device and format: in torch, except for what it can do in float32."""
         if not master.costly or self._versions.get(parameter) != parameter._version:
             master.follow(weight, kept)
         full, before = master.read(weight, kept), master.value(weight, kept) if self._watch else None

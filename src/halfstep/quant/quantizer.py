@@ -69,7 +69,7 @@ class Quantizer:
 
     @cached_property
     def down(self) -> Quantizer:
-        """The same with its tiles down the columns: for an operand whose shared dimension is its first."""
+        """This quantizer with its tiles down the columns: for an operand whose shared dimension is its first."""
         return self if self.tile is None else replace(self, tile=self.tile.transposed)
 
     def quantize(self, x: Tensor, generator: torch.Generator | int | None = None) -> Quantized:
@@ -156,7 +156,7 @@ class Quantized:
         """The stored scales, an entry a tile: bytes of E8M0 or E4M3, or float32, as the scale rule has it.
 
         Raises:
-            QuantizationError: there are none.
+            QuantizationError: the quantizer has no scales.
         """
         if "scale" not in self.tensors:
             raise QuantizationError(f"a plain cast to {self.quantizer.format.name} has no scale")

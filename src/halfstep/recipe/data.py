@@ -77,7 +77,7 @@ def from_data(data: Mapping[str, Any], named: Callable[[str], Recipe]) -> Recipe
             return Recipe(**{"summary": "", "source": "", **given})
         base = named(_typed(data["base"], str, "base"))
         changed = ", ".join(sorted(given.keys() - {"name"})) or "nothing"
-        said = {"summary": f"{base.name}, but for {changed}.", "source": f"one's own, from {base.name}"}
+        said = {"summary": f"{base.name}, except for {changed}.", "source": f"one's own, from {base.name}"}
         return replace(base, **{**said, "aliases": (), "notes": (), **given})
     except HalfstepError as error:
         named_in = [key for key in data if key != "name" and re.search(rf"\b{key}( =|s? ')", str(error))]

@@ -155,7 +155,7 @@ def _sum(one, other):
 
 @lanes(types.float32)
 def _difference(one, other):
-    """The same of the difference."""
+    """The difference of two bfloat16 numbers in float32, rounded to the nearest bfloat16."""
     return (rounded_up_half((one - other).bits()) & UPPER).float()
 
 

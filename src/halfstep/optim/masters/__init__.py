@@ -20,7 +20,7 @@ def get_master(name: str | None) -> Master:
     """The master of that name; None is no master.
 
     Raises:
-        RecipeError: there is none of that name.
+        RecipeError: no master has that name.
     """
     if (name or "none") not in _by_name():
         raise RecipeError(unknown("master", name, _by_name()))

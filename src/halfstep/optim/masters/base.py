@@ -68,14 +68,14 @@ class Master(ABC):
 
     @abstractmethod
     def _follow(self, weight: Tensor, kept: Kept) -> None:
-        """The same in torch, for any device: the kernel's reference."""
+        """`follow` in torch, for any device: the kernel's reference."""
 
 
 def drop_strange(weight: Tensor, rest: Tensor) -> None:
     """Zero the second number of a sum of two bfloat16 numbers where it cannot stand beside the first.
 
     After w' = w + c and c' = c + (w - w'), each operation rounded, |c'| <= 2^-7 |w'|; and what a rounding of float32
-    to bfloat16 leaves over is smaller. That is |c'| <= 2^-7 |w'| by the bits, but that numbers up to 2^-127 always
+    to bfloat16 leaves over is smaller. That is |c'| <= 2^-7 |w'| by the bits, except that numbers up to 2^-127 always
     stay: nothing that is left by an update is dropped (`tests/exhaustive` tries every w and c).
     """
     size, part = (number.view(torch.int16) & 0x7FFF for number in (weight, rest))

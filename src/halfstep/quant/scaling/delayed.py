@@ -24,7 +24,7 @@ class Delayed(StatefulScaling):
     scaled by its own amax. A step of zeros does not enter the history, nor does an amax that is not finite: the factor
     then follows the steps before it. What outgrows its history saturates.
 
-    Source: NVIDIA Transformer Engine, DelayedScaling and its delayed_scaling.cu; the defaults are its own but for
+    Source: NVIDIA Transformer Engine, DelayedScaling and its delayed_scaling.cu; the defaults are its own except for
     `warmup`: its first step has factor 1 (`warmup` 0), under which small activations and gradients vanish, so that a
     cold model wakes one layer a step. MS-AMP's ScalingMeta for a longer `warmup` and `restart`.
     """
