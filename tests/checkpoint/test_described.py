@@ -12,7 +12,7 @@ import halfstep
 from halfstep import formats
 from halfstep.checkpoint import open_checkpoint
 from halfstep.checkpoint.write import TARGETS, Scaled, write
-from halfstep.ops.storage import metadata
+from halfstep.ops.files import metadata
 from halfstep.quant import Quantizer, Tile, get_quantizer
 from halfstep.quant.description import MALFORMED, from_label, label
 from halfstep.recipe import get_recipe, list_recipes

@@ -1,7 +1,6 @@
 """Masters of every kind: exact where they say so, close where they approximate, fused equal to the reference."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -94,11 +93,11 @@ def test_split_is_bitwise_an_fp32_master():
     """200 steps beside a reference: an fp32 AdamW whose forward uses the weights rounded to nearest, ties away."""
     model, optimizer, scaler = prepared("bf16-split")
     twin = copy.deepcopy(model)
-    full = [optimizer.storage.master.read(p, optimizer.state[p]) for p in model.parameters()]
+    full = [get_master(optimizer.recipe.master).read(p, optimizer.state[p]) for p in model.parameters()]
     plain = halfstep.optim.LowBit(
         [{**adamw(mlp()).param_groups[0], "params": [torch.nn.Parameter(f) for f in full]}],
         optimizer.rule,
-        replace(optimizer.storage, master=get_master(None)),
+        halfstep.get_recipe("fp32"),
         0,
     )
     masters = plain.param_groups[0]["params"]
@@ -114,7 +113,7 @@ def test_split_is_bitwise_an_fp32_master():
             for master, weight in zip(masters, twin.parameters(), strict=True):
                 weight.copy_(halfstep.round_to(master.detach(), "bf16", "nearest_away", "ieee"))
     for master, weight in zip(masters, model.parameters(), strict=True):
-        same_bits(optimizer.storage.master.read(weight, optimizer.state[weight]), master.detach())
+        same_bits(get_master(optimizer.recipe.master).read(weight, optimizer.state[weight]), master.detach())
 
 
 @pytest.mark.parametrize("recipe", BESIDE)
@@ -140,7 +139,7 @@ def test_what_is_kept_follows_a_weight_that_somebody_overwrites(recipe):
         weight.fill_(2.0**-20)
     optimizer.param_groups[0]["lr"] = 0.0
     train(model, optimizer, scaler, steps=1)
-    value = optimizer.storage.master.value(weight, optimizer.state[weight])
+    value = get_master(optimizer.recipe.master).value(weight, optimizer.state[weight])
     torch.testing.assert_close(value, torch.full_like(value, 2.0**-20), rtol=2.0**-8, atol=0)
 
 
@@ -151,7 +150,7 @@ def test_nothing_of_the_first_weights_is_lost(recipe):
     model, optimizer, _ = prepared(recipe)
     exact = get_recipe(recipe).master in ("fp32", "split")
     for name, weight in model.named_parameters():
-        value = optimizer.storage.master.value(weight, optimizer.state[weight])
+        value = get_master(optimizer.recipe.master).value(weight, optimizer.state[weight])
         torch.testing.assert_close(value, full[name], rtol=0 if exact else 2.0**-16, atol=0)
 
 

@@ -178,7 +178,7 @@ RULE = 'name = "mine"\n[[rules]]\npath = "a"\n[[rules]]\npath = "*"\n'
             4,
             "scaled grads = 'x'; tensors are stored with",
         ),
-        ('name = "mine"\n[scaled]\nmoments = ["fp16"]', 3, "scaled moments = ['fp16']: moments have no scales yet"),
+        ('name = "mine"\n[scaled]\nmoments = ["fp16"]', 3, "unknown key of scaled 'moments'"),
         ('name = "mine"\n[scaled]\nweights = "fp16"', 2, "scaled = fp16 stores the weights that rules round"),
         ('name = "mine"\nrules = 3', 2, "rules = 3 found; expected an array of tables"),
         ('name = "mine"\nkeep_heads = false', 2, "keep_heads found without [[rules]]"),

@@ -113,9 +113,9 @@ def set_up(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Setup:
         foreign=foreign,
         steps={name: int(value) for name, value in counted},
         codes=frozenset(names[id(module.weight)] for module in model.modules() if is_held(module)),
-        stochastic=(low_bit is not None and low_bit.storage.update_rounding == "stochastic")
+        stochastic=(low_bit is not None and low_bit.recipe.update_rounding == "stochastic")
         or getattr(optimizer, "bf16_stochastic_round", False),  # torchao's
-        rounded=low_bit is not None and low_bit.storage.scaled is not None,
+        rounded=low_bit is not None and low_bit.recipe.scaled is not None,
     )
 
 

@@ -50,7 +50,7 @@ def inspect(
     from halfstep.checkpoint.what_if import candidates
     from halfstep.checkpoint.write import check_target, write
     from halfstep.cli.inspect_text import show, written
-    from halfstep.ops.storage import metadata
+    from halfstep.ops.files import metadata
 
     if (to is None) != (out is None):
         raise CheckpointError("--to FORMAT and --out FILE belong together; one of them is missing")

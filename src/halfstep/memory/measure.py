@@ -29,7 +29,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> BytesPerParam
     moments: list[Tensor] = []
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step":
+            if isinstance(value, Tensor) and name != "step" and (value.dim() or not parameter.dim()):
                 (masters if name in kept_of_weights else moments).append(value)
     return BytesPerParameter(
         weights=_bytes(weights.values()) / count,

@@ -12,13 +12,13 @@ from halfstep.ops.codes import (
     values_of,
 )
 from halfstep.ops.convolution import convolution
+from halfstep.ops.files import load_quantized, save_quantized
 from halfstep.ops.linear import linear
 from halfstep.ops.matmul import matmul
 from halfstep.ops.native import is_native_available
 from halfstep.ops.quantized import Quantized
 from halfstep.ops.scaled import amax_of
 from halfstep.ops.smooth_swiglu import channel_scale, smooth_channels, smooth_tokens, token_scale
-from halfstep.ops.storage import load_quantized, save_quantized
 
 
 __all__ = [

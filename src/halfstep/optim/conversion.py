@@ -12,11 +12,9 @@ from halfstep.errors import OptimizerError
 from halfstep.optim.checks import check_optimizer
 from halfstep.optim.classes import Lamb, Lion
 from halfstep.optim.lowbit import LowBit
-from halfstep.optim.masters import get_master
 from halfstep.optim.present import Reference
-from halfstep.optim.states import Storage
 from halfstep.quant import draw_seed
-from halfstep.recipe import STORABLE, Recipe
+from halfstep.recipe import Recipe
 
 
 def convert(
@@ -47,11 +45,9 @@ def convert(
             was.
     """
     rule = check_optimizer(optimizer, codes=scales or ())
-    master = get_master(recipe.master)
-    storage = Storage(STORABLE[recipe.moments], recipe.moment_residuals, master, recipe.update_rounding, recipe.scaled)
     # Drawn only where it is used: a recipe that rounds to nearest leaves the model's dropout masks as they were.
     seed = draw_seed(generator) if recipe.update_rounding == "stochastic" else 0
-    result = LowBit(list(optimizer.param_groups), rule, storage, seed, scales, model, process_group)
+    result = LowBit(list(optimizer.param_groups), rule, recipe, seed, scales, model, process_group)
     result.defaults = {**optimizer.defaults, **result.defaults}
     result.param_groups = optimizer.param_groups
     result.agree_on_the_seed()

@@ -118,7 +118,7 @@ class Quantized:
     """What a quantizer made of a tensor of that shape and dtype.
 
     `tensors` holds plain tensors by name: `codes` (rows, packed columns; see `quant.pack`), `scale` (tile rows, tile
-    columns) where there are tiles, and what else the scale rule keeps. Saved and loaded by `halfstep.ops.storage`.
+    columns) where there are tiles, and what else the scale rule keeps. Saved and loaded by `halfstep.ops.files`.
     """
 
     quantizer: Quantizer

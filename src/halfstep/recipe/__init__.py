@@ -10,13 +10,13 @@ from halfstep.recipe.spec import (
     MASTERS,
     SCALED,
     SCALED_MASTER,
-    STORABLE,
     BytesPerParameter,
     LossScale,
     Recipe,
     Rule,
     Scaled,
 )  # fmt: skip
+from halfstep.recipe.storage import STORABLE, Storage, get_storage
 from halfstep.registry import collect
 
 
@@ -33,8 +33,10 @@ __all__ = [
     "Recipe",
     "Rule",
     "Scaled",
+    "Storage",
     "from_data",
     "get_recipe",
+    "get_storage",
     "linear_spec",
     "list_recipes",
     "to_data",
