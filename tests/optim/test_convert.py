@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, St
 
 import halfstep
 from halfstep.errors import OptimizerError
-from halfstep.optim.masters import get_master
+from halfstep.quant.masters import get_master
 from tiny import RECIPES, adamw, assert_same, batch, copied, mlp, prepared, train
 
 

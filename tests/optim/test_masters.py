@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import halfstep
-from halfstep.optim.masters import _by_name, get_master
-from halfstep.recipe import MASTERS, get_recipe
+from halfstep.quant.masters import get_master, list_masters
+from halfstep.recipe import get_recipe
 from oracles.numbers import same_bits
 from tiny import adamw, assert_same, copied, mlp, prepared, train
 
 
 pytestmark = pytest.mark.cpu
-KINDS = [name for name in _by_name() if name != "none"]
+KINDS = list_masters()
 BESIDE = ["bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-light", "bf16-collage-plus"]
 
 
@@ -32,10 +32,13 @@ def moved(kind, value, update, times):
     return weight.item(), master.value(weight, kept).item()
 
 
-def test_recipes_and_masters_agree_on_names_and_bytes():
-    assert set(MASTERS) == set(KINDS)
-    for kind, (name, size) in MASTERS.items():
+def test_names_and_bytes():
+    """As `checkpoint.roles` and the docs have them."""
+    expected = {"fp32": ("master", 4), "split": ("low", 2), "kahan": ("compensation", 2), "collage": ("residual", 2)}
+    assert expected.keys() == set(list_masters()) == set(KINDS)
+    for kind, (name, size) in expected.items():
         assert {n: d.itemsize for n, d in get_master(kind).keeps.items()} == {name: size}
+        assert get_master(kind).bytes == size
 
 
 def test_an_unknown_master_shows_what_there_is():

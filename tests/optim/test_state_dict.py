@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfstep.errors import OptimizerError
-from halfstep.optim.masters import get_master
+from halfstep.quant.masters import get_master
 from halfstep.recipe import Recipe
 from tiny import RECIPES, adamw, assert_same, batch, copied, mlp, prepared, train
 

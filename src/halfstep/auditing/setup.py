@@ -16,11 +16,11 @@ from halfstep.checkpoint.roles import role_of
 from halfstep.nn.codes import is_held
 from halfstep.nn.scaling import states_of
 from halfstep.optim import LowBit
-from halfstep.recipe import MASTERS, SCALED_MASTER
+from halfstep.recipe import master_states
 
 
 _MASTER = "master"
-_KEPT = {SCALED_MASTER, *(name for name, _ in MASTERS.values())}
+_KEPT = master_states()
 
 
 @dataclass(frozen=True)

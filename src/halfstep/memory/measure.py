@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from halfstep.recipe import MASTERS, SCALED_MASTER, BytesPerParameter
+from halfstep.recipe import BytesPerParameter, master_states
 
 
 def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> BytesPerParameter:
@@ -24,7 +24,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> BytesPerParam
     count = sum(p.numel() for p in weights.values())
     if count == 0:
         raise ValueError("the model trains no parameter; bytes per parameter mean nothing")
-    kept_of_weights = {SCALED_MASTER, *(name for name, _ in MASTERS.values())}
+    kept_of_weights = master_states()
     masters: list[Tensor] = []
     moments: list[Tensor] = []
     for parameter, state in optimizer.state.items():

@@ -14,6 +14,7 @@ from halfstep.ops.codes import (
 from halfstep.ops.convolution import convolution
 from halfstep.ops.files import load_quantized, save_quantized
 from halfstep.ops.linear import linear
+from halfstep.ops.masters import follow
 from halfstep.ops.matmul import matmul
 from halfstep.ops.native import is_native_available
 from halfstep.ops.quantized import Quantized
@@ -23,7 +24,7 @@ from halfstep.ops.smooth_swiglu import channel_scale, smooth_channels, smooth_to
 
 __all__ = [
     "Quantized", "amax_of", "attention", "channel_scale", "convolution", "decode", "decode_scaled", "encode",
-    "encode_grad", "encode_scaled", "fake_quantize", "grad_values", "is_encoded", "is_native_available", "linear",
-    "load_quantized", "matmul", "multiply_encoded", "quantize", "round_to", "rounded_attention", "save_quantized",
-    "smooth_channels", "smooth_tokens", "token_scale", "values_of",
+    "encode_grad", "encode_scaled", "fake_quantize", "follow", "grad_values", "is_encoded",
+    "is_native_available", "linear", "load_quantized", "matmul", "multiply_encoded", "quantize", "round_to",
+    "rounded_attention", "save_quantized", "smooth_channels", "smooth_tokens", "token_scale", "values_of",
 ]  # fmt: skip

@@ -5,15 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halfstep import ops
 from halfstep.errors import OptimizerError
 from halfstep.optim.checks import UNSCALED, check_parameters, check_state, check_step, warn_of_late
 from halfstep.optim.gradients import narrow_all
-from halfstep.optim.masters import Kept, Master, Own, get_master
 from halfstep.optim.present import Present, Reference
 from halfstep.optim.rules.base import UpdateRule
 from halfstep.optim.scaled import scaled_weight
@@ -22,7 +23,11 @@ from halfstep.optim.shards import is_spread, like, local, positions, spread_like
 from halfstep.optim.states import FORMATS, adopt, foreign, labels, read, start, write
 from halfstep.optim.update import Update
 from halfstep.quant import derive_seed
+from halfstep.quant.masters import Kept, Master, Own, get_master
 from halfstep.recipe import Recipe, Storage
+
+
+_OWN = Own("none", round_to=ops.round_to)
 
 
 class LowBit(torch.optim.Optimizer):
@@ -86,7 +91,7 @@ class LowBit(torch.optim.Optimizer):
         if not master.keeps or not master.keeps.keys() <= state.keys():
             return spread_like(master.stored(weight), parameter)
         kept = {name: local(state[name]).clone() for name in master.keeps}
-        master.follow(weight, kept)
+        ops.follow(master, weight, kept)
         return spread_like(master.value(weight, kept), parameter)
 
     def _start(self, parameter: Tensor, full: Tensor | None) -> None:
@@ -100,7 +105,8 @@ class LowBit(torch.optim.Optimizer):
         if weight in self._scales:
             assert self.recipe.scaled is not None
             return scaled_weight(self.recipe.scaled, self._scales[weight])
-        return get_master(None if weight.dtype == torch.float32 else self.recipe.master)
+        master = get_master(None if weight.dtype == torch.float32 else self.recipe.master)
+        return _OWN if isinstance(master, Own) else master
 
     def _name(self, parameter: Tensor, index: int) -> str:
         name = self._present.name(parameter) if self._present is not None else None
@@ -225,10 +231,10 @@ class LowBit(torch.optim.Optimizer):
         if self.rule.elementwise:
             grad, moments = local(grad), {name: local(value) for name, value in moments.items()}
         if isinstance(master, Own):
-            master = Own("none", self.recipe.update_rounding)
+            master = replace(master, rounding=self.recipe.update_rounding)
             if master.rounding == "stochastic":
                 seed = derive_seed(group["rounding_seed"], step, index)
-                master = Own("none", master.rounding, seed, positions(parameter))
+                master = replace(master, seed=seed, positions=positions(parameter))
         plain = self._watch is None and all(kind.dtype is not None for kind in kinds.values())
         if plain and self.rule.fused(weight, master, kept, grad, moments, step, group, grad_scale):
             torch.autograd.graph.increment_version(weight)
@@ -254,10 +260,10 @@ class LowBit(torch.optim.Optimizer):
     ) -> None:
         """What `rule.fused` does, for any rule, device and format: in torch, except for what it can do in float32."""
         if not master.costly or self._versions.get(parameter) != parameter._version:
-            master.follow(weight, kept)
+            ops.follow(master, weight, kept)
         full, before = master.read(weight, kept), master.value(weight, kept) if self._watch else None
         values = {name: read(kind, name, moments, tuple(full.shape)) for name, kind in kinds.items()}
-        if self._watch is None and self.rule.fused(full, Own("none"), {}, grad, values, step, group, grad_scale):
+        if self._watch is None and self.rule.fused(full, _OWN, {}, grad, values, step, group, grad_scale):
             for name, kind in kinds.items():
                 write(kind, name, moments, values[name])
             master.write(weight, kept, full)

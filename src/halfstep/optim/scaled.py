@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfstep.ops import decode_scaled, encode_grad, encode_scaled, grad_values, is_encoded
-from halfstep.optim.masters import Kept, Master
+from halfstep.quant.masters import Kept, Master
 from halfstep.recipe import SCALED, SCALED_MASTER, Scaled
 
 
@@ -50,7 +50,7 @@ class ScaledWeight(Master):
             weight.copy_(codes)
             self.scale.copy_(scale)
 
-    def _follow(self, weight: Tensor, kept: Kept) -> None:
+    def follow(self, weight: Tensor, kept: Kept) -> None:
         """Nothing is kept beside the weight."""
 
 
@@ -73,7 +73,7 @@ class ScaledMaster(ScaledWeight):
         self._keep(kept, updated)
         super().write(weight, kept, self.read(weight, kept))
 
-    def _follow(self, weight: Tensor, kept: Kept) -> None:
+    def follow(self, weight: Tensor, kept: Kept) -> None:
         full, now = self.read(weight, kept), self.stored(weight)
         changed = decode_scaled(*encode_scaled(full, self.dtype)) != now
         if bool(changed.any()):

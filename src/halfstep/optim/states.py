@@ -10,16 +10,14 @@ from torch import Tensor
 
 from halfstep import ops
 from halfstep.errors import OptimizerError
-from halfstep.optim.masters import Master, get_master
 from halfstep.optim.shards import is_spread
 from halfstep.quant.description import label
-from halfstep.recipe import MASTERS, SCALED_MASTER, Recipe, Storage
+from halfstep.quant.masters import Master, get_master
+from halfstep.recipe import Recipe, Storage, master_states
 
 
 FORMATS = "moment_formats"
 """The option of a parameter group that says how moments that are codes are kept: `description.label`, by name."""
-
-_KEPT = {SCALED_MASTER, *(name for name, _ in MASTERS.values())}
 
 
 # ---- moments --------------------------------------------------------------------------------------------------------
@@ -90,9 +88,9 @@ def labels(kinds: Mapping[str, Storage]) -> dict[str, str]:
 # ---- saved states ---------------------------------------------------------------------------------------------------
 
 
-def foreign(saved: Mapping[str, Any], recipe: Recipe, master: Master) -> set[str]:
+def foreign(saved: Mapping[str, Any], recipe: Recipe, master: Master) -> frozenset[str]:
     """What masters of other recipes kept in a saved state."""
-    return (_KEPT & saved.keys()) - get_master(recipe.master).keeps.keys() - master.keeps.keys()
+    return (master_states() & saved.keys()) - get_master(recipe.master).keeps.keys() - master.keeps.keys()
 
 
 def adopt(

@@ -7,7 +7,6 @@ from halfstep.recipe import files
 from halfstep.recipe.data import from_data, to_data
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec
 from halfstep.recipe.spec import (
-    MASTERS,
     SCALED,
     SCALED_MASTER,
     BytesPerParameter,
@@ -15,13 +14,13 @@ from halfstep.recipe.spec import (
     Recipe,
     Rule,
     Scaled,
+    master_states,
 )  # fmt: skip
 from halfstep.recipe.storage import STORABLE, Storage, get_storage
 from halfstep.registry import collect
 
 
 __all__ = [
-    "MASTERS",
     "SCALED",
     "SCALED_MASTER",
     "STORABLE",
@@ -39,6 +38,7 @@ __all__ = [
     "get_storage",
     "linear_spec",
     "list_recipes",
+    "master_states",
     "to_data",
 ]
 

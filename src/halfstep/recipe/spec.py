@@ -11,20 +11,10 @@ import torch
 
 from halfstep import formats
 from halfstep.errors import RecipeError, unknown
+from halfstep.quant.masters import get_master, list_masters
 from halfstep.quant.rounding import check_rounding
 from halfstep.recipe.products import AttentionSpec, LinearSpec, linear_text
 from halfstep.recipe.storage import STORABLE, Storage, get_storage
-
-
-MASTERS = {
-    "fp32": ("master", 4.0),
-    "split": ("low", 2.0),
-    "kahan": ("compensation", 2.0),
-    "collage": ("residual", 2.0),
-}
-"""What can take the update in the place of a 16-bit weight: the name of its tensor in the optimizer's state, and its
-bytes a parameter. A float32 copy; the lower 16 bits of the float32 weight; what rounding lost (Kahan); a second bf16
-number."""
 
 
 SCALED = {"fp16": torch.float16, "e4m3fn": torch.float8_e4m3fn}
@@ -33,6 +23,11 @@ SCALED = {"fp16": torch.float16, "e4m3fn": torch.float8_e4m3fn}
 
 SCALED_MASTER = "master_codes"
 """The name of a scaled master in the optimizer's state."""
+
+
+def master_states() -> frozenset[str]:
+    """The names, in an optimizer's state, of all that is kept of weights beside them."""
+    return frozenset([SCALED_MASTER, *(name for master in list_masters() for name in get_master(master).keeps)])
 
 
 ADAM = ("exp_avg", "exp_avg_sq")
@@ -150,7 +145,7 @@ class Recipe:
     grads: str | None = None
     """The gradients as accumulated; None is the weights' own format."""
     master: str | None = None
-    """What takes the update (a key of `MASTERS`); None where the weights take it themselves."""
+    """What takes the update (`quant.masters`); None where the weights take it themselves."""
     moments: str | Storage | tuple[tuple[str, str | Storage], ...] = "fp32"
     """How the optimizer's states are kept: all alike; or pairs of a glob on torch's names for them (`exp_avg`,
     `exp_avg_sq`, `momentum_buffer`) and a format or `Storage`, of which the first that matches decides. What none
@@ -194,13 +189,17 @@ class Recipe:
                 f"recipe {self.name!r}: update_rounding = {self.update_rounding!r} with fp32 weights, which an "
                 "update in float32 never rounds; store the weights in bf16 or fp16, or drop it"
             )
-        if self.master is not None and self.master not in MASTERS:
-            raise RecipeError(f"recipe {self.name!r}: {unknown('master', self.master, MASTERS)}")
+        if self.master is not None:
+            try:
+                get_master(self.master)
+            except RecipeError as error:
+                raise RecipeError(f"recipe {self.name!r}: {error}") from error
         if self.master is not None and self.weights == "fp32":
             raise RecipeError(f"recipe {self.name!r}: fp32 weights are their own master; set master to None")
-        if self.master not in (None, "fp32") and self.weights != "bf16":
+        if self.weights not in get_master(self.master).weights:
+            beside = " or ".join(get_master(self.master).weights)
             raise RecipeError(
-                f"recipe {self.name!r}: master = {self.master!r} stands beside bf16 weights, not {self.weights}"
+                f"recipe {self.name!r}: master = {self.master!r} stands beside {beside} weights, not {self.weights}"
             )
         if self.smooth_glu is not None and self.smooth_glu not in SMOOTH_GLU:
             raise RecipeError(f"recipe {self.name!r}: {unknown('smooth_glu', self.smooth_glu, SMOOTH_GLU)}")
@@ -237,11 +236,10 @@ class Recipe:
             return formats.get(name).bytes if name else 0.0
 
         casts = size(self.compute) if self.compute != self.weights else 0.0
-        own_master = MASTERS[self.master][1] if self.master else 0.0
         return BytesPerParameter(
             weights=size(self.scaled.weights if self.scaled else self.weights),
             grads=size(self.scaled.grads if self.scaled else self.grad_format),
-            master=size(self.scaled.master) if self.scaled else own_master,
+            master=size(self.scaled.master) if self.scaled else get_master(self.master).bytes,
             states=sum(self.moment(name).bytes for name in moments),
             transient=casts,
         )
@@ -271,7 +269,7 @@ class Recipe:
         lines = [
             ("weights", self.weights + rounding),
             ("gradients", self.grad_format),
-            ("master", f"{self.master}, {MASTERS[self.master][1]:g} bytes" if self.master else own),
+            ("master", f"{self.master}, {get_master(self.master).bytes:g} bytes" if self.master else own),
             ("moments", self._moments_text()),
             ("compute", "as stored" if self.compute == "fp32" else f"torch.autocast to {self.compute}"),
             *[("in fp32", ", ".join(self.float32_modules))] * bool(self.float32_modules),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep.claims.checks.base import Numbers, check, one_weight
 from halfstep.claims.checks.forum import bytes_per_parameter, descent
-from halfstep.optim.masters import get_master
+from halfstep.quant.masters import get_master
 
 
 def _walk(kind: str | None, start: float, update: float, times: int) -> tuple[float, float]:

@@ -167,7 +167,7 @@ def _stored(value):
 
 @lanes(types.float32)
 def _join(high, low):
-    """The float32 of a rounded upper half and the signed rest (`optim.masters.split`)."""
+    """The float32 of a rounded upper half and the signed rest (`quant.masters.split`)."""
     upper = high.to(32) << 16
     joined = (upper + (low.to(32) << 16).shift_signed(16)).float()
     return joined.is_nan().pick(upper.float(), joined)
