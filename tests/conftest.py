@@ -19,6 +19,10 @@ def pytest_addoption(parser):
     parser.addoption("--threads", type=int, default=1, help="torch's threads, and the kernels' (default: 1)")
 
 
+def pytest_configure(config):
+    torch.set_num_threads(config.getoption("threads"))  # a module's fixtures come before `_start`
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:
