@@ -1,5 +1,6 @@
 """What every test starts from: a fixed seed, no deadlines (no clock in a test), one thread, this machine's CPU."""
 
+import gc
 import sys
 
 import pytest
@@ -18,11 +19,22 @@ def pytest_addoption(parser):
     parser.addoption("--threads", type=int, default=1, help="torch's threads, and the kernels' (default: 1)")
 
 
+def pytest_configure(config):
+    torch.set_num_threads(config.getoption("threads"))  # a module's fixtures come before `_start`
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:
         if "products" in item.fixturenames:
             item.add_marker(pytest.mark.cpu)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish():
+    """What stays to the end, thousands of tests, is nothing that every later collection of garbage must go through."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,12 @@
 """Imports go down: a file imports from its own room or from a lower floor, at the top of the file."""
 
 import ast
+import functools
 import graphlib
 from pathlib import Path
 
-import pytest
-
 import halfstep
+from families import for_each
 
 
 ROOT = Path(halfstep.__file__).parent
@@ -24,15 +24,20 @@ EAST_WING = {"checkpoint": 2, "memory": 2, "kb": 2}  # the highest floor that ea
 SHARED = {"errors", "printable", "registry", "formats"}  # floor 0 is one room: plain data and its errors
 LAZY = {"__init__"}  # whose __getattr__ imports, beside the commands in cli
 FILES = sorted(ROOT.rglob("*.py"))
-every_file = pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+every_file = for_each("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 
 
 def room_of(file):
     return file.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+@functools.cache
+def tree(file):
+    return ast.parse(file.read_text())
+
+
 def nodes(file, *kinds):
-    return [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
+    return [node for node in ast.walk(tree(file)) if isinstance(node, kinds)]
 
 
 def imported(node):
@@ -89,7 +94,7 @@ def test_no_globals_and_no_environment(file):
     assert not reads
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if room_of(f) in SHARED], ids=lambda f: str(f.relative_to(ROOT)))
+@for_each("file", [file for file in FILES if room_of(file) in SHARED], ids=lambda file: str(file.relative_to(ROOT)))
 def test_floor_0_needs_nothing_but_the_standard_library(file):
     names = {name.split(".")[0] for node in nodes(file, ast.Import, ast.ImportFrom) for name in imported(node)}
     assert not names & {"torch", "numpy", "numba", "scipy", "pydantic", "rich", "typer"}
@@ -97,7 +102,7 @@ def test_floor_0_needs_nothing_but_the_standard_library(file):
 
 @every_file
 def test_every_file_opens_with_a_sentence(file):
-    docstring = ast.get_docstring(ast.parse(file.read_text()))
+    docstring = ast.get_docstring(tree(file))
     assert docstring
     assert docstring.splitlines()[0].endswith((".", ":"))
 

@@ -36,13 +36,13 @@ def test_no_torch(code):
     assert heavy_after(code) == "[]"
 
 
-@pytest.mark.parametrize("format", ["e4m3fn", "mxfp8"])
-def test_no_compiler_where_nothing_is_compiled_by_torch(format):
-    code = f"import halfstep, sys, torch; halfstep.round_to(torch.zeros(64), {format!r}); print([*sys.modules])"
+def test_no_compiler_where_nothing_is_compiled_by_torch():
+    rounds = "[halfstep.round_to(torch.zeros(64), format) for format in ('e4m3fn', 'mxfp8')]"
+    code = f"import halfstep, sys, torch; {rounds}; print([*sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "'halfstep.ops.casts'" in result.stdout
     assert "torch._dynamo" not in result.stdout
 
 
-def test_the_probe_sees_torch_where_it_is():
-    assert "torch" in heavy_after("import halfstep; halfstep.round_to")
+def test_what_is_imported_is_seen():
+    assert "numpy" in heavy_after("import numpy")

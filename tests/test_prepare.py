@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import halfstep
+from families import for_each
 from halfstep.recipe import STORABLE, Recipe, get_recipe
 from tiny import RECIPES, adamw, batch, mlp, prepared
 
@@ -96,7 +97,7 @@ def test_a_parameter_of_no_module_is_trained_as_it_is():
     torch.testing.assert_close(extra.detach(), torch.full((2,), 0.5))
 
 
-@pytest.mark.parametrize("name", halfstep.__all__)
+@for_each("name", halfstep.__all__)
 def test_public_names_stay_what_they_are_whatever_has_been_imported(name):
     """A function and a module of one name collide as soon as somebody imports the module."""
     for info in pkgutil.walk_packages(halfstep.__path__, "halfstep."):

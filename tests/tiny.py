@@ -12,7 +12,7 @@ from halfstep import ops, recipe
 EVERY = recipe.list_recipes()
 SMOOTH = [name for name in EVERY if recipe.get_recipe(name).smooth_glu]  # these want gated MLPs
 RECIPES = [name for name in EVERY if name not in SMOOTH]
-_FAST = {
+FAST = {
     "fp32", "bf16-mixed", "fp16-mixed", "fp16-lists", "bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-plus",
     "bf16-stochastic", "fp8-delayed", "fp8-current", "mxfp8", "fp8-block", "fp8-amax", "fp8-smooth-swiglu",
     "fp8lm-o3",
@@ -26,7 +26,7 @@ def mostly_slow(names, *more):
 
     `more` are the values of further parameters, the same for every name.
     """
-    return [pytest.param(name, *more, marks=() if name in _FAST else pytest.mark.slow) for name in names]
+    return [pytest.param(name, *more, marks=() if name in FAST else pytest.mark.slow) for name in names]
 
 
 def mlp(seed=0):

@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from families import for_each
 from halfstep import decode, encode, formats, quantize, round_to
 from halfstep.formats import Posit
 from oracles.numbers import same_bits
@@ -143,7 +144,7 @@ def test_codes_stand_for_the_rounded_values(format, x):
 
 
 @every_narrow_format
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@for_each("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_value_of_the_format_is_its_own_image(format, dtype):
     values = torch.tensor(format.values(), dtype=torch.float64)
     held = values.to(dtype)
@@ -191,8 +192,8 @@ def test_scales_of_finite_numbers_are_never_nan(name, rule, x):
 
 
 @every_block
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size", ["zero", "subnormal", "huge", "one among zeros"])
+@for_each("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@for_each("size", ["zero", "subnormal", "huge", "one among zeros"])
 def test_extreme_blocks(name, rule, dtype, size):
     info = torch.finfo(dtype)
     x = {

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import halfstep
+from families import for_each
 from halfstep.recipe import get_recipe
 from tiny import EVERY, assert_same, copied, prepared, train
 
@@ -131,8 +132,8 @@ WRITES = [new_storage, vector, through_numpy, load, copy_over, by_index]
 
 @every_master
 @every_rule
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("steps", [0, 2])
+@for_each("write", WRITES, ids=lambda write: write.__name__)
+@for_each("steps", [0, 2])
 def test_what_is_kept_follows_every_kind_of_write(name, kind, write, steps):
     """The weight stays what was written, and what is kept means that weight, except for an ulp of a sum of two."""
     weight, optimizer = start(name, kind)
@@ -189,8 +190,8 @@ def test_loading_its_own_state_before_the_first_step_changes_nothing(name):
 
 @every_master
 @every_rule
-@pytest.mark.parametrize("steps", [0, 1, 6])
-@pytest.mark.parametrize("order", ["weights first", "optimizer first"])
+@for_each("steps", [0, 1, 6])
+@for_each("order", ["weights first", "optimizer first"])
 def test_it_resumes_bit_for_bit(name, kind, steps, order):
     """Of 4096 weights a dozen do not equal the sum of themselves and a fresh compensation, rounded."""
     weight, optimizer = start(name, kind)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
+from families import slow_unless
 from halfstep import get_recipe
 from halfstep.optim import convert
 from halfstep.quant.masters import get_master
@@ -36,7 +37,8 @@ both_kinds_of_cpu = pytest.mark.usefixtures("products")
 WIDE = [name for name in EVERY if get_recipe(name).weights == "fp32"]
 FEW = [name for name in EVERY if any(rule.linear.rounds for rule in get_recipe(name).rules)]
 SANE = [name for name in EVERY if name not in BREAKS]
-TRACED = ["bf16-mixed", "fp16-mixed", "fp8-current", "mxfp8"]  # on a CPU with units; without, all are
+TRACED = [("fp16-mixed", "own"), ("fp8-current", "own"), ("bf16-mixed", "carried"), ("mxfp8", "carried")]
+TRACED += [("fp8-delayed", "carried"), ("fp8lm-o3", "carried")]  # the other recipes are slow tests: a second each
 
 
 def gradients(model, scaler, rows=slice(None)):
@@ -140,7 +142,13 @@ def test_revert_restores_the_stock_model(name):
 
 @pytest.mark.parametrize(
     ("name", "products"),
-    [*((name, "own") for name in TRACED), *mostly_slow(EVERY, "carried")],
+    slow_unless(
+        TRACED.__contains__,
+        [
+            *((name, "own") for name in ("bf16-mixed", "fp16-mixed", "fp8-current", "mxfp8")),
+            *((n, "carried") for n in EVERY),
+        ],
+    ),
     indirect=["products"],
 )
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
@@ -216,7 +224,7 @@ def test_a_copy_follows_the_recipe_too(name):
     halfstep.apply(twin, "fp32")
 
 
-@pytest.mark.parametrize("name", SANE)
+@pytest.mark.parametrize("name", mostly_slow(SANE))
 @both_kinds_of_cpu
 def test_the_loss_falls(name):
     model, optimizer, scaler = prepared(name)

@@ -1,5 +1,6 @@
 """Hugging Face models follow every recipe: they train, stay tied, and save what the stock model saves."""
 
+import itertools
 import json
 
 import pytest
@@ -16,8 +17,9 @@ from transformers import (
 )
 
 import halfstep
+from families import slow_unless
 from halfstep.recipe import STORABLE, get_recipe
-from tiny import BREAKS, RECIPES, assert_same, mostly_slow
+from tiny import BREAKS, FAST, RECIPES, assert_same
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -29,7 +31,11 @@ MODELS = {
     "t5": (T5ForConditionalGeneration, T5),
 }
 every_model = pytest.mark.parametrize("kind", MODELS)
-every_recipe = pytest.mark.parametrize("name", mostly_slow(RECIPES))
+# One model for each recipe of the fast tests, in turn; all of them with all recipes are slow tests.
+IN_TURN = set(zip(itertools.cycle(MODELS), [name for name in RECIPES if name in FAST]))
+every_pair = pytest.mark.parametrize(
+    ("kind", "name"), slow_unless(IN_TURN.__contains__, itertools.product(MODELS, RECIPES))
+)
 TIED = {
     "gpt2": ("lm_head", "transformer.wte"),
     "llama": ("lm_head", "model.embed_tokens"),
@@ -67,8 +73,7 @@ def train(model, optimizer, scaler, steps):
     return losses
 
 
-@every_model
-@every_recipe
+@every_pair
 def test_it_trains_and_stays_tied(kind, name):
     stock = build(kind)
     model, optimizer, scaler = prepared(kind, name)
@@ -83,8 +88,7 @@ def test_it_trains_and_stays_tied(kind, name):
     assert head.dtype == STORABLE[get_recipe(name).weights]
 
 
-@every_model
-@every_recipe
+@every_pair
 def test_what_leaves_is_float32(kind, name):
     model, _, _ = prepared(kind, name)
     output = model(**batch(), output_hidden_states=True)
@@ -102,8 +106,7 @@ def saved(model, folder):
         return config, sorted(file.keys())
 
 
-@every_model
-@every_recipe
+@every_pair
 def test_save_pretrained_writes_the_stock_models_config_and_names(kind, name, tmp_path):
     (stock_config, stock_names), (config, names) = (
         saved(model, tmp_path / str(i)) for i, model in enumerate((build(kind), prepared(kind, name)[0]))

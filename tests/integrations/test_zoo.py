@@ -45,7 +45,7 @@ def check(kind, name, folder):
     losses, model = run(kind, name)
     assert torch.tensor(losses).isfinite().all()
     assert min(losses[-2:]) < losses[0] - 0.1
-    assert losses != run(kind, "bf16-mixed")[0], "the recipe did nothing"
+    assert losses[:2] != run(kind, "bf16-mixed", 2)[0], "the recipe did nothing"
     assert list(model.state_dict()) == list(member.build().state_dict())
     model.save_pretrained(folder)
     loaded = member.kind.from_pretrained(folder, dtype=torch.float32)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from families import for_each
 from halfstep.errors import KnowledgeBaseError
 from halfstep.kb import load, lookup
 from halfstep.kb.add import add_entry, slug
@@ -87,7 +88,7 @@ def test_a_toml_string_is_read_back(text):
         assert parse(f"x = {toml_string(text)}", "x") == {"x": text}
 
 
-@pytest.mark.parametrize("file", data_files(package_folder()), ids=lambda file: file.name)
+@for_each("file", data_files(package_folder()), ids=lambda file: file.name)
 def test_every_file_of_the_package_is_written_back_as_it_is(file):
     """The files are what `kb add` would have written, so that a contribution is a small diff."""
     data = parse(text_of(file), file.name)

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from families import for_each
 from halfstep.kb import check, load, lookup
 from halfstep.kb.casts import table
 from halfstep.kb.reader import package_folder
@@ -13,7 +14,7 @@ from halfstep.kb.verdict import judge
 
 
 ENTRIES = load(None).entries
-every_entry = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.id)
+every_entry = for_each("entry", ENTRIES, ids=lambda entry: entry.id)
 
 # The lines of the forum wiki, each with the precision that the wiki gives. PEGASUS is the declared conflict.
 WIKI = {
@@ -49,7 +50,7 @@ def test_the_package_keeps_its_own_rules():
     assert validate(package_folder()) == []
 
 
-@pytest.mark.parametrize(("name", "precision"), WIKI.items())
+@for_each("name, precision", WIKI.items())
 def test_every_line_of_the_forum_wiki_is_answered(name, precision):
     answer = lookup(name, overlay=None)
     assert [entry.train_precision for entry in answer.entries] == [precision]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from families import for_each
 from halfstep.kb.reader import data_files, package_folder, text_of
 from halfstep.kb.schema import problems, schema
 
@@ -27,7 +28,7 @@ def test_the_schema_is_a_schema():
     jsonschema.Draft202012Validator.check_schema(schema())
 
 
-@pytest.mark.parametrize("data", FILES, ids=lambda data: data.get("family", "failures"))
+@for_each("data", FILES, ids=lambda data: data.get("family", "failures"))
 def test_jsonschema_accepts_every_file_of_the_package(data):
     jsonschema.Draft202012Validator(schema()).validate(data)
 

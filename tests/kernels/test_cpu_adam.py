@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from families import for_each, slow_unless
 from halfstep import round_to
 from halfstep.kernels.cpu import adam as kernel
 from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
@@ -36,7 +37,19 @@ STORAGES += [
         ("collage", (("exp_avg_sq", get_storage("bf16", residual=True)), ("*", "bf16"))),
     ]
 ]  # fmt: skip
-every_storage = pytest.mark.parametrize("storage", STORAGES, ids=lambda s: "-".join(str(v) for v in s.values()))
+OF_EVERY_KIND = [
+    ("fp32", None, "fp32"), ("bf16", None, "fp32"), ("bf16", None, "bf16"), ("fp16", None, "fp16"),
+    ("bf16", "fp32", "fp32"), ("fp16", "fp32", "bf16"),
+]  # fmt: skip
+"""Weights, master and moments of kernels that are compiled in the fast tests; so are sums of two numbers."""
+every_storage = pytest.mark.parametrize(
+    "storage",
+    slow_unless(
+        lambda s: s["master"] not in (None, "fp32") or (s["weights"], s["master"], s["moments"]) in OF_EVERY_KIND,
+        STORAGES,
+    ),
+    ids=lambda s: "-".join(str(v) for v in s.values()),
+)
 MIXED = {"weights": "bf16", "master": "fp32", "moments": "bf16", "update_rounding": "nearest_even"}
 
 
@@ -81,7 +94,7 @@ def named(weight, master, grad, first, second):
 
 
 @every_storage
-@pytest.mark.parametrize("shape", [(0,), (0, 3), (), (1,), (7,), (13, 5), (CHUNK - 1,), (CHUNK,), (CHUNK + 1,)])
+@for_each("shape", [(0,), (0, 3), (), (1,), (7,), (13, 5), (CHUNK - 1,), (CHUNK,), (CHUNK + 1,)])
 def test_every_storage_and_size(storage, shape):
     generator = torch.Generator().manual_seed(1)
     grads = [torch.randn(shape, generator=generator) * 10.0**-k for k in range(3)]
@@ -128,9 +141,7 @@ def test_nan_of_any_payload_stays_nan(storage, moment):
 
 @every_storage
 @pytest.mark.parametrize("torch_class", [torch.optim.Adam, torch.optim.AdamW])
-@pytest.mark.parametrize(
-    "options", [{"weight_decay": 0.1}, {"maximize": True}, {"betas": (0.0, 0.5)}, {"eps": 0.0, "lr": 1.0}], ids=str
-)
+@for_each("options", [{"weight_decay": 0.1}, {"maximize": True}, {"betas": (0.0, 0.5)}, {"eps": 0.0, "lr": 1.0}])
 def test_options(storage, torch_class, options):
     grads = [torch.randn(100), torch.zeros(100), torch.randn(100)]
     assert_equal_steps(storage, torch.randn(100), grads, torch_class, scale=3.0, **options)
@@ -259,6 +270,7 @@ print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+@pytest.mark.slow  # the fast one is the data loader's, in test_cpu_compiled.py
 def test_a_forked_child_may_step_too():
     """GNU OpenMP aborts a child that starts threads after its parent did."""
     result = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=120)

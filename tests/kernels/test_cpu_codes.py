@@ -1,8 +1,11 @@
 """Encoding and decoding by kernel is the reference, code for code."""
 
+import itertools
+
 import pytest
 import torch
 
+from families import slow_unless
 from halfstep import formats, quantize
 from halfstep.errors import QuantizationError
 from halfstep.kernels.cpu import codes as kernel
@@ -14,8 +17,17 @@ from kernels.inputs import OVERFLOWS, ROUNDINGS, all_formats, inputs
 from oracles.numbers import same_bits
 
 
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-every_format = pytest.mark.parametrize("format", [f for f in all_formats() if f.bits <= 16], ids=lambda f: f.name)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NARROW = [f for f in all_formats() if f.bits <= 16]
+OF_EVERY_KIND = {"float8_e4m3fn", "float8_e5m2fnuz", "float4_e2m1fn", "bf16", "fp16", "int8", "posit8_2", "nf4"}
+"""Formats that are tried with 16-bit tensors too, whose kernels are others; the rest are slow tests."""
+every_format_and_dtype = pytest.mark.parametrize(
+    ("format", "dtype"),
+    slow_unless(
+        lambda case: case[1] == torch.float32 or case[0].name in OF_EVERY_KIND, itertools.product(NARROW, DTYPES)
+    ),
+    ids=lambda part: getattr(part, "name", str(part)),
+)
 
 
 def assert_encodes(x, format, rounding, overflow):
@@ -26,8 +38,7 @@ def assert_encodes(x, format, rounding, overflow):
     assert torch.equal(out.int(), encode(x, format, rounding, overflow, seed).int())
 
 
-@every_format
-@every_dtype
+@every_format_and_dtype
 def test_every_format_rounding_and_overflow(format, dtype):
     x = inputs(format, dtype)
     x = x if format.has_nan else x[~x.isnan()]
@@ -55,8 +66,7 @@ def test_nan_without_a_code_is_reported(name, where):
     assert not kernel.run(x, out, formats.get(name), "nearest_even", "saturate", None)
 
 
-@every_format
-@every_dtype
+@every_format_and_dtype
 def test_every_code_decodes(format, dtype):
     codes = torch.arange(1 << format.bits).to(CONTAINERS[format.storage_bits])
     out = torch.empty(codes.shape, dtype=dtype)
@@ -84,11 +94,18 @@ def test_a_code_that_the_format_does_not_have_is_reported(name):
 
 
 PACKED = ("e2m1fn", "e3m2fn", "e2m3fn", "int4", "uint4")
+packed_format_and_dtype = pytest.mark.parametrize(
+    ("format", "dtype"),
+    slow_unless(
+        lambda case: case[1] == torch.float32 or case[0].name in ("float4_e2m1fn", "float6_e3m2fn"),
+        itertools.product(map(formats.get, PACKED), DTYPES),
+    ),
+    ids=lambda part: getattr(part, "name", str(part)),
+)
 packed_format = pytest.mark.parametrize("format", [formats.get(name) for name in PACKED], ids=lambda f: f.name)
 
 
-@packed_format
-@every_dtype
+@packed_format_and_dtype
 def test_codes_are_packed_in_the_kernel(format, dtype):
     x = inputs(format, dtype)
     x = x[~x.isnan()]
@@ -103,8 +120,7 @@ def test_codes_are_packed_in_the_kernel(format, dtype):
             assert out[-1] == 7
 
 
-@packed_format
-@every_dtype
+@packed_format_and_dtype
 def test_packed_codes_are_decoded_in_the_kernel(format, dtype):
     codes = torch.arange(3 * CHUNK + 8).remainder(1 << format.bits).byte().view(1, -1)
     stored, out = pack(codes, format.bits), torch.empty(codes.shape, dtype=dtype)

@@ -45,6 +45,15 @@ def hits_misses_folder(environment):
     return int(hits), int(misses), folder
 
 
+def test_compiled_code_lies_under_the_hash_of_all_sources():
+    x = torch.tensor([1.0, 3.3, 1000.0])
+    cast.run(x, x, halfstep.formats.get("e4m3fn"), "nearest_even", "saturate", None)
+    folder = Path(cast._values.serial.stats.cache_path)
+    assert folder.name == f"kernels-{source_hash(PACKAGE / 'kernels' / 'cpu')}"
+    assert {file.suffix for file in folder.iterdir()} >= {".nbi", ".nbc"}
+
+
+@pytest.mark.slow
 def test_a_second_process_compiles_nothing_and_an_edited_helper_is_noticed(copied):
     kernels, environment = copied
     hits, misses, first = hits_misses_folder(environment)
@@ -58,6 +67,7 @@ def test_a_second_process_compiles_nothing_and_an_edited_helper_is_noticed(copie
     assert second != first
 
 
+@pytest.mark.slow
 def test_a_read_only_install_keeps_them_with_the_users_files_or_nowhere(copied):
     """A file where the folder should be: what read-only means here, for root too."""
     kernels, environment = copied
@@ -71,6 +81,7 @@ def test_a_read_only_install_keeps_them_with_the_users_files_or_nowhere(copied):
     assert (hits, misses, folder) == (0, 1, "None")
 
 
+@pytest.mark.slow
 def test_every_kind_of_processor_has_compiled_files_of_its_own(copied):
     """A home that several machines share: code for one would be an illegal instruction on another."""
     _, environment = copied

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from families import for_each
 from halfstep import formats
 from halfstep.errors import QuantizationError
 from halfstep.kernels.cpu import tiles
@@ -29,9 +30,9 @@ def numbers(dtype):
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("format", ["e4m3fn", "e5m2", "e2m1fn", "e4m3fnuz", "ocp_int8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+@for_each("format", ["e4m3fn", "e5m2", "e2m1fn", "e4m3fnuz", "ocp_int8"])
+@for_each("dtype", [torch.float32, torch.bfloat16])
+@for_each("rounding", ["nearest_even", "stochastic"])
 def test_equals_the_reference(tile, rule, format, dtype, rounding):
     quantizer = Quantizer(formats.get(format), rounding, tile=tile, scaling=get_scaling(rule))
     x = numbers(dtype)
@@ -54,7 +55,7 @@ def test_small_values_are_noted_and_zeros_are_not():
 
 @pytest.mark.parametrize("tile", [*TILES, Tile(5, 48)], ids=str)
 @pytest.mark.parametrize("rule", ["floor", "rceil margin=3", "absmax", "current"])
-@pytest.mark.parametrize("format", ["e4m3fn", "e5m2", "e2m1fn", "ocp_int8", "nf4"])
+@for_each("format", ["e4m3fn", "e5m2", "e2m1fn", "ocp_int8", "nf4"])
 def test_decodes_as_the_reference(tile, rule, format):
     quantizer = Quantizer(formats.get(format), tile=tile, scaling=get_scaling(rule))
     quantized = quantizer.quantize(numbers(torch.float32))

@@ -210,7 +210,7 @@ def test_evaluation_rounds_too(padded):
         assert_same(model(x, **options), stock)
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 def test_a_traced_encoder_rounds_alike(training):
     torch._dynamo.reset()

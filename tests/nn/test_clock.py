@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfstep
+from families import slow_unless
 from halfstep.errors import RecipeError
 from halfstep.nn.scaling import Scalings
 from halfstep.recipe import LossScale, get_recipe
@@ -83,9 +84,13 @@ def test_a_frozen_first_layer_and_parameters_without_gradient_do_not_hide_the_st
         model(batch()[0])
 
 
-@every_stateful
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    slow_unless(
+        lambda case: not case[1] or case[0] == "fp8-delayed", [(n, c) for n in STATEFUL for c in (False, True)]
+    ),
+)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-@pytest.mark.parametrize("compiled", [False, True])
 def test_the_second_step_of_our_optimizer_that_nobody_ended_is_refused(name, compiled):
     """In a traced graph too, which tells the clock of no forward; and before a weight is written."""
     torch._dynamo.reset()
@@ -314,7 +319,7 @@ def test_training_in_eval_is_refused_at_the_first_step(name, how, trained):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-@pytest.mark.parametrize("how", ["apply", "prepare"])
+@pytest.mark.parametrize("how", ["prepare", pytest.param("apply", marks=pytest.mark.slow)])
 def test_training_a_compiled_model_in_eval_is_refused_too(how):
     torch._dynamo.reset()
     model, optimizer = applied() if how == "apply" else prepared("fp8-delayed")[:2]

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
+from families import slow_unless
 from halfstep import get_recipe
 from halfstep.errors import OptimizerError, RecipeError
 from halfstep.nn.scaling import Scalings
@@ -253,7 +254,10 @@ def test_threads_do_not_share_their_calls():
     assert_same(found[0], expected)
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "fp16-master", "fp8-current"])
+@pytest.mark.parametrize(
+    "name",
+    slow_unless({"bf16-mixed", "fp8-current"}.__contains__, ["fp32", "bf16-mixed", "fp16-master", "fp8-current"]),
+)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 def test_traced_parts_follow_too(name):
     torch._dynamo.reset()

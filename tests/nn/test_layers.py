@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import halfstep
+from families import for_each
 from halfstep import formats, ops
 from halfstep.quant import Quantizer
 from halfstep.recipe import STORABLE, LinearSpec, Matmul, Recipe, Rule, get_recipe
@@ -68,7 +69,7 @@ NORMS = [
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("norm", NORMS, ids=str)
+@for_each("norm", NORMS)
 def test_a_wider_input_to_a_norm_with_16_bit_weights(name, norm):
     torch.manual_seed(0)
     model = Positions(copy.deepcopy(norm))
@@ -185,9 +186,7 @@ def test_the_error_stays_small_in_a_transformer_layer():
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize(
-    ("sizes", "shape"), [((0, 3), (4, 0)), ((3, 0), (4, 3)), ((3, 2), (0, 3)), ((3, 2), (3,)), ((3, 2), (2, 0, 3))]
-)
+@for_each("sizes, shape", [((0, 3), (4, 0)), ((3, 0), (4, 3)), ((3, 2), (0, 3)), ((3, 2), (3,)), ((3, 2), (2, 0, 3))])
 def test_layers_without_inputs_or_outputs_and_empty_batches_are_as_stock_ones(name, sizes, shape):
     def layers():
         torch.manual_seed(0)

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import halfstep
+from families import for_each
 from halfstep.nn.outputs import to_float32
 from tiny import RECIPES
 
@@ -57,7 +58,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("nesting", NESTED)
+@for_each("nesting", NESTED)
 def test_floating_outputs_leave_in_float32(name, nesting):
     wrap, get = NESTED[nesting]
     model = Returns(wrap)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import halfstep
+from families import for_each
 from halfstep import recipe
 from halfstep.nn.adapters import lstm
 from halfstep.tracking import activation_gradients
@@ -68,7 +69,7 @@ def inputs(layer, way, stock):
 
 
 @pytest.mark.parametrize(("layer", "way", "units"), CELLS)
-@pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-stochastic"])
+@for_each("name", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-stochastic"])
 def test_it_is_stock_float32_within_rounding(name, layer, way, units, monkeypatch):
     if units == "carried":
         monkeypatch.setattr(lstm, "lacks_kernel", lambda *_: True)

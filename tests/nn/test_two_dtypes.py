@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import halfstep
+from families import for_each
 from halfstep import recipe
 from halfstep.errors import RecipeError
 from halfstep.recipe import Recipe, Rule
@@ -112,8 +113,8 @@ def compare(name, stock, changed, x):
     scaler.update()
 
 
-@pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
+@for_each("layer", LAYERS)
 def test_a_float32_input_meets_wider_weights(name, layer):
     compare(name, model(layer), model(layer), data()[0])
 

@@ -11,7 +11,7 @@ import halfstep
 from halfstep import LossScaler, ops
 from halfstep.errors import LossScaleError
 from halfstep.recipe import get_recipe
-from tiny import EVERY, SCALED, SMOOTH, adamw, assert_same, batch, copied, grads, mlp, model_for, prepared
+from tiny import EVERY, SCALED, SMOOTH, adamw, assert_same, batch, copied, grads, mlp, model_for, mostly_slow, prepared
 
 
 S = 2.0**16
@@ -284,7 +284,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", mostly_slow(EVERY))
 def test_the_update_sees_the_number_that_it_would_have_divided_by(name, rule):
     """One float32 multiplication by 1 / float32(S / coefficient), in the gradients or in the update: bit for bit."""
     ends = []

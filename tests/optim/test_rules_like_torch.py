@@ -1,10 +1,11 @@
-"""The update rules are torch.optim's, up to the order of float32 roundings."""
+"""The update rules are torch.optim's, or their papers', up to the order of float32 roundings."""
 
+import numpy as np
 import pytest
 import torch
 
 from halfstep.errors import OptimizerError
-from halfstep.optim import convert, rule_of, update_rules
+from halfstep.optim import Lamb, Lion, convert, rule_of, update_rules
 from halfstep.recipe import get_recipe
 from tiny import assert_same, copied
 
@@ -137,6 +138,45 @@ def test_an_option_without_counterpart_is_refused(torch_class, option, reason):
     optimizer.param_groups[0][option] = True
     with pytest.raises(OptimizerError, match=rf"{option}=True cannot be expressed: .*{reason}.*{option}=False"):
         convert(optimizer, get_recipe("fp32"), {})
+
+
+def lion(weight, grads, lr, betas, decay):
+    """Chen et al. 2023, arXiv 2302.06675, program 1, in float64."""
+    moment = np.zeros_like(weight)
+    for grad in grads:
+        interpolated = grad + betas[0] * (moment - grad)
+        weight = weight - lr * (np.sign(interpolated) + decay * weight)
+        moment = grad + betas[1] * (moment - grad)
+    return weight
+
+
+def lamb(weight, grads, lr, betas, decay, eps=1e-6):
+    """You et al. 2019, arXiv 1904.00962, algorithm 2, in float64; of a weight or direction of zeros the ratio is 1."""
+    first, second = np.zeros_like(weight), np.zeros_like(weight)
+    for step, grad in enumerate(grads, 1):
+        first = grad + betas[0] * (first - grad)
+        second = grad**2 + betas[1] * (second - grad**2)
+        direction = first / (1 - betas[0] ** step) / (np.sqrt(second / (1 - betas[1] ** step)) + eps) + decay * weight
+        norms = np.sqrt((weight**2).sum()), np.sqrt((direction**2).sum())
+        weight = weight - lr * (norms[0] / norms[1] if all(norms) else 1.0) * direction
+    return weight
+
+
+@pytest.mark.parametrize(("torch_class", "equation"), [(Lion, lion), (Lamb, lamb)])
+@pytest.mark.parametrize("start", ["random", "zeros"])
+@pytest.mark.parametrize("silent", [False, True])
+def test_rules_that_torch_lacks_are_their_papers(torch_class, equation, start, silent):
+    """Betas far apart, so that no exchange of them goes unseen; gradients of zeros at first, or none."""
+    torch.manual_seed(1)
+    weight = torch.randn(40) if start == "random" else torch.zeros(40)
+    grads = [torch.zeros(40)] * silent + [torch.randn(40) for _ in range(6)]
+    expected = equation(weight.double().numpy(), [g.double().numpy() for g in grads], 0.05, (0.3, 0.95), 0.1)
+    parameter = torch.nn.Parameter(weight.clone())
+    optimizer = convert(torch_class([parameter], 0.05, (0.3, 0.95), weight_decay=0.1), get_recipe("fp32"), {})
+    for grad in grads:
+        parameter.grad = grad
+        optimizer.step()
+    torch.testing.assert_close(parameter.detach().double(), torch.from_numpy(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_every_rule_serves_the_class_it_names():

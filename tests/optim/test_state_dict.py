@@ -8,14 +8,14 @@ import torch
 from halfstep.errors import OptimizerError
 from halfstep.quant.masters import get_master
 from halfstep.recipe import Recipe
-from tiny import RECIPES, adamw, assert_same, batch, copied, mlp, prepared, train
+from tiny import RECIPES, adamw, assert_same, batch, copied, mlp, mostly_slow, prepared, train
 
 
 SMALL = Recipe("bf16 moments", "", "", weights="bf16", master="fp32", moments="bf16", compute="bf16")
 every_recipe = pytest.mark.parametrize("name", [*RECIPES, SMALL], ids=lambda r: getattr(r, "name", r))
 
 
-@every_recipe
+@pytest.mark.parametrize("name", [*mostly_slow(RECIPES), SMALL], ids=lambda r: getattr(r, "name", r))
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 def test_a_resumed_run_is_the_run_that_was_not_stopped(name, order):
     model, optimizer, scaler = prepared(name)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from families import for_each
 from halfstep import formats
 from halfstep.quant import get_quantizer
 from oracles import blocks
@@ -24,7 +25,7 @@ RULES = [
 IDS = ["-".join(pair) for pair in RULES]
 every_rule = pytest.mark.parametrize(("name", "rule"), RULES, ids=IDS)
 every_block = pytest.mark.parametrize("name", blocks.BLOCKS)
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+every_dtype = for_each("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 ONE_TILE = [name for name, (_, tile, _) in blocks.BLOCKS.items() if tile[0] == 1 and tile[1]]
 
 
@@ -66,7 +67,7 @@ def test_normal_numbers_of_many_sizes(name, rule, dtype):
 
 
 @every_rule
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 3, 40), (5,), (130, 131)], ids=str)
+@for_each("shape", [(1, 1), (3, 7), (2, 3, 40), (5,), (130, 131)])
 def test_shapes(name, rule, shape):
     if blocks.BLOCKS[name][1][0] == 1 and shape[0] == 130:
         shape = (9, 131)
@@ -82,7 +83,7 @@ def test_a_large_tensor_has_more_than_one_group_of_scales(name, rule):
 
 @pytest.mark.parametrize("name", [*blocks.MX, "fp8_1x128"])
 @pytest.mark.parametrize("rule", blocks.POWERS_OF_TWO)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@for_each("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_power_of_two_scales_around_every_threshold(name, rule, dtype):
     """One block for each amax: the element's max and every bound of a rule times powers of two, with neighbours."""
     if name == "fp8_1x128" and rule != "rceil":
@@ -129,7 +130,7 @@ def test_huge_blocks(name, rule):
 
 
 @pytest.mark.parametrize("name", ONE_TILE)
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@for_each("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_number_that_is_none_takes_its_own_tile_with_it(name, bad):
     columns = blocks.BLOCKS[name][1][1]
     x = torch.randn(4, 2 * columns)
@@ -145,7 +146,7 @@ def test_a_number_that_is_none_takes_its_own_tile_with_it(name, bad):
 
 
 @every_rule
-@pytest.mark.parametrize("shape", [(0,), (0, 32), (3, 0)], ids=str)
+@for_each("shape", [(0,), (0, 32), (3, 0)])
 def test_empty(name, rule, shape):
     found = get_quantizer(name, scale=rule).quantize(torch.zeros(shape))
     assert found.dequantize().shape == shape

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from families import for_each
 from halfstep import formats
 from halfstep.quant import decode, derive_seed, draw_seed, encode, noise_bits, round_to
 from halfstep.quant.rounding import stochastic
@@ -13,7 +14,7 @@ from oracles.numbers import same_bits
 
 
 every_format = pytest.mark.parametrize("name", oracle.NAMES)
-every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+every_dtype = for_each("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 
 
 def inside(name, dtype, count=256):
@@ -67,8 +68,8 @@ def test_right_on_average_between_any_two_neighbours(name):
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp16", "e4m3fn", "e5m2"])
-@pytest.mark.parametrize("fraction", [1 / 64, 0.25, 0.5, 0.9])
-@pytest.mark.parametrize("at", [1.0, -3.0, "subnormal"])
+@for_each("fraction", [1 / 64, 0.25, 0.5, 0.9])
+@for_each("at", [1.0, -3.0, "subnormal"])
 def test_right_on_average(format, fraction, at):
     f, count = formats.get(format), 40_000
     low, step = (f.min_subnormal, f.min_subnormal) if at == "subnormal" else (abs(at), f.eps * 2 ** (abs(at) > 2))

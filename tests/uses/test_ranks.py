@@ -9,12 +9,15 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from ways import CORE, REST, Stock, assert_like_fp32, prepare, sgd, start_of, values, way
+from ways import Stock, assert_like_fp32, prepare, sgd, start_of, values, way
 
 import halfstep
 from halfstep.recipe import get_recipe
-from tiny import assert_same, batch
+from tiny import EVERY, assert_same, batch
 
+
+FEW = ("bf16-mixed", "fp16-master", "bf16-stochastic", "fp8-delayed")  # recipes of the fast tests
+REST = tuple(name for name in EVERY if name not in FEW)
 
 RANK = """
 import sys, warnings
@@ -135,7 +138,7 @@ def ranks(names):
 
 def seen(name, kind):
     """What both ranks found."""
-    found = [rank[name, kind] for rank in ranks(CORE if name in CORE else REST)]
+    found = [rank[name, kind] for rank in ranks(FEW if name in FEW else REST)]
     for each in found:
         if isinstance(each, halfstep.HalfstepError):
             raise each
@@ -165,19 +168,19 @@ def compared(name, kind):
     assert_like_fp32(name, start, found[0], expected, slack=2)
 
 
-@way()
+@way(core=FEW)
 def test_ddp(name):
     """DDP: `prepare` first, then `DistributedDataParallel(model)`; seeds may differ by rank; `no_sync` as always."""
     compared(name, "ddp")
 
 
-@way()
+@way(core=FEW)
 def test_fsdp2(name):
     """FSDP2: `halfstep.apply(model, recipe)`, `fully_shard`, then `halfstep.optimize(model, optimizer)`."""
     compared(name, "fsdp")
 
 
-@way()
+@way(core=FEW)
 def test_fsdp2_too_late(name):
     """FSDP2 after `prepare`: an error, at once or at the first step, that names the right order."""
     for message in seen(name, "late"):

@@ -1,0 +1,69 @@
+"""Families of cases: in a loop, whose failure names every member that fails, or some of them in the slow tests."""
+
+import functools
+import inspect
+
+import pytest
+import torch
+
+
+_SHOWN = 400  # characters of what went wrong with a member
+
+
+class MembersFail(AssertionError):
+    """Some members of a family fail: a line for each."""
+
+    def __init__(self, lines):
+        super().__init__(f"{len(lines)} fail:\n" + "\n".join(lines))
+        self.lines = lines
+
+
+def slow_unless(fast, members):
+    """The members for `pytest.mark.parametrize`, marked slow unless `fast(member)`; a tuple is several arguments."""
+    return [
+        pytest.param(
+            *(member if isinstance(member, tuple) else (member,)), marks=() if fast(member) else pytest.mark.slow
+        )
+        for member in members
+    ]
+
+
+def for_each(names, members, ids=str):
+    """As `pytest.mark.parametrize`, in a single test: quicker by far where a member takes milliseconds.
+
+    Every member is tried, from the seed that tests start from, and the error lists those that fail; the first one's
+    traceback follows. Fixtures are made once for all of them: a test that writes to one is parametrised instead.
+
+    Args:
+        names: of the test's arguments that a member stands for, separated by commas.
+        ids: what a member is called in the error.
+    """
+    members, arguments = list(members), [name.strip() for name in names.split(",")]
+    assert members, f"no {names} to loop over"
+
+    def decorate(test):
+        signature = inspect.signature(test)
+        assert set(arguments) <= set(signature.parameters), f"{test.__name__} takes no {names}"
+
+        @functools.wraps(test)
+        def loop(*args, **kwargs):
+            lines, first = [], None
+            for member in members:
+                torch.manual_seed(0)
+                values = [member] if len(arguments) == 1 else member
+                try:
+                    test(*args, **kwargs, **dict(zip(arguments, values, strict=True)))
+                except MembersFail as error:  # of a loop inside this one
+                    lines += [f"{ids(member)}, {line}" for line in error.lines]
+                    first = first or error.__cause__
+                except (Exception, pytest.fail.Exception) as error:
+                    lines.append(f"{ids(member)}: {type(error).__name__}: {str(error).strip()[:_SHOWN]}")
+                    first = first or error
+            if lines:
+                raise MembersFail(lines) from first
+
+        rest = [parameter for name, parameter in signature.parameters.items() if name not in arguments]
+        loop.__signature__ = signature.replace(parameters=rest)
+        return loop
+
+    return decorate

@@ -1,0 +1,47 @@
+"""A loop over a family tries every member, each from the same seed, and its error names all that fail."""
+
+import re
+
+import pytest
+import torch
+
+from families import for_each
+
+
+def test_an_error_names_every_member_that_fails():
+    seen = []
+
+    @for_each("n, word", [(1, "one"), (2, "two"), (3, "three"), (4, "four")], ids=lambda member: member[1])
+    def odd(n, word):
+        seen.append((n, word, torch.rand(()).item()))
+        if n == 4:
+            pytest.fail("too large")
+        assert n % 2, "even"
+
+    with pytest.raises(AssertionError) as caught:
+        odd()
+    assert re.match(r"2 fail:\ntwo: AssertionError: even.*\nfour: Failed: too large", str(caught.value), re.DOTALL)
+    assert [n for n, _, _ in seen] == [1, 2, 3, 4]
+    assert len({drawn for _, _, drawn in seen}) == 1
+    assert str(caught.value.__cause__).startswith("even")
+
+
+def test_loops_nest_and_leave_fixtures_to_pytest(request):
+    seen = []
+
+    @for_each("a", [1, 2])
+    @for_each("b", [3, 4])
+    def test(request, a, b):
+        seen.append((a, b))
+        assert b != 4
+
+    with pytest.raises(AssertionError, match=r"^2 fail:\n1, 4: AssertionError(.|\n)*\n2, 4: AssertionError"):
+        test(request)
+    assert seen == [(1, 3), (1, 4), (2, 3), (2, 4)]
+
+
+def test_a_loop_over_nothing_is_an_error():
+    with pytest.raises(AssertionError, match="no file to loop over"):
+        for_each("file", [])
+    with pytest.raises(AssertionError, match="takes no file"):
+        for_each("file", [1])(lambda other: None)
