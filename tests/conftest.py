@@ -30,11 +30,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.cpu)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish():
-    """What stays to the end, thousands of tests, is nothing that every later collection of garbage must go through."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Thousands of tests stay to the end: no collection of garbage, now or later, need go through them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

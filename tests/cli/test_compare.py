@@ -134,6 +134,7 @@ def test_a_run_folder_that_was_edited_is_refused(place, halfstep):
     assert "holds another experiment" in done.message
 
 
+@pytest.mark.slow  # the fast one resumes a task's run
 def test_a_run_is_resumed_by_its_folder_alone(place, halfstep):
     options = ["--recipe", "bf16-nomaster", "--data", "text.txt", "--out", "runs/alone", *SMALL]
     assert halfstep("train", *options).code == 0

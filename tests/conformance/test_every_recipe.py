@@ -37,8 +37,8 @@ both_kinds_of_cpu = pytest.mark.usefixtures("products")
 WIDE = [name for name in EVERY if get_recipe(name).weights == "fp32"]
 FEW = [name for name in EVERY if any(rule.linear.rounds for rule in get_recipe(name).rules)]
 SANE = [name for name in EVERY if name not in BREAKS]
-TRACED = [("fp16-mixed", "own"), ("fp8-current", "own"), ("bf16-mixed", "carried"), ("mxfp8", "carried")]
-TRACED += [("fp8-delayed", "carried"), ("fp8lm-o3", "carried")]  # the other recipes are slow tests: a second each
+TRACED = [("fp16-mixed", "own"), ("fp8-current", "own"), ("mxfp8", "carried"), ("fp8lm-o3", "carried")]
+"""The others are slow tests, of a second each."""
 
 
 def gradients(model, scaler, rows=slice(None)):

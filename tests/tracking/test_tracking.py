@@ -57,6 +57,13 @@ def test_share_zeroed_equals_what_torchs_cast_zeroes():
     assert share_zeroed([torch.zeros(3)], FP16) == 0.0
 
 
+@pytest.mark.parametrize("format", ["fp16", "e4m3fn", "e5m2", "bf16"])
+def test_half_of_the_smallest_value_becomes_zero_and_what_is_above_does_not(format):
+    half = torch.tensor(formats.get(format).smallest / 2)
+    above = torch.nextafter(half, torch.ones(()))
+    assert share_zeroed([torch.stack([half, -half, above, -above, above])], formats.get(format)) == 2 / 5
+
+
 def test_share_lost_equals_what_torchs_bf16_addition_loses():
     before = torch.randn(20_000)
     after = before * (1 + torch.randn(20_000) * 2.0**-9)
