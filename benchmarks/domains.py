@@ -37,21 +37,22 @@ PAPERS = {
 
 INTRODUCTION = """# Beyond language
 
-`make bench-domains` writes this page. Each task is trained with the same hyper-parameters in every precision; fp32 with
-three seeds, the others with one. In brackets the verdict by the loss (gan: by its metric), against fp32's band.
+`make bench-domains` writes this page. Each task is trained with the same hyper-parameters in every precision, with
+three seeds in fp32 and one in the others. The verdict against fp32's band is in brackets; it goes by the loss (gan:
+by its metric).
 
-The models have ten to four hundred thousand parameters and train for seconds; vision, detection and gan use real 8 by 8
-digits, translation, speech and the recommender made data, lm the Python standard library. The papers' models are
-thousands of times larger: what can be compared is whether 16 bits lose something, not the figures.
+The models have ten to four hundred thousand parameters and train for seconds. vision, detection and gan use real
+digits of 8 by 8 pixels; translation, speech and the recommender use generated data; lm uses the Python standard
+library. The papers' models are thousands of times larger, so only this can be compared: whether 16 bits lose
+something. The figures cannot.
 
 | task | metric | fp32 | bf16-mixed | fp16-mixed | the paper's |
 | --- | --- | --- | --- | --- | --- |"""
 SCALING = """## A task that needs its loss scale
 
 Micikevicius et al. trained Multibox SSD: 76.9% mAP in fp32, *diverges* in fp16 without a loss scale, 77.1% with one.
-`{command}`
-is our small one: 1701 anchors an image, no batch norm (as in SSD), and a loss that is the mean over all outputs,
-`reduction="mean"`. Nothing is planted: that mean is what makes the gradients small.
+`{command}` is our small version of it, with 1701 anchors an image, no batch norm (as in SSD), and a loss that is the
+mean over all outputs, `reduction="mean"`. Nothing is planted: that mean is what makes the gradients small.
 
 | recipe | verdict | final loss | gap to fp32 | mAP@0.5 |
 | --- | --- | --- | --- | --- |"""
@@ -100,8 +101,9 @@ def page(data: dict[str, Any]) -> str:
         lines.append(f"| `{task}` | {metric.name}, {arrow} is better | {' | '.join(cells)} | {paper} |")
     lines += [
         "",
-        "The papers': Micikevicius et al. 2018, arXiv 1710.03740. The study of bfloat16 (Kalamkar et al. 2019, arXiv",
-        "1905.12322) has the same kinds of tasks and finds for bf16 that no hyper-parameter need change.",
+        "The papers' figures are from Micikevicius et al. 2018, arXiv 1710.03740. The study of bfloat16 (Kalamkar",
+        "et al. 2019, arXiv 1905.12322) has the same kinds of tasks and finds that bf16 needs no change of a",
+        "hyper-parameter.",
         "",
     ]
     lines += _scaling(data["loss scaling"])
@@ -130,7 +132,7 @@ def _scaling(found: dict[str, Any]) -> list[str]:
     lines += [
         "",
         f"fp32's band: {band['mean']:.3g} ± {band['half_width']:.2g}, {band['seeds']} seeds." if band else "No band.",
-        "Of fp32's non-zero activation gradients a cast to fp16 makes zero, at most over the run:",
+        "A cast to fp16 makes this share of fp32's non-zero activation gradients zero, at most over the run:",
         ", ".join(f"{share:.1%} times {scale}" for scale, share in shares.items()) + ".",
         "",
     ]

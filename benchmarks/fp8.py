@@ -40,23 +40,30 @@ PAGE = RESULTS.parent.parent / "docs" / "fp8.md"
 
 PAGE_TEXT = """# FP8 training on any machine
 
-`make bench-fp8` writes this page. Every recipe here rounds the operands of a linear layer's three products to 8 bits
-and multiplies them exactly, in bf16 or float32, whatever the hardware: what FP8 units would form, one rounding at the
-end. [recipes.md](recipes.md) says which layers each leaves alone.
+`make bench-fp8` writes this page. An FP8 recipe rounds the operands of a linear layer's three products to 8 bits,
+with the scales that its source has (Transformer Engine, torchao, Graphcore, FP8-LM, Smooth-SwiGLU). It multiplies
+them exactly, in bf16 or float32, and rounds once at the end. These are the products that FP8 units form, and they
+need no FP8 hardware.
+
+Scales that follow earlier steps are kept out of the model's state dict. They move once an optimizer step, agree over
+ranks, and are saved in `scaler.state_dict()`. Heads, routers, embeddings and norms stay in high precision by rule:
+[recipes.md](recipes.md) names them. `halfstep.quantize_model(model, "mxfp8")` keeps a byte a weight for
+[inference](inference.md).
 
 ## On real text
 
 {runs}
 
-Smooth-SwiGLU wants a gated MLP, which the GPT above has not:
+Smooth-SwiGLU needs a gated MLP. The GPT above has none, so these runs train a small Llama:
 
 {gated}
 
 ## What each operand loses
 
-A step of the same model, after {watch_at} steps under each recipe: the relative error of what is multiplied (Euclidean
-norms), the share of elements beyond the format's largest value, and the share of non-zero ones that became zero; over
-all layers, the mean and in brackets the worst layer. `halfstep.tracking.operand_errors` gives every row.
+The table is of one step of the same model, after {watch_at} steps under each recipe. It shows the relative error of
+what is multiplied (Euclidean norms), the share of elements beyond the format's largest value, and the share of
+non-zero elements that became zero. Each figure is the mean over all layers, with the worst layer in brackets.
+`halfstep.tracking.operand_errors` gives every row.
 
 | recipe | product | operand | format | relative error | saturated | flushed to zero |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -66,8 +73,9 @@ all layers, the mean and in brackets the worst layer. `halfstep.tracking.operand
 
 Fujii et al. 2024 (arXiv 2411.08719) see loss spikes in FP8 that bf16 does not have; their scripts use Megatron-LM's
 history of 1 as well as Transformer Engine's of 1024. Here the input of each MLP's second layer is multiplied by
-{jump:g}, and its output divided, in one step of {every} from step {start} on: the function stays what it is, the amax
-jumps. A spike is a loss above the median of the {window} steps before it plus {mads:g} median absolute deviations.
+{jump:g}, and its output divided by as much, in one step of {every} from step {start} on. The function stays what it
+is, but the amax jumps. A spike is a loss above the median of the {window} steps before it plus {mads:g} median
+absolute deviations.
 
 | recipe | spikes, {jumps} steps that jump | spikes, {others} others | mean rise in steps that jump | final loss |
 | --- | --- | --- | --- | --- |

@@ -35,6 +35,8 @@ class Contender:
     run: Callable[[], Any]
     against: str | None = None
     at_most: float | None = None
+    is_peer: bool = False
+    """Whether it is another library's, which may not run beside this torch: the others are then timed without it."""
 
 
 def timings(
@@ -78,22 +80,41 @@ def ratio(seconds: dict[str, list[float]], one: str, other: str) -> float:
 
 
 def race(contenders: list[Contender], rounds: int, warmup: int = 2) -> list[dict[str, Any]]:
-    """Time every contender once a round; one row each: median seconds, median ratio, the bar and whether it is met."""
-    seconds = timings({c.name: c.run for c in contenders}, rounds, warmup)
+    """Time every contender once a round; one row each: median seconds, median ratio, the bar and whether it is met.
+
+    A peer whose first call fails is named with its error and left out, and nothing is measured against it.
+    """
+    failed = {c.name: why for c in contenders if c.is_peer and (why := _failure(c.run)) is not None}
+    seconds = timings({c.name: c.run for c in contenders if c.name not in failed}, rounds, warmup)
     rows = []
     for c in contenders:
+        if c.name in failed:
+            rows.append({"name": c.name, "failed": failed[c.name]})
+            continue
         row: dict[str, Any] = {"name": c.name, "median_ms": 1000 * statistics.median(seconds[c.name])}
-        if c.against is not None:
+        if c.against is not None and c.against not in failed:
             row |= {"against": c.against, "ratio": ratio(seconds, c.name, c.against), "at_most": c.at_most}
             row["met"] = None if c.at_most is None else row["ratio"] <= c.at_most
         rows.append(row)
     return rows
 
 
+def _failure(run: Callable[[], Any]) -> str | None:
+    """What a call raises, in a line."""
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return None
+
+
 def report(name: str, question: str, rows: list[dict[str, Any]], rounds: int) -> None:
     """Print the rows; with --keep on the command line, keep them in results/NAME.json beside the machine's name."""
     table = Table("contender", "median", "against", "ratio", "at most", title=question, title_justify="left", box=None)
     for row in rows:
+        if "failed" in row:
+            table.add_row(row["name"], "does not run here", row["failed"])
+            continue
         bar = row.get("at_most")
         table.add_row(
             row["name"],

@@ -108,9 +108,9 @@ def main() -> None:
         Contender("halfstep bf16-stochastic", prepared(model, tokens, "bf16-stochastic"), "torch.autocast bf16"),
         Contender("halfstep fp16-mixed", prepared(model, tokens, "fp16-mixed"), "torch fp32"),
         # The peers' loops run without autocast: torch's own bf16 products would slow them down on a CPU without units.
-        Contender("torchao float8, emulated", plain(float8(copy.deepcopy(model)), tokens, None)),
-        Contender("torchao mxfp8, emulated", plain(mxfp8(copy.deepcopy(model)), tokens, None)),
-        Contender("unit-scaling simulate_fp8", plain(simulate_fp8(copy.deepcopy(model)), tokens, None)),
+        Contender("torchao float8, emulated", plain(float8(copy.deepcopy(model)), tokens, None), is_peer=True),
+        Contender("torchao mxfp8, emulated", plain(mxfp8(copy.deepcopy(model)), tokens, None), is_peer=True),
+        Contender("unit-scaling simulate_fp8", plain(simulate_fp8(copy.deepcopy(model)), tokens, None), is_peer=True),
     ]
     for recipe, bars in RECIPES.items():
         step = prepared(model, tokens, recipe)

@@ -14,7 +14,7 @@ PURE, CAST = two_loops.LOOPS
 
 INTRODUCTION = """# model.to(bfloat16), or autocast?
 
-`make bench-which-bf16` writes this page. The question, from a forum: should one call `model.to(bfloat16)` and
+`make bench-which-bf16` writes this page. The question comes from a forum: should one call `model.to(bfloat16)` and
 `x.to(bfloat16)`, with no master copy and bf16 gradients, or train under `torch.autocast`?
 
 The figures of `bf16-kahan`, `bf16-collage-light` and `bf16-collage-plus` are from before 22 November 2026. Their first
@@ -23,8 +23,8 @@ again.
 """
 LOOPS = """## Both loops, as asked
 
-In plain torch, with torch's AdamW. Clipping and the schedule are those of the runs below, where the first is
-`bf16-pure` and the second `bf16-mixed`; on a GPU `x.device.type` is `"cuda"`.
+The loops are in plain torch, with torch's AdamW. Clipping and the schedule are those of the runs below, where the
+first loop is `bf16-pure` and the second `bf16-mixed`. On a GPU `x.device.type` is `"cuda"`.
 
 ```python
 {code}```
@@ -64,14 +64,14 @@ def verdict(data: Figures) -> list[str]:
     lm, vision = data["tasks"]["lm"], data["tasks"]["vision"]
     rows, loops, other = lm["recipes"], lm["loops"], vision["loops"][PURE]
     fits = {name for name, row in {**rows, **loops}.items() if row["status"] == "matches"}
-    good = sorted((fits & rows.keys()) - {"fp32"}, key=lambda name: total(rows[name]))
+    good = sorted((name for name in rows if name in fits and name != "fp32"), key=lambda name: total(rows[name]))
     answer = {
         (True, True): "Here either will do.",
         (False, True): "Autocast, or a recipe that keeps what an update rounds away.",
         (True, False): "Here model.to(bfloat16).",
         (False, False): "Here neither stays with fp32.",
     }[PURE in fits, CAST in fits]
-    lines = [f"**{answer}** On a small GPT, {data['steps']} steps:", ""]
+    lines = [f"**{answer}** On a small GPT, after {data['steps']} steps:", ""]
     for loop, row in loops.items():
         lines += item(f"`{loop}`, {total(row):g} bytes a parameter: {gap(row)} to fp32's loss, {row['status']}.")
     lines += item(f"These match fp32: {listed(rows, good)}." if good else "No bf16 recipe matches fp32.")
@@ -82,9 +82,8 @@ def verdict(data: Figures) -> list[str]:
     without, pure = rows["bf16-nomaster"], rows["bf16-pure"]
     if "bf16-master" in fits and "bf16-nomaster" not in fits:
         lines += item(
-            "bf16 gradients are not what hurts: `bf16-master` has them, and matches. What hurts is that a bf16 "
-            "weight takes the "
-            "update itself and rounds it away, the more so as the learning rate falls."
+            "bf16 gradients do no harm: `bf16-master` has them, and matches. The harm is done by a bf16 weight that "
+            "takes the update itself and rounds it away, the more so as the learning rate falls."
         )
     if without["status"] == pure["status"] == "degrades":
         lines += item(
@@ -95,7 +94,7 @@ def verdict(data: Figures) -> list[str]:
             "are bf16 too, 8 bytes in all and not 12."
         )
     if "bf16-stochastic" in fits and "bf16-nomaster" not in fits:
-        lines += item("Nor does it take more bytes: `bf16-stochastic` has those of `bf16-nomaster`, and matches.")
+        lines += item("The cure takes no more bytes: `bf16-stochastic` has as many as `bf16-nomaster`, and matches.")
     band = vision["band"]["half_width"] / vision["band"]["mean"]
     lines += item(
         f"On a small network on images, whose inputs `x.to(bfloat16)` rounds too, `{PURE}` {other['status']}: "
@@ -117,9 +116,9 @@ def notes(rule: str, at: list[int]) -> list[str]:
         *item(
             "*Descent quality* is the part of an update that arrives in what is stored, masters included: 1 when "
             "nothing is "
-            "lost, 0 when everything stalls. *Lost share* is the part of the updates that moved nothing. Both at steps "
-            f"{', '.join(map(str, at))}, means over seeds; the learning rate has all but vanished at the last, and "
-            "what stochastic rounding makes of it is noise around 1."
+            "lost, 0 when everything stalls. *Lost share* is the part of the updates that moved nothing. Both are "
+            f"means over seeds, at steps {', '.join(map(str, at))}. At the last of these the learning rate has all but "
+            "vanished, and the quality under stochastic rounding is noise around 1."
         ),
         *item(
             "*Time* is a training step over fp32's, interleaved in one run on one thread. This processor has no "
@@ -200,9 +199,10 @@ def machine(data: Figures) -> str:
 ZEROED = """# Do weights become zero in the cast?
 
 `make bench-which-bf16` writes this page. A reply in a forum says that bf16 training suffers because *a significant
-number of weight values become zero when cast to bf16 (fp16)*. Counted over the fp32 runs of
-[which_bf16.md](which_bf16.md), of what is not zero already: what a cast, without any scale, makes zero; of the
-updates, what adding them to a weight stored in that format loses. Means over {seeds} seeds at steps {steps}.
+number of weight values become zero when cast to bf16 (fp16)*. The table counts over the fp32 runs of
+[which_bf16.md](which_bf16.md). For weights and gradients it gives the share, of what is not zero already, that a cast
+without any scale makes zero. For updates it gives the share that is lost when they are added to a weight stored in
+that format. The figures are means over {seeds} seeds at steps {steps}.
 
 | | {formats} |
 | --- | {rule} |"""

@@ -1,5 +1,7 @@
-"""The README's and the docs' Python examples run, page by page, and so do the scripts in examples/."""
+"""The README and the docs hold: examples run, links lead somewhere, figures are those that were kept."""
 
+import importlib
+import json
 import re
 import runpy
 from pathlib import Path
@@ -8,8 +10,10 @@ import pytest
 
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README, DOCS, BENCHMARKS = ROOT / "README.md", ROOT / "docs", ROOT / "benchmarks"
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -20,12 +24,96 @@ def test_the_python_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
         exec(compile(block, str(page), "exec"), names)
 
 
+def links(page):
+    return re.findall(r"\]\(([^)]*)\)", FENCED.sub("", page.read_text()))
+
+
+def anchors(page):
+    """The anchors that GitHub gives to a page's headings."""
+    titles = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def leads_somewhere(page, link):
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    return link.startswith("https://") or (target.exists() and (not anchor or anchor in anchors(target)))
+
+
+def test_links_between_pages_lead_somewhere():
+    every = [(page, link) for page in [*PAGES, ROOT / "CONTRIBUTING.md"] for link in links(page)]
+    assert len(every) > 50
+    broken = [f"{page.relative_to(ROOT)}: {link}" for page, link in every if not leads_somewhere(page, link)]
+    assert not broken
+
+
+def test_a_broken_link_is_noticed():
+    assert leads_somewhere(README, "docs/recipes.md#routers")
+    for broken in ("docs/recipe.md", "docs/recipes.md#routes", "#recipes"):
+        assert not leads_somewhere(README, broken)
+
+
+def test_the_index_names_every_page_once():
+    outside = ["../CHANGELOG.md", "../CONTRIBUTING.md", "../README.md"]
+    pages = [page.name for page in DOCS.glob("*.md") if page.name != "README.md"]
+    assert sorted(links(DOCS / "README.md")) == sorted([*outside, *pages])
+
+
+def test_the_front_page_is_short():
+    assert len(README.read_text().split()) < 700
+
+
+def rows(page):
+    """The rows of a page's tables that begin with a name in code, by that name; of two rows the first."""
+    found = {}
+    for line in page.read_text().splitlines():
+        if line.startswith("| `"):
+            name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            found.setdefault(name.strip("`"), cells)
+    return found
+
+
+def test_five_recipes_of_the_front_page_did_in_the_demo_what_it_says():
+    front, demo = rows(README), rows(DOCS / "demo.md")
+    assert len(front) == 5
+    for name, (_, bytes_per_parameter, result) in front.items():
+        verdict, _, gap, bytes_in_demo = demo[name]
+        *gap_in_front, word = result.split(", ")
+        assert (bytes_per_parameter, gap_in_front) == (bytes_in_demo, [gap] if gap else [])
+        assert verdict.strip("*").startswith(word)
+
+
+def test_figures_of_the_front_page_are_those_of_the_pages_behind_it():
+    words = " ".join(README.read_text().split())
+    assert "`bf16-mixed` step takes 0.36 of torch.autocast's time on a CPU without 16-bit units and 1.07" in words
+    benchmarks = (DOCS / "benchmarks.md").read_text()
+    without, with_units = benchmarks.split("## On a CPU with bf16 units")
+    assert "| `bf16-mixed`, a step | torch.autocast, fused AdamW | 0.36 |" in without
+    assert "| `bf16-mixed` | torch.autocast bf16 | 1.07 (" in with_units
+    assert "`fp8-delayed`, `fp8-current`, `fp8-block` and `mxfp8` end within 0.1% of fp32's loss" in words
+    fp8 = rows(DOCS / "fp8.md")
+    assert all(
+        abs(float(fp8[name][2].strip("%"))) < 0.1 for name in ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
+    )
+
+
 @pytest.mark.parametrize(
-    "link", sorted({(p, t) for p in PAGES for t in re.findall(r"\]\(([^)#]+)", p.read_text())}), ids=str
+    ("page", "module", "function", "figures"),
+    [
+        ("fp8.md", "fp8", "page", "fp8.json"),
+        ("domains.md", "domains", "page", "domains.json"),
+        ("which_bf16.md", "which_bf16_page", "which_bf16", "which_bf16.json"),
+        ("zeroed.md", "which_bf16_page", "zeroed", "which_bf16.json"),
+        ("inference.md", "inference", "table", "inference.json"),
+        ("benchmarks.md", "quantize_tables", "markdown", "quantize.json"),
+        ("inspect.md", "inspect_page", "speed", None),
+    ],
 )
-def test_links_between_pages_lead_somewhere(link):
-    page, target = link
-    assert target.startswith("https://") or (page.parent / target).exists()
+def test_a_page_shows_the_figures_that_were_kept(page, module, function, figures, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    write = getattr(importlib.import_module(module), function)
+    kept = [json.loads((BENCHMARKS / "results" / figures).read_text())] if figures else []
+    assert write(*kept) in (DOCS / page).read_text()
 
 
 def test_example_of_lost_updates_ends_where_arithmetic_says():

@@ -31,10 +31,10 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", "is a JSON list"),
         ("{}", r"holds schema None; expected an audit of schema 1: save it anew with halfstep.audit\("),
-        ('{"schema": 1, "items": []}', r"is no whole audit \('model'\); save it anew"),
+        ('{"schema": 1, "items": []}', r"is not a whole audit \('model'\); save it anew"),
     ],
 )
 def test_files_that_hold_no_audit(tmp_path, text, message):

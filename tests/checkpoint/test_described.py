@@ -12,7 +12,7 @@ import halfstep
 from halfstep import formats
 from halfstep.checkpoint import open_checkpoint
 from halfstep.checkpoint.write import TARGETS, Scaled, write
-from halfstep.ops.storage import metadata
+from halfstep.ops.files import metadata
 from halfstep.quant import Quantizer, Tile, get_quantizer
 from halfstep.quant.description import MALFORMED, from_label, label
 from halfstep.recipe import get_recipe, list_recipes
@@ -172,7 +172,7 @@ def test_metadata_that_is_no_json_is_found(tmp_path):
         {"w.codes": torch.zeros(4, 4, dtype=torch.uint8)}, tmp_path / "q.safetensors", {"halfstep.quantized": "{"}
     )
     (found,) = halfstep.inspect(tmp_path / "q.safetensors").findings
-    assert found.startswith("the metadata 'halfstep.quantized' is no JSON")
+    assert found.startswith("the metadata 'halfstep.quantized' is not JSON")
 
 
 def test_a_label_of_another_version_is_found(tmp_path):

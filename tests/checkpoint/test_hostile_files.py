@@ -41,7 +41,7 @@ def test_what_is_no_checkpoint(make, tmp_path):
     elif make == "text":
         path = tmp_path / "notes.txt"
         path.write_text("hello")
-        wanted = "no checkpoint of a known kind; expected one of: GGUF, Hugging Face folder"
+        wanted = "not a checkpoint of a known kind; expected one of: GGUF, Hugging Face folder"
     elif make == "empty":
         path.touch()
         wanted = "0 bytes"
@@ -107,12 +107,12 @@ HUGE = 1 << 62
         ({"__metadata__": {"a": 1}}, b"", "not a map of strings"),
         ({"__metadata__": "a"}, b"", "not a map of strings"),
         (b'{"a": 1, "a": 2}', b"", "the key 'a' is there twice"),
-        (b'{"a":' * 100_000, b"", "nests too deeply|no JSON"),
-        (b"[" * 100_000, b"", "nests too deeply|no JSON"),
+        (b'{"a":' * 100_000, b"", "nests too deeply|not JSON"),
+        (b"[" * 100_000, b"", "nests too deeply|not JSON"),
         (b"[]", b"", "a JSON list; expected an object"),
-        (b"{", b"", "no JSON"),
-        (b"\xff{}", b"", "no JSON"),
-        (b'{"a":' + b"9" * 5000 + b"}", b"", "no JSON"),
+        (b"{", b"", "not JSON"),
+        (b"\xff{}", b"", "not JSON"),
+        (b'{"a":' + b"9" * 5000 + b"}", b"", "not JSON"),
         (b'{"\\ud800":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"1234", "half a character"),
         (b'{"__metadata__":{"a":"\\udfff"}}', b"", "half a character"),
     ],
@@ -230,7 +230,7 @@ def test_links_out_of_the_folder(tmp_path):
         (lambda home: (home / "model-2.safetensors").unlink(), "which is not there"),
         (lambda home: (home / "model-2.safetensors").write_bytes(b"git-lfs"), "expected a safetensors file"),
         (lambda home: (home / "config.json").write_text("[]"), "a JSON list"),
-        (lambda home: (home / "config.json").write_text("[" * 100_000), "nests too deeply|no JSON"),
+        (lambda home: (home / "config.json").write_text("[" * 100_000), "nests too deeply|not JSON"),
         (
             lambda home: save_file({"c": torch.ones(1)}, home / "model-2.safetensors"),
             "'b' is not in 'model-2.safetensors'",
@@ -268,10 +268,10 @@ def header_of(text, version=1):
         (b"\x93NUMPY\x09\0" + bytes(20), "does not begin"),
         (b"\x93NUMPY\x01\0\xff\xff{}", "expected at most 10000"),
         (b"\x93NUMPY\x02\0\xff\xff\xff\xff{}", "expected at most 10000"),
-        (header_of("__import__('os').system('touch sentinel')"), "no description"),
-        (header_of("(" * 5000), "no description"),
-        (header_of("-" * 9000 + "1"), "no description"),
-        (header_of("{[]: 1}"), "no description"),
+        (header_of("__import__('os').system('touch sentinel')"), "does not describe an array"),
+        (header_of("(" * 5000), "does not describe an array"),
+        (header_of("-" * 9000 + "1"), "does not describe an array"),
+        (header_of("{[]: 1}"), "does not describe an array"),
         (header_of("{'descr': '<f4', 'shape': (1,)}"), "expected type, order and shape"),
         (header_of("[1]"), "expected type, order and shape"),
         (header_of("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}"), "Python objects, which can run code"),
@@ -281,8 +281,8 @@ def header_of(text, version=1):
         (header_of("{'descr': '', 'fortran_order': False, 'shape': (1,)}"), "expected numbers"),
         (header_of("{'descr': '<f4', 'fortran_order': False, 'shape': (-1,)}"), "expected whole numbers"),
         (header_of("{'descr': '<f4', 'fortran_order': False, 'shape': [1]}"), "expected whole numbers"),
-        (header_of("{'descr': '<f4', 'fortran_order': False, 'shape': (1,) * 3}"), "no description"),
-        (header_of("{'descr': '<f4', 'fortran_order': False, 'shape': (9**99,)}"), "no description"),
+        (header_of("{'descr': '<f4', 'fortran_order': False, 'shape': (1,) * 3}"), "does not describe an array"),
+        (header_of("{'descr': '<f4', 'fortran_order': False, 'shape': (9**99,)}"), "does not describe an array"),
         (header_of(f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({HUGE}, {HUGE})}}"), "0 bytes for <f4"),
         (header_of("{'descr': '<f4', 'fortran_order': False, 'shape': (2,)}") + bytes(7), "7 bytes for <f4"),
         (header_of("{'descr': '<f4', 'fortran_order': True, 'shape': (2,)}", 2) + bytes(9), "9 bytes for <f4"),

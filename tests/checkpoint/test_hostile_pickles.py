@@ -98,7 +98,7 @@ def test_a_memory_format_as_older_pythons_pickle_it():
     assert found.name.endswith("._MEM_FORMAT_ENCODING")
     assert found.args == ("TORCH_CONTIGUOUS_FORMAT",)
     for hostile in (Calls(getattr, Metadata, "__init__"), Calls(getattr, member, "value"), Calls(getattr, member)):
-        with pytest.raises(CheckpointError, match="getattr of something else than a memory format"):
+        with pytest.raises(CheckpointError, match="getattr of something other than a memory format"):
             pickles.load(pickle.dumps(hostile, 4), dcp.ALLOWED, "it")
 
 

@@ -13,7 +13,7 @@ import halfstep
 from halfstep.checkpoint import open_checkpoint
 from halfstep.checkpoint.write import TARGETS, Plain, write
 from halfstep.errors import CheckpointError, QuantizationError
-from halfstep.ops.storage import metadata
+from halfstep.ops.files import metadata
 
 
 def tensors():

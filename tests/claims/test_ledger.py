@@ -1,4 +1,4 @@
-"""The ledger as it is: every row keeps the rules, has a check where it needs one, and says what the README says."""
+"""The ledger as it is: every row keeps the rules, has a check if it needs one, and says what the demo's page says."""
 
 import re
 from pathlib import Path
@@ -43,12 +43,12 @@ def test_the_page_is_current():
     assert (ROOT / "docs" / "claims.md").read_text(encoding="utf-8") == markdown(load()), "run `make docs`"
 
 
-def test_figures_of_the_demo_are_those_of_the_readme():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_figures_of_the_demo_are_those_of_its_page():
+    page = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
     found = [number for c in load() if "make demo" in c.machine for number in re.findall(r"[+-]?\d[\d.]*%?", c.figure)]
     precise = [number for number in found if "." in number or "%" in number]
     assert len(precise) > 5
-    assert [number for number in precise if number not in readme] == []
+    assert [number for number in precise if number not in page] == []
 
 
 def test_an_unknown_id_shows_the_nearest():

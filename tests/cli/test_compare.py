@@ -128,7 +128,7 @@ def test_a_run_folder_that_was_edited_is_refused(place, halfstep):
     metrics.write_text("\n".join([lines[0], "{broken", *lines[1:]]))
     done = halfstep("train", *options, "--resume")
     assert done.code == 2
-    assert "metrics.jsonl, line 2: is no metrics row" in done.message
+    assert "metrics.jsonl, line 2: this is not a metrics row" in done.message
     (place / "runs" / "edited" / "experiment.json").write_text("{}")
     done = halfstep("train", *options, "--resume")
     assert "holds another experiment" in done.message

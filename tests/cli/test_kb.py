@@ -187,7 +187,7 @@ def test_validate(kb, tmp_path):
     (tmp_path / "x.toml").write_text("family = [")
     code, _, err = kb("validate", tmp_path)
     assert code == 1
-    assert "x.toml: this is no TOML" in err
+    assert "x.toml: this is not TOML" in err
     code, _, err = kb("validate", tmp_path / "nowhere")
     assert code == 2
     assert "holds no .toml file" in err

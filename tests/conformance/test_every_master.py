@@ -135,7 +135,7 @@ WRITES = [new_storage, vector, through_numpy, load, copy_over, by_index]
 @for_each("write", WRITES, ids=lambda write: write.__name__)
 @for_each("steps", [0, 2])
 def test_what_is_kept_follows_every_kind_of_write(name, kind, write, steps):
-    """The weight stays what was written, and what is kept of it means that weight, but for an ulp of a sum of two."""
+    """The weight stays what was written, and what is kept means that weight, except for an ulp of a sum of two."""
     weight, optimizer = start(name, kind)
     for seed in range(steps):
         step(weight, optimizer, seed)

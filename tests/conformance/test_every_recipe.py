@@ -13,7 +13,8 @@ import halfstep
 from families import slow_unless
 from halfstep import get_recipe
 from halfstep.optim import convert
-from halfstep.recipe import MASTERS, SCALED_MASTER
+from halfstep.quant.masters import get_master
+from halfstep.recipe import SCALED_MASTER, master_states
 from tiny import (
     BREAKS,
     EVERY,
@@ -80,11 +81,12 @@ def test_parameters_are_stored_as_the_recipe_says(name):
     storable = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3fn": torch.float8_e4m3fn}
     for path, parameter in model.named_parameters():
         scaled = recipe.scaled if path in ("0.weight", "3.weight") else None
-        assert parameter.dtype == storable[scaled.weights if scaled else recipe.weights]
-        assert optimizer.state[parameter]["exp_avg_sq"].dtype == storable[recipe.moments]
-        kept = {SCALED_MASTER, *(name for name, _ in MASTERS.values())} & optimizer.state[parameter].keys()
-        master = MASTERS[recipe.master][0] if recipe.master else SCALED_MASTER if scaled and scaled.master else None
-        assert kept == ({master} if master else set())
+        memory = parameter.codes if scaled else parameter
+        assert memory.dtype == storable[scaled.weights if scaled else recipe.weights]
+        assert optimizer.state[parameter]["exp_avg_sq"].dtype == recipe.moment("exp_avg_sq").dtype
+        kept = master_states() & optimizer.state[parameter].keys()
+        own = {SCALED_MASTER} if scaled and scaled.master else set()
+        assert kept == own | get_master(recipe.master).keeps.keys()
 
 
 @every_recipe

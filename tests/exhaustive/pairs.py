@@ -1,7 +1,7 @@
 """All pairs (w, c) of finite bfloat16 numbers through one compensated addition: what it leaves, no step may drop.
 
 w' = w + c and c' = c + (w - w'), each operation rounded, is how Kahan's compensation and Collage's residual come about
-(`optim.masters`); and all 2^32 float32 numbers split into a bfloat16 and what is left of them, as masters start. Half
+(`quant.masters`); and all 2^32 float32 numbers split into a bfloat16 and what is left of them, as masters start. Half
 an hour.
 
     python tests/exhaustive/pairs.py [--every N]
@@ -11,13 +11,14 @@ import argparse
 
 import torch
 
-from halfstep.optim.masters import get_master
+from halfstep.ops import follow
+from halfstep.quant.masters import get_master
 
 
 def dropped(weight: torch.Tensor, rest: torch.Tensor) -> int:
     """How many of the rests are not kept beside their finite weights."""
     kept = {"compensation": rest.clone()}
-    get_master("kahan").follow(weight, kept)
+    follow(get_master("kahan"), weight, kept)
     sound = weight.isfinite() & rest.isfinite()
     return int((sound & (kept["compensation"] != rest)).sum())
 

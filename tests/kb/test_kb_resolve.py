@@ -138,7 +138,7 @@ class TestLocalFolder:
         assert not lookup(self.write(tmp_path / "b"), overlay=None).known
 
     @pytest.mark.parametrize(
-        ("text", "message"), [("{", "is no JSON"), ("[1]", "holds a list"), ("[" * 100_000, "is no JSON")]
+        ("text", "message"), [("{", "is not JSON"), ("[1]", "holds a list"), ("[" * 100_000, "is not JSON")]
     )
     def test_a_broken_config_is_an_error_that_names_the_file(self, tmp_path, text, message):
         folder = self.write(tmp_path / "mine", config_json=text)
@@ -195,7 +195,7 @@ class TestOverlay:
     def test_a_broken_overlay_is_an_error_that_names_the_file(self, overlay):
         with pytest.raises(KnowledgeBaseError, match=r"toy\.toml: entry 'toy'.*unknown word"):
             load(overlay(ENTRY.replace("bf16_mixed", "bf61")))
-        with pytest.raises(KnowledgeBaseError, match=r"this is no TOML.*line 2"):
+        with pytest.raises(KnowledgeBaseError, match=r"this is not TOML.*line 2"):
             load(overlay("=", name="toy.toml"))
 
     def test_a_file_that_is_not_utf8_is_an_error(self, overlay):

@@ -125,7 +125,7 @@ def test_a_report_must_name_an_entry_that_exists():
 def test_broken_toml_is_reported_with_its_line(overlay):
     folder = overlay(ENTRY.replace('"Says bf16."', '"Says bf16.'))
     (message,) = validate(folder, under=load(None))
-    assert message.startswith("toy.toml: this is no TOML")
+    assert message.startswith("toy.toml: this is not TOML")
     assert "line 11" in message
     with pytest.raises(KnowledgeBaseError, match="line 1"):
         parse("family = \n", "x.toml")
@@ -136,7 +136,7 @@ def test_validate_reports_every_broken_file_at_once(overlay):
     folder = overlay(ENTRY.replace("bf16_mixed", "bf61_mixed"), name="b.toml")
     found = validate(folder, under=load(None))
     assert len(found) == 2
-    assert found[0].startswith("a.toml: this is no TOML")
+    assert found[0].startswith("a.toml: this is not TOML")
     assert found[1].startswith("b.toml: entry 'toy'")
 
 

@@ -18,7 +18,7 @@ from halfstep.optim import convert
 from halfstep.optim.rules.adam import move
 from halfstep.optim.rules.base import never
 from halfstep.quant import noise_bits
-from halfstep.recipe import STORABLE, Recipe
+from halfstep.recipe import STORABLE, Recipe, get_storage
 from oracles.numbers import every_16_bit_value, same_bits
 
 
@@ -31,9 +31,10 @@ STORAGES = [
     if not (master and weights == "fp32") and (rounding == "nearest_even" or (weights == "bf16" and not master))
 ]
 STORAGES += [
-    {"weights": "bf16", "master": master, "moments": moments, "moment_residuals": residuals}
-    for master, moments, residuals in [
-        ("split", "fp32", ()), ("kahan", "fp32", ()), ("collage", "bf16", ()), ("collage", "bf16", ("exp_avg_sq",)),
+    {"weights": "bf16", "master": master, "moments": moments}
+    for master, moments in [
+        ("split", "fp32"), ("kahan", "fp32"), ("collage", "bf16"),
+        ("collage", (("exp_avg_sq", get_storage("bf16", residual=True)), ("*", "bf16"))),
     ]
 ]  # fmt: skip
 OF_EVERY_KIND = [
@@ -151,7 +152,9 @@ def test_it_moves(storage):
     weight = torch.randn(100)
     moved, state = assert_equal_steps(storage, weight, [torch.ones(100)], lr=0.5)
     assert ((weight - moved.float()) > 0.4).all()
-    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == STORABLE[storage["moments"]]
+    assert (
+        state["exp_avg"].dtype == state["exp_avg_sq"].dtype == Recipe("made", "", "", **storage).moment("exp_avg").dtype
+    )
 
 
 def test_it_is_the_equation():

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from halfstep.kernels.cpu import masters as kernel
-from halfstep.optim.masters import _by_name, get_master
+from halfstep.ops import follow
+from halfstep.quant.masters import get_master, list_masters
 from oracles.numbers import every_16_bit_value, same_bits
 from tiny import assert_same, copied
 
 
-KINDS = [name for name in _by_name() if name != "none"]
+KINDS = list_masters()
 FLOATS = {"fp32": (torch.bfloat16, torch.float16)}
 CASES = [(kind, dtype) for kind in KINDS for dtype in FLOATS.get(kind, (torch.bfloat16,))]
 every_case = pytest.mark.parametrize(("kind", "dtype"), CASES)
@@ -40,13 +41,13 @@ def test_the_kernel_is_the_reference(kind, dtype, count):
     assert kernel.supports(weight, kind, kept)
     expected = copied(kept)
     before = copied(weight)
-    master._follow(weight, expected)
-    master.follow(weight, kept)
+    master.follow(weight, expected)
+    follow(master, weight, kept)
     same_bits(weight, before)
     for name, tensor in kept.items():
         same_bits(tensor, expected[name])
     again = copied(kept)
-    master.follow(weight, again)
+    follow(master, weight, again)
     for name, tensor in again.items():
         same_bits(tensor, kept[name])
 
@@ -68,7 +69,7 @@ def test_what_an_update_left_is_never_dropped(kind, dtype, scale, ratio):
     kept = master.start(weight, full)
     for _ in range(5):
         before = copied(kept)
-        master.follow(weight, kept)
+        follow(master, weight, kept)
         assert_same(kept, before)
         moved = master.read(weight, kept) + torch.randn(full.shape, generator=generator) * (scale * ratio)
         master.write(weight, kept, moved)
@@ -85,7 +86,7 @@ def test_every_rest_beside_some_weights(kind):
         weight = high + every
         rest = every + (high - weight)
         kept = {name: rest.clone()}
-        get_master(kind).follow(weight, kept)
+        follow(get_master(kind), weight, kept)
         sound = finite([weight, rest])
         same_bits(kept[name][sound], rest[sound])
 
@@ -95,7 +96,7 @@ def test_what_it_does_not_support_goes_by_torch():
     weight = torch.zeros(4, 3).bfloat16().t()
     kept = {"master": torch.ones(3, 4)}
     assert not kernel.supports(weight, "fp32", kept)
-    master.follow(weight, kept)
+    follow(master, weight, kept)
     assert_same(kept["master"], torch.zeros(3, 4))
     assert not kernel.supports(weight, "none", {})
     assert not kernel.supports(weight, "scaled", {"master_codes": torch.ones(3, 4).half()})

@@ -34,10 +34,10 @@ def trained(recipe: str, optimizer_class=torch.optim.AdamW, **options):
 @pytest.mark.parametrize(
     ("optimizer_class", "options", "moments"),
     [
-        (torch.optim.AdamW, {}, 2),
-        (torch.optim.Adam, {}, 2),
-        (torch.optim.SGD, {"lr": 0.1}, 0),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 1),
+        (torch.optim.AdamW, {}, ("exp_avg", "exp_avg_sq")),
+        (torch.optim.Adam, {}, ("exp_avg", "exp_avg_sq")),
+        (torch.optim.SGD, {"lr": 0.1}, ()),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, ("momentum_buffer",)),
     ],
 )
 def test_measured_bytes_are_the_predicted_ones(recipe, optimizer_class, options, moments):

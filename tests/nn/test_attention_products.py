@@ -176,7 +176,7 @@ def test_scalings_that_stacks_do_not_have_are_refused(quantizer):
 
 
 def test_attention_that_no_module_forms_is_an_error():
-    with pytest.raises(RecipeError, match="functional calls are out of sight"):
+    with pytest.raises(RecipeError, match="a recipe does not see functional calls"):
         halfstep.apply(nn.Sequential(nn.Linear(4, 4)), DPA)
 
 

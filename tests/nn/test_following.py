@@ -25,7 +25,7 @@ from tiny import EVERY, SMOOTH, adamw, assert_same, batch, mlp, model_for, prepa
 
 PLAIN = [name for name in EVERY if name not in SMOOTH]
 every_plain = pytest.mark.parametrize("name", PLAIN)
-WARNS = r"Coder.encoder is called beside Coder's forward. It follows recipe"
+WARNS = r"Coder.encoder is called outside Coder's forward. It follows recipe"
 
 
 class Coder(nn.Module):

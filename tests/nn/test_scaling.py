@@ -137,6 +137,20 @@ def test_every_kind_of_history_is_the_reference_and_takes_in_nothing_that_is_not
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_states_that_advance_together_are_those_that_advance_alone(options):
+    scaling = Delayed("d", **options)
+    alone = [scaling.init() for _ in range(4)]
+    for step in range(len(AMAXES)):
+        for row, state in enumerate(alone):
+            scaling.record(state, torch.tensor(float(AMAXES[(step + 5 * row) % len(AMAXES)])))
+        together = torch.stack(alone)
+        scaling.advance(together, E4M3)
+        for state in alone:
+            scaling.advance(state, E4M3)
+        assert torch.equal(together, torch.stack(alone))
+
+
 @pytest.mark.parametrize("amax", [float("inf"), float("nan")])
 def test_an_amax_that_is_not_finite_is_no_step(amax):
     factors, _ = follow(Delayed("d", history=2), [2, amax, 4, 4, 4])

@@ -132,8 +132,8 @@ def test_a_merged_model_computes_under_the_recipe_what_it_did():
 @pytest.mark.parametrize(
     ("path", "scale", "words"),
     [
-        ("0", torch.ones(24), "'0' is no gated MLP"),
-        ("9", torch.ones(24), "'9' is no gated MLP"),
+        ("0", torch.ones(24), "'0' is not a gated MLP"),
+        ("9", torch.ones(24), "'9' is not a gated MLP"),
         ("1", torch.ones(3), r"scales of shape \(3,\); expected \(24,\)"),
         ("1", torch.full((24,), 3.0), "scales that are not powers of two do not merge exactly"),
         ("1", torch.full((24,), -2.0), "scales that are not powers of two"),

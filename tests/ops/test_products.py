@@ -7,8 +7,9 @@ import torch
 
 from families import slow_unless
 from halfstep import formats, get_quantizer, ops, quant
+from halfstep.kernels.cpu import cast as kernel
 from halfstep.ops.operand import operand
-from halfstep.ops.scaled import round_scaled
+from halfstep.ops.scaled import amax_of, round_scaled
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.scaling.fixed import Fixed
@@ -211,3 +212,25 @@ def test_scaled_rounding_is_a_product_in_float32_then_rounding(format, dtypes, r
         found = round_scaled(x, factor, format, rounding, target, generator=5)
         out = torch.empty(x.shape, dtype=target)
         assert_same(found, quant.round_to(x.float() * factor, format, rounding, "saturate", 5, out))
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_scaled_rounding_raises_an_amax_in_the_same_pass(source):
+    format, factor = formats.get("e4m3fn"), torch.tensor(3.7)
+    for size in (0, 1, 17, 16_384, 40_001):
+        x = (draw(size) - 7.0).to(source)
+        for special in (None, -torch.inf, torch.nan):
+            y = x.clone()
+            if special is not None and size:
+                y[size // 2] = special
+            for before in (0.0, 8.5, torch.inf, torch.nan):
+                amax = torch.tensor([9.0, before, 9.0])
+                found = round_scaled(y, factor, format, "nearest_even", torch.bfloat16, amax=amax[1])
+                assert_same(found, round_scaled(y, factor, format, "nearest_even", torch.bfloat16))
+                expected = torch.maximum(torch.tensor(before), amax_of(y))
+                assert_same(amax, torch.tensor([9.0, expected, 9.0]))
+                if source == torch.bfloat16:  # in place, too
+                    amax, z = torch.tensor(before), y.clone()
+                    kernel.run(z, z, format, "nearest_even", "saturate", None, factor, amax)
+                    assert_same(z, found)
+                    assert_same(amax, expected)

@@ -1,20 +1,19 @@
 """Masters of every kind: exact where they say so, close where they approximate, fused equal to the reference."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
 
 import halfstep
-from halfstep.optim.masters import _by_name, get_master
-from halfstep.recipe import MASTERS, get_recipe
+from halfstep.quant.masters import get_master, list_masters
+from halfstep.recipe import get_recipe
 from oracles.numbers import same_bits
 from tiny import adamw, assert_same, copied, mlp, prepared, train
 
 
 pytestmark = pytest.mark.cpu
-KINDS = [name for name in _by_name() if name != "none"]
+KINDS = list_masters()
 BESIDE = ["bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-light", "bf16-collage-plus"]
 
 
@@ -33,10 +32,13 @@ def moved(kind, value, update, times):
     return weight.item(), master.value(weight, kept).item()
 
 
-def test_recipes_and_masters_agree_on_names_and_bytes():
-    assert set(MASTERS) == set(KINDS)
-    for kind, (name, size) in MASTERS.items():
+def test_names_and_bytes():
+    """As `checkpoint.roles` and the docs have them."""
+    expected = {"fp32": ("master", 4), "split": ("low", 2), "kahan": ("compensation", 2), "collage": ("residual", 2)}
+    assert expected.keys() == set(list_masters()) == set(KINDS)
+    for kind, (name, size) in expected.items():
         assert {n: d.itemsize for n, d in get_master(kind).keeps.items()} == {name: size}
+        assert get_master(kind).bytes == size
 
 
 def test_an_unknown_master_shows_what_there_is():
@@ -94,11 +96,11 @@ def test_split_is_bitwise_an_fp32_master():
     """200 steps beside a reference: an fp32 AdamW whose forward uses the weights rounded to nearest, ties away."""
     model, optimizer, scaler = prepared("bf16-split")
     twin = copy.deepcopy(model)
-    full = [optimizer.storage.master.read(p, optimizer.state[p]) for p in model.parameters()]
+    full = [get_master(optimizer.recipe.master).read(p, optimizer.state[p]) for p in model.parameters()]
     plain = halfstep.optim.LowBit(
         [{**adamw(mlp()).param_groups[0], "params": [torch.nn.Parameter(f) for f in full]}],
         optimizer.rule,
-        replace(optimizer.storage, master=get_master(None)),
+        halfstep.get_recipe("fp32"),
         0,
     )
     masters = plain.param_groups[0]["params"]
@@ -114,7 +116,7 @@ def test_split_is_bitwise_an_fp32_master():
             for master, weight in zip(masters, twin.parameters(), strict=True):
                 weight.copy_(halfstep.round_to(master.detach(), "bf16", "nearest_away", "ieee"))
     for master, weight in zip(masters, model.parameters(), strict=True):
-        same_bits(optimizer.storage.master.read(weight, optimizer.state[weight]), master.detach())
+        same_bits(get_master(optimizer.recipe.master).read(weight, optimizer.state[weight]), master.detach())
 
 
 @pytest.mark.parametrize("recipe", BESIDE)
@@ -140,7 +142,7 @@ def test_what_is_kept_follows_a_weight_that_somebody_overwrites(recipe):
         weight.fill_(2.0**-20)
     optimizer.param_groups[0]["lr"] = 0.0
     train(model, optimizer, scaler, steps=1)
-    value = optimizer.storage.master.value(weight, optimizer.state[weight])
+    value = get_master(optimizer.recipe.master).value(weight, optimizer.state[weight])
     torch.testing.assert_close(value, torch.full_like(value, 2.0**-20), rtol=2.0**-8, atol=0)
 
 
@@ -151,7 +153,7 @@ def test_nothing_of_the_first_weights_is_lost(recipe):
     model, optimizer, _ = prepared(recipe)
     exact = get_recipe(recipe).master in ("fp32", "split")
     for name, weight in model.named_parameters():
-        value = optimizer.storage.master.value(weight, optimizer.state[weight])
+        value = get_master(optimizer.recipe.master).value(weight, optimizer.state[weight])
         torch.testing.assert_close(value, full[name], rtol=0 if exact else 2.0**-16, atol=0)
 
 

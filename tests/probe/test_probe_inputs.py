@@ -57,7 +57,7 @@ def test_a_function_that_gives_no_model(script, name, message):
 
 
 def test_a_folder_or_module_that_is_not_there(tmp_path):
-    with pytest.raises(ModelError, match="is no folder; expected a local Hugging Face folder"):
+    with pytest.raises(ModelError, match="is not a folder; expected a local Hugging Face folder"):
         load_model(str(tmp_path / "nothing"))
     with pytest.raises(ModelError, match="cannot be imported"):
         load_model("no_such_module_of_mine:model")

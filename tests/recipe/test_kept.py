@@ -1,4 +1,4 @@
-"""docs/recipes.md names what the recipes keep, glob by glob."""
+"""docs/recipes.md has a row for every recipe with its bytes, and names what the recipes keep, glob by glob."""
 
 import re
 from fnmatch import fnmatchcase
@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.recipe import get_recipe
+from halfstep.recipe import get_recipe, list_recipes
 from halfstep.recipe.high_precision import HEADS, KEEP, ROUTERS
 from tiny import EVERY
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+TABLE, KEPT = PAGE.split("## What they keep")
 ROUNDING = [name for name in EVERY if any(rule.linear.rounds for rule in get_recipe(name).rules)]
 
 
@@ -26,8 +27,18 @@ def test_the_page_lists_every_glob(title, globs):
     assert tuple(re.findall(r"`([^`]+)`", "\n".join(lines))) == globs
 
 
+def test_the_first_table_has_every_recipe_once_with_its_bytes():
+    rows = [line.split("|") for line in TABLE.splitlines() if line.startswith("| `")]
+    listed = [(name, row[-2].strip()) for row in rows for name in re.findall(r"`([^`]+)`", row[1])]
+    assert sorted(name for name, _ in listed) == sorted(list_recipes())
+    for name, text in listed:
+        size = get_recipe(name).bytes_per_parameter()
+        passing = f" + {size.transient:g} while a pass runs" if size.transient else ""
+        assert text.removesuffix(", on one rank") == f"{size.total:g}{passing}", name
+
+
 def test_the_page_lists_every_recipe_that_rounds():
-    rows = [line.split("|") for line in PAGE.splitlines() if line.startswith("| `")]
+    rows = [line.split("|") for line in KEPT.splitlines() if line.startswith("| `")]
     listed = {name: row[2].strip() for row in rows for name in re.findall(r"`([^`]+)`", row[1])}
     assert {name: listed[name] for name in ROUNDING} == {
         name: "routers, heads" if set(KEEP) <= set(get_recipe(name).rules) else "nothing" for name in ROUNDING

@@ -61,7 +61,7 @@ def render(recorded):
         rows.append(f"| {way.title} | {way.how} | {recipes} |")
     lines = ["| way | how | recipes |", "| --- | --- | --- |", *rows, ""]
     lines += [f"{number}. {note}" for note, number in notes.items()]
-    return "\n".join(lines).replace(" |\n\n1.", " |\n\nNot:\n\n1.").strip() + "\n"
+    return "\n".join(lines).replace(" |\n\n1.", " |\n\nThe exceptions:\n\n1.").strip() + "\n"
 
 
 def part(page):

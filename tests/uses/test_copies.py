@@ -101,7 +101,7 @@ def test_stock_model_loads(name):
 
 @way()
 def test_loaded_weights(name):
-    """Weights loaded after `prepare`: `model.load_state_dict(stock_state)`; masters follow, and start where it says."""
+    """Weights loaded after `prepare`: `model.load_state_dict(stock_state)`; the masters start from its values."""
 
     def loop(model, optimizer, scaler):
         torch.manual_seed(9)

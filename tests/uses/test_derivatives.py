@@ -97,7 +97,7 @@ def per_sample(model):
 
 @way(may_refuse=MUST - {"fp32"})
 def test_vmap(name):
-    """torch.func.vmap: gradients a sample, `vmap(grad(loss), in_dims=(None, 0, 0))`; a scale is a whole tensor's."""
+    """torch.func.vmap: sample by sample, `vmap(grad(loss), in_dims=(None, 0, 0))`; a whole tensor shares a scale."""
     ours, stock = pair(name)
     try:
         found = per_sample(ours)

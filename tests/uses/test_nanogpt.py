@@ -165,7 +165,7 @@ def test_nanogpt(name):
 
 @way()
 def test_nanogpt_resumes(name):
-    """nanoGPT's checkpoints: its script, begun again from its checkpoint, goes on bit for bit."""
+    """nanoGPT's checkpoints: its script, begun again from its checkpoint, continues bit for bit."""
     first = Script(name)
     first.train(3)
     resumed = Script(name, first.checkpoint())

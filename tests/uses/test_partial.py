@@ -62,7 +62,7 @@ def test_partial_training(name):
 
 @way()
 def test_frozen_in_the_optimizer(name):
-    """Unfreezing later: freeze after `prepare`, or before it (masters then start from rounded bits, which it says)."""
+    """Unfreezing later: freeze after `prepare`, or before it (masters then start from rounded bits, with a warning)."""
 
     def loop(model, optimizer, scaler):
         steps(model, optimizer, scaler, 2)
@@ -103,7 +103,7 @@ def test_added_later(name):
 
 @way()
 def test_frozen_backbone(name):
-    """A frozen backbone in eval(): freeze it and call its `eval()`; inputs as small as they come are not lost."""
+    """A frozen backbone in eval(): freeze it and call its `eval()`; even the smallest inputs are not lost."""
     torch.manual_seed(3)
     make = nn.Sequential(model_for(name).requires_grad_(False), nn.Linear(4, 8), model_for(name))
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_frozen_backbone(name):
 
 @way(may_refuse=["fp8-delayed"])
 def test_whole_model_in_eval(name):
-    """Fine-tuning in eval(): all of the model, but for delayed scales, which record where the root trains."""
+    """Fine-tuning in eval(): all of the model, except delayed scales, which record only while the root trains."""
     start, found, expected = both(name, in_eval)
     assert_like_fp32(name, start, found, expected, slack=2)
 

@@ -47,7 +47,7 @@ class Embedded(nn.Module):
 
 @way()
 def test_max_norm(name):
-    """Embedding(max_norm=...): as always; the forward writes to its weight, which is no step of the optimizer."""
+    """Embedding(max_norm=...): as always; the forward writes to its weight, which is not a step of the optimizer."""
     start, found, expected = both(name, steps, lambda: Embedded(name))
     assert_like_fp32(name, start, found, expected, slack=2)
     assert found["tokens.weight"].norm(dim=1).min() > 0

@@ -174,7 +174,7 @@ def test_clip_by_torch(name):
 
 @way()
 def test_without_a_scaler(name):
-    """Steps without the scaler: `optimizer.step()`, `halfstep.advance(model)`; what scales its loss says so."""
+    """Steps without the scaler: `optimizer.step()`, `halfstep.advance(model)`; a recipe that scales its loss warns."""
     ours, twin = prepare(name, start_of(name)), prepare(name, start_of(name))
     if ours[2].get_scale() > 1:
         without_a_scaler(*ours)
@@ -228,7 +228,7 @@ def test_schedulers(name):
 
 @way()
 def test_loaded_in_16_bits(name):
-    """Weights loaded in 16 bits: `model.half()` or `dtype=` before `prepare`; what had masters for it is told so."""
+    """Weights loaded in 16 bits: `model.half()` or `dtype=` before `prepare`; a recipe that keeps more warns."""
     recipe = get_recipe(name)
     stock = start_of(name).half().float()
     start = values(stock)

@@ -55,7 +55,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def size(tensor: Tensor) -> int:
-    """The bytes of a plain tensor: an expanded one takes those of its storage, a freed one none."""
+    """The bytes of a plain tensor: an expanded one takes those of its storage, a freed one takes no bytes."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -72,7 +72,7 @@ def place(tensor: Tensor) -> tuple[object, ...] | None:
 
 
 def scanned(tensor: Tensor) -> Scan | None:
-    """What the bits of a plain tensor say; None where they are no floating-point numbers, or not there."""
+    """What the bits of a plain tensor say; None where they are not floating-point numbers, or are not there."""
     dtype = name_of(tensor.dtype)
     if place(tensor) is None or dtype not in TYPES:
         return None
@@ -110,7 +110,7 @@ def _runs(tensor: Tensor, count: int) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _InMemory:
-    """A checkpoint's source of values, which are there already."""
+    """A checkpoint's source of values that are in memory already."""
 
     tensor: Tensor
     dtype: np.dtype

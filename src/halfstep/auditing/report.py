@@ -64,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to know, in words: a warning, or a note of what may be meant so."""
+    """Something to know, in words: a warning, or a note of something that may be intended."""
 
     level: Literal["warning", "note"]
     what: str
@@ -101,7 +101,7 @@ class Audit:
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """The findings that are no mere notes."""
+        """The findings that are more than notes."""
         return tuple(finding for finding in self.findings if finding.level == "warning")
 
     @property
@@ -118,7 +118,7 @@ class Audit:
         return tuple(row for of_kind in rows for row in of_kind)
 
     def differences(self, before: Audit) -> tuple[str, ...]:
-        """What is otherwise than it was, a sentence each: after a resume, against an audit from before it.
+        """What has changed since an earlier audit, such as one from before a resume, in one sentence each.
 
         Gradients count only where both have some, and a tensor that told nothing before may tell something now.
         """
@@ -166,7 +166,7 @@ class Audit:
                 findings=tuple(Finding(**{**one, "tensors": tuple(one["tensors"])}) for one in data["findings"]),
             )
         except (KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} is no whole audit ({error}); save it anew") from error
+            raise CheckpointError(f"{path} is not a whole audit ({error}); save it anew") from error
 
     def __str__(self) -> str:
         return "\n".join([self._title(), *_table(self), *map(str, self.findings)])
@@ -196,7 +196,7 @@ def _named(items: Iterable[Item]) -> dict[tuple[str, str], Item]:
 
 
 def _change(before: Item | None, now: Item | None) -> str | None:
-    """What became of one tensor; None where that is nothing."""
+    """What became of one tensor; None where nothing did."""
     if before is None or now is None:
         return f"{_said(before)} before, {_said(now)} now"
     if before.shape != now.shape:
@@ -268,5 +268,5 @@ def _megabytes(nbytes: int) -> str:
 
 
 def _decimals(value: float) -> str:
-    """Three of them; what they would show as nothing, without being it, is "<0.001"."""
+    """The value with three decimals; one that would show as zero without being zero is "<0.001"."""
     return "<0.001" if 0 < value < 0.0005 else f"{value:.3f}"

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from halfstep.auditing.live import rounds_to
 from halfstep.checkpoint.roles import role_of
-from halfstep.nn.codes import is_held
 from halfstep.nn.scaling import states_of
+from halfstep.ops import CodeTensor
 from halfstep.optim import LowBit
-from halfstep.recipe import MASTERS, SCALED_MASTER
+from halfstep.recipe import master_states
 
 
 _MASTER = "master"
-_KEPT = {SCALED_MASTER, *(name for name, _ in MASTERS.values())}
+_KEPT = master_states()
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,12 @@ class Setup:
     states: tuple[tuple[str, str, Any], ...]
     """Parameter, name and value of the optimizer's states; masters are named so."""
     by_hand: Mapping[str, Tensor]
-    """float32 parameters of the optimizer that are none of the model's, and round to one of its narrower ones."""
+    """float32 parameters of the optimizer that do not belong to the model, and round to one of its narrower ones."""
     foreign: Mapping[str, Tensor]
-    """Other parameters of the optimizer that are none of the model's."""
+    """Other parameters of the optimizer that do not belong to the model."""
     steps: Mapping[str, int]
-    codes: frozenset[str]
-    """Parameters that hold codes, with a scale beside them."""
     stochastic: bool
     """Whether the optimizer rounds its updates stochastically."""
-    rounded: bool
-    """Whether the recipe keeps float32 weights on a narrower grid."""
 
     @cached_property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -67,9 +63,14 @@ class Setup:
         return {
             name: p
             for name, p in self.trained.items()
-            if p.is_floating_point() and p.itemsize < 4 and name in stepped and name not in masters
+            if p.is_floating_point() and kept_as(p).itemsize < 4 and name in stepped and name not in masters
             and not (self.stochastic and p.dtype == torch.bfloat16)
         }  # fmt: skip
+
+
+def kept_as(parameter: Tensor) -> torch.dtype:
+    """The dtype of what a parameter keeps: that of its codes, where it is codes."""
+    return parameter.codes.dtype if isinstance(parameter, CodeTensor) else parameter.dtype
 
 
 def set_up(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Setup:
@@ -112,10 +113,8 @@ def set_up(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Setup:
         by_hand=by_hand,
         foreign=foreign,
         steps={name: int(value) for name, value in counted},
-        codes=frozenset(names[id(module.weight)] for module in model.modules() if is_held(module)),
-        stochastic=(low_bit is not None and low_bit.storage.update_rounding == "stochastic")
+        stochastic=(low_bit is not None and low_bit.recipe.update_rounding == "stochastic")
         or getattr(optimizer, "bf16_stochastic_round", False),  # torchao's
-        rounded=low_bit is not None and low_bit.storage.scaled is not None,
     )
 
 
@@ -140,7 +139,7 @@ def _rounded(full: Tensor, candidates: Mapping[str, nn.Parameter]) -> str | None
 
 
 def _kind(key: str) -> str:
-    """A state's name; those of what keeps more of a weight than the weight itself are "master", or "master (name)"."""
+    """A state's name; a state that keeps more of a weight than the weight itself is "master", or "master (name)"."""
     if role_of(key) == _MASTER:
         return _MASTER
     return f"{_MASTER} ({key})" if key in _KEPT else key

@@ -15,7 +15,7 @@ _GROUPS = ("group_size", "q_group_size")
 def disagreements(config: Mapping[str, object] | None, layers: Sequence[Layer]) -> tuple[str, ...]:
     """Where the `quantization_config` of a config.json and the layers in the files differ, in words.
 
-    Compared are the method, the bits of a code, and the sizes of blocks, as far as both sides say them.
+    It compares the method, the bits of a code, and the sizes of blocks, as far as both sides say them.
     """
     if config is None:
         return ()

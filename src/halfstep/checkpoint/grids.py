@@ -40,7 +40,7 @@ _TOPS = 16  # a tile's largest magnitude is one of so many of the grid's largest
 
 @dataclass(frozen=True)
 class Match:
-    """The format whose values, times a scale for each `tile` (None: one for the whole tensor), all magnitudes are."""
+    """A format; all magnitudes are its values times a scale for each `tile` (None: one for the whole tensor)."""
 
     format: str
     tile: Tile | None
@@ -48,9 +48,9 @@ class Match:
 
 
 def fit_levels(levels: Magnitudes, wide: Float | None) -> Match | None:
-    """The format of which all of a tensor's distinct magnitudes, ascending, are multiples by one scale; or None.
+    """The format whose values, times one scale, are all of a tensor's distinct magnitudes (ascending); or None.
 
-    Of several the one with the most evidence, which is the coarsest; the largest levels fit by choice.
+    Of several, it is the one with the most evidence, which is the coarsest; the largest levels fit by choice.
     """
     found = []
     for name in GRIDS:
@@ -63,7 +63,7 @@ def fit_levels(levels: Magnitudes, wide: Float | None) -> Match | None:
 
 
 def fit_tiles(corner: Corner, wide: Float | None) -> Match | None:
-    """The format of which all magnitudes of every tile looked at are multiples by a scale of the tile's; or None.
+    """The format whose values, times a scale for each tile, are all magnitudes of every tile looked at; or None.
 
     Each tile may have any scale, so its largest magnitude fits by choice; of the others only those are evidence that
     are in no tile before, so that values which come again count once. A match is CERTAIN, or none: a model has

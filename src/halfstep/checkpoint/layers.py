@@ -19,7 +19,7 @@ class Layer:
     scheme: str
     format: str
     scale: str
-    """The type of the scales; "" where there are none beside the codes."""
+    """The type of the scales; "" where there are no scales beside the codes."""
     tile: str
     """What has a scale: "128x128 block", "row", "tensor", "64 codes" ..."""
     values: int

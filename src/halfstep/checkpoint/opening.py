@@ -44,7 +44,7 @@ def _unknown(path: Path) -> str:
     """What is said of a path that no reader knows: what of it can be opened, if it is a folder."""
     kinds = ", ".join(sorted(readers()))
     if not path.is_dir():
-        found = "is no checkpoint of a known kind" if path.stat().st_size else "is empty"
+        found = "is not a checkpoint of a known kind" if path.stat().st_size else "is empty"
         return f"{found}; expected one of: {kinds}"
     inner = (found for place in ("*", "snapshots/*") for found in sorted(path.glob(place)))
     known = (found for found in inner if any(reader.recognises(found) for reader in readers().values()))

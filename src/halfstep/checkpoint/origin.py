@@ -21,7 +21,7 @@ _FEW = {"float4_e2m1fn": "e8m1", "float8_e5m2": "e8m2", "float8_e4m3fn": "e8m3"}
 class Origin:
     """What the bits of one tensor say.
 
-    `through` holds the types narrower than the stored one that every value fits, or, with a `share` below 1, as many;
+    `through` holds the types narrower than the stored one that every value fits (with a `share` below 1: that share);
     it is empty where the values use all the bits of the stored type (`full`) or tell nothing.
     """
 

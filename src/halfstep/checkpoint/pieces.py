@@ -1,4 +1,4 @@
-"""The matrices of a checkpoint in pieces of bounded size, cut where no tile is."""
+"""The matrices of a checkpoint in pieces of bounded size, cut between tiles."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def stored_pieces(
 
 
 def pieces(checkpoint: Checkpoint, tensor: StoredTensor) -> Iterator[Tensor]:
-    """The same in float32, as matrices."""
+    """The rows in float32, as matrices."""
     for chunk in stored_pieces(checkpoint, tensor):
         yield torch.from_numpy(as_float32(chunk, tensor.dtype)).view(-1, tensor.shape[-1])
 

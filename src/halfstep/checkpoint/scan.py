@@ -208,7 +208,7 @@ class _Columns:
 
 
 def _corner(tensor: StoredTensor, first: NDArray[Any], values: NDArray[np.float64] | None = None) -> Corner | None:
-    """Of the first bits of a matrix; None where they are no row."""
+    """The rows at the beginning of a matrix; None where the bits do not fill one."""
     columns = tensor.shape[-1] if len(tensor.shape) > 1 else 0
     if not 0 < columns <= min(_LONGEST, first.size):
         return None

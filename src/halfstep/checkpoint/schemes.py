@@ -64,7 +64,7 @@ class Told:
     sized: str
 
     def shape(self, parts: Parts) -> Shape | None:
-        """That value, if it can be; with 8 codes a word where it is missing."""
+        """The shape that the part holds, if it is possible; with 8 codes a word where the part is missing."""
         codes, part = parts["codes"].shape, parts.get(self.sized)
         if len(codes) != 2:
             return None
@@ -185,7 +185,7 @@ BLOCKS = (128, 64, 32, 16, 256, 512, 1024, 2048, 4096)
 
 
 def tile_of(shape: Shape, scale: Shape, preferred: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Of how many rows and columns each scale is, 0 for all; None where the shapes do not fit.
+    """How many rows and columns share each scale, 0 for all; None where the shapes do not fit.
 
     >>> tile_of((256, 512), (2, 4), (128, 128)), tile_of((256, 512), (256, 1), None), tile_of((256, 512), (1,), None)
     ((128, 128), (1, 0), (0, 0))

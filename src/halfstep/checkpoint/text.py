@@ -12,7 +12,7 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
     """The JSON object that `data` holds.
 
     Raises:
-        CheckpointError: it is no JSON object, too deep, too large for memory, or has a key twice.
+        CheckpointError: it is not a JSON object, is too deep, too large for memory, or has a key twice.
     """
     needed = _memory(data)
     if needed > PARSED:
@@ -22,7 +22,7 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
     try:
         found = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
     except (UnicodeDecodeError, ValueError) as error:
-        raise CheckpointError(f"{what} is no JSON: {error}; the file is broken or of something else") from error
+        raise CheckpointError(f"{what} is not JSON: {error}; the file is broken, or is another kind of file") from error
     except RecursionError as error:
         raise CheckpointError(f"{what} nests too deeply; expected an object of flat objects") from error
     if not isinstance(found, dict):

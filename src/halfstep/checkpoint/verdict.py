@@ -207,7 +207,7 @@ def contradictions(weights: Sequence[Evidence], config: str | None, known: Known
     """Where the bits of the weights contradict the type that config.json names, or what is known of the model.
 
     What a type could not have left behind is a contradiction: values exactly bf16 in a model said to be fp16. Full
-    mantissas are none for a model trained in bf16, which may have kept a master copy in float32.
+    mantissas are not a contradiction for a model trained in bf16, which may have kept a master copy in float32.
     """
     sized: dict[str, int] = {}
     through: dict[str, int] = {}

@@ -87,7 +87,7 @@ class Trials:
             self._casts[name].append((tensor.name, cast, absolute))
 
     def found(self) -> tuple[WhatIf, ...]:
-        """Of each format what it did to all tensors, and to which most."""
+        """What each format did to all tensors, and to which it did most."""
         return tuple(_together(name, casts) for name, casts in self._casts.items() if casts)
 
 

@@ -156,7 +156,7 @@ def write(
 
     Args:
         reports: what an inspection found of each tensor.
-        metadata: makes what the file must say of its quantised tensors (`halfstep.ops.storage.metadata`).
+        metadata: makes what the file must say of its quantised tensors (`halfstep.ops.files.metadata`).
 
     Raises:
         QuantizationError: an unknown target.

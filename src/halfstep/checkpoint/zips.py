@@ -39,7 +39,7 @@ def members(file: File, base: int = 0, length: int | None = None) -> dict[str, M
     """The members by name of the archive that fills `length` bytes of `file` from `base` (all of it by default).
 
     Raises:
-        CheckpointError: it is no archive, or a broken one: members that overlap, lie outside, are there twice, are
+        CheckpointError: it is not an archive, or is a broken one: members overlap, lie outside, are there twice, are
             encrypted, or have names that lead out of a folder.
     """
     length = file.size - base if length is None else length
@@ -116,7 +116,7 @@ def _entries(file: File, table: bytes) -> Iterator[tuple[str, Member]]:
 
 
 def _sizes64(file: File, extra: bytes, *values: int) -> tuple[int, ...]:
-    """Size, packed size and start, those of all ones replaced by the 64-bit ones of the extra field."""
+    """Size, packed size and start; a field of all ones is replaced by the 64-bit one of the extra field."""
     wanted = [value == 0xFFFFFFFF for value in values]
     if not any(wanted):
         return values

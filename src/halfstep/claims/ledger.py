@@ -28,7 +28,7 @@ def get_claim(id: str) -> Claim:
     """The claim of that id.
 
     Raises:
-        ClaimError: there is none; the nearest ids are shown.
+        ClaimError: no claim has that id; the nearest ids are shown.
     """
     for claim in load():
         if claim.id == id:

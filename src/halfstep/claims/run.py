@@ -36,7 +36,7 @@ def run(claim: Claim) -> Outcome:
     """Run the claim's check in this process.
 
     Raises:
-        ClaimError: its command is no check, or there is no such check.
+        ClaimError: its command is not a check, or there is no such check.
     """
     if claim.check is None:
         raise ClaimError(

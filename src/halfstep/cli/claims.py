@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 claims = typer.Typer(
-    help="What papers claim, what we measured, and the verdict; `claims show ID` prints one whole.",
+    help="What papers claim, what we measured, and the verdict; `claims show ID` prints all of one.",
     invoke_without_command=True,
 )
 
@@ -29,7 +29,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def listing(
     context: typer.Context,
     run: Annotated[str | None, typer.Option("--run", metavar="ID", help="Measure one claim again.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Measure all short ones again.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Measure all claims with a short check again.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/claims.md.")] = False,
     as_json: Json = False,
 ) -> None:

@@ -18,7 +18,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def doctor(
     recipes: Annotated[
-        list[str] | None, typer.Argument(help="Recipes to say the path of, your own too; left out: all named ones.")
+        list[str] | None, typer.Argument(help="Recipes whose path to say, your own too. Left out: all named ones.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -50,7 +50,7 @@ def inspect(
     from halfstep.checkpoint.what_if import candidates
     from halfstep.checkpoint.write import check_target, write
     from halfstep.cli.inspect_text import show, written
-    from halfstep.ops.storage import metadata
+    from halfstep.ops.files import metadata
 
     if (to is None) != (out is None):
         raise CheckpointError("--to FORMAT and --out FILE belong together; one of them is missing")
@@ -90,7 +90,7 @@ def inspect(
 
 
 def _check(path: Path, endings: tuple[str, ...]) -> None:
-    """Refuse, before anything is read, what `_save` could not write, and what may be no report: that is replaced."""
+    """Refuse, before anything is read, what `_save` could not write, or a file to replace that may not be a report."""
     if path.suffix.lower() not in endings:
         raise CheckpointError(f"{str(path)!r} given for a report; expected a name that ends in {endings[0]}")
     if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):

@@ -48,7 +48,7 @@ def check(
     overlay: Overlay = None,
     as_json: Json = False,
 ) -> None:
-    """Is MODEL safe to run in a type? Exit code 0: safe, 1: risky, 3: unknown, 2: not a question it can answer."""
+    """Is MODEL safe to run in a type? Exit code 0: safe, 1: risky, 3: unknown, 2: the question cannot be answered."""
     from halfstep.kb.text import describe_verdict
     from halfstep.kb.verdict import judge
 

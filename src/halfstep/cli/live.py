@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Live:
-    """Redraws a table at most four times a second; on a terminal that is none, prints a line a validation."""
+    """Redraws a table at most four times a second; where there is no terminal, prints a line for each validation."""
 
     def __init__(self, experiment: Experiment, console: Console, facts: Facts) -> None:
         self._experiment = experiment

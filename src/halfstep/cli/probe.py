@@ -28,7 +28,7 @@ def probe(
     ] = "fp16",
     data: Annotated[
         str | None,
-        typer.Option(help="Text, or tensors in .safetensors or .pt; left out: the standard library's source."),
+        typer.Option(help="Text, or tensors in .safetensors or .pt; left out: Python's standard library."),
     ] = None,
     batches: Annotated[int, typer.Option(min=1, help="Batches to run.")] = 4,
     batch: Annotated[int, typer.Option(min=1, help="Examples in a batch.")] = 4,
@@ -39,13 +39,14 @@ def probe(
         float | None, typer.Option(help="A constant loss scale; left out: the recipe's, for fp16 dynamic from 65536.")
     ] = None,
     write_recipe: Annotated[
-        Path | None, typer.Option(help="Write the recipe that passes to this TOML file: MODEL's own, or the suggested.")
+        Path | None,
+        typer.Option(help="Write the recipe that passes to this TOML file: the format's own, or the suggested one."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Is MODEL safe in a number format, in the forward and in the backward pass?
 
-    Exit code 0: safe, 1: not safe, 2: not a question it can answer.
+    Exit code 0: safe, 1: not safe, 2: the question cannot be answered.
     """
     _check(write_recipe, loss_scale)
     try:

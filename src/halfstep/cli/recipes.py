@@ -1,4 +1,4 @@
-"""`halfstep recipes`: the recipes, and one of them whole."""
+"""`halfstep recipes`: the recipes, and every field of one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import typer
 from halfstep.cli.terminal import show_json, show_table
 
 
-recipes = typer.Typer(help="List the recipes; `recipes show NAME` prints one whole.", invoke_without_command=True)
+recipes = typer.Typer(
+    help="List the recipes; `recipes show NAME` prints every field of one.", invoke_without_command=True
+)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

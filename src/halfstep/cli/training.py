@@ -17,7 +17,7 @@ from halfstep.lab.facts import list_tasks
 
 Data = Annotated[
     str | None,
-    typer.Option(help="lm only: a text file, a folder or a glob; left out: the standard library's source."),
+    typer.Option(help="lm only: a text file, a folder or a glob; left out: the source of Python's standard library."),
 ]
 _OWN = "Left out: the task's own"
 Task = Annotated[str | None, typer.Option(help=f"What to train on, lm if left out: {', '.join(list_tasks())}.")]
@@ -48,7 +48,7 @@ def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_
     from halfstep.cli.live import Live
 
     if resume and out is None:
-        raise RunError("--resume needs --out: the folder of the run to go on with")
+        raise RunError("--resume needs --out: the folder of the run to continue")
     path = out or _fresh(Path("runs"), name)
     console = Console(stderr=True)
     console.print("loading torch, the data and the recipes ...", style="dim")
@@ -64,7 +64,7 @@ def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_
             comparison.run(live.update)
     except KeyboardInterrupt:
         command = shlex.join(["halfstep", name, "--out", str(path), "--resume"])
-        console.print(f"\nstopped; nothing is lost. To go on:\n  {command}", markup=False, soft_wrap=True)
+        console.print(f"\nstopped; nothing is lost. To continue:\n  {command}", markup=False, soft_wrap=True)
         raise typer.Exit(130) from None
     page = write_report(comparison.folder)
     summary = read_json(comparison.folder.path / "summary.json")

@@ -81,7 +81,7 @@ class Format(ABC):
 
     @property
     def eps(self) -> float | None:
-        """The gap between 1 and the next value; None where 1 is no value or the largest."""
+        """The gap between 1 and the next value; None where 1 is not a value, or is the largest."""
         values = self.values()
         after = [v for v in values if v > 1.0]
         return after[0] - 1.0 if after and 1.0 in values else None

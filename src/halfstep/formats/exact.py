@@ -136,8 +136,8 @@ def neighbours(x: Fraction, format: Format) -> tuple[Neighbour | None, Neighbour
 def boundary(below: Fraction, above: Fraction, format: Format) -> Fraction:
     """Where rounding to nearest turns between two neighbouring values.
 
-    Half way; but for a posit, whose boundary is the posit with one bit more between them, the geometric mean where
-    neighbours are four times apart or more (the cut falls into exponent or regime), and zero next to zero.
+    It is half way, except for a posit, whose boundary is the posit with one bit more between them: the geometric mean
+    where neighbours are four times apart or more (the cut falls into exponent or regime), and zero next to zero.
     """
     if isinstance(format, Posit):
         near, far = sorted((abs(below), abs(above)))

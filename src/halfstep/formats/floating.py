@@ -19,7 +19,7 @@ class Float(Format):
         e = 0:   ± 2^(1 - b) * m / 2^M            (zero and the subnormals)
         e >= 1:  ± 2^(e - b) * (1 + m / 2^M)
 
-    but for the codes that `specials` keeps:
+    except for the codes that `specials` keeps:
 
         ieee     the top exponent holds the infinities and NaNs
         fn       finite, NaN only where all bits of exponent and mantissa are one

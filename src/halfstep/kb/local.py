@@ -34,7 +34,7 @@ def read_folder(path: str) -> Folder:
     A folder of the hub's own cache also has the model's id in its path.
 
     Raises:
-        KnowledgeBaseError: a config.json that is no JSON object.
+        KnowledgeBaseError: a config.json that is not a JSON object.
     """
     folder = Path(os.path.expanduser(path))
     config = _json(folder / "config.json")
@@ -72,7 +72,7 @@ def _json(file: Path) -> dict[str, Any]:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise KnowledgeBaseError(
-            f"{str(file)!r} is no JSON: {error}; download the file again, or name a hub id"
+            f"{str(file)!r} is not JSON: {error}; download the file again, or name a hub id"
         ) from None
     if not isinstance(data, dict):
         raise KnowledgeBaseError(

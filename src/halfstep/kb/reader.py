@@ -39,7 +39,7 @@ def load(overlay: Path | str | None = DEFAULT_OVERLAY) -> KnowledgeBase:
     both claim is for `lookup` to say. The overlay is checked as it is read; the package is checked by its tests.
 
     Raises:
-        KnowledgeBaseError: a file of the overlay is no TOML, or not of the form that docs/knowledge_base.md describes;
+        KnowledgeBaseError: a file of the overlay is not TOML, or not of the form that docs/knowledge_base.md describes;
             or a folder other than the default one is given and is not there.
     """
     if overlay is None:
@@ -112,13 +112,13 @@ def parse(text: str, name: str) -> dict[str, Any]:
     """A TOML text as data.
 
     Raises:
-        KnowledgeBaseError: it is no TOML; the message has the line and the column.
+        KnowledgeBaseError: it is not TOML; the message has the line and the column.
     """
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise KnowledgeBaseError(
-            f"{name}: this is no TOML: {error}. Expected the form that docs/knowledge_base.md shows; "
+            f"{name}: this is not TOML: {error}. Expected the form that docs/knowledge_base.md shows; "
             "strings stand in double quotes, lists in square brackets"
         ) from error
 

@@ -139,7 +139,7 @@ def _failures(base: KnowledgeBase, model_id: str, entries: tuple[Entry, ...]) ->
 
 
 def _unknown(base: KnowledgeBase, answer: Answer) -> Answer:
-    """With ids that look alike: the same name under another organisation first."""
+    """The answer with ids that look alike: the same name under another organisation comes first."""
     names = [name for entry in base.entries for name in (*entry.model_ids, *entry.aliases) if "*" not in name]
     tail = answer.model_id.casefold().rsplit("/", 1)[-1]
     same = [name for name in names if name.casefold().rsplit("/", 1)[-1] == tail]

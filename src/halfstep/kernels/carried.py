@@ -51,7 +51,7 @@ def run(
 
 
 def run_native(lhs: Tensor, rhs: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
-    """The same on matrix units for lhs's dtype: the scale enters as the product's alpha, before its one rounding.
+    """The product on matrix units for lhs's dtype: the scale enters as the product's alpha, before its one rounding.
 
     A traced graph, and a GPU, which would have to wait for the number, take the product in float32 first.
     """

@@ -237,7 +237,7 @@ def _carried(name: str) -> Iterator[Case]:
 
 
 def fp8_units(name: str, device: torch.device) -> Iterator[Case]:
-    """The same by FP8 units: E4M3 on the right, `name` on the left; one scale a tensor, then one a row."""
+    """The product by FP8 units: E4M3 on the right, `name` on the left; one scale a tensor, then one a row."""
     left, right = formats.get(name, Float), formats.get("float8_e4m3fn", Float)
     generator = torch.Generator().manual_seed(1)
     for rows, shared, across in ((1, 16, 16), (33, 64, 48)):

@@ -87,10 +87,10 @@ def load(folder: Path, step: int, training: Training) -> None:
         sealed = json.loads((path / "state.json").read_text())
         content: dict[str, Any] = sealed["content"]
         if sealed["sha256"] != _sha(json.dumps(content)):
-            raise CheckpointError(f"{path / 'state.json'} was edited: its sha256 is another; {advice}")
+            raise CheckpointError(f"{path / 'state.json'} was edited: its sha256 has changed; {advice}")
         for name in _FILES:
             if content["sha256"][name] != _digest(path / name):
-                raise CheckpointError(f"{path / name} is truncated or was edited: its sha256 is another; {advice}")
+                raise CheckpointError(f"{path / name} is truncated or was edited: its sha256 has changed; {advice}")
         load_model(training.model, str(path / "model.safetensors"))
         tensors = load_file(str(path / "optimizer.safetensors"))
         torch.set_rng_state(tensors.pop("random"))

@@ -67,7 +67,7 @@ def _resolve(experiment: Experiment, own: dict[str, Recipe], folder: RunFolder |
             except RecipeError as error:
                 raise RunError(f"{folder and folder.experiment_file}: recipe {asked!r} was edited: {error}") from error
         elif recipe is None and asked in recorded and asked not in list_recipes():
-            raise RunError(f"recipe {asked!r} is code, which a run folder does not hold; give it again by --recipes")
+            raise RunError(f"recipe {asked!r} is code, which a run folder does not hold; give it again with --recipes")
         elif recipe is None:
             recipe = get_recipe(asked)
             name = recipe.name if is_reference(asked) else asked

@@ -101,7 +101,7 @@ def _read(paths: Iterable[Path], where: str) -> list[bytes]:
                 f"{path}: cannot be read ({error.strerror}); fix its permissions or leave it out"
             ) from error
         if b"\0" in data:
-            raise DataError(f"{path}: is binary (it holds a zero byte at {data.index(0)}); expected text")
+            raise DataError(f"{path} is binary (it holds a zero byte at {data.index(0)}); expected text")
         if data.strip():
             documents.append(data)
     if not documents:

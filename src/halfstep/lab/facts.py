@@ -40,7 +40,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Facts:
-    """What of a task is written into the run folder. The defaults here are those of folders older than tasks."""
+    """The part of a task that the run folder holds. The defaults here are those of folders older than tasks."""
 
     metric: Metric | None = None
     loss_unit: str = "nats"

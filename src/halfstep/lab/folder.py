@@ -61,7 +61,7 @@ class RunFolder:
         """The folder of the same experiment.
 
         Raises:
-            RunError: there is none, or it is another: the first difference is named.
+            RunError: there is no experiment, or it is another one; the first difference is named.
         """
         folder = cls(path)
         recorded = folder.experiment().as_data()
@@ -74,7 +74,7 @@ class RunFolder:
         return folder
 
     def check_data(self, digest: str) -> None:
-        """Refuse to go on with other data than the folder's runs were trained on.
+        """Refuse other data than the folder's runs were trained on.
 
         Raises:
             RunError: their digest is another.
@@ -119,7 +119,7 @@ class RunFolder:
         """The experiment written down.
 
         Raises:
-            RunError: there is none, or the file was edited.
+            RunError: there is no experiment, or the file was edited.
         """
         if not self.experiment_file.is_file():
             raise RunError(f"{self.path} holds no experiment to resume; leave --resume away to start one")

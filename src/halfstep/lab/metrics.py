@@ -60,7 +60,7 @@ def read_metrics(path: Path) -> list[Row]:
     """The rows of a metrics file, [] where there is none; a last line cut short by a kill is dropped.
 
     Raises:
-        RunError: a line in the middle is no row: the file was edited.
+        RunError: a line in the middle is not a row: the file was edited.
     """
     return list(_rows(path)) if path.is_file() else []
 
@@ -77,7 +77,9 @@ def _rows(path: Path) -> Iterator[Row]:
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines):
                 return
-            raise RunError(f"{path}, line {number}: is no metrics row ({error}); the file was edited") from error
+            raise RunError(
+                f"{path}, line {number}: this is not a metrics row ({error}); the file was edited"
+            ) from error
         yield row
 
 

@@ -22,7 +22,7 @@ from halfstep.lab.experiment import Experiment
 from halfstep.lab.metrics import MetricsFile, Row, read_metrics
 from halfstep.lab.task import Batch, Task, check_finite
 from halfstep.memory import measure
-from halfstep.ops import grad_values
+from halfstep.ops import values_of
 from halfstep.optim import LowBit
 from halfstep.recipe import Recipe
 from halfstep.tracking import (
@@ -211,11 +211,11 @@ class Trainer:
         return True
 
     def _adapts(self) -> bool:
-        """Whether the loss scale sinks on overflow, so that one overflowing step is no divergence."""
+        """Whether the loss scale sinks on overflow, so that one overflowing step is not a divergence."""
         return self.recipe.loss_scale is not None and self.recipe.loss_scale.dynamic
 
     def _diverge(self, step: int, batch: Batch, random: torch.Tensor, reason: str) -> bool:
-        """Write down that the run diverged and which tensor went first, found by running the step's passes again."""
+        """Write down that the run diverged, and the first tensor not finite, found by running the passes again."""
         model, scaler = self.training.model, self.training.scaler
         torch.set_rng_state(random)
         tensor = first_nonfinite(model, lambda: scaler.scale(self.task.loss(model, batch)))
@@ -245,7 +245,7 @@ class Trainer:
         model, optimizer = self.training.model, self.training.optimizer
         trained = {p: name for name, p in model.named_parameters() if p.grad is not None}
         weights = [optimizer.full(p) for p in trained]
-        stored = [grad_values(p.grad) for p in trained if p.grad is not None]
+        stored = [values_of(p.grad) for p in trained if p.grad is not None]
         gradients = [grad.float() / scale for grad in stored]
         row = {
             "kind": "statistics",

@@ -120,7 +120,7 @@ def _divergence(rows: Sequence[Row]) -> Row | None:
 
 
 def timings(runs: Iterable[Sequence[Row]]) -> list[float]:
-    """The seconds of the steps of a recipe's runs, but for a run's first, which warms up.
+    """The seconds of the steps of a recipe's runs, except each run's first step, which warms up.
 
     A baseline taken from an earlier experiment has none: it ran at another time, beside other work.
     """

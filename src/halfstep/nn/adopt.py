@@ -135,8 +135,8 @@ class _Plain(nn.Module):
 
 
 def _derived(stock: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Module]:
-    """A subclass of `stock` of which neither its `__init_subclass__` nor its metaclass hears: registries, and whatever
-    a class asks of its subclasses, are for those that people write."""
+    """A subclass of `stock` that is made without its `__init_subclass__` and its metaclass: registries, and whatever
+    a class asks of its subclasses, are meant for those that people write."""
     meta = type(stock)
     create = abc.ABCMeta if issubclass(meta, abc.ABCMeta) else type
     made: type[nn.Module] = create.__new__(meta, stock.__name__, (_Plain,), namespace)

@@ -17,7 +17,7 @@ from halfstep.nn.adopt import adopt, is_covered, release
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.attention import ATTRIBUTE
 from halfstep.nn.clock import Clock
-from halfstep.nn.codes import is_held, let_go
+from halfstep.nn.codes import let_go
 from halfstep.nn.following import follow, part_of, unfollow
 from halfstep.nn.layers import Matched, ModuleFilter, match
 from halfstep.nn.ranks import check_ranks
@@ -56,12 +56,12 @@ class Report:
 def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | None = None) -> Report:
     """Make `model` follow `recipe`, in place; parameters, names, ties and state-dict keys stay.
 
-    Parameters are stored in the recipe's dtype; the forward runs under torch.autocast where the recipe computes in
-    16 bits, and autocast ends with the forward, also on an exception; floating outputs leave in float32, nested ones
-    too. So does a part that is called beside the model's forward (see `halfstep.following`). Linear layers that a rule
-    matches round the operands of their products; on a CPU without 16-bit matrix units the 16-bit products of the
-    others, and of convolutions, are carried in float32 (`kernels.carried`). Parameters of norms with running statistics
-    stay as they are (apex's keep_batchnorm_fp32), and so do buffers.
+    Parameters are stored in the recipe's dtype. The forward runs under torch.autocast where the recipe computes in 16
+    bits, and autocast ends with the forward, also on an exception. Floating outputs leave in float32, nested ones too,
+    and so do those of a part that is called outside the model's forward (see `halfstep.following`). Linear layers that
+    a rule matches round the operands of their products. On a CPU without 16-bit matrix units the 16-bit products of
+    the others, and of convolutions, are carried in float32 (`kernels.carried`). Parameters of norms with running
+    statistics stay as they are (apex's keep_batchnorm_fp32), and so do buffers.
 
     Args:
         model: any module with parameters; apply before wrapping it in DDP, FSDP or torch.compile.
@@ -86,7 +86,16 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     before = {name: parameter.dtype for name, parameter in moves.items()}
     autocast = None if recipe.compute == "fp32" else STORABLE[recipe.compute]
     clock = Clock() if any(spec.states for spec in specs.values()) else None
-    applied = Applied(recipe, autocast, before, STORABLE[recipe.grad_format], clock, tuple(specs))
+    rounded = {
+        f"{path}.{weight.name}".lstrip("."): getattr(model.get_submodule(path), weight.name)
+        for path in specs
+        for weight in matched.kinds[path].weights(model.get_submodule(path))
+    }
+    if recipe.scaled is not None:
+        stacks = {name for name, weight in rounded.items() if weight.dim() > 2}
+        kept |= dict.fromkeys(stacks, "its weights and gradients stay as they are: one scale would serve all experts")
+        rounded = {name: weight for name, weight in rounded.items() if name not in stacks}
+    applied = Applied(recipe, autocast, before, STORABLE[recipe.grad_format], clock, tuple(rounded))
     try:
         _adopt_layers(model, recipe, matched, specs, widened)
         attach(model, specs, {path: matched.kinds[path].PRODUCTS for path in specs})
@@ -122,9 +131,7 @@ def revert(model: nn.Module) -> None:
                 "parametrization: take that away first (torch.nn.utils.parametrize.remove_parametrizations), then "
                 "revert"
             )
-    for module in model.modules():
-        if is_held(module):
-            let_go(module)
+    let_go(model)
     _undo(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, dtype in applied.dtypes.items():
@@ -195,11 +202,9 @@ def _undo(model: nn.Module) -> None:
 
 
 def keep_grads(model: nn.Module) -> None:
-    """Give parameters the dtype again that their gradients accumulate in: torch copies and replaces them without."""
+    """Give parameters back the dtype that their gradients accumulate in: torch's copies and replacements lack it."""
     applied = applied_to(model)
-    held = {id(module.weight) for module in model.modules() if is_held(module)}
-    named = model.named_parameters(remove_duplicate=False)
-    parameters = {name: parameter for name, parameter in named if id(parameter) not in held}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in applied.dtypes.keys() & parameters.keys():
         store(parameters[name], parameters[name].dtype, applied.grads)
 

@@ -13,8 +13,8 @@ ATTRIBUTE = "_halfstep_attention"
 class DotProductAttention(nn.Module):
     """softmax(q k^T / sqrt(d) + mask) v, without parameters: `ops.attention` under a recipe.
 
-    A functional call is out of a recipe's sight; a model that forms attention by this module follows
-    `Recipe.attention`, and is torch's scaled_dot_product_attention without one.
+    A recipe does not see a functional call. A model that forms attention by this module follows `Recipe.attention`;
+    without a recipe the module is torch's scaled_dot_product_attention.
 
     Args:
         dropout: the probability with which an attention weight becomes zero in training.

@@ -1,4 +1,4 @@
-"""Between two optimizer steps: what of a step has happened, as far as scaling states depend on it."""
+"""What has happened since the last optimizer step, as far as scaling states depend on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Clock:
     The steps of an optimizer that is followed (`Scalings.follow`) are counted. Of others, the weights tell: what
     changed between two forwards, by torch's count of writes; and by some of their values until `end` is called for the
     first time, since writes through `.data` are not counted. One change may be a perturbation (SAM), an average put in
-    place, a load, a clamp: the second is an error. What a forward itself writes (`Embedding(max_norm)`) is no change.
+    place, a load, a clamp: the second is an error. What a forward itself writes (`Embedding(max_norm)`) does not count.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Clock:
         return any(self._steps.values()) or _differ(self._left, now) or _differ(self._begun, now)
 
     def begin(self, model: nn.Module) -> None:
-        """The weights are others from here on, and nothing has happened yet."""
+        """The weights are new from here on, and nothing has happened yet."""
         self._forget()
         if not self._steps:
             self._begun = _look(model, values=not self._advanced)

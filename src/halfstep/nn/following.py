@@ -107,9 +107,9 @@ class Part:
         self._warned = True
         name = next((name for name, part in root.named_modules() if part is module), type(module).__name__)
         warnings.warn(
-            f"{type(root).__name__}.{name} is called beside {type(root).__name__}'s forward. It follows recipe "
-            f"{self._recipe!r} and leaves in float32; what your code computes between such calls does not. Where that "
-            "holds products or attention, put the calls in `with halfstep.following(model): ...`",
+            f"{type(root).__name__}.{name} is called outside {type(root).__name__}'s forward. It follows recipe "
+            f"{self._recipe!r} and returns float32, but what your code computes between such calls does not follow it. "
+            "If that includes products or attention, put the calls in `with halfstep.following(model): ...`",
             stacklevel=6,  # the code that calls the part
         )
 

@@ -163,8 +163,8 @@ def _attends(model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
     if not found:
         raise RecipeError(
             f"recipe {recipe.name!r} rounds attention, and {type(model).__name__} has no module that forms it "
-            "(nn.MultiheadAttention, halfstep.nn.DotProductAttention): functional calls are out of sight. Form it by "
-            "one of these, or leave `attention` out of the recipe"
+            "(nn.MultiheadAttention, halfstep.nn.DotProductAttention): a recipe does not see functional calls. Form it "
+            "with one of these, or leave `attention` out of the recipe"
         )
     return found
 

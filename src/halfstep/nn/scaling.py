@@ -212,10 +212,15 @@ class Scalings:
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self._process_group)
             skipped = bool(found[-1])
+        alike: dict[tuple[Quantizer, int], list[tuple[Tensor, Tensor]]] = {}  # a whole model's take one operation each
         for amax, (_, state, quantizer) in zip(found, entries, strict=False):
-            state[1] = 0.0 if skipped else amax
+            alike.setdefault((quantizer, state.numel()), []).append((state, amax))
+        for (quantizer, _), group in alike.items():
+            states = torch.stack([state for state, _ in group])
+            states[:, 1] = 0.0 if skipped else torch.stack([amax for _, amax in group])
             if not skipped:
-                _rule(quantizer).advance(state, quantizer.format)
+                _rule(quantizer).advance(states, quantizer.format)
+            torch._foreach_copy_([state for state, _ in group], list(states.unbind()))
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Count that optimizer's steps: exact, where changes of weights are but a sign. A second step that nobody

@@ -35,7 +35,7 @@ def measure_smooth_scales(model: nn.Module, run: Callable[[], object]) -> dict[s
     if not found:
         raise ModelError(
             f"{type(model).__name__}: {len(handles)} gated MLPs (gate_proj, up_proj, down_proj, act_fn), and none was "
-            "called; expected one at least"
+            "called; expected at least one"
         )
     return found
 
@@ -56,15 +56,15 @@ def merge_smooth_scales(model: nn.Module, scales: Mapping[str, Tensor]) -> None:
     the range of its dtype; the biases of the linear branch are scaled along.
 
     Raises:
-        ModelError: a path that is no gated MLP; scales of another shape, or that are not powers of two; a weight that
-            the merge would push out of its dtype's range. Nothing was changed.
+        ModelError: a path that is not a gated MLP; scales of another shape, or that are not powers of two; a weight
+            that the merge would push out of its dtype's range. Nothing was changed.
     """
     merged: list[tuple[Tensor, Tensor]] = []
     for path, scale in scales.items():
         module = dict(model.named_modules()).get(path)
         if module is None or not gated.resembles(module):
             raise ModelError(
-                f"{type(model).__name__}: {path!r} is no gated MLP (gate_proj, up_proj, down_proj, act_fn)"
+                f"{type(model).__name__}: {path!r} is not a gated MLP (gate_proj, up_proj, down_proj, act_fn)"
             )
         up: nn.Linear = module.up_proj
         down: nn.Linear = module.down_proj

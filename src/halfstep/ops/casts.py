@@ -40,9 +40,9 @@ def round_to(
             ...), a `torch.dtype`, a `Format` or a `BlockFormat`.
         rounding: `nearest_even`, `nearest_away`, `toward_zero`, `up`, `down` or `stochastic`.
         overflow: `saturate` gives ± the largest value that both the format and the result's dtype hold, for infinities
-            too; `ieee` gives infinity, or NaN where the format has no infinity (but `toward_zero` takes finite values
-            no further than the largest). A format with neither saturates in both; the fnuz formats and posits make
-            infinities NaN in both. NaN stays NaN. Elements of a tile saturate.
+            too; `ieee` gives infinity, or NaN where the format has no infinity (except that `toward_zero` takes finite
+            values no further than the largest). A format with neither saturates in both; the fnuz formats and posits
+            make infinities NaN in both. NaN stays NaN. Elements of a tile saturate.
         generator: where stochastic rounding draws its seed from, one draw a call (None: torch's default generator),
             or the 64-bit seed itself. The result is the same for a seed on any number of threads.
         out: a tensor of x's shape to write to (x itself is allowed).
@@ -147,7 +147,7 @@ def values_noted(
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, bool]:
-    """The same, and whether some may be below 2^-126 but not 0: True where nobody looked."""
+    """The values of x, and whether some may be below 2^-126 but not 0: True where nobody looked."""
     if quantizer.scaling is None or quantizer.tile is None:
         return round_to(x, quantizer.format, quantizer.rounding, quantizer.overflow, generator, out, dtype), True
     check_input("round_to", x, quantizer.rounding, quantizer.overflow)

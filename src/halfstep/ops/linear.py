@@ -11,8 +11,9 @@ from torch import Tensor
 
 from halfstep.errors import ModelError
 from halfstep.kernels import scaled_mm
+from halfstep.ops.code_tensor import values_of
 from halfstep.ops.matmul import matmul
-from halfstep.ops.once import Backwards, Once, once
+from halfstep.ops.once import Backwards, Once, once, run
 from halfstep.ops.operand import Operand, just_in_time, operand
 from halfstep.ops.plain import matrix, plain
 from halfstep.ops.subclasses import check_plain, foreign
@@ -49,10 +50,11 @@ def linear(
     """
     if isinstance(weight, Operand):
         return _infer(x, weight, bias, spec.output.lhs, (states or {}).get("input"))
+    weight = values_of(weight)
     if spec.rounds:
         check_plain(weight)
         function = _Rounded if torch.compiler.is_compiling() else _Eager
-        return function.apply(x, weight, bias, spec, states or {}, record)[0]  # type: ignore[no-any-return,no-untyped-call]
+        return run(function, x, weight, bias, spec, states or {}, record)[0]  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling() and foreign(weight) is not None:
         return F.linear(x, weight, bias)  # which its library has a way for
     dtype = product_dtype(x)

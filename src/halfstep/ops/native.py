@@ -25,7 +25,7 @@ def is_native_available(
 ) -> bool | tuple[bool, str]:
     """Whether every rounded operand of the recipe is multiplied by FP8 units there; else products are carried.
 
-    Products whose sides are no multiples of 16 are carried wherever they are.
+    Products whose sides are not multiples of 16 are always carried.
 
     Args:
         return_reason: return (available, reason), the reason empty where it is.

@@ -71,9 +71,9 @@ def operand(
         return Operand(values(x, quantizer, dtype=_carrier(format, dtype)))
     native = _native(quantizer, x.device)
     if quantizer.tile == TENSOR:
-        factor = _factor(x, quantizer, state, record)
+        factor, amax = _factor(x, quantizer, state, record)
         if factor is not None:
-            rounded = round_scaled(x, factor, format, quantizer.rounding, _carrier(format, dtype))
+            rounded = round_scaled(x, factor, format, quantizer.rounding, _carrier(format, dtype), amax=amax)
             return Operand(rounded if native is None else rounded.to(native), factor.reciprocal())
     elif native is not None:
         return _rows(x, quantizer, native)
@@ -83,7 +83,7 @@ def operand(
 
 
 def stored(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> Quantized:
-    """The codes and scales of a matrix, of which `decoded` makes what `operand` makes of the matrix.
+    """The codes and scales of a matrix, from which `decoded` makes what `operand` makes of the matrix itself.
 
     The factor of a stateful scaling is kept as a scale that does not change; without a state it is just in time.
     """
@@ -135,13 +135,13 @@ def _lies_down(quantizer: Quantizer) -> bool:
     return quantizer.tile is not None and quantizer.tile.columns == 1 and quantizer.tile.rows != 1
 
 
-def _factor(x: Tensor, quantizer: Quantizer, state: Tensor | None, record: bool) -> Tensor | None:
-    """What all of x is multiplied by before it is rounded."""
+def _factor(x: Tensor, quantizer: Quantizer, state: Tensor | None, record: bool) -> tuple[Tensor | None, Tensor | None]:
+    """What all of x is multiplied by before it is rounded; and the step's amax, where it has yet to be raised."""
     scaling = quantizer.scaling
     assert scaling is not None
     if not isinstance(scaling, StatefulScaling):
         amax = amax_of(x) if scaling.reads else x.new_zeros((), dtype=torch.float32)
-        return scaling.factor(amax, quantizer.format)
+        return scaling.factor(amax, quantizer.format), None
     if state is None:
         raise RecipeError(
             f"{scaling.name} scaling needs the state of its operand: halfstep.apply keeps one beside each layer, and "
@@ -152,12 +152,13 @@ def _factor(x: Tensor, quantizer: Quantizer, state: Tensor | None, record: bool)
             f"the state of {scaling.name} scaling is {state.dtype}, expected torch.float32: the model was cast after "
             "halfstep.apply (model.half(), model.to(dtype)); cast it first, then apply the recipe"
         )
-    waits = scaling.waits(state)
-    own = amax_of(x) if record or waits else None
-    factor = scaling.in_use(state, own if waits else None, quantizer.format)  # of this step, whatever comes
-    if record and own is not None:
-        scaling.record(state, own)
-    return factor
+    if not scaling.waits(state):
+        return scaling.in_use(state, None, quantizer.format), state[1] if record else None
+    amax = amax_of(x)
+    factor = scaling.in_use(state, amax, quantizer.format)  # of this step, whatever comes
+    if record:
+        scaling.record(state, amax)
+    return factor, None
 
 
 def _native(quantizer: Quantizer, device: torch.device) -> torch.dtype | None:
@@ -177,7 +178,7 @@ def _rows(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Operand:
 def _blocks(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Operand:
     """Tiles times their scales. A power of two moves no bit of a value; a scale with a mantissa takes float32's.
 
-    bf16 matrix units of CPUs take subnormal numbers for zeros: where there are any, the product is float32's.
+    bf16 matrix units of CPUs treat subnormal numbers as zeros: where there are any, the product is float32's.
     """
     assert quantizer.scaling is not None
     if _lies_down(quantizer):  # kernels know tiles along rows, of a view too
@@ -214,7 +215,7 @@ def _narrow(quantizer: Quantizer, dtype: torch.dtype, device: torch.device) -> t
 
 
 def _has_subnormals(carrier: Tensor) -> bool:
-    """Whether a CPU's bf16 units would take some of these bf16 values for zeros."""
+    """Whether a CPU's bf16 units would treat some of these bf16 values as zeros."""
     if carrier.device.type != "cpu" or carrier.dtype != torch.bfloat16 or torch.compiler.is_compiling():
         return False
     magnitude = carrier.abs()
@@ -233,7 +234,7 @@ def _carrier(format: Format, dtype: torch.dtype, scale_bits: int = 0) -> torch.d
 
 
 def _may_be_subnormal(quantized: Quantized) -> bool:
-    """Whether the scales, of which there are fewer than values, leave that open; True where they cannot be asked."""
+    """Whether the scales, which are fewer than the values, leave that open; True where they cannot be asked."""
     scaling, format = quantized.quantizer.scaling, quantized.quantizer.format
     assert scaling is not None
     if quantized.codes.device.type != "cpu" or torch.compiler.is_compiling():

@@ -15,17 +15,23 @@ def round_scaled(
     rounding: str,
     dtype: torch.dtype,
     generator: torch.Generator | int | None = None,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """x * factor, formed in float32 (float64 for float64), rounded onto `format` and saturated, in `dtype`.
 
     factor is a float32 scalar; one that is NaN makes everything NaN.
+
+    Args:
+        amax: a float32 scalar that is raised to max |x|, in the same pass; NaN where there is one.
     """
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     seed = seed_of(rounding, generator)
     if torch.compiler.is_compiling():
         torch.ops.halfstep.round_scaled(x, factor, out, format.key, rounding, seed)
+        if amax is not None:
+            amax.copy_(torch.maximum(amax, amax_of(x)))
     else:
-        operators.round_scaled_into(x.detach().contiguous(), factor, out, format, rounding, seed)
+        operators.round_scaled_into(x.detach().contiguous(), factor, out, format, rounding, seed, amax)
     return out
 
 

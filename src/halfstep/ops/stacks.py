@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import carried
-from halfstep.ops.once import Backwards, Once, once
+from halfstep.ops.once import Backwards, Once, once, run
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.plain import matrix, plain_stacked
 from halfstep.recipe import LinearSpec, Matmul
@@ -27,7 +27,7 @@ def stacked_linear(x: Tensor, weight: Tensor, spec: LinearSpec, dtype: torch.dty
     if not spec.rounds:
         return plain_stacked(x, weight, dtype)
     function = _Rounded if torch.compiler.is_compiling() else _Eager
-    return function.apply(x, weight, spec, dtype)  # type: ignore[no-any-return,no-untyped-call]
+    return run(function, x, weight, spec, dtype)  # type: ignore[no-any-return]
 
 
 class _Rounded(Once):

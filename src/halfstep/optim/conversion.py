@@ -12,11 +12,9 @@ from halfstep.errors import OptimizerError
 from halfstep.optim.checks import check_optimizer
 from halfstep.optim.classes import Lamb, Lion
 from halfstep.optim.lowbit import LowBit
-from halfstep.optim.masters import get_master
 from halfstep.optim.present import Reference
-from halfstep.optim.states import Storage
 from halfstep.quant import draw_seed
-from halfstep.recipe import STORABLE, Recipe
+from halfstep.recipe import Recipe
 
 
 def convert(
@@ -24,7 +22,6 @@ def convert(
     recipe: Recipe,
     masters: Mapping[nn.Parameter, Tensor],
     generator: torch.Generator | int | None = None,
-    scales: Mapping[nn.Parameter, Tensor | None] | None = None,
     model: Reference | None = None,
     process_group: Any = None,
 ) -> LowBit:
@@ -38,7 +35,6 @@ def convert(
         masters: the float32 values of parameters that are stored in fewer bits, taken before they were rounded.
         generator: where the seed of stochastic rounding comes from. Where processes train together, all take the seed
             of the first one.
-        scales: of the weights that are kept as `recipe.scaled` says.
         model: a weak reference to the model: once parameters have left it, the others are not stepped on in silence.
         process_group: the processes that train together; None is the default group, where there is one.
 
@@ -46,12 +42,10 @@ def convert(
         OptimizerError: the class, an option, a parameter or a state cannot be expressed; the optimizer is left as it
             was.
     """
-    rule = check_optimizer(optimizer, codes=scales or ())
-    master = get_master(recipe.master)
-    storage = Storage(STORABLE[recipe.moments], recipe.moment_residuals, master, recipe.update_rounding, recipe.scaled)
+    rule = check_optimizer(optimizer)
     # Drawn only where it is used: a recipe that rounds to nearest leaves the model's dropout masks as they were.
     seed = draw_seed(generator) if recipe.update_rounding == "stochastic" else 0
-    result = LowBit(list(optimizer.param_groups), rule, storage, seed, scales, model, process_group)
+    result = LowBit(list(optimizer.param_groups), rule, recipe, seed, model, process_group)
     result.defaults = {**optimizer.defaults, **result.defaults}
     result.param_groups = optimizer.param_groups
     result.agree_on_the_seed()

@@ -5,23 +5,30 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halfstep import ops
 from halfstep.errors import OptimizerError
+from halfstep.ops import CodeTensor
 from halfstep.optim.checks import UNSCALED, check_parameters, check_state, check_step, warn_of_late
 from halfstep.optim.gradients import narrow_all
-from halfstep.optim.masters import Kept, Master, Own, get_master
 from halfstep.optim.present import Present, Reference
 from halfstep.optim.rules.base import UpdateRule
 from halfstep.optim.scaled import scaled_weight
 from halfstep.optim.seeds import are_several, first_ranks
 from halfstep.optim.shards import is_spread, like, local, positions, spread_like
-from halfstep.optim.states import RESIDUAL, Storage, adopt, decode, foreign
+from halfstep.optim.states import FORMATS, adopt, foreign, labels, read, start, write
 from halfstep.optim.update import Update
 from halfstep.quant import derive_seed
+from halfstep.quant.masters import Kept, Master, Own, get_master
+from halfstep.recipe import Recipe, Storage
+
+
+_OWN = Own("none", round_to=ops.round_to)
 
 
 class LowBit(torch.optim.Optimizer):
@@ -39,7 +46,6 @@ class LowBit(torch.optim.Optimizer):
     loaded, copied and pickled like that of torch's optimizers.
 
     Args:
-        scales: of the weights that are kept as codes (`nn.codes.hold`).
         model, process_group: as for `convert`.
     """
 
@@ -52,20 +58,19 @@ class LowBit(torch.optim.Optimizer):
         self,
         groups: list[dict[str, Any]],
         rule: UpdateRule,
-        storage: Storage,
+        recipe: Recipe,
         seed: int,
-        scales: Mapping[nn.Parameter, Tensor | None] | None = None,
         model: Reference | None = None,
         process_group: Any = None,
     ) -> None:
         self.rule = rule
-        self.storage = storage
-        self._scales: Mapping[Any, Tensor | None] = scales or {}
+        self.recipe = recipe
         self._present = Present(model) if model is not None else None
         self._process_group = process_group
         self._agreed = False
         self._versions: dict[Tensor, int] = {}
         self._watch: Callable[[Update], None] | None = None
+        self._known_kinds: dict[tuple[str, ...], tuple[dict[str, Storage], tuple[str, ...]]] = {}
         super().__init__(groups, {"rounding_seed": seed})
 
     @contextmanager
@@ -84,7 +89,7 @@ class LowBit(torch.optim.Optimizer):
         if not master.keeps or not master.keeps.keys() <= state.keys():
             return spread_like(master.stored(weight), parameter)
         kept = {name: local(state[name]).clone() for name in master.keeps}
-        master.follow(weight, kept)
+        ops.follow(master, weight, kept)
         return spread_like(master.value(weight, kept), parameter)
 
     def _start(self, parameter: Tensor, full: Tensor | None) -> None:
@@ -95,10 +100,11 @@ class LowBit(torch.optim.Optimizer):
 
     def _master(self, weight: Tensor) -> Master:
         """What takes the weight's update."""
-        if weight in self._scales:
-            assert self.storage.scaled is not None
-            return scaled_weight(self.storage.scaled, self._scales[weight])
-        return get_master(None) if weight.dtype == torch.float32 else self.storage.master
+        if isinstance(weight, CodeTensor):
+            assert self.recipe.scaled is not None
+            return scaled_weight(self.recipe.scaled)
+        master = get_master(None if weight.dtype == torch.float32 else self.recipe.master)
+        return _OWN if isinstance(master, Own) else master
 
     def _name(self, parameter: Tensor, index: int) -> str:
         name = self._present.name(parameter) if self._present is not None else None
@@ -106,12 +112,12 @@ class LowBit(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # What a copy needs beside torch's own. Which model it belongs to and who trains with it, it does not know.
-        own = {"rule": self.rule, "storage": self.storage, "_scales": self._scales}
-        return {**super().__getstate__(), **own, "awaits_scaler": self.awaits_scaler}
+        own = {"rule": self.rule, "recipe": self.recipe, "awaits_scaler": self.awaits_scaler}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         absent: dict[str, Any] = {"_watch": None, "_present": None, "_process_group": None, "_agreed": False}
-        super().__setstate__({**absent, "_versions": {}, **state})
+        super().__setstate__({**absent, "_versions": {}, "_known_kinds": {}, **state})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's; the recipe holds for the new parameters too.
@@ -121,14 +127,14 @@ class LowBit(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            check_parameters(self.param_groups, self._scales, self._name)
+            check_parameters(self.param_groups, self._name)
         except OptimizerError:
             self.param_groups.pop()
             raise
 
     def agree_on_the_seed(self) -> None:
         """Take the seed of stochastic rounding from the first of the processes that train together, once."""
-        if self._agreed or self.storage.update_rounding != "stochastic" or not are_several(self._process_group):
+        if self._agreed or self.recipe.update_rounding != "stochastic" or not are_several(self._process_group):
             return
         own, self._agreed = self.defaults["rounding_seed"], True
         self.defaults["rounding_seed"] = seed = first_ranks(own, self._process_group)
@@ -159,16 +165,19 @@ class LowBit(torch.optim.Optimizer):
             return loss
         scale = getattr(self, "grad_scale", None)
         grad_scale = 1.0 if scale is None else 1.0 / float(scale)
-        if self._scales and not any(p.grad is not None for group in self.param_groups for p in group["params"]):
+        if self.recipe.scaled is not None and not any(
+            p.grad is not None for group in self.param_groups for p in group["params"]
+        ):
             raise OptimizerError(
                 "no parameter of this optimizer has a gradient. A model that fully_shard or a copy took over has other "
                 "parameters; under FSDP2 call halfstep.apply, shard, and build torch's optimizer on what came out"
             )
         for group in self.param_groups:
             group.setdefault("rounding_seed", self.defaults["rounding_seed"])  # it came by way of the old optimizer
-        check_parameters(self.param_groups, self._scales, self._name)
+        check_parameters(self.param_groups, self._name)
         check_step(self.param_groups, self.rule, self._name)
         self.agree_on_the_seed()
+        self._name_formats()
         self._start_late()
         index = 0
         for group in self.param_groups:
@@ -177,6 +186,22 @@ class LowBit(torch.optim.Optimizer):
                     self._update(parameter, group, grad_scale, index)
                 index += 1
         return loss
+
+    def _kinds(self, names: tuple[str, ...]) -> tuple[dict[str, Storage], tuple[str, ...]]:
+        """How the moments of those names are kept, and the names of all tensors that they are kept in."""
+        if names not in self._known_kinds:
+            kinds = {name: self.recipe.moment(name) for name in names}
+            self._known_kinds[names] = kinds, tuple(part for name, kind in kinds.items() for part in kind.parts(name))
+        return self._known_kinds[names]
+
+    def _name_formats(self) -> None:
+        """Let the groups, which are saved, say how moments that are codes are kept."""
+        for group in self.param_groups:
+            formats = labels(self._kinds(self.rule.moments(group))[0])
+            if formats:
+                group[FORMATS] = formats
+            else:
+                group.pop(FORMATS, None)
 
     def _start_late(self) -> None:
         """Start the masters of parameters that were frozen, or not here, when the others' were taken; say it, once."""
@@ -191,29 +216,30 @@ class LowBit(torch.optim.Optimizer):
             warn_of_late(late)
 
     def _update(self, parameter: Tensor, group: dict[str, Any], grad_scale: float, index: int) -> None:
-        state, storage, master = self.state[parameter], self.storage, self._master(parameter)
-        names = self.rule.moments(group)
+        state, master = self.state[parameter], self._master(parameter)
+        kinds, parts = self._kinds(self.rule.moments(group))
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-        for name in (*names, *(name + RESIDUAL for name in names if name in storage.residuals)):
+        for name, kind in kinds.items():
             if state.get(name) is None:
-                state[name] = torch.zeros_like(parameter, dtype=storage.moments)
+                state.update(start(kind, name, parameter))
         state["step"] += 1
         step, grad = int(state["step"]), like(parameter, master.gradient(_grad(parameter)))
         # Of a parameter that is spread over ranks, this one's part; whole where norms of the whole enter.
         weight, kept = local(parameter), {name: local(state[name]) for name in master.keeps}
-        moments = {name: value for name, value in state.items() if name.removesuffix(RESIDUAL) in names}
+        moments = {part: state[part] for part in parts}
         if self.rule.elementwise:
             grad, moments = local(grad), {name: local(value) for name, value in moments.items()}
         if isinstance(master, Own):
-            master = Own("none", storage.update_rounding)
+            master = replace(master, rounding=self.recipe.update_rounding)
             if master.rounding == "stochastic":
                 seed = derive_seed(group["rounding_seed"], step, index)
-                master = Own("none", master.rounding, seed, positions(parameter))
-        if self._watch is None and self.rule.fused(weight, master, kept, grad, moments, step, group, grad_scale):
+                master = replace(master, seed=seed, positions=positions(parameter))
+        plain = self._watch is None and all(kind.dtype is not None for kind in kinds.values())
+        if plain and self.rule.fused(weight, master, kept, grad, moments, step, group, grad_scale):
             torch.autograd.graph.increment_version(weight)
         else:
-            self._reference(parameter, weight, master, kept, grad, moments, step, group, grad_scale)
+            self._reference(parameter, weight, master, kept, grad, moments, kinds, step, group, grad_scale)
         if is_spread(parameter):
             torch.autograd.graph.increment_version(parameter)
         if master.costly:
@@ -227,25 +253,27 @@ class LowBit(torch.optim.Optimizer):
         kept: Kept,
         grad: Tensor,
         moments: dict[str, Tensor],
+        kinds: Mapping[str, Storage],
         step: int,
         group: dict[str, Any],
         grad_scale: float,
     ) -> None:
-        """What `rule.fused` does, for any rule, device and format: in torch, but for what it can do in float32."""
+        """What `rule.fused` does, for any rule, device and format: in torch, except for what it can do in float32."""
         if not master.costly or self._versions.get(parameter) != parameter._version:
-            master.follow(weight, kept)
+            ops.follow(master, weight, kept)
         full, before = master.read(weight, kept), master.value(weight, kept) if self._watch else None
-        if self._watch is None and self.rule.fused(full, Own("none"), {}, grad, moments, step, group, grad_scale):
+        values = {name: read(kind, name, moments, tuple(full.shape)) for name, kind in kinds.items()}
+        if self._watch is None and self.rule.fused(full, _OWN, {}, grad, values, step, group, grad_scale):
+            for name, kind in kinds.items():
+                write(kind, name, moments, values[name])
             master.write(weight, kept, full)
             return
         if not self.rule.elementwise:
             full = spread_like(full, parameter)
         grad = grad.float() if grad_scale == 1.0 else grad.float() * grad_scale
-        updated, new = self.rule.update(full, grad, decode(moments), step, group)
+        updated, new = self.rule.update(full, grad, values, step, group)
         for name, moment in new.items():
-            moments[name].copy_(moment)
-            if name + RESIDUAL in moments:
-                moments[name + RESIDUAL].copy_(moment - moments[name].float())
+            write(kinds[name], name, moments, moment)
         wanted = local(updated - full) if self._watch is not None else None
         master.write(weight, kept, local(like(parameter, updated)))
         if self._watch is not None and before is not None and wanted is not None:
@@ -278,22 +306,30 @@ class LowBit(torch.optim.Optimizer):
             self.rule.check(group)
             for number, parameter in zip(group["params"], mine["params"], strict=True):
                 if number in state_dict["state"]:
-                    states[parameter] = self._adopt(parameter, state_dict["state"][number], {**mine, **group}, number)
+                    saved_state, options = state_dict["state"][number], {**mine, **group}
+                    states[parameter] = self._adopt(parameter, saved_state, options, number, group.get(FORMATS))
         groups = self.param_groups
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.update(loaded)
         self.param_groups = groups  # the same objects: a scheduler built before `convert` holds them
+        self._name_formats()
         self.state.update(states)
 
     @torch.no_grad()
     def _adopt(
-        self, parameter: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any], number: object
+        self,
+        parameter: Tensor,
+        saved: Mapping[str, Any],
+        group: Mapping[str, Any],
+        number: object,
+        formats: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """A parameter's saved state in this optimizer's dtypes, with the present master where it has none."""
         master, present = self._master(parameter), self.state.get(parameter, {})
-        check_state(saved, self.rule, foreign(saved, self.storage, master))
-        state = adopt(saved, parameter, self.storage, master, self.rule.moments(group), number)
+        check_state(saved, self.rule, foreign(saved, self.recipe, master))
+        kinds, _ = self._kinds(self.rule.moments(group))
+        state = adopt(saved, parameter, kinds, (get_master(self.recipe.master), master), formats, number)
         if not master.keeps.keys() <= state.keys() and master.keeps.keys() <= present.keys():
             state.update({name: present[name] for name in master.keeps})
         return state

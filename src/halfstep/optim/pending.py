@@ -28,7 +28,7 @@ class Pending:
 
 
 class AllPending:
-    """That of every optimizer that a scaler has seen since its last update(). It keeps no optimizer alive."""
+    """What is known of every optimizer that a scaler has seen since its last update(). It keeps no optimizer alive."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, Pending] = weakref.WeakKeyDictionary()
@@ -65,7 +65,7 @@ class AllPending:
             if pending.found_inf:
                 raise LossScaleError(
                     "the gradients of the last batch overflowed and were dropped before scaler.update(), so the loss "
-                    "scale could not sink; call scaler.update() after every batch, also one whose step is left out"
+                    "scale could not fall; call scaler.update() after every batch, even one whose step is left out"
                 )
             pending = None
         if pending is None:

@@ -1,4 +1,4 @@
-"""Which of an optimizer's parameters are still the model's: what replaces them would be trained by nobody."""
+"""Which of an optimizer's parameters are still the model's: nothing would train what replaces them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from halfstep.optim.shards import is_spread
 
 
 Reference = Callable[[], nn.Module | None]
-"""A weak reference to the model; None once there is none any more."""
+"""A weak reference to the model; it gives None once the model is gone."""
 
 
 class Present:
@@ -59,7 +59,7 @@ class Present:
             )
         more = " ..." if len(new) > 3 else ""
         raise OptimizerError(
-            f"{len(gone)} of this optimizer's {len(held)} parameters are the model's no more, and the model has "
+            f"{len(gone)} of this optimizer's {len(held)} parameters no longer belong to the model, and the model has "
             f"{len(new)} that this optimizer would never train ({', '.join(new[:3])}{more}): {advice}"
         )
 

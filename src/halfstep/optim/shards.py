@@ -30,7 +30,7 @@ def like(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 def spread_like(part: Tensor, whole: Tensor) -> Tensor:
-    """A tensor that is spread as `whole` is, of which this rank's part is `part`."""
+    """A tensor that is spread as `whole` is, with `part` as this rank's part."""
     if not is_spread(whole):
         return part
     result = torch.empty_like(whole, dtype=part.dtype)

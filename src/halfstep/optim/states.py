@@ -1,83 +1,180 @@
-"""A parameter's saved state, as an optimizer in few bits takes it over."""
+"""What an optimizer keeps of a parameter beside masters: moments as their storage says, and saved states taken over."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfstep import ops
 from halfstep.errors import OptimizerError
-from halfstep.optim.masters import Master
-from halfstep.recipe import MASTERS, SCALED_MASTER, Scaled
+from halfstep.optim.shards import is_spread
+from halfstep.quant.description import label
+from halfstep.quant.masters import Master, get_master
+from halfstep.recipe import Recipe, Storage, master_states
 
 
-RESIDUAL = "_residual"  # ends the state's name for what rounding a moment left over
-_KEPT = {SCALED_MASTER, *(name for name, _ in MASTERS.values())}
+FORMATS = "moment_formats"
+"""The option of a parameter group that says how moments that are codes are kept: `description.label`, by name."""
 
 
-@dataclass(frozen=True)
-class Storage:
-    """How an optimizer keeps what it keeps."""
-
-    moments: torch.dtype
-    residuals: tuple[str, ...]
-    """Moments kept as the sum of two numbers of that dtype."""
-    master: Master
-    update_rounding: str
-    scaled: Scaled | None = None
-    """How the weights are kept that `LowBit` has scales for."""
+# ---- moments --------------------------------------------------------------------------------------------------------
 
 
-def foreign(saved: Mapping[str, Any], storage: Storage, master: Master) -> set[str]:
+def start(kind: Storage, name: str, parameter: Tensor) -> dict[str, Tensor]:
+    """The tensors of a moment that is zero.
+
+    Raises:
+        OptimizerError: the parameter is spread over ranks, and the moment would be codes.
+    """
+    if kind.dtype is not None:
+        return {number: torch.zeros_like(parameter, dtype=kind.dtype) for number in kind.numbers(name)}
+    return encode(kind, name, torch.zeros_like(parameter, dtype=torch.float32))
+
+
+def encode(kind: Storage, name: str, values: Tensor) -> dict[str, Tensor]:
+    """The tensors that float32 values are kept in.
+
+    Raises:
+        OptimizerError: as `start`.
+    """
+    if kind.dtype is not None:
+        parts = {number: torch.empty_like(values, dtype=kind.dtype) for number in kind.numbers(name)}
+    elif is_spread(values):
+        raise OptimizerError(
+            f"moment {name!r} of a sharded parameter of shape {tuple(values.shape)} would be kept as {kind}: shards "
+            "have no tiles yet. Keep moments in fp32, bf16 or fp16 under fully_shard"
+        )
+    else:
+        layout = kind.layout(name, tuple(values.shape)).items()
+        parts = {part: torch.empty(shape, dtype=dtype, device=values.device) for part, (dtype, shape) in layout}
+    write(kind, name, parts, values)
+    return parts
+
+
+def read(kind: Storage, name: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    """The float32 values of a moment of that shape: in its own memory where it is stored so."""
+    first, *others = (_number(kind, number, tensors, shape) for number in kind.numbers(name))
+    return first + others[0] if others else first
+
+
+def write(kind: Storage, name: str, tensors: Mapping[str, Tensor], values: Tensor) -> None:
+    """Round float32 values into the tensors of a moment."""
+    for number in kind.numbers(name):
+        if number != name:
+            values = values - _number(kind, name, tensors, tuple(values.shape))  # what the first left over
+        if kind.dtype is not None:
+            tensors[number].copy_(values)
+        else:
+            parts = ops.quantize(values, kind.quantizer).tensors
+            for part, own in kind.names(number).items():
+                tensors[own].copy_(parts[part])
+
+
+def _number(kind: Storage, number: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    if kind.dtype is not None:
+        return tensors[number].float()
+    parts = {part: tensors[own] for part, own in kind.names(number).items()}
+    return ops.Quantized(kind.quantizer, shape, torch.float32, parts).dequantize()
+
+
+def labels(kinds: Mapping[str, Storage]) -> dict[str, str]:
+    """What `FORMATS` says of moments that are codes."""
+    return {name: label(kind.quantizer) for name, kind in kinds.items() if kind.dtype is None}
+
+
+# ---- saved states ---------------------------------------------------------------------------------------------------
+
+
+def foreign(saved: Mapping[str, Any], recipe: Recipe, master: Master) -> frozenset[str]:
     """What masters of other recipes kept in a saved state."""
-    return (_KEPT & saved.keys()) - storage.master.keeps.keys() - master.keeps.keys()
+    return (master_states() & saved.keys()) - get_master(recipe.master).keeps.keys() - master.keeps.keys()
 
 
 def adopt(
     saved: Mapping[str, Any],
     parameter: Tensor,
-    storage: Storage,
-    master: Master,
-    moments: Container[str],
+    kinds: Mapping[str, Storage],
+    masters: Iterable[Master],
+    formats: Mapping[str, str] | None,
     number: object,
 ) -> dict[str, Any]:
-    """A parameter's saved state in the storage's dtypes, on the parameter's device, sharing no memory with it.
+    """A parameter's saved state as `kinds` keep its moments, on the parameter's device, sharing no memory with it.
 
     A master alone says that no step was taken. torch.optim.SGD counts none: with a momentum there was at least one.
 
+    Args:
+        kinds: of the rule's moments, by name.
+        masters: whose tensors keep the dtypes that they have there.
+        formats: what the saved groups say of moments that are codes (`labels`).
+
     Raises:
-        OptimizerError: it belongs to a parameter of another shape.
+        OptimizerError: it belongs to a parameter of another shape, or holds codes of another format.
     """
     state: dict[str, Any] = {}
-    keeps = storage.master.keeps | master.keeps
+    keeps = {name: dtype for master in masters for name, dtype in master.keeps.items()}
+    parts = {part: name for name, kind in kinds.items() for part in _every_part(kind, name, saved)}
+    for name, kind in kinds.items():
+        if isinstance(saved.get(name), Tensor):
+            state |= _moment(saved, name, kind, parameter, (formats or {}).get(name), number)
     for name, value in saved.items():
+        if name in parts:
+            continue
         if not isinstance(value, Tensor):
             if value is not None:
                 state[name] = value
         elif name == "step":
             state[name] = value.detach().to("cpu", torch.float32, copy=True)
-        elif value.shape != parameter.shape and value.dim():
-            raise OptimizerError(
-                f"the state of parameter {number} holds {name} of shape {tuple(value.shape)}, "
-                f"expected {tuple(parameter.shape)}: it belongs to another model"
-            )
         else:
-            dtype = keeps.get(name, storage.moments)
-            state[name] = value.detach().to(parameter.device, dtype, copy=True)
-            if name in storage.residuals and name + RESIDUAL not in saved:
-                state[name + RESIDUAL] = (value.to(parameter.device) - state[name].float()).to(dtype)
-    if "step" not in state and any(name in moments for name in state):
+            _check_shape(value, parameter, name, number)
+            state[name] = value.detach().to(parameter.device, keeps.get(name, value.dtype), copy=True)
+    if "step" not in state and any(name in kinds for name in state):
         state["step"] = torch.ones((), dtype=torch.float32)
     return state
 
 
-def decode(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The rule's moments in float32, each with its residual added."""
-    decoded = {name: value.float() for name, value in moments.items() if not name.endswith(RESIDUAL)}
-    return {
-        name: value + moments[name + RESIDUAL].float() if name + RESIDUAL in moments else value
-        for name, value in decoded.items()
-    }
+def _every_part(kind: Storage, name: str, saved: Mapping[str, Any]) -> set[str]:
+    """Everything in a saved state that a moment, however it was kept, may be made of."""
+    own = {*kind.layout(name, (1, 1)), name, *Storage(kind.quantizer, residual=True).numbers(name)}
+    return own & saved.keys()
+
+
+def _moment(
+    saved: Mapping[str, Any], name: str, kind: Storage, parameter: Tensor, format: str | None, number: object
+) -> dict[str, Tensor]:
+    value: Tensor = saved[name]
+    own = labels({name: kind}).get(name)
+    if not value.is_floating_point() or format is not None:
+        if format is None or format != own:
+            raise OptimizerError(
+                f"the state of parameter {number} holds {name} as codes ({format or 'of a format it does not name'}); "
+                f"this recipe keeps it as {kind}. Resume under the recipe that it was saved under, or load the weights "
+                "alone and start the optimizer anew"
+            )
+        expected = kind.layout(name, tuple(parameter.shape))
+        for part, (dtype, shape) in expected.items():
+            found = saved.get(part)
+            if not isinstance(found, Tensor) or (found.dtype, tuple(found.shape)) != (dtype, shape):
+                what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+                raise OptimizerError(
+                    f"the state of parameter {number} holds {part} as {what}, expected {dtype} {shape}: it belongs to "
+                    "another model"
+                )
+        return {part: saved[part].detach().to(parameter.device, copy=True) for part in expected}
+    _check_shape(value, parameter, name, number)
+    twice = Storage(kind.quantizer, residual=True).numbers(name)
+    found = {part: saved[part].detach() for part in twice if isinstance(saved.get(part), Tensor)}
+    if kind.dtype is not None and found.keys() == set(kind.numbers(name)):
+        return {part: number.to(parameter.device, kind.dtype, copy=True) for part, number in found.items()}
+    numbers = [number.to(parameter.device, torch.float32) for number in found.values()]
+    return encode(kind, name, sum(numbers[1:], numbers[0]))
+
+
+def _check_shape(value: Tensor, parameter: Tensor, name: str, number: object) -> None:
+    if value.shape != parameter.shape and value.dim():
+        raise OptimizerError(
+            f"the state of parameter {number} holds {name} of shape {tuple(value.shape)}, "
+            f"expected {tuple(parameter.shape)}: it belongs to another model"
+        )

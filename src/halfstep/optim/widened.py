@@ -23,7 +23,7 @@ _TREATED = "_halfstep_treated"  # on a gradient that was unscaled or clipped: wh
 
 @dataclass
 class _Own:
-    """What gradients of the parameter were, and will be."""
+    """The dtype that the parameter's gradients had, and will have again."""
 
     stored: torch.dtype
     """The parameter's, by which others notice that it became another one since."""
@@ -68,7 +68,7 @@ def mark(grad: Tensor) -> None:
 
 
 def is_marked(grad: Tensor | None) -> bool:
-    """Whether it was, and is still the same tensor (added to, perhaps)."""
+    """Whether it was unscaled or clipped, and is still the same tensor (perhaps added to)."""
     return hasattr(grad, _TREATED)
 
 

@@ -58,8 +58,8 @@ def text_batches(text: Tensor, loaded: Loaded, batches: int, examples: int, cont
 
     Args:
         text: its bytes, (length,) uint8.
-        batches, examples, context: of each of which how many: batches, windows in one, tokens in a window (cut to what
-            the model takes).
+        batches, examples, context: how many batches, windows in a batch, and tokens in a window (cut to what the model
+            takes).
 
     Raises:
         DataError: the text is shorter than one window.

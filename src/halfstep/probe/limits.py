@@ -14,7 +14,7 @@ from halfstep.ops import round_to
 
 @dataclass(frozen=True)
 class Limits:
-    """The magnitudes at which rounding to nearest changes its ways, each a float32: comparing with them is exact."""
+    """The magnitudes at which rounding to nearest changes, each a float32, so that comparing with them is exact."""
 
     format: Format
     overflows: bool

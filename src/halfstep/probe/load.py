@@ -50,7 +50,7 @@ def load_model(name: str) -> Loaded:
         return _hugging_face(folder)
     if ":" not in name:
         raise ModelError(
-            f"{name!r} is no folder; expected a local Hugging Face folder (download a hub model first), or "
+            f"{name!r} is not a folder; expected a local Hugging Face folder (download a hub model first), or "
             "module:function or file.py:function that returns a torch.nn.Module"
         )
     return _from_function(name)

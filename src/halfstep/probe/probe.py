@@ -108,7 +108,7 @@ def probe_model(
 
 
 def _search(own: nn.Module, report: ProbeReport, goal: Target, run: Callable[[Recipe], Trial]) -> tuple[Trial, ...]:
-    """What loses values silently, no infinity telling, is in float32 from the start."""
+    """The trials of other recipes; modules that lose values without any infinity are in float32 from the start."""
     leaves = {path for path, module in own.named_modules() if not any(module.children())}
     lossy: list[Site] = [
         found.site

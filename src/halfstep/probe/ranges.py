@@ -32,7 +32,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Counts:
-    """Exact counts over the values of tensors. NaN, and what masks attention, are no values."""
+    """Exact counts over the values of tensors. NaN, and what masks attention, do not count as values."""
 
     largest: float = 0.0
     """The largest magnitude; infinite or NaN if a value is."""

@@ -33,7 +33,7 @@ class Conditions:
     batches: int
     examples: int
     tokens: int | None
-    """Values of the integer inputs; None where there are none."""
+    """Values of the integer inputs; None where there are no such inputs."""
     loss: str
     train_steps: int
     learning_rate: float
@@ -61,7 +61,7 @@ class ProbeReport:
 
     @property
     def safe(self) -> bool:
-        """Whether nothing overflows or vanishes that matters, and the real run agrees with float32."""
+        """Whether nothing that matters overflows or vanishes, and the real run agrees with float32."""
         return self.trial.passed and not self.findings and self.scale_found
 
     @property
@@ -199,7 +199,7 @@ def _forward(report: ProbeReport) -> list[str]:
 
 
 def _names(same: Sequence[Range]) -> str:
-    """A tensor by who is first to have it, and by who is last to take it in."""
+    """A tensor by the module that has it first, and by the one that takes it in last."""
     takers = [found.site for found in same[1:] if found.site.role == "input"]
     return f"{same[0].site}" + (f", which is the {takers[-1]}" if takers else "")
 

@@ -81,7 +81,7 @@ def from_label(text: str) -> Quantizer:
     """The quantizer of a `label`, as far as it says: of a format that has a name.
 
     Raises:
-        MALFORMED: it is no label, or names a format, a tile or a scale rule that is not known.
+        MALFORMED: it is not a label, or names a format, a tile or a scale rule that is not known.
     """
     key, tile, scaling = text.rsplit(", ", 2)
     if scaling == "no scale":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -66,9 +67,9 @@ class Quantizer:
             return round_to(x, self.format, self.rounding, self.overflow, generator)
         return self.quantize(x, generator).dequantize()
 
-    @property
+    @cached_property
     def down(self) -> Quantizer:
-        """The same with its tiles down the columns: for an operand whose shared dimension is its first."""
+        """This quantizer with its tiles down the columns: for an operand whose shared dimension is its first."""
         return self if self.tile is None else replace(self, tile=self.tile.transposed)
 
     def quantize(self, x: Tensor, generator: torch.Generator | int | None = None) -> Quantized:
@@ -117,7 +118,7 @@ class Quantized:
     """What a quantizer made of a tensor of that shape and dtype.
 
     `tensors` holds plain tensors by name: `codes` (rows, packed columns; see `quant.pack`), `scale` (tile rows, tile
-    columns) where there are tiles, and what else the scale rule keeps. Saved and loaded by `halfstep.ops.storage`.
+    columns) where there are tiles, and what else the scale rule keeps. Saved and loaded by `halfstep.ops.files`.
     """
 
     quantizer: Quantizer
@@ -155,7 +156,7 @@ class Quantized:
         """The stored scales, an entry a tile: bytes of E8M0 or E4M3, or float32, as the scale rule has it.
 
         Raises:
-            QuantizationError: there are none.
+            QuantizationError: the quantizer has no scales.
         """
         if "scale" not in self.tensors:
             raise QuantizationError(f"a plain cast to {self.quantizer.format.name} has no scale")

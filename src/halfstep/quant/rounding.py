@@ -72,7 +72,7 @@ def noise_bits(seed: int, start: int, count: int, device: torch.device | None = 
 
 
 def noise_at(seed: int, index: Tensor) -> Tensor:
-    """The same for elements anywhere: those of a part of a tensor get what they would get in the whole."""
+    """`noise_bits` for elements anywhere: those of a part of a tensor get what they would get in the whole."""
     return _noise(index, *noise_keys(seed, index // NOISE_CHUNK))
 
 

@@ -7,21 +7,20 @@ from halfstep.recipe import files
 from halfstep.recipe.data import from_data, to_data
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec
 from halfstep.recipe.spec import (
-    MASTERS,
     SCALED,
     SCALED_MASTER,
-    STORABLE,
     BytesPerParameter,
     LossScale,
     Recipe,
     Rule,
     Scaled,
+    master_states,
 )  # fmt: skip
+from halfstep.recipe.storage import STORABLE, Storage, get_storage
 from halfstep.registry import collect
 
 
 __all__ = [
-    "MASTERS",
     "SCALED",
     "SCALED_MASTER",
     "STORABLE",
@@ -33,10 +32,13 @@ __all__ = [
     "Recipe",
     "Rule",
     "Scaled",
+    "Storage",
     "from_data",
     "get_recipe",
+    "get_storage",
     "linear_spec",
     "list_recipes",
+    "master_states",
     "to_data",
 ]
 

@@ -17,6 +17,7 @@ from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
 from halfstep.recipe.spec import LossScale, Recipe, Rule, Scaled
+from halfstep.recipe.storage import Storage, get_storage
 
 
 Data = dict[str, Any]
@@ -57,8 +58,10 @@ def from_data(data: Mapping[str, Any], named: Callable[[str], Recipe]) -> Recipe
     """
     _check_keys(data, (*_TYPES, "base", "keep_heads"), "key")
     given: Data = {}
-    for key in _TYPES.keys() & data.keys() - {*_TABLES, "rules", "attention"}:
+    for key in _TYPES.keys() & data.keys() - {*_TABLES, "rules", "attention", "moments"}:
         given[key] = _typed(data[key], _TYPES[key], key)
+    if "moments" in data:
+        given["moments"] = _moments(data["moments"])
     for key, kind in _TABLES.items():
         if key in data:
             given[key] = _record(data[key], kind, key)
@@ -77,7 +80,7 @@ def from_data(data: Mapping[str, Any], named: Callable[[str], Recipe]) -> Recipe
             return Recipe(**{"summary": "", "source": "", **given})
         base = named(_typed(data["base"], str, "base"))
         changed = ", ".join(sorted(given.keys() - {"name"})) or "nothing"
-        said = {"summary": f"{base.name}, but for {changed}.", "source": f"one's own, from {base.name}"}
+        said = {"summary": f"{base.name}, except for {changed}.", "source": f"one's own, from {base.name}"}
         return replace(base, **{**said, "aliases": (), "notes": (), **given})
     except HalfstepError as error:
         named_in = [key for key in data if key != "name" and re.search(rf"\b{key}( =|s? ')", str(error))]
@@ -126,6 +129,27 @@ def _record(data: Any, kind: type[LossScale | Scaled], name: str) -> LossScale |
         return kind(**values)
     except RecipeError as error:
         raise At(str(error), name, *[key for key in data if f"{name} {key} =" in str(error)]) from error
+
+
+def _moments(data: Any) -> str | tuple[tuple[str, str | Storage], ...]:
+    """One format for all, or each moment's by a glob on its name."""
+    if isinstance(data, str):
+        return data
+    table = _typed(data, dict, "moments")
+    return tuple(
+        (glob, kind if isinstance(kind, str) else _storage(kind, "moments", glob)) for glob, kind in table.items()
+    )
+
+
+def _storage(data: Any, *path: str | int) -> Storage:
+    """A table as of an operand, and whether what rounding leaves over is kept too."""
+    table = _typed(data, dict, *path)
+    residual = _typed(table.get("residual", False), bool, *path, "residual")
+    quantizer = _operand({key: value for key, value in table.items() if key != "residual"}, *path)
+    try:
+        return get_storage(quantizer, residual)
+    except RecipeError as error:
+        raise At(str(error), *path) from error
 
 
 def _rule(data: Any, number: int) -> Rule:
@@ -227,8 +251,9 @@ def to_data(recipe: Recipe) -> Data:
     Raises:
         RecipeError: it has a scaling of one's own, which data do not hold.
     """
-    names = [name for name in _TYPES if name not in ("rules", "attention")]
+    names = [name for name in _TYPES if name not in ("rules", "attention", "moments")]
     data: Data = {**{name: _plain(getattr(recipe, name)) for name in names}, "attention": "none"}
+    data["moments"] = _moments_data(recipe.moments)
     keeps = recipe.rules[: len(KEEP)] == KEEP
     rules = [_rule_data(rule) for rule in recipe.rules[len(KEEP) if keeps else 0 :]]
     if recipe.attention is not None:
@@ -241,6 +266,17 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (LossScale, Scaled)):
         return {key: _plain(inner) for key, inner in asdict(value).items()}
     return "none" if value is None else list(value) if isinstance(value, tuple) else value
+
+
+def _moments_data(moments: str | Storage | tuple[tuple[str, str | Storage], ...]) -> str | Data:
+    if isinstance(moments, str):
+        return moments
+    pairs = moments if isinstance(moments, tuple) else (("*", moments),)
+    return {glob: kind if isinstance(kind, str) else _storage_data(kind) for glob, kind in pairs}
+
+
+def _storage_data(storage: Storage) -> Data:
+    return {**quantizer_data(storage.quantizer), **({"residual": True} if storage.residual else {})}
 
 
 def _rule_data(rule: Rule) -> Data:

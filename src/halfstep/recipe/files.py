@@ -27,7 +27,7 @@ def read(name: str, named: Callable[[str], Recipe]) -> Recipe:
     """The recipe in a file or module; `named` finds the recipes that come with halfstep.
 
     Raises:
-        RecipeError: it is not there or is no recipe; with the file and the line where that can be said.
+        RecipeError: it is not there or is not a recipe; with the file and the line where that can be said.
     """
     path, _, attribute = name.rpartition(":")
     return read_toml(Path(name), named) if name.endswith(".toml") else _from_python(path, attribute)
@@ -37,7 +37,7 @@ def read_toml(path: Path, named: Callable[[str], Recipe]) -> Recipe:
     """The recipe of a TOML file (docs/adding_a_recipe.md).
 
     Raises:
-        RecipeError: the file cannot be read, is no TOML, or a key or value in it is not what was expected.
+        RecipeError: the file cannot be read, is not TOML, or a key or value in it is not what was expected.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -45,7 +45,7 @@ def read_toml(path: Path, named: Callable[[str], Recipe]) -> Recipe:
     except At as error:
         raise RecipeError(f"{path}, line {line_of(text, error.path)}: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{path} is no TOML: {error}") from error
+        raise RecipeError(f"{path} is not TOML: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} cannot be read ({error}); expected a recipe's TOML file") from error
 
@@ -70,10 +70,14 @@ def to_toml(recipe: Recipe) -> str:
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return json.dumps(value)  # JSON's strings, numbers and booleans are TOML's
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key)
 
 
 def line_of(text: str, path: tuple[str | int, ...]) -> int:

@@ -14,7 +14,7 @@ HEADS = (
 of it: RoBERTa's `lm_head.dense` and `lm_head.decoder`."""
 
 ROUTERS = ("router", "*.router", "*.router.*", "gate", "*.gate", "*.shared_expert_gate")
-"""Routers of mixtures of experts. A gated MLP's `gate_proj` is none."""
+"""Routers of mixtures of experts. A gated MLP's `gate_proj` is not a router."""
 
 KEEP = tuple(
     Rule(path, LinearSpec(), optional=True, why=why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from halfstep.errors import RecipeError
 from halfstep.quant import Quantizer
@@ -33,14 +34,16 @@ class LinearSpec:
             stateful = [q for q in (first, second) if q is not None and _is_stateful(q)]
             if len(set(stateful)) > 1:
                 raise RecipeError(f"{name} follows two stateful scalings; give both of its products the same one")
+        for quantizer in (*self.quantizers, *self.states.values()):
+            _ = quantizer.down.down  # known from here on: a traced graph cannot take a cached property's lock
 
-    @property
+    @cached_property
     def states(self) -> dict[str, Quantizer]:
         """The operands whose scales depend on earlier steps, and their quantizers."""
         found = {name: [q for q in uses if q is not None and _is_stateful(q)] for name, uses in self._uses().items()}
         return {name: quantizers[0] for name, quantizers in found.items() if quantizers}
 
-    @property
+    @cached_property
     def quantizers(self) -> tuple[Quantizer, ...]:
         """Those of the operands that are rounded, each once."""
         return tuple(dict.fromkeys(q for uses in self._uses().values() for q in uses if q is not None))

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 
 from halfstep import formats
 from halfstep.errors import RecipeError, unknown
+from halfstep.quant.masters import get_master, list_masters
 from halfstep.quant.rounding import check_rounding
 from halfstep.recipe.products import AttentionSpec, LinearSpec, linear_text
-
-
-STORABLE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Formats in which whole tensors (weights, gradients, moments) are stored as they are, with torch's dtypes."""
-
-
-MASTERS = {
-    "fp32": ("master", 4.0),
-    "split": ("low", 2.0),
-    "kahan": ("compensation", 2.0),
-    "collage": ("residual", 2.0),
-}
-"""What can take the update in the place of a 16-bit weight: the name of its tensor in the optimizer's state, and its
-bytes a parameter. A float32 copy; the lower 16 bits of the float32 weight; what rounding lost (Kahan); a second bf16
-number."""
+from halfstep.recipe.storage import STORABLE, Storage, get_storage
 
 
 SCALED = {"fp16": torch.float16, "e4m3fn": torch.float8_e4m3fn}
@@ -34,6 +23,15 @@ SCALED = {"fp16": torch.float16, "e4m3fn": torch.float8_e4m3fn}
 
 SCALED_MASTER = "master_codes"
 """The name of a scaled master in the optimizer's state."""
+
+
+def master_states() -> frozenset[str]:
+    """The names, in an optimizer's state, of all that is kept of weights beside them."""
+    return frozenset([SCALED_MASTER, *(name for master in list_masters() for name in get_master(master).keeps)])
+
+
+ADAM = ("exp_avg", "exp_avg_sq")
+"""The moments of Adam and AdamW, by torch's names."""
 
 
 SMOOTH_GLU = {
@@ -77,9 +75,8 @@ class LossScale:
 class Scaled:
     """How the weights that rules round are kept: as codes times one power of two a tensor (`ops.encode_scaled`).
 
-    Formats are keys of `SCALED`. The codes come with the optimizer of `halfstep.prepare`, which alone can step on them:
-    under `halfstep.apply` these weights stay as others do. Where there is more than one rank, the optimizer rounds them
-    and their gradients, and they stay in fp32.
+    Formats are keys of `SCALED`. The codes come with the optimizer of `halfstep.prepare`: under `halfstep.apply` these
+    weights stay as others do. With more than one rank, gradients stay in fp32 until the optimizer rounds them.
 
     Raises:
         RecipeError: a format that tensors are not stored in with a scale; something that comes later.
@@ -90,8 +87,6 @@ class Scaled:
     """The gradients as accumulated, rounded once a micro-batch."""
     master: str | None = None
     """What takes the update, in the optimizer's state; None where the weights take it themselves."""
-    moments: tuple[str, ...] = ()
-    """Reserved: the optimizer's states with scales, a format each."""
     traffic: str | None = None
     """Reserved: the format in which gradients cross the network."""
 
@@ -102,11 +97,6 @@ class Scaled:
                 raise RecipeError(f"scaled {role} = {name!r}; tensors are stored with a scale as {' or '.join(SCALED)}")
         if self.master == self.weights:
             raise RecipeError(f"scaled master = {self.master!r} is the weights' format; leave it out")
-        if self.moments:
-            raise RecipeError(
-                f"scaled moments = {list(self.moments)}: moments have no scales yet; leave it out, and set the "
-                f"recipe's own moments to {', '.join(STORABLE)}"
-            )
         if self.traffic is not None:
             raise RecipeError(
                 f"scaled traffic = {self.traffic!r}: gradients cross the network unrounded as yet; leave it out"
@@ -154,11 +144,11 @@ class Recipe:
     grads: str | None = None
     """The gradients as accumulated; None is the weights' own format."""
     master: str | None = None
-    """What takes the update (a key of `MASTERS`); None where the weights take it themselves."""
-    moments: str = "fp32"
-    """The optimizer's states."""
-    moment_residuals: tuple[str, ...] = ()
-    """Moments kept as the sum of two numbers in the format of `moments`, by torch's names."""
+    """What takes the update (`quant.masters`); None where the weights take it themselves."""
+    moments: str | Storage | tuple[tuple[str, str | Storage], ...] = "fp32"
+    """How the optimizer's states are kept: all alike; or pairs of a glob on torch's names for them (`exp_avg`,
+    `exp_avg_sq`, `momentum_buffer`) and a format or `Storage`, of which the first that matches decides. What none
+    matches is fp32."""
     update_rounding: str = "nearest_even"
     """How an updated weight is rounded to its stored format."""
     compute: str = "fp32"
@@ -181,25 +171,34 @@ class Recipe:
     """Where the source and this recipe differ, for `recipes show`."""
 
     def __post_init__(self) -> None:
-        for role in ("weights", "grads", "moments", "compute"):
+        for role in ("weights", "grads", "compute"):
             name = getattr(self, role)
             if name is not None and name not in STORABLE:
                 raise RecipeError(
                     f"recipe {self.name!r}: {role} = {name!r}; tensors are stored as {', '.join(STORABLE)}"
                 )
+        for name, _ in self._moments():
+            try:
+                self.moment(name)
+            except RecipeError as error:
+                raise RecipeError(f"recipe {self.name!r}: moments: {error}") from error
         check_rounding(self.update_rounding)
         if self.update_rounding != "nearest_even" and self.weights == "fp32":
             raise RecipeError(
                 f"recipe {self.name!r}: update_rounding = {self.update_rounding!r} with fp32 weights, which an "
                 "update in float32 never rounds; store the weights in bf16 or fp16, or drop it"
             )
-        if self.master is not None and self.master not in MASTERS:
-            raise RecipeError(f"recipe {self.name!r}: {unknown('master', self.master, MASTERS)}")
+        if self.master is not None:
+            try:
+                get_master(self.master)
+            except RecipeError as error:
+                raise RecipeError(f"recipe {self.name!r}: {error}") from error
         if self.master is not None and self.weights == "fp32":
             raise RecipeError(f"recipe {self.name!r}: fp32 weights are their own master; set master to None")
-        if self.master not in (None, "fp32") and self.weights != "bf16":
+        if self.weights not in get_master(self.master).weights:
+            beside = " or ".join(get_master(self.master).weights)
             raise RecipeError(
-                f"recipe {self.name!r}: master = {self.master!r} stands beside bf16 weights, not {self.weights}"
+                f"recipe {self.name!r}: master = {self.master!r} stands beside {beside} weights, not {self.weights}"
             )
         if self.smooth_glu is not None and self.smooth_glu not in SMOOTH_GLU:
             raise RecipeError(f"recipe {self.name!r}: {unknown('smooth_glu', self.smooth_glu, SMOOTH_GLU)}")
@@ -216,8 +215,16 @@ class Recipe:
         """The format of the gradients."""
         return self.grads or self.weights
 
-    def bytes_per_parameter(self, moments: int = 2) -> BytesPerParameter:
-        """The bytes of one parameter by role, for an optimizer with that many moments (Adam 2, SGD 0 or 1).
+    def _moments(self) -> tuple[tuple[str, str | Storage], ...]:
+        return self.moments if isinstance(self.moments, tuple) else (("*", self.moments),)
+
+    def moment(self, name: str) -> Storage:
+        """How the optimizer's state of that name is kept."""
+        return get_storage(next((kind for glob, kind in self._moments() if fnmatchcase(name, glob)), "fp32"))
+
+    def bytes_per_parameter(self, moments: Sequence[str] = ADAM) -> BytesPerParameter:
+        """The bytes of one parameter by role, for an optimizer with those moments; scales of tiles count as if all
+        tiles were whole.
 
         With `scaled`, of a weight that rules round, but for the scale of its tensor. Autocast keeps one compute copy
         of each fp32 weight that a product uses, dropped when the forward ends: that is `transient`, and at most its
@@ -228,12 +235,11 @@ class Recipe:
             return formats.get(name).bytes if name else 0.0
 
         casts = size(self.compute) if self.compute != self.weights else 0.0
-        own_master = MASTERS[self.master][1] if self.master else 0.0
         return BytesPerParameter(
             weights=size(self.scaled.weights if self.scaled else self.weights),
             grads=size(self.scaled.grads if self.scaled else self.grad_format),
-            master=size(self.scaled.master) if self.scaled else own_master,
-            states=(moments + (len(self.moment_residuals) if moments > 1 else 0)) * size(self.moments),
+            master=size(self.scaled.master) if self.scaled else get_master(self.master).bytes,
+            states=sum(self.moment(name).bytes for name in moments),
             transient=casts,
         )
 
@@ -250,6 +256,11 @@ class Recipe:
             return []
         return [("attention", f"scores: {linear_text(self.attention.scores)}; mix: {linear_text(self.attention.mix)}")]
 
+    def _moments_text(self) -> str:
+        if not isinstance(self.moments, tuple):
+            return str(self.moments)
+        return ", ".join(("others" if name == "*" else name) + f" {self.moment(name)}" for name, _ in self.moments)
+
     def describe(self) -> str:
         """The whole recipe, one field a line, with the terms of its bytes per parameter."""
         rounding = f", update rounded {self.update_rounding}" if self.update_rounding != "nearest_even" else ""
@@ -257,8 +268,8 @@ class Recipe:
         lines = [
             ("weights", self.weights + rounding),
             ("gradients", self.grad_format),
-            ("master", f"{self.master}, {MASTERS[self.master][1]:g} bytes" if self.master else own),
-            ("moments", ", ".join([self.moments, *(f"{m} twice" for m in self.moment_residuals)])),
+            ("master", f"{self.master}, {get_master(self.master).bytes:g} bytes" if self.master else own),
+            ("moments", self._moments_text()),
             ("compute", "as stored" if self.compute == "fp32" else f"torch.autocast to {self.compute}"),
             *[("in fp32", ", ".join(self.float32_modules))] * bool(self.float32_modules),
             ("loss scale", str(self.loss_scale or "none")),

@@ -12,9 +12,9 @@ from halfstep.optim import LowBit, Update
 
 @dataclass(frozen=True)
 class Arrival:
-    """What became of updates u that an optimizer wanted, e being what all stored of the weight moved by.
+    """What became of updates u that an optimizer wanted; everything stored of the weight moved by e.
 
-    For recipes with a master both are the master's. Sums, so that layers add up to a model.
+    For recipes with a master both are the master's. They are sums, so that layers add up to a model.
     """
 
     along: float = 0.0

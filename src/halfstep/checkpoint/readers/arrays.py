@@ -176,7 +176,7 @@ def _header(data: bytes, what: str) -> tuple[int, dict[str, Any]]:
     try:
         header = ast.literal_eval(text.decode("utf-8" if data[6] == 3 else "latin1").strip())
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        raise CheckpointError(f"{what}: its header is no description of an array: {error}") from error
+        raise CheckpointError(f"{what}: its header does not describe an array: {error}") from error
     if not isinstance(header, dict) or header.keys() != {"descr", "fortran_order", "shape"}:
         raise CheckpointError(f"{what}: its header describes {str(header)[:80]}; expected type, order and shape")
     return 8 + width + length, header

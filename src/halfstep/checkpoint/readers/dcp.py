@@ -33,7 +33,7 @@ def _member(args: tuple[Any, ...]) -> Record:
     match args:
         case (Name(name=kind), str() as member) if kind == _LAYOUT:
             return Record(kind, (member,))
-    raise CheckpointError("getattr of something else than a memory format, which torch does not write; it was not run")
+    raise CheckpointError("getattr of something other than a memory format, which torch does not write; it was not run")
 
 
 ALLOWED: Allowed = {

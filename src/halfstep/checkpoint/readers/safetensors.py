@@ -30,7 +30,7 @@ def open_safetensors(path: Path) -> Checkpoint:
     """The tensors of one safetensors file.
 
     Raises:
-        CheckpointError: the header is no such header, or disagrees with the file's size.
+        CheckpointError: the header is not one, or disagrees with the file's size.
     """
     file = File.of(path)
     length = _header_length(file)

@@ -75,7 +75,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON file of bounded size.
 
     Raises:
-        CheckpointError: it is longer than the limit, or no JSON object.
+        CheckpointError: it is longer than the limit, or is not a JSON object.
     """
     file = File.of(path)
     if file.size > TEXT:

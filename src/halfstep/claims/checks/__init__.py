@@ -24,7 +24,7 @@ def get_check(name: str) -> Check:
     """The check of that name.
 
     Raises:
-        ClaimError: there is none; the nearest names are shown.
+        ClaimError: no check has that name; the nearest names are shown.
     """
     if name not in _named():
         raise ClaimError(unknown("check", name, _named()))

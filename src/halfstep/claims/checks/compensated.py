@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep.claims.checks.base import Numbers, check, one_weight
 from halfstep.claims.checks.forum import bytes_per_parameter, descent
-from halfstep.optim.masters import get_master
+from halfstep.quant.masters import get_master
 
 
 def _walk(kind: str | None, start: float, update: float, times: int) -> tuple[float, float]:
@@ -107,5 +107,5 @@ def decay() -> Numbers:
     weight.grad = torch.zeros_like(weight)
     for _ in range(1000):
         optimizer.step()
-    stored = optimizer.storage.master.value(weight.detach(), optimizer.state[weight])
+    stored = get_master(optimizer.recipe.master).value(weight.detach(), optimizer.state[weight])
     return {"theirs": plain.item(), "ours": weight.item(), "ours_both": stored.item(), "exact": (1 - 1e-4) ** 1000}

@@ -1,4 +1,4 @@
-"""`halfstep formats`: the number formats, one of them whole, two compared, and an addition by hand. No torch."""
+"""`halfstep formats`: the number formats, everything about one, two compared, and an addition by hand. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from halfstep.cli.terminal import show_json
 
 
 formats = typer.Typer(
-    help="List the number formats; `formats show NAME` prints one whole, and what rounding does to a number.",
+    help="List the number formats; `formats show NAME` prints all about one, and what rounding does to a number.",
     invoke_without_command=True,
 )
 
@@ -83,7 +83,7 @@ def show(
 
 @formats.command()
 def compare(a: Name, b: Name, as_json: Json = False) -> None:
-    """Compare two formats: range, values per binade, which values of the one the other lacks, rounding error."""
+    """Compare two formats: range, values per binade, which values of one the other lacks, rounding error."""
     from halfstep.cli.formats.difference import as_data, describe
     from halfstep.cli.formats.page import scalar
 

@@ -50,7 +50,7 @@ def work_out(format: Format, a: Fraction | float, b: Fraction | float) -> Work:
     """a + b in a float format, each rounded to it first.
 
     Raises:
-        FormatError: the format is no float; a number is infinite, NaN, or beyond the format's largest value.
+        FormatError: the format is not a float; a number is infinite, NaN, or beyond the format's largest value.
     """
     if not isinstance(format, Float):
         raise FormatError(

@@ -1,4 +1,4 @@
-"""Two formats side by side: what the one holds that the other does not, and how well each holds normal numbers."""
+"""Two formats side by side: what one holds that the other does not, and how well each holds normal numbers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _common_in(a: Format, b: Format, k: int, sign: int) -> int:
 
 
 def examples(a: Format, b: Format) -> list[float]:
-    """A few values of `a` that `b` has not: both ends, then from 1 outwards."""
+    """A few values of `a` that `b` lacks: both ends, then from 1 outwards."""
     missing = (value for value in dict.fromkeys(_candidates(a)) if not _holds(line(b), value))
     return list(islice(missing, EXAMPLES))
 

@@ -17,7 +17,7 @@ from halfstep.formats.line import line
 SIGMAS = 4.0
 """What `scaled_error` lays on the format's largest value."""
 _TAIL = 9.0  # standard deviations; what lies beyond weighs less than 2^-60
-_NEAR_ZERO = 2.0**-18  # values below are left out, but for zero: their errors are squared
+_NEAR_ZERO = 2.0**-18  # values below are left out, except zero: their errors are squared
 _NODES = ((-0.8611363115940526, 0.34785484513745385), (-0.33998104358485626, 0.6521451548625461))
 """Of Gauss and Legendre's rule with four points, the left half."""
 

@@ -94,7 +94,7 @@ def exact_text(x: Fraction | float) -> str:
 
 
 def power_text(value: Fraction | float) -> str:
-    """`2^k`, or nothing where the number is no power of two."""
+    """`2^k`, or nothing where the number is not a power of two."""
     exact = Fraction(value)
     if exact <= 0 or exact.numerator & exact.numerator - 1 or exact.denominator & exact.denominator - 1:
         return ""

@@ -1,4 +1,4 @@
-"""One format whole, and what rounding onto it makes of a number."""
+"""Everything about one format, and what rounding onto it makes of a number."""
 
 from __future__ import annotations
 

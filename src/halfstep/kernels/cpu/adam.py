@@ -155,7 +155,7 @@ def _sum(one, other):
 
 @lanes(types.float32)
 def _difference(one, other):
-    """The same of the difference."""
+    """The difference of two bfloat16 numbers in float32, rounded to the nearest bfloat16."""
     return (rounded_up_half((one - other).bits()) & UPPER).float()
 
 
@@ -167,7 +167,7 @@ def _stored(value):
 
 @lanes(types.float32)
 def _join(high, low):
-    """The float32 of a rounded upper half and the signed rest (`optim.masters.split`)."""
+    """The float32 of a rounded upper half and the signed rest (`quant.masters.split`)."""
     upper = high.to(32) << 16
     joined = (upper + (low.to(32) << 16).shift_signed(16)).float()
     return joined.is_nan().pick(upper.float(), joined)

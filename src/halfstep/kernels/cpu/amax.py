@@ -26,7 +26,7 @@ def run(x: Tensor) -> Tensor:
 
 
 @lanes("one")
-def _larger(one, two):
+def larger(one, two):
     return one.max(two & (MAGNITUDE >> 32 - two.type.width))  # NaN's bits are above infinity's
 
 
@@ -34,7 +34,7 @@ def _larger(one, two):
 def _largest(x, nothing):
     largest = nothing
     for i in range(x.size):
-        largest = _larger(largest, x[i])
+        largest = larger(largest, x[i])
     return stored_bits(largest)
 
 

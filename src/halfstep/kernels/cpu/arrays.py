@@ -40,8 +40,8 @@ def array(tensor: Tensor) -> Any:
 def as_array(tensor: Tensor, dtype: torch.dtype) -> Any:
     """The memory of a plain tensor as a flat array of `dtype`, which has the same size an element.
 
-    Not by `Tensor.numpy`: it marks the storage as one that cannot be resized, and FSDP2, which frees a layer's whole
-    weights after each use by resizing their storage to nothing, then fails.
+    It does not use `Tensor.numpy`, which marks the storage as one that cannot be resized: FSDP2, which frees a
+    layer's whole weights after each use by resizing their storage to nothing, would then fail.
     """
     return np.asarray(_Memory(tensor, _TYPES[dtype]))
 

@@ -53,7 +53,7 @@ def add_codes(bits: NDArray[Any], table: Counts) -> None:
 def raise_amax(bits: NDArray[Any], first: int, largest: NDArray[Any], infinity: int) -> None:
     """Raise largest[c] to the largest finite magnitude, as bits, of column c of a matrix with `largest.size` columns.
 
-    `bits` are consecutive elements of the matrix, of which the first stands in column `first`; magnitudes from
+    `bits` are consecutive elements of the matrix, the first of them in column `first`; magnitudes from
     `infinity` on are not finite.
     """
     parts = _parts(bits.size)
@@ -64,7 +64,7 @@ def raise_amax(bits: NDArray[Any], first: int, largest: NDArray[Any], infinity: 
 
 
 def any_bits(bits: NDArray[Any], smallest_normal: int) -> int:
-    """The OR of the bits of all values but subnormal ones, whose last bits say nothing of their significands."""
+    """The OR of the bits of all values except subnormal ones, whose last bits say nothing of their significands."""
     parts = _parts(bits.size)
     found = np.zeros((parts, _PIECE), bits.dtype)
     kind = bits.dtype.type

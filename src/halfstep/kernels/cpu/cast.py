@@ -5,18 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 from numba import types
 from torch import Tensor
 
 from halfstep.formats import Format
 from halfstep.kernels.cpu import elements, narrow
+from halfstep.kernels.cpu.amax import larger
 from halfstep.kernels.cpu.arrays import array, plain, separate
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import bits_of, lanes, stored_as
 from halfstep.kernels.cpu.narrow import Narrow
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
+from halfstep.kernels.cpu.scales import stored_bits
 
 
 def supports(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str) -> bool:
@@ -39,17 +42,25 @@ def run(
     overflow: str,
     seed: int | None,
     factor: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> None:
     """Write `x`, rounded, to `out`. `seed` keys the noise of stochastic rounding (`quant.noise_bits`).
 
-    With a `factor`, a float32 scalar, x * factor in float32 is rounded.
+    With a `factor`, a float32 scalar, x * factor in float32 is rounded. `amax`, a float32 scalar, becomes the larger of
+    itself and max |x|, NaN where there is one: while x is read anyway.
     """
+    if not x.numel():
+        return
     numbers: Any = elements.scalars(format, rounding, overflow, out.dtype)
     if rounding == "nearest_even" and x.dtype == out.dtype == torch.bfloat16 and factor is None:
         numbers = narrow.scalars(format, overflow)
-    target = None if x.data_ptr() == out.data_ptr() else array(out)
+    target = None if x.data_ptr() == out.data_ptr() and amax is None else array(out)
     times = None if factor is None else array(factor)[0]
-    _values(x.numel(), array(x), target, numbers, seed_keys(seed) if rounding == "stochastic" else None, times)
+    found = None if amax is None else torch.zeros(-(-x.numel() // CHUNK), dtype=torch.float32)
+    largest = None if found is None else array(found)
+    _values(x.numel(), array(x), target, numbers, seed_keys(seed) if rounding == "stochastic" else None, times, largest)
+    if amax is not None and found is not None:
+        amax.copy_(torch.maximum(amax, found.max()))
 
 
 def supports_scaled(x: Tensor, out: Tensor, format: Format) -> bool:
@@ -69,6 +80,15 @@ def _rounded(value, numbers, keys, index, like, factor):
 
 
 @inner
+def _noting(x, out, numbers, keys, factor, nothing):
+    largest = nothing
+    for i in range(x.size):
+        largest = larger(largest, x[i])
+        out[i] = _rounded(x[i], numbers, keys, i, out[i], factor)
+    return stored_bits(largest)
+
+
+@inner
 def _piece(x, out, numbers, keys, factor):
     if out is None:  # in place; with `out`, the loop is compiled for arrays that do not overlap
         for i in range(x.size):
@@ -79,8 +99,12 @@ def _piece(x, out, numbers, keys, factor):
 
 
 @Kernel
-def _values(x, out, numbers, seed, factor):
+def _values(x, out, numbers, seed, factor, found):
+    nothing = np.zeros(1, x.dtype)[0]
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
-        _piece(x[a:b], piece(out, a, b), numbers, chunk_keys(seed, chunk), factor)
+        if found is None:
+            _piece(x[a:b], piece(out, a, b), numbers, chunk_keys(seed, chunk), factor)
+        else:
+            found[chunk] = _noting(x[a:b], piece(out, a, b), numbers, chunk_keys(seed, chunk), factor, nothing)

@@ -154,7 +154,7 @@ def _parts(size: int) -> int:
 
 
 def _in_bands(amax: NDArray[np.uint32], high: int) -> NDArray[np.uint32]:
-    """Of each column the largest of every `high` rows, in each of these rows."""
+    """The largest of every `high` rows of each column, in each of these rows."""
     whole = len(amax) // high * high
     bands = amax[:whole].reshape(-1, high, amax.shape[1]).max(1).repeat(high, 0)
     rest = amax[whole:].max(0, initial=0) if whole < len(amax) else amax[:0]

@@ -78,7 +78,7 @@ def _plus_infinite(count, y):
 
 @lanes(types.uint32)
 def _or_worse(seen, error, y, x, worst):
-    """Bits of which the first is set once |error| was above `worst` times |x|, where y is not zero."""
+    """Bits, the first of them set once |error| was above `worst` times |x| where y is not zero."""
     minus = y.equals(0.0).pick(error.bits().constant(SIGN), error.bits() | SIGN).float()
     return seen | (x.bits() & MAGNITUDE).float().times_plus(worst, minus).bits()  # rounded once: the sign is right
 

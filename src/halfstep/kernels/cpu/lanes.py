@@ -160,7 +160,7 @@ class Lane:
         return self._new(self.builder.fptosi(self.value, _WIDTHS[32]))
 
     def truncated_wide(self) -> Lane:
-        """The same for a float in [0, 2^32)."""
+        """A float in [0, 2^32) as a 32-bit whole number, its fraction dropped."""
         return self._new(self.builder.fptoui(self.value, _WIDTHS[32]))
 
     def half_to_float(self) -> Lane:

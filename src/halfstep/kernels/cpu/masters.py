@@ -1,6 +1,6 @@
 """What is kept beside a weight, followed to a weight that somebody wrote to: one pass, in place, reading where it can.
 
-The conditions are those of `optim.masters`, which says why they never touch what an update wrote itself.
+The conditions are those of `quant.masters`, which says why they never touch what an update wrote itself.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _strange_rest(found, weight, rest):
 
 @lanes(types.uint16)
 def beside(weight, rest):
-    """`optim.masters.beside`, of bfloat16 bits."""
+    """`quant.masters.beside`, of bfloat16 bits."""
     limit = _magnitude(weight).max(0x3C0) - 0x380
     return (_magnitude(rest) <= limit).pick(rest, 0)
 

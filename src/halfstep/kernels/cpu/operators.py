@@ -32,11 +32,16 @@ def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: 
         quant.round_to(x, format, rounding, overflow, seed, out)
 
 
-def round_scaled_into(x: Tensor, factor: Tensor, out: Tensor, format: Format, rounding: str, seed: int | None) -> None:
-    """x * factor in float32 (float64 for float64), rounded and saturated, into `out`."""
+def round_scaled_into(
+    x: Tensor, factor: Tensor, out: Tensor, format: Format, rounding: str, seed: int | None, amax: Tensor | None = None
+) -> None:
+    """x * factor in float32 (float64 for float64), rounded and saturated, into `out`; `amax` is raised to max |x|."""
     if cast.supports_scaled(x, out, format):
-        cast.run(x, out, format, rounding, "saturate", seed, factor)
+        cast.run(x, out, format, rounding, "saturate", seed, factor, amax)
     else:
+        if amax is not None and x.numel():
+            low, high = torch.aminmax(x)  # one pass, at the speed of memory; abs().amax() would be two
+            amax.copy_(torch.maximum(amax, torch.maximum(-low, high).float()))
         wide = torch.promote_types(x.dtype, torch.float32)
         quant.round_to(x.to(wide) * factor.to(wide), format, rounding, "saturate", seed, out)
 

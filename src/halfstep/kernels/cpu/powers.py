@@ -75,7 +75,7 @@ def _noted(so_far, amax, byte, shift, steps):
 
 @inner
 def note_scales(largest, rule, steps, scale, shift):
-    """From each block's largest magnitude, as stored, its scale, and that as a shift of exponents, 0 if it is not good.
+    """Each block's scale, from its largest magnitude as stored, and the scale as a shift of exponents (0 if unusable).
 
     Returns TINY, FAR, both or 0.
     """

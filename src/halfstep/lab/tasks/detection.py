@@ -45,7 +45,7 @@ class Detection(Task):
     (batch, 1701, 4), as of Ren et al. 2015: centre in anchor sizes, logarithm of the size.
 
     The mean over all anchors (`reduction="mean"`, of torchvision's sigmoid_focal_loss too) makes activation
-    gradients small: 1701 anchors an image, of which a handful hold a digit.
+    gradients small: an image has 1701 anchors, and only a handful hold a digit.
     """
 
     def __init__(self, train: Digits, held_out: Digits, batch: int, pictures: int = 128) -> None:

@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention`: its projections round their operands; what is between them is torch's.
+"""`nn.MultiheadAttention`: its projections round their operands; what lies between them is torch's.
 
 torch's own forward reads the weights of `out_proj` and calls no module, so adopting that alone would do nothing. The
 in-projection is the attention module's own product, found by its path; `out_proj` is a linear layer, found by its own.
@@ -36,7 +36,7 @@ def fits(module: nn.Module) -> bool:
 
 
 def weights(module: Any) -> tuple[Weight, ...]:
-    """Its in-projection's: of queries, keys and values in one, or apart where their inputs differ in width."""
+    """The weights of its in-projection: one for queries, keys and values, or three if their inputs differ in width."""
     return (Weight("in_proj_weight"),) if module._qkv_same_embed_dim else tuple(map(Weight, _SEPARATE))
 
 

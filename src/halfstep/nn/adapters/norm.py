@@ -23,7 +23,7 @@ def fits(module: nn.Module) -> bool:
 
 
 def forward(stock: Any, module: Any, input: Tensor, *more: Tensor) -> Tensor:
-    """The stock forward, but for inputs whose dtype is not the weights'."""
+    """The stock forward, except for inputs whose dtype is not the weights'."""
     weight, bias = module.weight, getattr(module, "bias", None)
     if weight is None or all(x.dtype == weight.dtype for x in (input, *more)):
         return stock(module, input, *more)  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
 """Spectral norms and orthogonal weights: computed in float32 from weights that are stored in 16 bits.
 
-Power iterations and matrix exponentials are nothing for 16 bits, and torch's kernels refuse them beside float32
+Power iterations and matrix exponentials need more than 16 bits, and torch's kernels refuse them beside float32
 buffers. What comes out is the layer's weight, in the dtype that the layer's product takes it in.
 """
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.cpu import adam as kernel
-from halfstep.optim.masters import Kept, Master, Own
 from halfstep.optim.rules.base import Group, Moments, UpdateRule
+from halfstep.quant.masters import Kept, Master
 
 
 REFUSED = {
@@ -70,15 +70,12 @@ def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bo
         group: Group,
         grad_scale: float,
     ) -> bool:
-        rounding, seed = "nearest_even", None
-        if isinstance(master, Own):
-            rounding, seed = master.rounding, master.seed
-            if master.positions is not None:
-                return False
-        if not kernel.supports(weight, master.name, kept, grad, moments, rounding):
+        if master.positions is not None:
+            return False
+        if not kernel.supports(weight, master.name, kept, grad, moments, master.rounding):
             return False
         numbers = scalars(step, group, grad_scale, is_decoupled(group))
-        kernel.run(weight, master.name, kept, grad, moments, numbers, seed)
+        kernel.run(weight, master.name, kept, grad, moments, numbers, master.seed)
         return True
 
     return UpdateRule(

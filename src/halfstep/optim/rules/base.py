@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import OptimizerError
-from halfstep.optim.masters import Kept, Master
+from halfstep.quant.masters import Kept, Master
 from halfstep.registry import collect
 
 

@@ -21,7 +21,7 @@ def get_scaling(name: str | Scaling) -> Scaling:
     """The rule of that name, which may carry options: `rceil margin=2`.
 
     Raises:
-        QuantizationError: there is none, the nearest ones are shown; or it has no such option.
+        QuantizationError: no rule has that name (the nearest are shown), or the rule has no such option.
     """
     if isinstance(name, Scaling):
         return name

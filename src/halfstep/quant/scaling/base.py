@@ -81,8 +81,8 @@ class StatefulScaling(Scaling):
         """The state before the first step."""
 
     @abstractmethod
-    def advance(self, state: Tensor, element: Format) -> None:
-        """End an optimizer step, in place."""
+    def advance(self, states: Tensor, element: Format) -> None:
+        """End an optimizer step, in place. `states` is one, or one a row."""
 
     def after(self, amax: Tensor, element: Format) -> Tensor:
         """The state after one step of that amax alone: just-in-time scaling, where there is no history."""

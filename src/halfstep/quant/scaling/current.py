@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite, nan
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,10 @@ class Current(Scaling):
 def factor_of(amax: Tensor, element: Format) -> Tensor:
     """max / amax in float32: 1 for an amax of 0, NaN for one that is not finite, at most the largest float32."""
     limit = torch.finfo(torch.float32).max
+    if amax.dim() == 0 and amax.device.type == "cpu" and not torch.compiler.is_compiling():  # the same, in one call
+        found = amax.item()
+        number = 1.0 if found == 0 else min(element.max / found, limit) if isfinite(found) else nan
+        return torch.tensor(number, dtype=torch.float32)
     # In double and rounded once, which is float32's own division: CUDA's and a compiler's are not always.
     factor = (element.max / amax.double()).clamp(max=limit).float()
     return torch.where(amax.isfinite(), torch.where(amax == 0, 1.0, factor), torch.nan)

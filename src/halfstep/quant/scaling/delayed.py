@@ -24,7 +24,7 @@ class Delayed(StatefulScaling):
     scaled by its own amax. A step of zeros does not enter the history, nor does an amax that is not finite: the factor
     then follows the steps before it. What outgrows its history saturates.
 
-    Source: NVIDIA Transformer Engine, DelayedScaling and its delayed_scaling.cu; the defaults are its own but for
+    Source: NVIDIA Transformer Engine, DelayedScaling and its delayed_scaling.cu; the defaults are its own except for
     `warmup`: its first step has factor 1 (`warmup` 0), under which small activations and gradients vanish, so that a
     cold model wakes one layer a step. MS-AMP's ScalingMeta for a longer `warmup` and `restart`.
     """
@@ -68,18 +68,19 @@ class Delayed(StatefulScaling):
             return state[0].clone()
         return torch.where(state[0] == 0, self._factor(amax, element), state[0])
 
-    def advance(self, state: Tensor, element: Format) -> None:
-        usual = state[1:].isfinite()  # an older file's history may hold others
-        history = torch.where(usual, state[1:], 0.0)
-        current = history[0].clone()
-        amax = current if self.algorithm == "most_recent" else history.amax()
-        warm = ((history != 0).sum() >= self.warmup) | (state[0] != 0)
-        state[0] = torch.where(warm & (amax > 0), self._factor(amax, element), state[0])
-        moved = history.roll(-1)  # this step's amax becomes the last, and the oldest gives its place to the next step's
-        moved[0] = 0
-        state[1:] = torch.where(current != 0, moved, history)
+    def advance(self, states: Tensor, element: Format) -> None:
+        factors, kept = states[..., :1], states[..., 1:]
+        usual = kept.isfinite()  # an older file's history may hold others
+        history = torch.where(usual, kept, 0.0)
+        current = history[..., :1].clone()
+        amax = current if self.algorithm == "most_recent" else history.amax(-1, keepdim=True)
+        warm = ((history != 0).sum(-1, keepdim=True) >= self.warmup) | (factors != 0)
+        factors.copy_(torch.where(warm & (amax > 0), self._factor(amax, element), factors))
+        moved = history.roll(-1, -1)  # this step's amax becomes the last, and the oldest gives its place to the next's
+        moved[..., 0] = 0
+        kept.copy_(torch.where(current != 0, moved, history))
         if self.restart:
-            state.copy_(torch.where(usual[0], state, 0.0))
+            states.copy_(torch.where(usual[..., :1], states, 0.0))
 
     def _factor(self, amax: Tensor, element: Format) -> Tensor:
         factor = factor_of(amax, element) / 2.0**self.margin

@@ -1,6 +1,7 @@
 """Collage-plus: weights and second moments are sums of two bfloat16 numbers."""
 
 from halfstep.recipe.spec import Recipe
+from halfstep.recipe.storage import get_storage
 
 
 bf16_collage_plus = Recipe(
@@ -9,7 +10,6 @@ bf16_collage_plus = Recipe(
     source="Yu et al. 2024 (Collage), arXiv 2405.03637, option C",
     weights="bf16",
     master="collage",
-    moments="bf16",
-    moment_residuals=("exp_avg_sq",),
+    moments=(("exp_avg_sq", get_storage("bf16", residual=True)), ("*", "bf16")),
     compute="bf16",
 )

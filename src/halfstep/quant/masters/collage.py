@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from halfstep.optim.masters.base import Kept, Master, drop_strange
+from halfstep.quant.masters.base import Kept, Master, drop_strange
 
 
 class Collage(Master):
@@ -39,7 +39,7 @@ class Collage(Master):
         kept["residual"].copy_(low - (grown - total))
         weight.copy_(grown)
 
-    def _follow(self, weight: Tensor, kept: Kept) -> None:
+    def follow(self, weight: Tensor, kept: Kept) -> None:
         drop_strange(weight, kept["residual"])
 
 

@@ -9,8 +9,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from halfstep.kernels.cpu import masters as kernel
-
 
 Kept = dict[str, Tensor]
 """What a master keeps beside the weight, by its name in the optimizer's state; each of the weight's shape."""
@@ -31,6 +29,18 @@ class Master(ABC):
 
     keeps: ClassVar[dict[str, torch.dtype]] = {}
     """The tensors that stand beside the weight in the optimizer's state."""
+
+    weights: ClassVar[tuple[str, ...]] = ("bf16",)
+    """The formats of weights that it stands beside."""
+
+    rounding: ClassVar[str] = "nearest_even"
+    """How `write` rounds the weight."""
+
+    seed: ClassVar[int | None] = None
+    """Keys the noise of stochastic rounding."""
+
+    positions: ClassVar[Tensor | None] = None
+    """The place of each element of this rank's part in the whole tensor, laid out flat; None: this is all of it."""
 
     costly: ClassVar[bool] = False
     """Whether following costs so much that it is done only where torch's version counter has seen a write."""
@@ -59,23 +69,21 @@ class Master(ABC):
         """All that is stored of the weight, in float32: what descent quality is measured on."""
         return self.read(weight, kept)
 
+    @abstractmethod
     def follow(self, weight: Tensor, kept: Kept) -> None:
         """Make what is kept, in place, that of the weight as it is now, whoever wrote to it."""
-        if kernel.supports(weight, self.name, kept):
-            kernel.run(weight, kept)
-        else:
-            self._follow(weight, kept)
 
-    @abstractmethod
-    def _follow(self, weight: Tensor, kept: Kept) -> None:
-        """The same in torch, for any device: the kernel's reference."""
+    @property
+    def bytes(self) -> float:
+        """Bytes a parameter."""
+        return float(sum(dtype.itemsize for dtype in self.keeps.values()))
 
 
 def drop_strange(weight: Tensor, rest: Tensor) -> None:
     """Zero the second number of a sum of two bfloat16 numbers where it cannot stand beside the first.
 
     After w' = w + c and c' = c + (w - w'), each operation rounded, |c'| <= 2^-7 |w'|; and what a rounding of float32
-    to bfloat16 leaves over is smaller. That is |c'| <= 2^-7 |w'| by the bits, but that numbers up to 2^-127 always
+    to bfloat16 leaves over is smaller. That is |c'| <= 2^-7 |w'| by the bits, except that numbers up to 2^-127 always
     stay: nothing that is left by an update is dropped (`tests/exhaustive` tries every w and c).
     """
     size, part = (number.view(torch.int16) & 0x7FFF for number in (weight, rest))

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from halfstep import quant
-from halfstep.ops import round_to
-from halfstep.optim.masters.base import Kept, Master
+from halfstep.quant.cast import round_at, round_to
+from halfstep.quant.masters.base import Kept, Master
 
 
 @dataclass(frozen=True)
 class Own(Master):
     """Nothing is kept: the updated weight is rounded to its stored format, and what does not fit is lost."""
 
-    rounding: str = "nearest_even"
-    seed: int | None = None
-    """Keys the noise of stochastic rounding."""
-    positions: Tensor | None = None
-    """Where, in the whole tensor laid out flat, each element of this rank's part of it lies."""
+    rounding: str = "nearest_even"  # type: ignore[misc]
+    seed: int | None = None  # type: ignore[misc]
+    positions: Tensor | None = None  # type: ignore[misc]
+    round_to: Callable[..., Tensor] = round_to
+    """`quant.round_to`, or what is faster and equal to it."""
+
+    weights: ClassVar = ("fp32", "bf16", "fp16")
 
     def start(self, weight: Tensor, full: Tensor) -> Kept:
         weight.copy_(full)
@@ -31,12 +34,12 @@ class Own(Master):
 
     def write(self, weight: Tensor, kept: Kept, updated: Tensor) -> None:
         if self.positions is not None and self.seed is not None:
-            updated = quant.round_at(updated, weight.dtype, self.seed, self.positions)
+            updated = round_at(updated, weight.dtype, self.seed, self.positions)
         elif self.rounding != "nearest_even":
-            updated = round_to(updated, weight.dtype, self.rounding, overflow="ieee", generator=self.seed)
+            updated = self.round_to(updated, weight.dtype, self.rounding, overflow="ieee", generator=self.seed)
         weight.copy_(updated)
 
-    def _follow(self, weight: Tensor, kept: Kept) -> None:
+    def follow(self, weight: Tensor, kept: Kept) -> None:
         """Nothing is kept beside the weight."""
 
 

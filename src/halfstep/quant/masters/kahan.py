@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from halfstep.optim.masters.base import Kept, Master, drop_strange
+from halfstep.quant.masters.base import Kept, Master, drop_strange
 
 
 class Kahan(Master):
@@ -39,7 +39,7 @@ class Kahan(Master):
     def value(self, weight: Tensor, kept: Kept) -> Tensor:
         return weight.float() + kept["compensation"].float()
 
-    def _follow(self, weight: Tensor, kept: Kept) -> None:
+    def follow(self, weight: Tensor, kept: Kept) -> None:
         drop_strange(weight, kept["compensation"])
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from halfstep.optim.masters.base import Kept, Master
+from halfstep.quant.masters.base import Kept, Master
 
 
 class Split(Master):
@@ -36,7 +36,7 @@ class Split(Master):
         weight.view(torch.int16).copy_((bits + 0x8000).bitwise_right_shift_(16))
         weight.masked_fill_(updated.isnan(), torch.nan)  # whose payload may have carried
 
-    def _follow(self, weight: Tensor, kept: Kept) -> None:
+    def follow(self, weight: Tensor, kept: Kept) -> None:
         kept["low"].masked_fill_(self.read(weight, kept).isnan(), 0)
 
 

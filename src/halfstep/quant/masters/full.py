@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from halfstep.optim.masters.base import Kept, Master
+from halfstep.quant.masters.base import Kept, Master
 
 
 class Full(Master):
@@ -17,6 +17,7 @@ class Full(Master):
     """
 
     keeps: ClassVar = {"master": torch.float32}
+    weights: ClassVar = ("bf16", "fp16")
 
     def start(self, weight: Tensor, full: Tensor) -> Kept:
         weight.copy_(full)
@@ -29,7 +30,7 @@ class Full(Master):
         kept["master"].copy_(updated)
         weight.copy_(updated)
 
-    def _follow(self, weight: Tensor, kept: Kept) -> None:
+    def follow(self, weight: Tensor, kept: Kept) -> None:
         master = kept["master"]
         same = master.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
         master.copy_(torch.where(same, master, weight.float()))

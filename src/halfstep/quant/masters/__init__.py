@@ -1,0 +1,32 @@
+"""What takes the update: the weight itself, or a master kept beside it; one way a file."""
+
+from functools import cache
+
+from halfstep.errors import RecipeError, unknown
+from halfstep.quant.masters.base import Kept, Master
+from halfstep.quant.masters.own import Own
+from halfstep.registry import collect
+
+
+__all__ = ["Kept", "Master", "Own", "get_master", "list_masters"]
+
+
+@cache
+def _by_name() -> dict[str, Master]:
+    return collect("halfstep.quant.masters", Master)  # type: ignore[type-abstract]
+
+
+def list_masters() -> list[str]:
+    """The names of what can be kept beside a weight."""
+    return sorted(_by_name().keys() - {"none"})
+
+
+def get_master(name: str | None) -> Master:
+    """The master of that name; None is no master.
+
+    Raises:
+        RecipeError: no master has that name.
+    """
+    if (name or "none") not in _by_name():
+        raise RecipeError(unknown("master", name, list_masters()))
+    return _by_name()[name or "none"]

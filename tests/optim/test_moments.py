@@ -1,0 +1,251 @@
+"""Moments in any format, with scales and residuals: each step is fp32's, with the moments rounded in between."""
+
+import copy
+import io
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import formats
+from halfstep.errors import OptimizerError, RecipeError
+from halfstep.memory import measure
+from halfstep.optim import Lamb, Lion
+from halfstep.quant import Quantizer
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import TENSOR
+from halfstep.recipe import Storage, from_data, get_recipe, get_storage, to_data
+from tiny import adamw, assert_same, batch, copied, mlp, prepared, train
+
+
+NOBODYS = """
+name = "nobodys"
+base = "fp8-delayed"
+
+[scaled]                        # the weights that rules round, with an fp16 master
+weights = "e4m3fn"
+master = "fp16"
+
+[moments]
+exp_avg = "mxfp8_e4m3"
+exp_avg_sq = {format = "bf16", residual = true}
+"""
+KINDS = {
+    "blocks": (("exp_avg", "mxfp8_e4m3"), ("exp_avg_sq", get_storage("bf16", residual=True))),
+    "tensor": (("*", get_storage(Quantizer(formats.get("e5m2"), tile=TENSOR, scaling=get_scaling("current")))),),
+    "no scale": (("*", "e5m2"),),
+    "codes twice": (("exp_avg", "nf4"), ("*", get_storage("mxfp8_e4m3", residual=True))),
+    "packed": (("*", "mxfp4"),),
+    "toward zero": (("*", get_storage(halfstep.get_quantizer("bf16", rounding="toward_zero"))),),
+    "bf16": "bf16",
+}  # fmt: skip
+OPTIMIZERS = {
+    "adamw": adamw,
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    "lion": lambda m: Lion(m.parameters(), lr=1e-3),
+    "lamb": lambda m: Lamb(m.parameters(), lr=1e-2),
+}
+
+
+def recipe_with(moments, base="fp32"):
+    return replace(get_recipe(base), name="made", moments=moments)
+
+
+def rounded(kind, x):
+    """What a moment becomes in memory."""
+    x = x.detach().clone()
+    first = x.to(kind.dtype).float() if kind.dtype else kind.quantizer(x)
+    if not kind.residual:
+        return first
+    rest = x - first
+    return first + (rest.to(kind.dtype).float() if kind.dtype else kind.quantizer(rest))
+
+
+@pytest.mark.parametrize("moments", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("build", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_each_step_is_fp32s_with_moments_that_are_rounded_after_it(moments, build):
+    recipe = recipe_with(moments)
+    model, optimizer, scaler = prepared(recipe, model := mlp(), build(model))
+    twin, plain, plain_scaler = prepared("fp32", twin := mlp(), build(twin))
+    for _ in range(6):
+        losses = train(model, optimizer, scaler, 1), train(twin, plain, plain_scaler, 1)
+        assert losses[0] == losses[1]
+        for state in plain.state.values():
+            for name in state.keys() - {"step"}:
+                state[name] = rounded(recipe.moment(name), state[name])
+    assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+@pytest.mark.parametrize("moments", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("base", ["fp32", "bf16-kahan", "bf16-stochastic", "fp8lm-o3"])
+def test_a_resume_is_bit_for_bit_and_holds_the_codes(moments, base):
+    recipe = recipe_with(moments, base)
+    model, optimizer, scaler = prepared(recipe)
+    train(model, optimizer, scaler)
+    buffer = io.BytesIO()
+    torch.save([dict(model.state_dict()), optimizer.state_dict()], buffer)
+    weights, state = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    resumed, again, rescaler = prepared(recipe, mlp(5))
+    resumed.load_state_dict(weights)
+    again.load_state_dict(state)
+    rescaler.load_state_dict(scaler.state_dict())
+    before = copied(again.state_dict()["state"])
+    again.load_state_dict(again.state_dict())
+    assert_same(again.state_dict()["state"], before)
+    assert train(resumed, again, rescaler) == train(model, optimizer, scaler)
+    assert_same(again.state_dict()["state"], optimizer.state_dict()["state"])
+    assert again.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    if base == "fp32":
+        both = copy.deepcopy((model, optimizer))
+        assert_same(both[1].state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_a_recipe_that_nobody_has_named_trains_as_its_file_says(tmp_path):
+    (tmp_path / "nobodys.toml").write_text(NOBODYS)
+    recipe = get_recipe(str(tmp_path / "nobodys.toml"))
+    assert from_data(to_data(recipe), get_recipe) == recipe
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.GELU(), nn.Linear(64, 32, bias=False))
+    model, optimizer, scaler = prepared(recipe, model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    losses = train(model, optimizer, scaler, 60, (x, x.flip(1)))
+    assert losses[-1] < losses[0] / 5
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        rows, columns = parameter.shape
+        assert (state["exp_avg"].dtype, state["exp_avg"].shape) == (torch.uint8, parameter.shape)
+        assert (state["exp_avg_scale"].dtype, state["exp_avg_scale"].shape) == (torch.uint8, (rows, columns // 32))
+        assert state["exp_avg_sq"].dtype == state["exp_avg_sq_residual"].dtype == torch.bfloat16
+    nn.functional.mse_loss(model(x), x).backward()
+    predicted, measured = recipe.bytes_per_parameter(), measure(model, optimizer)
+    assert (measured.weights, measured.grads, measured.master) == (1, 1, 2)
+    assert measured.states == predicted.states == 1 + 1 / 32 + 4
+    assert "exp_avg float8_e4m3fn (floor, 1x32), exp_avg_sq bf16 with a residual" in " ".join(recipe.describe().split())
+
+
+def test_what_torchs_optimizer_knows_is_rounded():
+    recipe = recipe_with(KINDS["codes twice"])
+    model = mlp()
+    stock = adamw(model)
+    model(batch()[0]).square().mean().backward()
+    stock.step()
+    before = copied(stock.state_dict())["state"]
+    for load in (False, True):
+        fresh = adamw(model)
+        if not load:
+            fresh.load_state_dict(stock.state_dict())
+        optimizer = halfstep.optim.convert(fresh, recipe, {})
+        if load:
+            optimizer.load_state_dict(stock.state_dict())
+        for number, parameter in enumerate(model.parameters()):
+            for name in ("exp_avg", "exp_avg_sq"):
+                kind, state = recipe.moment(name), optimizer.state[parameter]
+                parts = [{part: state[own] for part, own in kind.names(n).items()} for n in kind.numbers(name)]
+                found = [
+                    halfstep.ops.Quantized(kind.quantizer, tuple(parameter.shape), torch.float32, p) for p in parts
+                ]
+                assert_same(sum(q.dequantize() for q in found), rounded(kind, before[number][name]))
+
+
+def test_codes_are_not_taken_for_others():
+    saved = {}
+    for name in ("mxfp8_e4m3", "mxfp8_e5m2", "fp32"):
+        model, optimizer, scaler = prepared(recipe_with(name))
+        train(model, optimizer, scaler)
+        saved[name] = (optimizer, copied(optimizer.state_dict()))
+    for name, (optimizer, own) in saved.items():
+        for other, (_, state) in saved.items():
+            if other == name or other == "fp32":  # floats are rounded
+                optimizer.load_state_dict(copied(state))
+            else:
+                before = copied(optimizer.state_dict())
+                words = r"holds exp_avg as codes \(float .*1x32, floor\); this recipe keeps it as .*(float8|fp32)"
+                with pytest.raises(OptimizerError, match=words):
+                    optimizer.load_state_dict(copied(state))
+                assert_same(optimizer.state_dict()["state"], before["state"])
+                assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+        optimizer.load_state_dict(own)
+        broken = copied(own)
+        broken["state"][0]["exp_avg"] = broken["state"][0]["exp_avg"][:3]
+        with pytest.raises(OptimizerError, match=r"parameter 0 holds exp_avg (as|of shape).*\(3, 8\)"):
+            optimizer.load_state_dict(broken)
+        if name != "fp32":
+            nameless = copied(own)
+            nameless["param_groups"][0].pop("moment_formats")
+            with pytest.raises(OptimizerError, match="of a format it does not name"):
+                optimizer.load_state_dict(nameless)
+
+
+def test_a_wider_or_narrower_recipe_takes_over_a_sum():
+    """Two numbers become one, and one two, by their value."""
+    model, optimizer, scaler = prepared("bf16-collage-plus")
+    train(model, optimizer, scaler)
+    state = optimizer.state_dict()
+    alone, other, _ = prepared(recipe_with("bf16", "bf16-collage-plus"))
+    other.load_state_dict(state)
+    for number, parameter in enumerate(alone.parameters()):
+        pair = state["state"][number]
+        total = pair["exp_avg_sq"].float() + pair["exp_avg_sq_residual"].float()
+        assert_same(other.state[parameter]["exp_avg_sq"], total.bfloat16())
+        assert "exp_avg_sq_residual" not in other.state[parameter]
+
+
+@pytest.mark.parametrize(
+    ("moments", "words"),
+    [
+        ("mxfp9", "recipe 'made': moments: 'mxfp9': unknown format"),
+        ((("exp_avg", "mxfp9"),), "recipe 'made': moments: 'mxfp9': unknown format"),
+        ("llm_int8", "moments: stored with outliers = 6"),
+    ],
+)
+def test_moments_that_cannot_be_kept_are_refused(moments, words):
+    with pytest.raises(RecipeError, match=words):
+        recipe_with(moments)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ('exp_avg = "e4m3f"', "moments: 'e4m3f': unknown format 'e4m3f'; nearest: "),
+        ('exp_avg = {format = "e4m3fn", residul = true}', "unknown key of an operand 'residul'"),
+        ('exp_avg = {format = "bf16", residual = 1}', "residual = 1 found; expected true or false"),
+        ('exp_avg = {format = "e4m3fn", tile = "tensor", scale = "delayed"}', "stored with scale = 'delayed'"),
+        ('exp_avg = {format = "bf16", rounding = "stochastic"}', "stored with rounding = 'stochastic'"),
+        ("exp_avg = 3", "exp_avg = 3 found; expected a table"),
+    ],
+)
+def test_a_file_says_where_moments_are_wrong(tmp_path, table, words):
+    path = tmp_path / "mine.toml"
+    path.write_text(f'name = "mine"\n[moments]\n{table}\n')
+    with pytest.raises(RecipeError, match=rf"mine.toml(:\d|, line \d|.*3).*{re.escape(words)}|{re.escape(words)}"):
+        get_recipe(str(path))
+
+
+def test_shards_have_no_tiles():
+    class Shard(torch.Tensor):
+        device_mesh = None
+
+    shard = torch.zeros(4, 32).as_subclass(Shard)
+    with pytest.raises(OptimizerError, match=r"moment 'exp_avg' of a sharded parameter of shape \(4, 32\)"):
+        halfstep.optim.states.start(get_storage("mxfp8_e4m3"), "exp_avg", shard)
+    assert set(halfstep.optim.states.start(get_storage("bf16", residual=True), "m", torch.zeros(2))) == {
+        "m",
+        "m_residual",
+    }
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "e4m3fn", "mxfp8_e4m3", "mxfp4", "nvfp4", "nf4", "fp8_block"])
+def test_bytes_are_those_of_whole_tiles(name):
+    try:
+        kind = get_storage(name)
+    except RecipeError:
+        pytest.skip(f"no format {name}")
+    shape = (1024, 1024)
+    for storage in (kind, Storage(kind.quantizer, residual=True)):
+        tensors = halfstep.optim.states.encode(storage, "m", torch.randn(shape))
+        layout = storage.layout("m", shape)
+        assert {key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()} == layout
+        assert sum(t.nbytes for t in tensors.values()) / 2**20 == pytest.approx(storage.bytes, rel=1e-5)
