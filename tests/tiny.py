@@ -89,7 +89,7 @@ def train(model, optimizer, scaler, steps=3, data=None, loss_of=F.mse_loss):
 
 def grads(model):
     """The gradients' values by name, whatever they are kept in."""
-    return {name: ops.grad_values(p.grad).clone() for name, p in model.named_parameters()}
+    return {name: ops.values_of(p.grad).clone() for name, p in model.named_parameters()}
 
 
 def copied(state):

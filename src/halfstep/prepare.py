@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -69,9 +69,9 @@ def prepare(
     check_model(model, recipe)
     _check(model, optimizer, recipe)
     masters = _masters(model, optimizer, recipe)
-    report = apply(model, recipe, module_filter)
+    apply(model, recipe, module_filter)
     groups = process_group, amax_group
-    low_bit, scaler = _optimized(model, optimizer, recipe, report.quantized, masters, generator, groups)
+    low_bit, scaler = _optimized(model, optimizer, masters, generator, groups)
     return model, low_bit, scaler
 
 
@@ -110,7 +110,7 @@ def optimize(
     keep_grads(root)
     masters = _masters(root, optimizer, recipe)
     groups = process_group, amax_group
-    return _optimized(root, optimizer, recipe, applied.rounded, masters, generator, groups)
+    return _optimized(root, optimizer, masters, generator, groups)
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
@@ -152,16 +152,17 @@ def _masters(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe)
 def _optimized(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    recipe: Recipe,
-    rounded: Sequence[str],
     masters: Mapping[nn.Parameter, Tensor],
     generator: torch.Generator | int | None,
     groups: tuple[Any, Any],
 ) -> tuple[LowBit, LossScaler]:
+    applied = applied_to(model)
+    recipe = applied.recipe
     scaler, scalings = _scaler(model, recipe, *groups)
-    scales = hold(model, rounded, recipe.scaled) if recipe.scaled is not None else {}
+    if recipe.scaled is not None:
+        hold(model, applied.rounded, recipe.scaled)
     same_layers = groups[0] if groups[1] is None else groups[1]
-    low_bit = convert(optimizer, recipe, masters, generator, scales, weakref.ref(model), same_layers)
+    low_bit = convert(optimizer, recipe, masters, generator, weakref.ref(model), same_layers)
     scalings.follow(low_bit)
     return low_bit, scaler
 

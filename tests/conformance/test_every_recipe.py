@@ -81,7 +81,8 @@ def test_parameters_are_stored_as_the_recipe_says(name):
     storable = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3fn": torch.float8_e4m3fn}
     for path, parameter in model.named_parameters():
         scaled = recipe.scaled if path in ("0.weight", "3.weight") else None
-        assert parameter.dtype == storable[scaled.weights if scaled else recipe.weights]
+        memory = parameter.codes if scaled else parameter
+        assert memory.dtype == storable[scaled.weights if scaled else recipe.weights]
         assert optimizer.state[parameter]["exp_avg_sq"].dtype == recipe.moment("exp_avg_sq").dtype
         kept = master_states() & optimizer.state[parameter].keys()
         own = {SCALED_MASTER} if scaled and scaled.master else set()

@@ -199,7 +199,7 @@ def test_layers_without_inputs_or_outputs_and_empty_batches_are_as_stock_ones(na
     (expected.sum() / 64).backward()
     scaler.scale(found.sum() / 64).backward()  # within fp16's range, at the first scale too
     for own, wanted in zip(model.parameters(), stock.parameters(), strict=True):
-        actual = ops.grad_values(own.grad).float() / scaler.get_scale()
+        actual = ops.values_of(own.grad).float() / scaler.get_scale()
         torch.testing.assert_close(actual, wanted.grad, rtol=0.1, atol=0.01)
     scaler.step(optimizer)
     scaler.update()

@@ -107,7 +107,7 @@ def compare(name, stock, changed, x):
     trained = {n: p for n, p in model.named_parameters() if p.grad is not None}
     assert len(trained) == sum(p.grad is not None for p in stock.parameters())
     total = torch.cat([p.grad.flatten() for p in stock.parameters() if p.grad is not None])
-    ours = torch.cat([halfstep.ops.grad_values(p.grad).float().flatten() for p in trained.values()])
+    ours = torch.cat([halfstep.ops.values_of(p.grad).float().flatten() for p in trained.values()])
     assert (ours / scaler.get_scale() - total).norm() <= 2 * rate(name) * total.norm()
     scaler.step(optimizer)
     scaler.update()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import halfstep
 from halfstep.recipe import get_recipe
-from tiny import EVERY, SCALED, SMOOTH, batch, model_for
+from tiny import EVERY, SMOOTH, batch, model_for
 
 
 CORE = ("fp32", "bf16-mixed", "fp16-master", "bf16-stochastic", "bf16-kahan", "fp8-current", "fp8-delayed")
@@ -21,8 +21,7 @@ ROUNDING = {name for name in EVERY if any(rule.linear.rounds for rule in get_rec
 MUST = {name for name in EVERY if name.endswith(("-mixed", "-master", "-nomaster"))}
 MUST |= {"fp32", "fp16-mixed-unscaled", "bf16-stochastic", "fp8-current", "fp8-delayed"}
 ROUNDED = 1e-5  # what rounds anything is farther than this from fp32; float32's own orders of summation are nearer
-WRONG = "**wrong as yet**"
-CODES = f"{WRONG}: its parameters hold codes, which who reads or writes them takes for values; use state dicts"
+WRONG = "**wrong**"
 SLOW = (pytest.mark.slow,)
 OUTCOMES = Path(__file__).with_name("outcomes.json")
 
@@ -72,7 +71,7 @@ def way(
 
 
 def outcomes(way: Way, names: Iterable[str]) -> dict[str, str]:
-    """Why each of the recipes refuses this way, or is known to be wrong, without those that work.
+    """Why each of the recipes refuses this way, without those that work.
 
     Raises:
         AssertionError: names the recipes that are wrong: in what they did, in how they refused, or in refusing at all.
@@ -90,9 +89,6 @@ def outcomes(way: Way, names: Iterable[str]) -> dict[str, str]:
         except StockFailsToo as error:
             refused[name] = f"stock torch fails too: {sentence(str(error))}"
         except (Exception, pytest.fail.Exception) as error:
-            if name in SCALED:  # the page says so, and the cell fails as soon as it is right
-                refused[name] = CODES
-                continue
             wrong.append(f"{name}: {type(error).__name__}: {str(error).strip()[:600]}")
             first = first or error
     if wrong:

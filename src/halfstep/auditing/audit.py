@@ -16,6 +16,7 @@ from halfstep.auditing.setup import Setup, set_up
 from halfstep.checkpoint.origin import origin, stored_format
 from halfstep.checkpoint.scan import Scan
 from halfstep.checkpoint.table import Table
+from halfstep.ops import CodeTensor
 
 
 class HasScale(Protocol):
@@ -57,13 +58,20 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scal
     return Audit(
         model=type(model).__name__,
         optimizer=None if optimizer is None else type(optimizer).__name__,
-        trained=sum(tensor.numel() for p in counted.values() for _, tensor in leaves(p, "")),
+        trained=sum(map(_numel, counted.values())),
         steps=(min(steps), max(steps)) if steps else None,
         loss_scale=None if scaler is None else float(scaler.get_scale()),
         held=sum(storages.values()),
         items=tuple(items),
         findings=find(setup, items, tables),
     )
+
+
+def _numel(parameter: Tensor) -> int:
+    """How many of a parameter's values this rank has."""
+    if isinstance(parameter, CodeTensor):
+        return parameter.numel()
+    return sum(tensor.numel() for _, tensor in leaves(parameter, ""))
 
 
 def _said(found: Scan, dtype: str) -> str:

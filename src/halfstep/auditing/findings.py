@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfstep.auditing.live import name_of, rounds_to
 from halfstep.auditing.report import Finding, Item
-from halfstep.auditing.setup import Setup
+from halfstep.auditing.setup import Setup, kept_as
 from halfstep.checkpoint.origin import stored_format
 from halfstep.checkpoint.table import Table
 from halfstep.checkpoint.verdict import percent
@@ -51,7 +51,7 @@ def lost(table: Table, stored: Float, update: float) -> int:
 def _no_master(setup: Setup, tables: Mapping[str, Table]) -> Iterator[Finding]:
     by_dtype: dict[str, list[str]] = {}
     for name, parameter in setup.narrow.items():
-        by_dtype.setdefault(name_of(parameter.dtype), []).append(name)
+        by_dtype.setdefault(name_of(kept_as(parameter)), []).append(name)
     for dtype, names in by_dtype.items():
         share = _share_lost(setup, names, dtype, tables)
         text = f"trained parameters in {dtype} without a master copy: an update below half their spacing is lost{share}"
@@ -65,7 +65,7 @@ def _share_lost(setup: Setup, names: Iterable[str], dtype: str, tables: Mapping[
     for name in names:
         group = (setup.groups or {})[name]
         rate = float(group.get("lr", 0.0))
-        if "betas" not in group or not rate or name in setup.codes or name not in tables or stored is None:
+        if "betas" not in group or not rate or name not in tables or stored is None:
             continue
         gone[setup.roles[name]] += lost(tables[name], stored, rate)
         all_values[setup.roles[name]] += tables[name].nonzero
@@ -79,8 +79,6 @@ def _share_lost(setup: Setup, names: Iterable[str], dtype: str, tables: Mapping[
 
 def _lost(setup: Setup, items: Sequence[Item]) -> Iterator[Finding]:
     """Trained in float32, yet on a narrower grid."""
-    if setup.rounded:
-        return
     found: dict[tuple[bool, bool, str], list[str]] = {}
     for item in items:
         master = item.kind == "master"
@@ -102,7 +100,7 @@ def _stray(setup: Setup) -> Iterator[Finding]:
     names = [
         name
         for name, master in setup.masters.items()
-        if name in setup.parameters and name not in setup.codes and _apart(master, setup.parameters[name])
+        if name in setup.parameters and _apart(master, setup.parameters[name])
     ]
     if names:
         text = "master copies that do not round to their parameters: one was loaded or written without the other"

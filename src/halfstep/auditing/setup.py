@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from halfstep.auditing.live import rounds_to
 from halfstep.checkpoint.roles import role_of
-from halfstep.nn.codes import is_held
 from halfstep.nn.scaling import states_of
+from halfstep.ops import CodeTensor
 from halfstep.optim import LowBit
 from halfstep.recipe import master_states
 
@@ -42,12 +42,8 @@ class Setup:
     foreign: Mapping[str, Tensor]
     """Other parameters of the optimizer that do not belong to the model."""
     steps: Mapping[str, int]
-    codes: frozenset[str]
-    """Parameters that hold codes, with a scale beside them."""
     stochastic: bool
     """Whether the optimizer rounds its updates stochastically."""
-    rounded: bool
-    """Whether the recipe keeps float32 weights on a narrower grid."""
 
     @cached_property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -67,9 +63,14 @@ class Setup:
         return {
             name: p
             for name, p in self.trained.items()
-            if p.is_floating_point() and p.itemsize < 4 and name in stepped and name not in masters
+            if p.is_floating_point() and kept_as(p).itemsize < 4 and name in stepped and name not in masters
             and not (self.stochastic and p.dtype == torch.bfloat16)
         }  # fmt: skip
+
+
+def kept_as(parameter: Tensor) -> torch.dtype:
+    """The dtype of what a parameter keeps: that of its codes, where it is codes."""
+    return parameter.codes.dtype if isinstance(parameter, CodeTensor) else parameter.dtype
 
 
 def set_up(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Setup:
@@ -112,10 +113,8 @@ def set_up(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Setup:
         by_hand=by_hand,
         foreign=foreign,
         steps={name: int(value) for name, value in counted},
-        codes=frozenset(names[id(module.weight)] for module in model.modules() if is_held(module)),
         stochastic=(low_bit is not None and low_bit.recipe.update_rounding == "stochastic")
         or getattr(optimizer, "bf16_stochastic_round", False),  # torchao's
-        rounded=low_bit is not None and low_bit.recipe.scaled is not None,
     )
 
 

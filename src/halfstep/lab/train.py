@@ -22,7 +22,7 @@ from halfstep.lab.experiment import Experiment
 from halfstep.lab.metrics import MetricsFile, Row, read_metrics
 from halfstep.lab.task import Batch, Task, check_finite
 from halfstep.memory import measure
-from halfstep.ops import grad_values
+from halfstep.ops import values_of
 from halfstep.optim import LowBit
 from halfstep.recipe import Recipe
 from halfstep.tracking import (
@@ -245,7 +245,7 @@ class Trainer:
         model, optimizer = self.training.model, self.training.optimizer
         trained = {p: name for name, p in model.named_parameters() if p.grad is not None}
         weights = [optimizer.full(p) for p in trained]
-        stored = [grad_values(p.grad) for p in trained if p.grad is not None]
+        stored = [values_of(p.grad) for p in trained if p.grad is not None]
         gradients = [grad.float() / scale for grad in stored]
         row = {
             "kind": "statistics",

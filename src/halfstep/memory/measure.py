@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,8 @@ from halfstep.recipe import BytesPerParameter, master_states
 def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> BytesPerParameter:
     """Bytes per trained parameter by role, as they are now: call it between backward() and step().
 
-    Every tensor counts once, however many names it has, and one-element counters (`step`) not at all. The compute
+    Every tensor counts once, however many names it has; the scale of a whole tensor and counters (`step`), of one
+    element, not at all. The compute
     copies that autocast makes live inside a pass only and cannot be seen here; `Recipe.bytes_per_parameter` states
     them.
 
@@ -32,16 +34,28 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> BytesPerParam
             if isinstance(value, Tensor) and name != "step" and (value.dim() or not parameter.dim()):
                 (masters if name in kept_of_weights else moments).append(value)
     return BytesPerParameter(
-        weights=_bytes(weights.values()) / count,
-        grads=_bytes(p.grad for p in weights.values() if p.grad is not None) / count,
-        master=_bytes(masters) / count,
-        states=_bytes(moments) / count,
+        weights=_counted(weights.values()) / count,
+        grads=_counted(p.grad for p in weights.values() if p.grad is not None) / count,
+        master=_counted(masters) / count,
+        states=_counted(moments) / count,
     )
 
 
 def stored_bytes(model: nn.Module) -> int:
     """Bytes of every parameter and buffer of a model, each tensor once, however many names it has."""
-    return _bytes([*model.parameters(), *model.buffers()])
+    return _bytes(part for tensor in (*model.parameters(), *model.buffers()) for part in _parts(tensor).values())
+
+
+def _counted(tensors: Iterable[Tensor]) -> int:
+    parts = (_parts(tensor) for tensor in tensors)
+    return _bytes(t for found in parts for name, t in found.items() if name != "scale" or t.numel() > 1)
+
+
+def _parts(tensor: Any) -> dict[str, Tensor]:
+    """The tensors with memory that one is made of, by name: itself, or codes and scales."""
+    if not hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "device_mesh"):
+        return {"": tensor}
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -25,7 +25,7 @@ class Applied:
     clock: Clock | None
     """Where scales depend on earlier steps."""
     rounded: tuple[str, ...] = ()
-    """The layers whose products round their operands."""
+    """The parameters that products round, by name."""
     quantized: bool = False
     """Whether the weights are quantised for good (`nn.quantize_model`)."""
 

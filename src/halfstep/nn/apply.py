@@ -17,7 +17,7 @@ from halfstep.nn.adopt import adopt, is_covered, release
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.attention import ATTRIBUTE
 from halfstep.nn.clock import Clock
-from halfstep.nn.codes import is_held, let_go
+from halfstep.nn.codes import let_go
 from halfstep.nn.following import follow, part_of, unfollow
 from halfstep.nn.layers import Matched, ModuleFilter, match
 from halfstep.nn.ranks import check_ranks
@@ -86,7 +86,16 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     before = {name: parameter.dtype for name, parameter in moves.items()}
     autocast = None if recipe.compute == "fp32" else STORABLE[recipe.compute]
     clock = Clock() if any(spec.states for spec in specs.values()) else None
-    applied = Applied(recipe, autocast, before, STORABLE[recipe.grad_format], clock, tuple(specs))
+    rounded = {
+        f"{path}.{weight.name}".lstrip("."): getattr(model.get_submodule(path), weight.name)
+        for path in specs
+        for weight in matched.kinds[path].weights(model.get_submodule(path))
+    }
+    if recipe.scaled is not None:
+        stacks = {name for name, weight in rounded.items() if weight.dim() > 2}
+        kept |= dict.fromkeys(stacks, "its weights and gradients stay as they are: one scale would serve all experts")
+        rounded = {name: weight for name, weight in rounded.items() if name not in stacks}
+    applied = Applied(recipe, autocast, before, STORABLE[recipe.grad_format], clock, tuple(rounded))
     try:
         _adopt_layers(model, recipe, matched, specs, widened)
         attach(model, specs, {path: matched.kinds[path].PRODUCTS for path in specs})
@@ -122,9 +131,7 @@ def revert(model: nn.Module) -> None:
                 "parametrization: take that away first (torch.nn.utils.parametrize.remove_parametrizations), then "
                 "revert"
             )
-    for module in model.modules():
-        if is_held(module):
-            let_go(module)
+    let_go(model)
     _undo(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, dtype in applied.dtypes.items():
@@ -197,9 +204,7 @@ def _undo(model: nn.Module) -> None:
 def keep_grads(model: nn.Module) -> None:
     """Give parameters back the dtype that their gradients accumulate in: torch's copies and replacements lack it."""
     applied = applied_to(model)
-    held = {id(module.weight) for module in model.modules() if is_held(module)}
-    named = model.named_parameters(remove_duplicate=False)
-    parameters = {name: parameter for name, parameter in named if id(parameter) not in held}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in applied.dtypes.keys() & parameters.keys():
         store(parameters[name], parameters[name].dtype, applied.grads)
 

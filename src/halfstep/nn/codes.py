@@ -1,194 +1,139 @@
-"""Weights that rules round, kept as codes times one power of two, and their gradients with them.
-
-The parameter holds the codes and a buffer beside it the scale: the forward multiplies, and state dicts hold the values,
-under the stock names. Only an optimizer that knows the scales may step on the codes (`halfstep.prepare`).
-"""
+"""Weights that rules round, kept as codes, and their gradients with them: how parameters become so, and stop."""
 
 from __future__ import annotations
 
-import inspect
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from halfstep import ops
-from halfstep.errors import ModelError, RecipeError
+from halfstep import formats
+from halfstep.errors import ModelError
 from halfstep.nn.adopt import extend
-from halfstep.recipe import SCALED, Scaled
+from halfstep.ops.code_tensor import CodeTensor, parameter, round_gradient, round_gradients, snapshot
+from halfstep.quant import Quantizer
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import TENSOR
+from halfstep.recipe import Scaled
 
 
-_SCALE = "_halfstep_weight_scale"
-_ANCHOR = "_halfstep_weight_gradient"
-_HELD = "_halfstep_held"
-
-
-def hold(model: nn.Module, paths: Sequence[str], scaled: Scaled) -> dict[nn.Parameter, Tensor | None]:
-    """Keep the weights of those layers as `scaled` says; their scales, for the optimizer.
-
-    A weight that other modules share stays as it is, since those would read codes; so does that of a layer whose
-    parent's forward reads a weight (T5 casts to its dtype), and fused ones (attention, experts). Where there is more
-    than one rank, a weight takes the rounded values in its own dtype, with None for a scale: gradients have to cross
-    the network unrounded, and torch wants them in the parameter's dtype.
+def hold(model: nn.Module, names: Sequence[str], scaled: Scaled) -> None:
+    """Keep those parameters and their gradients as `scaled` says. They stay the same objects; what is no parameter any
+    more, since it is computed (a parametrization), stays as it is.
 
     Raises:
         ModelError: a weight is sharded. Nothing was changed.
     """
-    readers = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    scales: dict[nn.Parameter, Tensor | None] = {}
-    for path in paths:
-        if hasattr(getattr(model.get_submodule(path), "weight", None), "device_mesh"):
+    weights: dict[int, nn.Parameter] = {}
+    for name in names:
+        path, _, own = name.rpartition(".")
+        weight = model.get_submodule(path)._parameters.get(own)
+        if hasattr(weight, "device_mesh"):
             raise ModelError(
-                f"{type(model).__name__}: {path}.weight is sharded, and this recipe keeps it as codes times one scale, "
+                f"{type(model).__name__}: {name} is sharded, and this recipe keeps it as codes times one scale, "
                 "which no rank has the whole of. Under fully_shard take a recipe whose weights are values "
                 "('fp8-delayed', 'fp8-current')"
             )
-    for path in paths:
-        module = model.get_submodule(path)
-        weight = module._parameters.get("weight")
-        if weight is not None and is_held(module):  # for another optimizer of this model
-            scales[weight] = module._buffers[_SCALE]
-            continue
-        read = bool(path) and _reads_weights(model.get_submodule(path.rpartition(".")[0]))
-        if weight is None or read or readers[id(weight)] > 1:
-            continue
-        codes, scale = ops.encode_scaled(weight.detach(), SCALED[scaled.weights])
-        if ranks() > 1:
-            weight.data.copy_(ops.decode_scaled(codes, scale))
-            scales[weight] = None
-            continue
-        grad, weight.grad = weight.grad, None
-        weight.data = codes
-        module.register_buffer(_SCALE, scale, persistent=False)
-        anchor = torch.zeros((), device=weight.device).expand(weight.shape).requires_grad_()
-        module.register_buffer(_ANCHOR, anchor, persistent=False)
-        extend(module, _members)
-        held = _Held(SCALED[scaled.grads])
-        setattr(module, _HELD, held)
-        held.attach(module)
-        weight.grad = None if grad is None else ops.encode_grad(grad, held.grads)
-        scales[weight] = scale
-    return scales
+        if weight is not None and not isinstance(weight, CodeTensor):  # another optimizer of this model has made it one
+            weights[id(weight)] = weight
+    for weight in weights.values():
+        codes: Any = parameter(CodeTensor.encode(weight, one_scale(scaled.weights)), weight.requires_grad)
+        _become(weight, codes, vars(weight))
+        round_gradients(weight, one_scale(scaled.grads))  # type: ignore[arg-type]
+    for module in model.modules():
+        if any(id(p) in weights for p in module._parameters.values()):
+            extend(module, _members)
 
 
-def _reads_weights(parent: nn.Module) -> bool:
-    """Whether the forward of a layer's parent names a weight itself, and does more than call its parts."""
-    code = getattr(inspect.unwrap(type(parent).forward), "__code__", None)
-    return not isinstance(parent, nn.TransformerEncoderLayer) and (code is None or "weight" in code.co_names)
+def one_scale(format: str) -> Quantizer:
+    """Codes of that format times one power of two a tensor."""
+    return Quantizer(formats.get(format), tile=TENSOR, scaling=get_scaling("rceil"))
 
 
-def ranks() -> int:
-    """How many processes train together."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def let_go(model: nn.Module) -> None:
+    """Give weights that are codes their values back, and their gradients."""
+    for weight in list(model.parameters()):
+        if isinstance(weight, CodeTensor):
+            own = vars(parameter(CodeTensor.encode(weight.values(), weight.quantizer)))
+            kept = {name: value for name, value in vars(weight).items() if name not in own}
+            _become(weight, nn.Parameter(weight.values(), weight.requires_grad), kept)
 
 
-def held_weight(module: Any) -> Tensor:
-    """The weight of a layer as its product takes it: the values, where it holds codes.
+def _become(weight: Any, other: Any, attributes: dict[str, Any]) -> None:
+    """Give a parameter the contents of another, which is nobody's, and those attributes; its gradient, its hooks and
+    whoever refers to it stay.
 
-    A traced graph casts gradients to their parameter's dtype, whatever that accepts: there, the gradient goes to zeros
-    in float32, four bytes in all, which hand it on.
+    As torch.utils.swap_tensors, which refuses a tensor with weak references: to us they are to the parameter, whatever
+    it holds. A graph that knows the old contents refuses its backward pass.
     """
-    weight, scale = module.weight, module._buffers.get(_SCALE)
-    if scale is None:
-        return weight  # type: ignore[no-any-return]
-    if torch.compiler.is_compiling():
-        values = ops.decode_scaled(weight.detach(), scale)
-        return values + module._buffers[_ANCHOR] if weight.requires_grad else values
-    return ops.values_of(weight, scale)
-
-
-def is_held(module: nn.Module) -> bool:
-    """Whether the module's weight holds codes."""
-    return _HELD in vars(module)
-
-
-def let_go(module: nn.Module) -> None:
-    """Give a held weight its values back, in float32, and its gradient."""
-    weight: Any = module.weight
-    vars(module).pop(_HELD).detach()
     grad, weight.grad = weight.grad, None
-    weight.data = ops.decode_scaled(weight.data, module._buffers[_SCALE])  # type: ignore[arg-type]
-    weight.grad_dtype = torch.float32
-    weight.grad = None if grad is None else ops.grad_values(grad)
-    delattr(module, _SCALE)
-    delattr(module, _ANCHOR)
+    hooks, after = weight._backward_hooks, weight._post_accumulate_grad_hooks
+    if weight._use_count() > 1 and weight.requires_grad and weight.is_leaf:
+        torch.autograd.graph.get_gradient_edge(weight).node.register_prehook(_refuse)
+    attributes = {**vars(other), **attributes}
+    weight.__class__, other.__class__ = type(other), type(weight)
+    weight.__dict__, other.__dict__ = attributes, {}
+    torch._C._swap_tensor_impl(weight, other)
+    weight._backward_hooks = hooks
+    for key in [key for key, hook in (after or {}).items() if hook is round_gradient]:
+        del after[key]
+    weight._post_accumulate_grad_hooks = after
+    if grad is not None:
+        weight.grad = grad.values() if isinstance(grad, CodeTensor) else grad
 
 
-class _Held:
-    """Keeps the gradient of one weight as codes: one that is there is decoded, added to and encoded again."""
-
-    def __init__(self, grads: torch.dtype) -> None:
-        self.grads = grads
-        self._handles: list[RemovableHandle] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"grads": self.grads, "_handles": []}  # hooks stay with the parameter they were made for
-
-    def attach(self, module: Any) -> None:
-        weight = module.weight
-        weight.grad_dtype = None
-
-        def with_earlier(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-            if grads[0] is None:  # of a traced graph, whose gradient went to the anchor
-                return grads
-            if ranks() > 1:
-                raise RecipeError(
-                    "this model's weights are codes, whose gradients do not cross the network: call "
-                    "torch.distributed.init_process_group before halfstep.prepare"
-                )
-            earlier, weight.grad = weight.grad, None
-            return grads if earlier is None else (ops.grad_values(earlier) + grads[0],)
-
-        def encode(weight: Any) -> None:
-            if weight.grad is not None and not ops.is_encoded(weight.grad):
-                weight.grad = ops.encode_grad(weight.grad, self.grads)
-
-        def hand_on(anchor: Tensor) -> None:
-            grad, anchor.grad = anchor.grad, None
-            (weight.grad,) = with_earlier((grad,))
-            encode(weight)
-
-        trained = weight.requires_grad
-        weight.requires_grad_()  # or torch takes no hooks, and somebody may unfreeze it later
-        self._node = torch.autograd.graph.get_gradient_edge(weight).node  # torch drops one that nobody holds
-        self._handles = [
-            self._node.register_prehook(with_earlier),
-            weight.register_post_accumulate_grad_hook(encode),
-            module._buffers[_ANCHOR].register_post_accumulate_grad_hook(hand_on),
-        ]
-        weight.requires_grad_(trained)
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+def _refuse(grads: Any) -> NoReturn:
+    raise ModelError(
+        "a backward pass goes through a forward pass of before a weight became codes (halfstep.prepare) or values "
+        "again (halfstep.revert), which its gradient would no longer reach: run the forward again"
+    )
 
 
 def _members(stock: type[nn.Module]) -> dict[str, Any]:
-    """State dicts of values, and gradients as codes in deep copies too: torch copies no hooks."""
+    """State dicts of values, as a stock model's; and conversions that know codes."""
 
     def _save_to_state_dict(module: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         stock._save_to_state_dict(module, destination, prefix, keep_vars)
-        destination[prefix + "weight"] = ops.decode_scaled(module.weight.detach(), module._buffers[_SCALE])
+        for name, weight in module._parameters.items():
+            if isinstance(weight, CodeTensor) and not keep_vars:
+                destination[prefix + name] = snapshot(weight)
 
-    def _load_from_state_dict(module: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        key = prefix + "weight"
-        value = state_dict.get(key)
-        if isinstance(value, Tensor) and value.shape == module.weight.shape:
-            codes, scale = ops.encode_scaled(value.detach(), module.weight.dtype)
-            module._buffers[_SCALE].copy_(scale)
-            state_dict = {**state_dict, key: codes}
-        stock._load_from_state_dict(module, state_dict, prefix, *rest)
+    def _apply(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        held = {name: p for name, p in module._parameters.items() if isinstance(p, CodeTensor)}
+        module._parameters.update(dict.fromkeys(held))
+        try:
+            stock._apply(module, fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            module._parameters.update(held)
+        for name, weight in held.items():
+            _convert(weight, name, fn)
+        return module  # type: ignore[no-any-return]
 
-    def __setstate__(module: Any, state: dict[str, Any]) -> None:
-        stock.__setstate__(module, state)  # type: ignore[no-untyped-call]
-        vars(module)[_HELD].attach(module)
+    return {"_save_to_state_dict": _save_to_state_dict, "_apply": _apply}
 
-    return {
-        "_save_to_state_dict": _save_to_state_dict,
-        "_load_from_state_dict": _load_from_state_dict,
-        "__setstate__": __setstate__,
-    }
+
+@torch.no_grad()
+def _convert(weight: Any, name: str, fn: Callable[[Tensor], Tensor]) -> None:
+    """What `model.to(...)` and its kin do to a weight of codes.
+
+    Raises:
+        ModelError: it would get another dtype.
+    """
+    new = fn(weight)
+    if new.dtype != weight.dtype:
+        raise ModelError(
+            f"{name} is stored as {weight.quantizer.format.name} codes, and would become {new.dtype}: cast the model "
+            "before halfstep.prepare, or halfstep.revert it first"
+        )
+    if new is weight:
+        return
+    if new.device == weight.device:
+        weight.write(new)
+        return
+    grad = None if weight.grad is None else fn(weight.grad)
+    quantizer, weight.grad = weight.grads, None
+    codes = parameter(CodeTensor.encode(new, weight.quantizer), weight.requires_grad)
+    _become(weight, codes, {k: v for k, v in vars(weight).items() if k not in vars(codes)})
+    weight.grad = grad
+    round_gradients(weight, quantizer)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from halfstep.errors import ModelError
-from halfstep.nn.codes import ranks
+from halfstep.ops.code_tensor import ranks
 from halfstep.recipe import Recipe
 
 

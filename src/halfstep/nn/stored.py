@@ -12,7 +12,6 @@ from torch import Tensor
 from halfstep import ops
 from halfstep.errors import CheckpointError
 from halfstep.nn.adopt import extend
-from halfstep.nn.codes import held_weight
 from halfstep.nn.following import part_of
 from halfstep.nn.scaling import accept_factors, states_of
 from halfstep.ops.linear import product_dtype
@@ -67,8 +66,8 @@ def weight_of(module: Any, name: str, x: Tensor, expert: int | None = None) -> A
     out as the parameter is) where the layer is quantised for inference."""
     kept: Mapping[str, Stored | Weight] | None = vars(module).get("_halfstep_stored")
     if kept is None:
-        weight = held_weight(module) if name == "weight" else getattr(module, name)
-        return weight if expert is None else weight[expert]
+        weight = getattr(module, name)
+        return ops.values_of(weight if expert is None else weight[expert])
     dtype, entry = product_dtype(x), kept[name]
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         if isinstance(entry, Stored):

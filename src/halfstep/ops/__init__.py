@@ -2,15 +2,8 @@
 
 from halfstep.ops.attention import attention, rounded_attention
 from halfstep.ops.casts import decode, encode, fake_quantize, quantize, round_to
-from halfstep.ops.codes import (
-    decode_scaled,
-    encode_grad,
-    encode_scaled,
-    grad_values,
-    is_encoded,
-    multiply_encoded,
-    values_of,
-)
+from halfstep.ops.code_tensor import CodeTensor, values_of
+from halfstep.ops.codes import decode_scaled, encode_scaled
 from halfstep.ops.convolution import convolution
 from halfstep.ops.files import load_quantized, save_quantized
 from halfstep.ops.linear import linear
@@ -23,8 +16,8 @@ from halfstep.ops.smooth_swiglu import channel_scale, smooth_channels, smooth_to
 
 
 __all__ = [
-    "Quantized", "amax_of", "attention", "channel_scale", "convolution", "decode", "decode_scaled", "encode",
-    "encode_grad", "encode_scaled", "fake_quantize", "follow", "grad_values", "is_encoded",
-    "is_native_available", "linear", "load_quantized", "matmul", "multiply_encoded", "quantize", "round_to",
-    "rounded_attention", "save_quantized", "smooth_channels", "smooth_tokens", "token_scale", "values_of",
+    "CodeTensor", "Quantized", "amax_of", "attention", "channel_scale", "convolution", "decode", "decode_scaled",
+    "encode", "encode_scaled", "fake_quantize", "follow", "is_native_available", "linear", "load_quantized", "matmul",
+    "quantize", "round_to", "rounded_attention", "save_quantized", "smooth_channels", "smooth_tokens", "token_scale",
+    "values_of",
 ]  # fmt: skip

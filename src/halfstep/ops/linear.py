@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfstep.errors import ModelError
 from halfstep.kernels import scaled_mm
+from halfstep.ops.code_tensor import values_of
 from halfstep.ops.matmul import matmul
 from halfstep.ops.once import Backwards, Once, once, run
 from halfstep.ops.operand import Operand, just_in_time, operand
@@ -49,6 +50,7 @@ def linear(
     """
     if isinstance(weight, Operand):
         return _infer(x, weight, bias, spec.output.lhs, (states or {}).get("input"))
+    weight = values_of(weight)
     if spec.rounds:
         check_plain(weight)
         function = _Rounded if torch.compiler.is_compiling() else _Eager

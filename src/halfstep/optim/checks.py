@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,34 +32,31 @@ Namer = Callable[[Tensor, int], str]
 """What to call a parameter, which has that number, in an error."""
 
 
-def check_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[Any, str] | None = None, codes: Container[Any] = ()
-) -> UpdateRule:
+def check_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Any, str] | None = None) -> UpdateRule:
     """The rule of a torch optimizer that `convert` can take. Nothing is changed.
 
     Args:
         names: of the parameters, for errors.
-        codes: the parameters that are codes, of which somebody has the scales.
 
     Raises:
         OptimizerError: its class, an option, a parameter or a state has no counterpart here.
     """
     rule, known = rule_of(optimizer), names or {}
-    check_parameters(optimizer.param_groups, codes, lambda p, i: f"parameter {i}{_quoted(known.get(p))}")
+    check_parameters(optimizer.param_groups, lambda p, i: f"parameter {i}{_quoted(known.get(p))}")
     for state in optimizer.state.values():
         check_state(state, rule)
     return rule
 
 
-def check_parameters(groups: Iterable[Mapping[str, Any]], codes: Container[Any], name: Namer) -> None:
-    """Refuse parameters that no recipe stores, but for codes of which somebody has the scales.
+def check_parameters(groups: Iterable[Mapping[str, Any]], name: Namer) -> None:
+    """Refuse parameters that no recipe stores.
 
     Raises:
         OptimizerError: there is one.
     """
     parameters = [p for group in groups for p in group["params"]]
     for index, parameter in enumerate(parameters):
-        if parameter.dtype not in STORABLE.values() and parameter not in codes:
+        if parameter.dtype not in STORABLE.values():
             why = _WHY.get(parameter.dtype, "no recipe stores it")
             raise OptimizerError(
                 f"{name(parameter, index)} is {parameter.dtype}: {why}. Expected "

@@ -22,7 +22,6 @@ def convert(
     recipe: Recipe,
     masters: Mapping[nn.Parameter, Tensor],
     generator: torch.Generator | int | None = None,
-    scales: Mapping[nn.Parameter, Tensor | None] | None = None,
     model: Reference | None = None,
     process_group: Any = None,
 ) -> LowBit:
@@ -36,7 +35,6 @@ def convert(
         masters: the float32 values of parameters that are stored in fewer bits, taken before they were rounded.
         generator: where the seed of stochastic rounding comes from. Where processes train together, all take the seed
             of the first one.
-        scales: of the weights that are kept as `recipe.scaled` says.
         model: a weak reference to the model: once parameters have left it, the others are not stepped on in silence.
         process_group: the processes that train together; None is the default group, where there is one.
 
@@ -44,10 +42,10 @@ def convert(
         OptimizerError: the class, an option, a parameter or a state cannot be expressed; the optimizer is left as it
             was.
     """
-    rule = check_optimizer(optimizer, codes=scales or ())
+    rule = check_optimizer(optimizer)
     # Drawn only where it is used: a recipe that rounds to nearest leaves the model's dropout masks as they were.
     seed = draw_seed(generator) if recipe.update_rounding == "stochastic" else 0
-    result = LowBit(list(optimizer.param_groups), rule, recipe, seed, scales, model, process_group)
+    result = LowBit(list(optimizer.param_groups), rule, recipe, seed, model, process_group)
     result.defaults = {**optimizer.defaults, **result.defaults}
     result.param_groups = optimizer.param_groups
     result.agree_on_the_seed()

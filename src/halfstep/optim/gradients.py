@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError
-from halfstep.ops import grad_values, is_encoded, multiply_encoded
 from halfstep.optim.widened import can_widen, is_marked, mark, narrow, widen
 
 
@@ -37,7 +36,7 @@ def takes_float32(optimizer: torch.optim.Optimizer) -> bool:
 
 def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of all gradients together, taken in float32; over all ranks where they are sharded, a plain tensor."""
-    norms = [_plain(torch.linalg.vector_norm(grad_values(grad), norm_type, dtype=torch.float32)) for grad in grads]
+    norms = [_plain(torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32)) for grad in grads]
     norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), norm_type)
     return norm
 
@@ -45,8 +44,6 @@ def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
 @torch.no_grad()
 def multiply(optimizer: torch.optim.Optimizer, factor: float, names: Mapping[nn.Parameter, str]) -> None:
     """Multiply every gradient where it is, in float32; 16-bit ones leave for float32 where the optimizer takes that.
-
-    A gradient kept as codes takes the factor into its scale, which loses nothing.
 
     Raises:
         LossScaleError: a gradient is fp16 and cannot leave: its small values would become zero. Nothing was changed.
@@ -67,9 +64,7 @@ def multiply(optimizer: torch.optim.Optimizer, factor: float, names: Mapping[nn.
         grad = parameter.grad
         assert grad is not None
         mark(grad)
-        if is_encoded(grad):
-            multiply_encoded(grad, factor)
-        elif grad.dtype in (torch.float16, torch.bfloat16) and wide and can_widen(parameter):
+        if grad.dtype in (torch.float16, torch.bfloat16) and wide and can_widen(parameter):
             widen(parameter, grad.to(torch.float32).mul_(factor))
         else:
             grad.mul_(factor)
@@ -87,7 +82,7 @@ _STOCK_REMEDY = (
 
 def gone(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the gradients have been dropped: none is there, or all are zeros."""
-    return not any(p.grad is not None and bool(grad_values(p.grad).any()) for p in parameters_of(optimizer))
+    return not any(p.grad is not None and bool(p.grad.any()) for p in parameters_of(optimizer))
 
 
 def treated(optimizer: torch.optim.Optimizer) -> bool:

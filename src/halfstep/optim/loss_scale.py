@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError
-from halfstep.ops import is_encoded
 from halfstep.optim.dynamic_scale import EXTRA, DynamicScale, check_keys, float32
 from halfstep.optim.gradients import multiply, named_grads, narrow_all, parameters_of, takes_float32, total_norm
 from halfstep.optim.overflow import find_nonfinite
@@ -122,17 +121,9 @@ class LossScaler(DynamicScale):
         Raises:
             LossScaleError: called twice, or after step(), since the last update(); the last gradients overflowed and
                 were dropped without an update(); or a gradient is fp16 and cannot leave (an optimizer of torch, or
-                torch before 2.10): its small values would become zero; or the loss is not scaled, and gradients
-                are codes times a scale.
+                torch before 2.10): its small values would become zero.
         """
         if not self._enabled:
-            coded = [name for name, grad in self._grads(optimizer) if is_encoded(grad)]
-            if coded:
-                raise LossScaleError(
-                    f"the gradient of {coded[0]} (and {len(coded) - 1} more) is codes times a scale, which torch's own "
-                    "clip_grad_norm_ cannot read: call scaler.clip_grad_norm_(optimizer, max_norm) instead of both, "
-                    "and halfstep.ops.grad_values(parameter.grad) to look at one"
-                )
             return
         optimizer, pending = self._of(optimizer)
         if pending.stage != "ready":

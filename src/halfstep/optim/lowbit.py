@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from halfstep import ops
 from halfstep.errors import OptimizerError
+from halfstep.ops import CodeTensor
 from halfstep.optim.checks import UNSCALED, check_parameters, check_state, check_step, warn_of_late
 from halfstep.optim.gradients import narrow_all
 from halfstep.optim.present import Present, Reference
@@ -45,7 +46,6 @@ class LowBit(torch.optim.Optimizer):
     loaded, copied and pickled like that of torch's optimizers.
 
     Args:
-        scales: of the weights that are kept as codes (`nn.codes.hold`).
         model, process_group: as for `convert`.
     """
 
@@ -60,13 +60,11 @@ class LowBit(torch.optim.Optimizer):
         rule: UpdateRule,
         recipe: Recipe,
         seed: int,
-        scales: Mapping[nn.Parameter, Tensor | None] | None = None,
         model: Reference | None = None,
         process_group: Any = None,
     ) -> None:
         self.rule = rule
         self.recipe = recipe
-        self._scales: Mapping[Any, Tensor | None] = scales or {}
         self._present = Present(model) if model is not None else None
         self._process_group = process_group
         self._agreed = False
@@ -102,9 +100,9 @@ class LowBit(torch.optim.Optimizer):
 
     def _master(self, weight: Tensor) -> Master:
         """What takes the weight's update."""
-        if weight in self._scales:
+        if isinstance(weight, CodeTensor):
             assert self.recipe.scaled is not None
-            return scaled_weight(self.recipe.scaled, self._scales[weight])
+            return scaled_weight(self.recipe.scaled)
         master = get_master(None if weight.dtype == torch.float32 else self.recipe.master)
         return _OWN if isinstance(master, Own) else master
 
@@ -114,8 +112,8 @@ class LowBit(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # What a copy needs beside torch's own. Which model it belongs to and who trains with it, it does not know.
-        own = {"rule": self.rule, "recipe": self.recipe, "_scales": self._scales}
-        return {**super().__getstate__(), **own, "awaits_scaler": self.awaits_scaler}
+        own = {"rule": self.rule, "recipe": self.recipe, "awaits_scaler": self.awaits_scaler}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         absent: dict[str, Any] = {"_watch": None, "_present": None, "_process_group": None, "_agreed": False}
@@ -129,7 +127,7 @@ class LowBit(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            check_parameters(self.param_groups, self._scales, self._name)
+            check_parameters(self.param_groups, self._name)
         except OptimizerError:
             self.param_groups.pop()
             raise
@@ -167,14 +165,16 @@ class LowBit(torch.optim.Optimizer):
             return loss
         scale = getattr(self, "grad_scale", None)
         grad_scale = 1.0 if scale is None else 1.0 / float(scale)
-        if self._scales and not any(p.grad is not None for group in self.param_groups for p in group["params"]):
+        if self.recipe.scaled is not None and not any(
+            p.grad is not None for group in self.param_groups for p in group["params"]
+        ):
             raise OptimizerError(
                 "no parameter of this optimizer has a gradient. A model that fully_shard or a copy took over has other "
                 "parameters; under FSDP2 call halfstep.apply, shard, and build torch's optimizer on what came out"
             )
         for group in self.param_groups:
             group.setdefault("rounding_seed", self.defaults["rounding_seed"])  # it came by way of the old optimizer
-        check_parameters(self.param_groups, self._scales, self._name)
+        check_parameters(self.param_groups, self._name)
         check_step(self.param_groups, self.rule, self._name)
         self.agree_on_the_seed()
         self._name_formats()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import LossScaleError
-from halfstep.ops import grad_values
 
 
 _NONE = 2.0  # what a rank without gradients says; 1 is an overflow, 0 none
@@ -54,4 +53,4 @@ def _all_finite(grad: Tensor) -> Tensor:
     """Whether every element is finite, in one read: the extremes of a tensor with a NaN are NaN."""
     if not grad.numel():
         return torch.ones((), dtype=torch.bool, device=grad.device)
-    return torch.stack(torch.aminmax(grad_values(grad))).isfinite().all()
+    return torch.stack(torch.aminmax(grad)).isfinite().all()

@@ -1,4 +1,4 @@
-"""Weights kept as codes times one power of two: what the optimizer reads and writes of them."""
+"""Weights whose memory is codes: what the optimizer reads and writes of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from halfstep.ops import decode_scaled, encode_grad, encode_scaled, grad_values, is_encoded
+from halfstep.ops import CodeTensor, decode_scaled, encode_scaled
 from halfstep.quant.masters import Kept, Master
 from halfstep.recipe import SCALED, SCALED_MASTER, Scaled
 
@@ -26,14 +26,14 @@ class ScaledWeight(Master):
     dtype: torch.dtype
     """Of the codes."""
     grads: torch.dtype
-    scale: Tensor | None
-    """The weight's, changed in place; None where the weight holds values instead, rounded as the codes would be."""
 
     def stored(self, weight: Tensor) -> Tensor:
-        return super().stored(weight) if self.scale is None else decode_scaled(weight.detach(), self.scale)
+        return weight.values() if isinstance(weight, CodeTensor) else super().stored(weight)
 
     def gradient(self, grad: Tensor) -> Tensor:
-        return grad_values(grad if is_encoded(grad) else encode_grad(grad, self.grads))
+        if isinstance(grad, CodeTensor):
+            return grad.values()
+        return decode_scaled(*encode_scaled(grad.detach(), self.grads))
 
     def start(self, weight: Tensor, full: Tensor) -> Kept:
         self.write(weight, {}, full)
@@ -43,12 +43,8 @@ class ScaledWeight(Master):
         return self.stored(weight)
 
     def write(self, weight: Tensor, kept: Kept, updated: Tensor) -> None:
-        codes, scale = encode_scaled(updated, self.dtype)
-        if self.scale is None:
-            weight.copy_(decode_scaled(codes, scale))
-        else:
-            weight.copy_(codes)
-            self.scale.copy_(scale)
+        assert isinstance(weight, CodeTensor)
+        weight.write(updated)
 
     def follow(self, weight: Tensor, kept: Kept) -> None:
         """Nothing is kept beside the weight."""
@@ -85,7 +81,7 @@ class ScaledMaster(ScaledWeight):
         kept[_MASTER_SCALE].copy_(scale)
 
 
-def scaled_weight(scaled: Scaled, scale: Tensor | None) -> ScaledWeight:
+def scaled_weight(scaled: Scaled) -> ScaledWeight:
     """How the optimizer reads and writes a weight kept so."""
     kind = ScaledWeight if scaled.master is None else ScaledMaster
-    return kind("scaled", SCALED[scaled.weights], SCALED[scaled.grads], scale)
+    return kind("scaled", SCALED[scaled.weights], SCALED[scaled.grads])

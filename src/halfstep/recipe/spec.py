@@ -75,9 +75,8 @@ class LossScale:
 class Scaled:
     """How the weights that rules round are kept: as codes times one power of two a tensor (`ops.encode_scaled`).
 
-    Formats are keys of `SCALED`. The codes come with the optimizer of `halfstep.prepare`, which alone can step on them:
-    under `halfstep.apply` these weights stay as others do. Where there is more than one rank, the optimizer rounds them
-    and their gradients, and they stay in fp32.
+    Formats are keys of `SCALED`. The codes come with the optimizer of `halfstep.prepare`: under `halfstep.apply` these
+    weights stay as others do. With more than one rank, gradients stay in fp32 until the optimizer rounds them.
 
     Raises:
         RecipeError: a format that tensors are not stored in with a scale; something that comes later.

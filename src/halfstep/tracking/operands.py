@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import quant
-from halfstep.nn.codes import held_weight
 from halfstep.nn.scaling import states_of
-from halfstep.ops import amax_of
+from halfstep.ops import amax_of, values_of
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import as_rows
 from halfstep.quant.scaling import StatefulScaling
@@ -81,7 +80,7 @@ def operand_errors(model: nn.Module, enabled: bool = True) -> Iterator[list[Oper
                 rows.append(OperandError(path, product, operand, quantizer.format.name, *error))
 
         def after_forward(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            x, weight = args[0].detach(), held_weight(module)
+            x, weight = args[0].detach(), values_of(module.weight)  # type: ignore[arg-type]
             add("output", "input", x, spec.output.lhs, False)
             add("output", "weight", weight, spec.output.rhs, False)
 

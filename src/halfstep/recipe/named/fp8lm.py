@@ -18,10 +18,10 @@ _ALL = (
     "Scales are powers of two with amax in the upper half of the range: of inputs and output gradients from the last "
     "16 steps (from the tensor itself until there are 16, and again after an amax that is not finite), of weights and "
     "weight gradients from the tensor itself. MS-AMP returns 1 / the old scale for an infinite amax; this does not.",
-    "Biases, norms, embeddings, heads, weights that modules share and fused ones (attention, experts) stay in fp32 "
-    "with fp32 gradients, and compute in bf16 or fp32 as torch.autocast has it.",
-    "Codes come with the optimizer of halfstep.prepare. With more than one rank, weights and gradients hold the same "
-    "rounded values in fp32, and gradients are rounded after their reduction. halfstep.apply alone rounds products.",
+    "Biases, norms, embeddings and heads stay in fp32 with fp32 gradients, and compute in bf16 or fp32 as "
+    "torch.autocast has it; so do the weights of fused experts, whose products round.",
+    "Codes come with the optimizer of halfstep.prepare. With more than one rank, gradients are in fp32, and rounded "
+    "after their reduction. halfstep.apply alone rounds products.",
     "Later: the FP8 all-reduce. The paper adapts its factor to saturation; MS-AMP has a constant 1 / sqrt(ranks).",
 )
 _MOMENTS = "Later: moments in E4M3 and scaled fp16, which make the paper's 6 bytes of gradient, states and {what}."

@@ -1,0 +1,489 @@
+"""A tensor whose memory is codes and scales and which behaves as its values: reading decodes, writing rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from halfstep import formats
+from halfstep.errors import QuantizationError
+from halfstep.ops.casts import quantize
+from halfstep.ops.codes import decode_scaled, encode_scaled
+from halfstep.ops.quantized import Quantized
+from halfstep.quant import Quantizer
+from halfstep.quant.tile import TENSOR
+
+
+_DTYPES = {
+    formats.get(dtype).key: dtype
+    for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+}  # fmt: skip
+_aten = torch.ops.aten
+_FACTORS: dict[Any, Any] = {
+    _aten.mul_.Tensor: Tensor.mul_,
+    _aten.mul_.Scalar: Tensor.mul_,
+    _aten.div_.Tensor: Tensor.div_,
+}
+
+
+class CodeTensor(Tensor):
+    """Codes and scales under the name of their values: a wrapper that claims the values' shape and dtype.
+
+    What reads it, autograd included, takes its values, decoded for that one call. What writes to it (in place, by
+    `out=`, by `.data =`, through a view) changes the values, and they are all rounded again, with new scales. A view is
+    such a tensor over the same codes. Whatever else a function returns is a plain tensor, clones too.
+
+    Where one scale serves the whole tensor and torch has a dtype for the format, `codes` is of that dtype and lies in
+    memory as the values would, and `scale` is a float32 scalar. Otherwise they are laid out as in `Quantized`, and a
+    write through a view is an error, since it would round other elements of its tiles as well.
+
+    Parameters of this kind are copied and pickled with their codes; all others as plain tensors of their values.
+
+    Args:
+        parts: the plain tensors that are stored, by name: `codes`, `scale` and what else the quantizer keeps.
+        shape: of all the values that the parts hold.
+        dtype: of the values.
+        scalable: whether a multiplication by one number may go into the scale, where it loses nothing: gradients, which
+            are clipped. (Weights stay on the grid of a power of two.)
+        view: lies in the memory of `whole` as this tensor does in that of all the values. None: it is all of them.
+    """
+
+    quantizer: Quantizer
+    scalable: bool
+    codes: Tensor
+    scale: Tensor
+    _names: tuple[str, ...]
+    whole: Tensor
+    """Lies in memory as all of the values would: the codes themselves, or a tensor without memory."""
+    is_whole: bool
+    """Whether this is all of what the codes stand for, as it lies there; no view of a part, or turned."""
+    _flat: bool
+    """Whether the codes lie as the values would."""
+    grads: Quantizer | None
+    """Of a parameter: how its gradient is rounded once it has been accumulated."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls: type[CodeTensor],
+        parts: Mapping[str, Tensor],
+        quantizer: Quantizer,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        scalable: bool = False,
+        view: Tensor | None = None,
+    ) -> CodeTensor:
+        flat = _dtype(quantizer) is not None
+        whole = parts["codes"] if flat else torch.empty(shape, device="meta")
+        like = whole if view is None else view
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, like.size(), like.stride(), like.storage_offset(), dtype=dtype, device=parts["codes"].device
+        )
+        made.quantizer, made.scalable, made.whole, made.grads = quantizer, scalable, whole, None
+        made.is_whole = whole.size() == like.size() and whole.stride() == like.stride()
+        made._flat, made._names = flat, tuple(parts)
+        for name, part in parts.items():
+            setattr(made, name, part)
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def encode(cls, x: Tensor, quantizer: Quantizer, scalable: bool = False) -> CodeTensor:
+        """A tensor of the values of x, rounded."""
+        x = x.detach()
+        return cls(_encode(x, quantizer), quantizer, x.shape, x.dtype, scalable)
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The plain tensors that are stored, by name."""
+        return {name: getattr(self, name) for name in self._names}
+
+    def values(self) -> Tensor:
+        """The values, a plain tensor of their own: read without dispatch and without autograd."""
+        return self._all_values() if self.is_whole else self._part_of(self._all_values()).clone()
+
+    def write(self, values: Tensor) -> None:
+        """Put rounded values in the place of the present ones, without dispatch. It counts as a write (`_version`).
+
+        Raises:
+            QuantizationError: this is a view of a tensor in tiles.
+        """
+        if not self.is_whole:
+            if not self._flat:
+                raise QuantizationError(
+                    f"a write through a view of a tensor that is stored as {self.quantizer.format.name} in tiles of "
+                    f"{self.quantizer.tile}: it would round other elements of these tiles too. Write to a clone of the "
+                    "whole tensor, and copy that back (tensor.copy_(clone))"
+                )
+            whole = self._all_values()
+            self._part_of(whole).copy_(values)
+            values = whole
+        for name, part in _encode(values.detach(), self.quantizer).items():
+            own = getattr(self, name)
+            (own if own.shape == part.shape else own.resize_(part.shape)).copy_(part)  # there may be more outliers
+        if not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(self)  # torch counts its own functions' writes, but for foreach ones
+
+    def _all_values(self) -> Tensor:
+        if self._flat:
+            return decode_scaled(self.codes, self.scale).to(self.dtype)
+        return Quantized(self.quantizer, tuple(self.whole.shape), self.dtype, self.parts).dequantize()
+
+    def _part_of(self, whole: Tensor) -> Tensor:
+        """What this is of a tensor that lies as `whole` does."""
+        return whole.as_strided(self.size(), self.stride(), self.storage_offset() - self.whole.storage_offset())
+
+    # ---- what torch asks ----------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        _check(func)
+        first = args[0] if args else None
+        if getattr(func, "is_view", False) and isinstance(first, CodeTensor):
+            viewed = first._viewed(func, args[1:], kwargs)
+            return return_and_correct_aliasing(func, args, kwargs, viewed)  # type: ignore[no-untyped-call]
+        if func in _FACTORS and isinstance(first, CodeTensor) and first.scalable and _is_number(args[1]):
+            _FACTORS[func](first.scale, args[1])
+            return first
+        if func is _aten.copy_.default and isinstance(first, CodeTensor) and first._stores_as(args[1]):
+            for name, part in args[1].parts.items():
+                getattr(first, name).copy_(part)
+            return first
+        decoded: dict[int, Tensor] = {}
+
+        def values(tensor: CodeTensor) -> Tensor:
+            return decoded.setdefault(id(tensor), tensor.values())
+
+        plain = tree_map_only(CodeTensor, values, (args, dict(kwargs)))
+        result = func(*plain[0], **plain[1])
+        written = {id(decoded[id(t)]): t for t in _written(func, args, kwargs) if isinstance(t, CodeTensor)}
+        for tensor in written.values():
+            new = decoded[id(tensor)]
+            if new.shape != tensor.shape:
+                raise QuantizationError(
+                    f"{func} makes {tuple(new.shape)} of a tensor of shape {tuple(tensor.shape)} whose memory is "
+                    "codes, and which keeps its shape; write to a new tensor"
+                )
+            tensor.write(new)
+        return tree_map_only(Tensor, lambda out: written.get(id(out), out), result) if written else result
+
+    def _stores_as(self, other: Any) -> bool:
+        """Whether both are whole, and of one kind: then the codes of the one stand for its values in the other."""
+        return (
+            isinstance(other, CodeTensor)
+            and (self.quantizer, self.scalable) == (other.quantizer, other.scalable)
+            and self.is_whole
+            and other.is_whole
+            and all(getattr(self, name).shape == part.shape for name, part in other.parts.items())
+        )
+
+    def _viewed(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        like = func(self._part_of(self.whole), *args, **kwargs)
+        shape = self.whole.shape
+        return tree_map_only(
+            Tensor,
+            lambda view: CodeTensor(self.parts, self.quantizer, shape, self.dtype, self.scalable, view),
+            like,
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """The stored tensors by name, for torch.compile; and what else makes this one."""
+        offset = None if self.is_whole else self.storage_offset() - self.whole.storage_offset()
+        return list(self._names), (self.quantizer, tuple(self.whole.shape), self.dtype, self.scalable, offset)
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], context: Any, size: Any, stride: Any) -> CodeTensor:
+        quantizer, shape, dtype, scalable, offset = context
+        made = CodeTensor(parts, quantizer, shape, dtype, scalable)
+        if offset is None:
+            return made
+        view = made.whole.as_strided(size, stride, offset + made.whole.storage_offset())
+        return CodeTensor(parts, quantizer, shape, dtype, scalable, view)
+
+    @property
+    def data(self) -> Tensor:
+        """The same codes apart from autograd. To assign is to copy: memory that is assigned is not taken over."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if (values.shape, values.dtype, values.device) != (self.shape, self.dtype, self.device):
+            raise QuantizationError(
+                f"data = {tuple(values.shape)} {values.dtype} on {values.device}; this tensor is {tuple(self.shape)} "
+                f"{self.dtype} on {self.device}, and its memory is codes: halfstep.revert the model first, or cast and "
+                "move it before halfstep.prepare"
+            )
+        part = not isinstance(values, CodeTensor) and values.untyped_storage().nbytes() != values.nbytes
+        if part or not self.is_whole:
+            raise QuantizationError(
+                "data = of a view of a tensor whose memory is codes, or = a part of a larger tensor: it would be a "
+                "copy, and not share that memory. Say so with copy_ (under torch.no_grad)"
+            )
+        self.write(values.values() if isinstance(values, CodeTensor) else values)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as an array of their own, which takes no writes."""
+        if self.requires_grad and not force:
+            raise RuntimeError("this tensor requires grad; call tensor.detach().numpy()")  # as torch has it
+        return _read_only(self.values().numpy(force=force))
+
+    def tolist(self) -> Any:
+        """The values as numbers."""
+        return self.values().tolist()
+
+    def data_ptr(self) -> int:
+        """There is no such memory.
+
+        Raises:
+            QuantizationError: always.
+        """
+        raise QuantizationError(
+            "this tensor's memory is codes, and there is no address with its values: take tensor.detach().clone(), or "
+            "model.state_dict() for files"
+        )
+
+    def storage(self) -> Any:
+        """As `data_ptr`."""
+        return self.data_ptr()
+
+    def __dlpack__(self, **_: Any) -> Any:
+        """As `data_ptr`."""
+        return self.data_ptr()
+
+    def share_memory_(self) -> CodeTensor:
+        """The codes and scales in shared memory."""
+        for part in self.parts.values():
+            part.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the codes and scales are in shared memory."""
+        return all(part.is_shared() for part in self.parts.values())  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            parts = {name: part.clone() for name, part in self.parts.items()}
+            memo[id(self)] = self._twin(parts) if isinstance(self, nn.Parameter) else self.values()
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def _twin(self, parts: Mapping[str, Tensor]) -> CodeTensor:
+        shape = self.whole.shape
+        return parameter(CodeTensor(parts, self.quantizer, shape, self.dtype), self.requires_grad, self.grads)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not isinstance(self, nn.Parameter):
+            return self.values().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        parts = {name: _pickled(part) for name, part in self.parts.items()}
+        kind = self.quantizer, tuple(self.whole.shape), self.dtype
+        return _restored, (parts, *kind, self.requires_grad, self.grads)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        kind = "Parameter of codes" if isinstance(self, nn.Parameter) else "CodeTensor"
+        return f"{kind} in {self.quantizer.format.name}, {self.quantizer.tile}:\n{self.values()!r}"
+
+
+class Snapshot(Tensor):
+    """The values of a tensor of codes, in memory of their own: what state dicts hold.
+
+    Files and arrays read it as any other tensor. What is written to it in place, through views too, is written to the
+    codes as well, as to an entry of a stock state dict (averages of state dicts, torch.distributed.checkpoint's load),
+    and it then has the rounded values. Pickles and copies of it are plain tensors.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: type[Snapshot], source: CodeTensor, whole: Tensor, view: Tensor | None = None) -> Snapshot:
+        made: Any = Tensor._make_subclass(cls, whole if view is None else view)
+        made._source, made._whole, made._plain = source, whole, whole if view is None else view
+        return made  # type: ignore[no-any-return]
+
+    _source: CodeTensor
+    _whole: Tensor
+    _plain: Tensor
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        plain = tree_map_only(Snapshot, Snapshot.values, (args, dict(kwargs)))
+        result = func(*plain[0], **plain[1])
+        if getattr(func, "is_view", False) and isinstance(args[0], Snapshot):
+            source, whole = args[0]._source, args[0]._whole
+            return tree_map_only(Tensor, lambda view: Snapshot(source, whole, view), result)
+        written = {id(t._plain): t for t in _written(func, args, kwargs) if isinstance(t, Snapshot)}
+        for tensor in written.values():
+            tensor._source.write(tensor._whole)
+            tensor._whole.copy_(tensor._source.values())
+        return tree_map_only(Tensor, lambda out: written.get(id(out), out), result) if written else result
+
+    def values(self) -> Tensor:
+        """A plain tensor in the same memory."""
+        return self._plain
+
+    @property
+    def data(self) -> Tensor:
+        """As of any tensor; to assign is to copy."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(values)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as an array, which takes no writes."""
+        return _read_only(self._plain.numpy(force=force))
+
+    def tolist(self) -> Any:
+        """The values as numbers."""
+        return self._plain.tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied: Tensor = memo.setdefault(id(self), self._plain.clone())
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self._plain)
+
+
+def snapshot(tensor: CodeTensor) -> Snapshot:
+    """The values of a tensor of codes as an entry of a state dict."""
+    with torch.no_grad():
+        return Snapshot(tensor.detach(), tensor.values())  # type: ignore[arg-type]
+
+
+def parameter(tensor: CodeTensor, requires_grad: bool = True, grads: Quantizer | None = None) -> CodeTensor:
+    """A tensor of codes as a module's parameter, whose gradients are rounded as `grads` says."""
+    made: Any = nn.Parameter(tensor, requires_grad)
+    if grads is not None:
+        round_gradients(made, grads)
+    return made  # type: ignore[no-any-return]
+
+
+def round_gradients(weight: CodeTensor, quantizer: Quantizer) -> None:
+    """From now on, a parameter's gradient is kept as codes once it has been accumulated: one that is there when the
+    next arrives is decoded, added to and encoded again."""
+    trained, weight.grads = weight.requires_grad, quantizer
+    weight.requires_grad_()  # or torch takes no hooks, and somebody may unfreeze it later
+    weight.register_post_accumulate_grad_hook(round_gradient)  # type: ignore[no-untyped-call]
+    weight.requires_grad_(trained)
+    round_gradient(weight)
+
+
+def round_gradient(weight: Any) -> None:
+    """Keep the gradient that a parameter has as codes; not where several processes train, since it crosses the network
+    unrounded."""
+    if weight.grad is not None and not isinstance(weight.grad, CodeTensor) and ranks() == 1:
+        weight.grad = CodeTensor.encode(weight.grad, weight.grads, scalable=True)
+
+
+def ranks() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """The values of a tensor that may be codes, a plain tensor, with autograd: at a third of what dispatch costs."""
+    if not isinstance(tensor, (CodeTensor, Snapshot)):
+        return tensor
+    return tensor.clone() if torch.compiler.is_compiling() else _Values.apply(tensor)  # type: ignore[no-untyped-call]
+
+
+class _Values(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: CodeTensor | Snapshot) -> Tensor:
+        return tensor.values()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _dtype(quantizer: Quantizer) -> torch.dtype | None:
+    """The dtype of codes that lie as their values do, under one scale; None where they do not."""
+    scaling = quantizer.scaling
+    one = quantizer.tile == TENSOR and scaling is not None and scaling.exact and quantizer.outliers is None
+    return _DTYPES.get(quantizer.format.key) if one and quantizer.rounding == "nearest_even" else None
+
+
+def _encode(x: Tensor, quantizer: Quantizer) -> dict[str, Tensor]:
+    dtype = _dtype(quantizer)
+    if dtype is None:
+        return quantize(x, quantizer).tensors
+    codes, scale = encode_scaled(x, dtype)
+    return {"codes": codes, "scale": scale}
+
+
+def _check(func: Any) -> None:
+    """Refuse what would go wrong in silence, or change what a wrapper cannot."""
+    if getattr(func, "namespace", "") == "c10d":  # what these write to, their schemas do not say
+        raise QuantizationError(
+            f"{func} of a tensor whose memory is codes, which do not cross the network: send tensor.detach().clone(), "
+            "and copy what comes back (tensor.copy_)"
+        )
+    if func is _aten.view.dtype or torch.Tag.inplace_view in getattr(func, "tags", ()):
+        raise QuantizationError(
+            f"{func} of a tensor whose memory is codes: it has no bits of its own to show otherwise, and keeps its "
+            "shape. Call it on tensor.detach().clone()"
+        )
+
+
+@cache
+def _writable(func: Any) -> tuple[tuple[int, str], ...]:
+    """Which arguments a function writes to, by place and by name."""
+    arguments = func._schema.arguments if hasattr(func, "_schema") else ()
+    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    for place, name in _writable(func):
+        yield from tree_leaves(args[place] if place < len(args) else kwargs.get(name))
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) or (isinstance(x, Tensor) and not x.dim() and not isinstance(x, CodeTensor))
+
+
+def _pickled(part: Tensor) -> Tensor:
+    """What pickle can read, too: torch's float8 tensors are for torch.load alone."""
+    return part.view(torch.uint8) if part.is_floating_point() and part.itemsize == 1 else part
+
+
+def _restored(
+    parts: Mapping[str, Tensor],
+    quantizer: Quantizer,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    grads: Quantizer | None,
+) -> CodeTensor:
+    own = _dtype(quantizer)
+    codes = parts["codes"] if own is None else parts["codes"].view(own)
+    return parameter(CodeTensor({**parts, "codes": codes}, quantizer, shape, dtype), requires_grad, grads)
