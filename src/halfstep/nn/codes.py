@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from halfstep import formats
 from halfstep.errors import ModelError
 from halfstep.nn.adopt import extend
-from halfstep.ops.code_tensor import CodeTensor, parameter, round_gradient, round_gradients, snapshot
+from halfstep.ops.code_tensor import CodeTensor, parameter, round_gradient, round_gradients
+from halfstep.ops.snapshot import snapshot
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR

@@ -2,7 +2,7 @@
 
 from halfstep.ops.attention import attention, rounded_attention
 from halfstep.ops.casts import decode, encode, fake_quantize, quantize, round_to
-from halfstep.ops.code_tensor import CodeTensor, values_of
+from halfstep.ops.code_tensor import CodeTensor
 from halfstep.ops.codes import decode_scaled, encode_scaled
 from halfstep.ops.convolution import convolution
 from halfstep.ops.files import load_quantized, save_quantized
@@ -13,6 +13,7 @@ from halfstep.ops.native import is_native_available
 from halfstep.ops.quantized import Quantized
 from halfstep.ops.scaled import amax_of
 from halfstep.ops.smooth_swiglu import channel_scale, smooth_channels, smooth_tokens, token_scale
+from halfstep.ops.snapshot import values_of
 
 
 __all__ = [

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from halfstep import formats
 from halfstep.errors import QuantizationError
 from halfstep.ops.casts import quantize
 from halfstep.ops.codes import decode_scaled, encode_scaled
+from halfstep.ops.dispatch import check, pickled, read_only, written
 from halfstep.ops.quantized import Quantized
 from halfstep.quant import Quantizer
 from halfstep.quant.tile import TENSOR
@@ -148,7 +147,7 @@ class CodeTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        _check(func)
+        check(func)
         first = args[0] if args else None
         if getattr(func, "is_view", False) and isinstance(first, CodeTensor):
             viewed = first._viewed(func, args[1:], kwargs)
@@ -167,8 +166,8 @@ class CodeTensor(Tensor):
 
         plain = tree_map_only(CodeTensor, values, (args, dict(kwargs)))
         result = func(*plain[0], **plain[1])
-        written = {id(decoded[id(t)]): t for t in _written(func, args, kwargs) if isinstance(t, CodeTensor)}
-        for tensor in written.values():
+        changed = {id(decoded[id(t)]): t for t in written(func, args, kwargs) if isinstance(t, CodeTensor)}
+        for tensor in changed.values():
             new = decoded[id(tensor)]
             if new.shape != tensor.shape:
                 raise QuantizationError(
@@ -176,7 +175,7 @@ class CodeTensor(Tensor):
                     "codes, and which keeps its shape; write to a new tensor"
                 )
             tensor.write(new)
-        return tree_map_only(Tensor, lambda out: written.get(id(out), out), result) if written else result
+        return tree_map_only(Tensor, lambda out: changed.get(id(out), out), result) if changed else result
 
     def _takes_factor(self, x: Any) -> bool:
         """Whether a multiplication by that goes into the scale."""
@@ -243,7 +242,7 @@ class CodeTensor(Tensor):
         """The values as an array of their own, which takes no writes."""
         if self.requires_grad and not force:
             raise RuntimeError("this tensor requires grad; call tensor.detach().numpy()")  # as torch has it
-        return _read_only(self.values().numpy(force=force))
+        return read_only(self.values().numpy(force=force))
 
     def tolist(self) -> Any:
         """The values as numbers."""
@@ -291,88 +290,13 @@ class CodeTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not isinstance(self, nn.Parameter):
             return self.values().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-        parts = {name: _pickled(part) for name, part in self.parts.items()}
+        parts = {name: pickled(part) for name, part in self.parts.items()}
         kind = self.quantizer, tuple(self.whole.shape), self.dtype
         return _restored, (parts, *kind, self.requires_grad, self.grads)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         kind = "Parameter of codes" if isinstance(self, nn.Parameter) else "CodeTensor"
         return f"{kind} in {self.quantizer.format.name}, {self.quantizer.tile}:\n{self.values()!r}"
-
-
-class Snapshot(Tensor):
-    """The values of a tensor of codes, in memory of their own: what state dicts hold.
-
-    Files and arrays read it as any other tensor. What is written to it in place, through views too, is written to the
-    codes as well, as to an entry of a stock state dict (averages of state dicts, torch.distributed.checkpoint's load),
-    and it then has the rounded values. Pickles and copies of it are plain tensors.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls: type[Snapshot], source: CodeTensor, whole: Tensor, view: Tensor | None = None) -> Snapshot:
-        made: Any = Tensor._make_subclass(cls, whole if view is None else view)
-        made._source, made._whole, made._plain = source, whole, whole if view is None else view
-        return made  # type: ignore[no-any-return]
-
-    _source: CodeTensor
-    _whole: Tensor
-    _plain: Tensor
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        plain = tree_map_only(Snapshot, Snapshot.values, (args, dict(kwargs)))
-        result = func(*plain[0], **plain[1])
-        if getattr(func, "is_view", False) and isinstance(args[0], Snapshot):
-            source, whole = args[0]._source, args[0]._whole
-            return tree_map_only(Tensor, lambda view: Snapshot(source, whole, view), result)
-        written = {id(t._plain): t for t in _written(func, args, kwargs) if isinstance(t, Snapshot)}
-        for tensor in written.values():
-            tensor._source.write(tensor._whole)
-            tensor._whole.copy_(tensor._source.values())
-        return tree_map_only(Tensor, lambda out: written.get(id(out), out), result) if written else result
-
-    def values(self) -> Tensor:
-        """A plain tensor in the same memory."""
-        return self._plain
-
-    @property
-    def data(self) -> Tensor:
-        """As of any tensor; to assign is to copy."""
-        return self.detach()
-
-    @data.setter
-    def data(self, values: Tensor) -> None:
-        with torch.no_grad():
-            self.copy_(values)
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """The values as an array, which takes no writes."""
-        return _read_only(self._plain.numpy(force=force))
-
-    def tolist(self) -> Any:
-        """The values as numbers."""
-        return self._plain.tolist()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copied: Tensor = memo.setdefault(id(self), self._plain.clone())
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return repr(self._plain)
-
-
-def snapshot(tensor: CodeTensor) -> Snapshot:
-    """The values of a tensor of codes as an entry of a state dict."""
-    with torch.no_grad():
-        return Snapshot(tensor.detach(), tensor.values())  # type: ignore[arg-type]
 
 
 def parameter(tensor: CodeTensor, requires_grad: bool = True, grads: Quantizer | None = None) -> CodeTensor:
@@ -405,29 +329,6 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def values_of(tensor: Tensor) -> Tensor:
-    """The values of a tensor that may be codes, a plain tensor, with autograd: at a third of what dispatch costs."""
-    if not isinstance(tensor, (CodeTensor, Snapshot)):
-        return tensor
-    return tensor.clone() if torch.compiler.is_compiling() else _Values.apply(tensor)  # type: ignore[no-untyped-call]
-
-
-class _Values(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(tensor: CodeTensor | Snapshot) -> Tensor:
-        return tensor.values()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
 def _dtype(quantizer: Quantizer) -> torch.dtype | None:
     """The dtype of codes that lie as their values do, under one scale; None where they do not."""
     scaling = quantizer.scaling
@@ -441,42 +342,6 @@ def _encode(x: Tensor, quantizer: Quantizer) -> dict[str, Tensor]:
         return quantize(x, quantizer).tensors
     codes, scale = encode_scaled(x, dtype)
     return {"codes": codes, "scale": scale}
-
-
-def _check(func: Any) -> None:
-    """Refuse what would go wrong in silence, or change what a wrapper cannot."""
-    if getattr(func, "namespace", "") == "c10d":  # what these write to, their schemas do not say
-        raise QuantizationError(
-            f"{func} of a tensor whose memory is codes, which do not cross the network: send tensor.detach().clone(), "
-            "and copy what comes back (tensor.copy_)"
-        )
-    if func is _aten.view.dtype or torch.Tag.inplace_view in getattr(func, "tags", ()):
-        raise QuantizationError(
-            f"{func} of a tensor whose memory is codes: it has no bits of its own to show otherwise, and keeps its "
-            "shape. Call it on tensor.detach().clone()"
-        )
-
-
-@cache
-def _writable(func: Any) -> tuple[tuple[int, str], ...]:
-    """Which arguments a function writes to, by place and by name."""
-    arguments = func._schema.arguments if hasattr(func, "_schema") else ()
-    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    for place, name in _writable(func):
-        yield from tree_leaves(args[place] if place < len(args) else kwargs.get(name))
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    array.flags.writeable = False
-    return array
-
-
-def _pickled(part: Tensor) -> Tensor:
-    """What pickle can read, too: torch's float8 tensors are for torch.load alone."""
-    return part.view(torch.uint8) if part.is_floating_point() and part.itemsize == 1 else part
 
 
 def _restored(

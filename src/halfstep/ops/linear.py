@@ -11,11 +11,11 @@ from torch import Tensor
 
 from halfstep.errors import ModelError
 from halfstep.kernels import scaled_mm
-from halfstep.ops.code_tensor import values_of
 from halfstep.ops.matmul import matmul
 from halfstep.ops.once import Backwards, Once, once, run
 from halfstep.ops.operand import Operand, just_in_time, operand
 from halfstep.ops.plain import matrix, plain
+from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import check_plain, foreign
 from halfstep.quant import Quantizer
 from halfstep.recipe import LinearSpec
