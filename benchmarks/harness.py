@@ -91,8 +91,10 @@ def race(contenders: list[Contender], rounds: int, warmup: int = 2) -> list[dict
         if c.name in failed:
             rows.append({"name": c.name, "failed": failed[c.name]})
             continue
+        if c.against in failed:
+            continue
         row: dict[str, Any] = {"name": c.name, "median_ms": 1000 * statistics.median(seconds[c.name])}
-        if c.against is not None and c.against not in failed:
+        if c.against is not None:
             row |= {"against": c.against, "ratio": ratio(seconds, c.name, c.against), "at_most": c.at_most}
             row["met"] = None if c.at_most is None else row["ratio"] <= c.at_most
         rows.append(row)

@@ -168,9 +168,9 @@ def by_heart(name, task):
 @every_task
 def test_a_model_that_knows_the_answers_gets_the_best_metric(name):
     task, _ = opened(name)
-    model, metric = by_heart(name, task), get_task(name).facts.metric
+    model, metric = by_heart(name, task) or task.by_heart(), get_task(name).facts.metric
     if model is None:
-        assert name in ("lm", "gan"), "say here how a perfect model of the new task answers"
+        assert name in ("lm", "gan"), "give the task a method by_heart: a model that knows the answers"
         return
     assert task.metric(model, [0.0]) == pytest.approx(metric.best)
 

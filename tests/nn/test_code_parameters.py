@@ -1,5 +1,6 @@
 """Parameters that are codes, as models meet them: state dicts, files, casts, hooks, wrappers, and the way back."""
 
+import copy
 import gc
 import weakref
 
@@ -12,6 +13,8 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn.utils import prune
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import halfstep
 from halfstep.errors import ModelError, OptimizerError, QuantizationError
@@ -264,6 +267,19 @@ def test_fused_and_shared_weights_are_codes_and_train(name):
     stock[2].weight = stock[1].weight
     stock.load_state_dict(model.state_dict())
     torch.testing.assert_close(model.eval()(x), stock.eval()(x), rtol=0.2, atol=0.2)
+
+
+def test_experts_in_one_stack_stay_values_and_say_so():
+    config = MixtralConfig(hidden_size=8, intermediate_size=12, num_local_experts=4, num_experts_per_tok=2)
+    model = nn.ModuleDict({"experts": MixtralExperts(config), "mlp": nn.Linear(8, 8)})
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    twin = copy.deepcopy(model)
+    report = halfstep.apply(twin, "fp8lm-o3")
+    stacks = ("experts.gate_up_proj", "experts.down_proj")
+    assert all("one scale would serve all experts" in report.kept[name] for name in stacks)
+    model, _, _ = prepared("fp8lm-o3", model, adamw(model))
+    assert codes(model) == {"mlp.weight"}
 
 
 @every_scaled

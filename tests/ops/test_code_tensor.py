@@ -216,6 +216,9 @@ def test_a_gradient_is_rounded_once_a_backward_and_clipped_in_its_scale():
     codes = w.grad.codes.clone()
     w.grad.div_(4.0)
     assert_same(w.grad.codes.view(torch.uint8), codes.view(torch.uint8))
+    expected = w.grad.values()
+    w.grad[0].mul_(0.5), expected[0].mul_(0.5)  # a part of it has no scale of its own
+    assert_same(w.grad.values(), rounded(expected, w.grads))
     w.grad.zero_()
     assert not w.grad.values().any()
 

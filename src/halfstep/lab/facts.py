@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from importlib.util import find_spec
 from pkgutil import iter_modules
 from typing import Any
 
@@ -13,7 +13,8 @@ from halfstep.errors import RunError
 
 def list_tasks() -> list[str]:
     """The names of the tasks, read off their files: `halfstep compare --help` shows them without importing torch."""
-    return [info.name for info in iter_modules([str(Path(__file__).with_name("tasks"))])]
+    package = find_spec("halfstep.lab.tasks")
+    return [info.name for info in iter_modules(package.submodule_search_locations if package else None)]
 
 
 @dataclass(frozen=True)

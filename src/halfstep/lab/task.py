@@ -42,6 +42,11 @@ class Task(ABC):
         """The field's metric over the held-out batches, whose losses are given; the model is in eval mode."""
         return None
 
+    def by_heart(self) -> nn.Module | None:
+        """A model that knows the answers of the held-out part: the conformance tests expect `Metric.best` of it. None
+        where the metric is not one of answers."""
+        return None
+
     def count(self, batch: Batch) -> int:
         """How much a batch holds, in the unit of `Facts.unit`: its examples."""
         return len(next(iter(batch.values())))

@@ -153,7 +153,7 @@ class CodeTensor(Tensor):
         if getattr(func, "is_view", False) and isinstance(first, CodeTensor):
             viewed = first._viewed(func, args[1:], kwargs)
             return return_and_correct_aliasing(func, args, kwargs, viewed)  # type: ignore[no-untyped-call]
-        if func in _FACTORS and isinstance(first, CodeTensor) and first.scalable and _is_number(args[1]):
+        if func in _FACTORS and isinstance(first, CodeTensor) and first._takes_factor(args[1]):
             _FACTORS[func](first.scale, args[1])
             return first
         if func is _aten.copy_.default and isinstance(first, CodeTensor) and first._stores_as(args[1]):
@@ -177,6 +177,13 @@ class CodeTensor(Tensor):
                 )
             tensor.write(new)
         return tree_map_only(Tensor, lambda out: written.get(id(out), out), result) if written else result
+
+    def _takes_factor(self, x: Any) -> bool:
+        """Whether a multiplication by that goes into the scale."""
+        number = isinstance(x, (int, float)) or (
+            isinstance(x, Tensor) and not x.dim() and not isinstance(x, CodeTensor)
+        )
+        return number and self.scalable and self.is_whole
 
     def _stores_as(self, other: Any) -> bool:
         """Whether both are whole, and of one kind: then the codes of the one stand for its values in the other."""
@@ -465,10 +472,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
 def _read_only(array: np.ndarray) -> np.ndarray:
     array.flags.writeable = False
     return array
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) or (isinstance(x, Tensor) and not x.dim() and not isinstance(x, CodeTensor))
 
 
 def _pickled(part: Tensor) -> Tensor:

@@ -1,0 +1,104 @@
+"""What holds of every scale rule, over formats and tiles: a new rule is tested by being in its folder."""
+
+import contextlib
+import json
+import math
+
+import pytest
+import torch
+
+from families import for_each
+from halfstep import formats, ops
+from halfstep.errors import HalfstepError
+from halfstep.quant import Quantizer
+from halfstep.quant.description import describe, restore
+from halfstep.quant.quantizer import layout
+from halfstep.quant.scaling import StatefulScaling, _by_name, get_scaling
+from halfstep.quant.tile import ROW, TENSOR, Tile
+from oracles.numbers import same_bits
+
+
+RULES = sorted(name for name, rule in _by_name().items() if not isinstance(rule, StatefulScaling))
+FORMATS = ("e4m3fn", "e5m2", "e2m1fn", "int8")
+TILES = (TENSOR, ROW, Tile(1, 16), Tile(32, 1), Tile(8, 8))
+every_rule = pytest.mark.parametrize("rule", RULES)
+
+
+def quantizers(rule):
+    """The rule over formats and tiles, as far as it takes them."""
+    found = []
+    for format in FORMATS:
+        for tile in TILES:
+            quantizer = Quantizer(formats.get(format), tile=tile, scaling=get_scaling(rule))
+            with contextlib.suppress(HalfstepError):  # a rule may be for some formats, or some tiles
+                quantizer(torch.ones(2, 2))
+                found.append((f"{format}, {tile}", quantizer))
+    assert found, f"{rule} takes none of {FORMATS} in {[str(tile) for tile in TILES]}"
+    return found
+
+
+def draw(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 3
+
+
+@every_rule
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_and_codes_give_the_values_of_the_reference(rule, dtype):
+    @for_each("name, quantizer", quantizers(rule), ids=lambda member: member[0])
+    def check(name, quantizer):
+        for shape in ((24, 40), (5, 7), (1, 1), (3,), (0, 4), (2, 8, 16)):
+            x = draw(*shape).to(dtype)
+            expected = quantizer(x)
+            same_bits(ops.quantize(x, quantizer).dequantize(), expected)
+            same_bits(ops.round_to(x, quantizer), expected)
+
+    check()
+
+
+@every_rule
+def test_zeros_stay_and_what_is_not_finite_spreads_over_its_tile(rule):
+    """Or over the tensor, where scales share another."""
+
+    @for_each("name, quantizer", quantizers(rule), ids=lambda member: member[0])
+    def check(name, quantizer):
+        assert not quantizer(torch.zeros(16, 32)).any()
+        if not quantizer.scaling.reads:  # its scale is what it is
+            return
+        for bad in (math.inf, math.nan):
+            x = draw(64, 64)
+            x[0, 0] = bad
+            found = quantizer(x)
+            kept = quantizer.scaling.layout((4, 4)).values()
+            whole = quantizer.tile == TENSOR or any(math.prod(shape) != 16 for _, shape in kept)
+            assert found[0, 0].isnan()
+            assert whole or not found[32:, 32:].isnan().any()
+
+    check()
+
+
+@every_rule
+def test_values_are_elements_times_the_stored_scale(rule):
+    @for_each("name, quantizer", quantizers(rule), ids=lambda member: member[0])
+    def check(name, quantizer):
+        x = draw(24, 40)
+        made = quantizer.quantize(x)
+        expected = layout(quantizer, (24, 40), torch.float32)
+        assert {part: (t.dtype, tuple(t.shape)) for part, t in made.tensors.items()} == expected
+        multiplier = quantizer.tile.spread(quantizer.scaling.multiplier(made.tensors, quantizer.format), 24, 40)
+        assert (multiplier >= 0).all()
+        if "zero_point" not in made.tensors:
+            elements = torch.where(multiplier == 0, 0.0, made.dequantize() / multiplier)
+            limit = max(abs(quantizer.format.max), abs(quantizer.format.min))
+            assert (elements.abs() <= limit * (1 + 2.0**-20)).all()
+
+    check()
+
+
+@every_rule
+def test_a_file_says_what_it_is(rule):
+    @for_each("name, quantizer", quantizers(rule), ids=lambda member: member[0])
+    def check(name, quantizer):
+        data = json.loads(json.dumps(describe(quantizer, (24, 40), torch.float32)))
+        assert restore(data) == (quantizer, (24, 40), torch.float32)
+
+    check()

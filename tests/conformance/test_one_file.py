@@ -1,0 +1,217 @@
+"""What an addition costs: one file. One of each kind is added to a package, and the conformance tests take it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[2]
+
+MADE_UP = {
+    "halfstep.formats": '''
+from halfstep.formats.floating import Float
+
+made_up = Float("made_up5", 3, 1, 2, "fn", source="made up", aliases=("mu5",))
+''',
+    "halfstep.quant.scaling": '''
+from dataclasses import dataclass
+
+import torch
+
+from halfstep.quant.scaling.base import Scaling
+
+
+@dataclass(frozen=True)
+class Rms(Scaling):
+    spread: float = 4.0
+
+    def scale(self, x, tile, element):
+        count = tile.reduce(torch.ones_like(x), "sum")
+        scale = ((tile.reduce(x * x, "sum") / count).sqrt() * self.spread / element.max).float()
+        scale = torch.where(scale.isfinite(), scale, torch.nan)
+        return {"scale": scale}, scale
+
+    def multiplier(self, stored, element):
+        return stored["scale"]
+
+
+made_up_rms = Rms("made_up_rms")
+''',
+    "halfstep.quant.masters": '''
+from typing import ClassVar
+
+import torch
+
+from halfstep.quant.masters.base import Master
+
+
+class Rest(Master):
+    """What rounding left over, whole."""
+
+    keeps: ClassVar = {"made_up_rest": torch.float32}
+
+    def start(self, weight, full):
+        weight.copy_(full)
+        return {"made_up_rest": full - weight.float()}
+
+    def read(self, weight, kept):
+        return weight.float() + kept["made_up_rest"]
+
+    def write(self, weight, kept, updated):
+        weight.copy_(updated)
+        kept["made_up_rest"].copy_(updated - weight.float())
+
+    def follow(self, weight, kept):
+        same = self.read(weight, kept).to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
+        kept["made_up_rest"].masked_fill_(~same, 0.0)
+
+
+made_up_rest = Rest("made_up_rest")
+''',
+    "halfstep.recipe.named": '''
+from halfstep import formats
+from halfstep.quant import Quantizer
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import block
+from halfstep.recipe.products import linear_spec
+from halfstep.recipe.spec import Recipe, Rule
+from halfstep.recipe.storage import get_storage
+
+_EIGHT = Quantizer(formats.get("e4m3fn"), tile=block(32), scaling=get_scaling("made_up_rms"))
+
+made_up = Recipe(
+    name="made-up",
+    summary="One of each.",
+    source="made up",
+    weights="bf16",
+    master="made_up_rest",
+    moments=(("exp_avg_sq", get_storage("bf16", residual=True)), ("*", "bf16")),
+    compute="bf16",
+    rules=(Rule("*", linear_spec(_EIGHT, _EIGHT, _EIGHT), optional=True),),
+)
+''',
+    "halfstep.optim.rules": '''
+import torch
+
+from halfstep.optim.rules.base import UpdateRule
+
+
+def update(weight, grad, moments, step, group):
+    grad = (-grad if group["maximize"] else grad) + weight * float(group["weight_decay"])
+    total = moments["sum"] + grad * grad
+    lr = float(group["lr"]) / (1 + (step - 1) * float(group["lr_decay"]))
+    return weight - lr * grad / (torch.sqrt(total) + float(group["eps"])), {"sum": total}
+
+
+made_up_adagrad = UpdateRule("made_up_adagrad", torch.optim.Adagrad, lambda group: ("sum",), update)
+''',
+    "halfstep.lab.tasks": '''
+import torch
+from torch import nn
+
+from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.task import Task, TaskSpec, stream
+
+
+class Parity(Task):
+    def __init__(self, batch):
+        self.size = batch
+
+    def models(self):
+        return {"mlp": lambda: nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))}
+
+    def batch(self, seed, step):
+        bits = torch.randint(0, 2, (self.size, 8), generator=stream(seed, step)).float()
+        return {"bits": bits, "odd": bits.sum(1) % 2}
+
+    def held_out(self):
+        return [self.batch(-1, 0)]
+
+    def loss(self, model, batch):
+        return nn.functional.binary_cross_entropy_with_logits(model(batch["bits"]), batch["odd"])
+
+    def metric(self, model, losses):
+        (batch,) = self.held_out()
+        return float(((model(batch["bits"]) > 0) == (batch["odd"] > 0)).float().mean())
+
+    def by_heart(self):
+        class Counts(nn.Module):
+            def forward(self, bits):
+                return bits.sum(1) % 2 - 0.5
+
+        return Counts()
+
+
+made_up_parity = TaskSpec(
+    name="made_up_parity",
+    summary="the parity of eight bits",
+    facts=Facts(
+        metric=Metric("accuracy", higher_is_better=True, best=1.0, form="{:.1%}"),
+        unit="words",
+        defaults={"model": "mlp", "steps": 200, "batch": 64, "lr": 1e-2},
+    ),
+    open=lambda experiment: Parity(experiment.batch),
+)
+''',
+}  # fmt: skip
+START = """
+import importlib, pytest, sys
+for package, folder in FOLDERS.items():
+    importlib.import_module(package).__path__.append(folder)
+"""
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """The beginning of a program whose packages have a file more each."""
+    folders = {}
+    for package, text in MADE_UP.items():
+        folder = tmp_path_factory.mktemp(package.rpartition(".")[2])
+        (folder / "made_up_parity.py").write_text('"""Made up."""\n' + text)
+        folders[package] = str(folder)
+    return START.replace("FOLDERS", repr(folders))
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_each_is_found(start):
+    code = """
+import halfstep, torch
+from halfstep.lab.facts import list_tasks
+from halfstep.optim import update_rules
+from halfstep.quant.masters import list_masters
+from halfstep.quant.scaling import get_scaling
+
+assert "made_up5" in halfstep.formats.names() and "made-up" in halfstep.recipe.list_recipes()
+assert "made_up_adagrad" in update_rules() and "made_up_rest" in list_masters() and "made_up_parity" in list_tasks()
+model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+model, optimizer, scaler = halfstep.prepare(model, optimizer, "made-up")
+before = halfstep.recipe.get_recipe("made-up").describe()
+for _ in range(3):
+    loss = model(torch.ones(2, 8)).square().mean()
+    loss.backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+print(sorted(optimizer.state[model[0].weight]), float(loss))
+"""
+    done = run(start + code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("['made_up_rest', 'step', 'sum']")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["format", "master", "recipe", "scaling", "task", "update_rule"])
+def test_its_conformance_tests_take_it(start, kind):
+    """Those that run for each member run for it alone; loops go over all."""
+    file = f"tests/conformance/test_every_{kind}.py"
+    arguments = ["-p", "no:cacheprovider", "-q", "-k", "made_up or made-up", file, "-m", "slow or not slow"]
+    done = run(f"{start}\nsys.exit(pytest.main({arguments}))")
+    assert done.returncode == 0, done.stdout[-4000:]
+    loops = run(f'{start}\nsys.exit(pytest.main(["-p", "no:cacheprovider", "-q", "{file}"]))')
+    assert loops.returncode == 0, loops.stdout[-4000:]
