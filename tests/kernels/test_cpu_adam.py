@@ -42,13 +42,30 @@ OF_EVERY_KIND = [
     ("bf16", "fp32", "fp32"), ("fp16", "fp32", "bf16"),
 ]  # fmt: skip
 """Weights, master and moments of kernels that are compiled in the fast tests; so are sums of two numbers."""
-every_storage = pytest.mark.parametrize(
-    "storage",
+WITH_L2 = [("fp32", None, "fp32"), ("bf16", "fp32", "fp32"), ("bf16", "collage", "bf16")]
+"""Of these, kernels that add weight decay to the gradient too: others than those that do not."""
+
+
+def name_of(storage):
+    return "-".join(str(value) for value in storage.values()) if isinstance(storage, dict) else storage.__name__
+
+
+def dtypes_of(storage):
+    return storage["weights"], storage["master"], storage["moments"]
+
+
+def is_compiled(storage):
+    return storage["master"] not in (None, "fp32") or dtypes_of(storage) in OF_EVERY_KIND
+
+
+every_storage = pytest.mark.parametrize("storage", slow_unless(is_compiled, STORAGES), ids=name_of)
+every_storage_and_class = pytest.mark.parametrize(
+    ("storage", "torch_class"),
     slow_unless(
-        lambda s: s["master"] not in (None, "fp32") or (s["weights"], s["master"], s["moments"]) in OF_EVERY_KIND,
-        STORAGES,
+        lambda case: is_compiled(case[0]) and (case[1] is torch.optim.AdamW or dtypes_of(case[0]) in WITH_L2),
+        product(STORAGES, [torch.optim.Adam, torch.optim.AdamW]),
     ),
-    ids=lambda s: "-".join(str(v) for v in s.values()),
+    ids=name_of,
 )
 MIXED = {"weights": "bf16", "master": "fp32", "moments": "bf16", "update_rounding": "nearest_even"}
 
@@ -139,8 +156,7 @@ def test_nan_of_any_payload_stays_nan(storage, moment):
         assert w[:3].isnan().all()
 
 
-@every_storage
-@pytest.mark.parametrize("torch_class", [torch.optim.Adam, torch.optim.AdamW])
+@every_storage_and_class
 @for_each("options", [{"weight_decay": 0.1}, {"maximize": True}, {"betas": (0.0, 0.5)}, {"eps": 0.0, "lr": 1.0}])
 def test_options(storage, torch_class, options):
     grads = [torch.randn(100), torch.zeros(100), torch.randn(100)]
