@@ -318,3 +318,17 @@ def test_sharding_what_was_prepared_is_refused_at_the_first_step(name, one_rank)
     backward(model)
     with pytest.raises(OptimizerError, match=r"call halfstep.apply"):
         optimizer.step()
+
+
+def test_a_cast_of_the_model_is_refused_before_anything_is_cast():
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 4))
+    model, optimizer, scaler = prepared("fp8lm-o3", model)
+    before = {name: p.dtype for name, p in model.named_parameters()}
+    for cast in (model.half, model.bfloat16, model.double, lambda: model.to(torch.float16)):
+        with pytest.raises(ModelError, match=r"1.weight is stored as .*codes, and would become torch"):
+            cast()
+        assert {name: p.dtype for name, p in model.named_parameters()} == before
+    model.float().to("cpu")
+    train(model, optimizer, scaler)
+    halfstep.revert(model)
+    assert {p.dtype for p in model.half().parameters()} == {torch.float16}

@@ -45,6 +45,8 @@ def hold(model: nn.Module, names: Sequence[str], scaled: Scaled) -> None:
     for module in model.modules():
         if any(id(p) in weights for p in module._parameters.values()):
             extend(module, _members)
+    if weights:
+        extend(model, _asking_first)
 
 
 def one_scale(format: str) -> Quantizer:
@@ -114,6 +116,28 @@ def _members(stock: type[nn.Module]) -> dict[str, Any]:
     return {"_save_to_state_dict": _save_to_state_dict, "_apply": _apply}
 
 
+def _asking_first(stock: type[nn.Module]) -> dict[str, Any]:
+    """A model that asks, before any part of it is converted, whether its codes can be."""
+
+    @torch.no_grad()
+    def _apply(model: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for name, weight in model.named_parameters():
+            if isinstance(weight, CodeTensor):
+                _check(weight, name, fn(torch.empty(0, dtype=weight.dtype, device=weight.device)))
+        stock._apply(model, fn, recurse)  # type: ignore[no-untyped-call]
+        return model  # type: ignore[no-any-return]
+
+    return {"_apply": _apply}
+
+
+def _check(weight: CodeTensor, name: str, converted: Tensor) -> None:
+    if converted.dtype != weight.dtype:
+        raise ModelError(
+            f"{name} is stored as {weight.quantizer.format.name} codes, and would become {converted.dtype}: cast the "
+            "model before halfstep.prepare, or halfstep.revert it first"
+        )
+
+
 @torch.no_grad()
 def _convert(weight: Any, name: str, fn: Callable[[Tensor], Tensor]) -> None:
     """What `model.to(...)` and its kin do to a weight of codes.
@@ -122,11 +146,7 @@ def _convert(weight: Any, name: str, fn: Callable[[Tensor], Tensor]) -> None:
         ModelError: it would get another dtype.
     """
     new = fn(weight)
-    if new.dtype != weight.dtype:
-        raise ModelError(
-            f"{name} is stored as {weight.quantizer.format.name} codes, and would become {new.dtype}: cast the model "
-            "before halfstep.prepare, or halfstep.revert it first"
-        )
+    _check(weight, name, new)
     if new is weight:
         return
     if new.device == weight.device:
