@@ -133,7 +133,6 @@ def test_a_recipe_that_means_nothing_is_refused(fields, error, words):
         ({"grads": None}, "scaled grads = None; tensors"),
         ({"master": "fp32"}, "scaled master = 'fp32'; tensors"),
         ({"master": "fp16"}, "scaled master = 'fp16' is the weights' format; leave it out"),
-        ({"traffic": "e4m3fn"}, "traffic = 'e4m3fn': gradients cross the network unrounded as yet; leave it out"),
     ],
 )
 def test_scaled_storage_that_is_not_there_is_refused(fields, words):

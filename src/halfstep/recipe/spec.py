@@ -79,7 +79,7 @@ class Scaled:
     weights stay as others do. With more than one rank, gradients stay in fp32 until the optimizer rounds them.
 
     Raises:
-        RecipeError: a format that tensors are not stored in with a scale; something that comes later.
+        RecipeError: a format that tensors are not stored in with a scale; a master in the weights' format.
     """
 
     weights: str = "fp16"
@@ -87,8 +87,6 @@ class Scaled:
     """The gradients as accumulated, rounded once a micro-batch."""
     master: str | None = None
     """What takes the update, in the optimizer's state; None where the weights take it themselves."""
-    traffic: str | None = None
-    """Reserved: the format in which gradients cross the network."""
 
     def __post_init__(self) -> None:
         for role in ("weights", "grads", "master"):
@@ -97,10 +95,6 @@ class Scaled:
                 raise RecipeError(f"scaled {role} = {name!r}; tensors are stored with a scale as {' or '.join(SCALED)}")
         if self.master == self.weights:
             raise RecipeError(f"scaled master = {self.master!r} is the weights' format; leave it out")
-        if self.traffic is not None:
-            raise RecipeError(
-                f"scaled traffic = {self.traffic!r}: gradients cross the network unrounded as yet; leave it out"
-            )
 
     def __str__(self) -> str:
         master = f", master {self.master}" if self.master else ""
