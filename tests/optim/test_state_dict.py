@@ -4,11 +4,16 @@ import io
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from halfstep.errors import OptimizerError
 from halfstep.quant.masters import get_master
 from halfstep.recipe import Recipe
-from tiny import RECIPES, adamw, assert_same, batch, copied, mlp, mostly_slow, prepared, train
+from tiny import RECIPES, SMOOTH, adamw, assert_same, batch, copied, mlp, mostly_slow, prepared, train
 
 
 SMALL = Recipe("bf16 moments", "", "", weights="bf16", master="fp32", moments="bf16", compute="bf16")
@@ -128,3 +133,19 @@ def test_entries_that_nobody_overwrote_keep_their_finer_master():
     assert_same(optimizer.state[weight]["master"][0], torch.full((8,), 2.0))
     assert_same(optimizer.state[weight]["master"][1:], before[1:])
     assert not torch.equal(before[1:], before[1:].bfloat16().float())
+
+
+@every_recipe
+@pytest.mark.parametrize("flat", [False, True])
+def test_distributed_checkpoints_of_optimizers_lose_nothing(name, flat):
+    """Into an optimizer that has taken no step, and whose states torch would fill in by a step of zeros."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optimizer, scaler = prepared(name)
+    train(model, optimizer, scaler)
+    saved = copied(get_optimizer_state_dict(model, optimizer, options=options))
+    resumed, again, rescaler = prepared(name, mlp(5) if name not in SMOOTH else None)
+    resumed.load_state_dict(model.state_dict())
+    rescaler.load_state_dict(scaler.state_dict())
+    set_optimizer_state_dict(resumed, again, saved, options=options)
+    assert_same(again.state_dict()["state"], optimizer.state_dict()["state"])
+    assert train(resumed, again, rescaler) == train(model, optimizer, scaler)

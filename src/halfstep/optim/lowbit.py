@@ -215,14 +215,28 @@ class LowBit(torch.optim.Optimizer):
         if late:
             warn_of_late(late)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any], grad_scale: float, index: int) -> None:
-        state, master = self.state[parameter], self._master(parameter)
-        kinds, parts = self._kinds(self.rule.moments(group))
+    def _begun(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameter's state, with a step count and moments of zero where there are none yet."""
+        state: dict[str, Any] = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-        for name, kind in kinds.items():
+        for name, kind in self._kinds(self.rule.moments(group))[0].items():
             if state.get(name) is None:
                 state.update(start(kind, name, parameter))
+        return state
+
+    def _begin(self) -> None:
+        """Begin the states of all parameters that are trained. torch.distributed.checkpoint loads into states that are
+        there: it takes an optimizer with any for one that has all, and makes one without take a step of zeros."""
+        self._name_formats()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad or self.state.get(parameter):
+                    self._begun(parameter, group)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any], grad_scale: float, index: int) -> None:
+        state, master = self._begun(parameter, group), self._master(parameter)
+        kinds, parts = self._kinds(self.rule.moments(group))
         state["step"] += 1
         step, grad = int(state["step"]), like(parameter, master.gradient(_grad(parameter)))
         # Of a parameter that is spread over ranks, this one's part; whole where norms of the whole enter.
@@ -313,8 +327,8 @@ class LowBit(torch.optim.Optimizer):
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.update(loaded)
         self.param_groups = groups  # the same objects: a scheduler built before `convert` holds them
-        self._name_formats()
         self.state.update(states)
+        self._begin()
 
     @torch.no_grad()
     def _adopt(
@@ -343,6 +357,7 @@ class LowBit(torch.optim.Optimizer):
                     self.state[parameter] = self._adopt(parameter, states[parameter], group, "?")
         for parameter, full in masters.items():
             self._start(parameter, full)
+        self._begin()
         states.clear()
 
 
