@@ -19,8 +19,10 @@ from halfstep.nn.adapters import linear
 from halfstep.nn.scaling import Scalings, states_of
 from halfstep.ops.scaled import round_scaled
 from halfstep.quant.scaling import get_scaling, with_options
+from halfstep.quant.scaling.current import factor_of
 from halfstep.quant.scaling.delayed import Delayed
 from halfstep.recipe import LossScale, get_recipe
+from oracles.numbers import same_bits
 from tiny import assert_same, batch, mlp, prepared, train
 
 
@@ -149,6 +151,14 @@ def test_states_that_advance_together_are_those_that_advance_alone(options):
         for state in alone:
             scaling.advance(state, E4M3)
         assert torch.equal(together, torch.stack(alone))
+
+
+def test_the_factor_of_one_amax_is_that_among_many():
+    """One on a CPU is not computed by torch."""
+    amaxes = torch.tensor([0, 1e-45, 1e-38, 0.3, 448, 3e38, math.inf, math.nan])
+    alone = torch.stack([factor_of(amax, E4M3) for amax in amaxes])
+    same_bits(alone, factor_of(amaxes, E4M3))
+    assert alone.isnan().tolist() == [False] * 6 + [True] * 2
 
 
 @pytest.mark.parametrize("amax", [float("inf"), float("nan")])
