@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from families import for_each
+from families import for_each, slow_unless
 from halfstep import formats, ops
 from halfstep.errors import HalfstepError
 from halfstep.quant import Quantizer
@@ -21,6 +21,7 @@ from oracles.numbers import same_bits
 RULES = sorted(name for name, rule in _by_name().items() if not isinstance(rule, StatefulScaling))
 FORMATS = ("e4m3fn", "e5m2", "e2m1fn", "int8")
 TILES = (TENSOR, ROW, Tile(1, 16), Tile(32, 1), Tile(8, 8))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 every_rule = pytest.mark.parametrize("rule", RULES)
 
 
@@ -42,7 +43,7 @@ def draw(*shape):
 
 
 @every_rule
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", slow_unless(lambda d: d == torch.float32, DTYPES))
 def test_kernels_and_codes_give_the_values_of_the_reference(rule, dtype):
     @for_each("name, quantizer", quantizers(rule), ids=lambda member: member[0])
     def check(name, quantizer):
