@@ -50,6 +50,7 @@ EXPECTED = {
         "model.layers.0.mlp.down_proj.input_scale", "model.layers.0.mlp.down_proj.weight_scale_2",
         "model.layers.0.mlp.experts.gate_up_proj_scales", "model.layers.0.self_attn.k_scale",
         "model.layers.0.mlp.down_proj.weight.absmax", "model.layers.0.self_attn.q_proj.SCB", "layers.0.qzeros",
+        "state.3.exp_avg_scale", "0.exp_avg_sq_residual_scale", "0.master_scale",
     ),
     "moments": (
         "0.exp_avg", "12.exp_avg_sq", "optimizer.state.3.exp_avg", "state.3.momentum_buffer", "0.exp_avg_sq_residual",

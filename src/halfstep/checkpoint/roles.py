@@ -15,6 +15,7 @@ ROLES: tuple[tuple[str, str], ...] = (
     (
         "scales",
         r"(\w+_)?(weight|input|output|activation|act|kv?|v|q|prob)_(global_)?scale(_inv|_2)?|\w*scale_inv|\w*scales"
+        r"|(exp_avg(_sq)?|momentum_buffer)(_residual)?_scale|master_scale"
         r"|q?zeros|qzeros|scb|absmax|nested_absmax|quant_map|nested_quant_map|zero_point|amax_history\w*",
     ),
     (

@@ -115,7 +115,7 @@ def adopt(
     """
     state: dict[str, Any] = {}
     keeps = {name: dtype for master in masters for name, dtype in master.keeps.items()}
-    parts = {part: name for name, kind in kinds.items() for part in _every_part(kind, name, saved)}
+    parts = {part for name, kind in kinds.items() for part in _every_part(kind, name)}
     for name, kind in kinds.items():
         if isinstance(saved.get(name), Tensor):
             state |= _moment(saved, name, kind, parameter, (formats or {}).get(name), number)
@@ -135,10 +135,9 @@ def adopt(
     return state
 
 
-def _every_part(kind: Storage, name: str, saved: Mapping[str, Any]) -> set[str]:
-    """Everything in a saved state that a moment, however it was kept, may be made of."""
-    own = {*kind.layout(name, (1, 1)), name, *Storage(kind.quantizer, residual=True).numbers(name)}
-    return own & saved.keys()
+def _every_part(kind: Storage, name: str) -> tuple[str, ...]:
+    """The names of everything that a moment may be made of, with a residual and without."""
+    return Storage(kind.quantizer, residual=True).parts(name)
 
 
 def _moment(
