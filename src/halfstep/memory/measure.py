@@ -14,10 +14,9 @@ from halfstep.recipe import BytesPerParameter, master_states
 def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> BytesPerParameter:
     """Bytes per trained parameter by role, as they are now: call it between backward() and step().
 
-    Every tensor counts once, however many names it has; the scale of a whole tensor and counters (`step`), of one
-    element, not at all. The compute
-    copies that autocast makes live inside a pass only and cannot be seen here; `Recipe.bytes_per_parameter` states
-    them.
+    Every tensor counts once, however many names it has. What has one element does not count: counters (`step`), and
+    the scale of a whole tensor. The compute copies that autocast makes live inside a pass only and cannot be seen here;
+    `Recipe.bytes_per_parameter` states them.
 
     Raises:
         ValueError: the model trains no parameter.
@@ -31,7 +30,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> BytesPerParam
     moments: list[Tensor] = []
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if isinstance(value, Tensor) and name != "step" and (value.dim() or not parameter.dim()):
+            if isinstance(value, Tensor) and name != "step" and (value.numel() > 1 or value.shape == parameter.shape):
                 (masters if name in kept_of_weights else moments).append(value)
     return BytesPerParameter(
         weights=_counted(weights.values()) / count,
