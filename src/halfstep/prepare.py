@@ -20,7 +20,7 @@ from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.ranks import check_ranks
 from halfstep.nn.scaling import Scalings
-from halfstep.nn.storage import check_grad_dtype, storable
+from halfstep.nn.storage import storable
 from halfstep.optim import LossScaler, LowBit, check_optimizer, convert
 from halfstep.recipe import Recipe, get_recipe
 
@@ -130,8 +130,6 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -
             "such a model; then call model.to_empty(device=...), load its weights, build the optimizer, and call "
             "halfstep.optimize(model, optimizer)"
         )
-    if recipe.scaled is not None:
-        check_grad_dtype(recipe.scaled.grads)
     check_ranks(recipe, parameters.values())
     _scaler(model, recipe, None, None)  # refuses an impossible scale
 
@@ -142,7 +140,7 @@ def _trained(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
 
 def _masters(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> dict[nn.Parameter, Tensor]:
     """The float32 values of the weights that the optimizer keeps masters of."""
-    if recipe.master is None and (recipe.scaled is None or recipe.scaled.master is None):
+    if recipe.master is None and (recipe.codes is None or recipe.codes.master is None):
         return {}
     trained = _trained(optimizer)
     moves = storable(model, recipe.float32_modules)[0].values()
@@ -159,8 +157,8 @@ def _optimized(
     applied = applied_to(model)
     recipe = applied.recipe
     scaler, scalings = _scaler(model, recipe, *groups)
-    if recipe.scaled is not None:
-        hold(model, applied.rounded, recipe.scaled)
+    if recipe.codes is not None:
+        hold(model, applied.rounded, recipe.codes)
     same_layers = groups[0] if groups[1] is None else groups[1]
     low_bit = convert(optimizer, recipe, masters, generator, weakref.ref(model), same_layers)
     scalings.follow(low_bit)

@@ -87,7 +87,7 @@ def test_every_recipe_is_what_it_says_and_bytes_are_those_of_the_storages(name):
     assert report.nbytes == report.held == storages(model, optimizer)
     assert report.loss_scale == scaler.get_scale()
     assert report.trained == sum(p.numel() for p in model.parameters())
-    if recipe.scaled is None:
+    if recipe.codes is None:
         size, roles = measure(model, optimizer), {"weights": 0, "grads": 0, "master": 0, "states": 0}
         for row in report.rows:
             place = {"parameters": "weights", "gradients": "grads"}.get(row.kind, row.kind.partition(" ")[0])
@@ -96,8 +96,8 @@ def test_every_recipe_is_what_it_says_and_bytes_are_those_of_the_storages(name):
         assert {role: count / report.trained for role, count in roles.items()} == pytest.approx(
             {role: getattr(size, role) for role in roles}
         )
-    kept = recipe.scaled.master if recipe.scaled else recipe.master
-    narrow = recipe.weights != "fp32" or recipe.scaled is not None
+    kept = recipe.codes.master if recipe.codes else recipe.master
+    narrow = recipe.weights != "fp32" or recipe.codes is not None
     lossy = narrow and kept is None and recipe.update_rounding != "stochastic"
     assert {one.what for one in report.warnings} == ({"no master"} if lossy else set())
     assert any(row.kind.startswith("master") for row in report.rows) == (kept is not None)

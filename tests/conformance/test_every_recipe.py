@@ -14,7 +14,7 @@ from families import slow_unless
 from halfstep import get_recipe
 from halfstep.optim import convert
 from halfstep.quant.masters import get_master
-from halfstep.recipe import SCALED_MASTER, master_states
+from halfstep.recipe import MASTER, get_storage, is_master
 from tiny import (
     BREAKS,
     EVERY,
@@ -78,14 +78,13 @@ def test_parameters_are_stored_as_the_recipe_says(name):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler)
     recipe = get_recipe(name)
-    storable = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3fn": torch.float8_e4m3fn}
     for path, parameter in model.named_parameters():
-        scaled = recipe.scaled if path in ("0.weight", "3.weight") else None
-        memory = parameter.codes if scaled else parameter
-        assert memory.dtype == storable[scaled.weights if scaled else recipe.weights]
+        codes = recipe.codes if path in ("0.weight", "3.weight") else None
+        memory = parameter.codes if codes else parameter
+        assert memory.dtype == (codes.weights.scaled_dtype if codes else get_storage(recipe.weights).dtype)
         assert optimizer.state[parameter]["exp_avg_sq"].dtype == recipe.moment("exp_avg_sq").dtype
-        kept = master_states() & optimizer.state[parameter].keys()
-        own = {SCALED_MASTER} if scaled and scaled.master else set()
+        kept = {state for state in optimizer.state[parameter] if is_master(state)}
+        own = {MASTER, f"{MASTER}_scale"} if codes and codes.master else set()
         assert kept == own | get_master(recipe.master).keeps.keys()
 
 

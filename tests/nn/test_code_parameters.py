@@ -19,7 +19,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import halfstep
 from halfstep.errors import ModelError, OptimizerError, QuantizationError
 from halfstep.ops import CodeTensor
-from halfstep.recipe import SCALED_MASTER
+from halfstep.recipe import MASTER
 from tiny import SCALED, adamw, assert_same, batch, copied, mlp, prepared, train
 
 
@@ -225,7 +225,7 @@ def test_the_optimizer_steps_on_after_revert(name):
     stock = adamw(twin)
     state = {number: dict(s) for number, s in copied(optimizer.state_dict())["state"].items()}
     for each in state.values():
-        each.pop(SCALED_MASTER, None), each.pop("master_scale", None)
+        each.pop(MASTER, None), each.pop("master_scale", None)
     stock.load_state_dict({"state": state, "param_groups": stock.state_dict()["param_groups"]})
     for each in (model, twin):
         backward(each)

@@ -17,13 +17,13 @@ from halfstep.optim.rules.base import never
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
-from halfstep.recipe import SCALED as DTYPES
-from halfstep.recipe import SCALED_MASTER, get_recipe
+from halfstep.recipe import MASTER, get_recipe
 from tiny import SCALED, adamw, assert_same, batch, copied, grads, mlp, prepared, train
 
 
 every_scaled = pytest.mark.parametrize("name", SCALED)
 WEIGHTS = ("0.weight", "3.weight")
+DTYPES = {"fp16": torch.float16, "e4m3fn": torch.float8_e4m3fn}
 INPUTS = {
     "normal": torch.randn(7, 5, generator=torch.Generator().manual_seed(1)),
     "wide": torch.randn(40, 3, generator=torch.Generator().manual_seed(2)) * torch.logspace(-30, 20, 40)[:, None],
@@ -77,17 +77,17 @@ def test_fp16_codes_round_as_numpy_does():
 def test_what_is_stored(name):
     """A recipe that did nothing, or rounded in place, would fail here."""
     model, optimizer, _ = prepared(name)
-    scaled = get_recipe(name).scaled
+    kept = get_recipe(name).codes
     F.mse_loss(model(batch()[0]), batch()[1]).backward()
     for path, parameter in model.named_parameters():
         codes = path in WEIGHTS
         assert parameter.dtype == parameter.grad.dtype == torch.float32
-        assert stored(parameter) == (DTYPES[scaled.weights] if codes else torch.float32)
+        assert stored(parameter) == (kept.weights.scaled_dtype if codes else torch.float32)
         assert stored(parameter.grad) == (torch.float8_e4m3fn if codes else torch.float32)
-        master = optimizer.state[parameter].get(SCALED_MASTER)
-        assert (master is not None) == (codes and scaled.master is not None)
+        master = optimizer.state[parameter].get(MASTER)
+        assert (master is not None) == (codes and kept.master is not None)
         assert master is None or (master.dtype, master.shape) == (torch.float16, parameter.shape)
-        largest = {"fp16": 65504, "e4m3fn": 448}[scaled.weights]
+        largest = {torch.float16: 65504, torch.float8_e4m3fn: 448}[kept.weights.scaled_dtype]
         assert not codes or largest / 2 <= parameter.codes.float().abs().amax() <= largest
 
 
@@ -124,11 +124,11 @@ def test_the_optimizer_steps_on_values_and_rounds_them(name):
     F.mse_loss(model(batch()[0]), batch()[1]).backward()
     moved = {path: value - 0.5 * grads(model)[path] for path, value in before.items()}
     optimizer.step()
-    scaled = get_recipe(name).scaled
+    kept = get_recipe(name).codes
     for path, value in model.state_dict().items():
         expected = moved[path]
-        for format in [scaled.master, scaled.weights] if path in WEIGHTS else []:
-            expected = ops.decode_scaled(*ops.encode_scaled(expected, DTYPES[format])) if format else expected
+        for storage in [kept.master, kept.weights] if path in WEIGHTS else []:
+            expected = ops.decode_scaled(*ops.encode_scaled(expected, storage.scaled_dtype)) if storage else expected
         assert_same(value, expected)
 
 
@@ -243,7 +243,7 @@ def test_weights_that_are_loaded_are_followed(name):
     stock = mlp(7).state_dict()
     model.load_state_dict(stock)
     for path, value in model.state_dict().items():
-        format = DTYPES[get_recipe(name).scaled.weights]
+        format = get_recipe(name).codes.weights.scaled_dtype
         expected = ops.decode_scaled(*ops.encode_scaled(stock[path], format)) if path in WEIGHTS else stock[path]
         assert_same(value, expected)
         stock[path] = expected
@@ -330,7 +330,7 @@ class Reader(nn.Module):
 def test_a_forward_that_reads_a_weight_sees_its_values(name):
     model = Reader()
     model, _, _ = prepared(name, model)
-    assert {stored(model.wi.weight), stored(model.wo.weight)} == {DTYPES[get_recipe(name).scaled.weights]}
+    assert {stored(model.wi.weight), stored(model.wo.weight)} == {get_recipe(name).codes.weights.scaled_dtype}
     stock = Reader()
     stock.load_state_dict(model.state_dict())
     torch.testing.assert_close(model(batch()[0]), stock(batch()[0]), rtol=0.1, atol=0.05)

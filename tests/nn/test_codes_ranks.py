@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from halfstep import ops
-from halfstep.recipe import SCALED_MASTER
+from halfstep.recipe import MASTER
 from tiny import SCALED, assert_same, mlp, prepared
 
 
@@ -37,7 +37,7 @@ def loss_of(model, step, rank):
 
 
 def seen(model, optimizer):
-    masters = [s[SCALED_MASTER].clone() for s in optimizer.state.values() if SCALED_MASTER in s]
+    masters = [s[MASTER].clone() for s in optimizer.state.values() if MASTER in s]
     return {key: value.clone() for key, value in model.state_dict().items()}, masters
 
 

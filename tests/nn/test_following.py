@@ -344,7 +344,7 @@ def test_a_saved_model_is_the_model(name):
     twin = torch.load(file, weights_only=False)
     assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
     assert_same(twin(x), model(x))
-    if get_recipe(name).weights == "fp32" and not get_recipe(name).scaled:
+    if get_recipe(name).weights == "fp32" and not get_recipe(name).codes:
         assert_same(pickle.loads(pickle.dumps(model))(x), model(x))
     halfstep.revert(twin)
     assert type(twin) is nn.Sequential

@@ -25,8 +25,9 @@ NOBODYS = """
 name = "nobodys"
 base = "fp8-delayed"
 
-[scaled]                        # the weights that rules round, with an fp16 master
-weights = "e4m3fn"
+[codes]                         # the weights that rules round, with an fp16 master
+weights = {format = "e4m3fn", tile = "tensor", scale = "rceil"}
+grads = {format = "e4m3fn", tile = "tensor", scale = "rceil"}
 master = "fp16"
 
 [moments]
@@ -174,7 +175,7 @@ def test_codes_are_not_taken_for_others():
             optimizer.load_state_dict(broken)
         if name != "fp32":
             nameless = copied(own)
-            nameless["param_groups"][0].pop("moment_formats")
+            nameless["param_groups"][0].pop("state_formats")
             with pytest.raises(OptimizerError, match="of a format it does not name"):
                 optimizer.load_state_dict(nameless)
 

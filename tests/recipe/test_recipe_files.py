@@ -97,12 +97,14 @@ def test_a_base_gives_what_the_file_leaves_out(written):
     assert get_recipe(written('name = "mine"\nbase = "O2"')).weights == "fp16"
 
 
-def test_weights_of_ones_own_are_scaled(written):
-    recipe = get_recipe(written('name = "mine"\nbase = "fp8-delayed"\n[scaled]\nweights = "e4m3fn"\nmaster = "fp16"\n'))
-    assert recipe.scaled == get_recipe("fp8lm-o3").scaled
+def test_weights_of_ones_own_are_codes(written):
+    kinds = {"weights": "e4m3fn", "grads": "e4m3fn", "master": "fp16"}
+    tables = [f"{role} = {{format = '{name}', tile = 'tensor', scale = 'rceil'}}" for role, name in kinds.items()]
+    recipe = get_recipe(written("\n".join(['name = "mine"\nbase = "fp8-delayed"\n[codes]', *tables])))
+    assert recipe.codes == get_recipe("fp8lm-o3").codes
     codes = {p.codes.dtype for p in prepared(recipe)[0].parameters() if isinstance(p, CodeTensor)}
     assert codes == {torch.float8_e4m3fn}
-    assert get_recipe(written('name = "mine"\nbase = "fp8lm-o3"\nscaled = "none"')).scaled is None
+    assert get_recipe(written('name = "mine"\nbase = "fp8lm-o3"\ncodes = "none"')).codes is None
 
 
 def test_heads_are_kept_unless_the_file_says_otherwise(written):
@@ -173,15 +175,13 @@ RULE = 'name = "mine"\n[[rules]]\npath = "a"\n[[rules]]\npath = "*"\n'
         ('name = "mine"\nloss_scale = 3', 2, "loss_scale = 3 found; expected a table or 'none'"),
         ('name = "mine"\n[loss_scale]\nint = 3', 3, "unknown key of loss_scale 'int'; nearest: init"),
         ('name = "mine"\n[loss_scale]\ninit = 3\ndynamic = 1', 4, "dynamic = 1 found; expected true or false"),
-        ('name = "mine"\nscaled = 3', 2, "scaled = 3 found; expected a table or 'none'"),
-        ('name = "mine"\n[scaled]\nweight = "fp16"', 3, "unknown key of scaled 'weight'; nearest: weights"),
-        (
-            'name = "mine"\nbase = "fp8-delayed"\n[scaled]\ngrads = "x"',
-            4,
-            "scaled grads = 'x'; tensors are stored with",
-        ),
-        ('name = "mine"\n[scaled]\nmoments = ["fp16"]', 3, "unknown key of scaled 'moments'"),
-        ('name = "mine"\n[scaled]\nweights = "fp16"', 2, "scaled = fp16 stores the weights that rules round"),
+        ('name = "mine"\ncodes = 3', 2, "codes = 3 found; expected a table or 'none'"),
+        ('name = "mine"\n[codes]\nweight = "mxfp4"', 3, "unknown key of codes 'weight'; nearest: weights"),
+        ('name = "mine"\n[codes]\nweights = "x"', 3, "unknown format 'x'"),
+        ('name = "mine"\n[codes]\nweights = "mxfp4"\ngrads = "bf16"', 4, "codes grads = bf16: expected codes"),
+        ('name = "mine"\n[codes]\nmoments = ["fp16"]', 3, "unknown key of codes 'moments'"),
+        ('name = "mine"\n[codes]\ngrads = "mxfp4"', 2, "codes without weights; expected how they are kept"),
+        ('name = "mine"\n[codes]\nweights = "mxfp4"', 2, "stores the weights that rules round"),
         ('name = "mine"\nrules = 3', 2, "rules = 3 found; expected an array of tables"),
         ('name = "mine"\nkeep_heads = false', 2, "keep_heads found without [[rules]]"),
         ('summary = ""\nname = "a/b"', 2, "name = 'a/b' found; expected a name of letters"),

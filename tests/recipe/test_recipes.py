@@ -9,7 +9,7 @@ import pytest
 from halfstep import formats, get_recipe, list_recipes
 from halfstep.errors import QuantizationError, RecipeError
 from halfstep.quant import Quantizer
-from halfstep.recipe import LinearSpec, LossScale, Matmul, Recipe, Rule, Scaled
+from halfstep.recipe import Codes, LinearSpec, LossScale, Matmul, Recipe, Rule, get_storage
 from tiny import EVERY
 
 
@@ -129,21 +129,25 @@ def test_a_recipe_that_means_nothing_is_refused(fields, error, words):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"weights": "bf16"}, "scaled weights = 'bf16'; tensors are stored with a scale as fp16 or e4m3fn"),
-        ({"grads": None}, "scaled grads = None; tensors"),
-        ({"master": "fp32"}, "scaled master = 'fp32'; tensors"),
-        ({"master": "fp16"}, "scaled master = 'fp16' is the weights' format; leave it out"),
+        ({"weights": "bf16"}, "codes weights = bf16: expected codes, such as .* is the recipe's own weights"),
+        ({"grads": "fp32"}, "codes grads = fp32: expected codes"),
+        ({"master": "mxfp8_e4m3"}, "codes master = float8_e4m3fn .* is how the weights are kept; leave it out"),
     ],
 )
-def test_scaled_storage_that_is_not_there_is_refused(fields, words):
+def test_codes_that_are_none_are_refused(fields, words):
     with pytest.raises(RecipeError, match=words):
-        Scaled(**fields)
+        Codes(**{"weights": get_storage("mxfp8_e4m3")} | {role: get_storage(kind) for role, kind in fields.items()})
+
+
+def test_codes_with_a_residual_are_refused():
+    with pytest.raises(RecipeError, match=r"codes weights = .* with a residual: expected codes"):
+        Codes(get_storage("mxfp8_e4m3", residual=True))
 
 
 @pytest.mark.parametrize("fields", [{"rules": ()}, {"weights": "bf16"}])
-def test_scaled_weights_are_those_that_rules_round(fields):
+def test_codes_are_of_weights_that_rules_round(fields):
     with pytest.raises(
-        RecipeError, match="scaled = fp16 stores the weights that rules round, beside others in fp32; found"
+        RecipeError, match=r"codes = .* stores the weights that rules round, beside others in fp32; found"
     ):
         replace(get_recipe("fp8lm-o1"), **fields)
 
@@ -151,8 +155,9 @@ def test_scaled_weights_are_those_that_rules_round(fields):
 @pytest.mark.parametrize("name", ["fp8lm-o1", "fp8lm-o2", "fp8lm-o3"])
 def test_fp8lm_shows_what_is_stored_and_what_comes_later(name):
     text = re.sub(r"\n {15}", " ", get_recipe(name).describe())
-    stored = "e4m3fn, gradients e4m3fn, master fp16" if name == "fp8lm-o3" else "fp16, gradients e4m3fn"
-    assert f"weights that rules round: {stored}; codes times a power of two" in text
+    half, eight = (f"{format} (rceil, whole tensor)" for format in ("fp16", "float8_e4m3fn"))
+    kept = f"{eight}; gradients {eight}, master {half}" if name == "fp8lm-o3" else f"{half}; gradients {eight}"
+    assert f"weights that rules round: {kept}" in text
     assert "Later: the FP8 all-reduce." in text
     assert ("Later: moments in E4M3 and scaled fp16" in text) == (name != "fp8lm-o1")
 

@@ -11,7 +11,7 @@ from tiny import assert_same, batch
 
 
 HALF = 0.5
-EPSILON = {"e4m3fn": 2.0**-4, "bf16": 2.0**-7, "fp16": 2.0**-10, "fp32": 1e-6}
+EPSILON = {"float8_e4m3fn": 2.0**-4, "bf16": 2.0**-7, "fp16": 2.0**-10, "fp32": 1e-6}
 
 
 def trained(name, after=lambda model: None, times=4):
@@ -28,7 +28,7 @@ def trained(name, after=lambda model: None, times=4):
 def assert_average(name, model, average):
     """The model holds the average, and computes with it what a fresh model would that loaded it."""
     recipe = get_recipe(name)
-    near = EPSILON[recipe.scaled.weights if recipe.scaled else recipe.weights]
+    near = EPSILON[recipe.codes.weights.quantizer.format.name if recipe.codes else recipe.weights]
     found = {key.removeprefix("module."): value for key, value in values(model).items()}
     assert apart({key: found[key] for key in average}, average) <= near
     fresh, _, _ = prepare(name, start_of(name))

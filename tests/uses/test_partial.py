@@ -38,7 +38,7 @@ def unfrozen(name, loop, make, **options):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = both(name, loop, make, **options)
-    keeps = get_recipe(name).master is not None or (get_recipe(name).scaled or get_recipe(name)).master is not None
+    keeps = get_recipe(name).master is not None or (get_recipe(name).codes or get_recipe(name)).master is not None
     assert len(said) == keeps
     assert all("start from weights that are rounded already" in str(warning.message) for warning in said)
     return found

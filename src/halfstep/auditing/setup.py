@@ -16,11 +16,10 @@ from halfstep.checkpoint.roles import role_of
 from halfstep.nn.scaling import states_of
 from halfstep.ops import CodeTensor
 from halfstep.optim import LowBit
-from halfstep.recipe import master_states
+from halfstep.recipe import is_master
 
 
 _MASTER = "master"
-_KEPT = master_states()
 
 
 @dataclass(frozen=True)
@@ -142,4 +141,4 @@ def _kind(key: str) -> str:
     """A state's name; a state that keeps more of a weight than the weight itself is "master", or "master (name)"."""
     if role_of(key) == _MASTER:
         return _MASTER
-    return f"{_MASTER} ({key})" if key in _KEPT else key
+    return f"{_MASTER} ({key})" if is_master(key) else key

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.recipe import BytesPerParameter, master_states
+from halfstep.recipe import BytesPerParameter, is_master
 
 
 def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> BytesPerParameter:
@@ -25,13 +25,12 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> BytesPerParam
     count = sum(p.numel() for p in weights.values())
     if count == 0:
         raise ValueError("the model trains no parameter; bytes per parameter mean nothing")
-    kept_of_weights = master_states()
     masters: list[Tensor] = []
     moments: list[Tensor] = []
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and name != "step" and (value.numel() > 1 or value.shape == parameter.shape):
-                (masters if name in kept_of_weights else moments).append(value)
+                (masters if is_master(name) else moments).append(value)
     return BytesPerParameter(
         weights=_counted(weights.values()) / count,
         grads=_counted(p.grad for p in weights.values() if p.grad is not None) / count,

@@ -91,7 +91,7 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
         for path in specs
         for weight in matched.kinds[path].weights(model.get_submodule(path))
     }
-    if recipe.scaled is not None:
+    if recipe.codes is not None:
         stacks = {name for name, weight in rounded.items() if weight.dim() > 2}
         kept |= dict.fromkeys(stacks, "its weights and gradients stay as they are: one scale would serve all experts")
         rounded = {name: weight for name, weight in rounded.items() if name not in stacks}

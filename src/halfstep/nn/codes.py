@@ -8,19 +8,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from halfstep import formats
 from halfstep.errors import ModelError
 from halfstep.nn.adopt import extend
 from halfstep.ops.code_tensor import CodeTensor, parameter, round_gradient, round_gradients
 from halfstep.ops.snapshot import snapshot
-from halfstep.quant import Quantizer
-from halfstep.quant.scaling import get_scaling
-from halfstep.quant.tile import TENSOR
-from halfstep.recipe import Scaled
+from halfstep.recipe import Codes
 
 
-def hold(model: nn.Module, names: Sequence[str], scaled: Scaled) -> None:
-    """Keep those parameters and their gradients as `scaled` says. They stay the same objects; what is no parameter any
+def hold(model: nn.Module, names: Sequence[str], codes: Codes) -> None:
+    """Keep those parameters and their gradients as `codes` says. They stay the same objects; what is no parameter any
     more, since it is computed (a parametrization), stays as it is.
 
     Raises:
@@ -32,26 +28,22 @@ def hold(model: nn.Module, names: Sequence[str], scaled: Scaled) -> None:
         weight = model.get_submodule(path)._parameters.get(own)
         if hasattr(weight, "device_mesh"):
             raise ModelError(
-                f"{type(model).__name__}: {name} is sharded, and this recipe keeps it as codes times one scale, "
-                "which no rank has the whole of. Under fully_shard take a recipe whose weights are values "
+                f"{type(model).__name__}: {name} is sharded, and this recipe keeps it as codes with "
+                "scales, of which no rank has the whole. Under fully_shard take a recipe whose weights are values "
                 "('fp8-delayed', 'fp8-current')"
             )
         if weight is not None and not isinstance(weight, CodeTensor):  # another optimizer of this model has made it one
             weights[id(weight)] = weight
     for weight in weights.values():
-        codes: Any = parameter(CodeTensor.encode(weight, one_scale(scaled.weights)), weight.requires_grad)
-        _become(weight, codes, vars(weight))
-        round_gradients(weight, one_scale(scaled.grads))  # type: ignore[arg-type]
+        coded: Any = parameter(CodeTensor.encode(weight, codes.weights.quantizer), weight.requires_grad)
+        _become(weight, coded, vars(weight))
+        if codes.grads is not None:
+            round_gradients(weight, codes.grads.quantizer)  # type: ignore[arg-type]
     for module in model.modules():
         if any(id(p) in weights for p in module._parameters.values()):
             extend(module, _members)
     if weights:
         extend(model, _asking_first)
-
-
-def one_scale(format: str) -> Quantizer:
-    """Codes of that format times one power of two a tensor."""
-    return Quantizer(formats.get(format), tile=TENSOR, scaling=get_scaling("rceil"))
 
 
 def let_go(model: nn.Module) -> None:
@@ -157,4 +149,5 @@ def _convert(weight: Any, name: str, fn: Callable[[Tensor], Tensor]) -> None:
     codes = parameter(CodeTensor.encode(new, weight.quantizer), weight.requires_grad)
     _become(weight, codes, {k: v for k, v in vars(weight).items() if k not in vars(codes)})
     weight.grad = grad
-    round_gradients(weight, quantizer)
+    if quantizer is not None:
+        round_gradients(weight, quantizer)

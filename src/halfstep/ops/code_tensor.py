@@ -11,20 +11,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
-from halfstep import formats
 from halfstep.errors import QuantizationError
-from halfstep.ops.casts import quantize
-from halfstep.ops.codes import decode_scaled, encode_scaled
+from halfstep.ops.codes import decode_parts, encode_parts
 from halfstep.ops.dispatch import check, pickled, read_only, written
-from halfstep.ops.quantized import Quantized
 from halfstep.quant import Quantizer
-from halfstep.quant.tile import TENSOR
+from halfstep.recipe.storage import scaled_dtype
 
 
-_DTYPES = {
-    formats.get(dtype).key: dtype
-    for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-}  # fmt: skip
 _aten = torch.ops.aten
 _FACTORS: dict[Any, Any] = {
     _aten.mul_.Tensor: Tensor.mul_,
@@ -81,7 +74,7 @@ class CodeTensor(Tensor):
         scalable: bool = False,
         view: Tensor | None = None,
     ) -> CodeTensor:
-        flat = _dtype(quantizer) is not None
+        flat = scaled_dtype(quantizer) is not None
         whole = parts["codes"] if flat else torch.empty(shape, device="meta")
         like = whole if view is None else view
         made: Any = Tensor._make_wrapper_subclass(
@@ -98,7 +91,7 @@ class CodeTensor(Tensor):
     def encode(cls, x: Tensor, quantizer: Quantizer, scalable: bool = False) -> CodeTensor:
         """A tensor of the values of x, rounded."""
         x = x.detach()
-        return cls(_encode(x, quantizer), quantizer, x.shape, x.dtype, scalable)
+        return cls(encode_parts(x, quantizer), quantizer, x.shape, x.dtype, scalable)
 
     @property
     def parts(self) -> dict[str, Tensor]:
@@ -125,16 +118,14 @@ class CodeTensor(Tensor):
             whole = self._all_values()
             self._part_of(whole).copy_(values)
             values = whole
-        for name, part in _encode(values.detach(), self.quantizer).items():
+        for name, part in encode_parts(values.detach(), self.quantizer).items():
             own = getattr(self, name)
             (own if own.shape == part.shape else own.resize_(part.shape)).copy_(part)  # there may be more outliers
         if not torch.compiler.is_compiling():
             torch.autograd.graph.increment_version(self)  # torch counts its own functions' writes, but for foreach ones
 
     def _all_values(self) -> Tensor:
-        if self._flat:
-            return decode_scaled(self.codes, self.scale).to(self.dtype)
-        return Quantized(self.quantizer, tuple(self.whole.shape), self.dtype, self.parts).dequantize()
+        return decode_parts(self.parts, self.quantizer, tuple(self.whole.shape), self.dtype)
 
     def _part_of(self, whole: Tensor) -> Tensor:
         """What this is of a tensor that lies as `whole` does."""
@@ -182,7 +173,7 @@ class CodeTensor(Tensor):
         number = isinstance(x, (int, float)) or (
             isinstance(x, Tensor) and not x.dim() and not isinstance(x, CodeTensor)
         )
-        return number and self.scalable and self.is_whole
+        return number and self.scalable and self.is_whole and self._flat
 
     def _stores_as(self, other: Any) -> bool:
         """Whether both are whole, and of one kind: then the codes of the one stand for its values in the other."""
@@ -329,21 +320,6 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _dtype(quantizer: Quantizer) -> torch.dtype | None:
-    """The dtype of codes that lie as their values do, under one scale; None where they do not."""
-    scaling = quantizer.scaling
-    one = quantizer.tile == TENSOR and scaling is not None and scaling.exact and quantizer.outliers is None
-    return _DTYPES.get(quantizer.format.key) if one and quantizer.rounding == "nearest_even" else None
-
-
-def _encode(x: Tensor, quantizer: Quantizer) -> dict[str, Tensor]:
-    dtype = _dtype(quantizer)
-    if dtype is None:
-        return quantize(x, quantizer).tensors
-    codes, scale = encode_scaled(x, dtype)
-    return {"codes": codes, "scale": scale}
-
-
 def _restored(
     parts: Mapping[str, Tensor],
     quantizer: Quantizer,
@@ -352,6 +328,6 @@ def _restored(
     requires_grad: bool,
     grads: Quantizer | None,
 ) -> CodeTensor:
-    own = _dtype(quantizer)
+    own = scaled_dtype(quantizer)
     codes = parts["codes"] if own is None else parts["codes"].view(own)
     return parameter(CodeTensor({**parts, "codes": codes}, quantizer, shape, dtype), requires_grad, grads)

@@ -1,13 +1,19 @@
-"""A whole tensor as codes of torch's own dtypes times one power of two."""
+"""Tensors as codes and scales: under one power of two, as a quantizer lays them out, and as a storage names them."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from halfstep import formats
+from halfstep.ops.casts import quantize
+from halfstep.ops.quantized import Quantized
 from halfstep.ops.scaled import amax_of
+from halfstep.quant import Quantizer
 from halfstep.quant.scaling import get_scaling
+from halfstep.recipe.storage import Storage, scaled_dtype
 
 
 def encode_scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -26,3 +32,62 @@ def encode_scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def decode_scaled(codes: Tensor, scale: Tensor) -> Tensor:
     """codes * scale, in float32, exactly."""
     return codes.to(torch.float32, copy=True).mul_(scale)
+
+
+def encode_parts(x: Tensor, quantizer: Quantizer) -> dict[str, Tensor]:
+    """Codes and scales of x, by name: in torch's dtype under one scale where there is one (`scaled_dtype`), else as
+    `quantize` lays them out."""
+    dtype = scaled_dtype(quantizer)
+    if dtype is None:
+        return quantize(x, quantizer).tensors
+    codes, scale = encode_scaled(x, dtype)
+    return {"codes": codes, "scale": scale}
+
+
+def decode_parts(
+    parts: Mapping[str, Tensor], quantizer: Quantizer, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """The values, of that shape and dtype, of what `encode_parts` made."""
+    if scaled_dtype(quantizer) is not None:
+        return decode_scaled(parts["codes"], parts["scale"]).to(dtype)
+    return Quantized(quantizer, shape, dtype, dict(parts)).dequantize()
+
+
+# ---- tensors by name, as a storage keeps them ------------------------------------------------------------------------
+
+
+def store(storage: Storage, name: str, values: Tensor) -> dict[str, Tensor]:
+    """The tensors that float32 values are kept in, by name."""
+    if storage.dtype is not None:
+        parts = {number: torch.empty_like(values, dtype=storage.dtype) for number in storage.numbers(name)}
+    else:
+        layout = storage.layout(name, tuple(values.shape)).items()
+        parts = {part: torch.empty(shape, dtype=dtype, device=values.device) for part, (dtype, shape) in layout}
+    write(storage, name, parts, values)
+    return parts
+
+
+def read(storage: Storage, name: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    """The float32 values of a tensor of that shape: in its own memory where it is stored so."""
+    first, *others = (_number(storage, number, tensors, shape) for number in storage.numbers(name))
+    return first + others[0] if others else first
+
+
+def write(storage: Storage, name: str, tensors: Mapping[str, Tensor], values: Tensor) -> None:
+    """Round float32 values into the tensors that one is kept in."""
+    for number in storage.numbers(name):
+        if number != name:
+            values = values - _number(storage, name, tensors, tuple(values.shape))  # what the first left over
+        if storage.dtype is not None:
+            tensors[number].copy_(values)
+        else:
+            parts = encode_parts(values, storage.quantizer)
+            for part, own in storage.names(number).items():
+                tensors[own].copy_(parts[part])
+
+
+def _number(storage: Storage, number: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    if storage.dtype is not None:
+        return tensors[number].float()
+    parts = {part: tensors[own] for part, own in storage.names(number).items()}
+    return decode_parts(parts, storage.quantizer, shape, torch.float32)

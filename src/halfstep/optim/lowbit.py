@@ -14,18 +14,19 @@ from torch import Tensor, nn
 from halfstep import ops
 from halfstep.errors import OptimizerError
 from halfstep.ops import CodeTensor
+from halfstep.ops.codes import read, write
 from halfstep.optim.checks import UNSCALED, check_parameters, check_state, check_step, warn_of_late
+from halfstep.optim.coded import CodedWeight
 from halfstep.optim.gradients import narrow_all
 from halfstep.optim.present import Present, Reference
 from halfstep.optim.rules.base import UpdateRule
-from halfstep.optim.scaled import scaled_weight
 from halfstep.optim.seeds import are_several, first_ranks
 from halfstep.optim.shards import is_spread, like, local, positions, spread_like
-from halfstep.optim.states import FORMATS, adopt, foreign, labels, read, start, write
+from halfstep.optim.states import FORMATS, adopt, foreign, labels, start
 from halfstep.optim.update import Update
 from halfstep.quant import derive_seed
 from halfstep.quant.masters import Kept, Master, Own, get_master
-from halfstep.recipe import Recipe, Storage
+from halfstep.recipe import MASTER, Recipe, Storage
 
 
 _OWN = Own("none", round_to=ops.round_to)
@@ -101,10 +102,15 @@ class LowBit(torch.optim.Optimizer):
     def _master(self, weight: Tensor) -> Master:
         """What takes the weight's update."""
         if isinstance(weight, CodeTensor):
-            assert self.recipe.scaled is not None
-            return scaled_weight(self.recipe.scaled)
-        master = get_master(None if weight.dtype == torch.float32 else self.recipe.master)
-        return _OWN if isinstance(master, Own) else master
+            assert self.recipe.codes is not None
+            return CodedWeight("codes", self.recipe.codes)
+        name = None if weight.dtype == torch.float32 else self.recipe.master
+        return _OWN if name is None else get_master(name)
+
+    def _master_kind(self, weight: Tensor) -> dict[str, Storage]:
+        """How the master of a weight that is codes is kept, if it has one."""
+        codes = self.recipe.codes
+        return {MASTER: codes.master} if codes and codes.master and isinstance(weight, CodeTensor) else {}
 
     def _name(self, parameter: Tensor, index: int) -> str:
         name = self._present.name(parameter) if self._present is not None else None
@@ -165,7 +171,7 @@ class LowBit(torch.optim.Optimizer):
             return loss
         scale = getattr(self, "grad_scale", None)
         grad_scale = 1.0 if scale is None else 1.0 / float(scale)
-        if self.recipe.scaled is not None and not any(
+        if self.recipe.codes is not None and not any(
             p.grad is not None for group in self.param_groups for p in group["params"]
         ):
             raise OptimizerError(
@@ -198,6 +204,9 @@ class LowBit(torch.optim.Optimizer):
         """Let the groups, which are saved, say how moments that are codes are kept."""
         for group in self.param_groups:
             formats = labels(self._kinds(self.rule.moments(group))[0])
+            if self.recipe.codes is not None and self.recipe.codes.master is not None:
+                for parameter in group["params"]:
+                    formats |= labels(self._master_kind(parameter))
             if formats:
                 group[FORMATS] = formats
             else:
@@ -244,9 +253,10 @@ class LowBit(torch.optim.Optimizer):
         moments = {part: state[part] for part in parts}
         if self.rule.elementwise:
             grad, moments = local(grad), {name: local(value) for name, value in moments.items()}
-        if isinstance(master, Own):
-            master = replace(master, rounding=self.recipe.update_rounding)
-            if master.rounding == "stochastic":
+        if master is _OWN and self.recipe.update_rounding != "nearest_even":
+            rounding = self.recipe.update_rounding
+            master = replace(_OWN, rounding=rounding)
+            if rounding == "stochastic":
                 seed = derive_seed(group["rounding_seed"], step, index)
                 master = replace(master, seed=seed, positions=positions(parameter))
         plain = self._watch is None and all(kind.dtype is not None for kind in kinds.values())
@@ -341,9 +351,9 @@ class LowBit(torch.optim.Optimizer):
     ) -> dict[str, Any]:
         """A parameter's saved state in this optimizer's dtypes, with the present master where it has none."""
         master, present = self._master(parameter), self.state.get(parameter, {})
-        check_state(saved, self.rule, foreign(saved, self.recipe, master))
-        kinds, _ = self._kinds(self.rule.moments(group))
+        kinds = self._kinds(self.rule.moments(group))[0] | self._master_kind(parameter)
         state = adopt(saved, parameter, kinds, (get_master(self.recipe.master), master), formats, number)
+        check_state(saved, self.rule, foreign(saved, self.recipe, master))
         if not master.keeps.keys() <= state.keys() and master.keeps.keys() <= present.keys():
             state.update({name: present[name] for name in master.keeps})
         return state

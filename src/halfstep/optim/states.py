@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a parameter beside masters: moments as their storage says, and saved states taken over."""
+"""What an optimizer keeps of a parameter: moments begun as their storage says, and saved states taken over."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep import ops
 from halfstep.errors import OptimizerError
+from halfstep.ops import codes
 from halfstep.optim.shards import is_spread
 from halfstep.quant.description import label
 from halfstep.quant.masters import Master, get_master
-from halfstep.recipe import Recipe, Storage, master_states
+from halfstep.recipe import Recipe, Storage, is_master
 
 
-FORMATS = "moment_formats"
-"""The option of a parameter group that says how moments that are codes are kept: `description.label`, by name."""
+FORMATS = "state_formats"
+"""The option of a parameter group that says how states that are codes are kept: `description.label`, by name."""
 
 
 # ---- moments --------------------------------------------------------------------------------------------------------
@@ -40,48 +40,16 @@ def encode(kind: Storage, name: str, values: Tensor) -> dict[str, Tensor]:
     Raises:
         OptimizerError: as `start`.
     """
-    if kind.dtype is not None:
-        parts = {number: torch.empty_like(values, dtype=kind.dtype) for number in kind.numbers(name)}
-    elif is_spread(values):
+    if kind.dtype is None and is_spread(values):
         raise OptimizerError(
             f"moment {name!r} of a sharded parameter of shape {tuple(values.shape)} would be kept as {kind}: shards "
             "have no tiles yet. Keep moments in fp32, bf16 or fp16 under fully_shard"
         )
-    else:
-        layout = kind.layout(name, tuple(values.shape)).items()
-        parts = {part: torch.empty(shape, dtype=dtype, device=values.device) for part, (dtype, shape) in layout}
-    write(kind, name, parts, values)
-    return parts
-
-
-def read(kind: Storage, name: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-    """The float32 values of a moment of that shape: in its own memory where it is stored so."""
-    first, *others = (_number(kind, number, tensors, shape) for number in kind.numbers(name))
-    return first + others[0] if others else first
-
-
-def write(kind: Storage, name: str, tensors: Mapping[str, Tensor], values: Tensor) -> None:
-    """Round float32 values into the tensors of a moment."""
-    for number in kind.numbers(name):
-        if number != name:
-            values = values - _number(kind, name, tensors, tuple(values.shape))  # what the first left over
-        if kind.dtype is not None:
-            tensors[number].copy_(values)
-        else:
-            parts = ops.quantize(values, kind.quantizer).tensors
-            for part, own in kind.names(number).items():
-                tensors[own].copy_(parts[part])
-
-
-def _number(kind: Storage, number: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-    if kind.dtype is not None:
-        return tensors[number].float()
-    parts = {part: tensors[own] for part, own in kind.names(number).items()}
-    return ops.Quantized(kind.quantizer, shape, torch.float32, parts).dequantize()
+    return codes.store(kind, name, values)
 
 
 def labels(kinds: Mapping[str, Storage]) -> dict[str, str]:
-    """What `FORMATS` says of moments that are codes."""
+    """What `FORMATS` says of states that are codes."""
     return {name: label(kind.quantizer) for name, kind in kinds.items() if kind.dtype is None}
 
 
@@ -90,7 +58,8 @@ def labels(kinds: Mapping[str, Storage]) -> dict[str, str]:
 
 def foreign(saved: Mapping[str, Any], recipe: Recipe, master: Master) -> frozenset[str]:
     """What masters of other recipes kept in a saved state."""
-    return (master_states() & saved.keys()) - get_master(recipe.master).keeps.keys() - master.keeps.keys()
+    own = {*get_master(recipe.master).keeps, *master.keeps}
+    return frozenset(name for name in saved if is_master(name) and name not in own)
 
 
 def adopt(
@@ -106,9 +75,9 @@ def adopt(
     A master alone says that no step was taken. torch.optim.SGD counts none: with a momentum there was at least one.
 
     Args:
-        kinds: of the rule's moments, by name.
+        kinds: of the rule's moments, and of a master that takes updates in place of codes, by name.
         masters: whose tensors keep the dtypes that they have there.
-        formats: what the saved groups say of moments that are codes (`labels`).
+        formats: what the saved groups say of states that are codes (`labels`).
 
     Raises:
         OptimizerError: it belongs to a parameter of another shape, or holds codes of another format.
@@ -116,9 +85,12 @@ def adopt(
     state: dict[str, Any] = {}
     keeps = {name: dtype for master in masters for name, dtype in master.keeps.items()}
     parts = {part for name, kind in kinds.items() for part in _every_part(kind, name)}
+    coded = {name: format for name, format in (formats or {}).items() if isinstance(saved.get(name), Tensor)}
+    for name in coded.keys() - kinds.keys():
+        raise OptimizerError(_other_codes(name, coded[name], "values", number))
     for name, kind in kinds.items():
         if isinstance(saved.get(name), Tensor):
-            state |= _moment(saved, name, kind, parameter, (formats or {}).get(name), number)
+            state |= _kept(saved, name, kind, parameter, coded.get(name), number)
     for name, value in saved.items():
         if name in parts:
             continue
@@ -140,18 +112,14 @@ def _every_part(kind: Storage, name: str) -> tuple[str, ...]:
     return Storage(kind.quantizer, residual=True).parts(name)
 
 
-def _moment(
+def _kept(
     saved: Mapping[str, Any], name: str, kind: Storage, parameter: Tensor, format: str | None, number: object
 ) -> dict[str, Tensor]:
     value: Tensor = saved[name]
     own = labels({name: kind}).get(name)
-    if not value.is_floating_point() or format is not None:
+    if not value.is_floating_point() or format is not None or f"{name}_scale" in saved:
         if format is None or format != own:
-            raise OptimizerError(
-                f"the state of parameter {number} holds {name} as codes ({format or 'of a format it does not name'}); "
-                f"this recipe keeps it as {kind}. Resume under the recipe that it was saved under, or load the weights "
-                "alone and start the optimizer anew"
-            )
+            raise OptimizerError(_other_codes(name, format, kind, number))
         expected = kind.layout(name, tuple(parameter.shape))
         for part, (dtype, shape) in expected.items():
             found = saved.get(part)
@@ -169,6 +137,14 @@ def _moment(
         return {part: number.to(parameter.device, kind.dtype, copy=True) for part, number in found.items()}
     numbers = [number.to(parameter.device, torch.float32) for number in found.values()]
     return encode(kind, name, sum(numbers[1:], numbers[0]))
+
+
+def _other_codes(name: str, format: str | None, kind: object, number: object) -> str:
+    return (
+        f"the state of parameter {number} holds {name} as codes ({format or 'of a format it does not name'}); this "
+        f"recipe keeps it as {kind}. Resume under the recipe that it was saved under, or load the weights alone and "
+        "start the optimizer anew"
+    )
 
 
 def _check_shape(value: Tensor, parameter: Tensor, name: str, number: object) -> None:

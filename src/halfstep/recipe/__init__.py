@@ -7,38 +7,35 @@ from halfstep.recipe import files
 from halfstep.recipe.data import from_data, to_data
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec
 from halfstep.recipe.spec import (
-    SCALED,
-    SCALED_MASTER,
+    MASTER,
     BytesPerParameter,
     LossScale,
     Recipe,
     Rule,
-    Scaled,
-    master_states,
+    is_master,
 )  # fmt: skip
-from halfstep.recipe.storage import STORABLE, Storage, get_storage
+from halfstep.recipe.storage import STORABLE, Codes, Storage, get_storage
 from halfstep.registry import collect
 
 
 __all__ = [
-    "SCALED",
-    "SCALED_MASTER",
+    "MASTER",
     "STORABLE",
     "AttentionSpec",
     "BytesPerParameter",
+    "Codes",
     "LinearSpec",
     "LossScale",
     "Matmul",
     "Recipe",
     "Rule",
-    "Scaled",
     "Storage",
     "from_data",
     "get_recipe",
     "get_storage",
+    "is_master",
     "linear_spec",
     "list_recipes",
-    "master_states",
     "to_data",
 ]
 

@@ -16,8 +16,8 @@ from halfstep.quant.scaling import Scaling, get_scaling, options_of, with_option
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
-from halfstep.recipe.spec import LossScale, Recipe, Rule, Scaled
-from halfstep.recipe.storage import Storage, get_storage
+from halfstep.recipe.spec import LossScale, Recipe, Rule
+from halfstep.recipe.storage import Codes, Storage, get_storage
 
 
 Data = dict[str, Any]
@@ -28,7 +28,6 @@ _USES = {
     "weight": (("output", "rhs"), ("grad_input", "rhs")),
     "grad_output": (("grad_input", "lhs"), ("grad_weight", "lhs")),
 }
-_TABLES: dict[str, type[LossScale | Scaled]] = {"loss_scale": LossScale, "scaled": Scaled}
 _PRODUCTS = tuple(field.name for field in fields(LinearSpec))
 _TYPES: dict[str, Any] = typing.get_type_hints(Recipe)
 
@@ -58,15 +57,10 @@ def from_data(data: Mapping[str, Any], named: Callable[[str], Recipe]) -> Recipe
     """
     _check_keys(data, (*_TYPES, "base", "keep_heads"), "key")
     given: Data = {}
-    for key in _TYPES.keys() & data.keys() - {*_TABLES, "rules", "attention", "moments"}:
+    for key in _TYPES.keys() & data.keys() - _TABLES.keys() - {"rules"}:
         given[key] = _typed(data[key], _TYPES[key], key)
-    if "moments" in data:
-        given["moments"] = _moments(data["moments"])
-    for key, kind in _TABLES.items():
-        if key in data:
-            given[key] = _record(data[key], kind, key)
-    if "attention" in data:
-        given["attention"] = _attention(data["attention"])
+    for key in _TABLES.keys() & data.keys():
+        given[key] = _TABLES[key](data[key])
     keep = _typed(data.get("keep_heads", True), bool, "keep_heads")
     if "rules" in data:
         rules = _typed(data["rules"], list, "rules")
@@ -117,18 +111,34 @@ def _typed(value: Any, expected: Any, *path: str | int) -> Any:
     return value
 
 
-def _record(data: Any, kind: type[LossScale | Scaled], name: str) -> LossScale | Scaled | None:
+def _loss_scale(data: Any) -> LossScale | None:
     if data == "none":
         return None
+    table = _optional(data, "loss_scale")
+    hints = typing.get_type_hints(LossScale)
+    _check_keys(table, tuple(hints), "key of loss_scale", "loss_scale")
+    return LossScale(**{key: _typed(value, hints[key], "loss_scale", key) for key, value in table.items()})
+
+
+def _codes(data: Any) -> Codes | None:
+    if data == "none":
+        return None
+    table = _optional(data, "codes")
+    roles = tuple(field.name for field in fields(Codes))
+    _check_keys(table, roles, "key of codes", "codes")
+    if "weights" not in table:
+        raise At("codes without weights; expected how they are kept, such as weights = 'mxfp8_e4m3'", "codes")
+    kinds = {role: None if kind == "none" else _storage(kind, "codes", role) for role, kind in table.items()}
+    try:
+        return Codes(**kinds)  # type: ignore[arg-type]
+    except RecipeError as error:
+        raise At(str(error), "codes", *[role for role in table if f"codes {role} =" in str(error)]) from error
+
+
+def _optional(data: Any, name: str) -> Data:
     if not isinstance(data, dict):
         raise At(f"{name} = {data!r} found; expected a table or 'none'", name)
-    hints = typing.get_type_hints(kind)
-    _check_keys(data, tuple(hints), f"key of {name}", name)
-    values = {key: _typed(value, hints[key], name, key) for key, value in data.items()}
-    try:
-        return kind(**values)
-    except RecipeError as error:
-        raise At(str(error), name, *[key for key in data if f"{name} {key} =" in str(error)]) from error
+    return data
 
 
 def _moments(data: Any) -> str | tuple[tuple[str, str | Storage], ...]:
@@ -142,8 +152,8 @@ def _moments(data: Any) -> str | tuple[tuple[str, str | Storage], ...]:
 
 
 def _storage(data: Any, *path: str | int) -> Storage:
-    """A table as of an operand, and whether what rounding leaves over is kept too."""
-    table = _typed(data, dict, *path)
+    """A format's name, or a table as of an operand that also says whether what rounding leaves over is kept."""
+    table = {"format": data} if isinstance(data, str) else _typed(data, dict, *path)
     residual = _typed(table.get("residual", False), bool, *path, "residual")
     quantizer = _operand({key: value for key, value in table.items() if key != "residual"}, *path)
     try:
@@ -180,6 +190,14 @@ def _attention(data: Any) -> AttentionSpec | None:
         return AttentionSpec(**specs)
     except RecipeError as error:
         raise At(str(error), "attention") from error
+
+
+_TABLES: dict[str, Callable[[Any], Any]] = {
+    "loss_scale": _loss_scale,
+    "codes": _codes,
+    "moments": _moments,
+    "attention": _attention,
+}
 
 
 def _linear(table: Mapping[str, Any], *path: str | int) -> LinearSpec:
@@ -251,9 +269,10 @@ def to_data(recipe: Recipe) -> Data:
     Raises:
         RecipeError: it has a scaling of one's own, which data do not hold.
     """
-    names = [name for name in _TYPES if name not in ("rules", "attention", "moments")]
-    data: Data = {**{name: _plain(getattr(recipe, name)) for name in names}, "attention": "none"}
-    data["moments"] = _moments_data(recipe.moments)
+    names = _TYPES.keys() - _TABLES.keys() - {"rules"}
+    data: Data = {name: _plain(getattr(recipe, name)) for name in _TYPES if name in names}
+    data |= {"loss_scale": asdict(recipe.loss_scale) if recipe.loss_scale else "none", "attention": "none"}
+    data |= {"codes": _codes_data(recipe.codes), "moments": _moments_data(recipe.moments)}
     keeps = recipe.rules[: len(KEEP)] == KEEP
     rules = [_rule_data(rule) for rule in recipe.rules[len(KEEP) if keeps else 0 :]]
     if recipe.attention is not None:
@@ -263,9 +282,12 @@ def to_data(recipe: Recipe) -> Data:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (LossScale, Scaled)):
-        return {key: _plain(inner) for key, inner in asdict(value).items()}
     return "none" if value is None else list(value) if isinstance(value, tuple) else value
+
+
+def _codes_data(codes: Codes | None) -> str | Data:
+    kinds = {} if codes is None else {field.name: getattr(codes, field.name) for field in fields(Codes)}
+    return {role: "none" if kind is None else _storage_data(kind) for role, kind in kinds.items()} or "none"
 
 
 def _moments_data(moments: str | Storage | tuple[tuple[str, str | Storage], ...]) -> str | Data:

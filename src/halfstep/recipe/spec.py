@@ -7,27 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-import torch
-
 from halfstep import formats
 from halfstep.errors import RecipeError, unknown
 from halfstep.quant.masters import get_master, list_masters
 from halfstep.quant.rounding import check_rounding
 from halfstep.recipe.products import AttentionSpec, LinearSpec, linear_text
-from halfstep.recipe.storage import STORABLE, Storage, get_storage
+from halfstep.recipe.storage import STORABLE, Codes, Storage, get_storage
 
 
-SCALED = {"fp16": torch.float16, "e4m3fn": torch.float8_e4m3fn}
-"""Formats in which tensors are stored as codes times one power of two a tensor, with torch's dtypes."""
+MASTER = "master"
+"""The name, in an optimizer's state, of what takes the update in place of codes; that of an fp32 master too."""
 
 
-SCALED_MASTER = "master_codes"
-"""The name of a scaled master in the optimizer's state."""
-
-
-def master_states() -> frozenset[str]:
-    """The names, in an optimizer's state, of all that is kept of weights beside them."""
-    return frozenset([SCALED_MASTER, *(name for master in list_masters() for name in get_master(master).keeps)])
+def is_master(state: str) -> bool:
+    """Whether what an optimizer keeps under that name is kept of a weight, beside it."""
+    return state.startswith(MASTER) or any(state in get_master(master).keeps for master in list_masters())
 
 
 ADAM = ("exp_avg", "exp_avg_sq")
@@ -69,36 +63,6 @@ class LossScale:
 
     def __str__(self) -> str:
         return f"dynamic from {self.init:g}" if self.dynamic else f"constant {self.init:g}"
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """How the weights that rules round are kept: as codes times one power of two a tensor (`ops.encode_scaled`).
-
-    Formats are keys of `SCALED`. The codes come with the optimizer of `halfstep.prepare`: under `halfstep.apply` these
-    weights stay as others do. With more than one rank, gradients stay in fp32 until the optimizer rounds them.
-
-    Raises:
-        RecipeError: a format that tensors are not stored in with a scale; a master in the weights' format.
-    """
-
-    weights: str = "fp16"
-    grads: str = "e4m3fn"
-    """The gradients as accumulated, rounded once a micro-batch."""
-    master: str | None = None
-    """What takes the update, in the optimizer's state; None where the weights take it themselves."""
-
-    def __post_init__(self) -> None:
-        for role in ("weights", "grads", "master"):
-            name = getattr(self, role)
-            if name not in SCALED and (role, name) != ("master", None):
-                raise RecipeError(f"scaled {role} = {name!r}; tensors are stored with a scale as {' or '.join(SCALED)}")
-        if self.master == self.weights:
-            raise RecipeError(f"scaled master = {self.master!r} is the weights' format; leave it out")
-
-    def __str__(self) -> str:
-        master = f", master {self.master}" if self.master else ""
-        return f"weights that rules round: {self.weights}, gradients {self.grads}{master}; codes times a power of two"
 
 
 @dataclass(frozen=True)
@@ -150,7 +114,7 @@ class Recipe:
     loss_scale: LossScale | None = None
     rules: tuple[Rule, ...] = ()
     """Which linear layers round their operands, and how."""
-    scaled: Scaled | None = None
+    codes: Codes | None = None
     """How the weights that rules round, their gradients and masters are kept, where not as `weights`, `grads` and
     `master` say."""
     float32_modules: tuple[str, ...] = ()
@@ -196,9 +160,9 @@ class Recipe:
             )
         if self.smooth_glu is not None and self.smooth_glu not in SMOOTH_GLU:
             raise RecipeError(f"recipe {self.name!r}: {unknown('smooth_glu', self.smooth_glu, SMOOTH_GLU)}")
-        if self.scaled is not None and (self.weights != "fp32" or not any(rule.linear.rounds for rule in self.rules)):
+        if self.codes is not None and (self.weights != "fp32" or not any(rule.linear.rounds for rule in self.rules)):
             raise RecipeError(
-                f"recipe {self.name!r}: scaled = {self.scaled.weights} stores the weights that rules round, beside "
+                f"recipe {self.name!r}: codes = {self.codes.weights} stores the weights that rules round, beside "
                 f"others in fp32; found {len(self.rules)} rules and weights in {self.weights}"
             )
         if self.grads == self.weights:
@@ -220,7 +184,7 @@ class Recipe:
         """The bytes of one parameter by role, for an optimizer with those moments; scales of tiles count as if all
         tiles were whole.
 
-        With `scaled`, of a weight that rules round, but for the scale of its tensor. Autocast keeps one compute copy
+        With `codes`, of a weight that rules round, but for the scale of its tensor. Autocast keeps one compute copy
         of each fp32 weight that a product uses, dropped when the forward ends: that is `transient`, and at most its
             compute format's size.
         """
@@ -229,13 +193,13 @@ class Recipe:
             return formats.get(name).bytes if name else 0.0
 
         casts = size(self.compute) if self.compute != self.weights else 0.0
-        return BytesPerParameter(
-            weights=size(self.scaled.weights if self.scaled else self.weights),
-            grads=size(self.scaled.grads if self.scaled else self.grad_format),
-            master=size(self.scaled.master) if self.scaled else get_master(self.master).bytes,
-            states=sum(self.moment(name).bytes for name in moments),
-            transient=casts,
-        )
+        weights, grads, master = size(self.weights), size(self.grad_format), get_master(self.master).bytes
+        if self.codes is not None:
+            weights = self.codes.weights.bytes
+            grads = self.codes.grads.bytes if self.codes.grads else grads
+            master = self.codes.master.bytes if self.codes.master else 0.0
+        states = sum(self.moment(name).bytes for name in moments)
+        return BytesPerParameter(weights, grads, master, states, transient=casts)
 
     def _kept(self) -> list[tuple[str, str]]:
         """The layers that no product rounds, by reason, a line each."""
@@ -268,7 +232,7 @@ class Recipe:
             *[("in fp32", ", ".join(self.float32_modules))] * bool(self.float32_modules),
             ("loss scale", str(self.loss_scale or "none")),
             *([("gated MLPs", SMOOTH_GLU[self.smooth_glu])] if self.smooth_glu else []),
-            *([("scaled", str(self.scaled))] if self.scaled else []),
+            *([("codes", str(self.codes))] if self.codes else []),
             *self._kept(),
             *[(f"linear {rule.path!r}", linear_text(rule.linear)) for rule in self.rules if rule.linear.rounds],
             *self._attention(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -11,13 +11,19 @@ from halfstep import formats
 from halfstep.errors import HalfstepError, RecipeError
 from halfstep.quant import Quantizer, get_quantizer
 from halfstep.quant.quantizer import layout
-from halfstep.quant.scaling import StatefulScaling
+from halfstep.quant.scaling import StatefulScaling, get_scaling
+from halfstep.quant.tile import TENSOR
 
 
 STORABLE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Formats in which whole tensors (weights, gradients, moments) are stored as they are, with torch's dtypes."""
 
 _DTYPES = {formats.get(name).key: dtype for name, dtype in STORABLE.items()}
+_SCALED = {
+    formats.get(dtype).key: dtype
+    for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+}  # fmt: skip
+_ONE_SCALE = Quantizer(formats.get("fp16"), tile=TENSOR, scaling=get_scaling("rceil"))
 _RESIDUAL = "_residual"
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -58,12 +64,16 @@ class Storage:
         plain = quantizer.scaling is None and quantizer.rounding == "nearest_even"
         return _DTYPES.get(quantizer.format.key) if plain else None
 
+    @property
+    def scaled_dtype(self) -> torch.dtype | None:
+        """torch's dtype of codes that lie as their values do, under one scale; None where they do not."""
+        return scaled_dtype(self.quantizer)
+
     def names(self, name: str) -> dict[str, str]:
         """What the number called `name` is kept in: for each part of the quantised tensor, what it is called."""
         if self.dtype is not None:
             return {"codes": name}
-        parts = layout(self.quantizer, (1, 1), torch.float32)
-        return {part: name if part == "codes" else f"{name}_{part}" for part in parts}
+        return {part: name if part == "codes" else f"{name}_{part}" for part in self._layout((1, 1))}
 
     def numbers(self, name: str) -> tuple[str, ...]:
         """The names of the numbers whose sum is kept."""
@@ -77,12 +87,15 @@ class Storage:
         """Name, dtype and shape of every tensor that one of that shape is kept in."""
         if self.dtype is not None:
             return dict.fromkeys(self.numbers(name), (self.dtype, shape))
+        parts = self._layout(shape)
+        return {self.names(number)[part]: kind for number in self.numbers(name) for part, kind in parts.items()}
+
+    def _layout(self, shape: tuple[int, ...]) -> Layout:
+        """As `layout`, of one number, by the names of its parts."""
+        if self.scaled_dtype is not None:
+            return {"codes": (self.scaled_dtype, shape), "scale": (torch.float32, ())}
         parts = layout(self.quantizer, shape, torch.float32)
-        return {
-            self.names(number)[part]: (dtype, tuple(size or 0 for size in sizes))
-            for number in self.numbers(name)
-            for part, (dtype, sizes) in parts.items()
-        }
+        return {part: (dtype, tuple(size or 0 for size in sizes)) for part, (dtype, sizes) in parts.items()}
 
     @property
     def bytes(self) -> float:
@@ -101,6 +114,47 @@ class Storage:
         scales = "" if quantizer.scaling is None else f" ({quantizer.scaling.name}, {quantizer.tile})"
         rounding = "" if quantizer.rounding == "nearest_even" else f", rounded {quantizer.rounding}"
         return f"{quantizer.format.name}{scales}{rounding}" + (" with a residual" if self.residual else "")
+
+
+@cache
+def scaled_dtype(quantizer: Quantizer) -> torch.dtype | None:
+    """torch's dtype of codes that lie as their values do, under the smallest power of two that brings all of them in
+    range (`rceil`); None where they do not."""
+    scaled = replace(quantizer, format=_ONE_SCALE.format) == _ONE_SCALE
+    return _SCALED.get(quantizer.format.key) if scaled else None
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How the weights that rules round are kept, with their gradients and masters: as codes (`ops.CodeTensor`).
+
+    The codes come with the optimizer of `halfstep.prepare`: under `halfstep.apply` these weights stay as others do.
+    With more than one rank, gradients stay in fp32 until the optimizer rounds them.
+
+    Raises:
+        RecipeError: weights or gradients of torch's own dtypes, or with a residual; a master like the weights.
+    """
+
+    weights: Storage
+    grads: Storage | None = None
+    """The gradients as accumulated, rounded once a micro-batch; None is fp32."""
+    master: Storage | None = None
+    """What takes the update, in the optimizer's state; None where the weights take it themselves."""
+
+    def __post_init__(self) -> None:
+        for role in ("weights", "grads"):
+            storage = getattr(self, role)
+            if storage is not None and (storage.dtype is not None or storage.residual):
+                raise RecipeError(
+                    f"codes {role} = {storage}: expected codes, such as {{format = 'e4m3fn', tile = 'tensor', scale = "
+                    f"'rceil'}}; what torch has a dtype for is the recipe's own {role}, and a residual is a master's"
+                )
+        if self.master == self.weights:
+            raise RecipeError(f"codes master = {self.master} is how the weights are kept; leave it out")
+
+    def __str__(self) -> str:
+        master = f", master {self.master}" if self.master else ""
+        return f"weights that rules round: {self.weights}; gradients {self.grads or 'fp32'}{master}"
 
 
 def _bytes(tensors: Layout) -> int:

@@ -14,7 +14,7 @@ from halfstep.claims.checks.base import Numbers, check
 from halfstep.quant import Quantizer, round_to
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
-from halfstep.recipe import Scaled, get_recipe
+from halfstep.recipe import Codes, get_recipe
 
 
 _E4M3 = formats.get("e4m3fn")
@@ -104,12 +104,14 @@ def pre_and_post() -> Numbers:
 def master() -> Numbers:
     """The share of Adam's updates of N(0, 0.02) weights, at a learning rate of 1e-4, that move nothing, by master."""
     found, o1 = Numbers(), get_recipe("fp8lm-o1")
-    for name, scaled in (("fp16", Scaled("fp16")), ("e4m3fn", Scaled("e4m3fn"))):
+    assert o1.codes is not None
+    assert o1.codes.grads is not None
+    for name, weights in (("fp16", o1.codes.weights), ("e4m3fn", o1.codes.grads)):
         torch.manual_seed(0)
         model = nn.Linear(256, 256, bias=False)
         nn.init.normal_(model.weight, std=0.02)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        _, low_bit, _ = halfstep.prepare(model, optimizer, replace(o1, name=name, scaled=scaled))
+        _, low_bit, _ = halfstep.prepare(model, optimizer, replace(o1, name=name, codes=Codes(weights, o1.codes.grads)))
         model.weight.grad = torch.randn(256, 256)
         with tracking.arrivals(low_bit, {}) as arrived:
             low_bit.step()

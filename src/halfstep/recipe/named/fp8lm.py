@@ -6,12 +6,13 @@ from halfstep.quant.scaling import get_scaling, with_options
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import linear_spec
-from halfstep.recipe.spec import Recipe, Rule, Scaled
+from halfstep.recipe.spec import Recipe, Rule
+from halfstep.recipe.storage import Codes, get_storage
 
 
 _WINDOW = with_options("delayed", history=16, power_of_two=True, warmup=16, restart=True)
 _INPUT, _GRAD = (Quantizer(formats.get(f), tile=TENSOR, scaling=_WINDOW) for f in ("e4m3fn", "e5m2"))
-_WEIGHT = Quantizer(formats.get("e4m3fn"), tile=TENSOR, scaling=get_scaling("rceil"))
+_WEIGHT, _HALF = (Quantizer(formats.get(f), tile=TENSOR, scaling=get_scaling("rceil")) for f in ("e4m3fn", "fp16"))
 _RULES = (*KEEP, Rule("*", linear_spec(input=_INPUT, weight=_WEIGHT, grad_output=_GRAD)))
 
 _ALL = (
@@ -32,7 +33,7 @@ fp8lm_o1 = Recipe(
     source="Peng et al. 2023 (FP8-LM), arXiv 2310.18313; MS-AMP, optimization level O1",
     compute="bf16",
     rules=_RULES,
-    scaled=Scaled(weights="fp16", grads="e4m3fn"),
+    codes=Codes(weights=get_storage(_HALF), grads=get_storage(_WEIGHT)),
     notes=_ALL,
 )
 
@@ -42,7 +43,7 @@ fp8lm_o2 = Recipe(
     source="Peng et al. 2023 (FP8-LM), arXiv 2310.18313; MS-AMP, optimization level O2",
     compute="bf16",
     rules=_RULES,
-    scaled=Scaled(weights="fp16", grads="e4m3fn"),
+    codes=Codes(weights=get_storage(_HALF), grads=get_storage(_WEIGHT)),
     notes=(_MOMENTS.format(what="weight"), *_ALL),
 )
 
@@ -52,7 +53,7 @@ fp8lm_o3 = Recipe(
     source="Peng et al. 2023 (FP8-LM), arXiv 2310.18313; MS-AMP, optimization level O3",
     compute="bf16",
     rules=_RULES,
-    scaled=Scaled(weights="e4m3fn", grads="e4m3fn", master="fp16"),
+    codes=Codes(weights=get_storage(_WEIGHT), grads=get_storage(_WEIGHT), master=get_storage(_HALF)),
     notes=(
         _MOMENTS.format(what="master"),
         "msamp.initialize takes O1 and O2 only; MS-AMP reaches O3 through DeepSpeed and Megatron-LM.",
