@@ -1,6 +1,7 @@
 """Binary floating point with any split of the bits, in the four conventions for what the last codes mean."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import frexp, inf, ldexp, nan
 
 from halfstep.errors import FormatError, unknown
@@ -48,16 +49,17 @@ class Float(Format):
             raise FormatError(f"format {self.name!r}: without mantissa bits 'fn' has no code for its NaN; use 'finite'")
         if not -100 <= self.bias - 2 ** (self.exponent_bits - 1) <= 100:
             raise FormatError(f"format {self.name!r}: bias {self.bias} is more than 100 from the IEEE one")
+        _ = self.key, self.significant_bits, self.max, self.smallest  # asked at every product, in traced graphs too
 
-    @property
+    @cached_property
     def key(self) -> str:
         return f"float {self.exponent_bits} {self.mantissa_bits} {self.bias} {self.specials}"
 
-    @property
+    @cached_property
     def bits(self) -> int:
         return 1 + self.exponent_bits + self.mantissa_bits
 
-    @property
+    @cached_property
     def significant_bits(self) -> int:
         return 1 + self.mantissa_bits
 
@@ -87,7 +89,7 @@ class Float(Format):
         """floor(log2(max))."""
         return frexp(self.max)[1] - 1
 
-    @property
+    @cached_property
     def max(self) -> float:
         steps = 2 ** (self.mantissa_bits + 1) - (2 if self.specials == "fn" else 1)
         top = 2**self.exponent_bits - (2 if self.specials == "ieee" else 1)
@@ -107,7 +109,7 @@ class Float(Format):
         """The smallest positive value."""
         return ldexp(1, self.min_exponent - self.mantissa_bits)
 
-    @property
+    @cached_property
     def smallest(self) -> float:
         return self.min_subnormal
 

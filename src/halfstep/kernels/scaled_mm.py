@@ -35,6 +35,13 @@ def dtype_of(format: Format) -> torch.dtype | None:
     return _DTYPES.get(format.key)
 
 
+def native_dtype(quantizer: Quantizer, device: torch.device) -> torch.dtype | None:
+    """The dtype in which FP8 units there take operands of that quantizer; None where they do not, or there are none."""
+    if _capability(device) == (0, 0) or refusal(quantizer, device) is not None:
+        return None
+    return dtype_of(quantizer.format)
+
+
 def refusal(quantizer: Quantizer, device: torch.device) -> str | None:
     """Why operands of that quantizer are not multiplied by FP8 units there; None where they are."""
     if (why := _lacks_units(device)) is not None:

@@ -69,7 +69,7 @@ def operand(
     format, scaling = quantizer.format, quantizer.scaling
     if scaling is None:
         return Operand(values(x, quantizer, dtype=_carrier(format, dtype)))
-    native = _native(quantizer, x.device)
+    native = scaled_mm.native_dtype(quantizer, x.device)
     if quantizer.tile == TENSOR:
         factor, amax = _factor(x, quantizer, state, record)
         if factor is not None:
@@ -102,7 +102,7 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
     format, scaling = quantizer.format, quantizer.scaling
     if scaling is None:
         return Operand(quantized.dequantize(_carrier(format, dtype)))
-    native = _native(quantizer, quantized.codes.device)
+    native = scaled_mm.native_dtype(quantizer, quantized.codes.device)
     if native is not None:
         scale = scaling.multiplier(quantized.tensors, format).float()
         return Operand(quantized.codes.view(native), scale.view(()) if _whole(quantizer) else scale)
@@ -159,11 +159,6 @@ def _factor(x: Tensor, quantizer: Quantizer, state: Tensor | None, record: bool)
     if record:
         scaling.record(state, amax)
     return factor, None
-
-
-def _native(quantizer: Quantizer, device: torch.device) -> torch.dtype | None:
-    """The dtype in which FP8 units take operands of that quantizer, where there are any."""
-    return scaled_mm.dtype_of(quantizer.format) if scaled_mm.refusal(quantizer, device) is None else None
 
 
 def _rows(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Operand:

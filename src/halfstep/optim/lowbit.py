@@ -14,22 +14,18 @@ from torch import Tensor, nn
 from halfstep import ops
 from halfstep.errors import OptimizerError
 from halfstep.ops import CodeTensor
-from halfstep.ops.codes import read, write
 from halfstep.optim.checks import UNSCALED, check_parameters, check_state, check_step, warn_of_late
 from halfstep.optim.coded import CodedWeight
 from halfstep.optim.gradients import narrow_all
 from halfstep.optim.present import Present, Reference
-from halfstep.optim.rules.base import UpdateRule
+from halfstep.optim.rules.base import Step, UpdateRule
 from halfstep.optim.seeds import are_several, first_ranks
 from halfstep.optim.shards import is_spread, like, local, positions, spread_like
 from halfstep.optim.states import FORMATS, adopt, foreign, labels, start
-from halfstep.optim.update import Update
+from halfstep.optim.update import OWN, Update, move
 from halfstep.quant import derive_seed
-from halfstep.quant.masters import Kept, Master, Own, get_master
+from halfstep.quant.masters import Master, get_master
 from halfstep.recipe import MASTER, Recipe, Storage
-
-
-_OWN = Own("none", round_to=ops.round_to)
 
 
 class LowBit(torch.optim.Optimizer):
@@ -71,7 +67,7 @@ class LowBit(torch.optim.Optimizer):
         self._agreed = False
         self._versions: dict[Tensor, int] = {}
         self._watch: Callable[[Update], None] | None = None
-        self._known_kinds: dict[tuple[str, ...], tuple[dict[str, Storage], tuple[str, ...]]] = {}
+        self._known_kinds: dict[tuple[str, ...], tuple[dict[str, Storage], tuple[str, ...], bool]] = {}
         super().__init__(groups, {"rounding_seed": seed})
 
     @contextmanager
@@ -105,7 +101,7 @@ class LowBit(torch.optim.Optimizer):
             assert self.recipe.codes is not None
             return CodedWeight("codes", self.recipe.codes)
         name = None if weight.dtype == torch.float32 else self.recipe.master
-        return _OWN if name is None else get_master(name)
+        return OWN if name is None else get_master(name)
 
     def _master_kind(self, weight: Tensor) -> dict[str, Storage]:
         """How the master of a weight that is codes is kept, if it has one."""
@@ -193,11 +189,13 @@ class LowBit(torch.optim.Optimizer):
                 index += 1
         return loss
 
-    def _kinds(self, names: tuple[str, ...]) -> tuple[dict[str, Storage], tuple[str, ...]]:
-        """How the moments of those names are kept, and the names of all tensors that they are kept in."""
+    def _kinds(self, names: tuple[str, ...]) -> tuple[dict[str, Storage], tuple[str, ...], bool]:
+        """How the moments of those names are kept, the names of all tensors that they are kept in, and whether those
+        are of torch's own dtypes."""
         if names not in self._known_kinds:
             kinds = {name: self.recipe.moment(name) for name in names}
-            self._known_kinds[names] = kinds, tuple(part for name, kind in kinds.items() for part in kind.parts(name))
+            parts = tuple(part for name, kind in kinds.items() for part in kind.parts(name))
+            self._known_kinds[names] = kinds, parts, all(kind.dtype is not None for kind in kinds.values())
         return self._known_kinds[names]
 
     def _name_formats(self) -> None:
@@ -245,63 +243,29 @@ class LowBit(torch.optim.Optimizer):
 
     def _update(self, parameter: Tensor, group: dict[str, Any], grad_scale: float, index: int) -> None:
         state, master = self._begun(parameter, group), self._master(parameter)
-        kinds, parts = self._kinds(self.rule.moments(group))
+        kinds, parts, plain = self._kinds(self.rule.moments(group))
         state["step"] += 1
-        step, grad = int(state["step"]), like(parameter, master.gradient(_grad(parameter)))
+        number, grad = int(state["step"]), like(parameter, master.gradient(_grad(parameter)))
         # Of a parameter that is spread over ranks, this one's part; whole where norms of the whole enter.
         weight, kept = local(parameter), {name: local(state[name]) for name in master.keeps}
         moments = {part: state[part] for part in parts}
         if self.rule.elementwise:
             grad, moments = local(grad), {name: local(value) for name, value in moments.items()}
-        if master is _OWN and self.recipe.update_rounding != "nearest_even":
-            rounding = self.recipe.update_rounding
-            master = replace(_OWN, rounding=rounding)
-            if rounding == "stochastic":
-                seed = derive_seed(group["rounding_seed"], step, index)
+        if master is OWN and self.recipe.update_rounding != "nearest_even":
+            master = replace(OWN, rounding=self.recipe.update_rounding)
+            if master.rounding == "stochastic":
+                seed = derive_seed(group["rounding_seed"], number, index)
                 master = replace(master, seed=seed, positions=positions(parameter))
-        plain = self._watch is None and all(kind.dtype is not None for kind in kinds.values())
-        if plain and self.rule.fused(weight, master, kept, grad, moments, step, group, grad_scale):
+        step = Step(weight, master, kept, grad, moments, number, group, grad_scale)
+        if plain and self._watch is None and self.rule.fused(step):
             torch.autograd.graph.increment_version(weight)
         else:
-            self._reference(parameter, weight, master, kept, grad, moments, kinds, step, group, grad_scale)
+            written = not master.costly or self._versions.get(parameter) != parameter._version
+            move(self.rule, step, kinds, parameter, written, self._watch)
         if is_spread(parameter):
             torch.autograd.graph.increment_version(parameter)
         if master.costly:
             self._versions[parameter] = parameter._version
-
-    def _reference(
-        self,
-        parameter: Tensor,
-        weight: Tensor,
-        master: Master,
-        kept: Kept,
-        grad: Tensor,
-        moments: dict[str, Tensor],
-        kinds: Mapping[str, Storage],
-        step: int,
-        group: dict[str, Any],
-        grad_scale: float,
-    ) -> None:
-        """What `rule.fused` does, for any rule, device and format: in torch, except for what it can do in float32."""
-        if not master.costly or self._versions.get(parameter) != parameter._version:
-            ops.follow(master, weight, kept)
-        full, before = master.read(weight, kept), master.value(weight, kept) if self._watch else None
-        values = {name: read(kind, name, moments, tuple(full.shape)) for name, kind in kinds.items()}
-        if self._watch is None and self.rule.fused(full, _OWN, {}, grad, values, step, group, grad_scale):
-            for name, kind in kinds.items():
-                write(kind, name, moments, values[name])
-            master.write(weight, kept, full)
-            return
-        if not self.rule.elementwise:
-            full = spread_like(full, parameter)
-        grad = grad.float() if grad_scale == 1.0 else grad.float() * grad_scale
-        updated, new = self.rule.update(full, grad, values, step, group)
-        for name, moment in new.items():
-            write(kinds[name], name, moments, moment)
-        wanted = local(updated - full) if self._watch is not None else None
-        master.write(weight, kept, local(like(parameter, updated)))
-        if self._watch is not None and before is not None and wanted is not None:
-            self._watch(Update(parameter, before, wanted, master.value(weight, kept) - before))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that a clip moved to float32 are of their own dtype again."""

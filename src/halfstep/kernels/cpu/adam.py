@@ -18,7 +18,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from halfstep.kernels.cpu.arrays import as_array
+from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
 from halfstep.kernels.cpu.lanes import (
     INFINITY,
@@ -102,7 +102,7 @@ _SCALARS = ("grad_scale", "beta1", "beta2", "l2", "keep", "step_size", "rescale"
 
 
 def _array(tensor: Tensor) -> Any:
-    return as_array(tensor, PLAIN[tensor.dtype])
+    return array(tensor, PLAIN[tensor.dtype])
 
 
 # ---- lanes -----------------------------------------------------------------------------------------------------

@@ -32,18 +32,14 @@ def separate(x: Tensor, out: Tensor) -> bool:
     return x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
 
 
-def array(tensor: Tensor) -> Any:
-    """A plain tensor as a flat array: float32 as uint32, bfloat16 as uint16, float16 as int16, others as they are."""
-    return as_array(tensor, _VIEWS.get(tensor.dtype, tensor.dtype))
-
-
-def as_array(tensor: Tensor, dtype: torch.dtype) -> Any:
-    """The memory of a plain tensor as a flat array of `dtype`, which has the same size an element.
+def array(tensor: Tensor, dtype: torch.dtype | None = None) -> Any:
+    """The memory of a plain tensor as a flat array: float32 as uint32, bfloat16 as uint16, float16 as int16, others as
+    they are; or of a `dtype` that has the same size an element.
 
     It does not use `Tensor.numpy`, which marks the storage as one that cannot be resized: FSDP2, which frees a
     layer's whole weights after each use by resizing their storage to nothing, would then fail.
     """
-    return np.asarray(_Memory(tensor, _TYPES[dtype]))
+    return np.asarray(_Memory(tensor, _TYPES[dtype or _VIEWS.get(tensor.dtype, tensor.dtype)]))
 
 
 class _Memory:

@@ -14,7 +14,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from halfstep.kernels.cpu.arrays import as_array, plain
+from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
 from halfstep.kernels.cpu.lanes import Lane, bits_of, lanes, rounded_up_half
 
@@ -45,7 +45,7 @@ def run(weight: Tensor, kept: Mapping[str, Tensor]) -> None:
 
 
 def _array(tensor: Tensor) -> Any:
-    return as_array(tensor, PLAIN[tensor.dtype])
+    return array(tensor, PLAIN[tensor.dtype])
 
 
 # ---- lanes -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfstep.formats import Format
 from halfstep.kernels.cpu import cast, codes, elements
-from halfstep.kernels.cpu.arrays import as_array, plain
+from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import Kernel, inner
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, lanes
@@ -51,7 +51,7 @@ def run(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -> bool:
     if quantizer.scaling.factor(amax, quantizer.format) is None and _fused(x, out, quantizer):
         scales = finite(amax / quantizer.format.max).view(rows // high, columns // wide)
         numbers: Any = elements.scalars(quantizer.format, quantizer.rounding, "saturate")
-        arrays = [as_array(t, torch.float32).reshape(t.shape) for t in (matrix, out.view(matrix.shape), scales)]
+        arrays = [array(t, torch.float32).reshape(t.shape) for t in (matrix, out.view(matrix.shape), scales)]
         _divided(x.numel(), *arrays, numbers, high, wide)
         return True  # nobody looked
     scaled, multiplier = _scaled(cut, amax, quantizer.scaling, quantizer.format)

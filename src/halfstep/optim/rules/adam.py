@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.cpu import adam as kernel
-from halfstep.optim.rules.base import Group, Moments, UpdateRule
-from halfstep.quant.masters import Kept, Master
+from halfstep.optim.rules.base import Group, Moments, Step, UpdateRule
 
 
 REFUSED = {
@@ -60,22 +59,11 @@ def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bo
     def update(weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Group) -> tuple[Tensor, Moments]:
         return move(weight, grad, moments, scalars(step, group, 1.0, is_decoupled(group)))
 
-    def fused(
-        weight: Tensor,
-        master: Master,
-        kept: Kept,
-        grad: Tensor,
-        moments: Moments,
-        step: int,
-        group: Group,
-        grad_scale: float,
-    ) -> bool:
-        if master.positions is not None:
+    def fused(step: Step) -> bool:
+        master, tensors = step.master, (step.weight, step.master.name, step.kept, step.grad, step.moments)
+        if master.positions is not None or not kernel.supports(*tensors, master.rounding):
             return False
-        if not kernel.supports(weight, master.name, kept, grad, moments, master.rounding):
-            return False
-        numbers = scalars(step, group, grad_scale, is_decoupled(group))
-        kernel.run(weight, master.name, kept, grad, moments, numbers, master.seed)
+        kernel.run(*tensors, scalars(step.number, step.group, step.grad_scale, is_decoupled(step.group)), master.seed)
         return True
 
     return UpdateRule(

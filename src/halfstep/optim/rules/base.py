@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,27 +18,29 @@ Group = Mapping[str, Any]
 Moments = dict[str, Tensor]
 
 
-class Fused(Protocol):
-    """The same update in one pass over memory, in place; False where it cannot serve these tensors."""
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What one update of one weight takes: all of it is as stored, the gradient still times the loss scale."""
 
-    def __call__(
-        self,
-        weight: Tensor,
-        master: Master,
-        kept: Kept,
-        grad: Tensor,
-        moments: Moments,
-        step: int,
-        group: Group,
-        grad_scale: float,
-    ) -> bool:
-        """Update weight, what the master keeps, and moments in place and say so, or touch nothing and return False.
-
-        What is kept first follows the weight (`Master.follow`).
-        """
+    weight: Tensor
+    master: Master
+    kept: Kept
+    """What the master keeps."""
+    grad: Tensor
+    moments: Moments
+    number: int
+    """Counts from 1."""
+    group: Group
+    grad_scale: float = 1.0
+    """What the gradient is multiplied by first."""
 
 
-def never(*_: Any, **__: Any) -> bool:
+Fused = Callable[[Step], bool]
+"""The same update in one pass over memory: what is kept follows the weight (`Master.follow`), then weight, kept and
+moments are updated in place. False where it cannot serve these tensors, and has touched none."""
+
+
+def never(step: Step) -> bool:
     """The fused update of a rule that has none."""
     return False
 
