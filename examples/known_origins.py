@@ -2,25 +2,23 @@
 
 import sys
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, bfloat16, float16, float32
 
 import halfstep
 from halfstep.lab.models.gpt import GPT
 
 
-State = dict[str, Tensor]
-
-
-def train(recipe: str, steps: int) -> tuple[State, State]:
+def train(recipe: str, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A small GPT trained on random bytes: its state dict, and its optimizer's tensors as NUMBER.NAME."""
     torch.manual_seed(0)
     model: torch.nn.Module = GPT(vocabulary=64, context=16, layers=2, width=256, heads=4)
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe, generator=0)
+    stock = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer, scaler = halfstep.prepare(model, stock, recipe, generator=0)
     for _ in range(steps):
         tokens = torch.randint(64, (4, 17))
         logits = model(tokens[:, :-1]).flatten(0, 1)
@@ -32,40 +30,34 @@ def train(recipe: str, steps: int) -> tuple[State, State]:
     return dict(model.state_dict()), {f"{n}.{name}": t for n, state in states for name, t in state.items()}
 
 
-def cast(state: State, *dtypes: torch.dtype, keep: str = "-") -> State:
+def cast(state: dict[str, Tensor], *dtypes: torch.dtype, keep: str = "-") -> dict[str, Tensor]:
     """A state dict cast to one type after the other, but for names that contain `keep`."""
-    for dtype in dtypes:
-        state = {name: tensor if keep in name else tensor.to(dtype) for name, tensor in state.items()}
-    return state
+    return {name: tensor if keep in name else reduce(Tensor.to, dtypes, tensor) for name, tensor in state.items()}
 
 
 def main(folder: str | Path, steps: int = 20) -> list[Path]:
     """Write the checkpoints, one file each, and return their paths; the name of a file says its origin."""
-    fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
     recipes = ("fp32", "fp16-master", "bf16-master", "bf16-nomaster", "fp8lm-o2")
     (full, _), (half, _), (master, states), (alone, _), (scaled, _) = (train(recipe, steps) for recipe in recipes)
     matrices = {name: tensor for name, tensor in full.items() if tensor.dim() == 2}
-    blocks = halfstep.get_quantizer("fp8_128x128")  # float8_e4m3fn, one float32 scale a block
+    blocks = halfstep.get_quantizer("fp8_128x128")  # as DeepSeek-V3 is published: one float32 scale a block
     whole = replace(blocks, tile=halfstep.quant.Tile(0, 0))
-    checkpoints = {
-        "fp32": full,
-        "fp16": half,
-        "bf16": alone,
-        "fp8lm_o2": scaled,
+    checkpoints = {"fp32": full, "fp16": half, "bf16": alone, "fp8lm_o2": scaled}
+    checkpoints |= {
         "bf16_with_its_master": master | states,
-        "bf16_without_a_master_saved_as_fp32": cast(alone, fp32),
-        "fp16_saved_as_fp32": cast(half, fp32),
-        "bf16_saved_as_fp16": cast(alone, fp16),
-        "fp32_cast_to_bf16_cast_to_fp16": cast(full, bf16, fp16),
-        "norms_fp32_rest_bf16": cast(full, bf16, keep="norm"),
-        "norms_fp32_rest_bf16_saved_as_fp32": cast(full, bf16, fp32, keep="norm"),
-        "fp8_times_scales_saved_as_bf16": cast({n: whole(t) for n, t in matrices.items()}, bf16),
-        # As DeepSeek-V3 is published, dequantised
-        "fp8_in_128x128_blocks_saved_as_bf16": cast({n: blocks(t) for n, t in matrices.items()}, bf16),
+        "bf16_without_a_master_saved_as_fp32": cast(alone, float32),
+        "fp16_saved_as_fp32": cast(half, float32),
+        "bf16_saved_as_fp16": cast(alone, float16),
+        "fp32_cast_to_bf16_cast_to_fp16": cast(full, bfloat16, float16),
+        "norms_fp32_rest_bf16": cast(full, bfloat16, keep="norm"),
+        "norms_fp32_rest_bf16_saved_as_fp32": cast(full, bfloat16, float32, keep="norm"),
+        "fp8_times_scales_saved_as_bf16": cast({name: whole(t) for name, t in matrices.items()}, bfloat16),
+        "fp8_in_128x128_blocks_saved_as_bf16": cast({name: blocks(t) for name, t in matrices.items()}, bfloat16),
     }
-    for name, tensors in checkpoints.items():
-        save_file(tensors, Path(folder) / f"{name}.safetensors")
-    return [Path(folder) / f"{name}.safetensors" for name in checkpoints]
+    paths = [Path(folder) / f"{name}.safetensors" for name in checkpoints]
+    for path, tensors in zip(paths, checkpoints.values(), strict=True):
+        save_file(tensors, path)
+    return paths
 
 
 if __name__ == "__main__":
