@@ -19,6 +19,7 @@ from tiny import (
     BREAKS,
     EVERY,
     SMOOTH,
+    Gated,
     adamw,
     assert_same,
     batch,
@@ -198,6 +199,35 @@ def test_two_micro_batches_are_one_batch(name):
     for key, expected in whole.items():
         difference = (halves[key].float() / 2 - expected.float()).norm() / expected.float().norm()
         assert difference < tolerance, key
+
+
+@every_recipe
+@pytest.mark.parametrize("rows", [(6,), (2, 3)])
+def test_what_a_layer_returns_can_be_written_to(name, rows):
+    """`y += x` and `ReLU(inplace=True)` give what `y = y + x` and `ReLU()` do."""
+
+    class Both(nn.Module):
+        def __init__(self, inplace):
+            super().__init__()
+            self.inplace, self.inner, self.gated = inplace, nn.Linear(8, 8), Gated(8, 8)
+            self.relu = nn.ReLU(inplace=inplace)
+
+        def forward(self, x):
+            y = self.relu(self.inner(x))
+            z = self.gated(y)
+            if self.inplace:
+                z += y
+                return z.mul_(2)
+            return (z + y) * 2
+
+    found = []
+    for inplace in (True, False):
+        torch.manual_seed(0)
+        model, _, scaler = prepared(name, Both(inplace))
+        output = model(torch.randn(*rows, 8))
+        scaler.scale(output.square().mean()).backward()
+        found.append([output.detach(), grads(model)])
+    assert_same(*found)
 
 
 @every_recipe

@@ -14,7 +14,7 @@ from halfstep.kernels import scaled_mm
 from halfstep.ops.matmul import matmul
 from halfstep.ops.once import Backwards, Once, once, run
 from halfstep.ops.operand import Operand, just_in_time, operand
-from halfstep.ops.plain import matrix, plain
+from halfstep.ops.plain import matrix, plain, unflatten
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import check_plain, foreign
 from halfstep.quant import Quantizer
@@ -80,7 +80,7 @@ def _infer(
     with torch.autocast(x.device.type, enabled=False):
         lhs = operand(rows, quantizer, dtype, just_in_time(rows, quantizer, state))
         y = _product(lhs, weight.t(), bias, dtype)
-    return y.view(*x.shape[:-1], y.shape[-1])
+    return unflatten(y, x)
 
 
 class _Rounded(Once):
@@ -102,7 +102,7 @@ class _Rounded(Once):
             # What a backward product takes as the forward did is kept so; what it rounds anew, as it came.
             x_kept = _kept(lhs, rows, _down(spec.grad_weight.rhs), spec.output.lhs, dtype)
             weight_kept = _kept(rhs, weight, _down(spec.grad_input.rhs), spec.output.rhs, dtype)
-        return y.view(*x.shape[:-1], weight.shape[0]), y.new_zeros(()), *x_kept, *weight_kept
+        return unflatten(y, x), y.new_zeros(()), *x_kept, *weight_kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:

@@ -31,13 +31,19 @@ def matrix(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+def unflatten(y: Tensor, x: Tensor) -> Tensor:
+    """The rows of y, which is nobody's, as those of x: no view to autograd, whose views a layer's output may not be
+    where somebody writes to it (`y += x`, `ReLU(inplace=True)`)."""
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))  # type: ignore[no-any-return]
+
+
 class _Traced(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            return matmul(matrix(x), weight.t(), bias, None, x.dtype).view(*x.shape[:-1], weight.shape[0])
+            return unflatten(matmul(matrix(x), weight.t(), bias, None, x.dtype), x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
