@@ -53,12 +53,24 @@ class Stored:
         return label(self.quantizer).encode()
 
 
-def product(module: Any, x: Tensor, weight: Tensor | Operand, bias: Tensor | None, part: str = "") -> Tensor:
-    """x w^T + b as the layer's spec says; only calls that train the model move scaling states."""
+def product(
+    module: Any,
+    x: Tensor,
+    weight: Tensor | Operand,
+    bias: Tensor | None,
+    part: str = "",
+    channels: Tensor | None = None,
+) -> Tensor:
+    """x w^T + b as the layer's spec says; only calls that train the model move scaling states.
+
+    Args:
+        part: of the layer's products, where it has several.
+        channels: as `ops.linear` takes them.
+    """
     shared = part_of(module)
     record = shared is not None and shared.trains(module)
     spec = vars(module).get("_halfstep_linear", _PLAIN)
-    return ops.linear(x, weight, bias, spec, states_of(module, part), record)
+    return ops.linear(x, weight, bias, spec, states_of(module, part), record, channels)
 
 
 def weight_of(module: Any, name: str, x: Tensor, expert: int | None = None) -> Any:

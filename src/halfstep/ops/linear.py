@@ -32,6 +32,7 @@ def linear(
     spec: LinearSpec,
     states: States | None = None,
     record: bool = False,
+    channels: Tensor | None = None,
 ) -> Tensor:
     """y = x w^T + b, whose forward product and whose two backward products round their operands as `spec` says.
 
@@ -43,18 +44,22 @@ def linear(
         weight: an `Operand` is one that is rounded already, for inference: its layer has no gradients.
         states: where the spec has stateful scalings, their states; `nn.apply` keeps them beside the module.
         record: raise this step's amaxes in the states. False for evaluation, which must not move them.
+        channels: x comes multiplied by it, a power of two a channel (in); what x is rounded to is divided by it. That is
+            exact, and the weight is rounded as it is.
 
     Raises:
         ModelError: the weight is an `Operand` and x requires a gradient; a weight that is to be rounded is a shard, or
             another library's tensor.
     """
     if isinstance(weight, Operand):
-        return _infer(x, weight, bias, spec.output.lhs, (states or {}).get("input"))
+        return _infer(x, weight, bias, spec.output.lhs, (states or {}).get("input"), channels)
     weight = values_of(weight)
     if spec.rounds:
         check_plain(weight)
         function = _Rounded if torch.compiler.is_compiling() else _Eager
-        return run(function, x, weight, bias, spec, states or {}, record)[0]  # type: ignore[no-any-return]
+        return run(function, x, weight, bias, spec, states or {}, record, channels)[0]  # type: ignore[no-any-return]
+    if channels is not None:
+        x = x * channels.reciprocal().to(x.dtype)
     if not torch.compiler.is_compiling() and foreign(weight) is not None:
         return F.linear(x, weight, bias)  # which its library has a way for
     dtype = product_dtype(x)
@@ -69,7 +74,12 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def _infer(
-    x: Tensor, weight: Operand, bias: Tensor | None, quantizer: Quantizer | None, state: Tensor | None
+    x: Tensor,
+    weight: Operand,
+    bias: Tensor | None,
+    quantizer: Quantizer | None,
+    state: Tensor | None,
+    channels: Tensor | None,
 ) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
         raise ModelError(
@@ -78,7 +88,7 @@ def _infer(
         )
     dtype, rows = product_dtype(x), matrix(x)
     with torch.autocast(x.device.type, enabled=False):
-        lhs = operand(rows, quantizer, dtype, just_in_time(rows, quantizer, state))
+        lhs = operand(rows, quantizer, dtype, just_in_time(rows, quantizer, state)).over(channels, dtype)
         y = _product(lhs, weight.t(), bias, dtype)
     return unflatten(y, x)
 
@@ -92,13 +102,19 @@ class _Rounded(Once):
 
     @staticmethod
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec, states: States, record: bool
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        spec: LinearSpec,
+        states: States,
+        record: bool,
+        channels: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         dtype, rows = product_dtype(x), matrix(x)
         with torch.autocast(x.device.type, enabled=False):
             lhs = operand(rows, spec.output.lhs, dtype, states.get("input"), record)
             rhs = operand(weight, spec.output.rhs, dtype, states.get("weight"), record)
-            y = _product(lhs, rhs.t(), bias, dtype)
+            y = _product(lhs.over(channels, dtype), rhs.t(), bias, dtype)
             # What a backward product takes as the forward did is kept so; what it rounds anew, as it came.
             x_kept = _kept(lhs, rows, _down(spec.grad_weight.rhs), spec.output.lhs, dtype)
             weight_kept = _kept(rhs, weight, _down(spec.grad_input.rhs), spec.output.rhs, dtype)
@@ -106,19 +122,19 @@ class _Rounded(Once):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        x, weight, bias, ctx.spec, ctx.states, ctx.record = inputs
+        x, weight, bias, ctx.spec, ctx.states, ctx.record, channels = inputs
         _, anchor, x_kept, x_scale, weight_kept, weight_scale = output
         ctx.dtype, ctx.shape = product_dtype(x), x.shape
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.mark_non_differentiable(*[kept for kept in output[2:] if kept is not None])
         ctx.set_materialize_grads(False)
         x_kept, weight_kept = x if x_kept is None else x_kept, weight if weight_kept is None else weight_kept
-        ctx.save_for_backward(anchor, x_kept, x_scale, weight_kept, weight_scale)
+        ctx.save_for_backward(anchor, x_kept, x_scale, weight_kept, weight_scale, channels)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         options = (ctx.needs_input_grad[:3], ctx.spec, ctx.states, ctx.record, ctx.dtype, ctx.shape, ctx.dtypes)
-        return *once(_form, grads[0], *ctx.saved_tensors, *options), None, None, None
+        return *once(_form, grads[0], *ctx.saved_tensors, *options), None, None, None, None
 
 
 class _Eager(Backwards, _Rounded):
@@ -132,6 +148,7 @@ def _form(
     x_scale: Tensor | None,
     weight: Tensor,
     weight_scale: Tensor | None,
+    channels: Tensor | None,
     needs: tuple[bool, ...],
     spec: LinearSpec,
     states: States,
@@ -151,12 +168,14 @@ def _form(
             anew = _down(first.rhs) != spec.output.rhs
             rhs = operand(weight, _down(first.rhs), dtype) if anew else Operand(weight, weight_scale)
             grad_x = _product(lhs, rhs, None, dtype).view(shape).to(dtypes[0])
+            if channels is not None:
+                grad_x = grad_x * channels.reciprocal().to(grad_x.dtype)
         if needs[1]:
             if lhs is None or _down(second.lhs) != first.lhs:
                 lhs = operand(rows, _down(second.lhs), dtype, states.get("grad_output"), record)
             anew = _down(second.rhs) != spec.output.lhs
             rhs = operand(x, _down(second.rhs), dtype) if anew else Operand(x, x_scale)
-            grad_weight = _product(lhs.t(), rhs, None, dtype).to(dtypes[1])
+            grad_weight = _product(lhs.t(), rhs.over(channels, dtype), None, dtype).to(dtypes[1])
         if needs[2]:
             grad_bias = rows.sum(0).to(dtypes[2])
     return grad_x, grad_weight, grad_bias

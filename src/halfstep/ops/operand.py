@@ -43,6 +43,14 @@ class Operand:
             return Operand(self.values.float() * self.scale)
         return Operand(self.values.to(_carrier(formats.get(self.values.dtype), dtype)), self.scale)
 
+    def over(self, powers: Tensor | None, dtype: torch.dtype) -> Operand:
+        """The same with each column divided by a power of two, in a dtype that holds that; None divides by 1."""
+        if powers is None:
+            return self
+        wide = self.widened(dtype)
+        values = wide.values.float() if wide.values.dtype == torch.float16 else wide.values
+        return Operand(values * powers.reciprocal().to(values.dtype), wide.scale)
+
     def __getitem__(self, rows: slice) -> Operand:
         scale = self.scale
         return Operand(self.values[rows], scale[rows] if scale is not None and scale.dim() else scale)

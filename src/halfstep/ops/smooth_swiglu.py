@@ -49,7 +49,7 @@ def token_scale(linear: Tensor) -> Tensor:
 def smooth_channels(
     gate: Tensor, linear: Tensor, activation: Callable[[Tensor], Tensor] = F.silu
 ) -> tuple[Tensor, Tensor]:
-    """s * act(gate) * linear and s: what the down-projection rounds, its weight being w3 / s.
+    """s * act(gate) * linear and s: what the down-projection rounds, and then divides by s (`ops.linear`).
 
     gate is w2 x and linear w1 x, both (..., channels). Gradients do not pass through s.
 

@@ -38,7 +38,7 @@ def refusal(module: nn.Module) -> str | None:
 
 
 def by_channel(stock: Any, module: Any, x: Tensor) -> Tensor:
-    """The stock forward with a power of two a channel before the down-projection, whose weight is divided by it."""
+    """The stock forward with a power of two a channel before the down-projection, which divides by it once rounded."""
     hidden, scale = ops.smooth_channels(module.gate_proj(x), module.up_proj(x), module.act_fn)
     return module.down_proj(hidden, channels=scale)  # type: ignore[no-any-return]
 

@@ -27,13 +27,11 @@ def forward(
     """`ops.linear` with the spec that `apply` left on the module; only training steps move scaling states.
 
     Args:
-        channels: the input comes multiplied by it, a power of two a channel: the weight is divided by it.
+        channels: the input comes multiplied by it, a power of two a channel: what it is rounded to is divided by it.
         tokens: the input comes divided by it, a scale a token: the product is multiplied by it.
     """
     weight, bias = weight_of(module, "weight", input), module.bias
-    if channels is not None:
-        weight = weight * channels.reciprocal().to(weight.dtype)
     if tokens is None:
-        return product(module, input, weight, bias)
+        return product(module, input, weight, bias, channels=channels)
     y = product(module, input, weight, None) * tokens
     return y if bias is None else y + bias.to(y.dtype)
