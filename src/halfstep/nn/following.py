@@ -6,7 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -17,10 +17,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 from halfstep.nn.adopt import OnCopy, adopt
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.clock import Clock
+from halfstep.nn.functions import Float32Functions
 from halfstep.nn.outputs import to_float32
 
 
 _PART = "_halfstep_part"
+_NOTHING = nullcontext()
 
 
 class Part:
@@ -30,6 +32,7 @@ class Part:
         self._recipe = applied.recipe.name
         self._autocast = applied.autocast
         self._clock: Clock | None = applied.clock
+        self._functions = applied.recipe.float32_functions
         self._calls: dict[int, int] = {}  # by thread: how deep in calls it is
         self._traced = 0  # of a graph that is being traced, which knows no threads
         self._warned = False
@@ -70,10 +73,18 @@ class Part:
             if self._autocast is None:
                 yield
             else:
-                with torch.autocast(_device(module), dtype=self._autocast):
+                with torch.autocast(_device(module), dtype=self._autocast), self.functions():
                     yield
         finally:
             self._end(thread)
+
+    def functions(self) -> AbstractContextManager[Any]:
+        """What widens the inputs of functions that the recipe lists."""
+        return Float32Functions(self._functions) if self._functions else nullcontext()
+
+    def is_recomputed(self) -> bool:
+        """Whether a call from within comes a second time, in a backward pass, where autocast alone is back."""
+        return bool(self._functions) and not self._traced and not self._calls.get(threading.get_ident())
 
     def _begin(self) -> int:
         if torch.compiler.is_compiling():
@@ -190,8 +201,11 @@ def _root_forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 def _part_forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     """The stock forward; called from outside, it enters the recipe and leaves in float32, as the root's does."""
     part = part_of(module)
-    if part is None or part.is_inside(module):
+    if part is None:
         return stock(module, *args, **kwargs)
+    if part.is_inside(module):
+        with part.functions() if part.is_recomputed() else _NOTHING:
+            return stock(module, *args, **kwargs)
     if not torch.compiler.is_compiling():
         part.warn(module)
     with part.entered(module):

@@ -44,8 +44,8 @@ def linear(
         weight: an `Operand` is one that is rounded already, for inference: its layer has no gradients.
         states: where the spec has stateful scalings, their states; `nn.apply` keeps them beside the module.
         record: raise this step's amaxes in the states. False for evaluation, which must not move them.
-        channels: x comes multiplied by it, a power of two a channel (in); what x is rounded to is divided by it. That is
-            exact, and the weight is rounded as it is.
+        channels: x comes multiplied by it, a power of two a channel (in); what x is rounded to is divided by it, which
+            is exact, and the weight is rounded as it is.
 
     Raises:
         ModelError: the weight is an `Operand` and x requires a gradient; a weight that is to be rounded is a shard, or

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
+
 from halfstep import formats
 from halfstep.errors import RecipeError, unknown
 from halfstep.quant.masters import get_master, list_masters
@@ -119,6 +121,9 @@ class Recipe:
     `master` say."""
     float32_modules: tuple[str, ...] = ()
     """Modules that compute in float32 under autocast, with float32 weights: globs on their classes' names or paths."""
+    float32_functions: tuple[str, ...] = ()
+    """torch's functions, by name, that take 16-bit inputs in float32 under autocast, beside those that it lists for the
+    device: `softmax`, `exp`, `sum` ...; methods and operators of that name too."""
     attention: AttentionSpec | None = None
     """How attention rounds the operands of its two products, where a module of torch's or ours forms them."""
     smooth_glu: str | None = None
@@ -140,6 +145,16 @@ class Recipe:
                 self.moment(name)
             except RecipeError as error:
                 raise RecipeError(f"recipe {self.name!r}: moments: {error}") from error
+        for name in self.float32_functions:
+            if not any(callable(getattr(module, name, None)) for module in (torch, torch.nn.functional)):
+                raise RecipeError(
+                    f"recipe {self.name!r}: {unknown('function of torch', name, dir(torch.nn.functional))}"
+                )
+        if self.float32_functions and self.compute == "fp32":
+            raise RecipeError(
+                f"recipe {self.name!r}: float32_functions with compute = 'fp32', where all functions are: "
+                "name a 16-bit compute dtype, or leave them out"
+            )
         check_rounding(self.update_rounding)
         if self.update_rounding != "nearest_even" and self.weights == "fp32":
             raise RecipeError(
@@ -222,6 +237,7 @@ class Recipe:
     def describe(self) -> str:
         """The whole recipe, one field a line, with the terms of its bytes per parameter."""
         rounding = f", update rounded {self.update_rounding}" if self.update_rounding != "nearest_even" else ""
+        widened = (*self.float32_modules, *self.float32_functions)
         own = "the weights themselves" if self.weights == "fp32" else "none"
         lines = [
             ("weights", self.weights + rounding),
@@ -229,7 +245,7 @@ class Recipe:
             ("master", f"{self.master}, {get_master(self.master).bytes:g} bytes" if self.master else own),
             ("moments", self._moments_text()),
             ("compute", "as stored" if self.compute == "fp32" else f"torch.autocast to {self.compute}"),
-            *[("in fp32", ", ".join(self.float32_modules))] * bool(self.float32_modules),
+            *[("in fp32", ", ".join(widened))] * bool(widened),
             ("loss scale", str(self.loss_scale or "none")),
             *([("gated MLPs", SMOOTH_GLU[self.smooth_glu])] if self.smooth_glu else []),
             *([("codes", str(self.codes))] if self.codes else []),

@@ -1,0 +1,149 @@
+"""Functions that a recipe lists compute in float32 under autocast, on any device, however they are called."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import halfstep
+from halfstep.errors import RecipeError
+from halfstep.recipe import from_data, get_recipe, to_data
+from tiny import assert_same, prepared
+
+
+LISTS = get_recipe("fp16-lists")
+CALLS = {
+    "softmax": lambda y: F.softmax(y, -1), "torch.softmax": lambda y: torch.softmax(y, -1),
+    "method": lambda y: y.softmax(-1), "log_softmax": lambda y: F.log_softmax(y, -1), "exp": torch.exp,
+    "expm1": lambda y: y.expm1(), "pow": lambda y: y**2, "rpow": lambda y: 2**y, "torch.pow": lambda y: torch.pow(y, 3),
+    "reciprocal": lambda y: 1 / y, "rsqrt": torch.rsqrt, "log": lambda y: y.log(),
+    "sum": lambda y: y.sum(-1), "norm": lambda y: y.norm(dim=-1), "cumsum": lambda y: y.cumsum(-1),
+    "var": lambda y: y.var(-1),
+    "layer_norm": lambda y: F.layer_norm(y, (8,)), "rms_norm": lambda y: F.rms_norm(y, (8,)),
+    "gelu": F.gelu, "softplus": F.softplus, "normalize": lambda y: F.normalize(y, dim=-1),
+    "cosine": lambda y: F.cosine_similarity(y, y.flip(0)), "logsumexp": lambda y: y.logsumexp(-1),
+    "group_norm": lambda y: F.group_norm(y, 2), "std": lambda y: torch.std(y, -1), "tan": torch.tan,
+}  # fmt: skip
+OTHERS = {"relu": F.relu, "add": lambda y: y + y, "in place": lambda y: y.clone().exp_(), "mean": lambda y: y.mean(-1)}
+
+
+class Calls(nn.Module):
+    """A layer, and a function of what it returns; both are kept."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.inner, self.call, self.kept = nn.Linear(8, 8), call, ()
+
+    def forward(self, x):
+        y = self.inner(x)
+        z = self.call(y)
+        self.kept = (*self.kept, (y.detach(), z.detach()))
+        return z
+
+
+class Checkpointed(nn.Module):
+    """A part that is computed again in the backward pass, called as a module or by a method of its own."""
+
+    def __init__(self, options):
+        super().__init__()
+        self.first, self.part, self.options = nn.Linear(8, 8), Calls(lambda y: F.softmax(y**2, -1)), options
+
+    def method(self, x):
+        return self.part(x) + F.softmax(self.first(x), -1)
+
+    def forward(self, x):
+        by_method = "context_fn" in self.options or "method" in self.options
+        options = {name: option for name, option in self.options.items() if name != "method"}
+        run = self.method if by_method else self.part
+        return checkpoint(run, self.first(x), **options) if options else run(self.first(x))
+
+
+def called(call, recipe="fp16-lists"):
+    model, _, _ = prepared(recipe, Calls(call))
+    model(torch.randn(6, 8))
+    return model.kept[0]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_listed_function_computes_in_float32(name):
+    y, z = called(CALLS[name])
+    assert (y.dtype, z.dtype) == (torch.float16, torch.float32)
+    assert_same(z, CALLS[name](y.float()))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_follow_their_input(name):
+    y, z = called(OTHERS[name])
+    assert y.dtype == z.dtype == torch.float16
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_list_covers_what_autocast_on_a_gpu_does(name):
+    """Of torch's policy for CUDA: what a CPU leaves in 16 bits elsewhere, it does not under this recipe."""
+    _, z = called(CALLS[name], "fp16-mixed")
+    if name in ("softmax", "layer_norm", "exp", "sum", "norm", "pow", "gelu"):
+        assert z.dtype == torch.float16  # or the test above shows nothing
+
+
+def test_an_explicit_dtype_is_the_callers_own():
+    _, z = called(lambda y: F.softmax(y, -1, dtype=torch.float64))
+    assert z.dtype == torch.float64
+    _, z = called(lambda y: y.sum(-1, dtype=torch.float16))
+    assert z.dtype == torch.float16
+
+
+def gradients(**options):
+    torch.manual_seed(0)
+    model = Checkpointed(options)
+    if "context_fn" in options:
+        model.options["context_fn"] = lambda: (nullcontext(), halfstep.following(model))
+    model, _, scaler = prepared("fp16-lists", model)
+    torch.manual_seed(1)
+    scaler.scale(model(torch.randn(6, 8)).square().sum()).backward()
+    assert {z.dtype for _, z in model.part.kept} == {torch.float32}
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_part_computes_as_it_did(reentrant):
+    """Activation checkpointing runs it again in the backward pass, where torch restores autocast alone."""
+    assert_same(gradients(use_reentrant=reentrant), gradients())
+
+
+def test_a_recomputed_method_needs_the_context():
+    with pytest.raises(CheckpointError, match="different metadata"):
+        gradients(use_reentrant=False, method=True)
+    assert_same(gradients(use_reentrant=False, context_fn=None), gradients(method=True))
+
+
+def test_parts_and_code_between_them():
+    model, _, _ = prepared("fp16-lists", nn.ModuleList([Calls(torch.exp), nn.Linear(8, 8)]))
+    x = torch.randn(6, 8)
+    model[0](x)
+    assert model[0].kept[0][1].dtype == torch.float32
+    with halfstep.following(model):
+        y = model[1](x)
+        assert (y.dtype, y.exp().dtype) == (torch.float16, torch.float32)
+    assert y.exp().dtype == torch.float16
+    halfstep.revert(model)
+    assert model[0](x).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"float32_functions": ("sofmax",)}, "recipe 'made': unknown function of torch 'sofmax'; nearest: softmax"),
+        ({"compute": "fp32", "loss_scale": None}, "float32_functions with compute = 'fp32', where all functions are"),
+    ],
+)
+def test_lists_that_mean_nothing(fields, words):
+    with pytest.raises(RecipeError, match=words):
+        replace(LISTS, name="made", **fields)
+
+
+def test_a_file_says_the_list():
+    assert from_data(to_data(LISTS), get_recipe).float32_functions == LISTS.float32_functions
