@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.recipe import get_recipe, list_recipes
-from halfstep.recipe.high_precision import HEADS, KEEP, ROUTERS
+from halfstep.recipe.high_precision import ADAPTERS, HEADS, KEEP, ROUTERS
 from tiny import EVERY
 
 
@@ -20,7 +20,7 @@ def reason(path):
     return next((rule.why for rule in KEEP if fnmatchcase(path, rule.path)), None)
 
 
-@pytest.mark.parametrize(("title", "globs"), [("Routers", ROUTERS), ("Heads", HEADS)])
+@pytest.mark.parametrize(("title", "globs"), [("Routers", ROUTERS), ("Heads", HEADS), ("LoRA", ADAPTERS)])
 def test_the_page_lists_every_glob(title, globs):
     section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("`")]
@@ -41,7 +41,7 @@ def test_the_page_lists_every_recipe_that_rounds():
     rows = [line.split("|") for line in KEPT.splitlines() if line.startswith("| `")]
     listed = {name: row[2].strip() for row in rows for name in re.findall(r"`([^`]+)`", row[1])}
     assert {name: listed[name] for name in ROUNDING} == {
-        name: "routers, heads" if set(KEEP) <= set(get_recipe(name).rules) else "nothing" for name in ROUNDING
+        name: "routers, heads, LoRA" if set(KEEP) <= set(get_recipe(name).rules) else "nothing" for name in ROUNDING
     }
 
 
@@ -57,6 +57,9 @@ def test_the_page_lists_every_recipe_that_rounds():
         ("whisper_model.proj_out", "output head"),
         ("model.layers.0.mlp.gate", "router"),
         ("decoder.block.1.layer.2.mlp.router.classifier", "router"),
+        ("base_model.model.layers.0.self_attn.q_proj.lora_A.default", "LoRA adapter"),
+        ("layers.0.lora_B", "LoRA adapter"),
+        ("base_model.model.layers.0.self_attn.q_proj.base_layer", None),
         ("model.layers.0.mlp.gate_proj", None),
         ("model.layers.0.mlp.experts", None),
         ("model.layers.0.self_attn.out_proj", None),

@@ -16,9 +16,12 @@ of it: RoBERTa's `lm_head.dense` and `lm_head.decoder`."""
 ROUTERS = ("router", "*.router", "*.router.*", "gate", "*.gate", "*.shared_expert_gate")
 """Routers of mixtures of experts. A gated MLP's `gate_proj` is not a router."""
 
+ADAPTERS = tuple(f"{before}lora_{which}{after}" for which in "AB" for before in ("", "*.") for after in ("", ".*"))
+"""The two factors of LoRA, by PEFT's names: of a few ranks each, so that rounding saves nothing, and trained alone."""
+
 KEEP = tuple(
     Rule(path, LinearSpec(), optional=True, why=why)
-    for paths, why in ((ROUTERS, "router"), (HEADS, "output head"))
+    for paths, why in ((ROUTERS, "router"), (HEADS, "output head"), (ADAPTERS, "LoRA adapter"))
     for path in paths
 )
 """Rules to put before a recipe's own. Embeddings and norms are no linear layers and stay as they are anyway."""
