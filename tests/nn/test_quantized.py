@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import MixtralConfig
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 from transformers.pytorch_utils import Conv1D
 
@@ -453,3 +453,20 @@ def test_perez_weights_have_power_of_two_scales_with_the_margin_and_outputs_near
     error = (model(x) - evaluated(half, x)).norm() / evaluated(half, x).norm()
     assert 0.001 < error < 0.15  # six operands of 4 significant bits, each 2^-4 / sqrt(3) off
     assert F.mse_loss(model(x), target) < 0.2 * target.var()
+
+
+def test_save_pretrained_is_refused(tmp_path):
+    """What from_pretrained would fill with new random weights is not written; a state dict is."""
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    model, again = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    for each in (model, again):
+        halfstep.quantize_model(each, "fp8-current")
+    for part in (model, model.model, copy.deepcopy(model)):
+        with pytest.raises(ModelError, match=r"save_pretrained of a Llama.* that is quantised.*state_dict"):
+            part.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    again.load_state_dict(model.state_dict())
+    x = torch.randint(32, (2, 5))
+    assert_same(again(x).logits, model(x).logits)

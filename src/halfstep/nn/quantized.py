@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError, RecipeError
-from halfstep.nn.adopt import adopt
+from halfstep.nn.adopt import adopt, extend
 from halfstep.nn.applied import applied_to
 from halfstep.nn.apply import Report, apply, revert
 from halfstep.nn.layers import ModuleFilter, match
@@ -77,6 +77,9 @@ def quantize_model(
         codes += _store(module, weights, whole, states)
     model._halfstep = replace(applied_to(model), dtypes={}, clock=None, quantized=True)  # type: ignore[assignment]
     adopt(model, _forward, patchable=True)
+    for module in model.modules():
+        if hasattr(type(module), "save_pretrained"):
+            extend(module, _members)
     model.eval().requires_grad_(False)
     quantized = tuple(path for path in applied.quantized if path not in kept)
     return replace(applied, stored=dict(codes) | count(model), quantized=quantized, kept=kept)
@@ -122,6 +125,19 @@ def _as_before(model: nn.Module, module_filter: ModuleFilter | None) -> ModuleFi
     """The filter that chooses the layers which round now, among those that the one given chooses."""
     rounding = {id(m) for m in model.modules() if (s := vars(m).get("_halfstep_linear")) is not None and s.rounds}
     return lambda module, path: id(module) in rounding and (module_filter is None or module_filter(module, path))
+
+
+def _members(stock: type[nn.Module]) -> dict[str, Any]:
+    """A model that is not saved as one that it is not any more."""
+
+    def save_pretrained(model: nn.Module, *_: Any, **__: Any) -> NoReturn:
+        raise ModelError(
+            f"save_pretrained of a {type(model).__name__} that is quantised: its config.json would not name the codes, "
+            "and from_pretrained would fill these layers with new random weights. Save model.state_dict() (torch.save, "
+            "safetensors), and load it into a model that halfstep.quantize_model was called on with the same recipe"
+        )
+
+    return {"save_pretrained": save_pretrained}
 
 
 def _forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
