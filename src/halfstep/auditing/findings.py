@@ -13,9 +13,9 @@ from torch import Tensor
 from halfstep.auditing.live import name_of, rounds_to
 from halfstep.auditing.report import Finding, Item
 from halfstep.auditing.setup import Setup, kept_as
-from halfstep.checkpoint.origin import stored_format
-from halfstep.checkpoint.table import Table
-from halfstep.checkpoint.verdict import percent
+from halfstep.bits.origin import stored_format
+from halfstep.bits.table import Table
+from halfstep.bits.verdict import percent
 from halfstep.formats import Float
 
 
