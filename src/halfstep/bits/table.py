@@ -111,6 +111,19 @@ class Table:
         shift += self._beyond_largest(format, shift) > 0
         return shift, self.exact(format, shift)
 
+    def unmoved(self, format: Float, update: float) -> int:
+        """How many values, stored in `format`, stay as they are when `update` is added or subtracted and the sum
+        rounded to nearest.
+
+        Those with a spacing of more than twice the update; below a power of two the spacing is half of that above it.
+        """
+        lowest = format.min_exponent
+        spacing = 2.0 ** (np.maximum(self.rows, lowest) + 1.0 - format.significant_bits)
+        halved = np.where(self.rows > lowest, spacing / 2, spacing)
+        powers = self.counts[:, 1]
+        inside, at_powers = 2 * update < spacing, 2 * update < halved
+        return int(((self.exponents - powers) * inside + powers * at_powers).sum())
+
     def _beyond_largest(self, format: Float, shift: int) -> int:
         """Values of the top exponent that would be the code of NaN."""
         row = format.max_exponent + shift - self.lowest

@@ -1,15 +1,15 @@
-"""Where a format ends: from which magnitude on values overflow, are subnormal, or vanish."""
+"""What a format makes of magnitudes, told from where it ends: which overflow, are subnormal, or become zero."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from halfstep.errors import FormatError
 from halfstep.formats import Float, Format
-from halfstep.ops import round_to
+from halfstep.quant import round_to
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,26 @@ class Limits:
     vanishing: float
     """Up to here they become zero; negative where none does."""
 
+    def zeroed(self, magnitudes: Tensor, zeros: int) -> int:
+        """How many of the magnitudes, of which so many are zeros, become zero without being it."""
+        return int(torch.count_nonzero(magnitudes <= self.vanishing)) - zeros if self.vanishing >= 0 else 0
 
+    def subnormal(self, magnitudes: Tensor, below: int) -> int:
+        """How many become subnormal, where so many are zeros or become zero."""
+        return int(torch.count_nonzero(magnitudes < self.normal)) - below if self.normal > 0 else 0
+
+    def over(self, magnitudes: Tensor) -> int:
+        """How many lie beyond the format."""
+        return int(torch.count_nonzero(magnitudes >= self.beyond))
+
+
+@cache
 def limits_of(format: Format, stored: bool) -> Limits:
     """The limits of a format, for tensors stored in it (IEEE overflow) or rounded to it by a quantizer (saturating).
 
-    Raises:
-        FormatError: it has no negative values, so that no activation fits it.
+    They are those of positive values, which negative ones mirror in every format but some codebooks and those without
+    a sign.
     """
-    if not format.signed:
-        raise FormatError(f"{format.name} has no negative values; probe one that can hold activations, such as e4m3fn")
     overflows = stored and isinstance(format, Float) and format.has_infinity
     beyond, normal = _next(format.max), 0.0
     if isinstance(format, Float):
@@ -42,7 +53,7 @@ def limits_of(format: Format, stored: bool) -> Limits:
         # The tie beyond the largest value has an odd neighbour below it, and so goes to infinity.
         beyond = format.max + half_step if overflows else beyond
         # The tie below the smallest normal value goes up to it, which is even.
-        normal = format.min_normal - format.min_subnormal / 2
+        normal = float(_float32(format.min_normal - format.min_subnormal / 2))
     tie = format.smallest / 2
     below = _next(tie, 0.0)
     vanishing = tie if _vanishes(tie, format) else below if _vanishes(below, format) else -1.0
@@ -54,5 +65,9 @@ def _vanishes(value: float, format: Format) -> bool:
 
 
 def _next(value: float, toward: float = float("inf")) -> float:
-    start: Tensor = torch.tensor(value, dtype=torch.float32)
-    return float(torch.nextafter(start, torch.tensor(toward, dtype=torch.float32)))
+    return float(torch.nextafter(_float32(value), _float32(toward)))
+
+
+def _float32(value: float) -> Tensor:
+    """Infinite, or zero, where float32 ends."""
+    return torch.tensor(value, dtype=torch.float64).float()
