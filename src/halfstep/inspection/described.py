@@ -9,10 +9,10 @@ import torch
 
 from halfstep.bits.layer import Layer
 from halfstep.errors import CheckpointError
+from halfstep.inspection.bounded_json import parse_object
 from halfstep.inspection.gguf_blocks import BLOCKS
 from halfstep.inspection.layers import Layers, tile_text, written
 from halfstep.inspection.stored import Checkpoint, StoredTensor
-from halfstep.inspection.text import parse_object
 from halfstep.printable import printable
 from halfstep.quant import Quantizer
 from halfstep.quant.description import KEY, MALFORMED, from_label, restore

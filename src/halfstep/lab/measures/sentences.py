@@ -1,4 +1,4 @@
-"""How well a text was transcribed or translated: character error rate and BLEU, on sequences of anything hashable."""
+"""How well sentences were transcribed or translated: error rates and BLEU, on sequences of anything hashable."""
 
 from __future__ import annotations
 

@@ -1,15 +1,13 @@
-"""A code's bits, field by field, and lines of labelled text."""
+"""A code's bits, field by field, and what they mean."""
 
 from __future__ import annotations
 
-import shutil
-import textwrap
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import isinf, isnan
 
-from halfstep.cli.formats.number import exact_text, short_text
+from halfstep.cli.formats.labelled import labelled
+from halfstep.cli.formats.number import exact_text
 from halfstep.formats import Codebook, Float, Format, Integer, Posit, PowerOfTwo
 
 
@@ -82,23 +80,6 @@ def _posit_fields(format: Posit, code: int) -> list[Field]:
     ]
 
 
-def width() -> int:
-    """Columns of the terminal."""
-    return shutil.get_terminal_size().columns
-
-
-def labelled(rows: Iterable[tuple[str, str]], indent: int = 0) -> str:
-    """Lines `label  text`; a text that is too long goes on below itself."""
-    pairs = list(rows)
-    edge = indent + max((len(label) for label, _ in pairs), default=0) + 2
-    wrap = textwrap.TextWrapper(max(width(), edge + 24), subsequent_indent=" " * edge, break_long_words=False)
-    lines = []
-    for label, text in pairs:
-        wrap.initial_indent = f"{' ' * indent}{label}".ljust(edge)
-        lines.append(wrap.fill(text) if len(text) + edge > wrap.width else wrap.initial_indent + text)
-    return "\n".join(line.rstrip().replace("\xa0", " ") for line in lines)
-
-
 def point_text(format: Format, value: Fraction | float, code: int | None) -> str:
     """A value with its code and the bits of that, which a line break does not part."""
     bits = "" if code is None else bits_text(format, code).replace(" ", "\xa0")
@@ -110,8 +91,3 @@ def fields_text(format: Format, code: int, indent: int) -> str:
     found = fields(format, code)
     wide = max(len(field.bits) for field in found)
     return labelled([(field.name, f"{field.bits or '-':<{wide}}  {field.meaning}") for field in found], indent)
-
-
-def share_text(part: Fraction, whole: Fraction) -> str:
-    """A ratio in per cent."""
-    return f"{short_text(100 * part / whole, 3)}%"
