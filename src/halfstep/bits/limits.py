@@ -27,11 +27,11 @@ class Limits:
     """Up to here they become zero; negative where none does."""
 
     def zeroed(self, magnitudes: Tensor, zeros: int) -> int:
-        """How many of the magnitudes, of which so many are zeros, become zero without being it."""
+        """How many of the magnitudes become zero, beside those that are zeros already."""
         return int(torch.count_nonzero(magnitudes <= self.vanishing)) - zeros if self.vanishing >= 0 else 0
 
     def subnormal(self, magnitudes: Tensor, below: int) -> int:
-        """How many become subnormal, where so many are zeros or become zero."""
+        """How many become subnormal; `below` of them are zeros already, or become zero."""
         return int(torch.count_nonzero(magnitudes < self.normal)) - below if self.normal > 0 else 0
 
     def over(self, magnitudes: Tensor) -> int:
@@ -43,8 +43,7 @@ class Limits:
 def limits_of(format: Format, stored: bool) -> Limits:
     """The limits of a format, for tensors stored in it (IEEE overflow) or rounded to it by a quantizer (saturating).
 
-    They are those of positive values, which negative ones mirror in every format but some codebooks and those without
-    a sign.
+    They are those of positive values. Negative ones mirror them, but in some codebooks and in formats without a sign.
     """
     overflows = stored and isinstance(format, Float) and format.has_infinity
     beyond, normal = _next(format.max), 0.0

@@ -187,9 +187,8 @@ def whole(by_role: Mapping[str, PrecisionVerdict], everything: Sequence[Evidence
         groups.setdefault(found.text, []).append(role)
     text = ". ".join(f"{', '.join(roles)}: {words}" for words, roles in groups.items())
     worst = min((found.confidence for found in told.values()), key=_ORDER.index)
-    return PrecisionVerdict(
-        f"mixed by role. {text}", worst, tuple(dict.fromkeys(k for f in told.values() for k in f.kinds))
-    )
+    kinds = tuple(dict.fromkeys(kind for found in told.values() for kind in found.kinds))
+    return PrecisionVerdict(f"mixed by role. {text}", worst, kinds)
 
 
 _ORDER = ("none", "not counted", "named", "likely", "certain")

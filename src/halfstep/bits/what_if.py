@@ -120,8 +120,7 @@ class Trials:
             size = nbytes(quantizer, tensor.shape)
             # Errors of tensors add up in the units of the values.
             cast = _cast(format, errors[format], tensor.numel, size, tensor.nbytes - size)
-            scale = unit(scan.amax) ** 2
-            found = errors[format]
+            scale, found = unit(scan.amax) ** 2, errors[format]
             absolute = found._replace(signal=found.signal * scale, noise=found.noise * scale)
             self._casts[format].append((name, cast, absolute))
 

@@ -44,11 +44,9 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def chunks(self, nbytes: int = PIECE) -> Iterator[np.ndarray]:
-        """The values in row-major order, as 1-D read-only arrays of at most `nbytes` each.
+        """The values in row-major order, as 1-D read-only arrays of at most `nbytes` each, as `bits.values.Values` says.
 
-        Floating types come as their bits (bfloat16 and float16 in uint16, float32 in uint32, float64 in uint64, all of
-        8 bits in uint8), bool as uint8, integers and complex numbers as they are, GGUF's quantised types decoded to
-        float32. Where the file holds values plainly a piece is a view of a map of the file: keep a copy, not the view.
+        Where the file holds values plainly a piece is a view of a map of the file: keep a copy, not the view.
 
         Raises:
             CheckpointError: the file was changed since it was opened, or its data are broken.
