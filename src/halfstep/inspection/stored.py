@@ -44,7 +44,7 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def chunks(self, nbytes: int = PIECE) -> Iterator[np.ndarray]:
-        """The values in row-major order, as 1-D read-only arrays of at most `nbytes` each, as `bits.values.Values` says.
+        """The values in row-major order, in pieces as `bits.values.Values` describes them.
 
         Where the file holds values plainly a piece is a view of a map of the file: keep a copy, not the view.
 
