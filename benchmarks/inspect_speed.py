@@ -26,7 +26,7 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 import halfstep
-from halfstep.checkpoint import Checkpoint, open_checkpoint
+from halfstep.inspection import Checkpoint, open_checkpoint
 from halfstep.lab.environment import environment
 from harness import keep
 
@@ -77,7 +77,7 @@ def numpy_or(checkpoint: Checkpoint) -> int:
     """The OR of all words: the least that reading every bit can cost."""
     found = 0
     for tensor in checkpoint.tensors:
-        for chunk in checkpoint.chunks(tensor, 1 << 24):
+        for chunk in tensor.chunks(1 << 24):
             found |= int(np.bitwise_or.reduce(chunk.view(np.uint64)))
     return found
 

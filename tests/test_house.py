@@ -14,13 +14,12 @@ FLOORS = {
     "errors": 0, "printable": 0, "registry": 0, "formats": 0,
     "quant": 1,
     "recipe": 2, "kernels": 2,
-    "ops": 3,
-    "nn": 4, "optim": 4, "comm": 4,
+    "ops": 3, "bits": 3, "memory": 3, "kb": 3,
+    "nn": 4, "optim": 4, "inspection": 4, "comm": 4,
     "prepare": 5, "tracking": 5, "auditing": 5, "dist": 5,
     "lab": 6, "probe": 6, "claims": 6,
     "cli": 7, "__main__": 7, "ui": 7, "integrations": 7, "__init__": 7,
 }  # fmt: skip
-EAST_WING = {"checkpoint": 2, "memory": 2, "kb": 2}  # the highest floor that each may import from
 SHARED = {"errors", "printable", "registry", "formats"}  # floor 0 is one room: plain data and its errors
 LAZY = {"__init__"}  # whose __getattr__ imports, beside the commands in cli
 FILES = sorted(ROOT.rglob("*.py"))
@@ -59,18 +58,14 @@ def rooms_imported(file):
 def allowed(source, target):
     if source == target or FLOORS.get(source) == 7:
         return True
-    if source in EAST_WING:
-        return FLOORS.get(target, 99) <= EAST_WING[source]
     if source in SHARED and target in SHARED:
         return target != "formats"
-    if target in EAST_WING:
-        return FLOORS[source] > 3
     return FLOORS[target] < FLOORS[source]
 
 
 @every_file
 def test_every_file_has_a_floor(file):
-    assert room_of(file) in FLOORS or room_of(file) in EAST_WING
+    assert room_of(file) in FLOORS
 
 
 @every_file
@@ -113,9 +108,12 @@ def test_the_rules_would_notice():
     assert not allowed("nn", "optim")
     assert not allowed("recipe", "kernels")
     assert not allowed("memory", "ops")
+    assert not allowed("bits", "inspection")
+    assert not allowed("bits", "ops")
     assert not allowed("formats", "quant")
     assert allowed("optim", "kernels")
     assert allowed("memory", "quant")
+    assert allowed("inspection", "bits")
 
 
 def modules_imported(file):

@@ -12,8 +12,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from halfstep import formats, kb, ops
     from halfstep.auditing.audit import audit
-    from halfstep.checkpoint import inspect
     from halfstep.errors import HalfstepError
+    from halfstep.inspection import inspect
     from halfstep.nn.apply import Report, advance, apply, revert
     from halfstep.nn.following import following
     from halfstep.nn.quantized import quantize_model
@@ -46,7 +46,7 @@ _HOME = {
     "following": "halfstep.nn",
     "get_recipe": "halfstep.recipe",
     "is_native_available": "halfstep.ops",
-    "inspect": "halfstep.checkpoint",
+    "inspect": "halfstep.inspection",
     "list_recipes": "halfstep.recipe",
     "optimize": "halfstep.prepare",
     "prepare": "halfstep.prepare",

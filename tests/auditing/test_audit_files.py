@@ -90,7 +90,7 @@ def test_a_loss_scale_that_a_resume_forgot():
     ],
 )
 def test_bits_are_read_in_whatever_order_they_lie(view, dtype, monkeypatch):
-    monkeypatch.setattr("halfstep.checkpoint.scan.CHUNK", 256)  # so that runs are cut between and inside rows
+    monkeypatch.setattr("halfstep.bits.scan.CHUNK", 256)  # so that runs are cut between and inside rows
     tensor = view(torch.randn(128, 64).to(dtype))
     found, dense = scanned(tensor), scanned(tensor.float().contiguous().to(dtype))
     if not tensor.numel():

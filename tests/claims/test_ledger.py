@@ -8,8 +8,8 @@ import pytest
 from halfstep.claims import get_claim, load
 from halfstep.claims.checks import get_check, list_checks
 from halfstep.claims.ledger import data
+from halfstep.claims.page import describe, markdown
 from halfstep.claims.rules import ledger_problems
-from halfstep.claims.text import describe, markdown
 from halfstep.errors import ClaimError
 
 

@@ -10,7 +10,7 @@ from typer.main import get_command
 import halfstep.claims
 from halfstep.claims import load
 from halfstep.claims import run as running
-from halfstep.claims.text import describe, markdown
+from halfstep.claims.page import describe, markdown
 from halfstep.cli.app import app
 from halfstep.recipe import get_recipe
 

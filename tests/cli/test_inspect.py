@@ -175,7 +175,7 @@ def test_interrupted(run, folder, tmp_path, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("halfstep.checkpoint.write.new_file", interrupted)
+    monkeypatch.setattr("halfstep.inspection.write.new_file", interrupted)
     code, out, _ = run("inspect", str(folder), "--to", "bf16", "--out", str(tmp_path / "out.safetensors"))
     assert (code, out) == (130, "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]

@@ -17,14 +17,14 @@ from random import Random
 
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests/checkpoint"))
+sys.path.insert(0, str(ROOT / "tests/inspection"))
 
 from kinds import KINDS, scan  # noqa: E402
 from mutations import mutate  # noqa: E402
 from watching import nothing_but_reading  # noqa: E402
 
-from halfstep.checkpoint import open_checkpoint  # noqa: E402 - after the path to the kinds
 from halfstep.errors import CheckpointError  # noqa: E402
+from halfstep.inspection import open_checkpoint  # noqa: E402 - after the path to the kinds
 
 
 MEGABYTES, SECONDS = 300, 10

@@ -8,9 +8,10 @@ from halfstep import formats
 from halfstep.formats import Float
 from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.cast_errors import CastErrors, Rows, knows
+from halfstep.kernels.cpu.compiled import CHUNK
 from halfstep.quant import Quantizer, get_quantizer
 from halfstep.quant.scaling import get_scaling
-from halfstep.quant.tile import ROW, TENSOR
+from halfstep.quant.tile import ROW, TENSOR, block
 
 
 COLUMNS = 256
@@ -52,6 +53,21 @@ def test_it_is_the_reference(quantizer):
     assert found.signal == pytest.approx(float(x.square().sum()), rel=1e-5)
     share = ((y - x).abs() / x.abs())[kept & (y != 0)].numpy()
     assert found.largest == pytest.approx(np.max(share, initial=0.0), rel=1e-5)
+
+
+def test_two_threads_find_what_one_does():
+    """Of so many blocks that the scales are shared between them, too."""
+    x = values().repeat(18, 1)
+    absmax = Quantizer(formats.get("e4m3fn"), tile=block(32), scaling=get_scaling("absmax"))
+    for quantizer in (absmax, get_quantizer("mxfp8"), get_quantizer("nvfp4")):
+        assert x.numel() // quantizer.tile.columns > CHUNK
+        found = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            cast = CastErrors(quantizer, float(x.abs().max()))
+            cast.add(Rows(array(x), COLUMNS))
+            found.append(cast.errors(0.0, 0))
+        assert found[0] == found[1], quantizer
 
 
 @pytest.mark.parametrize("name", ["uint4", "uint8"])

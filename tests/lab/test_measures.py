@@ -10,7 +10,7 @@ from halfstep.lab.languages import END, LONGEST, SOURCE_WORDS, TARGET_WORDS, sen
 from halfstep.lab.measures.detection import Found, Truth, iou, mean_average_precision, suppress
 from halfstep.lab.measures.distance import Space, frechet_distance
 from halfstep.lab.measures.ranking import auc
-from halfstep.lab.measures.text import bleu, edit_distance, error_rate
+from halfstep.lab.measures.sentences import bleu, edit_distance, error_rate
 from halfstep.lab.speech import BINS, FRAMES, speak
 from halfstep.lab.tasks.detection import Detection
 

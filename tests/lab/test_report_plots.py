@@ -16,7 +16,6 @@ from halfstep.lab.report import curves, descent, exponents, gaps, memory, scales
 from halfstep.lab.report.page import PICTURES
 from halfstep.lab.report.results import load
 from halfstep.lab.report.style import looks, percent_ticks, plain, power, share, signed, spread
-from halfstep.tracking.histogram import ExponentHistogram
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def test_the_share_that_becomes_zero_is_what_is_drawn_left_of_the_line(scale, tm
     results = experiment_with(tmp_path, uniform(-30, -15), last_scale=float(scale))
     data = exponents.gradient_exponents(results)
     assert (2**data.shift, data.shift_from) == (scale, "fp16-mixed's last loss scale")
-    cast = data.values["activation_gradients"].cast(formats.get("fp16"), data.shift)
+    cast = exponents.cast_to(data.values["activation_gradients"], formats.get("fp16"), data.shift)
     assert cast.zeroed == pytest.approx(UNIFORM[scale], abs=1e-12)
     for panel, expected in zip(exponents.draw(data, "t").axes, (1 / 3, UNIFORM[scale]), strict=True):
         bars = [p for p in panel.patches if isinstance(p, Rectangle) and to_hex(p.get_facecolor()) == exponents._BARS]
@@ -51,19 +50,6 @@ def test_the_share_that_becomes_zero_is_what_is_drawn_left_of_the_line(scale, tm
         drawn = sum(bar.get_height() for bar in bars if bar.get_x() + bar.get_width() <= -25)
         assert drawn == pytest.approx(expected, abs=1e-12)
         assert share(expected) in [text.get_text() for text in panel.texts]
-
-
-def test_shares_agree_with_the_trackers_own_arithmetic():
-    counts = {e: 3 * abs(e) + 1 for e in range(-60, 20)}
-    for fmt in (f for f in map(formats.get, formats.names()) if isinstance(f, formats.Float)):
-        for shift in (0, 3, 16):
-            cast = exponents.Values(counts, 0, 0).cast(fmt, shift)
-            histogram = ExponentHistogram(counts)
-            assert cast.zeroed == pytest.approx(histogram.share_zeroed(fmt, 2.0**shift))
-            assert cast.subnormal == pytest.approx(histogram.share_subnormal(fmt, 2.0**shift))
-            total = cast.zeroed + cast.subnormal + cast.overflowing
-            normal = sum(s for e, s in cast.shares.items() if fmt.min_exponent <= e <= fmt.max_exponent)
-            assert total + normal == pytest.approx(1.0)
 
 
 def test_the_runs_own_loss_scale_is_taken_out(tmp_path):

@@ -12,8 +12,8 @@ from planted import tokens
 
 import halfstep
 from halfstep import formats
+from halfstep.bits.limits import limits_of
 from halfstep.errors import FormatError
-from halfstep.probe.limits import limits_of
 from halfstep.probe.ranges import Counts, count
 
 
@@ -75,6 +75,12 @@ def test_a_posit_neither_overflows_nor_vanishes():
     x = torch.tensor([1e-30, 1.0, -1e30, 0.0])
     found = count(x, limits_of(formats.get("posit8_1"), stored=False))
     assert (found.vanished, found.beyond, found.nonzero) == (0, 1, 3)
+
+
+def test_a_format_wider_than_float32_changes_no_range():
+    x = torch.tensor([1e-45, 0.0, 3e38, 1.0])
+    found = count(x, limits_of(formats.get("e10m5"), stored=True))
+    assert (found.vanished, found.subnormal, found.beyond, found.nonzero) == (0, 0, 0, 3)
 
 
 def test_what_masks_attention_is_no_value_and_what_is_not_finite_is():

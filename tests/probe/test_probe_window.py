@@ -9,7 +9,7 @@ from torch import nn
 
 import halfstep
 from halfstep import formats, get_recipe
-from halfstep.probe.limits import limits_of
+from halfstep.bits.limits import limits_of
 from halfstep.probe.ranges import Counts, Range, Site
 from halfstep.probe.trial import reference, trial
 from halfstep.probe.window import window

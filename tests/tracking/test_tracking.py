@@ -64,6 +64,13 @@ def test_half_of_the_smallest_value_becomes_zero_and_what_is_above_does_not(form
     assert share_zeroed([torch.stack([half, -half, above, -above, above])], formats.get(format)) == 2 / 5
 
 
+@pytest.mark.parametrize("format", ["posit8_1", "posit16_2", "e8m0", "e10m5"])
+def test_formats_that_round_nothing_to_zero(format):
+    """Posits and powers of two end at their smallest value; float32 ends before e10m5 does."""
+    small = torch.tensor([formats.get(format).smallest / 4, 1e-45, 1.0])
+    assert share_zeroed([small[small > 0]], formats.get(format)) == 0.0
+
+
 def test_share_lost_equals_what_torchs_bf16_addition_loses():
     before = torch.randn(20_000)
     after = before * (1 + torch.randn(20_000) * 2.0**-9)

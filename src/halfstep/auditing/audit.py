@@ -13,9 +13,9 @@ from halfstep.auditing.findings import find
 from halfstep.auditing.live import leaves, name_of, place, scanned, size, values
 from halfstep.auditing.report import Audit, Item
 from halfstep.auditing.setup import Setup, set_up
-from halfstep.checkpoint.origin import origin, stored_format
-from halfstep.checkpoint.scan import Scan
-from halfstep.checkpoint.table import Table
+from halfstep.bits.origin import origin, stored_format
+from halfstep.bits.scan import Scan
+from halfstep.bits.table import Table
 from halfstep.ops import CodeTensor
 
 

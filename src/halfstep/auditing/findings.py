@@ -6,17 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from halfstep.auditing.live import name_of, rounds_to
 from halfstep.auditing.report import Finding, Item
 from halfstep.auditing.setup import Setup, kept_as
-from halfstep.checkpoint.origin import stored_format
-from halfstep.checkpoint.table import Table
-from halfstep.checkpoint.verdict import percent
-from halfstep.formats import Float
+from halfstep.bits.origin import stored_format
+from halfstep.bits.table import Table
+from halfstep.bits.verdict import percent
 
 
 def find(setup: Setup, items: Sequence[Item], tables: Mapping[str, Table]) -> tuple[Finding, ...]:
@@ -33,19 +31,6 @@ def find(setup: Setup, items: Sequence[Item], tables: Mapping[str, Table]) -> tu
         _shared(items),
     )
     return tuple(sorted((one for found in looked for one in found), key=lambda one: one.level != "warning"))
-
-
-def lost(table: Table, stored: Float, update: float) -> int:
-    """How many values stay as they are when `update` is added or subtracted and the sum rounded to nearest.
-
-    Those with a spacing of more than twice the update; below a power of two the spacing is half of that above it.
-    """
-    lowest = stored.min_exponent
-    spacing = 2.0 ** (np.maximum(table.rows, lowest) + 1.0 - stored.significant_bits)
-    halved = np.where(table.rows > lowest, spacing / 2, spacing)
-    powers = table.counts[:, 1]
-    inside, at_powers = 2 * update < spacing, 2 * update < halved
-    return int(((table.exponents - powers) * inside + powers * at_powers).sum())
 
 
 def _no_master(setup: Setup, tables: Mapping[str, Table]) -> Iterator[Finding]:
@@ -67,7 +52,7 @@ def _share_lost(setup: Setup, names: Iterable[str], dtype: str, tables: Mapping[
         rate = float(group.get("lr", 0.0))
         if "betas" not in group or not rate or name not in tables or stored is None:
             continue
-        gone[setup.roles[name]] += lost(tables[name], stored, rate)
+        gone[setup.roles[name]] += tables[name].unmoved(stored, rate)
         all_values[setup.roles[name]] += tables[name].nonzero
         rates.add(rate)
     if not all_values.total():

@@ -1,26 +1,20 @@
-"""Tensors in memory as the inspector reads a file's: the same scan of bits, in pieces of bounded size."""
+"""The plain tensors of a setup: what they are made of, where they lie, and what their bits say."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.checkpoint import Checkpoint, StoredTensor
-from halfstep.checkpoint.dtypes import TYPES
-from halfstep.checkpoint.scan import Scan, readable, scan
+from halfstep.bits.dtypes import TYPES
+from halfstep.bits.memory import InMemory, runs
+from halfstep.bits.scan import Scan, readable, scan
 
 
 PIECE = 1 << 22
-"""Values that are copied at once where a tensor is compared, or does not lie in one run of this machine's memory."""
-
-_MEMORY = Checkpoint(Path(), "memory", (), ())
+"""Values that are compared at once."""
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
@@ -73,12 +67,10 @@ def place(tensor: Tensor) -> tuple[object, ...] | None:
 
 def scanned(tensor: Tensor) -> Scan | None:
     """What the bits of a plain tensor say; None where they are not floating-point numbers, or are not there."""
-    dtype = name_of(tensor.dtype)
-    if place(tensor) is None or dtype not in TYPES:
+    if place(tensor) is None or name_of(tensor.dtype) not in TYPES:
         return None
-    once = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    stored = StoredTensor("", dtype, tuple(once.shape), Path(), size(once), "", _InMemory(once, TYPES[dtype].piece))
-    return scan(_MEMORY, stored) if readable(stored) else None
+    once = InMemory(tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())])
+    return scan(once) if readable(once) else None
 
 
 def rounds_to(full: Tensor, narrow: Tensor) -> bool:
@@ -89,36 +81,5 @@ def rounds_to(full: Tensor, narrow: Tensor) -> bool:
         a.shape != b.shape or place(a) is None or place(b) is None for (_, a), (_, b) in pairs
     ):
         return False
-    runs = ((a, b) for (_, one), (_, two) in pairs for a, b in zip(_runs(one, PIECE), _runs(two, PIECE), strict=True))
-    return all(torch.equal(a.to(b.dtype).to(b.device), b) for a, b in runs)
-
-
-def _runs(tensor: Tensor, count: int) -> Iterator[Tensor]:
-    """The values in row-major order, flat, at most `count` at a time; copied only where they do not lie so."""
-    if tensor.is_contiguous():
-        flat = tensor.reshape(-1)
-        yield from (flat[first : first + count] for first in range(0, flat.numel(), count))
-        return
-    row = math.prod(tensor.shape[1:])
-    if row > count:
-        for one in tensor:
-            yield from _runs(one, count)
-    else:
-        rows = count // row
-        yield from (tensor[first : first + rows].reshape(-1) for first in range(0, len(tensor), rows))
-
-
-@dataclass(frozen=True, slots=True)
-class _InMemory:
-    """A checkpoint's source of values that are in memory already."""
-
-    tensor: Tensor
-    dtype: np.dtype
-
-    def pieces(self, nbytes: int) -> Iterator[np.ndarray]:
-        """The values in order, as raw bits."""
-        for run in _runs(self.tensor, max(nbytes // self.tensor.element_size(), 1)):
-            dense = run if run.stride(0) == 1 else run.clone(memory_format=torch.contiguous_format)
-            bits = dense.cpu().view(torch.uint8).numpy().view(self.dtype)
-            bits.flags.writeable = False  # as a file's are: kernels are compiled for those
-            yield bits
+    pieces = ((a, b) for (_, one), (_, two) in pairs for a, b in zip(runs(one, PIECE), runs(two, PIECE), strict=True))
+    return all(torch.equal(a.to(b.dtype).to(b.device), b) for a, b in pieces)

@@ -9,8 +9,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, Literal
 
-from halfstep.checkpoint.text import parse_object
 from halfstep.errors import CheckpointError
+from halfstep.inspection.bounded_json import parse_object
 
 
 SCHEMA = 1
@@ -37,7 +37,7 @@ class Item:
     numel: int
     nbytes: int
     effective: str | None
-    """What the bits say (`checkpoint.origin.Origin.key`): "full", or the narrower type that every value fits ("bf16",
+    """What the bits say (`bits.origin.Origin.key`): "full", or the narrower type that every value fits ("bf16",
     "partly bf16"); "unknown" where too little is left that could tell; None of scales, and if not floating point."""
     nonfinite: int = 0
     shared_with: str | None = None

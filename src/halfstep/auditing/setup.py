@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.auditing.live import rounds_to
-from halfstep.checkpoint.roles import role_of
+from halfstep.inspection.roles import role_of
 from halfstep.nn.scaling import states_of
 from halfstep.ops import CodeTensor
 from halfstep.optim import LowBit

@@ -40,7 +40,7 @@ def listing(
     if context.invoked_subcommand is not None:
         return
     from halfstep.claims import get_claim, load
-    from halfstep.claims import text as write
+    from halfstep.claims import page as write
 
     if run is not None:
         raise typer.Exit(0 if _run(get_claim(run)) else 1)
@@ -61,7 +61,7 @@ def listing(
 def show(id: Annotated[str, typer.Argument(help="A claim's id.")], as_json: Json = False) -> None:
     """Print the whole claim: its source and conditions, our figure and where it was measured."""
     from halfstep.claims import get_claim
-    from halfstep.claims.text import as_data, describe
+    from halfstep.claims.page import as_data, describe
 
     claim = get_claim(id)
     if as_json:

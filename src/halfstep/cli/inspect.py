@@ -16,8 +16,8 @@ from halfstep.errors import CheckpointError
 
 
 if TYPE_CHECKING:
-    from halfstep.checkpoint import Checkpoint
-    from halfstep.checkpoint.verdict import Known
+    from halfstep.inspection import Checkpoint
+    from halfstep.inspection.declared import Known
 
 
 def inspect(
@@ -45,12 +45,11 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Which precision is this checkpoint, really? Reads the bits of every value, once, in bounded memory."""
-    from halfstep.checkpoint import inspect as look
-    from halfstep.checkpoint import open_checkpoint
-    from halfstep.checkpoint.what_if import candidates
-    from halfstep.checkpoint.write import check_target, write
+    from halfstep.bits.what_if import candidates
     from halfstep.cli.inspect_text import show, written
-    from halfstep.ops.files import metadata
+    from halfstep.inspection import inspect as look
+    from halfstep.inspection import open_checkpoint
+    from halfstep.inspection.write import check_target, write
 
     if (to is None) != (out is None):
         raise CheckpointError("--to FORMAT and --out FILE belong together; one of them is missing")
@@ -70,13 +69,13 @@ def inspect(
         with _progress(checkpoint, 1 + bool(casts) + (to is not None)) as progress:
             report = look(checkpoint, quick=quick, casts=casts, known=_known(path, overlay), progress=progress)
             if to is not None and out is not None:
-                result = write(checkpoint, report.tensors, to, out, metadata, progress)
+                result = write(checkpoint, report.tensors, to, out, progress)
         if html is not None:
-            from halfstep.checkpoint.page import to_html
+            from halfstep.inspection.page import to_html
 
             _save(html, to_html(report).encode())
         if plot is not None:
-            from halfstep.checkpoint.plot import png
+            from halfstep.inspection.plot import png
 
             _save(plot, png(report))
     except KeyboardInterrupt:
@@ -129,7 +128,7 @@ def _progress(checkpoint: Checkpoint, passes: int) -> Iterator[Callable[[int], N
 
 def _known(path: Path, overlay: Path | None) -> Known | None:
     """What the knowledge base says of the model that the folder names as its base; None where it says nothing."""
-    from halfstep.checkpoint.verdict import Known
+    from halfstep.inspection.declared import Known
     from halfstep.kb import DEFAULT_OVERLAY, load
     from halfstep.kb.resolve import find
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 
-from halfstep.checkpoint import Report, RoleReport, TensorReport
-from halfstep.checkpoint.report import WhatIf
-from halfstep.checkpoint.statistics import Statistics
-from halfstep.checkpoint.verdict import percent
-from halfstep.checkpoint.write import Written
+from halfstep.bits.statistics import Statistics
+from halfstep.bits.verdict import percent
+from halfstep.bits.what_if import WhatIf
 from halfstep.cli.terminal import show_table
+from halfstep.inspection import Inspection, RoleReport, TensorReport
+from halfstep.inspection.write import Written
 from halfstep.printable import printable
 
 
@@ -22,7 +22,7 @@ _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "
 _LISTED = 10
 
 
-def show(report: Report, tensors: bool) -> None:
+def show(report: Inspection, tensors: bool) -> None:
     """Print a report; with `tensors` a line for each of them."""
     lines = Console(soft_wrap=True, highlight=False, markup=False)
     size = f"{report.nbytes / 1e9:.3g} GB" if report.nbytes >= 1e8 else f"{report.nbytes / 1e6:.3g} MB"

@@ -49,7 +49,7 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Is MODEL safe to run in a type? Exit code 0: safe, 1: risky, 3: unknown, 2: the question cannot be answered."""
-    from halfstep.kb.text import describe_verdict
+    from halfstep.kb.descriptions import describe_verdict
     from halfstep.kb.verdict import judge
 
     verdict = judge(_load(overlay), model, use)
@@ -70,8 +70,8 @@ def check(
 @kb.command()
 def show(context: typer.Context, model: Model, overlay: Overlay = None, as_json: Json = False) -> None:
     """Print all that is known of MODEL: its entries, references and failure reports. Exit code 1 if there is none."""
+    from halfstep.kb.descriptions import describe_answer
     from halfstep.kb.resolve import find
-    from halfstep.kb.text import describe_answer
 
     answer = find(_load(overlay), model)
     if as_json:

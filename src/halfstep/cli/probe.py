@@ -128,7 +128,7 @@ def _known(model: str, format: str) -> Verdict | None:
 
 
 def _show(report: ProbeReport, known: Verdict | None) -> None:
-    from halfstep.kb.text import because
+    from halfstep.kb.descriptions import because
     from halfstep.probe.table import COLUMNS, rows
 
     typer.echo("\n".join(map(printable, str(report).split("\n"))))

@@ -51,8 +51,8 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """How one recipe did."""
+class RecipeVerdict:
+    """How one recipe did beside fp32."""
 
     recipe: str
     status: str
@@ -130,7 +130,7 @@ def timings(runs: Iterable[Sequence[Row]]) -> list[float]:
 
 def judge(
     recipe: str, runs: Mapping[int, Sequence[Row]], baselines: Mapping[int, float], metric: Metric | None = None
-) -> Verdict:
+) -> RecipeVerdict:
     """The verdict on a recipe from its runs by seed, against fp32's final values by seed.
 
     The values are losses, or those of a metric that judges.
@@ -153,7 +153,7 @@ def judge(
     seconds = timings(runs.values())
     median = statistics.median(seconds) if seconds else None
     memory = next((row["bytes"] for rows in runs.values() for row in rows if row["kind"] == "memory"), None)
-    return Verdict(
+    return RecipeVerdict(
         recipe=recipe,
         status=status,
         seeds=len(runs),

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from halfstep.bits.limits import Limits
 from halfstep.errors import ModelError
 from halfstep.nn.adapters import experts
 from halfstep.probe.batch import Batch, Loss, loss_of
-from halfstep.probe.limits import Limits
 from halfstep.probe.observe import observed
 from halfstep.probe.ranges import Counts, Range, Site, count
 from halfstep.probe.trial import parameter_site

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfstep.probe.limits import Limits
+from halfstep.bits.limits import Limits
 
 
 _MASK = torch.finfo(torch.float32).max  # attention masks add minus this, or minus infinity: no activation
@@ -69,9 +69,9 @@ def count(x: Tensor, limits: Limits) -> Counts:
     size = size.abs()
     largest = math.nan if math.isnan(low + high) else max(-low, high) if size.numel() else 0.0
     zeros = size.numel() - int(torch.count_nonzero(size))
-    gone = int(torch.count_nonzero(size <= limits.vanishing)) - zeros if limits.vanishing >= 0 else 0
-    small = int(torch.count_nonzero(size < limits.normal)) - zeros - gone if limits.normal > 0 else 0
-    beyond = int(torch.count_nonzero(size >= limits.beyond)) if not largest < limits.beyond else 0
+    gone = limits.zeroed(size, zeros)
+    small = limits.subnormal(size, zeros + gone)
+    beyond = limits.over(size) if not largest < limits.beyond else 0
     magnitude = float(size.sum())
     if math.isinf(magnitude):
         magnitude = float(size.sum(dtype=torch.float64))

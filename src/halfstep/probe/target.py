@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from halfstep import formats
+from halfstep.bits.limits import Limits, limits_of
+from halfstep.errors import FormatError
 from halfstep.formats import Format
-from halfstep.probe.limits import Limits, limits_of
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
@@ -51,6 +52,8 @@ def target(to: object, loss_scale: float | None = None) -> Target:
         FormatError: unknown format, a block format, or one without negative values.
     """
     format = formats.get(to)
+    if not format.signed:
+        raise FormatError(f"{format.name} has no negative values; probe one that can hold activations, such as e4m3fn")
     stored = format.name in STORABLE
     if stored:
         name, others = _STORED[format.name]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from halfstep.probe.limits import Limits
+from halfstep.bits.limits import Limits
 from halfstep.probe.ranges import Range, Site
 from halfstep.tracking import ExponentHistogram
 

@@ -7,18 +7,18 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from halfstep.bits.limits import limits_of
 from halfstep.formats import Format
 from halfstep.ops import round_to
 
 
 def share_zeroed(tensors: Iterable[Tensor], format: Format) -> float:
     """The share of the non-zero values that rounding to `format` (nearest-even) makes zero, without a scale."""
-    zeroed = nonzero = 0
-    half = format.smallest / 2  # itself a tie between zero and the smallest subnormal, and zero is even
+    zeroed, nonzero, limits = 0, 0, limits_of(format, stored=True)
     for tensor in tensors:
-        magnitude = tensor.detach().float().abs()
-        nonzero += int((magnitude > 0).sum())
-        zeroed += int(((magnitude > 0) & (magnitude <= half)).sum())
+        magnitudes = tensor.detach().float().abs()
+        nonzero += int((magnitudes > 0).sum())
+        zeroed += limits.zeroed(magnitudes, int((magnitudes == 0).sum()))
     return zeroed / nonzero if nonzero else 0.0
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import halfstep
 from halfstep import formats
-from halfstep.checkpoint.statistics import Statistics
+from halfstep.bits.statistics import Statistics
 from halfstep.claims.checks.base import Numbers, check
 from halfstep.formats import Float
 

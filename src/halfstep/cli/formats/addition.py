@@ -7,9 +7,10 @@ from fractions import Fraction
 from math import copysign, isfinite
 from typing import Any
 
-from halfstep.cli.formats.number import exact_text, short_text
+from halfstep.cli.formats.fields import point_text
+from halfstep.cli.formats.labelled import labelled, width
+from halfstep.cli.formats.number import exact_text, share_text, short_text
 from halfstep.cli.formats.page import rounding_data
-from halfstep.cli.formats.text import labelled, point_text, share_text, width
 from halfstep.errors import FormatError
 from halfstep.formats import Float, Format
 from halfstep.formats.exact import Rounded, round_exactly

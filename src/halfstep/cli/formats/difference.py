@@ -9,10 +9,10 @@ from math import inf, log2, log10
 from typing import Any
 
 from halfstep.cli.formats.error import SIGMAS, normal_error, scaled_error
+from halfstep.cli.formats.labelled import labelled, width
 from halfstep.cli.formats.number import exact_text, value_text
 from halfstep.cli.formats.sketch import binades, density, per_binade
 from halfstep.cli.formats.table import kind, layout, parameters, specials
-from halfstep.cli.formats.text import labelled, width
 from halfstep.formats import Float, Format
 from halfstep.formats.line import Line, line
 

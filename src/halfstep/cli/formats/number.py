@@ -128,3 +128,8 @@ def plain(x: Fraction | float | None) -> Any:
 def float_holds(x: Fraction) -> bool:
     """Whether x lies within a float's range (it may be rounded in it)."""
     return x == 0 or Fraction(2) ** -1074 <= abs(x) < Fraction(2) ** 1023
+
+
+def share_text(part: Fraction, whole: Fraction) -> str:
+    """A ratio in per cent."""
+    return f"{short_text(100 * part / whole, 3)}%"

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from math import frexp, log2
 
+from halfstep.cli.formats.fields import bits_text, hex_text
+from halfstep.cli.formats.labelled import width
 from halfstep.cli.formats.number import value_text
-from halfstep.cli.formats.text import bits_text, hex_text, width
 from halfstep.formats import Float, Format
 from halfstep.formats.line import line
 

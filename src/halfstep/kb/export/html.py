@@ -11,10 +11,10 @@ from typing import Any
 
 from halfstep.errors import KnowledgeBaseError
 from halfstep.kb.casts import table
+from halfstep.kb.descriptions import because
 from halfstep.kb.entry import FailureReport
 from halfstep.kb.reader import KnowledgeBase
 from halfstep.kb.schema import uses
-from halfstep.kb.text import because
 from halfstep.kb.verdict import Verdict, judge
 from halfstep.printable import printable
 

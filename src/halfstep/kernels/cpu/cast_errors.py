@@ -189,17 +189,26 @@ def _to_divide(amax, scale):
 
 @Kernel
 def _absmax(amax, largest, scale):
-    absmax_scales(amax, scale, largest)
-    _to_divide(amax, scale)
+    for chunk in numba.prange((amax.size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, amax.size)
+        absmax_scales(amax[a:b], scale[a:b], largest)
+        _to_divide(amax[a:b], scale[a:b])
 
 
 @Kernel
 def _two_level(amax, whole, numbers, codes, decoding, scale):
-    two_level_scales(amax, np.empty(amax.size, np.uint8), scale, whole, numbers, codes, decoding)
-    _to_divide(amax, scale)
+    for chunk in numba.prange((amax.size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, amax.size)
+        two_level_scales(amax[a:b], np.empty(b - a, np.uint8), scale[a:b], whole, numbers, codes, decoding)
+        _to_divide(amax[a:b], scale[a:b])
 
 
 @Kernel
 def _power(amax, rule, scale):
-    power_scales(amax, np.empty(amax.size, np.uint8), scale.view(np.uint32), rule)
-    _to_divide(amax, scale)
+    for chunk in numba.prange((amax.size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, amax.size)
+        power_scales(amax[a:b], np.empty(b - a, np.uint8), scale[a:b].view(np.uint32), rule)
+        _to_divide(amax[a:b], scale[a:b])

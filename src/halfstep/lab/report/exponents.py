@@ -13,6 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from halfstep import formats
+from halfstep.bits.histogram import ExponentHistogram, binades
 from halfstep.formats import Float
 from halfstep.lab.metrics import Row
 from halfstep.lab.report.results import BASELINE, Results
@@ -28,8 +29,7 @@ KINDS = {"activation_gradients": "activation gradients", "gradients": "weight gr
 class Cast:
     """Values multiplied by a power of two: the share in each bin [2^e, 2^(e+1)), and of what a format makes of them.
 
-    Shares are of the non-zero values. A value becomes zero at half the smallest subnormal and below; a bin does when
-    it lies under that.
+    Shares are of the non-zero values, with the loss scale taken out.
     """
 
     shares: Mapping[int, float]
@@ -39,46 +39,26 @@ class Cast:
 
 
 @dataclass(frozen=True)
-class Values:
-    """A histogram of values with the loss scale taken out."""
-
-    counts: Mapping[int, int]
-    zeros: int
-    nonfinite: int
-
-    @property
-    def size(self) -> int:
-        """How many values there are, zeros and infinities included."""
-        return sum(self.counts.values()) + self.zeros + self.nonfinite
-
-    def cast(self, format: Float, shift: int) -> Cast:
-        """What `format` makes of the values times 2^shift."""
-        total = sum(self.counts.values())
-        shares = {e + shift: n / total for e, n in sorted(self.counts.items())}
-        zero, normal, beyond = limits(format)
-        return Cast(
-            shares,
-            zeroed=sum(s for e, s in shares.items() if e < zero),
-            subnormal=sum(s for e, s in shares.items() if zero <= e < normal),
-            overflowing=sum(s for e, s in shares.items() if e >= beyond),
-        )
-
-
-@dataclass(frozen=True)
 class Exponents:
     """The gradients of one step of one run, by kind, and the loss scale to look at them with, as log2."""
 
     recipe: str
     seed: int
     step: int
-    values: Mapping[str, Values]
+    values: Mapping[str, ExponentHistogram]
     shift: int
     shift_from: str
 
 
-def limits(format: Float) -> tuple[int, int, int]:
-    """The exponents from which on a value is not zero, normal, and too large."""
-    return format.min_exponent - format.mantissa_bits - 1, format.min_exponent, format.max_exponent + 1
+def cast_to(values: ExponentHistogram, format: Float, shift: int) -> Cast:
+    """What `format` makes of the values times 2^shift."""
+    total, scale = sum(values.counts.values()), 2.0**shift
+    return Cast(
+        {e + shift: n / total for e, n in sorted(values.counts.items())},
+        values.share_zeroed(format, scale),
+        values.share_subnormal(format, scale),
+        values.share_beyond(format, scale),
+    )
 
 
 def gradient_exponents(results: Results) -> Exponents | None:
@@ -91,14 +71,14 @@ def gradient_exponents(results: Results) -> Exponents | None:
     return None
 
 
-def _values(row: Row) -> dict[str, Values]:
+def _values(row: Row) -> dict[str, ExponentHistogram]:
     taken_out = round(math.log2(row["loss_scale"] or 1))
     found = {}
     for kind in KINDS:
         data = row.get(kind) or {"counts": {}}
         counts = {int(e) - taken_out: n for e, n in data["counts"].items() if n}
         if counts:
-            found[kind] = Values(counts, data["zeros"], data["nonfinite"])
+            found[kind] = ExponentHistogram(counts, data["zeros"], data["nonfinite"])
     return found
 
 
@@ -123,7 +103,7 @@ def picture(results: Results) -> Picture:
         return Picture("gradient-exponents", heading, look_for, "Not drawn: no run has written statistics yet.")
     kind, values = next(iter(data.values.items()))
     fp16 = formats.get("fp16", Float)
-    before, after = values.cast(fp16, 0), values.cast(fp16, data.shift)
+    before, after = cast_to(values, fp16, 0), cast_to(values, fp16, data.shift)
     title = (
         f"{share(before.zeroed)} of {plain(data.recipe)}'s {KINDS[kind]} become zero in fp16; "
         f"multiplied by {power(data.shift)}, {share(after.zeroed)} do"
@@ -137,7 +117,7 @@ def _finding(data: Exponents) -> str:
     if data.recipe != BASELINE:
         sentences[0] += " (there is no fp32 run to take them from: what this recipe made zero counts as exact zeros)"
     for kind, values in data.values.items():
-        before, after = values.cast(fp16, 0), values.cast(fp16, data.shift)
+        before, after = cast_to(values, fp16, 0), cast_to(values, fp16, data.shift)
         sentences.append(
             f"{KINDS[kind].capitalize()}: {share(before.zeroed)} become zero unscaled and {share(after.zeroed)} at "
             f"{power(data.shift)}; {share(before.subnormal)} and {share(after.subnormal)} become subnormal"
@@ -146,7 +126,7 @@ def _finding(data: Exponents) -> str:
     return ". ".join(sentences) + "."
 
 
-def _zeros(kind: str, values: Values) -> str:
+def _zeros(kind: str, values: ExponentHistogram) -> str:
     text = f"{values.zeros:,} {KINDS[kind]} that are exactly zero ({share(values.zeros / values.size)})"
     return text + (f" and {values.nonfinite:,} that are not finite" if values.nonfinite else "")
 
@@ -156,14 +136,14 @@ def draw(data: Exponents, title: str) -> Figure:
     fp16 = formats.get("fp16", Float)
     figure = new_figure(5.6, title)
     panels = figure.subplots(2, 1, sharex=True, sharey=True)
-    casts = [{kind: values.cast(fp16, shift) for kind, values in data.values.items()} for shift in (0, data.shift)]
-    zero, normal, beyond = limits(fp16)
+    casts = [{kind: cast_to(values, fp16, shift) for kind, values in data.values.items()} for shift in (0, data.shift)]
+    ends = binades(fp16)
     drawn = [e for by_kind in casts for cast in by_kind.values() for e, s in cast.shares.items() if s > 2e-5]
-    low, high = min([*drawn, zero - 9]), max([*drawn, normal + 14]) + 1
+    low, high = min([*drawn, ends.zeroed - 9]), max([*drawn, ends.normal + 14]) + 1
     names = ("unscaled", f"multiplied by {power(data.shift)}, {data.shift_from}")
     for axes, by_kind, name in zip(panels, casts, names, strict=True):
         axes.set_xlim(low, high)
-        _regions(axes, by_kind, (low, zero, normal, beyond, high))
+        _regions(axes, by_kind, (low, ends.zeroed, ends.normal, ends.beyond, high))
         for kind, cast in by_kind.items():
             bins = [e for e in cast.shares if low <= e < high]
             heights = [cast.shares[e] for e in bins]

@@ -18,7 +18,7 @@ from halfstep.lab.folder import RunFolder, write_json
 from halfstep.lab.report import curves, descent, exponents, field, gaps, memory, scales, speed, zeroed
 from halfstep.lab.report.results import BASELINE, Results, load
 from halfstep.lab.report.style import SETTINGS, Picture, png, signed, times
-from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, UNMEASURED, Verdict, rule
+from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, UNMEASURED, RecipeVerdict, rule
 
 
 PICTURES: tuple[Callable[[Results], Picture], ...] = (
@@ -99,7 +99,7 @@ def _page(results: Results, pictures: list[tuple[Picture, str | None]]) -> str:
     )
 
 
-def _line(results: Results, verdict: Verdict) -> _Line:
+def _line(results: Results, verdict: RecipeVerdict) -> _Line:
     kind, sign = _SIGNS.get(verdict.status, ("open", "…"))
     words, details = verdict.status, ""
     if verdict.status == DIVERGED:

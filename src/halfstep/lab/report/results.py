@@ -16,7 +16,7 @@ from halfstep.lab.verdict import (
     MATCHES,
     MIN_BASELINES,
     Band,
-    Verdict,
+    RecipeVerdict,
     band,
     final_value,
     judge,
@@ -37,7 +37,7 @@ class Results:
     environment: Mapping[str, Any]
     runs: Mapping[str, Mapping[int, Sequence[Row]]]
     band: Band | None
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[RecipeVerdict, ...]
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ class Results:
         return self.folder.path.resolve().name
 
     @property
-    def baseline(self) -> Verdict | None:
+    def baseline(self) -> RecipeVerdict | None:
         """The verdict on fp32, None where it takes no part."""
         return next((v for v in self.verdicts if v.recipe == BASELINE), None)
 
@@ -58,7 +58,7 @@ class Results:
         seeds = self.runs.get(recipe, {})
         return min(seeds.items(), key=lambda item: item[0]) if seeds else None
 
-    def slowdown(self, verdict: Verdict) -> float | None:
+    def slowdown(self, verdict: RecipeVerdict) -> float | None:
         """A recipe's time per step over fp32's."""
         base = self.baseline
         if verdict.ms_per_step is None or base is None or not base.ms_per_step:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
-from halfstep.lab.measures.text import error_rate
+from halfstep.lab.measures.sentences import error_rate
 from halfstep.lab.models.tdnn import TDNN
 from halfstep.lab.speech import BINS, CHARACTERS, speak
 from halfstep.lab.task import Batch, Task, TaskSpec, stream

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.languages import END, LONGEST, PAD, SOURCE_WORDS, START, TARGET_WORDS, sentences
-from halfstep.lab.measures.text import bleu
+from halfstep.lab.measures.sentences import bleu
 from halfstep.lab.models.seq2seq import Seq2Seq
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
 

@@ -1,0 +1,208 @@
+"""Values counted by exponent and by significant bits: from this table follows what any binary format can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.formats import Float
+from halfstep.kernels.cpu import bits as kernel
+
+
+Counts = NDArray[np.int64]
+
+WIDTH = 54
+"""Columns of a table: significands of 0 (never) to 53 bits."""
+
+WHOLE = 24
+"""Whole numbers below 2^24 are taken for counters. Above, most types hold nothing else, so that their bits tell."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """How many values have exponent floor(log2 |x|) = lowest + row, and need `column` significant bits.
+
+    The significant bits of x are the fewest p for which |x| = m * 2^k with a whole m < 2^p: 1 for a power of two.
+    `fifteens` counts per row the significands 15/8, which alone tell e4m3fn's largest value from its NaN.
+    """
+
+    lowest: int
+    counts: Counts
+    fifteens: Counts
+    zeros: int = 0
+    infinities: int = 0
+    nans: int = 0
+
+    @cached_property
+    def sums(self) -> Counts:
+        """Values that need at most as many bits as the column says."""
+        sums: Counts = np.cumsum(self.counts, 1)
+        return sums
+
+    @cached_property
+    def telling(self) -> Counts:
+        """`counts` of the values whose bits tell something: no powers of two, which constants are, and no whole
+        numbers below 2^WHOLE, which counters and positions are: such fit any format.
+        """
+        columns, rows = np.arange(WIDTH), self.rows[:, None]
+        nothing = (columns <= 1) | ((columns <= rows + 1) & (rows < WHOLE))
+        return np.where(nothing, 0, self.counts)
+
+    @property
+    def nonzero(self) -> int:
+        """Values that are finite and not zero."""
+        return int(self.counts.sum())
+
+    @property
+    def nonfinite(self) -> int:
+        """Infinities and NaN."""
+        return self.infinities + self.nans
+
+    @property
+    def size(self) -> int:
+        """All values."""
+        return self.nonzero + self.zeros + self.nonfinite
+
+    @property
+    def rows(self) -> Counts:
+        """The exponents of the rows."""
+        return self.lowest + np.arange(len(self.counts))
+
+    @property
+    def exponents(self) -> Counts:
+        """Finite non-zero values by row."""
+        found: Counts = self.counts.sum(1)
+        return found
+
+    @property
+    def by_bits(self) -> Counts:
+        """Finite non-zero values by significant bits."""
+        found: Counts = self.counts.sum(0)
+        return found
+
+    @property
+    def significant_bits(self) -> int:
+        """The fewest significant bits that hold every value; 0 where there is none."""
+        used = np.flatnonzero(self.by_bits)
+        return int(used[-1]) if used.size else 0
+
+    def between(self, low: int, high: int) -> int:
+        """Finite values with 2^low <= |x| < 2^high."""
+        inside = (self.rows >= low) & (self.rows < high)
+        return int(self.exponents[inside].sum())
+
+    def exact(self, format: Float, shift: int = 0) -> int:
+        """Finite non-zero values that are exactly 2^shift times a value of `format`."""
+        allowed = np.clip(allowed_bits(format, self.rows - shift), 0, WIDTH - 1)
+        held = self.sums[np.arange(len(self.counts)), allowed]
+        return int(held.sum()) - self._beyond_largest(format, shift)
+
+    def best_shift(self, format: Float) -> tuple[int, int] | None:
+        """The smallest shift under which nothing overflows, and `exact` there: no larger one holds more values, for
+        they only come nearer to the subnormals. None where there is no value to scale.
+        """
+        used = self.rows[self.exponents > 0]
+        if not used.size:
+            return None
+        shift = int(used[-1]) - format.max_exponent
+        shift += self._beyond_largest(format, shift) > 0
+        return shift, self.exact(format, shift)
+
+    def unmoved(self, format: Float, update: float) -> int:
+        """How many values, stored in `format`, stay as they are when `update` is added or subtracted and the sum
+        rounded to nearest.
+
+        Those with a spacing of more than twice the update; below a power of two the spacing is half of that above it.
+        """
+        lowest = format.min_exponent
+        spacing = 2.0 ** (np.maximum(self.rows, lowest) + 1.0 - format.significant_bits)
+        halved = np.where(self.rows > lowest, spacing / 2, spacing)
+        powers = self.counts[:, 1]
+        inside, at_powers = 2 * update < spacing, 2 * update < halved
+        return int(((self.exponents - powers) * inside + powers * at_powers).sum())
+
+    def _beyond_largest(self, format: Float, shift: int) -> int:
+        """Values of the top exponent that would be the code of NaN."""
+        row = format.max_exponent + shift - self.lowest
+        return int(self.fifteens[row]) if format.specials == "fn" and 0 <= row < len(self.counts) else 0
+
+    def __add__(self, other: Table) -> Table:
+        used = [one for one in (self, other) if len(one.counts)]
+        lowest = min((one.lowest for one in used), default=0)
+        high = max((one.lowest + len(one.counts) for one in used), default=0)
+        counts, fifteens = np.zeros((high - lowest, WIDTH), np.int64), np.zeros(high - lowest, np.int64)
+        for one in used:
+            place = slice(one.lowest - lowest, one.lowest - lowest + len(one.counts))
+            counts[place] += one.counts
+            fifteens[place] += one.fifteens
+        return Table(
+            lowest,
+            counts,
+            fifteens,
+            self.zeros + other.zeros,
+            self.infinities + other.infinities,
+            self.nans + other.nans,
+        )
+
+
+def tells(values: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which finite values are among `Table.telling`."""
+    magnitudes = np.abs(values)
+    whole = (np.floor(magnitudes) == magnitudes) & (magnitudes < 2.0**WHOLE)
+    found: NDArray[np.bool_] = ~whole & (np.frexp(magnitudes)[0] != 0.5)
+    return found
+
+
+def allowed_bits(format: Float, exponents: Counts) -> Counts:
+    """The significant bits that `format` has for values of each exponent: fewer below its smallest normal value, none
+    (0 or less) beyond its ends.
+    """
+    steps = exponents - (format.min_exponent - format.mantissa_bits) + 1
+    return np.where(exponents > format.max_exponent, 0, np.minimum(format.significant_bits, steps))
+
+
+EMPTY = Table(0, np.zeros((0, WIDTH), np.int64), np.zeros(0, np.int64))
+
+
+def from_kernel(found: Counts) -> Table:
+    """The table that `kernels.cpu.bits.add_float32` has filled."""
+    last = kernel.ROWS - 1
+    counts = np.zeros((kernel.ROWS, WIDTH), np.int64)
+    counts[:, :25] = found[:, :25]
+    counts[:, 4] += found[:, kernel.FIFTEEN]
+    infinities, nonfinite = int(counts[last, 1]), int(counts[last].sum())
+    return _trimmed(
+        kernel.LOWEST + 1, counts[1:last], found[1:last, kernel.FIFTEEN].copy(), int(counts[0].sum()), infinities,
+        nonfinite - infinities,
+    )  # fmt: skip
+
+
+def from_values(values: NDArray[np.float64], times: Counts | None = None) -> Table:
+    """The table of float64 values, each counted `times` (once if None)."""
+    times = np.ones(values.shape, np.int64) if times is None else times
+    finite = np.isfinite(values)
+    used = finite & (values != 0)
+    mantissa, exponent = np.frexp(np.abs(values[used]))
+    whole = (mantissa * 2.0**53).astype(np.int64)  # in [2^52, 2^53)
+    _, last = np.frexp((whole & -whole).astype(np.float64))
+    width, weights = 54 - last, times[used]
+    lowest = int(exponent.min(initial=1)) - 1
+    high = int(exponent.max(initial=lowest + 1)) - 1
+    shape = (high - lowest + 1, WIDTH)
+    places = np.ravel_multi_index((exponent - 1 - lowest, width), shape)
+    counts = np.bincount(places, weights, minlength=shape[0] * WIDTH).astype(np.int64).reshape(shape)
+    fifteen = whole == 15 << 49
+    fifteens = np.bincount(exponent[fifteen] - 1 - lowest, weights[fifteen], minlength=shape[0]).astype(np.int64)
+    zeros, nans = int(times[values == 0].sum()), int(times[np.isnan(values)].sum())
+    return _trimmed(lowest, counts, fifteens, zeros, int(times[np.isinf(values)].sum()), nans)
+
+
+def _trimmed(lowest: int, counts: Counts, fifteens: Counts, zeros: int, infinities: int, nans: int) -> Table:
+    used = np.flatnonzero(counts.any(1))
+    if not used.size:
+        return replace(EMPTY, zeros=zeros, infinities=infinities, nans=nans)
+    first, stop = int(used[0]), int(used[-1]) + 1
+    return Table(lowest + first, counts[first:stop], fifteens[first:stop], zeros, infinities, nans)

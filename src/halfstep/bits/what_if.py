@@ -1,0 +1,235 @@
+"""What would a cast cost? Matrices through candidate quantizers, in pieces of bounded size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.bits.pieces import as_bits, as_float32, castable, needs_largest, stored_pieces, with_largest
+from halfstep.bits.scan import Progress, Scan, decoded
+from halfstep.bits.values import Values
+from halfstep.bits.verdict import percent
+from halfstep.errors import QuantizationError, unknown
+from halfstep.kernels.cpu import operators
+from halfstep.kernels.cpu.cast_errors import ROOM, CastErrors, Rows, knows
+from halfstep.kernels.cpu.errors import Errors, compare, unit
+from halfstep.quant import Quantizer, get_quantizer
+from halfstep.quant.quantizer import layout
+from halfstep.quant.tile import ROW, TENSOR
+
+
+_E4M3 = get_quantizer("fp8_128x128")
+CANDIDATES: Mapping[str, Quantizer] = {
+    "fp16": get_quantizer("fp16", overflow="ieee"),
+    "bf16": get_quantizer("bf16", overflow="ieee"),
+    "e4m3fn_tensor": replace(_E4M3, tile=TENSOR),
+    "e4m3fn_row": replace(_E4M3, tile=ROW),
+    "e4m3fn_128x128": _E4M3,
+    "mxfp8": get_quantizer("mxfp8"),
+    "int8": get_quantizer("int8_row"),
+    "mxfp4": get_quantizer("mxfp4"),
+    "nvfp4": get_quantizer("nvfp4"),
+    "nf4": get_quantizer("nf4"),
+}
+"""What a cast is tried to, by name. Scales of FP8 and int8: the tile's amax on the format's largest value."""
+
+WORST = 10
+"""Tensors that a table names for each format."""
+
+_MANY = 1 << 18  # values of 16 bits, from which on it is faster to go through their codes
+
+
+def candidates(names: Sequence[str]) -> dict[str, Quantizer]:
+    """The candidates of those names; all of them for "all".
+
+    Raises:
+        QuantizationError: an unknown name.
+    """
+    if list(names) == ["all"]:
+        return dict(CANDIDATES)
+    for name in names:
+        if name not in CANDIDATES:
+            raise QuantizationError(unknown("format to try", name, (*CANDIDATES, "all")))
+    return {name: CANDIDATES[name] for name in names}
+
+
+@dataclass(frozen=True)
+class Cast:
+    """What a cast of one tensor, or of several, to one format does."""
+
+    format: str
+    sqnr: float | None
+    """10 log10 of the sum of x^2 over the sum of squared errors, in decibels; None where no finite value changes."""
+    overflowing: int
+    """Values that become infinite, or NaN."""
+    zeroed: int
+    """Values that become zero."""
+    largest_error: float
+    """The largest relative error of a value that becomes neither."""
+    values: int
+    nbytes: int
+    """Codes and scales."""
+    saved: int
+    """Bytes fewer than now."""
+
+    @property
+    def decibels(self) -> str:
+        """The `sqnr` in words."""
+        if self.sqnr is None:
+            return "-" if self.overflowing else "exact"
+        return f"{self.sqnr:.1f}"
+
+    @property
+    def harm(self) -> str | None:
+        """The worst it does: the share that overflows, or else the decibels; None where nothing changes."""
+        if self.overflowing:
+            return f"{percent(self.overflowing / self.values)} overflows"
+        return None if self.sqnr is None else f"{self.decibels} dB"
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A format's cost in all, and the tensors that it hurts most (overflow first, then the lowest SQNR)."""
+
+    total: Cast
+    worst: tuple[tuple[str, Cast], ...]
+
+
+class Trials:
+    """What casts of matrices to each of the named formats would cost.
+
+    Raises:
+        QuantizationError: an unknown name.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._quantizers = candidates(names)
+        self._casts: dict[str, list[tuple[str, Cast, Errors]]] = {name: [] for name in self._quantizers}
+
+    def add(self, name: str, tensor: Values, scan: Scan, progress: Progress | None = None) -> None:
+        """Try every format on a tensor that was scanned, which reads it once more; on matrices alone."""
+        if not self._quantizers or not castable(tensor):
+            return
+        errors = _errors(tensor, scan, self._quantizers, progress)
+        for format, quantizer in self._quantizers.items():
+            size = nbytes(quantizer, tensor.shape)
+            # Errors of tensors add up in the units of the values.
+            cast = _cast(format, errors[format], tensor.numel, size, tensor.nbytes - size)
+            scale, found = unit(scan.amax) ** 2, errors[format]
+            absolute = found._replace(signal=found.signal * scale, noise=found.noise * scale)
+            self._casts[format].append((name, cast, absolute))
+
+    def found(self) -> tuple[WhatIf, ...]:
+        """What each format did to all tensors, and to which it did most."""
+        return tuple(_together(name, casts) for name, casts in self._casts.items() if casts)
+
+
+def nbytes(quantizer: Quantizer, shape: tuple[int, ...]) -> int:
+    """Bytes of codes and scales of a tensor."""
+    parts = layout(quantizer, shape, torch.float32).values()
+    return sum(dtype.itemsize * math.prod(size or 0 for size in sizes) for dtype, sizes in parts)
+
+
+def _errors(
+    tensor: Values, scan: Scan, quantizers: Mapping[str, Quantizer], progress: Progress | None
+) -> dict[str, Errors]:
+    """What each quantizer does: code by code, by kernels that round and compare at once, or one after the other."""
+    columns, amax = tensor.shape[-1], scan.amax
+    by_code = scan.codes is not None and tensor.numel >= _MANY
+    found = {name: _by_code(scan, tensor.dtype, q) for name, q in quantizers.items() if by_code and not _has_tiles(q)}
+    rest = {name: q for name, q in quantizers.items() if name not in found}
+    if not rest and progress is not None:
+        progress(tensor.nbytes)
+    plain = not scan.table.nonfinite and amax < ROOM
+    fused = {name: CastErrors(q, amax) for name, q in rest.items() if plain and knows(q, columns)}
+    others = {name: Errors() for name in rest if name not in fused}
+    counted = next(iter(found.values()), None)
+    signal, buffer = counted.signal if counted else 0.0, _Buffer()
+    for chunk in stored_pieces(tensor, progress) if rest else ():
+        if fused:
+            rows = Rows(as_bits(chunk, tensor.dtype), columns)
+            signal += 0.0 if counted else rows.squares(amax)
+            for cast in fused.values():
+                cast.add(rows)
+        if others:
+            x = torch.from_numpy(as_float32(chunk, tensor.dtype)).view(-1, columns)
+            for name in others:
+                y = _values(x, rest[name], scan, buffer)
+                others[name] += compare(x.view(-1).numpy(), y.view(-1).numpy(), amax)
+    return found | others | {name: cast.errors(signal, scan.table.nonzero) for name, cast in fused.items()}
+
+
+def _has_tiles(quantizer: Quantizer) -> bool:
+    """Whether what becomes of a value depends on others than the tensor's largest."""
+    return quantizer.scaling is not None and quantizer.tile != TENSOR
+
+
+def _by_code(scan: Scan, dtype: str, quantizer: Quantizer) -> Errors:
+    """The errors of a tensor with few different values, from how often each occurs."""
+    assert scan.codes is not None
+    values = decoded(dtype)
+    used = np.flatnonzero((scan.codes > 0) & np.isfinite(values))
+    x, times = values[used], scan.codes[used]
+    y = _values(torch.from_numpy(x.astype(np.float32))[None], quantizer, scan, _Buffer()).double().numpy()[0]
+    kept = np.isfinite(y)
+    error = np.where(kept, y - x, 0.0)
+    zeroed = (y == 0) & (x != 0)
+    size = unit(scan.amax)
+    share = np.abs(error[kept & (y != 0)]) / np.abs(x[kept & (y != 0)])
+    return Errors(
+        float((times * (x / size) ** 2).sum()),
+        float((times * (error / size) ** 2).sum()),
+        int(times[zeroed].sum()),
+        int(times[~kept].sum()),
+        float(share.max(initial=0.0)),
+    )
+
+
+class _Buffer:
+    """Memory that is kept, for fresh memory costs as much as a cast."""
+
+    def __init__(self) -> None:
+        self._values = torch.empty(0)
+
+    def like(self, x: Tensor) -> Tensor:
+        if x.numel() > self._values.numel():
+            self._values = torch.empty(x.numel())
+        return self._values[: x.numel()].view(x.shape)
+
+
+def _values(rows: Tensor, quantizer: Quantizer, scan: Scan, buffer: _Buffer) -> Tensor:
+    """The values that a quantizer makes of some rows of a scanned tensor, in the buffer."""
+    x = rows
+    if needs_largest(quantizer):  # one scale for a tensor with infinities or NaN is NaN
+        lost = quantizer.tile == TENSOR and scan.table.nonfinite
+        x = with_largest(rows, math.nan if lost else scan.amax)
+    out = buffer.like(x)
+    if quantizer.scaling is None:
+        operators.round_into(x, out, quantizer.format, quantizer.rounding, quantizer.overflow, None)
+    else:
+        operators.round_tiles_into(x, out, quantizer, None)
+    return out[: len(rows)]
+
+
+def _cast(name: str, errors: Errors, values: int, size: int, saved: int) -> Cast:
+    sqnr = None if not errors.noise else 10 * math.log10(errors.signal / errors.noise) if errors.signal else None
+    return Cast(name, sqnr, errors.infinite, errors.zeroed, errors.largest, values, size, saved)
+
+
+def _together(name: str, casts: list[tuple[str, Cast, Errors]]) -> WhatIf:
+    columns = list(zip(*(errors for _, _, errors in casts), strict=True))
+    errors = Errors(sum(columns[0]), sum(columns[1]), sum(columns[2]), sum(columns[3]), max(columns[4]))
+    every = [cast for _, cast, _ in casts]
+    total = _cast(name, errors, sum(c.values for c in every), sum(c.nbytes for c in every), sum(c.saved for c in every))
+    hurt = sorted(((tensor, cast) for tensor, cast, _ in casts), key=lambda item: _badness(item[1]))
+    return WhatIf(total, tuple(hurt[:WORST]))
+
+
+def _badness(cast: Cast) -> tuple[int, float]:
+    """Overflowing tensors first, then by SQNR."""
+    return (-cast.overflowing, math.inf if cast.sqnr is None else cast.sqnr)

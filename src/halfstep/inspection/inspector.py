@@ -1,0 +1,205 @@
+"""Inspect a checkpoint: one pass over every tensor, then what the bits say by tensor, by role and in all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from halfstep.bits.layer import summed
+from halfstep.bits.origin import origin, stored_format
+from halfstep.bits.quick import quick_origin
+from halfstep.bits.scan import CHUNK, Progress, Scan, readable, scan
+from halfstep.bits.statistics import Statistics, of_table, statistics
+from halfstep.bits.table import EMPTY, Table
+from halfstep.bits.verdict import Evidence, verdict, whole
+from halfstep.bits.what_if import Trials
+from halfstep.inspection.declared import Known, contradictions, disagreements
+from halfstep.inspection.described import described
+from halfstep.inspection.gguf_blocks import DECODED
+from halfstep.inspection.layers import Layers, find_layers
+from halfstep.inspection.opening import open_checkpoint
+from halfstep.inspection.report import Inspection, RoleReport, TensorReport
+from halfstep.inspection.roles import NAMES, WEIGHTS, role_of
+from halfstep.inspection.stored import Checkpoint, StoredTensor
+
+
+def inspect(
+    path: str | Path | Checkpoint,
+    *,
+    quick: bool = False,
+    casts: Sequence[str] = (),
+    known: Known | None = None,
+    progress: Progress | None = None,
+) -> Inspection:
+    """Which types the values of a checkpoint went through, read from their bits, and the statistics behind that.
+
+    Args:
+        path: a file or a folder that `open_checkpoint` knows, or what it returned.
+        quick: only look for the last mantissa bit in use, at the speed of memory; nothing is counted.
+        casts: formats to try on every matrix (`what_if.CANDIDATES`, or "all"), which reads them a second time.
+        known: what is said of the model elsewhere, to be compared with.
+        progress: told the number of bytes after each piece that was read.
+
+    Raises:
+        CheckpointError: there is no checkpoint at the path, it is broken, or it was changed meanwhile.
+        QuantizationError: an unknown format among `casts`.
+    """
+    trials = Trials(() if quick else casts)
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    stored: dict[str, TensorReport] = {}
+    duplicates, tables = _Duplicates(), dict[str, Table]()
+    tensors = []
+    layers = find_layers(checkpoint.tensors) + described(checkpoint)
+    parts = layers.parts
+    for tensor in checkpoint.tensors:
+        role = "scales" if tensor.name in parts else role_of(tensor.name)
+        if tensor.nbytes and tensor.storage in stored:
+            first = stored[tensor.storage]
+            tensors.append(replace(first, name=tensor.name, role=role, tied_to=first.name, duplicate_of=None))
+            continue
+        found = TensorReport(
+            tensor.name, role, tensor.dtype, tensor.shape, tensor.numel, tensor.nbytes, _shown(tensor.file, checkpoint)
+        )
+        if quick:
+            found = replace(found, origin=quick_origin(tensor, progress))
+        elif readable(tensor):
+            one = scan(tensor, progress)
+            if role != "scales":
+                trials.add(tensor.name, tensor, one, progress)
+            tables[role] = tables.get(role, EMPTY) + one.table
+            found = replace(
+                found,
+                statistics=statistics(one, stored_format(tensor.dtype)),
+                origin=None if tensor.dtype in DECODED else origin(one, tensor.dtype),
+                duplicate_of=duplicates.earlier(tensor, one),
+            )
+        elif progress is not None:
+            progress(tensor.nbytes)
+        stored[tensor.storage] = found
+        tensors.append(found)
+    tensors, findings = _confirmed(tensors, layers)
+    report = _report(checkpoint, tuple(tensors), tables, quick, known)
+    return replace(report, findings=findings, casts=trials.found())
+
+
+def _confirmed(tensors: list[TensorReport], layers: Layers) -> tuple[list[TensorReport], tuple[str, ...]]:
+    """Each tensor of codes with its layer, as far as the bits of its scales confirm that; and what they do not."""
+    counted = {tensor.name: tensor.statistics for tensor in tensors if tensor.role == "scales" and tensor.statistics}
+    findings, found = list(layers.findings), []
+    for tensor in tensors:
+        layer = layers.by_codes.get(tensor.name)
+        scales = counted.get(layer.parts[0]) if layer is not None and layer.parts else None
+        if layer is not None and scales is not None:
+            if scales.nonfinite:
+                findings.append(f"{layer.parts[0]}: {scales.nonfinite} of {scales.values} scales are not finite")
+            powers = scales.significant_bits == 1 and scales.nonzero > 1 and layer.scale != "float8_e8m0fnu"
+            layer = replace(layer, powers=powers)
+        found.append(tensor if layer is None else replace(tensor, layer=layer))
+    return found, tuple(findings)
+
+
+def _report(
+    checkpoint: Checkpoint,
+    tensors: tuple[TensorReport, ...],
+    tables: dict[str, Table],
+    quick: bool,
+    known: Known | None,
+) -> Inspection:
+    own = [tensor for tensor in tensors if tensor.tied_to is None]
+    roles = [_role(role, [tensor for tensor in own if tensor.role == role], tables) for role in NAMES]
+    present = tuple(role for role in roles if role.tensors)
+    weights = [_evidence(tensor) for tensor in own if tensor.role in WEIGHTS]
+    # A file of optimizer state alone is judged by what it holds.
+    judged = {role.role: role.verdict for role in present if role.role in WEIGHTS or not weights}
+    config = _config_dtype(checkpoint)
+    found = whole(judged, weights or [_evidence(tensor) for tensor in own])
+    masters = [role.verdict.text for role in present if role.role == "master" and weights]
+    quantised = [tensor.layer for tensor in own if tensor.layer is not None]
+    if masters:
+        found = replace(found, text=f"{found.text}. Beside them master copies: {masters[0]}")
+    schemes = summed(quantised)
+    if schemes:
+        found = replace(found, text=f"{found.text}. In all {', '.join(one.size for one in schemes)}")
+    return Inspection(
+        checkpoint.path,
+        checkpoint.kind,
+        tuple(_shown(file, checkpoint) for file in checkpoint.files),
+        tensors,
+        present,
+        found,
+        config,
+        known,
+        (*disagreements(checkpoint.config, quantised), *contradictions(weights, config, known)),
+        quick,
+        schemes=schemes,
+    )
+
+
+def _role(role: str, tensors: list[TensorReport], tables: dict[str, Table]) -> RoleReport:
+    dtypes: dict[str, int] = {}
+    for tensor in tensors:
+        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.numel
+    return RoleReport(
+        role,
+        len(tensors),
+        sum(tensor.numel for tensor in tensors),
+        sum(tensor.nbytes for tensor in tensors),
+        dtypes,
+        verdict([_evidence(tensor) for tensor in tensors]),
+        _together([t.statistics for t in tensors if t.statistics], tables[role]) if role in tables else None,
+    )
+
+
+def _together(parts: list[Statistics], table: Table) -> Statistics:
+    """The figures of several tensors. Subnormals are of each one's own type; scales are each one's, too."""
+    smallest = min((part.smallest for part in parts if part.nonzero), default=0.0)
+    found = of_table(table, None, max(part.amax for part in parts), smallest)
+    return replace(found, subnormal=sum(part.subnormal for part in parts), exact_scaled={})
+
+
+def _evidence(tensor: TensorReport) -> Evidence:
+    counted = tensor.statistics
+    return Evidence(
+        tensor.dtype,
+        tensor.layer.values if tensor.layer else tensor.numel,
+        tensor.origin,
+        counted.nonzero if counted else 0,
+        counted.fp16_subnormal if counted else 0,
+        tensor.layer,
+    )
+
+
+def _shown(file: Path, checkpoint: Checkpoint) -> str:
+    """A file's name, with its folders under the checkpoint's."""
+    return str(file.relative_to(checkpoint.path)) if checkpoint.path in file.parents else file.name
+
+
+def _config_dtype(checkpoint: Checkpoint) -> str | None:
+    config = checkpoint.config or {}
+    named = config.get("dtype", config.get("torch_dtype"))
+    return named.removeprefix("torch.") if isinstance(named, str) else None
+
+
+class _Duplicates:
+    """Tensors seen so far, to find those of equal bytes: only where all counts are equal are bytes compared."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[object, ...], StoredTensor] = {}
+
+    def earlier(self, tensor: StoredTensor, found: Scan) -> str | None:
+        """The name of the first tensor with the same bytes; None where there is none, or the values are constants."""
+        if found.distinct < 2:
+            return None
+        counts = hashlib.sha256(found.table.counts.tobytes()).digest()
+        key = (tensor.dtype, tensor.numel, found.table.lowest, found.table.zeros, found.amax, found.smallest, counts)
+        first = self._seen.setdefault(key, tensor)
+        return first.name if first is not tensor and _equal(first, tensor) else None
+
+
+def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+    pairs = zip(one.chunks(CHUNK), other.chunks(CHUNK), strict=True)
+    return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs)

@@ -1,0 +1,99 @@
+"""Checkpoints in several files with an index: `model.safetensors.index.json`, or `pytorch_model.bin.index.json`.
+
+Source: Hugging Face, transformers, "Sharded checkpoints".
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from halfstep.errors import CheckpointError
+from halfstep.inspection.bounded_json import parse_object
+from halfstep.inspection.files import File
+from halfstep.inspection.folders import inside
+from halfstep.inspection.limits import TEXT, check_count
+from halfstep.inspection.readers import pickled, safetensors, torch_zip
+from halfstep.inspection.readers.base import Reader
+from halfstep.inspection.stored import Checkpoint, StoredTensor
+
+
+SHARDS = (safetensors.reader, torch_zip.reader, pickled.reader)
+"""The readers of the files that an index or a folder may be made of."""
+
+
+def open_index(path: Path) -> Checkpoint:
+    """The tensors that an index names, from the files it names, which must lie in its folder.
+
+    Raises:
+        CheckpointError: the index is broken, a file is missing or outside, or a file lacks a tensor.
+    """
+    index = read_json(path)
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        raise CheckpointError(
+            f"{path}: found no weight_map of names to files; expected an index of a sharded checkpoint"
+        )
+    check_count(len(listed), path)
+    shards = [inside(path.parent, name, str(path)) for name in sorted(set(listed.values()))]
+    wanted = {name: path.parent / file for name, file in listed.items()}
+    joined = join(path, reader.name, shards)
+    tensors = tuple(tensor for tensor in joined.tensors if wanted.get(tensor.name) == tensor.file)
+    if len(tensors) < len(wanted):
+        missing = next(iter(wanted.keys() - {tensor.name for tensor in tensors}))
+        raise CheckpointError(f"{path}: tensor {missing!r} is not in {wanted[missing].name!r}; fetch the file again")
+    extra = len(joined.tensors) - len(tensors)
+    notes = {"tensors that the index does not name": str(extra)} if extra else {}
+    return Checkpoint(path, reader.name, joined.files, tensors, {**joined.metadata, **_strings(index), **notes})
+
+
+def join(path: Path, kind: str, files: Iterable[Path]) -> Checkpoint:
+    """The tensors of several files as one checkpoint."""
+    tensors: list[StoredTensor] = []
+    metadata: dict[str, str] = {}
+    files = tuple(files)
+    for file in files:
+        shard = open_shard(file)
+        tensors += shard.tensors
+        check_count(len(tensors), path)
+        metadata.update(shard.metadata)
+    return Checkpoint(path, kind, files, tuple(tensors), metadata)
+
+
+def open_shard(path: Path) -> Checkpoint:
+    """One file of weights.
+
+    Raises:
+        CheckpointError: it is neither a safetensors file nor one of torch.save, or is broken.
+    """
+    for shard in SHARDS:
+        if shard.recognises(path):
+            return shard.open(path)
+    raise CheckpointError(f"{path} is neither a safetensors file nor one of torch.save; fetch it again")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file of bounded size.
+
+    Raises:
+        CheckpointError: it is longer than the limit, or is not a JSON object.
+    """
+    file = File.of(path)
+    if file.size > TEXT:
+        raise CheckpointError(f"{path} has {file.size} bytes; expected at most {TEXT}")
+    return parse_object(file.read(0, file.size), str(path))
+
+
+def _strings(index: dict[str, Any]) -> dict[str, str]:
+    found = index.get("metadata")
+    return {key: str(value) for key, value in found.items() if _short(value)} if isinstance(found, dict) else {}
+
+
+def _short(value: Any) -> bool:
+    return isinstance(value, str | float) or (type(value) is int and abs(value) < 1 << 64)
+
+
+def _recognises(path: Path) -> bool:
+    return path.is_file() and path.name.endswith(".index.json")
+
+
+reader = Reader("sharded index", _recognises, open_index)

@@ -1,0 +1,123 @@
+"""Files that torch.save writes: a zip archive of one pickle and one member for each storage.
+
+The pickle goes through the machine of `pickles`, which runs nothing.
+Source: PyTorch, torch/serialization.py, `_save` and `_load`.
+"""
+
+import math
+from pathlib import Path
+from typing import Literal
+
+from halfstep.bits.dtypes import TYPES
+from halfstep.errors import CheckpointError
+from halfstep.inspection.files import File, head
+from halfstep.inspection.layout import Plain, Strided, is_contiguous
+from halfstep.inspection.limits import TEXT, check_count
+from halfstep.inspection.pickles import load
+from halfstep.inspection.readers.base import Reader
+from halfstep.inspection.stored import Checkpoint, StoredTensor
+from halfstep.inspection.torch_objects import TENSORS, View, storage, views
+from halfstep.inspection.zips import STORED, Member, members
+
+
+class Archive:
+    """The zip archive of torch.save in `length` bytes of a file from `base`, by default all of it."""
+
+    def __init__(self, file: File, base: int = 0, length: int | None = None) -> None:
+        self.file = file
+        self.members = members(file, base, length)
+        pickles = [name for name in self.members if name.rpartition("/")[2] == "data.pkl"]
+        if len(pickles) != 1:
+            raise CheckpointError(
+                f"{file.path}: a zip archive with {len(pickles)} members data.pkl; expected torch's one"
+            )
+        self.prefix = pickles[0].removesuffix("data.pkl")
+        self.order = self._order()
+
+    def root(self) -> object:
+        """The object that was saved, as `torch_objects` describes it."""
+        data = self._small("data.pkl", TEXT)
+        return load(data, TENSORS, str(self.file.path), storage)
+
+    def tensor(self, name: str, view: View) -> StoredTensor:
+        """A tensor of the archive.
+
+        Raises:
+            CheckpointError: as `located`.
+        """
+        place = self.located(name, view)
+        count, itemsize = math.prod(view.shape), place.dtype.itemsize
+        identity = f"{self.file.path}:{place.start}:{place.start + count * itemsize}"
+        source: Plain | Strided = place
+        if count == 0 or is_contiguous(view.shape, view.strides):
+            source = Plain(self.file, place.start, count, place.dtype)
+        else:
+            identity += f":{view.shape}:{view.strides}"
+        return StoredTensor(name, view.dtype, view.shape, self.file.path, count * itemsize, identity, source)
+
+    def located(self, name: str, view: View) -> Strided:
+        """Where the values of a tensor lie.
+
+        Raises:
+            CheckpointError: its storage is not there, is compressed, or too small.
+        """
+        what = f"{self.file.path}: tensor {name!r}"
+        member = self._storage(view, what)
+        dtype = TYPES[view.dtype].piece.newbyteorder(self.order)
+        last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
+        if 0 not in view.shape and (last + 1) * dtype.itemsize > member.size:
+            raise CheckpointError(f"{what}: its values reach behind the end of its storage of {member.size} bytes")
+        strides = tuple(stride * dtype.itemsize for stride in view.strides)
+        return Strided(self.file, member.start + view.offset * dtype.itemsize, view.shape, strides, dtype)
+
+    def _storage(self, view: View, what: str) -> Member:
+        stored = view.storage
+        member = self.members.get(f"{self.prefix}data/{stored.key}")
+        if member is None:
+            raise CheckpointError(f"{what}: its storage {stored.key[:80]!r} is not in the archive; the file is broken")
+        if member.method != STORED or member.packed != member.size:
+            raise CheckpointError(
+                f"{what}: its storage is compressed, which torch never does; save it again with torch"
+            )
+        if member.size != TYPES[stored.dtype].piece.itemsize * stored.numel:
+            raise CheckpointError(
+                f"{what}: a storage of {member.size} bytes; expected {stored.numel} of {stored.dtype}"
+            )
+        return member
+
+    def _small(self, name: str, limit: int) -> bytes:
+        member = self.members[self.prefix + name]
+        if member.method != STORED or member.packed != member.size or member.size > limit:
+            raise CheckpointError(
+                f"{self.file.path}: {name} is compressed or has {member.size} bytes; expected at most {limit}, plain"
+            )
+        return self.file.read(member.start, member.size)
+
+    def _order(self) -> Literal["<", ">"]:
+        if self.prefix + "byteorder" not in self.members:
+            return "<"
+        found = self._small("byteorder", 16)
+        if found not in (b"little", b"big"):
+            raise CheckpointError(f"{self.file.path}: byte order {found!r}; expected little or big")
+        return "<" if found == b"little" else ">"
+
+
+def open_torch_zip(path: Path) -> Checkpoint:
+    """The tensors of a file of torch.save, nested dictionaries and lists by dotted names.
+
+    Raises:
+        CheckpointError: the file is broken, or its pickle refers to anything but tensors.
+    """
+    archive = Archive(File.of(path))
+    tensors: list[StoredTensor] = []
+    for name, view in views(archive.root(), str(path)):
+        check_count(len(tensors), path)
+        tensors.append(archive.tensor(name, view))
+    return Checkpoint(path, "torch zip", (path,), tuple(tensors))
+
+
+def _recognises(path: Path) -> bool:
+    return head(path, 4) == b"PK\3\4" and not any(name.endswith(".npy") for name in members(File.of(path)))
+
+
+reader = Reader("torch zip", _recognises, open_torch_zip)

@@ -1,0 +1,216 @@
+"""What a pickle of torch may refer to, as records that hold nothing but numbers: storages and views of them."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from halfstep.bits.dtypes import TYPES
+from halfstep.errors import CheckpointError
+from halfstep.inspection.limits import DIMENSIONS, TEXT
+from halfstep.inspection.pickles import Allowed, Name, Pairs, Record
+
+
+_STORAGES = {
+    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16",
+    "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
+    "ComplexFloat": "complex64", "ComplexDouble": "complex128", "Untyped": "uint8",
+}  # fmt: skip
+
+_DEPTH = 64
+_OBJECTS = 5_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """The bytes of one or more tensors: `numel` values of `dtype` under the name `key`."""
+
+    key: str
+    dtype: str
+    numel: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """A tensor: a view of a storage, offset and strides counted in values of `dtype`."""
+
+    storage: Storage
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def storage(identity: tuple[Any, ...]) -> Storage:
+    """The storage that a persistent id names: ("storage", its class, its key, a device, the number of values)."""
+    match identity:
+        case ("storage", Name() as kind, str() as key, _, int() as numel, *_) if (
+            _storage_type(kind) and 0 <= numel < 1 << 62
+        ):
+            return Storage(key, _storage_type(kind), numel)
+    raise _odd("persistent id", identity)
+
+
+def _storage_type(kind: Name) -> str:
+    name = kind.name.rpartition(".")[2]
+    return _STORAGES.get(name.removesuffix("Storage"), "") if name.endswith("Storage") else ""
+
+
+def _view(args: tuple[Any, ...]) -> View:
+    """torch._utils._rebuild_tensor and _v2: storage, offset, size, strides, ..., metadata."""
+    match args:
+        case (Storage() as held, int() as offset, tuple() as size, tuple() as strides, *rest):
+            _check_plain(rest[2:])
+            return _checked(View(held, held.dtype, offset, size, strides))
+    raise _odd("tensor", args)
+
+
+def _typed_view(args: tuple[Any, ...]) -> View:
+    """torch._utils._rebuild_tensor_v3: as v2, the type given apart."""
+    match args:
+        case (Storage() as held, int() as offset, tuple() as size, tuple() as strides, _, _, Name() as dtype, *rest):
+            _check_plain(rest)
+            return _checked(View(held, dtype.name.removeprefix("torch."), offset, size, strides))
+    raise _odd("tensor", args)
+
+
+def _check_plain(metadata: list[Any]) -> None:
+    if any(isinstance(found, Pairs) and found.items for found in metadata):
+        raise CheckpointError(
+            "a tensor is the conjugate or the negative of what is stored; save `tensor.resolve_conj().resolve_neg()`"
+        )
+
+
+def _checked(view: View) -> View:
+    numbers = (view.offset, *view.shape, *view.strides)
+    if len(view.shape) != len(view.strides) or len(view.shape) > DIMENSIONS or view.dtype not in TYPES:
+        raise _odd("tensor", (view.dtype, view.shape, view.strides))
+    if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers):
+        raise _odd("tensor", numbers)
+    return view
+
+
+def _parameter(args: tuple[Any, ...]) -> View:
+    match args:
+        case (View() as view, *_):
+            return view
+    raise _odd("parameter", args)
+
+
+def _subclass(args: tuple[Any, ...]) -> Any:
+    """torch._tensor._rebuild_from_type_v2: a function, the class (allowed ones only), the function's arguments."""
+    match args:
+        case (Name(make=function), Name(), tuple() as inner, *_) if function is not None and function is not _subclass:
+            return function(inner)
+    raise _odd("tensor with attributes", args)
+
+
+def _sparse(args: tuple[Any, ...]) -> Pairs:
+    match args:
+        case (_, (View() as indices, View() as values, *_)):
+            return Pairs([("indices", indices), ("values", values)])
+        case (_, (View() as rows, View() as columns, View() as values, *_)):
+            return Pairs([("crow_indices", rows), ("col_indices", columns), ("values", values)])
+    raise _odd("sparse tensor", args)
+
+
+def _dictionary(args: tuple[Any, ...]) -> Pairs:
+    match args:
+        case () | (Pairs(),):
+            return args[0] if args else Pairs()
+        case (list() as items,) if all(isinstance(item, tuple | list) and len(item) == 2 for item in items):
+            return Pairs([(key, value) for key, value in items])
+    raise _odd("dictionary", args)
+
+
+def _only(args: tuple[Any, ...]) -> Any:
+    return args[0] if len(args) == 1 else args
+
+
+def _odd(what: str, args: tuple[Any, ...]) -> CheckpointError:
+    kinds = ", ".join(value.name if isinstance(value, Name) else type(value).__name__ for value in args[:8])
+    return CheckpointError(f"a {what} is made of ({kinds[:200]}), which torch does not write; the file is broken")
+
+
+def record(name: str) -> Allowed:
+    """An entry of what is allowed: a call of `name` makes a `Record` of it."""
+    return {name: lambda args: Record(name, args)}
+
+
+BASIC: Allowed = {
+    **{f"torch.{name}": None for name in TYPES},
+    "torch.Size": _only,
+    "torch.serialization._get_layout": _only,
+    "torch.strided": None,
+}
+"""What every pickle of torch may refer to."""
+
+TENSORS: Allowed = {
+    **BASIC,
+    **{f"{module}.{kind}Storage": None for kind in _STORAGES for module in ("torch", "torch.cuda")},
+    "torch.storage.UntypedStorage": None,
+    "torch._utils._rebuild_tensor": _view,
+    "torch._utils._rebuild_tensor_v2": _view,
+    "torch._utils._rebuild_tensor_v3": _typed_view,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._tensor._rebuild_from_type_v2": _subclass,
+    "torch.Tensor": None,
+    "torch.nn.parameter.Parameter": None,
+    "torch.device": _only,
+    "collections.OrderedDict": _dictionary,
+    "collections.Counter": _dictionary,
+    "_codecs.encode": _only,
+    **{f"{module}.set": _only for module in ("__builtin__", "builtins")},
+    **{f"{module}.bytearray": _only for module in ("__builtin__", "builtins")},
+    **{f"{module}.complex": _only for module in ("__builtin__", "builtins")},
+    **record("argparse.Namespace"),
+    **{f"numpy.{core}.multiarray.scalar": _only for core in ("core", "_core")},
+    **record("numpy.dtype"),
+}
+"""What a pickle of tensors may refer to; beyond torch's own list a namespace of options and numpy's scalars."""
+
+
+def views(root: Any, what: str) -> Iterator[tuple[str, View]]:
+    """The tensors in nested dictionaries and lists by dotted name; scalars and strings are passed over.
+
+    A file of one tensor gives the name "tensor".
+
+    Raises:
+        CheckpointError: the nesting is deeper than 64 or a cycle, or the names alone would fill the memory.
+    """
+    if isinstance(root, View):
+        yield "tensor", root
+        return
+    levels, visited, written = [_items("", root)], 0, 0
+    while levels:
+        name, value = next(levels[-1], (None, None))
+        if name is None:
+            levels.pop()
+            continue
+        visited += 1
+        written += len(name)
+        if visited > _OBJECTS or written > TEXT or len(levels) > _DEPTH:
+            raise CheckpointError(
+                f"{what}: objects nested {len(levels)} deep, {visited} in all, with {written} characters of names; "
+                f"expected at most {_DEPTH}, {_OBJECTS} and {TEXT}"
+            )
+        if isinstance(value, View):
+            yield name, value
+        else:
+            levels.append(_items(name, value))
+
+
+def _items(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What a container holds, each under its full name; a scalar holds nothing."""
+    if isinstance(value, Pairs):
+        items: Iterable[tuple[Any, Any]] = value.items
+    else:
+        items = enumerate(value) if isinstance(value, list | tuple) else ()
+    return ((_joined(prefix, key), item) for key, item in items)
+
+
+def _joined(prefix: str, key: Any) -> str:
+    short = isinstance(key, str | float) or (isinstance(key, int) and abs(key) < 1 << 64)
+    text = str(key) if short else f"({type(key).__name__})"
+    return f"{prefix}.{text}" if prefix else text

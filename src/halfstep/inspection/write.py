@@ -1,0 +1,198 @@
+"""Write a checkpoint cast to another format: one safetensors file, streamed, whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from halfstep import formats
+from halfstep.bits.pieces import as_float32, castable, needs_largest, pieces, with_largest
+from halfstep.bits.scan import CHUNK, Progress
+from halfstep.bits.what_if import CANDIDATES
+from halfstep.errors import CheckpointError, QuantizationError, unknown
+from halfstep.inspection.gguf_blocks import DECODED
+from halfstep.inspection.new_file import CODES, Part, new_file, refuse_existing
+from halfstep.inspection.report import TensorReport
+from halfstep.inspection.stored import Checkpoint, StoredTensor
+from halfstep.kernels.cpu import operators
+from halfstep.ops.files import metadata
+from halfstep.quant import Quantizer
+from halfstep.quant.quantizer import layout
+from halfstep.quant.tile import TENSOR
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written, and what became of values that were cast without scales."""
+
+    path: Path
+    nbytes: int
+    cast: int
+    """Tensors that were cast; the others were copied."""
+    copied: int
+    overflowing: int
+    """Finite values beyond the type's largest one: infinite in fp16 and bf16, the largest value in float8."""
+    zeroed: int
+    """Values that became zero."""
+
+
+class Target(Protocol):
+    """How tensors are cast for a new file."""
+
+    def casts(self, tensor: StoredTensor) -> bool:
+        """Whether a tensor is cast; others are copied."""
+
+    def parts(self, tensor: StoredTensor) -> list[Part]:
+        """What the file holds of a tensor that is cast."""
+
+    def values(self, tensor: StoredTensor, amax: float, lost: list[int]) -> Iterator[tuple[str, NDArray[Any]]]:
+        """The parts' values, piece by piece, with the part's name; counts in `lost` what overflows and becomes zero."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """All floating-point tensors in one type that every reader of safetensors knows, without scales."""
+
+    dtype: str
+    format: str
+
+    def casts(self, tensor: StoredTensor) -> bool:
+        return tensor.dtype in ("float64", "float32", "bfloat16", "float16") or tensor.dtype in DECODED
+
+    def parts(self, tensor: StoredTensor) -> list[Part]:
+        return [Part(tensor.name, self.dtype, tensor.shape)]
+
+    def values(self, tensor: StoredTensor, amax: float, lost: list[int]) -> Iterator[tuple[str, NDArray[Any]]]:
+        format = formats.get(self.format)
+        stored: torch.dtype = getattr(torch, self.dtype)
+        narrow = stored.itemsize == 1
+        came = "float32" if tensor.dtype in DECODED else tensor.dtype
+        for chunk in tensor.chunks(CHUNK):
+            double = came == "float64"  # rounded once, and not through float32
+            x = torch.from_numpy(chunk.view(np.float64).copy() if double else as_float32(chunk, came))
+            y = torch.empty_like(x)
+            operators.round_into(x, y, format, "nearest_even", "ieee", None)
+            lost[0] += int((x.isfinite() & ~y.isfinite()).sum())
+            lost[1] += int(((y == 0) & (x != 0)).sum())
+            if narrow:  # saturates, for one overflow is not to make a whole product infinite
+                operators.round_into(x, y, format, "nearest_even", "saturate", None)
+            yield tensor.name, y.to(stored).view(torch.uint8).numpy()
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Matrices as codes and scales, which `halfstep.load_quantized` reads; other tensors are copied."""
+
+    quantizer: Quantizer
+
+    def casts(self, tensor: StoredTensor) -> bool:
+        return castable(tensor)
+
+    def parts(self, tensor: StoredTensor) -> list[Part]:
+        made = layout(self.quantizer, tensor.shape, getattr(torch, tensor.dtype))
+        return [
+            Part(f"{tensor.name}.{name}", str(dtype).removeprefix("torch."), tuple(size or 0 for size in shape))
+            for name, (dtype, shape) in made.items()
+        ]
+
+    def values(self, tensor: StoredTensor, amax: float, lost: list[int]) -> Iterator[tuple[str, NDArray[Any]]]:
+        once: dict[str, Tensor] = {}
+        for rows in pieces(tensor):
+            x = with_largest(rows, amax) if needs_largest(self.quantizer) else rows
+            made = {name: torch.empty(size, dtype=dtype) for name, (dtype, size) in self._layout(x)}
+            operators.quantize_into(x, made, self.quantizer, None)
+            for name, part in made.items():
+                if name != "codes" and (not part.dim() or self.quantizer.tile == TENSOR):
+                    once[name] = part  # of the whole tensor: the same in every piece
+                else:
+                    yield f"{tensor.name}.{name}", part[: self._rows(name, rows)].contiguous().view(torch.uint8).numpy()
+        for name, part in once.items():
+            yield f"{tensor.name}.{name}", part.view(-1).view(torch.uint8).numpy()
+
+    def _layout(self, x: Tensor) -> Iterator[tuple[str, tuple[torch.dtype, Any]]]:
+        yield from layout(self.quantizer, tuple(x.shape), x.dtype).items()
+
+    def _rows(self, name: str, rows: Tensor) -> int:
+        assert self.quantizer.tile is not None
+        return rows.shape[0] if name == "codes" else self.quantizer.tile.grid(*rows.shape)[0]
+
+
+TARGETS: Mapping[str, Target] = {
+    "fp32": Plain("float32", "fp32"),
+    "fp16": Plain("float16", "fp16"),
+    "bf16": Plain("bfloat16", "bf16"),
+    "float8_e4m3fn": Plain("float8_e4m3fn", "float8_e4m3fn"),
+    "float8_e5m2": Plain("float8_e5m2", "float8_e5m2"),
+    **{name: Scaled(quantizer) for name, quantizer in CANDIDATES.items() if quantizer.scaling is not None},
+}
+"""What a checkpoint can be cast to, by name."""
+
+
+def write(
+    checkpoint: Checkpoint,
+    reports: Sequence[TensorReport],
+    target: str,
+    path: Path,
+    progress: Progress | None = None,
+) -> Written:
+    """Cast a checkpoint to one of TARGETS and write it to `path`, a safetensors file that does not exist yet.
+
+    Args:
+        reports: what an inspection found of each tensor.
+
+    Raises:
+        QuantizationError: an unknown target.
+        CheckpointError: the file exists or cannot be written; a tensor's type has no place in such a file.
+    """
+    check_target(target, path)
+    how, tensors = TARGETS[target], checkpoint.tensors
+    scales = {report.name for report in reports if report.role == "scales"}  # of codes, which would not fit them
+    cast = {tensor.name for tensor in tensors if how.casts(tensor) and tensor.name not in scales}
+    parts = [part for tensor in tensors for part in (how.parts(tensor) if tensor.name in cast else [_copy(tensor)])]
+    described = {
+        tensor.name: (how.quantizer, tensor.shape, getattr(torch, tensor.dtype))
+        for tensor in tensors
+        if isinstance(how, Scaled) and tensor.name in cast
+    }
+    said = {"format": "pt", **checkpoint.metadata, **(metadata(described) if described else {})}
+    lost = [0, 0]
+    with new_file(path, parts, said) as file:
+        for tensor, report in zip(tensors, reports, strict=True):
+            if tensor.name in cast:
+                amax = report.statistics.amax if report.statistics else 0.0
+                for name, values in how.values(tensor, amax, lost):
+                    file.append(name, values)
+            else:
+                for chunk in tensor.chunks(CHUNK):
+                    file.append(tensor.name, np.ascontiguousarray(chunk))
+            if progress is not None:
+                progress(tensor.nbytes)
+    return Written(path, file.nbytes, len(cast), len(tensors) - len(cast), lost[0], lost[1])
+
+
+def check_target(target: str, path: Path) -> None:
+    """Raise what `write` would, before anything is read."""
+    if target not in TARGETS:
+        raise QuantizationError(unknown("format to write", target, TARGETS))
+    refuse_existing(path)
+
+
+def _copy(tensor: StoredTensor) -> Part:
+    if tensor.dtype in DECODED:
+        raise CheckpointError(
+            f"tensor {tensor.name!r} is of type {tensor.dtype}, which a safetensors file does not have; cast to fp32, "
+            "fp16 or bf16, which decodes it, and that file to another format"
+        )
+    if tensor.dtype not in CODES or tensor.dtype.startswith("complex"):
+        raise CheckpointError(
+            f"tensor {tensor.name!r} is of type {tensor.dtype}, which cannot be copied into a safetensors file; "
+            "convert the checkpoint with the tool it is from first"
+        )
+    return Part(tensor.name, tensor.dtype, tensor.shape)

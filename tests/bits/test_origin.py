@@ -1,0 +1,170 @@
+"""What the bits of a tensor say of its origin, how sure that is, and its figures."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import halfstep
+from halfstep.bits.memory import InMemory
+from halfstep.bits.origin import origin, stored_format
+from halfstep.bits.quick import quick_origin
+from halfstep.bits.scan import scan
+from halfstep.bits.statistics import statistics
+from halfstep.bits.verdict import Evidence, verdict
+
+
+def scanned(tensor):
+    return scan(InMemory(tensor.contiguous()))
+
+
+def key_of(tensor):
+    return origin(scanned(tensor), InMemory(tensor).dtype)
+
+
+def test_what_cannot_tell_is_not_counted():
+    for constant in (torch.ones(4096), torch.zeros(4096), torch.arange(4096.0), torch.tensor(3.0), torch.empty(0, 4)):
+        found = key_of(constant)
+        assert (found.key, found.confidence, found.telling) == ("unknown", "none", 0)
+
+
+FEW = torch.tensor([0.75 + i / 128 for i in range(1, 11)])
+"""10 distinct values with at most 8 bits, neither powers of two nor whole."""
+
+
+def test_equal_values_count_once():
+    many, once = (key_of(values) for values in (FEW.repeat(400), FEW))
+    assert many.evidence == pytest.approx(once.evidence)
+    assert many.distinct == once.distinct == 10
+
+
+def test_evidence_is_the_chance_of_random_mantissas():
+    """Of 8 values, for a format and a scale are chosen so that two fit: (127 / (2^23 - 1))^8."""
+    chance = (127 / (2**23 - 1)) ** 8
+    assert key_of(FEW).evidence == pytest.approx(-torch.tensor(chance, dtype=torch.float64).log2().item())
+
+
+ROUNDED = ("float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3fn", "float8_e5m2", "bf16", "fp16", "tf32")
+
+
+def five_of(name):
+    """The largest values below 2, and their halves and quarters, that are neither powers of two nor whole."""
+    eps = 2.0 ** -halfstep.formats.get(name, halfstep.formats.Float).mantissa_bits
+    values = [scale * (2 - i * eps) for i in (1, 3, 5) for scale in (1, 0.5, 0.25) if i * eps < 1]
+    return torch.tensor(values[:5], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("repeated", [1, 400])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", ROUNDED)
+def test_two_different_values_conclude_nothing(format, dtype, repeated):
+    """Whatever they were rounded to, and with zeros, powers of two and whole numbers beside them."""
+    if halfstep.formats.get(format, halfstep.formats.Float).mantissa_bits + 2 > -math.log2(torch.finfo(dtype).eps):
+        pytest.skip("not narrower than the stored type")
+    values, beside = five_of(format), torch.tensor([0.0, 1.0, 3.0, 0.25, 6.0], dtype=torch.float64)
+    found = [key_of(torch.cat([values[:n].repeat(repeated), beside]).to(dtype)) for n in range(1, 6)]
+    assert [one.distinct for one in found] == [min(n, len(values)) for n in range(1, 6)]
+    assert [one.confidence for one in found[:2]] == ["none", "none"]
+    if len(values) == 5 and dtype in (torch.float32, torch.float64):
+        assert found[4].through
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_constant_is_no_cast(dtype):
+    tensors, stored = [torch.tensor(1.5, dtype=dtype), torch.zeros(4, 4, dtype=dtype)], str(dtype)[6:]
+    found = verdict([Evidence(stored, tensor.numel(), key_of(tensor)) for tensor in tensors])
+    assert found.confidence == "none"
+    assert found.text.startswith(f"stored {stored}, too few different values to tell")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_whole_numbers_tell(dtype):
+    assert key_of((torch.randn(64, 64) * 1e25).to(dtype)).key == "full"
+    assert key_of((torch.randn(64, 64) * 1e25).bfloat16().float()).key == "bf16"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_counters_and_positions_tell_nothing(dtype):
+    counters = torch.tensor([2**24 - 1, 2**24, 12345, 16_777_215, 999_999, 7], dtype=dtype)
+    for values in (
+        counters,
+        torch.arange(2**24 - 4096, 2**24 + 1, dtype=dtype),
+        torch.tensor(2.0**24 - 1, dtype=dtype),
+    ):
+        found = key_of(values)
+        assert (found.key, found.telling, found.confidence) == ("unknown", 0, "none")
+
+
+def test_one_counterexample_refutes():
+    values = torch.randn(4096).bfloat16().float()
+    assert key_of(values).key == "bf16"
+    values[17] = 1 / 3
+    assert key_of(values).key == "partly bf16"
+    assert key_of(values).share == pytest.approx(4095 / 4096, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", ["e4m3fn", "e5m2", "e2m1fn"])
+def test_values_of_few_bits_under_a_power_of_two(dtype, format):
+    values = halfstep.round_to(torch.randn(64, 64) * 2, format).to(dtype) / 4
+    found = key_of(values)
+    assert found.key == f"scaled {halfstep.formats.get(format).name}"
+    assert found.scale.startswith("2^")
+
+
+def test_blocks_of_a_power_of_two_each():
+    scales = torch.exp2(torch.arange(64) % 40 - 20).unsqueeze(1)
+    found = key_of(halfstep.round_to(torch.randn(64, 64) * scales, "mxfp8"))
+    assert (found.key, found.scale) == ("scaled float8_e4m3fn", "2^k")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", ["int8_tensor", "e4m3fn"])
+def test_values_of_few_levels_under_any_scale(dtype, format):
+    x = torch.randn(64, 64)
+    scale = x.abs().max() / 448 * 1.0001
+    values = halfstep.round_to(x, format) if format == "int8_tensor" else halfstep.round_to(x / scale, format) * scale
+    found = key_of(values.to(dtype))
+    assert (found.key, found.scale) == (f"scaled {'int8' if format == 'int8_tensor' else 'float8_e4m3fn'}", "any")
+
+
+def test_both_casts_of_a_chain_are_named():
+    values = torch.randn(512, 512) * 0.02
+    assert key_of(values.bfloat16().half().float()).key == "bf16+fp16"
+    assert key_of(values.half().float()).key == "fp16"
+    assert key_of(values.half().bfloat16()).key == "fp16"
+    assert key_of(values.bfloat16().float()).key == "bf16"
+
+
+def test_figures_of_a_tensor_are_those_of_torch():
+    x = torch.randn(40, 64) * torch.logspace(-9, 5.5, 40).unsqueeze(1)
+    x[0, 0], x[1, 1], x[2, 2], x[3] = torch.inf, torch.nan, 1e-40, 0.0
+    x[:, 7] *= 1e3
+    found = statistics(scanned(x), stored_format("float32"))
+    finite, used = x[x.isfinite()], x[x.isfinite() & (x != 0)].abs()
+    assert (found.values, found.infinities, found.nans) == (x.numel(), 1, 1)
+    assert found.zeros == int((finite == 0).sum())
+    assert (found.amax, found.smallest) == (float(used.max()), float(used.min()))
+    assert found.subnormal == int((used < torch.finfo(torch.float32).tiny).sum()) == 1
+    assert found.fp16_subnormal == int(((used >= 2.0**-24) & (used < 2.0**-14)).sum())
+    assert found.fp16_below == int((used < 2.0**-24).sum())
+    assert found.fp16_above == int((used >= 65536).sum()) > 0
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        assert found.exact[name] == pytest.approx(float((used.to(dtype).float() == used).double().mean()), abs=1e-12)
+    amax = x.abs().masked_fill(~x.isfinite(), 0).amax(0)
+    assert found.channels.outliers == int((amax >= 6 * amax.quantile(0.5)).sum()) == 1
+    assert found.channels.largest == float(amax.max())
+    json.dumps(found.as_data(), allow_nan=False)
+
+
+@pytest.mark.parametrize("place", [None, 0, -1])
+def test_a_quick_look_reads_until_a_last_bit_is_in_use(place):
+    values = torch.ones(5 << 20)  # 20 MB: more than a chunk
+    values[::2] = 1.5
+    if place is not None:
+        values[place] = 1 + 2**-23
+    told = []
+    assert quick_origin(InMemory(values), told.append).full == (place is not None)
+    assert sum(told) == values.nbytes
+    assert len(told) == (1 if place == 0 else 2)

@@ -1,0 +1,113 @@
+"""What a cast would cost is what quantising the tensor as a whole, by the reference, costs."""
+
+import math
+
+import pytest
+import torch
+
+from halfstep.bits.memory import InMemory
+from halfstep.bits.scan import scan
+from halfstep.bits.what_if import CANDIDATES, Trials
+from halfstep.errors import QuantizationError
+
+
+def matrices(kind):
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(700, 512, generator=generator) * torch.randn(700, 1, generator=generator).mul(3).exp2()
+    if kind == "plain":
+        return {
+            "wide": wide.repeat(3, 1),  # more than one piece: a scale of the whole tensor must be that of all pieces
+            "half": torch.randn(40, 96, generator=generator).half(),
+            "odd": torch.randn(3, 5, 7, generator=generator).bfloat16(),
+            "large": torch.randn(32, 64, generator=generator) * 40000,
+            "narrow": torch.randn(2100, 512, generator=generator).mul(0.02).bfloat16(),  # enough to go by its codes
+            "bias": torch.randn(64, generator=generator),
+        }
+    return {
+        "tiny": torch.randn(64, 128, generator=generator) * 1e-42,  # scales and values are subnormal
+        "sparse": torch.randn(128, 256, generator=generator) * (torch.arange(256) < 64),
+        "highest": torch.randn(16, 64, generator=generator).sign() * torch.finfo(torch.float32).max,
+        "broken": broken(generator),
+        "narrow and broken": broken(generator, 4096).bfloat16(),
+        "nothing": torch.zeros(32, 32),
+        "steep": torch.randn(64, 256, generator=generator) * torch.logspace(-44, 3, 256),
+    }
+
+
+def broken(generator, rows=32):
+    x = torch.randn(rows, 128, generator=generator)
+    x[3, 5], x[9, 70] = math.inf, math.nan
+    return x
+
+
+@pytest.fixture(scope="module", params=["plain", "hard"])
+def kind(request):
+    return request.param
+
+
+def tried(tensors, formats):
+    trials = Trials(formats)
+    for name, tensor in tensors.items():
+        trials.add(name, InMemory(tensor), scan(InMemory(tensor)))
+    return {one.total.format: one for one in trials.found()}
+
+
+@pytest.fixture(scope="module")
+def found(kind):
+    return tried(matrices(kind), ["all"])
+
+
+def expected(x, quantized):
+    """Signal, noise, zeroed, overflowing and the largest relative error, in float64, from the reference."""
+    x, given = x.float(), x.isfinite()
+    y = quantized.dequantize().double()[given]
+    x = x.double()[given]
+    kept = y.isfinite()
+    noise = (y - x)[kept].square().sum()
+    relative = ((y - x).abs() / x.abs())[kept & (y != 0)]
+    largest = float(relative.max()) if relative.numel() else 0.0
+    return x.square().sum(), noise, int(((y == 0) & (x != 0)).sum()), int((~kept).sum()), largest
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_every_candidate_is_the_reference(found, name, kind):
+    one, given = found[name], {key: x for key, x in matrices(kind).items() if x.dim() > 1}
+    casts = dict(one.worst)
+    assert set(casts) == set(given)
+    quantized = {key: CANDIDATES[name].quantize(x.float()) for key, x in given.items()}
+    sums = {key: expected(x, quantized[key]) for key, x in given.items()}
+    for key, (signal, noise, zeroed, overflowing, largest) in sums.items():
+        cast = casts[key]
+        assert (cast.zeroed, cast.overflowing) == (zeroed, overflowing), key
+        assert cast.largest_error == pytest.approx(largest, rel=1e-5), key
+        if noise:
+            assert cast.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-3), key
+        else:
+            assert cast.sqnr is None
+        assert cast.nbytes == quantized[key].nbytes
+        assert cast.saved == given[key].nbytes - quantized[key].nbytes
+    signal, noise = (sum(float(one[i]) for one in sums.values()) for i in (0, 1))
+    assert one.total.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-3)
+    assert one.total.values == sum(x.numel() for x in given.values())
+
+
+@pytest.mark.parametrize("kind", ["plain"], indirect=True)
+def test_the_worst_come_first(found):
+    assert found["fp16"].worst[0][0] == "large"
+    assert found["fp16"].total.overflowing > 0
+    ratios = [cast.sqnr for _, cast in found["nf4"].worst]
+    assert ratios == sorted(ratios)
+
+
+def test_only_what_is_asked_for():
+    assert list(tried(matrices("plain"), ["nf4", "fp16"])) == ["nf4", "fp16"]
+    assert tried(matrices("plain"), []) == {}
+    with pytest.raises(QuantizationError, match=r"unknown format to try 'mxfp9'; nearest: mxfp8"):
+        Trials(["mxfp9"])
+
+
+def test_what_overflows_is_not_called_exact():
+    one = tried({"w": torch.full((4, 32), 3e38)}, ["fp16", "bf16"])["fp16"]
+    assert (one.total.sqnr, one.total.decibels, one.total.harm) == (None, "-", "100% overflows")
+    one = tried({"w": torch.ones(4, 32)}, ["fp16"])["fp16"]
+    assert (one.total.decibels, one.total.harm) == ("exact", None)

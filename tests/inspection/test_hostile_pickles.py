@@ -1,0 +1,257 @@
+"""Pickles that would run code, write, loop or fill the memory: refused by name, and nothing of them happens."""
+
+import os
+import pickle
+import struct
+import tracemalloc
+import zipfile
+
+import pytest
+import torch
+from kinds import distributed, nested
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+from watching import nothing_but_reading
+
+from halfstep.errors import CheckpointError
+from halfstep.inspection import open_checkpoint, pickles, torch_objects
+from halfstep.inspection.readers import dcp
+
+
+def archive(path, pickled: bytes, storages=(), prefix="archive/", **members):
+    """A zip archive as torch.save writes it, around a pickle of one's own."""
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{prefix}data.pkl", pickled)
+        for name, data in {**{f"data/{i}": data for i, data in enumerate(storages)}, **members}.items():
+            file.writestr(prefix + name, data)
+    return path
+
+
+def refuses(path, match):
+    with nothing_but_reading(), pytest.raises(CheckpointError, match=match) as caught:
+        open_checkpoint(path)
+    return str(caught.value)
+
+
+class Calls:
+    """Pickles to a call of any function."""
+
+    def __init__(self, function, *args):
+        self.made = function, args
+
+    def __reduce__(self):
+        return self.made
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [
+        (Calls(os.system, "touch sentinel"), "posix.system"),
+        (Calls(eval, "open('sentinel', 'w')"), "eval"),
+        (Calls(exec, "open('sentinel', 'w')"), "exec"),
+        (Calls(open, "sentinel", "w"), "open"),
+        (Calls(getattr, 3, "real"), "getattr"),
+        (Calls(__import__, "os"), "__import__"),
+        (Calls(torch.load, "sentinel"), "torch.serialization.load"),
+        (Calls(torch.hub.load, "a", "b"), "torch.hub.load"),
+        (torch.nn.Linear(1, 1), "torch.nn.modules.linear.Linear"),
+        (Calls(pickle.loads, b"N."), "loads"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_whatever_is_no_tensor_is_refused_by_name(made, name, protocol, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = pickle.dumps({"weight": [made]}, protocol)
+    message = refuses(archive(tmp_path / "a.pt", data), "expected only tensors")
+    assert name in message
+    assert "save its tensors as safetensors" in message
+    assert not (tmp_path / "sentinel").exists()
+
+
+def test_a_module_that_torch_saved_whole(tmp_path):
+    torch.save(torch.nn.Sequential(torch.nn.Linear(1, 1)), tmp_path / "a.pt")
+    refuses(tmp_path / "a.pt", r"refers to 'torch.nn.modules.container.Sequential', expected only tensors")
+
+
+def test_a_distributed_folder_whose_metadata_would_run_code(tmp_path):
+    path = distributed(tmp_path)
+    (path / ".metadata").write_bytes(pickle.dumps(Calls(os.system, "touch sentinel")))
+    refuses(path, "posix.system")
+
+
+def test_a_distributed_part_that_would_run_code(tmp_path):
+    """Parts have pickles of their own, which are read only with the values."""
+    path = distributed(tmp_path)
+    file = next(path.glob("*.distcp"))
+    data = file.read_bytes()
+    assert data.count(b"ctorch._utils\n_rebuild_tensor_v2\n") > 0
+    file.write_bytes(data.replace(b"ctorch._utils\n_rebuild_tensor_v2\n", b"cposix_utils\nsystem_tensor_xx_v2\n"))
+    checkpoint = open_checkpoint(path)
+    with nothing_but_reading(), pytest.raises(CheckpointError, match=r"posix_utils.system_tensor_xx_v2"):
+        list(checkpoint.tensors[0].chunks())
+
+
+def test_a_memory_format_as_older_pythons_pickle_it():
+    """By getattr, which means nothing else: not another object's, not a chain of it, not one of its results."""
+    member = Calls(getattr, _MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    found = pickles.load(pickle.dumps(member, 4), dcp.ALLOWED, "it")
+    assert found.name.endswith("._MEM_FORMAT_ENCODING")
+    assert found.args == ("TORCH_CONTIGUOUS_FORMAT",)
+    for hostile in (Calls(getattr, Metadata, "__init__"), Calls(getattr, member, "value"), Calls(getattr, member)):
+        with pytest.raises(CheckpointError, match="getattr of something other than a memory format"):
+            pickles.load(pickle.dumps(hostile, 4), dcp.ALLOWED, "it")
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_bare_pickles_are_known_and_refused(legacy, tmp_path):
+    if legacy:
+        torch.save(nested()["model"], tmp_path / "a.bin", _use_new_zipfile_serialization=False)
+    else:
+        (tmp_path / "a.bin").write_bytes(pickle.dumps(Calls(os.system, "touch sentinel")))
+    message = refuses(tmp_path / "a.bin", r"bare pickle.*weights_only=True")
+    assert ("before 1.6" in message) == legacy
+
+
+def opcodes(*parts):
+    return b"".join(part if isinstance(part, bytes) else bytes([part]) for part in parts)
+
+
+def name(module, attribute):
+    return f"c{module}\n{attribute}\n".encode()
+
+
+STORAGE = opcodes(b"(", b"X\7\0\0\0storage", name("torch", "FloatStorage"), b"X\1\0\0\x000", b"N", b"K\4", b"tQ")
+REBUILD = name("torch._utils", "_rebuild_tensor_v2")
+
+
+def tensor(offset=b"K\0", size=b"K\4\x85", stride=b"K\1\x85", storage=STORAGE, rebuild=REBUILD):
+    return opcodes(rebuild, b"(", storage, offset, size, stride, b"\x89N", b"tR")
+
+
+def test_the_pickle_by_hand_is_a_good_one(tmp_path):
+    checkpoint = open_checkpoint(archive(tmp_path / "a.pt", tensor() + b".", [bytes(16)]))
+    assert [(t.dtype, t.shape) for t in checkpoint.tensors] == [("float32", (4,))]
+
+
+LONG = b"\x8b" + struct.pack("<i", 4000) + b"\x7f" * 4000
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "ends in the middle"),
+        (b"\x80", "ends in the middle"),
+        (b"(", "ends in the middle"),
+        (b".", "empty stack"),
+        (b"0.", "empty stack"),
+        (b"(.", "empty stack"),
+        (b"t.", "was not begun"),
+        (b"h\7.", "the memo 7"),
+        (b"q\0.", "empty stack"),
+        (b"K\1b.", "empty stack"),
+        (b"K\1K\2b.", "a state for a int"),
+        (b"]Nb.", "a state for a list"),
+        (b"]K\1K\2s.", "items for a list"),
+        (b"}(K\1u.", "a key without a value"),
+        (b"(K\1d.", "a key without a value"),
+        (b"}K\1a.", "elements for a Pairs"),
+        (b"N(K\1e.", "elements for a NoneType"),
+        (b"N)R.", "a call of a NoneType"),
+        (name("collections", "OrderedDict") + b"NR.", "a call of a collections.OrderedDict with a NoneType"),
+        (name("torch", "float32") + b")R.", "a call of a torch.float32"),
+        (name("torch", "FloatStorage") + b")\x81.", "a call of a torch.FloatStorage"),
+        (STORAGE + b"Nb.", "a state for a Storage"),
+        (tensor() + b"Nb.", "a state for a View"),
+        (tensor() + b"K\1a.", "elements for a View"),
+        (tensor() + b"K\1K\2s.", "items for a View"),
+        (name("collections", "OrderedDict") + b"K\1\x85R.", "a dictionary is made of"),
+        (name("torch._utils", "_rebuild_parameter") + b"N\x85R.", "a parameter is made of"),
+        (name("torch._utils", "_rebuild_sparse_tensor") + b"NN\x86R.", "a sparse tensor is made of"),
+        (REBUILD + b")R.", "a tensor is made of"),
+        (tensor(storage=b"N"), "a tensor is made of"),
+        (tensor(size=b"J\xff\xff\xff\xff\x85"), "a tensor is made of"),
+        (tensor(size=LONG + b"\x85"), "a tensor is made of"),
+        (tensor(stride=b"J\xff\xff\xff\xff\x85"), "a tensor is made of"),
+        (tensor(size=b"K\1K\1\x86"), "a tensor is made of"),
+        (tensor(size=b"\x88\x85"), "a tensor is made of"),
+        (tensor(size=b"(" + b"K\1" * 65 + b"t", stride=b"(" + b"K\1" * 65 + b"t"), "a tensor is made of"),
+        (tensor(size=b"K\5\x85") + b".", "reach behind the end"),
+        (tensor(stride=b"K\2\x85") + b".", "reach behind the end"),
+        (tensor(offset=b"K\1") + b".", "reach behind the end"),
+        (tensor(offset=LONG) + b".", "a tensor is made of"),
+        (tensor(storage=STORAGE.replace(b"K\4", b"K\5")) + b".", "a storage of 16 bytes; expected 5"),
+        (tensor(storage=STORAGE.replace(b"K\4", LONG)) + b".", "a persistent id is made of"),
+        (tensor(storage=STORAGE.replace(b"\x000", b"\0/")) + b".", "is not in the archive"),
+        (tensor(storage=STORAGE.replace(b"Float", b"QInt8")) + b".", "torch.QInt8Storage"),
+        (b"NQ.", "a persistent id that is a NoneType"),
+        (b")Q.", "a persistent id is made of"),
+        (b"X\xff\xff\xff\x7fabc.", "a string of"),
+        (b"\x8d" + b"\xff" * 8 + b".", "a string of"),
+        (b"\x8b\xff\xff\xff\xff.", "a string of -1"),
+        (b"X\2\0\0\0\xff\xff.", "not UTF-8"),
+        (b"c" + b"a" * 2000 + b".", "a name without an end"),
+        (b"NN\x93.", "a reference that is no name"),
+        (b"X\1\0\0\0aX\1\0\0\0b\x93.", "refers to 'a.b'"),
+        (b"(ios\nsystem\n.", "opcode b'i'"),
+        (b"(cos\nsystem\no.", "os.system"),
+        (b"\x82\1.", "opcode"),
+        (b"I99\n.", "opcode b'I'"),
+        (b"P1\n.", "opcode b'P'"),
+        (b"\x92.", "opcode"),
+    ],
+)
+def test_broken_and_twisted_pickles(data, message, tmp_path):
+    refuses(archive(tmp_path / "a.pt", data, [bytes(16)]), message)
+
+
+def test_conjugates_are_refused(tmp_path):
+    torch.save(torch.ones(2, dtype=torch.complex64).conj(), tmp_path / "a.pt")
+    refuses(tmp_path / "a.pt", "resolve_conj")
+
+
+def test_a_rebuilding_of_a_rebuilding_is_refused(tmp_path):
+    rebuild = name("torch._tensor", "_rebuild_from_type_v2")
+    twice = opcodes(rebuild, b"(", rebuild, name("torch", "Tensor"), b")N", b"tR.")
+    refuses(archive(tmp_path / "a.pt", twice), "a tensor with attributes is made of")
+
+
+def test_a_dictionary_of_itself(tmp_path):
+    refuses(archive(tmp_path / "a.pt", b"}q\0X\1\0\0\0ah\0s."), "nested 65 deep")
+
+
+def test_lists_of_lists_that_multiply(tmp_path, monkeypatch):
+    """Forty levels of the same list twice are 2^40 elements in 200 bytes."""
+    monkeypatch.setattr(torch_objects, "_OBJECTS", 10_000)
+    data = b"]q\0K\1a" + b"".join(b"]q%c(h%ch%ce" % (i, i - 1, i - 1) for i in range(1, 41)) + b"."
+    refuses(archive(tmp_path / "a.pt", data), "objects nested")
+
+
+def test_long_names_that_multiply(tmp_path):
+    """A key of a megabyte over a thousand tensors would be names of a gigabyte."""
+    long = b"X" + struct.pack("<I", 1 << 20) + b"a" * (1 << 20)
+    inner = b"}(" + b"".join(b"M" + struct.pack("<H", i) + b"h\0" for i in range(1000)) + b"u"
+    data = tensor() + b"q\x000}" + long + inner + b"s."
+    refuses(archive(tmp_path / "a.pt", data, [bytes(16)]), "characters of names")
+
+
+@pytest.mark.parametrize(
+    "piece", [b"}", b"]", b")", b"N", b"]q\0", b"X\0\0\0\0", b"(", b"K\1\x85", b"G" + bytes(8), b"\x8f"]
+)
+def test_objects_are_paid_for(piece, monkeypatch):
+    """Whatever a pickle is full of, the machine stops before its objects take more memory than they may."""
+    limit = 1 << 18
+    monkeypatch.setattr(pickles, "PARSED", limit)
+    data = piece * (limit // 16)
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match="describes more than"):
+        pickles.load(data, {}, "x")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.5 * limit
+
+
+def test_keys_are_never_hashed():
+    """Keys of one hash would take hours in a dictionary."""
+    same = [i * (2**61 - 1) for i in range(20_000)]
+    keys = b"".join(b"\x8a\x0c" + key.to_bytes(12, "little") + b"N" for key in same)
+    assert [key for key, _ in pickles.load(b"}(" + keys + b"u.", {}, "x").items] == same

@@ -1,0 +1,130 @@
+"""Checkpoints of known origin, trained by this library, are told apart: in all, and by role where they are mixed."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import halfstep
+from halfstep.errors import QuantizationError
+from halfstep.inspection.declared import Known
+
+
+ROOT = Path(__file__).parents[2]
+EXPECTED = {
+    "fp32": {"float32 full"},
+    "fp16": {"float16 full"},
+    "bf16": {"bfloat16 full"},
+    "bf16_with_its_master": {"bfloat16 full"},
+    "bf16_without_a_master_saved_as_fp32": {"float32 bf16"},
+    "fp16_saved_as_fp32": {"float32 fp16"},
+    "bf16_saved_as_fp16": {"float16 bf16"},
+    "fp32_cast_to_bf16_cast_to_fp16": {"float16 bf16"},
+    "norms_fp32_rest_bf16": {"float32 full", "bfloat16 full"},
+    "norms_fp32_rest_bf16_saved_as_fp32": {"float32 full", "float32 bf16"},
+    "fp8_times_scales_saved_as_bf16": {"bfloat16 scaled float8_e4m3fn"},
+    "fp8_in_128x128_blocks_saved_as_bf16": {"bfloat16 scaled float8_e4m3fn 128x128"},
+    "fp8lm_o2": {"float32 full", "float32 scaled fp16"},
+}
+FINER = {  # than a quick look is
+    "fp8_times_scales_saved_as_bf16", "fp8_in_128x128_blocks_saved_as_bf16", "fp8lm_o2", "norms_fp32_rest_bf16",
+}  # fmt: skip
+SAID = {
+    "fp32": "full mantissas: a master copy, or float32 training",
+    "bf16_with_its_master": "master copies: stored float32, full mantissas",
+    "bf16_without_a_master_saved_as_fp32": "saved from bf16 weights, without a master copy",
+    "bf16_saved_as_fp16": "fp16 subnormals, every value exactly bf16: cast from bf16",
+    "norms_fp32_rest_bf16": "mixed by role. norm: stored float32",
+    "fp8lm_o2": "every value exactly fp16 times a power of two: weights kept in scaled fp16 (FP8-LM)",
+    "fp8_in_128x128_blocks_saved_as_bf16": "exactly float8_e4m3fn times a scale for each 128x128 block: quantised to",
+}
+
+
+@pytest.fixture(scope="module")
+def origins(tmp_path_factory):
+    """Paths by the name that says the origin."""
+    paths = runpy.run_path(str(ROOT / "examples" / "known_origins.py"))["main"](tmp_path_factory.mktemp("origins"), 8)
+    return {path.stem: path for path in paths}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_origin_is_told(origins, name):
+    report = halfstep.inspect(origins[name])
+    assert set(report.verdict.kinds) == EXPECTED[name]
+    assert report.verdict.confidence == "certain"
+    assert SAID.get(name, "") in report.verdict.text
+
+
+def test_every_origin_is_expected(origins):
+    assert set(origins) == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", ["norms_fp32_rest_bf16", "norms_fp32_rest_bf16_saved_as_fp32"])
+def test_mixed_by_role(origins, name):
+    kinds = {role.role: set(role.verdict.kinds) for role in halfstep.inspect(origins[name]).roles}
+    other = EXPECTED[name] - {"float32 full"}
+    assert kinds == {"norm": {"float32 full"}} | dict.fromkeys(("head", "embedding", "attention", "mlp"), other)
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED.keys() - FINER))
+def test_a_quick_look_says_the_same_of_the_weights(origins, name):
+    report, full = halfstep.inspect(origins[name], quick=True), halfstep.inspect(origins[name])
+    found = {t.name: t.origin.key for t in report.tensors if t.shape and len(t.shape) == 2}
+    assert found == {t.name: t.origin.key for t in full.tensors if t.name in found}
+    assert all(tensor.statistics is None for tensor in report.tensors)
+
+
+def test_optimizer_state_has_its_roles(origins):
+    roles = {role.role: role for role in halfstep.inspect(origins["bf16_with_its_master"]).roles}
+    assert set(roles["master"].verdict.kinds) == set(roles["moments"].verdict.kinds) == {"float32 full"}
+    assert roles["other"].verdict.confidence == "none"  # step counts
+
+
+def saved(folder, tensors, config=None):
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_config_that_the_bits_contradict(tmp_path):
+    weights = {"h.0.mlp.weight": torch.randn(64, 64).bfloat16().half()}
+    report = halfstep.inspect(saved(tmp_path, weights, {"torch_dtype": "float16", "model_type": "gpt2"}))
+    assert report.config_dtype == "float16"
+    assert report.contradictions == ("config.json says float16; the bits say bf16 origin",)
+
+
+def test_a_config_that_names_another_type_than_the_file_has(tmp_path):
+    report = halfstep.inspect(saved(tmp_path, {"h.0.mlp.weight": torch.randn(64, 64)}, {"dtype": "bfloat16"}))
+    assert report.contradictions == ("config.json says bfloat16; 100% of the values are stored as float32",)
+
+
+@pytest.mark.parametrize(("computes", "said"), [(("fp16",), True), (("bf16",), False), ((), False)])
+def test_knowledge_that_the_bits_contradict(tmp_path, computes, said):
+    folder = saved(tmp_path, {"h.0.mlp.weight": torch.randn(64, 64).bfloat16().float()})
+    found = halfstep.inspect(folder, known=Known("a paper", computes)).contradictions
+    assert found == (("a paper says trained in fp16; the bits say bf16 origin",) if said else ())
+
+
+def test_tied_and_equal_tensors_are_told(tmp_path):
+    weight = torch.randn(64, 64)
+    tensors = {"a": weight, "b": weight.clone(), "c": torch.ones(64), "d": torch.ones(64), "e": weight.t().contiguous()}
+    found = {t.name: t for t in halfstep.inspect(saved(tmp_path, tensors)).tensors}
+    assert found["b"].duplicate_of == "a" or found["a"].duplicate_of == "b"
+    assert [found[name].duplicate_of for name in "cde"] == [None] * 3
+    torch.save({"a": weight, "b": weight}, tmp_path / "tied.pt")
+    first, second = halfstep.inspect(tmp_path / "tied.pt").tensors
+    assert (first.tied_to, second.tied_to) == (None, first.name)
+    assert halfstep.inspect(tmp_path / "tied.pt").numel == weight.numel()
+
+
+def test_casts_are_tried_where_they_are_asked_for(tmp_path):
+    folder = saved(tmp_path, {"w": torch.randn(32, 64), "bias": torch.randn(64)})
+    assert [one.total.format for one in halfstep.inspect(folder, casts=["nf4", "fp16"]).casts] == ["nf4", "fp16"]
+    assert [name for name, _ in halfstep.inspect(folder, casts=["nf4"]).casts[0].worst] == ["w"]
+    assert halfstep.inspect(folder).casts == ()
+    with pytest.raises(QuantizationError, match=r"unknown format to try 'mxfp9'; nearest: mxfp8"):
+        halfstep.inspect(folder, casts=["mxfp9"])

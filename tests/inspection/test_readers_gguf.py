@@ -1,0 +1,194 @@
+"""GGUF: the header, and its block types against decoders written from the layouts one value at a time.
+
+The decoders of halfstep were also compared with those of the gguf package (0.19) on random blocks: the same bits.
+"""
+
+import struct
+
+import numpy as np
+import pytest
+from kinds import GGUF_TYPES, gguf, gguf_bytes, stored_bits, text
+
+from halfstep.errors import CheckpointError
+from halfstep.inspection import open_checkpoint
+
+
+def half(block, at):
+    return float(np.frombuffer(block, "<f2", 1, at)[0])
+
+
+def nibble(block, at, i):
+    """The i-th code of 32 from byte `at`: first the low halves of 16 bytes, then their high halves."""
+    return block[at + i % 16] >> (4 if i >= 16 else 0) & 15
+
+
+def bit(block, at, i):
+    return block[at + i // 8] >> (i % 8) & 1
+
+
+def signed(byte):
+    return byte - 256 if byte > 127 else byte
+
+
+def scale_k4(block, j):
+    """The j-th scale and minimum of a block of q4_k or q5_k: get_scale_min_k4 of ggml-quants.c."""
+    q = block[4:16]
+    if j < 4:
+        return q[j] & 63, q[j + 4] & 63
+    return (q[j + 4] & 15) | (q[j - 4] >> 6) << 4, (q[j + 4] >> 4) | (q[j] >> 6) << 4
+
+
+def q2_k(b, i):
+    part, rest = divmod(i, 128)
+    shift, lane = 2 * (rest // 32), rest % 32
+    scale = b[8 * part + rest // 16]
+    return half(b, 80) * (scale & 15) * (b[16 + 32 * part + lane] >> shift & 3) - half(b, 82) * (scale >> 4)
+
+
+def q3_k(b, i):
+    part, rest = divmod(i, 128)
+    lane, group = rest % 32, i // 16
+    low = b[96 + group % 8] >> (4 if group >= 8 else 0) & 15
+    scale = (low | (b[104 + group % 4] >> 2 * (group // 4) & 3) << 4) - 32
+    code = (b[32 + 32 * part + lane] >> 2 * (rest // 32) & 3) - (0 if b[lane] >> (i // 32) & 1 else 4)
+    return half(b, 108) * scale * code
+
+
+def q4_k(b, i):
+    scale, least = scale_k4(b, i // 32)
+    code = b[16 + 32 * (i // 64) + i % 32] >> (4 if i % 64 >= 32 else 0) & 15
+    return half(b, 0) * scale * code - half(b, 2) * least
+
+
+def q5_k(b, i):
+    scale, least = scale_k4(b, i // 32)
+    code = b[48 + 32 * (i // 64) + i % 32] >> (4 if i % 64 >= 32 else 0) & 15
+    return half(b, 0) * scale * (code + 16 * (b[16 + i % 32] >> i // 32 & 1)) - half(b, 2) * least
+
+
+def q6_k(b, i):
+    part, rest = divmod(i, 128)
+    quarter, lane = divmod(rest, 32)
+    low = b[64 * part + lane + 32 * (quarter % 2)] >> (4 if quarter >= 2 else 0) & 15
+    code = (low | (b[128 + 32 * part + lane] >> 2 * quarter & 3) << 4) - 32
+    return half(b, 208) * signed(b[192 + i // 16]) * code
+
+
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+BY_HAND = {
+    "q4_0": lambda b, i: half(b, 0) * (nibble(b, 2, i) - 8),
+    "q4_1": lambda b, i: half(b, 0) * nibble(b, 4, i) + half(b, 2),
+    "q5_0": lambda b, i: half(b, 0) * (nibble(b, 6, i) + 16 * bit(b, 2, i) - 16),
+    "q5_1": lambda b, i: half(b, 0) * (nibble(b, 8, i) + 16 * bit(b, 4, i)) + half(b, 2),
+    "q8_0": lambda b, i: half(b, 0) * signed(b[2 + i]),
+    "q2_k": q2_k,
+    "q3_k": q3_k,
+    "q4_k": q4_k,
+    "q5_k": q5_k,
+    "q6_k": q6_k,
+    "mxfp4": lambda b, i: 2.0 ** (b[0] - 127) * E2M1[nibble(b, 1, i) & 7] * (-1 if nibble(b, 1, i) & 8 else 1),
+}
+
+
+def tame(block, name):
+    """The same block with scales between 1 and 2, so that double precision decides what float32 should be near."""
+    block = bytearray(block)
+    places = {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), "q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2)}
+    for at in {**places, "q5_k": (0, 2), "mxfp4": ()}.get(name, (0,)):
+        block[at + 1] = block[at + 1] & 0x83 | 0x3C
+    if name == "mxfp4":
+        block[0] = 100 + block[0] % 60
+    return bytes(block)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_blocks_decode_to_the_values_of_their_layout(name, tmp_path):
+    number, values, nbytes = GGUF_TYPES[name]
+    random = np.random.default_rng(11)
+    blocks = [tame(random.bytes(nbytes), name) for _ in range(6)]
+    (tmp_path / "a.gguf").write_bytes(gguf_bytes([("w", (3, 2 * values), number, b"".join(blocks))]))
+    checkpoint = open_checkpoint(tmp_path / "a.gguf")
+    (tensor,) = checkpoint.tensors
+    assert (tensor.dtype, tensor.shape, tensor.nbytes) == (name, (3, 2 * values), 6 * nbytes)
+    found = np.frombuffer(stored_bits(tensor), np.float32)
+    wanted = np.array([BY_HAND[name](block, i) for block in blocks for i in range(values)])
+    terms = np.abs(wanted) + (64 * 2 if "k" in name or name.endswith("1") else 0)  # a difference loses what both have
+    assert (np.abs(found - wanted) <= terms * 2.0**-22).all()
+    assert len(np.unique(wanted)) > values // 4
+
+
+def test_infinite_scales_decode_without_a_warning(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(gguf_bytes([("w", (32,), 2, b"\x00\x7c" + b"\x08" * 16)]))
+    checkpoint = open_checkpoint(tmp_path / "a.gguf")
+    found = np.frombuffer(stored_bits(checkpoint.tensors[0]), np.float32)
+    assert np.isnan(found[:16]).all()
+    assert (found[16:] == -np.inf).all()
+
+
+def test_header_plain_types_and_metadata(tmp_path):
+    path = gguf(tmp_path)
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.metadata == {
+        "general.architecture": "llama", "scale": "0.5", "tokens": "[3 values]", "scores": "[2 values]",
+    }  # fmt: skip
+    dtypes = {tensor.name: tensor.dtype for tensor in checkpoint.tensors}
+    assert dtypes == {
+        name: {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}.get(name, name) for name in GGUF_TYPES
+    }
+    data = path.read_bytes()
+    plain = [tensor for tensor in checkpoint.tensors if tensor.name in ("f32", "f16", "bf16")]
+    assert all(stored_bits(tensor) in data for tensor in plain)
+
+
+def test_version_2_and_another_alignment(tmp_path):
+    pairs = [("general.alignment", 4, struct.pack("<I", 64))]
+    entries = [
+        ("a", (3,), 0, np.arange(3, dtype="<f4").tobytes()),
+        ("b", (2,), 26, np.arange(2, dtype="<i4").tobytes()),
+    ]
+    (tmp_path / "a.gguf").write_bytes(gguf_bytes(entries, pairs, version=2, alignment=64))
+    checkpoint = open_checkpoint(tmp_path / "a.gguf")
+    assert [stored_bits(tensor) for tensor in checkpoint.tensors] == [data for *_, data in entries]
+
+
+def test_a_type_without_a_decoder_is_listed_but_not_read(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(gguf_bytes([("w", (256,), 16, bytes(66))]))
+    checkpoint = open_checkpoint(tmp_path / "a.gguf")
+    assert (checkpoint.tensors[0].dtype, checkpoint.tensors[0].nbytes) == ("iq2_xxs", 66)
+    with pytest.raises(CheckpointError, match=r"iq2_xxs is not decoded.*q4_0"):
+        list(checkpoint.tensors[0].chunks())
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (gguf_bytes([], version=1), "version 1; expected 2 or 3"),
+        (b"GGUF\0\0\0\3" + bytes(16), "big-endian"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "tensors; expected at most"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "expected at most"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 62), "a name of"),
+        (gguf_bytes([], [("k", 9, struct.pack("<IQ", 4, 1 << 61))]), "the header reaches"),
+        (gguf_bytes([], [("k", 9, struct.pack("<IQ", 8, 1 << 61))]), "the header reaches"),
+        (gguf_bytes([], [("k", 9, struct.pack("<IQ", 9, 1))]), "an array of type 9"),
+        (gguf_bytes([], [("k", 13, b"")]), "a value of type 13"),
+        (gguf_bytes([], [("k", 7, b"\1")] * 2), "there twice"),
+        (gguf_bytes([], [("k", 8, struct.pack("<Q", 2) + b"\xff\xff")]), "not UTF-8"),
+        (gguf_bytes([], [("general.alignment", 4, struct.pack("<I", 48))]), "power of two"),
+        (gguf_bytes([], [("general.alignment", 8, text("٣٢"))]), "power of two"),
+        (gguf_bytes([("w", (1,) * 5, 0, bytes(4))]), "5 dimensions"),
+        (gguf_bytes([("w", (1 << 63, 1 << 63), 0, bytes(4))]), "truncated"),
+        (gguf_bytes([("w", (33,), 2, bytes(18))]), "blocks have 32"),
+        (gguf_bytes([("w", (), 2, bytes(18))]), "blocks have 32"),
+        (gguf_bytes([("w", (1,), 99, bytes(4))]), "type 99"),
+        (gguf_bytes([("w", (8,), 0, bytes(4))]), "truncated"),
+        (gguf_bytes([("w", (1,), 0, bytes(4))] * 2), "called 'w'"),
+        (gguf_bytes([("v", (10,), 0, bytes(4)), ("w", (1,), 0, bytes(100))]), "behind the tensor before"),
+        (gguf_bytes([("v", (1,), 0, bytes(4)), ("w", (1,), 0, bytes(99))], alignment=4), "a multiple of 32"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_broken_headers(data, message, tmp_path):
+    (tmp_path / "a.gguf").write_bytes(data)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path / "a.gguf")
