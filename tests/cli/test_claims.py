@@ -43,7 +43,9 @@ def test_the_table(run):
     assert (code, err) == (0, "")
     for claim in load():
         line = next(line for line in out.splitlines() if line.split()[:1] == [claim.id])
-        assert line.rstrip().endswith(claim.verdict)
+        assert line.endswith(claim.claim)
+        assert f" {claim.verdict} " in line
+        assert line == line.rstrip()
 
 
 def test_json_is_the_whole_ledger(run):

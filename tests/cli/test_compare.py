@@ -1,6 +1,8 @@
 """`halfstep compare` and `halfstep train`, as a user runs them."""
 
+import errno
 import json
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -16,6 +18,9 @@ from torch import nn
 
 def model():
     return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))
+
+def other():
+    return nn.Linear(8, 256)
 """
 
 
@@ -96,6 +101,10 @@ def test_train_names_its_folder_and_prints_a_table(place, halfstep):
         (["compare", "--recipes", ","], "no recipe given"),
         (["compare", "--data", "nowhere"], "nowhere: no such file or folder"),
         (["compare", "--model", "tiny_models:modell"], "unknown function of tiny_models 'modell'; nearest: model"),
+        (
+            ["compare", "--model", "tiny_models:other", "--out", "o"],
+            "tiny_models:other: on the first batch it raised",
+        ),
         (["compare", "--resume"], "--resume needs --out"),
         (["compare", "--resume", "--out", "runs/none"], "holds no experiment to resume"),
         (["compare", "--out", "/proc/nowhere/run", "--data", "text.txt", *SMALL], "cannot be written"),
@@ -118,6 +127,39 @@ def test_bad_input_is_one_message_exit_code_2_and_nothing_written(place, halfste
     assert message in done.message
     assert "Traceback" not in done.stderr
     assert sorted(p for p in place.rglob("*") if "__pycache__" not in p.parts) == before
+
+
+def test_a_full_disk_is_said_and_the_run_goes_on(place, halfstep, monkeypatch):
+    arguments = ["train", "--recipe", "fp32", "--data", "text.txt", *SMALL, "--out", "runs/full"]
+
+    def save(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("halfstep.lab.checkpoint.save", save)
+        done = halfstep(*arguments)
+    assert done.code == 2
+    assert "runs/full cannot be written: [Errno 28] No space left on device. Mend that" in done.message
+    assert "halfstep train --out runs/full --resume" in done.message
+    assert halfstep(*arguments, "--resume").code == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [("matplotlib.pyplot", r"needs matplotlib.pyplot, .* 'halfstep\[lab\]'"), ("numpy", None)],
+)
+def test_what_is_not_installed(halfstep, monkeypatch, module, words):
+    def command():
+        raise ModuleNotFoundError("No module", name=module)
+
+    monkeypatch.setattr("halfstep.cli.app.app", command)
+    if words is None:  # a part of the plain installation: something else is wrong
+        with pytest.raises(ModuleNotFoundError):
+            halfstep("compare")
+    else:
+        done = halfstep("compare")
+        assert done.code == 2
+        assert re.search(words, done.message)
 
 
 def test_a_run_folder_that_was_edited_is_refused(place, halfstep):

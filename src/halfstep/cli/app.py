@@ -21,6 +21,9 @@ from halfstep.cli.train import train
 from halfstep.errors import HalfstepError
 
 
+_EXTRAS = {"matplotlib": "lab", "jinja2": "lab", "tensorboard": "lab", "sklearn": "lab", "transformers": "hf"}
+"""What commands import that a plain installation has not, and the extra that brings it."""
+
 app = typer.Typer(
     name="halfstep",
     help="Train neural networks in few bits: fp16, bf16 and below, measured against fp32.",
@@ -63,6 +66,12 @@ def main() -> None:
         app()
     except HalfstepError as error:
         fail(str(error))
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        fail(f"this command needs {error.name}, which is not installed: pip install 'halfstep[{extra}]'")
         sys.exit(2)
     except KeyboardInterrupt:  # before a command runs: click ends those
         sys.exit(130)

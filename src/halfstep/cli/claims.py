@@ -51,10 +51,7 @@ def listing(
     elif as_json:
         show_json([write.as_data(claim) for claim in load()])
     else:
-        show_table(
-            ["id", "claim", "reference", "figure", "verdict"],
-            [(claim.id, claim.claim, str(claim.reference), claim.figure or "-", claim.verdict) for claim in load()],
-        )
+        show_table(["id", "verdict", "claim"], [(claim.id, claim.verdict, claim.claim) for claim in load()])
 
 
 @claims.command()

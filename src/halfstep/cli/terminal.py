@@ -48,4 +48,6 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Ite
     console = Console()
     need = Measurement.get(console, console.options.update(max_width=_WIDEST), table)
     console.width = max(console.width, need.minimum if console.is_terminal else need.maximum)
-    console.print(table, highlight=False)
+    with console.capture() as captured:
+        console.print(table, highlight=False)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))

@@ -44,6 +44,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on 
 def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_json: bool) -> None:
     """Open the experiment that the command's options say, train what is left of it, write the report, print it."""
     from rich.console import Console
+    from safetensors import SafetensorError
 
     from halfstep.cli.live import Live
 
@@ -59,14 +60,16 @@ def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_
 
     experiment = _recorded(ctx, path) if resume else experiment_for(**_asked(ctx))
     comparison = open_experiment(experiment, path, resume)
+    command = shlex.join(["halfstep", name, "--out", str(path), "--resume"])
     try:
         with Live(comparison.experiment, console, comparison.folder.facts()) as live:
             comparison.run(live.update)
+        page = write_report(comparison.folder)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path} cannot be written: {error}. Mend that, then go on: {command}") from error
     except KeyboardInterrupt:
-        command = shlex.join(["halfstep", name, "--out", str(path), "--resume"])
         console.print(f"\nstopped; nothing is lost. To continue:\n  {command}", markup=False, soft_wrap=True)
         raise typer.Exit(130) from None
-    page = write_report(comparison.folder)
     summary = read_json(comparison.folder.path / "summary.json")
     if as_json:
         show_json({**summary, "folder": str(path), "report": str(page)})

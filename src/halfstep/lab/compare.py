@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from halfstep.errors import RecipeError, RunError
+from halfstep.errors import HalfstepError, ModelError, RecipeError, RunError
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.folder import RunFolder, read_json
@@ -47,12 +47,31 @@ def open_experiment(
     model = build_model(experiment.model, task.models(), seed=0)
     for recipe in known.values():
         match(model, recipe, None)  # a recipe that fits no layer of it is refused before anything is written
+    if ":" in experiment.model:
+        _try(model, task, experiment.model)
     digest = task.digest()
     if recorded is not None:
         recorded.check_data(digest)
     written = {name: _as_data(recipe) for name, recipe in known.items()}
     folder = recorded or RunFolder.create(path, experiment, digest, environment(), spec.facts, written)
     return Comparison(experiment, known, task, folder, digest)
+
+
+def _try(model: nn.Module, task: Task, name: str) -> None:
+    """Run a model of the caller's own on the first batch, forward and backward.
+
+    Raises:
+        ModelError: it fails there.
+    """
+    try:
+        task.loss(model, task.batch(0, 1)).backward()  # type: ignore[no-untyped-call]
+    except HalfstepError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{name}: on the first batch it raised {type(error).__name__}: {error}. Expected a model that takes and "
+            f"returns what the task's own do: {', '.join(task.models())}"
+        ) from error
 
 
 def _resolve(experiment: Experiment, own: dict[str, Recipe], folder: RunFolder | None) -> dict[str, Recipe]:
