@@ -42,6 +42,13 @@ def probe(
         Path | None,
         typer.Option(help="Write the recipe that passes to this TOML file: the format's own, or the suggested one."),
     ] = None,
+    cast_as: Annotated[
+        str | None,
+        typer.Option(
+            "--as",
+            help="half: as model.half(); recipe: by the format's own; or a recipe's name. Left out: half and recipe.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Is MODEL safe in a number format, in the forward and in the backward pass?
@@ -65,6 +72,7 @@ def probe(
                 data=found,
                 loss_scale=loss_scale,
                 train_steps=train_steps,
+                cast_as=cast_as,
                 learning_rate=lr,
                 described=described,
                 progress=progress,
@@ -79,7 +87,7 @@ def probe(
         _show(report, known)
     if write_recipe is not None:
         _write(report, write_recipe)
-    raise typer.Exit(0 if report.safe else 1)
+    raise typer.Exit({"safe": 0, "UNSAFE": 1}.get(report.verdict, 2))
 
 
 def _check(write_recipe: Path | None, loss_scale: float | None) -> None:
@@ -146,7 +154,7 @@ def _show(report: ProbeReport, known: Verdict | None) -> None:
 def _write(report: ProbeReport, path: Path) -> None:
     from halfstep.recipe.files import to_toml
 
-    passed = report.trial if report.safe else report.suggestion
+    passed = report.trial if report.recipe_safe else report.suggestion
     if passed is None:
         typer.echo(f"{path} was not written: no recipe passed", err=True)
         return

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from halfstep.probe.cast import CastTrial
 from halfstep.probe.ranges import Range
 from halfstep.probe.trial import Trial
 
@@ -31,8 +32,22 @@ def trial_data(trial: Trial) -> dict[str, Any]:
         "recipe": trial.recipe.name,
         "float32_modules": list(trial.recipe.float32_modules),
         "passed": trial.passed,
+        "crashed": failure is not None and failure.crashed,
         "failure": None if failure is None else f"{failure.site}: {failure.what}",
         "loss_scale": trial.loss_scale,
+        "output_error": finite(trial.output_error),
+        "errors": {path: finite(error) for path, error in trial.errors.items()},
+    }
+
+
+def cast_data(trial: CastTrial) -> dict[str, Any]:
+    """How the whole model did, cast."""
+    failure = trial.failure
+    return {
+        "dtype": str(trial.dtype).removeprefix("torch."),
+        "passed": trial.passed,
+        "crashed": failure is not None and failure.crashed,
+        "failure": None if failure is None else f"{failure.site}: {failure.what}",
         "output_error": finite(trial.output_error),
         "errors": {path: finite(error) for path, error in trial.errors.items()},
     }

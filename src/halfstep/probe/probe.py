@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from halfstep.errors import DataError, ModelError
+from halfstep.errors import DataError, FormatError, ModelError
 from halfstep.probe.batch import Batch, Loss, moved
+from halfstep.probe.cast import cast_trial
 from halfstep.probe.measure import Meter, train
 from halfstep.probe.ranges import Site
 from halfstep.probe.report import LOST, Conditions, ProbeReport
@@ -22,7 +23,7 @@ from halfstep.probe.suggest import suggest
 from halfstep.probe.target import Target, target
 from halfstep.probe.trial import Trial, reference, trial
 from halfstep.probe.window import window
-from halfstep.recipe import Recipe
+from halfstep.recipe import Recipe, get_recipe, get_storage
 from halfstep.tracking.nonfinite import tensors_in
 
 
@@ -35,6 +36,7 @@ def probe_model(
     loss_scale: float | None = None,
     train_steps: int = 0,
     learning_rate: float = 1e-4,
+    cast_as: str | Recipe | None = None,
     described: str = "the batches given",
     progress: Callable[[str], None] = lambda stage: None,
 ) -> ProbeReport:
@@ -51,6 +53,9 @@ def probe_model(
         loss_scale: a constant one; None takes the recipe's, for fp16 a dynamic one from 2^16.
         train_steps: steps of AdamW in float32 at `learning_rate` after which to measure again. Ranges are those of
             before and after; recipes are run after.
+        cast_as: what running the model in the format means. None: both the format's recipe and, where torch has the
+            dtype, `model.to(dtype)`; it is safe where both are. "half": `model.to(dtype)`, forward. "recipe": the
+            format's recipe; or the name of another, or a `Recipe`.
         described: what the data is, for the report.
         progress: called with what is being done.
 
@@ -61,9 +66,19 @@ def probe_model(
             or is not finite in float32 either.
     """
     goal = target(to, loss_scale)
+    decides = ("cast",) if cast_as == "half" else ("recipe",) if cast_as is not None else ("recipe", "cast")
+    if decides == ("recipe",) and cast_as != "recipe":
+        assert cast_as is not None
+        goal = replace(goal, recipe=get_recipe(cast_as))
+    dtype = get_storage(goal.format.name).dtype if goal.stored and decides != ("recipe",) else None
+    if decides == ("cast",) and dtype in (None, torch.float32):
+        raise FormatError(f"torch casts no model to {goal.format.name}: expected fp16 or bf16 with cast_as='half'")
     if not data:
         raise DataError("no batches to run the model on; expected at least one")
-    own = _copied(model)
+    own, frozen = _copied(model), not any(p.requires_grad for p in model.parameters())
+    if frozen:
+        for parameter in own.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
     device = next(own.parameters()).device
     batches = [moved(batch, device) for batch in data]
     with _unchanged_generators(device):
@@ -100,11 +115,19 @@ def probe_model(
             train_steps=train_steps,
             learning_rate=learning_rate,
             unreached=found.unreached,
+            frozen=frozen,
         )
         report = ProbeReport(
             goal, conditions, found.ranges, scales, run(goal.recipe), own_error, tuple(sorted(expected.noise))
         )
-        return report if report.safe else replace(report, tried=_search(own, report, goal, run))
+        if dtype not in (None, torch.float32):
+            assert dtype is not None
+            progress(f"running model.to({dtype})")
+            report = replace(report, cast=cast_trial(own, batches, dtype, expected), decides=decides)
+        if report.safe:
+            return report
+        tried = (report.trial,) if report.recipe_safe else _search(own, report, goal, run)
+        return replace(report, tried=tried)
 
 
 def _search(own: nn.Module, report: ProbeReport, goal: Target, run: Callable[[Recipe], Trial]) -> tuple[Trial, ...]:
@@ -115,7 +138,7 @@ def _search(own: nn.Module, report: ProbeReport, goal: Target, run: Callable[[Re
         for found in report.findings
         if not found.counts.beyond and found.site.role != "input" and found.site.module in leaves
     ]
-    return suggest(own, (goal.recipe, *goal.others) if goal.stored else goal.others, lossy, run)
+    return suggest(own, (goal.recipe, *goal.others) if goal.stored else goal.others, lossy, run, report.trial)
 
 
 def _copied(model: nn.Module) -> nn.Module:

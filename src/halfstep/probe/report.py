@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from halfstep.probe.data import finite, range_data, trial_data
+from halfstep.probe.cast import CastTrial
+from halfstep.probe.data import cast_data, finite, range_data, trial_data
 from halfstep.probe.ranges import Range
 from halfstep.probe.sensitivity import FLOAT32, Sensitivity
 from halfstep.probe.target import Target
@@ -39,6 +40,8 @@ class Conditions:
     learning_rate: float
     unreached: tuple[str, ...] = ()
     """Where experts, or other members of lists, got no gradient: nothing is known of those."""
+    frozen: bool = False
+    """Whether no parameter of the model requires a gradient: the probe's copy does."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,31 @@ class ProbeReport:
     """The parameters whose gradients are float32's own rounding errors, so that they were not compared."""
     tried: tuple[Trial, ...] = ()
     """Other recipes, where that one is not safe; only the last can have passed."""
+    cast: CastTrial | None = None
+    """The whole model cast, as `model.to(dtype)` does; None where torch has no dtype, or a recipe alone was asked."""
+    decides: tuple[str, ...] = ("recipe", "cast")
+    """Which of the two the verdict is about."""
+
+    @property
+    def verdict(self) -> str:
+        """safe; UNSAFE; or "cannot tell", where nothing is wrong but that torch could not run what was asked."""
+        wrong: list[Trial | CastTrial] = []
+        crashed: list[Trial | CastTrial] = []
+        if "recipe" in self.decides and not self.recipe_safe:
+            crash = self.trial.failure is not None and self.trial.failure.crashed and not self.findings
+            (crashed if crash else wrong).append(self.trial)
+        if "cast" in self.decides and self.cast is not None and self.cast.failure is not None:
+            (crashed if self.cast.failure.crashed else wrong).append(self.cast)
+        return "UNSAFE" if wrong else "cannot tell" if crashed else "safe"
 
     @property
     def safe(self) -> bool:
-        """Whether nothing that matters overflows or vanishes, and the real run agrees with float32."""
+        """Whether the verdict is safe."""
+        return self.verdict == "safe"
+
+    @property
+    def recipe_safe(self) -> bool:
+        """Whether nothing that matters overflows or vanishes, and the recipe's run agrees with float32."""
         return self.trial.passed and not self.findings and self.scale_found
 
     @property
@@ -91,6 +115,8 @@ class ProbeReport:
     @property
     def first_failure(self) -> str | None:
         """The first tensor that does not fit, in the order of execution, forward before backward."""
+        if "recipe" not in self.decides or self.recipe_safe:
+            return None if self.cast is None or self.cast.failure is None else str(self.cast.failure.site)
         failed = [] if self.trial.failure is None else [self.trial.failure.site]
         forward = [found.site for found in self.findings] + [site for site in failed if not site.backward]
         backward = [found.site for found in self.gradient_findings] + failed
@@ -139,6 +165,7 @@ class ProbeReport:
         suggestion = self.suggestion
         return {
             "safe": self.safe,
+            "verdict": self.verdict,
             "format": self.target.format.name,
             "recipe": self.trial.recipe.name,
             "first_failure": self.first_failure,
@@ -151,6 +178,7 @@ class ProbeReport:
                 "first_to_overflow": _text(self.window.first_to_overflow),
             },
             "trial": trial_data(self.trial),
+            "cast": None if self.cast is None else cast_data(self.cast),
             "sensitivity": {
                 "size": self.sensitivity.size,
                 "output_error": finite(self.sensitivity.output_error),
@@ -172,15 +200,15 @@ def _text(value: object) -> str | None:
 def _described(report: ProbeReport) -> str:
     """The verdict, what it rests on, and its limits; one statement a line."""
     format = report.target.format.name
-    word = "safe" if report.safe else "UNSAFE"
-    lines = [f"{word}: {report.conditions.model} in {format}, forward and backward"]
+    how = ", forward and backward" if "recipe" in report.decides or report.cast is None else f" as {report.cast.name}"
+    lines = [f"{report.verdict}: {report.conditions.model} in {format}{how}"]
     lines.append(f"{format} here: {report.trial.recipe.summary}")
     if report.first_failure is not None:
         same = [report.alike(found) for found in report.ranges if str(found.site) == report.first_failure]
         lines.append(f"first to fail: {_names(same[0]) if same else report.first_failure}")
     lines += _forward(report)
     lines.append(_backward(report))
-    lines += [f"run for real: {_outcome(report.trial)}", *_sensitivity(report)]
+    lines += [f"run for real: {_outcome(report.trial)}", *_cast(report), *_sensitivity(report)]
     lines += _suggested(report)
     return "\n".join([*lines, *_limits(report)])
 
@@ -228,8 +256,22 @@ def _outcome(trial: Trial) -> str:
     scale = trial.recipe.loss_scale
     at = f" at loss scale {trial.loss_scale:g}" if scale is not None and trial.loss_scale is not None else ""
     if trial.failure is not None:
-        return f"{trial.recipe.name} fails: {trial.failure.site}: {trial.failure.what}"
+        how = "cannot be told" if trial.failure.crashed else "fails"
+        raised = "torch raised: " if trial.failure.crashed else ""
+        return f"{trial.recipe.name} {how}: {trial.failure.site}: {raised}{trial.failure.what}"
     return f"{trial.recipe.name} passes: finite{at}, its output is off by {trial.output_error:.2g} from fp32"
+
+
+def _cast(report: ProbeReport) -> list[str]:
+    """How the whole model did, cast."""
+    if report.cast is None:
+        return []
+    found, failure = report.cast, report.cast.failure
+    if failure is None:
+        return [f"run for real: {found.name} passes, forward: its output is off by {found.output_error:.2g} from fp32"]
+    if failure.crashed:
+        return [f"run for real: {found.name} cannot be told: {failure.site}: torch raised: {failure.what}"]
+    return [f"run for real: {found.name} fails, forward: {failure.site}: {failure.what}"]
 
 
 def _sensitivity(report: ProbeReport) -> list[str]:
@@ -285,6 +327,7 @@ def _limits(report: ProbeReport) -> list[str]:
         f"measured in fp32, evaluation mode: {held.data}; {held.batches} batch{'es' * (held.batches != 1)}, "
         f"{held.examples} example{'s' * (held.examples != 1)}{tokens}; {steps}",
         *([f"no gradient from this data reached {', '.join(held.unreached)}"] if held.unreached else []),
+        *(["all parameters are frozen; the gradients are those that they would have"] if held.frozen else []),
         f"loss sent back: {held.loss}",
         f"limits: other data, longer inputs or further training may reach further; an output off by {OUTPUT_ERROR:.0%} "
         "passes",

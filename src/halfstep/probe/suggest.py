@@ -24,25 +24,36 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)  # nobody calls these: a forward of thei
 
 
 def suggest(
-    model: nn.Module, recipes: Sequence[Recipe], start: Iterable[Site], run: Callable[[Recipe], Trial]
+    model: nn.Module,
+    recipes: Sequence[Recipe],
+    start: Iterable[Site],
+    run: Callable[[Recipe], Trial],
+    rejected: Trial,
 ) -> tuple[Trial, ...]:
     """Trials, ending with the first that passes; none passed if the last did not.
 
     Each recipe is tried with the modules of `start` in float32, then also with the module that failed first, and like
     ones in other blocks (`encoder.block.*.wo`); where a module fails that is in float32 already, with the one around
     it. When that is most of the model, the next recipe is tried.
+
+    Args:
+        rejected: was run already; it is not run again, and is never the advice.
     """
-    trials: list[Trial] = []
+    trials = [] if rejected.passed else [rejected]
     places = tuple(dict.fromkeys(pattern(site.module) for site in start if site.module))
     for recipe in recipes:
         kept: tuple[str, ...] | None = places if recipe is recipes[0] else ()
         for _ in range(_ROUNDS):
             if kept is None or _share(model, kept) > _MOST:
                 break
-            trials.append(run(keeping(recipe, kept)))
-            failure = trials[-1].failure
-            if failure is None:
-                return tuple(trials)
+            wanted = keeping(recipe, kept)
+            if wanted == rejected.recipe:
+                if (failure := rejected.failure) is None:  # it ran, and what it would lose in other data was too much
+                    break
+            else:
+                trials.append(run(wanted))
+                if (failure := trials[-1].failure) is None:
+                    return tuple(trials)
             kept = widened(model, kept, _maker(failure.site))
     return tuple(trials)
 

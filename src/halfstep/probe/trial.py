@@ -50,6 +50,8 @@ class Failure:
 
     site: Site
     what: str
+    crashed: bool = False
+    """torch could not run it: that says nothing of the numbers."""
 
 
 @dataclass(frozen=True)
@@ -142,22 +144,22 @@ class Run:
 
         def look(site: Site, tensor: Tensor) -> None:
             if site.backward:
-                if self.backward is None and not _finite(tensor):
+                if self.backward is None and not finite(tensor):
                     self.backward = Failure(site, f"not finite at loss scale {factor:g}")
                 return
-            if self.forward is None and not _finite(tensor) and (site.role != "input" or tensor.requires_grad):
+            if self.forward is None and not finite(tensor) and (site.role != "input" or tensor.requires_grad):
                 self.forward = Failure(site, "not finite")
             if compare and site in self._expected.outputs:
                 wanted = self._expected.outputs[site]
                 if calls[site] < len(wanted):
-                    error = _error(tensor, wanted[calls[site]])
+                    error = relative_error(tensor, wanted[calls[site]])
                     self.errors[site.module] = max(self.errors.pop(site.module, 0.0), error)
                     self._sites[site.module] = site
                 calls[site] += 1
 
         self._model.zero_grad()
         for name, parameter in self._model.named_parameters():
-            if self.forward is None and not _finite(parameter):
+            if self.forward is None and not finite(parameter):
                 self.forward = Failure(self._parameter(name, False), f"not finite in {_dtype(parameter)}")
         if compare:
             self.errors = {}
@@ -165,19 +167,21 @@ class Run:
             try:
                 value, _ = loss_of(self._model, batch, self._loss)
             except ModelError as error:
-                self.forward = self.forward or Failure(Site("", self._kinds[""], "forward"), str(error))
+                crash = Failure(Site("", self._kinds[""], "forward"), str(error.__cause__ or error), crashed=True)
+                self.forward = self.forward or crash
                 return False
-            if self.forward is not None or not _finite(value):
+            if self.forward is not None or not finite(value):
                 self.forward = self.forward or Failure(Site("", self._kinds[""], "loss"), "not finite")
                 return False
             (value * factor).backward()  # type: ignore[no-untyped-call]
         for name, parameter in self._model.named_parameters():
             if parameter.grad is None:
                 continue
-            if self.backward is None and not _finite(parameter.grad):
+            if self.backward is None and not finite(parameter.grad):
                 self.backward = Failure(self._parameter(name, True), f"not finite at loss scale {factor:g}")
             if compare and name in self._expected.gradients:
-                self.gradient_errors[name] = _error(parameter.grad.float() / factor, self._expected.gradients[name])
+                expected = self._expected.gradients[name]
+                self.gradient_errors[name] = relative_error(parameter.grad.float() / factor, expected)
         return self.backward is None
 
     def failure(self) -> Failure | None:
@@ -202,7 +206,8 @@ def parameter_site(name: str, kinds: dict[str, str], backward: bool) -> Site:
     return Site(path, kinds[path], f"gradient of the {role}" if backward else role, backward)
 
 
-def _finite(tensor: Tensor) -> bool:
+def finite(tensor: Tensor) -> bool:
+    """Whether all of a tensor's numbers are."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     low, high = torch.aminmax(tensor.detach())  # one pass; NaN comes out as both
@@ -213,7 +218,7 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
+def relative_error(found: Tensor, expected: Tensor) -> float:
     """|found - expected| / |expected|, Euclidean norms; infinite where something is not finite."""
     if found.shape != expected.shape:
         return math.inf

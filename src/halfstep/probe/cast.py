@@ -1,0 +1,118 @@
+"""Run a model as `model.to(dtype)` makes it: weights, buffers and inputs cast, forward, and no recipe."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import ModelError
+from halfstep.probe.batch import Batch, call
+from halfstep.probe.observe import observed
+from halfstep.probe.ranges import Site
+from halfstep.probe.trial import OUTPUT_ERROR, Failure, Reference, finite, relative_error
+
+
+@dataclass(frozen=True)
+class CastTrial:
+    """How a model did that was cast as a whole."""
+
+    dtype: torch.dtype
+    failure: Failure | None
+    """None: it passed."""
+    errors: dict[str, float]
+    """The relative error of each module's output on the first batch, in the order of execution; the model's last."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing went wrong."""
+        return self.failure is None
+
+    @property
+    def output_error(self) -> float:
+        """The relative error of what the model returned."""
+        return self.errors.get("", math.inf)
+
+    @property
+    def name(self) -> str:
+        """The call that does it."""
+        return f"model.to({self.dtype})"
+
+
+@torch.no_grad()
+def cast_trial(model: nn.Module, batches: Sequence[Batch], dtype: torch.dtype, expected: Reference) -> CastTrial:
+    """Cast a copy of the model, and the batches, and run it forward over all of them.
+
+    It fails at the first parameter, buffer, input or output that is finite in float32 and not in `dtype`, and where the
+    model's output is off by more than `OUTPUT_ERROR`. What torch cannot run in `dtype` has crashed.
+    """
+    kinds = {path: type(module).__name__ for path, module in model.named_modules()}
+    stored = [*model.named_parameters(), *model.named_buffers()]
+    inputs = [(f"input {name}", tensor) for batch in batches for name, tensor in _named(batch)]
+    overflows = (_overflow(name, tensor, dtype, kinds) for name, tensor in [*stored, *inputs])
+    failure = next((found for found in overflows if found is not None), None)
+    own, look = copy.deepcopy(model).to(dtype), _Look(expected)
+    for batch in batches:
+        with observed(own, look):
+            try:
+                call(own, _cast(batch, dtype))
+            except ModelError as error:
+                what = str(error.__cause__ or error)
+                failure = failure or look.failure or Failure(Site("", kinds[""], "forward"), what, crashed=True)
+        look.compares = False
+    failure = failure or look.failure
+    off = [site for site, error in look.errors.items() if not error <= OUTPUT_ERROR]
+    if failure is None and any(not site.module for site in off):
+        failure = Failure(off[0], f"off by {look.errors[off[0]]:.0%} on the first batch")
+    return CastTrial(dtype, failure, {site.module: error for site, error in look.errors.items()})
+
+
+class _Look:
+    """What the outputs of a pass show: the first that is not finite, and how far each is off."""
+
+    def __init__(self, expected: Reference) -> None:
+        self.compares = True  # the first batch alone
+        self.failure: Failure | None = None
+        self.errors: dict[Site, float] = {}
+        self._expected = expected
+        self._calls: Counter[Site] = Counter()
+
+    def __call__(self, site: Site, tensor: Tensor) -> None:
+        if site.role != "output":
+            return
+        if self.failure is None and not finite(tensor):
+            self.failure = Failure(site, "not finite")
+        wanted = self._expected.outputs.get(site, []) if self.compares else []
+        if self._calls[site] < len(wanted):
+            error = relative_error(tensor, wanted[self._calls[site]])
+            self.errors[site] = max(self.errors.pop(site, 0.0), error)
+            self._calls[site] += 1
+
+
+def _named(batch: Batch) -> list[tuple[object, Tensor]]:
+    """The tensors that a batch is made of, by name or position."""
+    if isinstance(batch, Mapping):
+        return [(name, value) for name, value in batch.items() if isinstance(value, Tensor)]
+    parts = batch if isinstance(batch, (tuple, list)) else [batch]
+    return [(number, value) for number, value in enumerate(parts) if isinstance(value, Tensor)]
+
+
+def _overflow(name: str, tensor: Tensor, dtype: torch.dtype, kinds: Mapping[str, str]) -> Failure | None:
+    path, _, role = name.rpartition(".")
+    if not tensor.is_floating_point() or not finite(tensor) or finite(tensor.to(dtype)):
+        return None
+    return Failure(Site(path, kinds.get(path, ""), role), f"its largest, {float(tensor.abs().max()):g}, overflows")
+
+
+def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    """The batch with its floating tensors in `dtype`."""
+    if isinstance(batch, Tensor):
+        return batch.to(dtype) if batch.is_floating_point() else batch
+    if isinstance(batch, Mapping):
+        return {name: _cast(value, dtype) for name, value in batch.items()}
+    return type(batch)(_cast(value, dtype) for value in batch) if isinstance(batch, (tuple, list)) else batch
