@@ -183,7 +183,7 @@ def test_model_card(kb):
 def test_validate(kb, tmp_path):
     code, out, _ = kb("validate")
     assert code == 0
-    assert "100 definitive entries; apart from them, 50 inferred; 65 failure reports: no problem found" in out
+    assert "100 definitive entries; apart from them, 50 inferred; 68 failure reports: no problem found" in out
     (tmp_path / "x.toml").write_text("family = [")
     code, _, err = kb("validate", tmp_path)
     assert code == 1

@@ -78,6 +78,36 @@ def test_a_model_without_an_entry_still_has_its_failure_reports():
     assert check("microsoft/phi-2", "bf16", overlay=None).verdict == "unknown"
 
 
+@pytest.mark.parametrize(
+    ("written", "how", "entry"),
+    [
+        ("https://huggingface.co/google/flan-t5-xxl", "exact id", "flan-t5"),
+        ("hf.co/google/flan-t5-xxl/tree/main", "exact id", "flan-t5"),
+        ("google/flan-t5-xxl@0123abc", "exact id", "flan-t5"),
+        ("llama2", "name", "llama-2"),
+        ("Llama 2 7B", "name", "llama-2"),
+        ("bloom-560m", "name", "bloom-small"),
+        ("TheBloke/Llama-2-7B-GPTQ", "base model", "llama-2"),
+        ("somebody/flan-t5-xxl-AWQ-4bit-128g", "base model", "flan-t5"),
+        ("google/flan-t5-xxl-bnb-4bit", "base model", "flan-t5"),
+    ],
+)
+def test_names_as_people_write_them(written, how, entry):
+    answer = lookup(written, overlay=None)
+    assert (answer.how, ids(answer)) == (how, [entry])
+    assert answer.model_id == written
+    if how == "base model":
+        assert answer.tier == "inferred"
+        assert answer.bases
+
+
+@pytest.mark.parametrize(
+    "written", ["Llama 7B 2", "llama", "Llama 2 8B", "somebody/flan-t5-xxl", "2-7b", "-GPTQ", "hf.co/"]
+)
+def test_other_names_are_not_taken_for_those(written):
+    assert not lookup(written, overlay=None).known
+
+
 class TestLocalFolder:
     def write(self, folder, **files):
         folder.mkdir(parents=True, exist_ok=True)
@@ -146,15 +176,19 @@ class TestLocalFolder:
             lookup(folder, overlay=None)
         assert "config.json" in str(caught.value)
 
-    def test_a_known_id_is_not_looked_for_on_disk(self, tmp_path, monkeypatch):
-        self.write(tmp_path / "google" / "flan-t5-xl", config_json="{")
+    def test_a_folder_is_a_folder_before_it_is_a_name(self, tmp_path, monkeypatch):
+        """As `from_pretrained` has it: a tiny model in a folder of a known name is not that model."""
+        self.write(tmp_path / "google" / "flan-t5-xl", config_json='{"model_type": "llama"}')
+        (tmp_path / "opt-175b").mkdir()
         monkeypatch.chdir(tmp_path)
-        assert lookup("google/flan-t5-xl", overlay=None).how == "exact id"
+        assert lookup("google/flan-t5-xl", overlay=None).how == "unknown"
+        assert lookup("google/flan-t5-xxl", overlay=None).how == "exact id"
+        assert lookup("opt-175b", overlay=None).how == "alias"  # nothing in it
 
 
 @given(st.text(max_size=40))
 def test_no_text_breaks_a_lookup_or_a_search(base, text):
-    assert lookup(text, overlay=None).how in {"exact id", "alias", "glob", "base model", "unknown"}
+    assert lookup(text, overlay=None).how in {"exact id", "alias", "glob", "name", "base model", "unknown"}
     assert len(search(base, text)) <= len(base.entries)
 
 

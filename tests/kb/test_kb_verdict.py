@@ -68,9 +68,12 @@ def test_an_unknown_model_says_so_and_what_to_do():
         ("bigcode/santacoder", "fp16", "risky"),  # trained in fp16, and fine-tuning in it fails
         ("Efficient-Large-Model/Sana_1600M_1024px", "bf16", "risky"),  # the reverse case
         ("bigscience/bloom", "fp16", "risky"),  # one family, two precisions
-        ("bigscience/bloom-560m", "fp16", "safe"),
+        ("bigscience/bloom-560m", "fp16", "unknown"),  # trained in fp16, and a failure in it is reported
+        ("facebook/esm2_t6_8M_UR50D", "fp16", "unknown"),
+        ("facebook/opt-1.3b", "fp16", "unknown"),
+        ("EleutherAI/gpt-neox-20b", "fp16", "unknown"),
         ("EleutherAI/pythia-1b", "fp16", "risky"),
-        ("EleutherAI/pythia-1.4b", "fp16", "safe"),
+        ("EleutherAI/pythia-1.4b", "fp16", "unknown"),
         ("huggyllama/llama-7b", "fp16", "unknown"),  # recorded as unknown
         ("huggyllama/llama-7b", "fp32", "safe"),
         ("moonshotai/Kimi-K2-Base", "fp8", "risky"),  # released in fp8, trained in bf16

@@ -12,6 +12,7 @@ from typing import Any
 from halfstep.errors import KnowledgeBaseError
 
 
+_FILES = {"config.json", "adapter_config.json", "README.md"}
 _LIMIT = 1 << 20  # a model card or a config.json is far smaller; nothing is read beyond
 
 
@@ -24,8 +25,15 @@ class Folder:
 
 
 def is_folder(model_id: str) -> bool:
-    """Whether a model id is the path of a folder on this machine."""
-    return bool(model_id) and os.path.isdir(os.path.expanduser(model_id))
+    """Whether a model id is the path of a folder on this machine that holds a model, as `from_pretrained` decides; one
+    that is empty, or holds other things, is a name that a folder happens to have."""
+    path = os.path.expanduser(model_id)
+    return bool(model_id) and os.path.isdir(path) and (_cached_id(Path(path)) != [] or _holds_a_model(path))
+
+
+def _holds_a_model(path: str) -> bool:
+    names = os.listdir(path)
+    return any(name in _FILES or name.endswith((".safetensors", ".gguf", ".bin", ".pt", ".pth")) for name in names)
 
 
 def read_folder(path: str) -> Folder:

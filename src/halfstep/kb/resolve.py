@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar
@@ -22,7 +23,7 @@ class Answer:
 
     model_id: str
     how: str
-    """exact id, alias, glob, base model, or unknown."""
+    """exact id, alias, glob, name (written as people write it), base model, or unknown."""
     matched: tuple[str, ...] = ()
     """The ids, aliases, globs or base models that led to the entries."""
     entries: tuple[Entry, ...] = ()
@@ -33,7 +34,7 @@ class Answer:
     near: tuple[str, ...] = ()
     """For an unknown model: ids that look alike."""
     bases: tuple[str, ...] = ()
-    """For a local folder: the models that it names as its origin."""
+    """The models that a local folder names as its origin; of a quantised copy, the one that its name says."""
     stored_dtype: str | None = None
     """For a local folder: the type its config.json names. Shown, and never used as evidence."""
 
@@ -59,8 +60,11 @@ class Answer:
 def lookup(model_id: str, overlay: Path | str | None = DEFAULT_OVERLAY) -> Answer:
     """How a model was trained: a hub id, an alias, or the path of a local Hugging Face folder.
 
-    The first that finds an entry answers: the exact id, an alias, a glob, the base model that a local folder names
-    (then as inferred). The type that a checkpoint is stored in is never taken for the type it was trained in.
+    A folder is a folder, whatever its name: the base models that it names answer, as inferred. Of a name, the first
+    that finds an entry answers: the exact id, an alias, a glob; the same name with other punctuation and without its
+    organisation ("Llama 2 7B", "llama2", a page's address, `@revision`); the model that a quantised copy is of
+    ("org/Llama-2-7B-GPTQ"), as inferred. The type that a checkpoint is stored in is never taken for the type it was
+    trained in.
 
     >>> answer = lookup("meta-llama/Llama-2-7b-hf", overlay=None)
     >>> answer.entries[0].train_precision, answer.entries[0].released_dtype
@@ -75,9 +79,8 @@ def lookup(model_id: str, overlay: Path | str | None = DEFAULT_OVERLAY) -> Answe
 def find(base: KnowledgeBase, model_id: str) -> Answer:
     """`lookup` in a knowledge base at hand."""
     model_id = model_id.strip()
-    answer = _named(base, model_id)
-    if answer.known or not is_folder(model_id):
-        return answer if answer.known else _unknown(base, answer)
+    if not is_folder(model_id):
+        return _of_a_name(base, model_id)
     folder = read_folder(model_id)
     inherited = [found for name in folder.bases if (found := _named(base, name)).known]
     return Answer(
@@ -98,6 +101,52 @@ def search(base: KnowledgeBase, text: str) -> tuple[Entry, ...]:
         return ()
     hits = [entry for entry in base.entries if all(word in _text(entry) for word in wanted)]
     return tuple(sorted(hits, key=lambda entry: not any(word in _names(entry) for word in wanted)))
+
+
+def _of_a_name(base: KnowledgeBase, model_id: str) -> Answer:
+    plain = _SUFFIX.sub("", _ADDRESS.sub("", model_id))
+    answer = _named(base, plain)
+    if not answer.known and "/" not in plain:
+        answer = _alike(base, plain)
+    original = _QUANTISED.sub("", plain)
+    if not answer.known and original != plain:
+        found = _named(base, original)
+        found = found if found.known else _alike(base, original.rpartition("/")[2])
+        if found.known:
+            failures = _unique((*found.failures, *answer.failures))
+            answer = replace(found, how="base model", bases=found.matched, failures=failures, id_confirmed=False)
+    answer = replace(answer, model_id=model_id)
+    return answer if answer.known else _unknown(base, answer)
+
+
+_ADDRESS = re.compile(r"^(https?://)?(www\.)?(huggingface\.co|hf\.co)/(models/)?", re.IGNORECASE)
+_SUFFIX = re.compile(r"(@[^/]+|/(tree|blob|resolve|raw|discussions)(/.*)?|/+)$", re.IGNORECASE)
+_QUANTISED = re.compile(
+    r"([-_.]+(gptq|awq|gguf|ggml|exl[23]|eetq|hqq|bnb|marlin|quantized|autoround|mlx|onnx|fp8|fp4|nf4|nvfp4|mxfp4"
+    r"|int[48]|w\d+a\d+|[2-8]bits?|q[2-8](_[0-9a-z]+)*|\d+g|dynamic|static|channel|block))+$",
+    re.IGNORECASE,
+)
+"""Ends of the names of quantised copies: -GPTQ, -AWQ-4bit-128g, -bnb-4bit, .Q4_K_M ..."""
+
+
+def _alike(base: KnowledgeBase, name: str) -> Answer:
+    """The one entry that has the name, whatever its punctuation, with or without its organisation and -hf."""
+    key = _folded(name)
+    found: dict[str, Entry] = {}
+    for entry in base.entries:
+        for own in (entry.id, *entry.aliases, *entry.model_ids):
+            tail = own.rpartition("/")[2]
+            if key and key in (_folded(tail), _folded(tail.removesuffix("-hf"))) and "*" not in own:
+                found.setdefault(own, entry)
+    entries = _unique(found.values())
+    if not entries or (len(entries) > 1 and not all(_disagree(one, entries[0]) for one in entries[1:])):
+        return Answer(name, "unknown", failures=_failures(base, name, ()))
+    reports = _unique(report for own in found for report in _failures(base, own, entries))
+    return Answer(name, "name", tuple(found), entries, reports)
+
+
+def _folded(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.casefold())
 
 
 def _named(base: KnowledgeBase, model_id: str) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,11 @@ from halfstep.kb.resolve import Answer, find
 
 
 _CAREFUL = ("safe", "unknown", "risky")  # of two verdicts, the later one is the more careful advice
+_REPORTED = {
+    "safe": ("unknown", "that says it is safe, and failures in {use} are reported: the two do not agree"),
+    "unknown": ("risky", "failures in {use} are reported"),
+}
+"""What reports of failures make of an entry's verdict; export/page.js says the same."""
 _RANGE_STEP = (
     "run one batch in fp32 and record the largest activation of every module: above 16000, a quarter of fp16's "
     "largest value, take fp16 for unsafe; a backward pass can overflow where the forward pass does not"
@@ -104,8 +110,15 @@ def judge(base: KnowledgeBase, model_id: str, use: object) -> Verdict:
     reasons = tuple(reason for entry in answer.entries for reason in reasons_of(entry, word))
     if not reasons:
         reasons = (_without_an_entry(answer, word),)
-    verdict = max((reason.verdict for reason in reasons), key=_CAREFUL.index)
-    return Verdict(answer.model_id, word, verdict, reasons, answer)
+    elif _failed(answer, word) and most_careful(reasons) in _REPORTED:
+        verdict, text = _REPORTED[most_careful(reasons)]
+        reasons += (Reason(verdict, text.format(use=word)),)
+    return Verdict(answer.model_id, word, most_careful(reasons), reasons, answer)
+
+
+def most_careful(reasons: Iterable[Reason]) -> str:
+    """The verdict of several reasons."""
+    return max((reason.verdict for reason in reasons), key=_CAREFUL.index)
 
 
 def reasons_of(entry: Entry, use: str) -> tuple[Reason, ...]:
@@ -125,9 +138,12 @@ def _reason(entry: Entry, part: str | None, precision: str, use: str) -> Reason:
     return Reason(verdict, text, precision, entry.id, part, own or cast.keep_in_fp32, cast.sources)
 
 
+def _failed(answer: Answer, use: str) -> bool:
+    return any(use in report.uses and report.kind == "failure" for report in answer.failures)
+
+
 def _without_an_entry(answer: Answer, use: str) -> Reason:
-    failed = [report for report in answer.failures if use in report.uses and report.kind == "failure"]
-    if failed:
+    if _failed(answer, use):
         return Reason("risky", f"no entry says how it was trained, but failures in {use} are reported")
     if answer.bases:
         return Reason(

@@ -15,7 +15,7 @@ from halfstep.kb.descriptions import because
 from halfstep.kb.entry import FailureReport
 from halfstep.kb.reader import KnowledgeBase
 from halfstep.kb.schema import uses
-from halfstep.kb.verdict import Verdict, judge
+from halfstep.kb.verdict import Verdict, judge, most_careful
 from halfstep.printable import printable
 
 
@@ -94,9 +94,11 @@ def _checker(base: KnowledgeBase) -> dict[str, Any]:
 
 
 def _said(verdict: Verdict, texts: dict[str, int]) -> dict[str, Any]:
-    lines = map(because, verdict.reasons)
+    """What the entries say; the page adds the reports of failures, which hang on the name."""
+    own = [reason for reason in verdict.reasons if reason.entry is not None] or list(verdict.reasons)
+    lines = map(because, own)
     numbers = [texts.setdefault(printable(line), len(texts)) for line in dict.fromkeys(lines)]
-    return {"verdict": verdict.verdict, "why": numbers, "keep": [printable(part) for part in verdict.keep_in_fp32]}
+    return {"verdict": most_careful(own), "why": numbers, "keep": [printable(part) for part in verdict.keep_in_fp32]}
 
 
 def _reports(base: KnowledgeBase, entry_id: str) -> list[FailureReport]:

@@ -104,11 +104,20 @@
         report.uses.includes(use) &&
         (report.globs.some((glob) => matches(glob, name)) || (answer && report.entries.some((id) => answer.entries.includes(id)))),
     );
+    const failed = reports.some((report) => report.kind === "failure");
     if (answer) {
       const said = answer.said[use];
+      const reported = {
+        safe: ["unknown", `that says it is safe, and failures in ${use} are reported: the two do not agree`],
+        unknown: ["risky", `failures in ${use} are reported`],
+      };
+      if (failed && Object.hasOwn(reported, said.verdict)) {
+        const [verdict, text] = reported[said.verdict];
+        const why = [...said.why.map((number) => data.texts[number]), text];
+        return { verdict, why, keep: said.keep, answer, how: found[1], reports };
+      }
       return { verdict: said.verdict, why: said.why.map((number) => data.texts[number]), keep: said.keep, answer, how: found[1], reports };
     }
-    const failed = reports.some((report) => report.kind === "failure");
     const why = failed
       ? `no entry says how it was trained, but failures in ${use} are reported`
       : "no entry says how this model was trained; start in fp32, and compare outputs before going lower";
