@@ -15,6 +15,7 @@ from halfstep.checkpoint.write import TARGETS, Scaled, write
 from halfstep.ops.files import metadata
 from halfstep.quant import Quantizer, Tile, get_quantizer
 from halfstep.quant.description import MALFORMED, from_label, label
+from halfstep.quant.scaling import get_scaling
 from halfstep.recipe import get_recipe, list_recipes
 
 
@@ -127,8 +128,22 @@ def test_a_label_says_which_codes_they_are(name):
     assert from_label(label(tall)).tile == Tile(0, 1)
 
 
+def test_a_label_has_options_as_words():
+    quantizer = Quantizer(formats.get("e4m3fn"), tile=Tile(1, 0), scaling=get_scaling("rceil", margin=3))
+    assert label(quantizer) == "float 4 3 7 fn, 1xall, rceil margin=3"
+    assert from_label(label(quantizer)).scaling == quantizer.scaling
+
+
 @pytest.mark.parametrize(
-    "text", ["", "a, b", "float 4 3 7 fn, 1x32, of tomorrow", "x, 1x32, rceil", "int8, 1y2, rceil"]
+    "text",
+    [
+        "",
+        "a, b",
+        "float 4 3 7 fn, 1x32, of tomorrow",
+        "x, 1x32, rceil",
+        "int8, 1y2, rceil",
+        "float 4 3 7 fn, 1x32, rceil margin=x",
+    ],
 )
 def test_what_is_no_label_is_refused(text):
     with pytest.raises(MALFORMED):

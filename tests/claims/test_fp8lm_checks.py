@@ -28,7 +28,7 @@ def test_a_factor_before_the_scale_changes_no_code_and_one_in_its_target_does(mu
     assert torch.equal(before.view(torch.uint8), codes.view(torch.uint8))
     assert scale_before == mu * scale
     quantizer = Quantizer(E4M3, tile=TENSOR, scaling=get_scaling("rceil"))
-    lower = replace(quantizer, scaling=get_scaling(f"rceil margin={-torch.tensor(mu).log2().int().item()}"))
+    lower = replace(quantizer, scaling=get_scaling("rceil", margin=-torch.tensor(mu).log2().int().item()))
     assert not torch.equal(lower.quantize(g).codes, quantizer.quantize(g).codes)
     assert lower.quantize(g).scale.item() == quantizer.quantize(g).scale.item() - torch.tensor(mu).log2().int().item()
 

@@ -21,7 +21,7 @@ from halfstep.errors import CheckpointError, ModelError, QuantizationError, Reci
 from halfstep.memory import stored_bytes
 from halfstep.nn import measure_smooth_scales
 from halfstep.quant import Quantizer, Tile, get_quantizer
-from halfstep.quant.scaling import get_scaling, with_options
+from halfstep.quant.scaling import get_scaling
 from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe, linear_spec
 from tiny import EVERY, adamw, assert_same, batch, gated, mlp, model_for, prepared, train
 
@@ -88,7 +88,7 @@ def test_a_model_that_was_never_trained_is_scaled_just_in_time(name):
 
 
 def test_a_rule_with_margin_is_just_in_time_with_its_margin():
-    scaling = with_options("delayed", margin=2, history=4)
+    scaling = get_scaling("delayed", margin=2, history=4)
     model = mlp()
     halfstep.quantize_model(model, made(Quantizer(formats.get("e4m3fn"), tile=Tile(0, 0), scaling=scaling)))
     amax = mlp()[0].weight.abs().max()

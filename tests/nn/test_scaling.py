@@ -18,7 +18,7 @@ from halfstep.errors import ModelError, QuantizationError, RecipeError
 from halfstep.nn.adapters import linear
 from halfstep.nn.scaling import Scalings, states_of
 from halfstep.ops.scaled import round_scaled
-from halfstep.quant.scaling import get_scaling, with_options
+from halfstep.quant.scaling import from_text, get_scaling, named
 from halfstep.quant.scaling.current import factor_of
 from halfstep.quant.scaling.delayed import Delayed
 from halfstep.recipe import LossScale, get_recipe
@@ -176,18 +176,32 @@ def test_a_saved_history_that_holds_an_infinity_heals():
     assert state.tolist() == [112, 0, 0, 0, 4]
 
 
-def test_options_by_name():
-    assert get_scaling("delayed warmup=16 restart=True history=16").warmup == 16
-    assert get_scaling("delayed power_of_two=false").power_of_two is False
-    assert with_options("delayed", warmup=0).name == "delayed warmup=0"
-    for name, words in [
-        ("delayed warmup=True", "option 'warmup=True' of a scale rule found; expected a whole number"),
-        ("delayed restart=1", "option 'restart=1' of a scale rule found; expected true or false"),
-        ("delayed warmup=-1", "warmup -1 and history 1024: expected a number of steps, from 0"),
-        ("delayed warmup=5 history=4", "warmup 5 and history 4: expected .* to the whole history"),
+def test_options_are_fields_that_the_text_follows():
+    window = get_scaling("delayed", warmup=16, restart=True, history=16)
+    assert window == Delayed("delayed", history=16, warmup=16, restart=True)
+    assert str(window) == "delayed history=16 warmup=16 restart=True"
+    assert str(get_scaling("delayed", power_of_two=False)) == "delayed"
+    assert get_scaling(window, warmup=0).options == {**window.options, "warmup": 0}
+    assert from_text(window.text) == window
+    for options, words in [
+        ({"warmup": True}, "option warmup = True of scale rule delayed found; expected a whole number"),
+        ({"restart": 1}, "option restart = 1 of scale rule delayed found; expected true or false"),
+        ({"algorithm": 2}, "option algorithm = 2 of scale rule delayed found; expected a word"),
+        ({"margins": 2}, "unknown option of scale rule delayed 'margins'; nearest: margin"),
+        ({"warmup": -1}, "warmup -1 and history 1024: expected a number of steps, from 0"),
+        ({"warmup": 5, "history": 4}, "warmup 5 and history 4: expected .* to the whole history"),
     ]:
         with pytest.raises(QuantizationError, match=words):
-            get_scaling(name)
+            get_scaling("delayed", **options)
+    with pytest.raises(QuantizationError, match=r"unknown .* Options stand beside the name 'rceil': margin=2"):
+        get_scaling("rceil margin=2")
+
+
+def test_a_rule_of_ones_own_has_no_name_that_others_find():
+    assert named(get_scaling("rceil", margin=2)) == ("rceil", {"margin": 2})
+    for rule in (Delayed("d"), Delayed("current"), replace(get_scaling("floor"), name="rceil")):
+        with pytest.raises(QuantizationError, match="is one of your own: files and traced graphs take rules by name"):
+            named(rule)
 
 
 class ScalingMeta:

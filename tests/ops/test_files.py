@@ -21,6 +21,7 @@ OWN = [
     Quantizer(THIRDS, tile=Tile(1, 8), scaling=get_scaling("absmax")),
     Quantizer(formats.Integer("int3", -3, 3, source="made up"), tile=Tile(2, 4), scaling=get_scaling("floor")),
     Quantizer(formats.posit(7, 1), "toward_zero"),
+    Quantizer(formats.get("e4m3fn"), tile=Tile(1, 8), scaling=get_scaling("rceil", margin=3)),
 ]
 NAMED = ["e4m3fn", "bf16", "fp32", "posit16_1", "fp6_e3m2", *formats.block_names()]
 
@@ -73,6 +74,9 @@ def rewritten(path, change, **tensors):
         ({"format": {"kind": "Float", "name": "x"}}, "edited"),
         ({"format": {"kind": "Codebook", "name": "x", "source": "", "aliases": [], "table": [1, 2]}}, "2 entries"),
         ({"scaling": "flor"}, "unknown scale rule 'flor'; nearest: floor"),
+        ({"scaling": {"name": "floor", "margn": 1}}, "unknown option of scale rule floor 'margn'; nearest: margin"),
+        ({"scaling": {"name": "floor", "margin": "1"}}, "option margin = '1' .* expected a whole number"),
+        ({"scaling": {"margin": 1}}, "edited"),
         ({"rounding": "nearst_even"}, "unknown rounding"),
         ({"overflow": "wrap"}, "edited"),
         ({"tile": [1, -32]}, "expected whole numbers"),
@@ -95,6 +99,12 @@ def test_a_description_that_lies_is_refused(path, change, words):
     rewritten(path, change)
     with pytest.raises(CheckpointError, match=words):
         halfstep.load_quantized(path)
+
+
+def test_options_are_a_table_and_were_words(path):
+    for scaling in ({"name": "floor", "margin": 1}, "floor margin=1"):
+        rewritten(path, {"scaling": scaling})
+        assert halfstep.load_quantized(path)["w"].quantizer.scaling == get_scaling("floor", margin=1)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def values_noted(
     seed, tile = seed_of(quantizer.rounding, generator), quantizer.tile
     if torch.compiler.is_compiling():
         torch.ops.halfstep.round_tiles(
-            x, result, quantizer.format.key, tile.rows, tile.columns, quantizer.scaling.name, quantizer.outliers,
+            x, result, quantizer.format.key, tile.rows, tile.columns, quantizer.scaling.text, quantizer.outliers,
             quantizer.rounding, seed,
         )  # fmt: skip
         return result, True

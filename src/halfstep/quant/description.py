@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from functools import cache
 from typing import Any
@@ -13,7 +14,7 @@ from halfstep import formats
 from halfstep.errors import HalfstepError
 from halfstep.formats import Format
 from halfstep.quant.quantizer import Quantizer, layout
-from halfstep.quant.scaling import get_scaling
+from halfstep.quant.scaling import Scaling, get_scaling, named
 from halfstep.quant.tile import TENSOR, Tile
 
 
@@ -36,7 +37,7 @@ def describe(q: Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> dict[s
         "rounding": q.rounding,
         "overflow": q.overflow,
         "tile": None if q.tile is None else [q.tile.rows, q.tile.columns],
-        "scaling": None if q.scaling is None else q.scaling.name,
+        "scaling": None if q.scaling is None else _describe_scaling(q.scaling),
         "outliers": q.outliers,
         "shape": list(shape),
         "dtype": str(dtype).removeprefix("torch."),
@@ -61,7 +62,7 @@ def restore(data: Any) -> tuple[Quantizer, tuple[int, ...], torch.dtype]:
         data["rounding"],
         data["overflow"],
         None if data["tile"] is None else Tile(*data["tile"]),
-        None if data["scaling"] is None else get_scaling(data["scaling"]),
+        None if data["scaling"] is None else _restore_scaling(data["scaling"]),
         data["outliers"],
     )
     return quantizer, shape, _DTYPES[data["dtype"]]
@@ -74,7 +75,7 @@ def label(q: Quantizer) -> str:
     >>> label(get_quantizer("mxfp8"))
     'float 4 3 7 fn, 1x32, floor'
     """
-    return f"{q.format.key}, {q.tile or 'no tile'}, {q.scaling.name if q.scaling else 'no scale'}"
+    return f"{q.format.key}, {q.tile or 'no tile'}, {q.scaling or 'no scale'}"
 
 
 def from_label(text: str) -> Quantizer:
@@ -87,12 +88,35 @@ def from_label(text: str) -> Quantizer:
     if scaling == "no scale":
         return Quantizer(_by_key()[key])
     sizes = (0 if size == "all" else int(size) for size in tile.split("x"))
-    return Quantizer(_by_key()[key], tile=TENSOR if tile == str(TENSOR) else Tile(*sizes), scaling=get_scaling(scaling))
+    return Quantizer(
+        _by_key()[key], tile=TENSOR if tile == str(TENSOR) else Tile(*sizes), scaling=_restore_scaling(scaling)
+    )
 
 
 @cache
 def _by_key() -> dict[str, Format]:
     return {format.key: format for format in map(formats.get, formats.names())}
+
+
+def _describe_scaling(scaling: Scaling) -> Any:
+    """A name where that is enough, else a table of the name and every option."""
+    name, options = named(scaling)
+    return name if str(scaling) == name else {"name": name, **options}
+
+
+def _restore_scaling(data: Any) -> Scaling:
+    """The rule of a description. A label has its options as words, `rceil margin=3`, and so had earlier files."""
+    if isinstance(data, str):
+        name, *words = data.split() or [""]
+        data = {"name": name, **{option: _value(text) for option, _, text in (word.partition("=") for word in words)}}
+    return get_scaling(**data)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text.lower())
+    except ValueError:
+        return text
 
 
 def _describe_format(format: Format) -> Any:

@@ -58,6 +58,8 @@ class Quantizer:
             )
         if isinstance(self.scaling, StatefulScaling) and self.tile != TENSOR:
             raise QuantizationError(f"{self.scaling.name} scaling with tile {self.tile}: it keeps one scale a tensor")
+        if self.scaling is not None:
+            _ = self.scaling.text  # known from here on: a traced graph cannot take a cached property's lock
         if self.scaling is not None and self.overflow != "saturate":
             raise QuantizationError(f"overflow={self.overflow!r} with scaled tiles: elements of a tile always saturate")
 

@@ -12,7 +12,7 @@ from typing import Any
 from halfstep import formats
 from halfstep.errors import FormatError, HalfstepError, QuantizationError, RecipeError, unknown
 from halfstep.quant import Quantizer, Tile, get_quantizer
-from halfstep.quant.scaling import Scaling, get_scaling, options_of, with_options
+from halfstep.quant.scaling import Scaling, get_scaling, named
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
@@ -227,10 +227,10 @@ def _operand(data: Any, *path: str | int) -> Quantizer:
 
 def _options(scaling: Scaling | None, table: Mapping[str, Any], *path: str | int) -> Scaling | None:
     """The scaling with the options that the operand gives it: history, algorithm, margin, bias."""
-    own = {} if scaling is None else options_of(scaling)
+    own = {} if scaling is None else scaling.options
     _check_keys(table, (*_OWN, *own), "key of an operand" + (f" with scale {scaling.name!r}" if scaling else ""), *path)
     given = {key: _typed(table[key], type(value), *path, key) for key, value in own.items() if key in table}
-    return scaling if scaling is None else with_options(scaling.name, **given)
+    return scaling if scaling is None else get_scaling(scaling, **given)
 
 
 def _tile(text: str, *path: str | int) -> Tile:
@@ -308,13 +308,10 @@ def quantizer_data(quantizer: Quantizer) -> Data:
     scaling, tile = quantizer.scaling, quantizer.tile
     if scaling is None or tile is None:
         return data
-    name, options = scaling.name.partition(" ")[0], options_of(scaling)
     try:
-        lost = replace(with_options(name, **options), name=scaling.name) != scaling
-    except QuantizationError:
-        lost = True
-    if lost:
-        raise RecipeError(f"the scale rule {name!r} is one of your own: it cannot be written down as data")
+        name, options = named(scaling)
+    except QuantizationError as error:
+        raise RecipeError(str(error)) from error
     data |= {"tile": next((word for word, t in _TILES.items() if t == tile), f"{tile.rows}x{tile.columns}")}
     data |= {"scale": name, **options}
     return data if quantizer.outliers is None else {**data, "outliers": quantizer.outliers}

@@ -99,7 +99,7 @@ def linear_text(spec: LinearSpec) -> str:
         if quantizer is None or quantizer.scaling is None or quantizer.tile is None:
             return quantizer.format.name if quantizer else "-"
         rounding = "" if quantizer.rounding == "nearest_even" else f", {quantizer.rounding}"
-        return f"{quantizer.format.name} ({quantizer.scaling.name}, {quantizer.tile}{rounding})"
+        return f"{quantizer.format.name} ({quantizer.scaling}, {quantizer.tile}{rounding})"
 
     products = {"output": spec.output, "grad_input": spec.grad_input, "grad_weight": spec.grad_weight}
     return ", ".join(f"{name} {side(product.lhs)} x {side(product.rhs)}" for name, product in products.items())

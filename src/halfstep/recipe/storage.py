@@ -98,7 +98,7 @@ class Storage:
 
     def __str__(self) -> str:
         quantizer = self.quantizer
-        scales = "" if quantizer.scaling is None else f" ({quantizer.scaling.name}, {quantizer.tile})"
+        scales = "" if quantizer.scaling is None else f" ({quantizer.scaling}, {quantizer.tile})"
         rounding = "" if quantizer.rounding == "nearest_even" else f", rounded {quantizer.rounding}"
         return f"{quantizer.format.name}{scales}{rounding}" + (" with a residual" if self.residual else "")
 

@@ -38,7 +38,7 @@ def knows(quantizer: Quantizer, columns: int) -> bool:
     if quantizer.scaling is None:
         return elements.knows(quantizer.format) and quantizer.overflow == "ieee"
     assert quantizer.tile is not None
-    width, rule = quantizer.tile.columns or columns, quantizer.scaling.name
+    width, rule = quantizer.tile.columns or columns, str(quantizer.scaling)
     blocks = quantizer.tile.rows == 1 and width in _LEVELS
     ruled = rule == "absmax" or (blocks and rule in (*scales.POWER_RULES, "two_level"))
     return ruled and _knows_element(quantizer.format) and columns % width == 0 and width % _BLOCK == 0

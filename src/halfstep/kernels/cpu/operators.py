@@ -16,7 +16,7 @@ from halfstep.quant import Quantized, Quantizer, Tile, draw_seed
 from halfstep.quant.cast import no_code_for_nan, no_such_code
 from halfstep.quant.pack import pack, unpack
 from halfstep.quant.quantizer import matrix_shape
-from halfstep.quant.scaling import get_scaling
+from halfstep.quant.scaling import from_text
 
 
 _LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
@@ -135,7 +135,7 @@ def _round_tiles(
     seed: int | None,
 ) -> None:  # fmt: skip
     quantizer = Quantizer(
-        formats.from_key(key), rounding, tile=Tile(rows, columns), scaling=get_scaling(scaling), outliers=outliers
+        formats.from_key(key), rounding, tile=Tile(rows, columns), scaling=from_text(scaling), outliers=outliers
     )
     round_tiles_into(x, out, quantizer, _seed(rounding, seed))
 
@@ -145,7 +145,7 @@ def _dequantize(
     outliers: float | None, rounding: str,
 ) -> None:  # fmt: skip
     tile = None if scaling is None else Tile(rows, columns)
-    rule = None if scaling is None else get_scaling(scaling)
+    rule = None if scaling is None else from_text(scaling)
     quantizer = Quantizer(formats.from_key(key), rounding, tile=tile, scaling=rule, outliers=outliers)
     stored = dict(zip(names, tensors, strict=True))
     dequantize_into(Quantized(quantizer, tuple(out.shape), stored.get("outliers", out).dtype, stored), out)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -37,6 +39,24 @@ class Scaling(ABC):
     """What an entry of the stored scales is: a format's name."""
     reads: ClassVar[bool] = True
     """Whether the scale depends on the tensor at all."""
+
+    def __str__(self) -> str:
+        """The name, and the options that are not the usual ones: `rceil margin=3`."""
+        usual = {field.name: field.default for field in fields(self)}
+        changed = [f" {option}={value}" for option, value in self.options.items() if value != usual[option]]
+        return "".join([self.name, *changed])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the rule takes beside its name, such as a history or a margin: its fields whose default is a number or
+        a word."""
+        kept = [field.name for field in fields(self) if isinstance(field.default, (int, float, str))]
+        return {name: getattr(self, name) for name in kept}
+
+    @cached_property
+    def text(self) -> str:
+        """Name and options in JSON, by which a traced graph knows the rule (`scaling.from_text`)."""
+        return json.dumps({"name": self.name, **self.options})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scaling:
         return self  # in a copied model too, it is the one that kernels know

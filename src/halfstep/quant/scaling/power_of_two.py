@@ -9,7 +9,6 @@ from math import frexp
 import torch
 from torch import Tensor
 
-from halfstep.errors import QuantizationError
 from halfstep.formats import Float, Format, Integer
 from halfstep.quant.family.floating import power_of_two
 from halfstep.quant.scaling.base import Scaling, Stored
@@ -30,13 +29,6 @@ class PowerOfTwoScaling(Scaling):
 
     exact = True
     holds = "float8_e8m0fnu"
-
-    def __post_init__(self) -> None:
-        if self.margin and f"margin={self.margin}" not in self.name.split():
-            raise QuantizationError(
-                f"scale rule {self.name!r} with margin {self.margin}, which its name does not say: traced graphs and "
-                f"files take rules by name. Make it by with_options({self.name!r}, margin={self.margin})"
-            )
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         stored = {"scale": self._byte(tile.reduce(x.abs(), "amax").double(), element)}

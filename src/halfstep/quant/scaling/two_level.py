@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from halfstep.quant.tile import Tile
 _BLOCK = ocp.float8_e4m3fn
 
 
-@dataclass(frozen=True)
 class TwoLevel(Scaling):
     """tensor_scale = amax(x) / (room * max); scale = e4m3(amax(tile) / max / tensor_scale), in float32; no floor.
 
@@ -26,9 +25,8 @@ class TwoLevel(Scaling):
     Source: NVIDIA Transformer Engine, NVFP4 recipe and its reference implementation.
     """
 
-    room: float = _BLOCK.max
-
     holds = _BLOCK.name
+    room: ClassVar = _BLOCK.max
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         amax = finite(tile.reduce(x.abs(), "amax"))
@@ -51,7 +49,6 @@ class TwoLevel(Scaling):
         return {"scale": encode((amax / largest).float() / tensor_scale, _BLOCK), "tensor_scale": tensor_scale}
 
 
-@dataclass(frozen=True)
 class FourOverSix(TwoLevel):
     """Each block maps its maximum to 6 or to 4, whichever leaves the smaller sum of absolute errors (a tie: to 6).
 
@@ -60,7 +57,7 @@ class FourOverSix(TwoLevel):
     Source: NVIDIA Transformer Engine, NVFP4 recipe, "4 over 6".
     """
 
-    room: float = 256.0
+    room: ClassVar = 256.0
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         amax = finite(tile.reduce(x.abs(), "amax"))

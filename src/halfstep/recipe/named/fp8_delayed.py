@@ -2,7 +2,7 @@
 
 from halfstep import formats
 from halfstep.quant import Quantizer
-from halfstep.quant.scaling import Scaling, with_options
+from halfstep.quant.scaling import Scaling, get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import linear_spec
@@ -24,7 +24,7 @@ def delayed_recipe(name: str, scaling: Scaling, summary: str, source: str, notes
 
 fp8_delayed = delayed_recipe(
     "fp8-delayed",
-    with_options("delayed", history=1024, algorithm="max", margin=0),
+    get_scaling("delayed", history=1024, algorithm="max", margin=0),
     summary="E4M3 forward, E5M2 gradients, one scale a tensor from the largest amax of the last 1024 steps.",
     source="NVIDIA Transformer Engine, DelayedScaling and its defaults (fp8_format HYBRID)",
     notes=(_FIRST, "What outgrows its history saturates."),
@@ -32,7 +32,7 @@ fp8_delayed = delayed_recipe(
 
 fp8_delayed_megatron = delayed_recipe(
     "fp8-delayed-megatron",
-    with_options("delayed", history=1, algorithm="most_recent"),
+    get_scaling("delayed", history=1, algorithm="most_recent"),
     summary="fp8-delayed whose scale follows the last step's amax alone.",
     source="Megatron-LM's defaults: fp8_amax_history_len 1, most_recent, margin 0",
     notes=(

@@ -2,14 +2,14 @@
 
 from halfstep import formats
 from halfstep.quant import Quantizer
-from halfstep.quant.scaling import get_scaling, with_options
+from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import linear_spec
 from halfstep.recipe.spec import Recipe, Rule, Scaled
 
 
-_WINDOW = with_options("delayed", history=16, power_of_two=True, warmup=16, restart=True)
+_WINDOW = get_scaling("delayed", history=16, power_of_two=True, warmup=16, restart=True)
 _INPUT, _GRAD = (Quantizer(formats.get(f), tile=TENSOR, scaling=_WINDOW) for f in ("e4m3fn", "e5m2"))
 _WEIGHT = Quantizer(formats.get("e4m3fn"), tile=TENSOR, scaling=get_scaling("rceil"))
 _RULES = (*KEEP, Rule("*", linear_spec(input=_INPUT, weight=_WEIGHT, grad_output=_GRAD)))
