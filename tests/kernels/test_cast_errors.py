@@ -8,7 +8,7 @@ from halfstep import formats
 from halfstep.formats import Float
 from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.cast_errors import CastErrors, Rows, knows
-from halfstep.quant import Quantizer, get_quantizer
+from halfstep.quant import Quantizer, Scales, get_quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW, TENSOR
 
@@ -16,7 +16,7 @@ from halfstep.quant.tile import ROW, TENSOR
 COLUMNS = 256
 BLOCKS = [get_quantizer(name) for name in formats.block_names()]
 SCALED = [
-    Quantizer(formats.get(name), tile=tile, scaling=get_scaling("absmax"))
+    Quantizer(formats.get(name), scales=Scales(tile, get_scaling("absmax")))
     for name in formats.names()
     for tile in (ROW, TENSOR)
 ]
@@ -37,9 +37,7 @@ def values():
     return x.view(-1, COLUMNS)
 
 
-@pytest.mark.parametrize(
-    "quantizer", KNOWN, ids=lambda q: f"{q.format.name[:24]}-{q.tile}-{q.scaling and q.scaling.name}"
-)
+@pytest.mark.parametrize("quantizer", KNOWN, ids=lambda q: f"{q.format.name[:24]}-{q.scales}")
 def test_it_is_the_reference(quantizer):
     x = values()
     cast, rows = CastErrors(quantizer, float(x.abs().max())), Rows(array(x), COLUMNS)
@@ -58,4 +56,4 @@ def test_it_is_the_reference(quantizer):
 def test_asymmetric_ranges_are_left_to_others(name):
     format = formats.get(name)
     assert format.max != -format.min
-    assert not knows(Quantizer(format, tile=ROW, scaling=get_scaling("absmax")), COLUMNS)
+    assert not knows(Quantizer(format, scales=Scales(ROW, get_scaling("absmax"))), COLUMNS)

@@ -18,9 +18,11 @@ from halfstep.errors import ModelError, QuantizationError, RecipeError
 from halfstep.nn.adapters import linear
 from halfstep.nn.scaling import Scalings, states_of
 from halfstep.ops.scaled import round_scaled
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import from_text, get_scaling, named
 from halfstep.quant.scaling.current import factor_of
 from halfstep.quant.scaling.delayed import Delayed
+from halfstep.quant.tile import TENSOR
 from halfstep.recipe import LossScale, get_recipe
 from oracles.numbers import same_bits
 from tiny import assert_same, batch, mlp, prepared, train
@@ -243,7 +245,7 @@ def test_a_layer_under_a_window_rounds_by_its_own_amax_at_first():
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     x, layer = batch()[0], model[0]
-    own = replace(layer._halfstep_linear.output.lhs, scaling=get_scaling("rceil"))
+    own = Quantizer(E4M3, scales=Scales(TENSOR, get_scaling("rceil")))
     weight = own(model.state_dict()["0.weight"])
     found = []
     for steps in (0, 15, 1):
@@ -259,7 +261,7 @@ def test_a_layer_under_a_window_rounds_by_its_own_amax_at_first():
 @pytest.mark.parametrize(("name", "clipped"), [("fp8-delayed", 0), ("fp8-delayed-megatron", 10)])
 def test_an_amax_that_alternates_clips_half_of_the_steps_or_none(name, clipped):
     """Rounding a tensor whose amax is 1 and 8 by turns, each with the factor of the steps before it."""
-    scaling = get_recipe(name).rules[-1].linear.output.lhs.scaling
+    scaling = get_recipe(name).rules[-1].linear.output.lhs.scales.rule
     state, found = scaling.init(), 0
     for step in range(22):
         x = torch.tensor([0.5, 1.0 if step % 2 == 0 else 8.0])

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 import halfstep
 from halfstep import formats
 from halfstep.errors import CheckpointError
-from halfstep.quant import Quantizer, Tile
+from halfstep.quant import Quantizer, Scales, Tile
 from halfstep.quant.scaling import get_scaling
 from tiny import assert_same
 
@@ -18,10 +18,10 @@ from tiny import assert_same
 THIRDS = formats.Codebook("thirds", (-1.0, -1 / 3, 1 / 3, 1.0), source="made up")
 OWN = [
     Quantizer(formats.ieee("e4m2", 4, 2, "made up")),
-    Quantizer(THIRDS, tile=Tile(1, 8), scaling=get_scaling("absmax")),
-    Quantizer(formats.Integer("int3", -3, 3, source="made up"), tile=Tile(2, 4), scaling=get_scaling("floor")),
+    Quantizer(THIRDS, scales=Scales(Tile(1, 8), get_scaling("absmax"))),
+    Quantizer(formats.Integer("int3", -3, 3, source="made up"), scales=Scales(Tile(2, 4), get_scaling("floor"))),
     Quantizer(formats.posit(7, 1), "toward_zero"),
-    Quantizer(formats.get("e4m3fn"), tile=Tile(1, 8), scaling=get_scaling("rceil", margin=3)),
+    Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 8), get_scaling("rceil", margin=3))),
 ]
 NAMED = ["e4m3fn", "bf16", "fp32", "posit16_1", "fp6_e3m2", *formats.block_names()]
 
@@ -81,7 +81,7 @@ def rewritten(path, change, **tensors):
         ({"overflow": "wrap"}, "edited"),
         ({"tile": [1, -32]}, "expected whole numbers"),
         ({"tile": [1.5, 32]}, "expected whole numbers"),
-        ({"tile": None}, "give both"),
+        ({"tile": None}, "expected both, or neither"),
         ({"outliers": -1.0}, "positive threshold"),
         ({"outliers": "six"}, "edited"),
         ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' found"),
@@ -104,7 +104,8 @@ def test_a_description_that_lies_is_refused(path, change, words):
 def test_options_are_a_table_and_were_words(path):
     for scaling in ({"name": "floor", "margin": 1}, "floor margin=1"):
         rewritten(path, {"scaling": scaling})
-        assert halfstep.load_quantized(path)["w"].quantizer.scaling == get_scaling("floor", margin=1)
+        scales = halfstep.load_quantized(path)["w"].quantizer.scales
+        assert scales == Scales(Tile(1, 32), get_scaling("floor", margin=1))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from halfstep import formats, get_quantizer, ops, quant
 from halfstep.kernels.cpu import cast as kernel
 from halfstep.ops.operand import operand
 from halfstep.ops.scaled import amax_of, round_scaled
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.scaling.fixed import Fixed
 from halfstep.quant.tile import ROW, TENSOR
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.cpu
 
 
 def tensorwise(format, scaling="current", **options):
-    return Quantizer(formats.get(format), tile=TENSOR, scaling=get_scaling(scaling, **options))
+    return Quantizer(formats.get(format), scales=Scales(TENSOR, get_scaling(scaling, **options)))
 
 
 PAIRS = {
     "current": (tensorwise("e4m3fn"), tensorwise("e5m2")),
     "margin": (tensorwise("e4m3fnuz", "rceil", margin=3), tensorwise("e5m2fnuz", "rceil", margin=3)),
     "fixed": (tensorwise("e4m3fn", "fixed"), tensorwise("e4m3fn", "fixed")),
-    "rowwise": (Quantizer(formats.get("e4m3fn"), tile=ROW, scaling=get_scaling("rceil")),) * 2,
+    "rowwise": (Quantizer(formats.get("e4m3fn"), scales=Scales(ROW, get_scaling("rceil"))),) * 2,
     "int8": (get_quantizer("int8_tensor"), get_quantizer("int8_row")),
     "block": (get_quantizer("fp8_1x128", scale="rceil"), get_quantizer("fp8_128x128", scale="rceil")),
     "block float32": (get_quantizer("fp8_1x128"), get_quantizer("fp8_128x128")),
@@ -60,7 +60,7 @@ def test_an_operand_is_what_its_quantizer_makes(pair, dtype, spread):
     for quantizer in pair:
         made = operand(x, quantizer, torch.bfloat16)
         value = made.values.double() * (1.0 if made.scale is None else made.scale.double())
-        exact = reference(x.double() if quantizer.scaling.name == "fixed" else x.float(), quantizer)
+        exact = reference(x.double() if quantizer.scales.rule.name == "fixed" else x.float(), quantizer)
         # A scale apart is the same scale; a float32 scale times a value is rounded to float32 in the reference.
         torch.testing.assert_close(value, exact, rtol=2.0**-23, atol=0)
 
@@ -180,7 +180,7 @@ def test_a_constant_scale_has_a_window():
     x, w = draw(64, 512), draw(512, 64, seed=1) / 8
     exact, error = x.double() @ w.double(), {}
     for bias in (-8, 0, 3, 8):
-        q = Quantizer(formats.get("e4m3fnuz"), tile=TENSOR, scaling=Fixed("constant", bias))
+        q = Quantizer(formats.get("e4m3fnuz"), scales=Scales(TENSOR, Fixed("constant", bias)))
         lhs, rhs = (operand(t, q, torch.float32) for t in (x, w))
         found = (lhs.values.double() @ rhs.values.double()) * (lhs.scale * rhs.scale).double()
         error[bias] = ((found - exact).norm() / exact.norm()).item()

@@ -13,7 +13,7 @@ from halfstep.errors import ModelError
 from halfstep.nn.adopt import extend
 from halfstep.ops.code_tensor import CodeTensor, parameter, round_gradient, round_gradients
 from halfstep.ops.snapshot import snapshot
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import Scaled
@@ -51,7 +51,7 @@ def hold(model: nn.Module, names: Sequence[str], scaled: Scaled) -> None:
 
 def one_scale(format: str) -> Quantizer:
     """Codes of that format times one power of two a tensor."""
-    return Quantizer(formats.get(format), tile=TENSOR, scaling=get_scaling("rceil"))
+    return Quantizer(formats.get(format), scales=Scales(TENSOR, get_scaling("rceil")))
 
 
 def let_go(model: nn.Module) -> None:

@@ -101,8 +101,9 @@ def _states(model: nn.Module) -> Iterator[tuple[str, Tensor, Quantizer]]:
 
 
 def _rule(quantizer: Quantizer) -> StatefulScaling:
-    assert isinstance(quantizer.scaling, StatefulScaling)
-    return quantizer.scaling
+    assert quantizer.scales is not None
+    assert isinstance(quantizer.scales.rule, StatefulScaling)
+    return quantizer.scales.rule
 
 
 def _surviving(stock: type[nn.Module]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def round_to(
     """
     if isinstance(format, (str, torch.dtype)):
         named = _named(str(format), scale, rounding, overflow)
-        if named.scaling is not None:
+        if named.scales is not None:
             return values(x, named, generator, out, dtype)
         target = named.format
     elif isinstance(format, Format) and scale is None:
@@ -148,15 +148,16 @@ def values_noted(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, bool]:
     """The values of x, and whether some may be below 2^-126 but not 0: True where nobody looked."""
-    if quantizer.scaling is None or quantizer.tile is None:
+    scales = quantizer.scales
+    if scales is None:
         return round_to(x, quantizer.format, quantizer.rounding, quantizer.overflow, generator, out, dtype), True
     check_input("round_to", x, quantizer.rounding, quantizer.overflow)
     result, x = prepare_out(x.shape, x.dtype, x.device, out, dtype), x.detach()
-    seed, tile = seed_of(quantizer.rounding, generator), quantizer.tile
+    seed = seed_of(quantizer.rounding, generator)
     if torch.compiler.is_compiling():
         torch.ops.halfstep.round_tiles(
-            x, result, quantizer.format.key, tile.rows, tile.columns, quantizer.scaling.text, quantizer.outliers,
-            quantizer.rounding, seed,
+            x, result, quantizer.format.key, scales.tile.rows, scales.tile.columns, scales.rule.text,
+            quantizer.outliers, quantizer.rounding, seed,
         )  # fmt: skip
         return result, True
     return result, operators.round_tiles_into(x, result, quantizer, seed)
@@ -262,7 +263,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, quantizer: Quantizer) -> tuple[Tensor, int]:
-        if quantizer.scaling is not None or quantizer.rounding == "stochastic":
+        if quantizer.scales is not None or quantizer.rounding == "stochastic":
             raise QuantizationError(
                 f"torch.func.vmap goes over fake_quantize by {quantizer}: its scales or noise could be the batch's or "
                 "each sample's own. Loop over the samples, or round the batch outside of vmap"

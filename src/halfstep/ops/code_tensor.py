@@ -118,9 +118,9 @@ class CodeTensor(Tensor):
         if not self.is_whole:
             if not self._flat:
                 raise QuantizationError(
-                    f"a write through a view of a tensor that is stored as {self.quantizer.format.name} in tiles of "
-                    f"{self.quantizer.tile}: it would round other elements of these tiles too. Write to a clone of the "
-                    "whole tensor, and copy that back (tensor.copy_(clone))"
+                    f"a write through a view of a tensor that is stored as {self.quantizer.format.name} in tiles "
+                    f"({self.quantizer.scales}): it would round other elements of these tiles too. Write to a clone of "
+                    "the whole tensor, and copy that back (tensor.copy_(clone))"
                 )
             whole = self._all_values()
             self._part_of(whole).copy_(values)
@@ -296,7 +296,7 @@ class CodeTensor(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         kind = "Parameter of codes" if isinstance(self, nn.Parameter) else "CodeTensor"
-        return f"{kind} in {self.quantizer.format.name}, {self.quantizer.tile}:\n{self.values()!r}"
+        return f"{kind} in {self.quantizer.format.name}, {self.quantizer.scales}:\n{self.values()!r}"
 
 
 def parameter(tensor: CodeTensor, requires_grad: bool = True, grads: Quantizer | None = None) -> CodeTensor:
@@ -331,8 +331,8 @@ def ranks() -> int:
 
 def _dtype(quantizer: Quantizer) -> torch.dtype | None:
     """The dtype of codes that lie as their values do, under one scale; None where they do not."""
-    scaling = quantizer.scaling
-    one = quantizer.tile == TENSOR and scaling is not None and scaling.exact and quantizer.outliers is None
+    scales = quantizer.scales
+    one = scales is not None and scales.tile == TENSOR and scales.rule.exact and quantizer.outliers is None
     return _DTYPES.get(quantizer.format.key) if one and quantizer.rounding == "nearest_even" else None
 
 

@@ -26,8 +26,9 @@ class Quantized(quant.Quantized):
             operators.dequantize_into(self, result)
             return result
         q, (names, tensors) = self.quantizer, zip(*self.tensors.items(), strict=True)
-        rows, columns, scaling = (q.tile.rows, q.tile.columns, q.scaling.text) if q.tile and q.scaling else (0, 0, None)
+        s = q.scales
+        rows, columns, rule = (s.tile.rows, s.tile.columns, s.rule.text) if s else (0, 0, None)
         torch.ops.halfstep.dequantize(
-            list(tensors), list(names), result, q.format.key, rows, columns, scaling, q.outliers, q.rounding
+            list(tensors), list(names), result, q.format.key, rows, columns, rule, q.outliers, q.rounding
         )
         return result

@@ -62,7 +62,7 @@ class LinearSpec:
 
 
 def _is_stateful(quantizer: Quantizer) -> bool:
-    return isinstance(quantizer.scaling, StatefulScaling)
+    return quantizer.scales is not None and isinstance(quantizer.scales.rule, StatefulScaling)
 
 
 def linear_spec(input: Quantizer, weight: Quantizer, grad_output: Quantizer) -> LinearSpec:
@@ -85,9 +85,9 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         for quantizer in (*self.scores.quantizers, *self.mix.quantizers):
-            if _is_stateful(quantizer) or (quantizer.tile is not None and quantizer.tile.rows > 1):
+            if _is_stateful(quantizer) or (quantizer.scales is not None and quantizer.scales.tile.rows > 1):
                 raise RecipeError(
-                    f"attention with {quantizer.format.name}, {quantizer.scaling}, tile {quantizer.tile}: its products "
+                    f"attention with {quantizer.format.name} ({quantizer.scales}): its products "
                     "take scalings without a state (current, rceil, floor ...) and one scale a tensor, row or block"
                 )
 
@@ -96,10 +96,10 @@ def linear_text(spec: LinearSpec) -> str:
     """The three products in a line, for `Recipe.describe`."""
 
     def side(quantizer: Quantizer | None) -> str:
-        if quantizer is None or quantizer.scaling is None or quantizer.tile is None:
+        if quantizer is None or quantizer.scales is None:
             return quantizer.format.name if quantizer else "-"
         rounding = "" if quantizer.rounding == "nearest_even" else f", {quantizer.rounding}"
-        return f"{quantizer.format.name} ({quantizer.scaling}, {quantizer.tile}{rounding})"
+        return f"{quantizer.format.name} ({quantizer.scales}{rounding})"
 
     products = {"output": spec.output, "grad_input": spec.grad_input, "grad_weight": spec.grad_weight}
     return ", ".join(f"{name} {side(product.lhs)} x {side(product.rhs)}" for name, product in products.items())

@@ -41,9 +41,10 @@ class Storage:
 
     def __post_init__(self) -> None:
         quantizer = self.quantizer
-        if isinstance(quantizer.scaling, StatefulScaling):
+        rule = quantizer.scales and quantizer.scales.rule
+        if isinstance(rule, StatefulScaling):
             raise RecipeError(
-                f"stored with scale = {quantizer.scaling.name!r}, which follows earlier steps; what is stored takes a "
+                f"stored with scale = {rule.name!r}, which follows earlier steps; what is stored takes a "
                 "rule that needs the tensor alone: current, rceil, floor, absmax ..."
             )
         if quantizer.rounding == "stochastic":
@@ -55,7 +56,7 @@ class Storage:
     def dtype(self) -> torch.dtype | None:
         """torch's dtype of values that are stored as they are; None where they are codes."""
         quantizer = self.quantizer
-        plain = quantizer.scaling is None and quantizer.rounding == "nearest_even"
+        plain = quantizer.scales is None and quantizer.rounding == "nearest_even"
         return _DTYPES.get(quantizer.format.key) if plain else None
 
     def names(self, name: str) -> dict[str, str]:
@@ -90,15 +91,15 @@ class Storage:
         numbers = 2 if self.residual else 1
         if self.dtype is not None:
             return numbers * float(self.dtype.itemsize)
-        scales, tile = 0.0, self.quantizer.tile
-        if self.quantizer.scaling is not None and tile is not None and tile.rows and tile.columns:
-            one, two = (self.quantizer.scaling.layout((rows, 1)) for rows in (1, 2))
-            scales = (_bytes(two) - _bytes(one)) / (tile.rows * tile.columns)
-        return numbers * (self.quantizer.format.bits / 8 + scales)
+        beside, scales = 0.0, self.quantizer.scales
+        if scales is not None and scales.tile.rows and scales.tile.columns:
+            one, two = (scales.rule.layout((rows, 1)) for rows in (1, 2))
+            beside = (_bytes(two) - _bytes(one)) / (scales.tile.rows * scales.tile.columns)
+        return numbers * (self.quantizer.format.bits / 8 + beside)
 
     def __str__(self) -> str:
         quantizer = self.quantizer
-        scales = "" if quantizer.scaling is None else f" ({quantizer.scaling}, {quantizer.tile})"
+        scales = "" if quantizer.scales is None else f" ({quantizer.scales})"
         rounding = "" if quantizer.rounding == "nearest_even" else f", rounded {quantizer.rounding}"
         return f"{quantizer.format.name}{scales}{rounding}" + (" with a residual" if self.residual else "")
 

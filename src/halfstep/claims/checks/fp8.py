@@ -7,7 +7,7 @@ import torch
 from halfstep import formats, get_quantizer
 from halfstep.claims.checks.base import Numbers, check
 from halfstep.ops.operand import operand
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.scaling.delayed import Delayed
 from halfstep.quant.tile import TENSOR
@@ -55,7 +55,7 @@ def margin() -> Numbers:
     x, w = _normal(64, 512), _normal(512, 64, seed=1)
     found: Numbers = {}
     for name, room in (("without", 0), ("margin_3", 3)):
-        quantizer = Quantizer(formats.get("e4m3fnuz"), tile=TENSOR, scaling=get_scaling("rceil", margin=room))
+        quantizer = Quantizer(formats.get("e4m3fnuz"), scales=Scales(TENSOR, get_scaling("rceil", margin=room)))
         lhs, rhs = (operand(t, quantizer, torch.float32).values for t in (x, w))
         found[name] = float((lhs @ rhs).abs().max())
     return found
@@ -67,7 +67,7 @@ def window() -> Numbers:
     x, w = _normal(64, 512), _normal(512, 64, seed=1) / 8
     exact, found = x.double() @ w.double(), Numbers()
     for bias in (-8, -4, 0, 4, 8):
-        quantizer = Quantizer(formats.get("e4m3fnuz"), tile=TENSOR, scaling=get_scaling("fixed", bias=bias))
+        quantizer = Quantizer(formats.get("e4m3fnuz"), scales=Scales(TENSOR, get_scaling("fixed", bias=bias)))
         lhs, rhs = (operand(t, quantizer, torch.float32) for t in (x, w))
         product = lhs.values.double() @ rhs.values.double() * 2.0 ** (-2 * bias)
         found[f"c{bias}".replace("-", "_")] = float((product - exact).norm() / exact.norm())

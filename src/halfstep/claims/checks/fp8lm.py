@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 import halfstep
 from halfstep import formats, memory, tracking
 from halfstep.claims.checks.base import Numbers, check
-from halfstep.quant import Quantizer, round_to
+from halfstep.quant import Quantizer, Scales, round_to
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import Scaled, get_recipe
@@ -21,7 +21,7 @@ _E4M3 = formats.get("e4m3fn")
 
 
 def _quantizer(format: str, margin: int = 0) -> Quantizer:
-    return Quantizer(formats.get(format), tile=TENSOR, scaling=get_scaling("rceil", margin=margin))
+    return Quantizer(formats.get(format), scales=Scales(TENSOR, get_scaling("rceil", margin=margin)))
 
 
 @check("fp8lm-second-moment")

@@ -21,6 +21,7 @@ from halfstep.kernels.cpu.error_sums import sum_plain_errors, sum_scaled_errors,
 from halfstep.kernels.cpu.errors import Errors, unit
 from halfstep.kernels.cpu.scales import absmax_scales, block_maxima, power_scales, two_level_scales
 from halfstep.quant.quantizer import Quantizer
+from halfstep.quant.scales import Scales
 
 
 ROOM = 2.0**120
@@ -35,11 +36,11 @@ def knows(quantizer: Quantizer, columns: int) -> bool:
     """Whether `CastErrors` can tell what this quantizer does to rows of that many columns."""
     if quantizer.rounding != "nearest_even" or quantizer.outliers is not None:
         return False
-    if quantizer.scaling is None:
+    if quantizer.scales is None:
         return elements.knows(quantizer.format) and quantizer.overflow == "ieee"
-    assert quantizer.tile is not None
-    width, rule = quantizer.tile.columns or columns, str(quantizer.scaling)
-    blocks = quantizer.tile.rows == 1 and width in _LEVELS
+    tile, rule = quantizer.scales.tile, str(quantizer.scales.rule)
+    width = tile.columns or columns
+    blocks = tile.rows == 1 and width in _LEVELS
     ruled = rule == "absmax" or (blocks and rule in (*scales.POWER_RULES, "two_level"))
     return ruled and _knows_element(quantizer.format) and columns % width == 0 and width % _BLOCK == 0
 
@@ -91,7 +92,7 @@ class CastErrors:
         self._quantizer, self._amax, self._factor = quantizer, np.float32(amax), _factor(amax)
         self._cuts = cut_points(quantizer.format, True)
         self._numbers: Any = None
-        if quantizer.scaling is None:
+        if quantizer.scales is None:
             self._numbers = elements.scalars(quantizer.format, "nearest_even", quantizer.overflow)
         elif self._cuts is None:
             self._numbers = _saturating(quantizer.format)
@@ -101,10 +102,10 @@ class CastErrors:
         """Take in more rows."""
         found = np.zeros((_parts(rows.x.size), 4), np.float64)
         found[:, 3] = self._largest
-        if self._quantizer.scaling is None:
+        if self._quantizer.scales is None:
             sum_plain_errors(rows.x.size, rows.x, self._numbers, self._factor, found)
         else:
-            run, scale = self._scales(rows)
+            run, scale = self._found(rows, self._quantizer.scales)
             levels = (np.uint32(0),) * _LEVELS[run]
             sum_scaled_errors(rows.x.size, rows.x, scale, levels, self._numbers, self._cuts, self._factor, found)
         noise, nonzero, infinite, _ = found.sum(0)
@@ -117,11 +118,9 @@ class CastErrors:
         """What all rows together came to: the sum of their `Rows.squares`, and how many values are not zero."""
         return Errors(signal, self._noise, nonzero - self._nonzero, self._infinite, self._largest)
 
-    def _scales(self, rows: Rows) -> tuple[int, NDArray[np.float32]]:
+    def _found(self, rows: Rows, chosen: Scales) -> tuple[int, NDArray[np.float32]]:
         """The length of the runs that share a scale, and the scales."""
-        tile, scaling = self._quantizer.tile, self._quantizer.scaling
-        assert tile is not None
-        assert scaling is not None
+        tile, rule = chosen.tile, chosen.rule
         run = tile.columns or rows.columns
         if tile.rows or tile.columns:
             amax = rows.maxima(run)
@@ -130,14 +129,14 @@ class CastErrors:
         else:
             run, amax = rows.x.size, np.full(1, self._amax).view(np.uint32)
         scale, largest = np.empty(amax.size, np.float32), np.float32(self._quantizer.format.max)
-        if scaling.name == "absmax":
+        if rule.name == "absmax":
             _absmax(amax.size, amax, largest, scale)
-        elif scaling.name == "two_level":
+        elif rule.name == "two_level":
             whole = self._amax / (scales.TWO_LEVEL_ROOM * largest)
             whole = whole if whole > 0 else np.float32(1)
             _two_level(amax.size, amax, (largest, whole), *scales.block_scale_scalars(), scale)
         else:
-            _power(amax.size, amax, scales.power_scalars(self._quantizer.format, scaling.name), scale)
+            _power(amax.size, amax, scales.power_scalars(self._quantizer.format, rule.name), scale)
         if run in _LEVELS:
             return run, scale
         part = max(length for length in _LEVELS if run % length == 0)

@@ -1,7 +1,7 @@
 """FP8 with a power-of-two scale a tensor: from its own amax with room to accumulate in fp16, or one for all."""
 
 from halfstep import formats
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import Scaling, get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
@@ -17,7 +17,7 @@ _NOTE = (
 
 
 def _rules(scaling: Scaling) -> tuple[Rule, ...]:
-    e4, e5 = (Quantizer(formats.get(f), tile=TENSOR, scaling=scaling) for f in ("e4m3fnuz", "e5m2fnuz"))
+    e4, e5 = (Quantizer(formats.get(f), scales=Scales(TENSOR, scaling)) for f in ("e4m3fnuz", "e5m2fnuz"))
     return (*KEEP, Rule("*", linear_spec(input=e4, weight=e4, grad_output=e5)))
 
 

@@ -1,7 +1,7 @@
 """FP8 with one scale a tensor, from the amaxes of earlier steps: Transformer Engine's DelayedScaling."""
 
 from halfstep import formats
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import Scaling, get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
@@ -17,7 +17,7 @@ _FIRST = (
 
 def delayed_recipe(name: str, scaling: Scaling, summary: str, source: str, notes: tuple[str, ...] = ()) -> Recipe:
     """The recipe with another history, algorithm or margin."""
-    e4m3, e5m2 = (Quantizer(formats.get(f), tile=TENSOR, scaling=scaling) for f in ("e4m3fn", "e5m2"))
+    e4m3, e5m2 = (Quantizer(formats.get(f), scales=Scales(TENSOR, scaling)) for f in ("e4m3fn", "e5m2"))
     rules = (*KEEP, Rule("*", linear_spec(input=e4m3, weight=e4m3, grad_output=e5m2)))
     return Recipe(name, summary, source, compute="bf16", rules=rules, notes=notes)
 

@@ -1,7 +1,7 @@
 """FP8-LM's levels: FP8 products, FP8 gradients, and weights stored in fp16 or FP8 with one power of two a tensor."""
 
 from halfstep import formats
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
@@ -10,8 +10,8 @@ from halfstep.recipe.spec import Recipe, Rule, Scaled
 
 
 _WINDOW = get_scaling("delayed", history=16, power_of_two=True, warmup=16, restart=True)
-_INPUT, _GRAD = (Quantizer(formats.get(f), tile=TENSOR, scaling=_WINDOW) for f in ("e4m3fn", "e5m2"))
-_WEIGHT = Quantizer(formats.get("e4m3fn"), tile=TENSOR, scaling=get_scaling("rceil"))
+_INPUT, _GRAD = (Quantizer(formats.get(f), scales=Scales(TENSOR, _WINDOW)) for f in ("e4m3fn", "e5m2"))
+_WEIGHT = Quantizer(formats.get("e4m3fn"), scales=Scales(TENSOR, get_scaling("rceil")))
 _RULES = (*KEEP, Rule("*", linear_spec(input=_INPUT, weight=_WEIGHT, grad_output=_GRAD)))
 
 _ALL = (
