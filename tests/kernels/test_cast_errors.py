@@ -10,7 +10,7 @@ from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.cast_errors import CastErrors, Rows, knows
 from halfstep.quant import Quantizer, Scales, get_quantizer
 from halfstep.quant.scaling import get_scaling
-from halfstep.quant.tile import ROW, TENSOR
+from halfstep.quant.tile import ROW, TENSOR, Tile
 
 
 COLUMNS = 256
@@ -20,10 +20,11 @@ SCALED = [
     for name in formats.names()
     for tile in (ROW, TENSOR)
 ]
+MARGIN = Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 32), get_scaling("rceil", margin=3)))
 PLAIN = [
     Quantizer(format, overflow="ieee") for format in map(formats.get, formats.names()) if isinstance(format, Float)
 ]
-KNOWN = [q for q in (*BLOCKS, *SCALED, *PLAIN) if knows(q, COLUMNS)]
+KNOWN = [q for q in (*BLOCKS, *SCALED, MARGIN, *PLAIN) if knows(q, COLUMNS)]
 
 
 def values():

@@ -14,6 +14,7 @@ from halfstep.ops.casts import values
 from halfstep.quant.quantizer import Quantizer, get_quantizer
 from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import get_scaling
+from halfstep.quant.scaling.absmax import Absmax
 from halfstep.quant.scaling.power_of_two import PowerOfTwoScaling
 from halfstep.quant.tile import Tile
 from oracles.numbers import same_bits
@@ -78,6 +79,23 @@ def test_every_block_format(name, rule, dtype):
     assert_quantises(hard(512, dtype), get_quantizer(name, scale=rule))
 
 
+class Halved(Absmax):
+    """A rule with a `scale` of its own, which is not its parent's."""
+
+    def scale(self, x, tile, element):
+        scale = super().scale(x, tile, element)[1] / 2
+        return {"scale": scale}, scale
+
+
+OWN = PowerOfTwoScaling("own", lambda element: 0.75)
+MARGINS = [get_scaling("rceil", margin=3), get_scaling("floor", margin=-2), get_scaling("ceil", margin=60)]
+
+
+@pytest.mark.parametrize("rule", [*MARGINS, OWN], ids=str)
+def test_powers_of_two_with_a_margin_or_a_carry_of_ones_own(rule):
+    assert_quantises(hard(512), Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 32), rule)))
+
+
 @pytest.mark.parametrize("name", ["uint4", "uint8", "int8"])
 def test_integers_with_and_without_sign(name):
     assert_quantises(hard(512), Quantizer(formats.get(name), scales=Scales(Tile(1, 64), get_scaling("absmax"))))
@@ -105,8 +123,8 @@ def test_refuses_what_it_does_not_know():
     for name, rule in (("nvfp4", "four_over_six"), ("nf4", "double_absmax"), ("fp8_128x128", None), ("uint4_64", None)):
         assert not kernel.supports(torch.zeros(128, 128), get_quantizer(name, scale=rule))
     assert not kernel.supports(x, get_quantizer("mxfp4", rounding="toward_zero"))
-    mine = PowerOfTwoScaling("floor", lambda fraction, power, element: power)
-    assert not kernel.supports(x, Quantizer(formats.get("e2m1fn"), scales=Scales(Tile(1, 32), mine)))
+    for rule in (Halved("absmax"), get_scaling("rceil", margin=200), get_scaling("fixed"), get_scaling("current")):
+        assert not kernel.supports(x, Quantizer(formats.get("e2m1fn"), scales=Scales(Tile(1, 32), rule)))
     assert not kernel.supports_values(x, x, get_quantizer("mxfp4"))
     listed = Quantizer(formats.get("nf4"), scales=Scales(Tile(1, 32), get_scaling("rceil")))
     assert not kernel.supports(x, listed)

@@ -68,6 +68,11 @@ def test_every_format_whose_scales_are_powers_of_two(name, rule, dtype):
     assert not assert_rounds(torch.nn.functional.layer_norm(hard(512), (512,)).nan_to_num(1.0).to(dtype), quantizer)
 
 
+def test_a_margin():
+    rule = get_scaling("rceil", margin=3)
+    assert_rounds(hard(512)[:17], Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 32), rule)))
+
+
 ELEMENTS = ["e4m3fn", "e5m2", "e4m3fnuz", "e2m1fn", "e3m2fn", "ocp_int8", "int8", "uint4"]
 
 

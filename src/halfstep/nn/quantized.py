@@ -148,7 +148,7 @@ def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None
         raise RecipeError(
             f"{name} is quantised already, under {found.recipe.name!r}; quantise a model with its full weights"
         )
-    if found is not None and found.recipe.name != recipe.name:
+    if found is not None and found.recipe != recipe:
         raise RecipeError(
             f"{name} follows {found.recipe.name!r}; quantise it under that recipe, or halfstep.revert it first"
         )

@@ -101,9 +101,9 @@ def _states(model: nn.Module) -> Iterator[tuple[str, Tensor, Quantizer]]:
 
 
 def _rule(quantizer: Quantizer) -> StatefulScaling:
-    assert quantizer.scales is not None
-    assert isinstance(quantizer.scales.rule, StatefulScaling)
-    return quantizer.scales.rule
+    rule = quantizer.stateful
+    assert rule is not None
+    return rule
 
 
 def _surviving(stock: type[nn.Module]) -> dict[str, Any]:

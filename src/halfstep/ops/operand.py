@@ -77,7 +77,7 @@ def operand(
             return Operand(rounded if native is None else rounded.to(native), factor.reciprocal())
     elif native is not None:
         return _rows(x, quantizer, scales, native)
-    if scales.rule.name == "two_level":
+    if scales.rule.two_level:
         return _two_level(quantize(x, quantizer), dtype)
     return _blocks(x, quantizer, scales, dtype)
 
@@ -87,7 +87,7 @@ def stored(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> Quan
 
     The factor of a stateful scaling is kept as a scale that does not change; without a state it is just in time.
     """
-    if quantizer.scales is None or not isinstance(quantizer.scales.rule, StatefulScaling):
+    if quantizer.stateful is None:
         return quantize(x, replace(quantizer, outliers=None) if _is_whole(quantizer) else quantizer)
     rounded = operand(x, quantizer, torch.float32, just_in_time(x, quantizer, state)).widened(torch.float32)
     codes = quantize(rounded.values, Quantizer(quantizer.format)).codes
@@ -113,7 +113,7 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
         into = _carrier(format, dtype)
         wide = carried.supports(into, quantized.codes.device)  # the product would widen them
         return Operand(unscaled.dequantize(torch.float32 if wide else into), scale)
-    if scales.rule.name == "two_level":
+    if scales.rule.two_level:
         return _two_level(quantized, dtype)
     narrow = _narrow(format, scales.rule, dtype, quantized.codes.device)
     result = quantized.dequantize(narrow)
@@ -126,9 +126,8 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
 
 def just_in_time(x: Tensor, quantizer: Quantizer | None, state: Tensor | None) -> Tensor | None:
     """The state given; where a stateful scaling has none, what it becomes after one step of `x` alone."""
-    scales = quantizer and quantizer.scales
-    if state is None and quantizer and scales and isinstance(scales.rule, StatefulScaling):
-        return scales.rule.after(amax_of(x), quantizer.format)
+    if state is None and quantizer is not None and quantizer.stateful is not None:
+        return quantizer.stateful.after(amax_of(x), quantizer.format)
     return state
 
 

@@ -26,7 +26,7 @@ from halfstep.quant.cast import (
 from halfstep.quant.pack import pack, packed_columns, unpack
 from halfstep.quant.rounding import check_rounding, draw_seed, noise_bits
 from halfstep.quant.scales import Scales
-from halfstep.quant.scaling import Scaling, get_scaling
+from halfstep.quant.scaling import Scaling, StatefulScaling, get_scaling
 from halfstep.quant.tile import Tile
 
 
@@ -60,6 +60,12 @@ class Quantizer:
         if self.scales is None:
             return round_to(x, self.format, self.rounding, self.overflow, generator)
         return self.quantize(x, generator).dequantize()
+
+    @property
+    def stateful(self) -> StatefulScaling | None:
+        """The rule for scales, where it depends on earlier steps."""
+        rule = self.scales and self.scales.rule
+        return rule if isinstance(rule, StatefulScaling) else None
 
     @cached_property
     def down(self) -> Quantizer:

@@ -7,7 +7,6 @@ from functools import cached_property
 
 from halfstep.errors import RecipeError
 from halfstep.quant import Quantizer
-from halfstep.quant.scaling import StatefulScaling
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class LinearSpec:
 
     def __post_init__(self) -> None:
         for name, (first, second) in self._uses().items():
-            stateful = [q for q in (first, second) if q is not None and _is_stateful(q)]
+            stateful = [q for q in (first, second) if q is not None and q.stateful]
             if len(set(stateful)) > 1:
                 raise RecipeError(f"{name} follows two stateful scalings; give both of its products the same one")
         for quantizer in (*self.quantizers, *self.states.values()):
@@ -40,7 +39,7 @@ class LinearSpec:
     @cached_property
     def states(self) -> dict[str, Quantizer]:
         """The operands whose scales depend on earlier steps, and their quantizers."""
-        found = {name: [q for q in uses if q is not None and _is_stateful(q)] for name, uses in self._uses().items()}
+        found = {name: [q for q in uses if q is not None and q.stateful] for name, uses in self._uses().items()}
         return {name: quantizers[0] for name, quantizers in found.items() if quantizers}
 
     @cached_property
@@ -59,10 +58,6 @@ class LinearSpec:
             "weight": (self.output.rhs, self.grad_input.rhs),
             "grad_output": (self.grad_input.lhs, self.grad_weight.lhs),
         }
-
-
-def _is_stateful(quantizer: Quantizer) -> bool:
-    return quantizer.scales is not None and isinstance(quantizer.scales.rule, StatefulScaling)
 
 
 def linear_spec(input: Quantizer, weight: Quantizer, grad_output: Quantizer) -> LinearSpec:
@@ -85,7 +80,7 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         for quantizer in (*self.scores.quantizers, *self.mix.quantizers):
-            if _is_stateful(quantizer) or (quantizer.scales is not None and quantizer.scales.tile.rows > 1):
+            if quantizer.stateful or (quantizer.scales is not None and quantizer.scales.tile.rows > 1):
                 raise RecipeError(
                     f"attention with {quantizer.format.name} ({quantizer.scales}): its products "
                     "take scalings without a state (current, rceil, floor ...) and one scale a tensor, row or block"

@@ -11,7 +11,6 @@ from halfstep import formats
 from halfstep.errors import HalfstepError, RecipeError
 from halfstep.quant import Quantizer, get_quantizer
 from halfstep.quant.quantizer import layout
-from halfstep.quant.scaling import StatefulScaling
 
 
 STORABLE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,10 +40,9 @@ class Storage:
 
     def __post_init__(self) -> None:
         quantizer = self.quantizer
-        rule = quantizer.scales and quantizer.scales.rule
-        if isinstance(rule, StatefulScaling):
+        if quantizer.stateful:
             raise RecipeError(
-                f"stored with scale = {rule.name!r}, which follows earlier steps; what is stored takes a "
+                f"stored with scale = {quantizer.stateful.name!r}, which follows earlier steps; what is stored takes a "
                 "rule that needs the tensor alone: current, rceil, floor, absmax ..."
             )
         if quantizer.rounding == "stochastic":

@@ -24,11 +24,11 @@ from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
 from halfstep.kernels.cpu.packing import pack, place
 from halfstep.kernels.cpu.powers import FAR, TINY, note_scales, stepped
 from halfstep.kernels.cpu.scales import (
-    POWER_RULES,
     TWO_LEVEL_ROOM,
     absmax_scales,
     block_maxima,
     block_scale_scalars,
+    knows_rule,
     larger_finite,
     largest_stored,
     power_scalars,
@@ -38,7 +38,7 @@ from halfstep.kernels.cpu.scales import (
 from halfstep.kernels.cpu.scales import knows as knows_scales_of
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scales import Scales
-from halfstep.quant.scaling import get_scaling
+from halfstep.quant.scaling import Scaling
 from halfstep.quant.tile import Tile
 
 
@@ -55,10 +55,7 @@ def knows(quantizer: Quantizer, columns: int) -> bool:
         and tile.columns in _LEVELS
         and columns % tile.columns == 0
         and quantizer.rounding in ("nearest_even", "stochastic")
-        and rule.name in (*POWER_RULES, "absmax", "two_level")
-        and get_scaling(rule.name) is rule
-        and _knows_element(quantizer.format, quantizer.rounding)
-        and not (rule.exact and isinstance(quantizer.format, Codebook))
+        and _knows(quantizer.format, quantizer.rounding, rule)
     )
 
 
@@ -93,13 +90,13 @@ def run_values(x: Tensor, out: Tensor, format: Format, rounding: str, scales: Sc
     """
     tile, rule = scales.tile, scales.rule
     numbers = _numbers(format, rounding)[0]
-    if rounding == "nearest_even" and rule.name in POWER_RULES:
-        powered, steps = power_scalars(format, rule.name), powers.scalars(format)
+    if rounding == "nearest_even" and rule.exact:
+        powered, steps = power_scalars(format, rule), powers.scalars(format)
         found = np.zeros(-(-x.numel() // CHUNK), np.uint32)
         _power_values(x.numel(), array(x), levels(tile), powered, steps, found, array(out), numbers)
         return bool((found & TINY).any())
     target = (array(out), numbers, None, cut_points(format, True), None)
-    stored = np.empty(x.numel() // tile.columns, np.float32 if rule.name == "absmax" else np.uint8)
+    stored = np.empty(x.numel() // tile.columns, np.float32 if rule.quotient else np.uint8)
     _quantise(x, format, scales, target, stored, None, seed)
     return True
 
@@ -112,11 +109,11 @@ def levels(tile: Tile) -> tuple[np.uint32, ...]:
 def _quantise(
     x: Tensor, element: Format, scales: Scales, target: Any, stored: Any, tensor_scale: Tensor | None, seed: int | None
 ) -> None:
-    name = scales.rule.name
+    rule = scales.rule
     above, largest, keys = levels(scales.tile), np.float32(element.max), seed_keys(seed)
-    if name in POWER_RULES:
-        _power(x.numel(), array(x), stored, above, power_scalars(element, name), *target, keys)
-    elif name == "absmax":
+    if rule.exact:
+        _power(x.numel(), array(x), stored, above, power_scalars(element, rule), *target, keys)
+    elif rule.quotient:
         _absmax(x.numel(), array(x), stored, above, largest, *target, keys)
     else:
         amax = np.empty(x.numel() >> len(above), np.uint32)
@@ -133,10 +130,11 @@ _E4M3 = block_scale_scalars()
 
 
 @cache
-def _knows_element(format: Format, rounding: str) -> bool:
+def _knows(format: Format, rounding: str, rule: Scaling) -> bool:
     if isinstance(format, Codebook):
-        return format.bits == 4 and rounding == "nearest_even" and format.ties == "lower"
-    return knows_scales_of(format)
+        nearest = format.bits == 4 and rounding == "nearest_even" and format.ties == "lower"
+        return nearest and knows_rule(format, rule) and not rule.exact
+    return knows_scales_of(format) and knows_rule(format, rule)
 
 
 @cache

@@ -38,11 +38,11 @@ def knows(quantizer: Quantizer, columns: int) -> bool:
         return False
     if quantizer.scales is None:
         return elements.knows(quantizer.format) and quantizer.overflow == "ieee"
-    tile, rule = quantizer.scales.tile, str(quantizer.scales.rule)
+    tile, rule, format = quantizer.scales.tile, quantizer.scales.rule, quantizer.format
     width = tile.columns or columns
     blocks = tile.rows == 1 and width in _LEVELS
-    ruled = rule == "absmax" or (blocks and rule in (*scales.POWER_RULES, "two_level"))
-    return ruled and _knows_element(quantizer.format) and columns % width == 0 and width % _BLOCK == 0
+    ruled = rule.quotient or (blocks and scales.knows_rule(format, rule))
+    return ruled and _knows_element(format) and columns % width == 0 and width % _BLOCK == 0
 
 
 @cache
@@ -129,14 +129,14 @@ class CastErrors:
         else:
             run, amax = rows.x.size, np.full(1, self._amax).view(np.uint32)
         scale, largest = np.empty(amax.size, np.float32), np.float32(self._quantizer.format.max)
-        if rule.name == "absmax":
+        if rule.quotient:
             _absmax(amax.size, amax, largest, scale)
-        elif rule.name == "two_level":
+        elif rule.two_level:
             whole = self._amax / (scales.TWO_LEVEL_ROOM * largest)
             whole = whole if whole > 0 else np.float32(1)
             _two_level(amax.size, amax, (largest, whole), *scales.block_scale_scalars(), scale)
         else:
-            _power(amax.size, amax, scales.power_scalars(self._quantizer.format, rule.name), scale)
+            _power(amax.size, amax, scales.power_scalars(self._quantizer.format, rule), scale)
         if run in _LEVELS:
             return run, scale
         part = max(length for length in _LEVELS if run % length == 0)

@@ -22,7 +22,7 @@ from halfstep.kernels.cpu.compiled import Kernel, inner
 from halfstep.kernels.cpu.divided import element
 from halfstep.kernels.cpu.lanes import vectorise_fully
 from halfstep.kernels.cpu.powers import FAR, TINY, note_scales, stepped
-from halfstep.kernels.cpu.scales import POWER_RULES, larger_stored, power_scalars
+from halfstep.kernels.cpu.scales import larger_stored, power_scalars
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scales import Scales
 
@@ -37,7 +37,7 @@ def supports_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
         and x.numel() > 0
         and quantizer.rounding == "nearest_even"
         and quantizer.scales is not None
-        and quantizer.scales.rule.name in POWER_RULES
+        and quantizer.scales.rule.exact
         and blocks.knows(quantizer, x.shape[1])
         and blocks.takes_values(x.t(), out)
         and x.shape == out.shape
@@ -52,7 +52,7 @@ def run_values(x: Tensor, out: Tensor, format: Format, scales: Scales) -> bool:
     columns, rows = x.shape
     levels = blocks.levels(scales.tile)
     found = np.zeros(-(-columns // _WIDTH) * -(-rows // _TALL), np.uint32)
-    rule = power_scalars(format, scales.rule.name)
+    rule = power_scalars(format, scales.rule)
     numbers: Any = coding.scalars(format, "nearest_even", "saturate")[0]
     steps = powers.scalars(format)
     _power(x.numel(), array(x.t()), columns, levels, rule, steps, found, array(out), numbers, _WIDTH, _TALL)

@@ -19,7 +19,7 @@ from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
 from halfstep.kernels.cpu.divided import scaled
 from halfstep.kernels.cpu.lanes import lanes, nearest_as
 from halfstep.kernels.cpu.packing import unpack
-from halfstep.kernels.cpu.scales import POWER_RULES, power_bits
+from halfstep.kernels.cpu.scales import power_bits
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scales import Scales
 
@@ -37,11 +37,11 @@ def supports(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> b
 def run(tensors: dict[str, Tensor], out: Tensor, format: Format, scales: Scales) -> None:
     """Write the values of `tensors` (`codes`, `scale` ...), which have the layout of these scales, to `out`."""
     stored = tensors["scale"].view(-1).numpy()
-    if scales.rule.name in POWER_RULES:
+    if scales.rule.exact:
         scale = np.empty(stored.size, np.uint32)
         _powers(stored.size, stored, scale)
         scale = scale.view(np.float32)
-    elif scales.rule.name == "two_level":
+    elif scales.rule.two_level:
         scale = coding.table(ocp.float8_e4m3fn, torch.float32).numpy()[stored] * np.float32(tensors["tensor_scale"])
     else:
         scale = stored

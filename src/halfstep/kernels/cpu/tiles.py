@@ -30,7 +30,7 @@ def supports(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
     if quantizer.scales is None or quantizer.outliers is not None:
         return False
     tile, rule = quantizer.scales.tile, quantizer.scales.rule
-    if not rule.reads or not (rule.exact or rule.name == "absmax"):
+    if not rule.reads or not (rule.exact or rule.quotient):
         return False
     if not (plain(x) and plain(out) and x.dim() and x.numel()):
         return False

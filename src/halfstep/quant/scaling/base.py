@@ -39,6 +39,16 @@ class Scaling(ABC):
     """What an entry of the stored scales is: a format's name."""
     reads: ClassVar[bool] = True
     """Whether the scale depends on the tensor at all."""
+    quotient: ClassVar[bool] = False
+    """Whether the scale is a tile's amax / max in float32, and kept so."""
+    two_level: ClassVar[bool] = False
+    """Whether the scales are e4m3(amax / max / tensor_scale), with tensor_scale = amax(x) / (448 * max) apart."""
+
+    def __init_subclass__(cls) -> None:
+        """What kernels are told of a `scale` holds of that method: a class with another one says it anew."""
+        if "scale" in vars(cls):
+            for name in {"quotient", "two_level", "power"} - vars(cls).keys():
+                setattr(cls, name, getattr(Scaling, name))
 
     def __str__(self) -> str:
         """The name, and the options that are not the usual ones: `rceil margin=3`."""
@@ -73,6 +83,11 @@ class Scaling(ABC):
     def factor(self, amax: Tensor, element: Format) -> Tensor | None:
         """What elements are multiplied by before they are rounded, given the amax of their tile, in float32; None for
         a rule that needs more than the amax. For products, which take the scale of a whole tensor last."""
+        return None
+
+    def power(self, element: Format) -> tuple[float, int] | None:
+        """(carry, exponent) of a rule whose scale follows from a tile's amax = f * 2^e, f in [1/2, 1): it is
+        2^(e - exponent), and twice that where f >= carry. None for other rules."""
         return None
 
     def layout(self, grid: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
