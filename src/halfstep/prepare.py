@@ -16,11 +16,11 @@ from halfstep.nn import apply
 from halfstep.nn.applied import applied_to
 from halfstep.nn.apply import check_model, keep_grads
 from halfstep.nn.codes import hold
+from halfstep.nn.dtypes import check_grad_dtype, storable
 from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.ranks import check_ranks
 from halfstep.nn.scaling import Scalings
-from halfstep.nn.storage import check_grad_dtype, storable
 from halfstep.optim import LossScaler, LowBit, check_optimizer, convert
 from halfstep.recipe import Recipe, get_recipe
 

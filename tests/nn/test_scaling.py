@@ -17,7 +17,7 @@ from halfstep import formats
 from halfstep.errors import ModelError, QuantizationError, RecipeError
 from halfstep.nn.adapters import linear
 from halfstep.nn.scaling import Scalings, states_of
-from halfstep.ops.scaled import round_scaled
+from halfstep.ops.casts import round_scaled
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import from_text, get_scaling, named
 from halfstep.quant.scaling.current import factor_of

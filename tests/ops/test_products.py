@@ -8,8 +8,8 @@ import torch
 from families import slow_unless
 from halfstep import formats, get_quantizer, ops, quant
 from halfstep.kernels.cpu import cast as kernel
+from halfstep.ops.casts import amax_of, round_scaled
 from halfstep.ops.operand import operand
-from halfstep.ops.scaled import amax_of, round_scaled
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.scaling.fixed import Fixed

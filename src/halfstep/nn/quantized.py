@@ -14,11 +14,11 @@ from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.adopt import adopt
 from halfstep.nn.applied import applied_to
 from halfstep.nn.apply import Report, apply, revert
+from halfstep.nn.dtypes import count
 from halfstep.nn.layers import ModuleFilter, match
+from halfstep.nn.quantized_weights import Weight, check_before_loading, store_weight
 from halfstep.nn.scaling import detach, freeze, moved
 from halfstep.nn.smooth import merge_smooth_scales
-from halfstep.nn.storage import count
-from halfstep.nn.stored import Weight, check_before_loading, store_weight
 from halfstep.recipe import Recipe, get_recipe, list_recipes
 
 

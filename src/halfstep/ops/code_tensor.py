@@ -13,10 +13,9 @@ from torch.utils._pytree import tree_map_only
 
 from halfstep import formats
 from halfstep.errors import QuantizationError
-from halfstep.ops.casts import quantize
+from halfstep.ops.casts import Quantized, quantize
 from halfstep.ops.codes import decode_scaled, encode_scaled
 from halfstep.ops.dispatch import check, pickled, read_only, written
-from halfstep.ops.quantized import Quantized
 from halfstep.quant import Quantizer
 from halfstep.quant.tile import TENSOR
 

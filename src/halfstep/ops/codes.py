@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from halfstep import formats
-from halfstep.ops.scaled import amax_of
+from halfstep.ops.casts import amax_of
 from halfstep.quant.scaling import get_scaling
 
 

@@ -11,9 +11,7 @@ from halfstep import formats
 from halfstep.errors import RecipeError
 from halfstep.formats import Format
 from halfstep.kernels import carried, scaled_mm
-from halfstep.ops.casts import quantize, values, values_noted
-from halfstep.ops.quantized import Quantized
-from halfstep.ops.scaled import amax_of, round_scaled
+from halfstep.ops.casts import Quantized, amax_of, quantize, round_scaled, values, values_noted
 from halfstep.quant import Quantizer, Scales, Scaling, Tile
 from halfstep.quant.scaling import StatefulScaling, get_scaling
 from halfstep.quant.tile import ROW, TENSOR
