@@ -46,6 +46,7 @@ class Scaling(ABC):
 
     def __init_subclass__(cls) -> None:
         """What kernels are told of a `scale` holds of that method: a class with another one says it anew."""
+        super().__init_subclass__()
         if "scale" in vars(cls):
             for name in {"quotient", "two_level", "power"} - vars(cls).keys():
                 setattr(cls, name, getattr(Scaling, name))

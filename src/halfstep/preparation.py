@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -180,13 +178,3 @@ def _scaler(model: nn.Module, recipe: Recipe, process_group: Any, amax_group: An
         process_group=process_group,
     )
     return scaler, scalings
-
-
-class _Callable(ModuleType):
-    """This module, callable: importing it binds `halfstep.prepare` to it, over the function of that name."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return prepare(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _Callable
