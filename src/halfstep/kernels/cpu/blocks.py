@@ -35,7 +35,7 @@ from halfstep.kernels.cpu.scales import (
     power_scales,
     two_level_scales,
 )
-from halfstep.kernels.cpu.scales import knows as knows_scales_of
+from halfstep.kernels.cpu.scales import knows as knows_element
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import Scaling
@@ -134,7 +134,7 @@ def _knows(format: Format, rounding: str, rule: Scaling) -> bool:
     if isinstance(format, Codebook):
         nearest = format.bits == 4 and rounding == "nearest_even" and format.ties == "lower"
         return nearest and knows_rule(format, rule) and not rule.exact
-    return knows_scales_of(format) and knows_rule(format, rule)
+    return knows_element(format) and knows_rule(format, rule)
 
 
 @cache

@@ -21,7 +21,8 @@ from halfstep.kernels.cpu.error_sums import sum_plain_errors, sum_scaled_errors,
 from halfstep.kernels.cpu.errors import Errors, unit
 from halfstep.kernels.cpu.scales import absmax_scales, block_maxima, power_scales, two_level_scales
 from halfstep.quant.quantizer import Quantizer
-from halfstep.quant.scales import Scales
+from halfstep.quant.scaling import Scaling
+from halfstep.quant.tile import Tile
 
 
 ROOM = 2.0**120
@@ -102,10 +103,11 @@ class CastErrors:
         """Take in more rows."""
         found = np.zeros((_parts(rows.x.size), 4), np.float64)
         found[:, 3] = self._largest
-        if self._quantizer.scales is None:
+        chosen = self._quantizer.scales
+        if chosen is None:
             sum_plain_errors(rows.x.size, rows.x, self._numbers, self._factor, found)
         else:
-            run, scale = self._found(rows, self._quantizer.scales)
+            run, scale = self._scales(rows, chosen.tile, chosen.rule)
             levels = (np.uint32(0),) * _LEVELS[run]
             sum_scaled_errors(rows.x.size, rows.x, scale, levels, self._numbers, self._cuts, self._factor, found)
         noise, nonzero, infinite, _ = found.sum(0)
@@ -118,9 +120,8 @@ class CastErrors:
         """What all rows together came to: the sum of their `Rows.squares`, and how many values are not zero."""
         return Errors(signal, self._noise, nonzero - self._nonzero, self._infinite, self._largest)
 
-    def _found(self, rows: Rows, chosen: Scales) -> tuple[int, NDArray[np.float32]]:
+    def _scales(self, rows: Rows, tile: Tile, rule: Scaling) -> tuple[int, NDArray[np.float32]]:
         """The length of the runs that share a scale, and the scales."""
-        tile, rule = chosen.tile, chosen.rule
         run = tile.columns or rows.columns
         if tile.rows or tile.columns:
             amax = rows.maxima(run)

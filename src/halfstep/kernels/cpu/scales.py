@@ -35,7 +35,7 @@ def power_scalars(element: Format, rule: Scaling) -> Scalars | None:
 
 def knows_rule(element: Format, rule: Scaling) -> bool:
     """Whether kernels form the scales of that rule from the maxima of blocks."""
-    return rule.quotient or rule.two_level or power_scalars(element, rule) is not None
+    return power_scalars(element, rule) is not None if rule.exact else rule.quotient or rule.two_level
 
 
 @cache

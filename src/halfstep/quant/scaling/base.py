@@ -69,9 +69,6 @@ class Scaling(ABC):
         """Name and options in JSON, by which a traced graph knows the rule (`scaling.from_text`)."""
         return json.dumps({"name": self.name, **self.options})
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Scaling:
-        return self  # in a copied model too, it is the one that kernels know
-
     @abstractmethod
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         """What is stored for a (rows, columns) matrix, and what the elements of each tile are divided by (multiplied,
@@ -87,7 +84,7 @@ class Scaling(ABC):
         return None
 
     def power(self, element: Format) -> tuple[float, int] | None:
-        """(carry, exponent) of a rule whose scale follows from a tile's amax = f * 2^e, f in [1/2, 1): it is
+        """(carry, exponent) of a rule whose scale, in E8M0, follows from a tile's amax = f * 2^e, f in [1/2, 1): it is
         2^(e - exponent), and twice that where f >= carry. None for other rules."""
         return None
 
