@@ -41,7 +41,7 @@ def main(folder: str | Path, steps: int = 20) -> list[Path]:
     (full, _), (half, _), (master, states), (alone, _), (scaled, _) = (train(recipe, steps) for recipe in recipes)
     matrices = {name: tensor for name, tensor in full.items() if tensor.dim() == 2}
     blocks = halfstep.get_quantizer("fp8_128x128")  # as DeepSeek-V3 is published: one float32 scale a block
-    whole = replace(blocks, tile=halfstep.quant.Tile(0, 0))
+    whole = replace(blocks, scales=replace(blocks.scales, tile=halfstep.quant.Tile(0, 0)))
     checkpoints = {"fp32": full, "fp16": half, "bf16": alone, "fp8lm_o2": scaled}
     checkpoints |= {
         "bf16_with_its_master": master | states,

@@ -110,12 +110,6 @@ def test_public_names_stay_what_they_are_whatever_has_been_imported(name):
     assert callable(halfstep.nn.apply)
 
 
-def test_prepare_called_through_its_module_is_prepare():
-    module = importlib.import_module("halfstep.prepare")
-    model = mlp()
-    assert module(model, adamw(model), recipe="fp32")[0] is model
-
-
 def test_an_unknown_public_name():
     with pytest.raises(AttributeError, match="module 'halfstep' has no attribute 'prepair'"):
         _ = halfstep.prepair

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         save_quantized,
     )
     from halfstep.optim import LossScaler
-    from halfstep.prepare import optimize, prepare
+    from halfstep.preparation import optimize, prepare
     from halfstep.probe import ProbeReport, probe_model
     from halfstep.quant import Quantizer, get_quantizer
     from halfstep.recipe import Recipe, get_recipe, list_recipes
@@ -48,8 +48,8 @@ _HOME = {
     "is_native_available": "halfstep.ops",
     "inspect": "halfstep.inspection",
     "list_recipes": "halfstep.recipe",
-    "optimize": "halfstep.prepare",
-    "prepare": "halfstep.prepare",
+    "optimize": "halfstep.preparation",
+    "prepare": "halfstep.preparation",
     "probe_model": "halfstep.probe",
     "quantize_model": "halfstep.nn",
     "revert": "halfstep.nn",
@@ -99,7 +99,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        # Kept, so that `halfstep.prepare` is the function and not the module of that name, which importing it binds.
+        # Kept: the next use finds it without this function.
         globals()[name] = getattr(import_module(_HOME[name]), name)
         return globals()[name]
     if name in ("formats", "kb", "ops"):

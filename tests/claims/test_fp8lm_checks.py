@@ -1,6 +1,5 @@
 """FP8-LM's figures as its authors and their readers state them, against the checks of the ledger and exact sums."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 from halfstep import formats, ops
 from halfstep.claims.checks import fp8lm, get_check
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 
@@ -17,7 +16,7 @@ E4M3 = formats.get("e4m3fn")
 
 
 def scale_of(amax, mu=1.0):
-    return Quantizer(E4M3, tile=TENSOR, scaling=get_scaling("rceil")).scaling.factor(amax, E4M3) * mu
+    return get_scaling("rceil").factor(amax, E4M3) * mu
 
 
 @pytest.mark.parametrize("mu", [0.5, 0.25, 0.0625])
@@ -27,8 +26,9 @@ def test_a_factor_before_the_scale_changes_no_code_and_one_in_its_target_does(mu
     before, scale_before = ops.encode_scaled(mu * g, torch.float8_e4m3fn)
     assert torch.equal(before.view(torch.uint8), codes.view(torch.uint8))
     assert scale_before == mu * scale
-    quantizer = Quantizer(E4M3, tile=TENSOR, scaling=get_scaling("rceil"))
-    lower = replace(quantizer, scaling=get_scaling(f"rceil margin={-torch.tensor(mu).log2().int().item()}"))
+    quantizer = Quantizer(E4M3, scales=Scales(TENSOR, get_scaling("rceil")))
+    margin = -torch.tensor(mu).log2().int().item()
+    lower = Quantizer(E4M3, scales=Scales(TENSOR, get_scaling("rceil", margin=margin)))
     assert not torch.equal(lower.quantize(g).codes, quantizer.quantize(g).codes)
     assert lower.quantize(g).scale.item() == quantizer.quantize(g).scale.item() - torch.tensor(mu).log2().int().item()
 

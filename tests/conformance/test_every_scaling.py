@@ -10,7 +10,7 @@ import torch
 from families import for_each, slow_unless
 from halfstep import formats, ops
 from halfstep.errors import HalfstepError
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.description import describe, restore
 from halfstep.quant.quantizer import layout
 from halfstep.quant.scaling import StatefulScaling, _by_name, get_scaling
@@ -30,7 +30,7 @@ def quantizers(rule):
     found = []
     for format in FORMATS:
         for tile in TILES:
-            quantizer = Quantizer(formats.get(format), tile=tile, scaling=get_scaling(rule))
+            quantizer = Quantizer(formats.get(format), scales=Scales(tile, get_scaling(rule)))
             with contextlib.suppress(HalfstepError):  # a rule may be for some formats, or some tiles
                 quantizer(torch.ones(2, 2))
                 found.append((f"{format}, {tile}", quantizer))
@@ -63,14 +63,14 @@ def test_zeros_stay_and_what_is_not_finite_spreads_over_its_tile(rule):
     @for_each("name, quantizer", quantizers(rule), ids=lambda member: member[0])
     def check(name, quantizer):
         assert not quantizer(torch.zeros(16, 32)).any()
-        if not quantizer.scaling.reads:  # its scale is what it is
+        if not quantizer.scales.rule.reads:  # its scale is what it is
             return
         for bad in (math.inf, math.nan):
             x = draw(64, 64)
             x[0, 0] = bad
             found = quantizer(x)
-            kept = quantizer.scaling.layout((4, 4)).values()
-            whole = quantizer.tile == TENSOR or any(math.prod(shape) != 16 for _, shape in kept)
+            kept = quantizer.scales.rule.layout((4, 4)).values()
+            whole = quantizer.scales.tile == TENSOR or any(math.prod(shape) != 16 for _, shape in kept)
             assert found[0, 0].isnan()
             assert whole or not found[32:, 32:].isnan().any()
 
@@ -85,7 +85,8 @@ def test_values_are_elements_times_the_stored_scale(rule):
         made = quantizer.quantize(x)
         expected = layout(quantizer, (24, 40), torch.float32)
         assert {part: (t.dtype, tuple(t.shape)) for part, t in made.tensors.items()} == expected
-        multiplier = quantizer.tile.spread(quantizer.scaling.multiplier(made.tensors, quantizer.format), 24, 40)
+        tile, rule = quantizer.scales.tile, quantizer.scales.rule
+        multiplier = tile.spread(rule.multiplier(made.tensors, quantizer.format), 24, 40)
         assert (multiplier >= 0).all()
         if "zero_point" not in made.tensors:
             elements = torch.where(multiplier == 0, 0.0, made.dequantize() / multiplier)

@@ -72,14 +72,14 @@ made_up_rest = Rest("made_up_rest")
 ''',
     "halfstep.recipe.named": '''
 from halfstep import formats
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import block
 from halfstep.recipe.products import linear_spec
 from halfstep.recipe.spec import Recipe, Rule
 from halfstep.recipe.storage import get_storage
 
-_EIGHT = Quantizer(formats.get("e4m3fn"), tile=block(32), scaling=get_scaling("made_up_rms"))
+_EIGHT = Quantizer(formats.get("e4m3fn"), scales=Scales(block(32), get_scaling("made_up_rms")))
 
 made_up = Recipe(
     name="made-up",

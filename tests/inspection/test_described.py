@@ -12,8 +12,9 @@ import halfstep
 from halfstep import formats
 from halfstep.inspection import open_checkpoint
 from halfstep.inspection.write import TARGETS, Scaled, write
-from halfstep.quant import Quantizer, Tile, get_quantizer
+from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.description import MALFORMED, from_label, label
+from halfstep.quant.scaling import get_scaling
 from halfstep.recipe import get_recipe, list_recipes
 
 
@@ -76,13 +77,13 @@ def test_what_save_quantized_writes_is_named(tmp_path, quantizer, shape):
     assert found.values == max(torch.Size(shape).numel(), 1)
     assert found.nbytes == tensors["w"].nbytes
     assert found.text.startswith(f"{quantizer.format.name} codes")
-    assert ("scale" in found.text) == (quantizer.scaling is not None)
+    assert ("scale" in found.text) == (quantizer.scales is not None)
     assert report.findings == ()
     json.dumps(report.as_data(), allow_nan=False)
 
 
 ABLE = [
-    n for n in list_recipes() if any(r.linear.output.rhs and r.linear.output.rhs.scaling for r in get_recipe(n).rules)
+    n for n in list_recipes() if any(r.linear.output.rhs and r.linear.output.rhs.scales for r in get_recipe(n).rules)
 ]
 
 
@@ -120,14 +121,27 @@ def test_experts_are_one_layer(tmp_path):
 def test_a_label_says_which_codes_they_are(name):
     quantizer = get_quantizer(name)
     found = from_label(label(quantizer))
-    assert (found.format.key, found.tile) == (quantizer.format.key, quantizer.tile)
-    assert found.scaling == quantizer.scaling
-    tall = Quantizer(quantizer.format, tile=Tile(0, 1), scaling=get_quantizer("mxfp8").scaling)
-    assert from_label(label(tall)).tile == Tile(0, 1)
+    assert (found.format.key, found.scales) == (quantizer.format.key, quantizer.scales)
+    tall = Quantizer(quantizer.format, scales=Scales(Tile(0, 1), get_scaling("floor")))
+    assert from_label(label(tall)).scales == tall.scales
+
+
+def test_a_label_has_options_as_words():
+    quantizer = Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 0), get_scaling("rceil", margin=3)))
+    assert label(quantizer) == "float 4 3 7 fn, 1xall, rceil margin=3"
+    assert from_label(label(quantizer)).scales == quantizer.scales
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a, b", "float 4 3 7 fn, 1x32, of tomorrow", "x, 1x32, rceil", "int8, 1y2, rceil"]
+    "text",
+    [
+        "",
+        "a, b",
+        "float 4 3 7 fn, 1x32, of tomorrow",
+        "x, 1x32, rceil",
+        "int8, 1y2, rceil",
+        "float 4 3 7 fn, 1x32, rceil margin=x",
+    ],
 )
 def test_what_is_no_label_is_refused(text):
     with pytest.raises(MALFORMED):

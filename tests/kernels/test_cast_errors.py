@@ -9,22 +9,23 @@ from halfstep.formats import Float
 from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.cast_errors import CastErrors, Rows, knows
 from halfstep.kernels.cpu.compiled import CHUNK
-from halfstep.quant import Quantizer, get_quantizer
+from halfstep.quant import Quantizer, Scales, get_quantizer
 from halfstep.quant.scaling import get_scaling
-from halfstep.quant.tile import ROW, TENSOR, block
+from halfstep.quant.tile import ROW, TENSOR, Tile, block
 
 
 COLUMNS = 256
 BLOCKS = [get_quantizer(name) for name in formats.block_names()]
 SCALED = [
-    Quantizer(formats.get(name), tile=tile, scaling=get_scaling("absmax"))
+    Quantizer(formats.get(name), scales=Scales(tile, get_scaling("absmax")))
     for name in formats.names()
     for tile in (ROW, TENSOR)
 ]
+MARGIN = Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 32), get_scaling("rceil", margin=3)))
 PLAIN = [
     Quantizer(format, overflow="ieee") for format in map(formats.get, formats.names()) if isinstance(format, Float)
 ]
-KNOWN = [q for q in (*BLOCKS, *SCALED, *PLAIN) if knows(q, COLUMNS)]
+KNOWN = [q for q in (*BLOCKS, *SCALED, MARGIN, *PLAIN) if knows(q, COLUMNS)]
 
 
 def values():
@@ -38,9 +39,7 @@ def values():
     return x.view(-1, COLUMNS)
 
 
-@pytest.mark.parametrize(
-    "quantizer", KNOWN, ids=lambda q: f"{q.format.name[:24]}-{q.tile}-{q.scaling and q.scaling.name}"
-)
+@pytest.mark.parametrize("quantizer", KNOWN, ids=lambda q: f"{q.format.name[:24]}-{q.scales}")
 def test_it_is_the_reference(quantizer):
     x = values()
     cast, rows = CastErrors(quantizer, float(x.abs().max())), Rows(array(x), COLUMNS)
@@ -58,9 +57,9 @@ def test_it_is_the_reference(quantizer):
 def test_two_threads_find_what_one_does():
     """Of so many blocks that the scales are shared between them, too."""
     x = values().repeat(18, 1)
-    absmax = Quantizer(formats.get("e4m3fn"), tile=block(32), scaling=get_scaling("absmax"))
+    absmax = Quantizer(formats.get("e4m3fn"), scales=Scales(block(32), get_scaling("absmax")))
     for quantizer in (absmax, get_quantizer("mxfp8"), get_quantizer("nvfp4")):
-        assert x.numel() // quantizer.tile.columns > CHUNK
+        assert x.numel() // quantizer.scales.tile.columns > CHUNK
         found = []
         for threads in (1, 2):
             torch.set_num_threads(threads)
@@ -74,4 +73,4 @@ def test_two_threads_find_what_one_does():
 def test_asymmetric_ranges_are_left_to_others(name):
     format = formats.get(name)
     assert format.max != -format.min
-    assert not knows(Quantizer(format, tile=ROW, scaling=get_scaling("absmax")), COLUMNS)
+    assert not knows(Quantizer(format, scales=Scales(ROW, get_scaling("absmax"))), COLUMNS)

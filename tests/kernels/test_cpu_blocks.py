@@ -12,7 +12,9 @@ from halfstep.kernels.cpu import dequantize
 from halfstep.kernels.cpu.compiled import CHUNK
 from halfstep.ops.casts import values
 from halfstep.quant.quantizer import Quantizer, get_quantizer
+from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import get_scaling
+from halfstep.quant.scaling.absmax import Absmax
 from halfstep.quant.scaling.power_of_two import PowerOfTwoScaling
 from halfstep.quant.tile import Tile
 from oracles.numbers import same_bits
@@ -37,10 +39,11 @@ def hard(columns, dtype=torch.float32):
 
 
 def assert_quantises(x, quantizer, seed=None):
+    how = quantizer.format, quantizer.rounding, quantizer.scales
     expected = quantizer.quantize(x, seed)
     tensors = {name: torch.full_like(tensor, 1) for name, tensor in expected.tensors.items()}
     assert kernel.supports(x, quantizer)
-    kernel.run(x, quantizer, tensors, seed)
+    kernel.run(x, *how, tensors, seed)
     for name, tensor in expected.tensors.items():
         if tensor.dtype == torch.float32:
             same_bits(tensors[name], tensor)
@@ -49,11 +52,11 @@ def assert_quantises(x, quantizer, seed=None):
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.empty(x.shape, dtype=dtype)
         assert kernel.supports_values(x, out, quantizer)
-        kernel.run_values(x, out, quantizer, seed)
+        kernel.run_values(x, out, *how, seed)
         same_bits(out, expected.dequantize(dtype))
         back = torch.empty(x.shape, dtype=dtype)
         assert dequantize.supports(tensors, back, quantizer)
-        dequantize.run(tensors, back, quantizer)
+        dequantize.run(tensors, back, quantizer.format, quantizer.scales)
         same_bits(back, out)
 
 
@@ -76,9 +79,26 @@ def test_every_block_format(name, rule, dtype):
     assert_quantises(hard(512, dtype), get_quantizer(name, scale=rule))
 
 
+class Halved(Absmax):
+    """A rule with a `scale` of its own, which is not its parent's."""
+
+    def scale(self, x, tile, element):
+        scale = super().scale(x, tile, element)[1] / 2
+        return {"scale": scale}, scale
+
+
+OWN = PowerOfTwoScaling("own", lambda element: 0.75)
+MARGINS = [get_scaling("rceil", margin=3), get_scaling("floor", margin=-2), get_scaling("ceil", margin=60)]
+
+
+@pytest.mark.parametrize("rule", [*MARGINS, OWN], ids=str)
+def test_powers_of_two_with_a_margin_or_a_carry_of_ones_own(rule):
+    assert_quantises(hard(512), Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 32), rule)))
+
+
 @pytest.mark.parametrize("name", ["uint4", "uint8", "int8"])
 def test_integers_with_and_without_sign(name):
-    assert_quantises(hard(512), Quantizer(formats.get(name), tile=Tile(1, 64), scaling=get_scaling("absmax")))
+    assert_quantises(hard(512), Quantizer(formats.get(name), scales=Scales(Tile(1, 64), get_scaling("absmax"))))
 
 
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp4", "nvfp4", "fp8_1x128"])
@@ -103,9 +123,9 @@ def test_refuses_what_it_does_not_know():
     for name, rule in (("nvfp4", "four_over_six"), ("nf4", "double_absmax"), ("fp8_128x128", None), ("uint4_64", None)):
         assert not kernel.supports(torch.zeros(128, 128), get_quantizer(name, scale=rule))
     assert not kernel.supports(x, get_quantizer("mxfp4", rounding="toward_zero"))
-    mine = PowerOfTwoScaling("floor", lambda fraction, power, element: power)
-    assert not kernel.supports(x, Quantizer(formats.get("e2m1fn"), tile=Tile(1, 32), scaling=mine))
+    for rule in (Halved("absmax"), get_scaling("rceil", margin=200), get_scaling("fixed"), get_scaling("current")):
+        assert not kernel.supports(x, Quantizer(formats.get("e2m1fn"), scales=Scales(Tile(1, 32), rule)))
     assert not kernel.supports_values(x, x, get_quantizer("mxfp4"))
-    listed = Quantizer(formats.get("nf4"), tile=Tile(1, 32), scaling=get_scaling("rceil"))
+    listed = Quantizer(formats.get("nf4"), scales=Scales(Tile(1, 32), get_scaling("rceil")))
     assert not kernel.supports(x, listed)
     same_bits(values(x + 0.3, listed), listed.quantize(x + 0.3).dequantize())

@@ -11,6 +11,7 @@ from halfstep.kernels.cpu import blocks
 from halfstep.kernels.cpu import columns as kernel
 from halfstep.ops.casts import values
 from halfstep.quant.quantizer import Quantizer, get_quantizer
+from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import Tile
 from kernels.test_cpu_blocks import hard
@@ -33,13 +34,14 @@ def down(x):
 
 def assert_rounds(x, quantizer):
     """By the kernel for columns, and by that for rows: the reference's values, and what both say of small ones."""
+    format, scales = quantizer.format, quantizer.scales
     expected = quantizer.quantize(x)
     for dtype in (torch.float32, torch.bfloat16):
         out, rows = torch.full(x.shape, 7.0, dtype=dtype), torch.full(x.shape, 7.0, dtype=dtype)
         assert kernel.supports_values(down(x), out, quantizer)
-        noted = kernel.run_values(down(x), out, quantizer)
+        noted = kernel.run_values(down(x), out, format, scales)
         same_bits(out, expected.dequantize(dtype))
-        assert blocks.run_values(x, rows, quantizer, None) == noted
+        assert blocks.run_values(x, rows, format, "nearest_even", scales, None) == noted
         same_bits(rows, out)
         assert noted or not has_small(out)
     return noted
@@ -66,6 +68,11 @@ def test_every_format_whose_scales_are_powers_of_two(name, rule, dtype):
     assert not assert_rounds(torch.nn.functional.layer_norm(hard(512), (512,)).nan_to_num(1.0).to(dtype), quantizer)
 
 
+def test_a_margin():
+    rule = get_scaling("rceil", margin=3)
+    assert_rounds(hard(512)[:17], Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 32), rule)))
+
+
 ELEMENTS = ["e4m3fn", "e5m2", "e4m3fnuz", "e2m1fn", "e3m2fn", "ocp_int8", "int8", "uint4"]
 
 
@@ -77,7 +84,7 @@ ELEMENTS = ["e4m3fn", "e5m2", "e4m3fnuz", "e2m1fn", "e3m2fn", "ocp_int8", "int8"
     ),
 )
 def test_every_size_of_block(size, name, rule):
-    assert_rounds(hard(512)[:17], Quantizer(formats.get(name), tile=Tile(1, size), scaling=get_scaling(rule)))
+    assert_rounds(hard(512)[:17], Quantizer(formats.get(name), scales=Scales(Tile(1, size), get_scaling(rule))))
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (31, 64), (33, 1056), (129, 544), (300, 96)])
@@ -173,6 +180,7 @@ def test_a_traced_graph_rounds_views_alike():
 def test_storages_can_be_resized_afterwards():
     """FSDP2 frees weights so, between their uses."""
     x, out = torch.zeros(64, 40), torch.empty(40, 64)
-    kernel.run_values(x.t(), out, get_quantizer("mxfp8_e4m3"))
+    mx = get_quantizer("mxfp8_e4m3")
+    kernel.run_values(x.t(), out, mx.format, mx.scales)
     for tensor in (x, out):
         tensor.untyped_storage().resize_(0)

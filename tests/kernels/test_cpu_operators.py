@@ -6,7 +6,7 @@ import torch
 import halfstep
 from halfstep import formats
 from halfstep.formats import Codebook, Float
-from halfstep.quant import Quantizer, Tile
+from halfstep.quant import Quantizer, Scales, Tile
 from halfstep.quant.scaling import get_scaling
 from oracles.numbers import same_bits
 
@@ -53,7 +53,7 @@ def test_a_block_formats_name_in_one_graph():
 
 
 def test_an_own_block_format_in_one_graph():
-    quantizer = Quantizer(THIRDS, tile=Tile(1, 8), scaling=get_scaling("absmax"))
+    quantizer = Quantizer(THIRDS, scales=Scales(Tile(1, 8), get_scaling("absmax")))
 
     def step(x):
         return halfstep.ops.fake_quantize(x * 2, quantizer)

@@ -14,7 +14,7 @@ from halfstep.errors import RecipeError
 from halfstep.lab.models.gpt import GPT
 from halfstep.nn import DotProductAttention
 from halfstep.ops.stacks import stacked_linear
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import AttentionSpec, LinearSpec, linear_spec
@@ -26,7 +26,7 @@ from tiny import assert_same
 pytestmark = pytest.mark.usefixtures("products")
 
 
-E4, E5 = (Quantizer(formats.get(f), tile=TENSOR, scaling=get_scaling("current")) for f in ("e4m3fn", "e5m2"))
+E4, E5 = (Quantizer(formats.get(f), scales=Scales(TENSOR, get_scaling("current"))) for f in ("e4m3fn", "e5m2"))
 MX = get_quantizer("mxfp8_e4m3", scale="rceil")
 FP8 = linear_spec(input=E4, weight=E4, grad_output=E5)
 SPEC = AttentionSpec(scores=FP8, mix=FP8)
@@ -166,7 +166,7 @@ def test_a_recipe_with_attention_travels_as_data():
     assert "scores: output float8_e4m3fn" in recipe.describe()
 
 
-DELAYED = Quantizer(formats.get("e4m3fn"), tile=TENSOR, scaling=get_scaling("delayed"))
+DELAYED = Quantizer(formats.get("e4m3fn"), scales=Scales(TENSOR, get_scaling("delayed")))
 
 
 @pytest.mark.parametrize("quantizer", [DELAYED, get_quantizer("fp8_128x128")], ids=["state", "square"])

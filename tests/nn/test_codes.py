@@ -11,10 +11,10 @@ from torch import nn
 import halfstep
 from halfstep import formats, ops
 from halfstep.errors import ModelError, OptimizerError
-from halfstep.nn.storage import check_grad_dtype
+from halfstep.nn.dtypes import check_grad_dtype
 from halfstep.ops.code_tensor import round_gradient
 from halfstep.optim.rules.base import never
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import MASTER, get_recipe
@@ -45,7 +45,7 @@ def test_values_are_the_quantizers(x, format):
     """Bit for bit, and the codes fill the upper half of the format."""
     codes, scale = ops.encode_scaled(x, DTYPES[format])
     assert codes.dtype == DTYPES[format]
-    reference = Quantizer(formats.get(format), tile=TENSOR, scaling=get_scaling("rceil"))
+    reference = Quantizer(formats.get(format), scales=Scales(TENSOR, get_scaling("rceil")))
     if x.numel():
         expected = reference.quantize(x.float()).dequantize()
         torch.testing.assert_close(ops.decode_scaled(codes, scale), expected, rtol=0, atol=0, equal_nan=True)

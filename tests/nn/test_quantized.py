@@ -20,8 +20,8 @@ from halfstep import formats
 from halfstep.errors import CheckpointError, ModelError, QuantizationError, RecipeError
 from halfstep.memory import stored_bytes
 from halfstep.nn import measure_smooth_scales
-from halfstep.quant import Quantizer, Tile, get_quantizer
-from halfstep.quant.scaling import get_scaling, with_options
+from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
+from halfstep.quant.scaling import get_scaling
 from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe, linear_spec
 from tiny import EVERY, adamw, assert_same, batch, gated, mlp, model_for, prepared, train
 
@@ -88,9 +88,9 @@ def test_a_model_that_was_never_trained_is_scaled_just_in_time(name):
 
 
 def test_a_rule_with_margin_is_just_in_time_with_its_margin():
-    scaling = with_options("delayed", margin=2, history=4)
+    scaling = get_scaling("delayed", margin=2, history=4)
     model = mlp()
-    halfstep.quantize_model(model, made(Quantizer(formats.get("e4m3fn"), tile=Tile(0, 0), scaling=scaling)))
+    halfstep.quantize_model(model, made(Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(0, 0), scaling))))
     amax = mlp()[0].weight.abs().max()
     assert_same(model[0].weight_scale.view(()), (448 / amax.double()).float().div(4).reciprocal().detach())
 
@@ -99,9 +99,9 @@ BLOCKS = {
     **{name: get_quantizer(name) for name in ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxint8", "nf4", "fp8_1x128")},
     "plain": EIGHT,
     "posit": Quantizer(formats.get("posit8_1")),
-    "square": Quantizer(formats.get("e4m3fn"), tile=Tile(3, 3), scaling=get_scaling("rceil")),
-    "down": Quantizer(formats.get("e4m3fn"), tile=Tile(4, 1), scaling=get_scaling("floor")),
-    "absmax": Quantizer(formats.get("e4m3fn"), tile=Tile(1, 0), scaling=get_scaling("absmax")),
+    "square": Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(3, 3), get_scaling("rceil"))),
+    "down": Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(4, 1), get_scaling("floor"))),
+    "absmax": Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 0), get_scaling("absmax"))),
     "outliers": replace(get_quantizer("llm_int8"), outliers=0.3),
 }
 

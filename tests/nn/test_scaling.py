@@ -17,10 +17,12 @@ from halfstep import formats
 from halfstep.errors import ModelError, QuantizationError, RecipeError
 from halfstep.nn.adapters import linear
 from halfstep.nn.scaling import Scalings, states_of
-from halfstep.ops.scaled import round_scaled
-from halfstep.quant.scaling import get_scaling, with_options
+from halfstep.ops.casts import round_scaled
+from halfstep.quant import Quantizer, Scales
+from halfstep.quant.scaling import from_text, get_scaling, named
 from halfstep.quant.scaling.current import factor_of
 from halfstep.quant.scaling.delayed import Delayed
+from halfstep.quant.tile import TENSOR
 from halfstep.recipe import LossScale, get_recipe
 from oracles.numbers import same_bits
 from tiny import assert_same, batch, mlp, prepared, train
@@ -176,18 +178,32 @@ def test_a_saved_history_that_holds_an_infinity_heals():
     assert state.tolist() == [112, 0, 0, 0, 4]
 
 
-def test_options_by_name():
-    assert get_scaling("delayed warmup=16 restart=True history=16").warmup == 16
-    assert get_scaling("delayed power_of_two=false").power_of_two is False
-    assert with_options("delayed", warmup=0).name == "delayed warmup=0"
-    for name, words in [
-        ("delayed warmup=True", "option 'warmup=True' of a scale rule found; expected a whole number"),
-        ("delayed restart=1", "option 'restart=1' of a scale rule found; expected true or false"),
-        ("delayed warmup=-1", "warmup -1 and history 1024: expected a number of steps, from 0"),
-        ("delayed warmup=5 history=4", "warmup 5 and history 4: expected .* to the whole history"),
+def test_options_are_fields_that_the_text_follows():
+    window = get_scaling("delayed", warmup=16, restart=True, history=16)
+    assert window == Delayed("delayed", history=16, warmup=16, restart=True)
+    assert str(window) == "delayed history=16 warmup=16 restart=True"
+    assert str(get_scaling("delayed", power_of_two=False)) == "delayed"
+    assert get_scaling(window, warmup=0).options == {**window.options, "warmup": 0}
+    assert from_text(window.text) == window
+    for options, words in [
+        ({"warmup": True}, "option warmup = True of scale rule delayed found; expected a whole number"),
+        ({"restart": 1}, "option restart = 1 of scale rule delayed found; expected true or false"),
+        ({"algorithm": 2}, "option algorithm = 2 of scale rule delayed found; expected a word"),
+        ({"margins": 2}, "unknown option of scale rule delayed 'margins'; nearest: margin"),
+        ({"warmup": -1}, "warmup -1 and history 1024: expected a number of steps, from 0"),
+        ({"warmup": 5, "history": 4}, "warmup 5 and history 4: expected .* to the whole history"),
     ]:
         with pytest.raises(QuantizationError, match=words):
-            get_scaling(name)
+            get_scaling("delayed", **options)
+    with pytest.raises(QuantizationError, match=r"unknown .* Options stand beside the name 'rceil': margin=2"):
+        get_scaling("rceil margin=2")
+
+
+def test_a_rule_of_ones_own_has_no_name_that_others_find():
+    assert named(get_scaling("rceil", margin=2)) == ("rceil", {"margin": 2})
+    for rule in (Delayed("d"), Delayed("current"), replace(get_scaling("floor"), name="rceil")):
+        with pytest.raises(QuantizationError, match="is one of your own: files and traced graphs take rules by name"):
+            named(rule)
 
 
 class ScalingMeta:
@@ -229,7 +245,7 @@ def test_a_layer_under_a_window_rounds_by_its_own_amax_at_first():
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     x, layer = batch()[0], model[0]
-    own = replace(layer._halfstep_linear.output.lhs, scaling=get_scaling("rceil"))
+    own = Quantizer(E4M3, scales=Scales(TENSOR, get_scaling("rceil")))
     weight = own(model.state_dict()["0.weight"])
     found = []
     for steps in (0, 15, 1):
@@ -245,7 +261,7 @@ def test_a_layer_under_a_window_rounds_by_its_own_amax_at_first():
 @pytest.mark.parametrize(("name", "clipped"), [("fp8-delayed", 0), ("fp8-delayed-megatron", 10)])
 def test_an_amax_that_alternates_clips_half_of_the_steps_or_none(name, clipped):
     """Rounding a tensor whose amax is 1 and 8 by turns, each with the factor of the steps before it."""
-    scaling = get_recipe(name).rules[-1].linear.output.lhs.scaling
+    scaling = get_recipe(name).rules[-1].linear.output.lhs.scales.rule
     state, found = scaling.init(), 0
     for step in range(22):
         x = torch.tensor([0.5, 1.0 if step % 2 == 0 else 8.0])

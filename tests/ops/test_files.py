@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 import halfstep
 from halfstep import formats
 from halfstep.errors import CheckpointError
-from halfstep.quant import Quantizer, Tile
+from halfstep.quant import Quantizer, Scales, Tile
 from halfstep.quant.scaling import get_scaling
 from tiny import assert_same
 
@@ -18,9 +18,10 @@ from tiny import assert_same
 THIRDS = formats.Codebook("thirds", (-1.0, -1 / 3, 1 / 3, 1.0), source="made up")
 OWN = [
     Quantizer(formats.ieee("e4m2", 4, 2, "made up")),
-    Quantizer(THIRDS, tile=Tile(1, 8), scaling=get_scaling("absmax")),
-    Quantizer(formats.Integer("int3", -3, 3, source="made up"), tile=Tile(2, 4), scaling=get_scaling("floor")),
+    Quantizer(THIRDS, scales=Scales(Tile(1, 8), get_scaling("absmax"))),
+    Quantizer(formats.Integer("int3", -3, 3, source="made up"), scales=Scales(Tile(2, 4), get_scaling("floor"))),
     Quantizer(formats.posit(7, 1), "toward_zero"),
+    Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 8), get_scaling("rceil", margin=3))),
 ]
 NAMED = ["e4m3fn", "bf16", "fp32", "posit16_1", "fp6_e3m2", *formats.block_names()]
 
@@ -73,11 +74,14 @@ def rewritten(path, change, **tensors):
         ({"format": {"kind": "Float", "name": "x"}}, "edited"),
         ({"format": {"kind": "Codebook", "name": "x", "source": "", "aliases": [], "table": [1, 2]}}, "2 entries"),
         ({"scaling": "flor"}, "unknown scale rule 'flor'; nearest: floor"),
+        ({"scaling": {"name": "floor", "margn": 1}}, "unknown option of scale rule floor 'margn'; nearest: margin"),
+        ({"scaling": {"name": "floor", "margin": "1"}}, "option margin = '1' .* expected a whole number"),
+        ({"scaling": {"margin": 1}}, "edited"),
         ({"rounding": "nearst_even"}, "unknown rounding"),
         ({"overflow": "wrap"}, "edited"),
         ({"tile": [1, -32]}, "expected whole numbers"),
         ({"tile": [1.5, 32]}, "expected whole numbers"),
-        ({"tile": None}, "give both"),
+        ({"tile": None}, "expected both, or neither"),
         ({"outliers": -1.0}, "positive threshold"),
         ({"outliers": "six"}, "edited"),
         ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' found"),
@@ -95,6 +99,13 @@ def test_a_description_that_lies_is_refused(path, change, words):
     rewritten(path, change)
     with pytest.raises(CheckpointError, match=words):
         halfstep.load_quantized(path)
+
+
+def test_options_are_a_table_and_were_words(path):
+    for scaling in ({"name": "floor", "margin": 1}, "floor margin=1"):
+        rewritten(path, {"scaling": scaling})
+        scales = halfstep.load_quantized(path)["w"].quantizer.scales
+        assert scales == Scales(Tile(1, 32), get_scaling("floor", margin=1))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 import halfstep
 from halfstep import formats, get_quantizer, ops
 from halfstep.kernels import scaled_mm, selftest
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe import get_recipe, linear_spec
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def scaled(format, tile=TENSOR, scaling="current"):
-    return Quantizer(formats.get(format), tile=tile, scaling=get_scaling(scaling))
+    return Quantizer(formats.get(format), scales=Scales(tile, get_scaling(scaling)))
 
 
 def draw(*shape, seed=0):

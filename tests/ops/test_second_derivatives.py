@@ -8,7 +8,7 @@ from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 from halfstep import formats, ops
 from halfstep.errors import QuantizationError, RecipeError
 from halfstep.ops.stacks import stacked_linear
-from halfstep.quant import Quantizer, get_quantizer
+from halfstep.quant import Quantizer, Scales, get_quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import LinearSpec, Matmul
@@ -166,7 +166,7 @@ def test_fake_quantize_under_transforms():
 
 
 def test_values_of_codes_have_their_gradient_under_transforms():
-    codes = ops.CodeTensor.encode(torch.randn(4, 5), Quantizer(FP8.format, tile=TENSOR, scaling=get_scaling("rceil")))
+    codes = ops.CodeTensor.encode(torch.randn(4, 5), Quantizer(FP8.format, scales=Scales(TENSOR, get_scaling("rceil"))))
     for read in (lambda w: w, ops.values_of):
         assert_same(grad(lambda w, read=read: (read(w) ** 2).sum())(codes), 2 * codes.values())
 

@@ -14,7 +14,7 @@ from halfstep import formats
 from halfstep.errors import OptimizerError, RecipeError
 from halfstep.memory import measure
 from halfstep.optim import Lamb, Lion
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import Storage, from_data, get_recipe, get_storage, to_data
@@ -36,7 +36,7 @@ exp_avg_sq = {format = "bf16", residual = true}
 """
 KINDS = {
     "blocks": (("exp_avg", "mxfp8_e4m3"), ("exp_avg_sq", get_storage("bf16", residual=True))),
-    "tensor": (("*", get_storage(Quantizer(formats.get("e5m2"), tile=TENSOR, scaling=get_scaling("current")))),),
+    "tensor": (("*", get_storage(Quantizer(formats.get("e5m2"), scales=Scales(TENSOR, get_scaling("current"))))),),
     "no scale": (("*", "e5m2"),),
     "codes twice": (("exp_avg", "nf4"), ("*", get_storage("mxfp8_e4m3", residual=True))),
     "packed": (("*", "mxfp4"),),

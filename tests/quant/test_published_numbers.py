@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfstep import round_to
-from halfstep.quant import Quantizer, Tile, get_quantizer
+from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.scaling import get_scaling
 
 
@@ -20,7 +20,7 @@ def relative(result, x):
 
 
 def blocks_of(format, columns):
-    return Quantizer(format=get_quantizer(format).format, tile=Tile(1, columns), scaling=get_scaling("absmax"))
+    return Quantizer(format=get_quantizer(format).format, scales=Scales(Tile(1, columns), get_scaling("absmax")))
 
 
 @pytest.mark.parametrize(

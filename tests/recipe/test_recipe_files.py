@@ -10,7 +10,8 @@ import halfstep
 from halfstep import formats, get_recipe
 from halfstep.errors import RecipeError
 from halfstep.ops import CodeTensor
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
+from halfstep.quant.scaling import get_scaling
 from halfstep.quant.scaling.current import Current
 from halfstep.quant.scaling.delayed import Delayed
 from halfstep.quant.tile import ROW, TENSOR, Tile
@@ -68,15 +69,15 @@ def test_a_whole_file(written):
     assert recipe.loss_scale == LossScale(init=1024.0, dynamic=False)
     assert recipe.rules[: len(KEEP)] == KEEP
     small, all_others = recipe.rules[len(KEEP) :]
-    scaling = Delayed("delayed history=16 margin=1", history=16, margin=1)
+    scaling = Delayed("delayed", history=16, margin=1)
     assert (small.path, small.why, small.optional) == ("*.mlp.*", "small", True)
-    assert small.linear.output.lhs == Quantizer(formats.get("e4m3fn"), tile=TENSOR, scaling=scaling)
+    assert small.linear.output.lhs == Quantizer(formats.get("e4m3fn"), scales=Scales(TENSOR, scaling))
     assert small.linear.output.lhs == small.linear.grad_weight.rhs
     assert small.linear.output.rhs == small.linear.grad_input.rhs == halfstep.get_quantizer("mxfp8_e4m3", scale="even")
     assert small.linear.grad_input.lhs == Quantizer(formats.get("e5m2"))
     lhs, rhs = all_others.linear.output.lhs, all_others.linear.output.rhs
-    assert (lhs.tile, lhs.scaling.name) == (ROW, "rceil")
-    assert (rhs.tile, rhs.scaling.name, rhs.scaling.margin) == (Tile(128, 128), "rceil margin=2", 2)
+    assert lhs.scales == Scales(ROW, get_scaling("rceil"))
+    assert rhs.scales == Scales(Tile(128, 128), get_scaling("rceil", margin=2))
     assert all_others.linear.grad_input == all_others.linear.grad_weight == Matmul()
 
 
@@ -196,8 +197,17 @@ RULE = 'name = "mine"\n[[rules]]\npath = "a"\n[[rules]]\npath = "*"\n'
         (f'{RULE}[rules.input]\nformat = "e4m3fn"\ntile = "wide"', 8, "tile = 'wide' found; expected 'tensor', 'row'"),
         (f'{RULE}[rules.input]\nformat = "e4m3fn"\nscale = "rceill"', 8, "unknown scale rule 'rceill'; nearest: rceil"),
         (f'{RULE}[rules.input]\nformat = "e4m3fn"\nrounding = "evn"', 8, "unknown rounding 'evn'"),
-        (f'{RULE}input = {{format = "e4m3fn", tile = "row"}}', 6, "give both, or neither for a plain cast"),
+        (
+            f'{RULE}input = {{format = "e4m3fn", tile = "row"}}',
+            6,
+            "tile = 'row' found alone; a tile and a scale",
+        ),
         (f'{RULE}input = {{format = "e4m3fn", history = 3}}', 6, "unknown key of an operand 'history'"),
+        (
+            f'{RULE}[rules.input]\nformat = "e4m3fn"\nscale = "rceil margin=2"',
+            8,
+            "Options stand beside the name 'rceil': margin=2",
+        ),
         (f'{RULE}input = {{format = "mxfp8_e4m3", history = 3}}', 6, "key of an operand with scale 'floor' 'history'"),
         (
             f'{RULE}[rules.input]\nformat = "e4m3fn"\ntile = "tensor"\nscale = "delayed"\nhistory = 1.5',
@@ -255,12 +265,12 @@ def test_made_up_formats_are_data_and_scalings_of_ones_own_are_not():
         pass
 
     with pytest.raises(RecipeError, match="the scale rule 'current' is one of your own"):
-        to_data(made(Quantizer(format, tile=TENSOR, scaling=Mine("current"))))
+        to_data(made(Quantizer(format, scales=Scales(TENSOR, Mine("current")))))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 def test_a_scale_rule_with_options_is_traced_as_it_is(written):
-    """The operator of a traced graph knows scale rules by name, and a name does not say the margin."""
+    """The operator of a traced graph knows scale rules by name, beside which the margin stands."""
     text = "name = 'm'\ncompute = 'bf16'\n[[rules]]\npath = '*'\ninput = {format = 'mxfp8_e4m3', scale = 'rceil'%s}\n"
     found = []
     for margin in (", margin = 12", ""):

@@ -5,7 +5,7 @@ import torch
 
 from halfstep import formats, get_quantizer
 from halfstep.ops.operand import operand
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling.delayed import Delayed
 from halfstep.quant.scaling.fixed import Fixed
 from halfstep.quant.tile import TENSOR
@@ -17,7 +17,7 @@ E4M3 = formats.get("e4m3fn")
 
 
 def test_shares_are_counted():
-    unscaled = Quantizer(E4M3, tile=TENSOR, scaling=Fixed("fixed", 0))
+    unscaled = Quantizer(E4M3, scales=Scales(TENSOR, Fixed("fixed", 0)))
     x = torch.tensor([[1.0, 500.0, 2.0**-11, 0.0], [448.0, -460.0, 2.0**-10, 2.0**-9]])
     _, saturated, flushed = operand_error(x, unscaled)
     assert saturated == 2 / 8  # 500 and -460
@@ -30,7 +30,7 @@ def test_a_history_that_was_outgrown_saturates():
     scaling.record(state, torch.tensor(1.0))
     scaling.advance(state, E4M3)
     x = torch.linspace(-8, 8, 160).view(4, 40)
-    error, saturated, _ = operand_error(x, Quantizer(E4M3, tile=TENSOR, scaling=scaling), state)
+    error, saturated, _ = operand_error(x, Quantizer(E4M3, scales=Scales(TENSOR, scaling)), state)
     assert saturated == (x.abs() > 1).double().mean()
     assert error > 0.5
 

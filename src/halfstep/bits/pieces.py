@@ -31,9 +31,8 @@ def castable(tensor: Values) -> bool:
 
 def needs_largest(quantizer: Quantizer) -> bool:
     """Whether a scale is of the whole tensor, so that a piece alone would get another one."""
-    if quantizer.tile is None or quantizer.scaling is None:
-        return False
-    return quantizer.tile == TENSOR or "tensor_scale" in quantizer.scaling.layout((1, 1))
+    scales = quantizer.scales
+    return scales is not None and (scales.tile == TENSOR or "tensor_scale" in scales.rule.layout((1, 1)))
 
 
 def with_largest(rows: Tensor, amax: float) -> Tensor:

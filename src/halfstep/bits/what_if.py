@@ -18,17 +18,18 @@ from halfstep.errors import QuantizationError, unknown
 from halfstep.kernels.cpu import operators
 from halfstep.kernels.cpu.cast_errors import ROOM, CastErrors, Rows, knows
 from halfstep.kernels.cpu.errors import Errors, compare, unit
-from halfstep.quant import Quantizer, get_quantizer
+from halfstep.quant import Quantizer, Scales, get_quantizer
 from halfstep.quant.quantizer import layout
+from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW, TENSOR
 
 
-_E4M3 = get_quantizer("fp8_128x128")
+_E4M3, _ABSMAX = get_quantizer("fp8_128x128"), get_scaling("absmax")
 CANDIDATES: Mapping[str, Quantizer] = {
     "fp16": get_quantizer("fp16", overflow="ieee"),
     "bf16": get_quantizer("bf16", overflow="ieee"),
-    "e4m3fn_tensor": replace(_E4M3, tile=TENSOR),
-    "e4m3fn_row": replace(_E4M3, tile=ROW),
+    "e4m3fn_tensor": replace(_E4M3, scales=Scales(TENSOR, _ABSMAX)),
+    "e4m3fn_row": replace(_E4M3, scales=Scales(ROW, _ABSMAX)),
     "e4m3fn_128x128": _E4M3,
     "mxfp8": get_quantizer("mxfp8"),
     "int8": get_quantizer("int8_row"),
@@ -166,7 +167,7 @@ def _errors(
 
 def _has_tiles(quantizer: Quantizer) -> bool:
     """Whether what becomes of a value depends on others than the tensor's largest."""
-    return quantizer.scaling is not None and quantizer.tile != TENSOR
+    return quantizer.scales is not None and quantizer.scales.tile != TENSOR
 
 
 def _by_code(scan: Scan, dtype: str, quantizer: Quantizer) -> Errors:
@@ -206,10 +207,10 @@ def _values(rows: Tensor, quantizer: Quantizer, scan: Scan, buffer: _Buffer) -> 
     """The values that a quantizer makes of some rows of a scanned tensor, in the buffer."""
     x = rows
     if needs_largest(quantizer):  # one scale for a tensor with infinities or NaN is NaN
-        lost = quantizer.tile == TENSOR and scan.table.nonfinite
+        lost = not _has_tiles(quantizer) and scan.table.nonfinite
         x = with_largest(rows, math.nan if lost else scan.amax)
     out = buffer.like(x)
-    if quantizer.scaling is None:
+    if quantizer.scales is None:
         operators.round_into(x, out, quantizer.format, quantizer.rounding, quantizer.overflow, None)
     else:
         operators.round_tiles_into(x, out, quantizer, None)

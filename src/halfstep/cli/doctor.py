@@ -117,13 +117,13 @@ def _path(quantizer: Quantizer) -> str:
     from halfstep.kernels.cpu import blocks, cast, tiles
     from halfstep.quant.tile import TENSOR
 
-    name = quantizer.format.name
-    if quantizer.tile is None or quantizer.tile == TENSOR:
+    name, scales = quantizer.format.name, quantizer.scales
+    if scales is None or scales.tile == TENSOR:
         x = torch.zeros(1)
         known = cast.supports(x, torch.zeros(1), quantizer.format, quantizer.rounding, quantizer.overflow)
         return f"{name} by {'kernel' if known else 'reference: no kernel for the format'}"
-    across, sample = f"{name} {quantizer.tile} by ", torch.zeros(quantizer.tile.rows or 1, quantizer.tile.columns or 1)
-    if blocks.knows(quantizer, quantizer.tile.columns or 1):
+    across, sample = f"{name} {scales.tile} by ", torch.zeros(scales.tile.rows or 1, scales.tile.columns or 1)
+    if blocks.knows(quantizer, scales.tile.columns or 1):
         return across + "kernel"
     if tiles.supports(sample, sample.clone(), quantizer):
         return across + "kernel, in several passes"

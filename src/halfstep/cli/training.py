@@ -27,7 +27,7 @@ Model = Annotated[
     str | None,
     typer.Option(
         help="A model of the task (lm: gpt-tiny, gpt-small, llama-tiny, llama-small), or your own as "
-        f"module:function. {_OWN} first."
+        f"module:function or file.py:function. {_OWN} first."
     ),
 ]
 Batch = Annotated[int | None, typer.Option(help=f"Examples in a batch. {_OWN} (lm: {Experiment.batch}).")]

@@ -118,14 +118,14 @@ def _layer(
             wrong.append(f"{part} of shape {written(found.shape)} in {found.dtype}; expected {sizes} in {kind}")
     if wrong:
         return None, [f"{stem}codes ({_SCHEME}): {text}" for text in wrong]
-    tile, scaling = quantizer.tile, quantizer.scaling
+    scales = quantizer.scales
     names_of = tuple(found.name for part, found in parts.items() if part != "codes")
     return Layer(
         parts["codes"].name,
         _SCHEME,
         printable(str(quantizer.format.name)[:40]),
-        scaling.holds if scaling is not None else "",
-        tile_text((tile.rows, tile.columns), matrix) if tile is not None else "",
+        scales.rule.holds if scales else "",
+        tile_text((scales.tile.rows, scales.tile.columns), matrix) if scales else "",
         prod(matrix),
         quantizer.format.bits,
         sum(found.nbytes for found in parts.values()),

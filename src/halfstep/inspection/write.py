@@ -104,24 +104,23 @@ class Scaled:
 
     def values(self, tensor: StoredTensor, amax: float, lost: list[int]) -> Iterator[tuple[str, NDArray[Any]]]:
         once: dict[str, Tensor] = {}
+        whole = self.quantizer.scales is not None and self.quantizer.scales.tile == TENSOR
         for rows in pieces(tensor):
             x = with_largest(rows, amax) if needs_largest(self.quantizer) else rows
             made = {name: torch.empty(size, dtype=dtype) for name, (dtype, size) in self._layout(x)}
+            sizes = {name: size for name, (_, size) in self._layout(rows)}
             operators.quantize_into(x, made, self.quantizer, None)
             for name, part in made.items():
-                if name != "codes" and (not part.dim() or self.quantizer.tile == TENSOR):
+                if name != "codes" and (whole or not part.dim()):
                     once[name] = part  # of the whole tensor: the same in every piece
                 else:
-                    yield f"{tensor.name}.{name}", part[: self._rows(name, rows)].contiguous().view(torch.uint8).numpy()
+                    own = part[: sizes[name][0]]  # without those of the largest magnitude's row
+                    yield f"{tensor.name}.{name}", own.contiguous().view(torch.uint8).numpy()
         for name, part in once.items():
             yield f"{tensor.name}.{name}", part.view(-1).view(torch.uint8).numpy()
 
     def _layout(self, x: Tensor) -> Iterator[tuple[str, tuple[torch.dtype, Any]]]:
         yield from layout(self.quantizer, tuple(x.shape), x.dtype).items()
-
-    def _rows(self, name: str, rows: Tensor) -> int:
-        assert self.quantizer.tile is not None
-        return rows.shape[0] if name == "codes" else self.quantizer.tile.grid(*rows.shape)[0]
 
 
 TARGETS: Mapping[str, Target] = {
@@ -130,7 +129,7 @@ TARGETS: Mapping[str, Target] = {
     "bf16": Plain("bfloat16", "bf16"),
     "float8_e4m3fn": Plain("float8_e4m3fn", "float8_e4m3fn"),
     "float8_e5m2": Plain("float8_e5m2", "float8_e5m2"),
-    **{name: Scaled(quantizer) for name, quantizer in CANDIDATES.items() if quantizer.scaling is not None},
+    **{name: Scaled(quantizer) for name, quantizer in CANDIDATES.items() if quantizer.scales is not None},
 }
 """What a checkpoint can be cast to, by name."""
 

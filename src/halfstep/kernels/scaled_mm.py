@@ -48,9 +48,10 @@ def refusal(quantizer: Quantizer, device: torch.device) -> str | None:
         return why
     if dtype_of(quantizer.format) is None:
         return f"{quantizer.format.name}: FP8 units take float8_e4m3fn and float8_e5m2"
-    if quantizer.scaling is None or quantizer.tile not in (TENSOR, ROW, ROW.transposed):
-        return f"tiles of {quantizer.tile}: this path takes one scale a tensor or a row"
-    if quantizer.tile != TENSOR and _capability(device) < (9, 0):
+    tile = quantizer.scales and quantizer.scales.tile
+    if tile not in (TENSOR, ROW, ROW.transposed):
+        return f"tiles of {tile}: this path takes one scale a tensor or a row"
+    if tile != TENSOR and _capability(device) < (9, 0):
         return "a scale a row needs compute capability 9.0"
     return None
 

@@ -16,7 +16,7 @@ from halfstep.kernels import carried, scaled_mm
 from halfstep.kernels.cpu import amax, blocks, cast, codes, columns, dequantize, posit, tiles
 from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.cast_errors import CastErrors, Rows, knows
-from halfstep.quant import Quantizer, Tile, get_quantizer
+from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.cast import CONTAINERS
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
@@ -56,7 +56,7 @@ def outcomes() -> Iterator[Outcome]:
             yield outcome(kernel, name, test)
     gpu = torch.device("cuda")
     for name in _UNITS:
-        if scaled_mm.refusal(Quantizer(formats.get(name), tile=TENSOR, scaling=get_scaling("current")), gpu) is None:
+        if scaled_mm.refusal(Quantizer(formats.get(name), scales=Scales(TENSOR, get_scaling("current"))), gpu) is None:
             yield outcome("fp8 units", name, lambda name: fp8_units(name, gpu))
 
 
@@ -139,12 +139,13 @@ def _amax(name: str) -> Iterator[Case]:
 
 def _tiles(name: str) -> Iterator[Case]:
     for tile in (Tile(1, 0), Tile(0, 0), Tile(16, 16)):
-        quantizer = Quantizer(formats.get(name), tile=tile, scaling=get_scaling("rceil"))
+        format, scales = formats.get(name), Scales(tile, get_scaling("rceil"))
+        quantizer = Quantizer(format, scales=scales)
         for dtype in (torch.float32, torch.bfloat16):
             x = hard(32 * 48, dtype).view(32, 48).nan_to_num(1.0)
             out = torch.empty_like(x)
             if tiles.supports(x, out, quantizer):
-                tiles.run(x, out, quantizer, None)
+                tiles.run(x, out, format, quantizer.rounding, scales, None)
                 yield quantizer.quantize(x).dequantize(), out, x, _words(x, str(tile))
 
 
@@ -181,7 +182,7 @@ def _codes(name: str) -> Iterator[Case]:
 
 def _blocks(name: str) -> Iterator[Case]:
     for quantizer in (get_quantizer(name), get_quantizer(name, rounding="stochastic")):
-        columns = quantizer.tile.columns if quantizer.tile else 1
+        columns = quantizer.scales.tile.columns if quantizer.scales else 1
         for rows, wide, dtype in ((1, 1, torch.float32), (9, 5, torch.float32), (9, 5, torch.bfloat16)):
             x = hard(rows * wide * columns, dtype).view(rows, wide * columns)
             yield from _quantised(x, quantizer, _words(x, quantizer.rounding))
@@ -189,21 +190,22 @@ def _blocks(name: str) -> Iterator[Case]:
 
 def _quantised(x: Tensor, quantizer: Quantizer, words: str) -> Iterator[Case]:
     seed = _SEED if quantizer.rounding == "stochastic" else None
+    format, rounding, scales = quantizer.format, quantizer.rounding, quantizer.scales
     expected = quantizer.quantize(x, seed)
-    if not blocks.supports(x, quantizer):
+    if scales is None or not blocks.supports(x, quantizer):
         return
     tensors = {key: torch.zeros_like(tensor) for key, tensor in expected.tensors.items()}
-    blocks.run(x, quantizer, tensors, seed)
+    blocks.run(x, format, rounding, scales, tensors, seed)
     for key, tensor in expected.tensors.items():
         yield tensor, tensors[key], torch.empty(0), f"{words}, {key}"
     out, back = torch.empty(x.shape), torch.empty(x.shape)
-    blocks.run_values(x, out, quantizer, seed)
+    blocks.run_values(x, out, format, rounding, scales, seed)
     yield expected.dequantize(torch.float32), out, x, f"{words}, values"
     if x.dim() == 2 and columns.supports_values(turned := x.t().contiguous().t(), back, quantizer):
-        columns.run_values(turned, back, quantizer)
+        columns.run_values(turned, back, format, scales)
         yield expected.dequantize(torch.float32), back, x, f"{words}, values down columns"
     if dequantize.supports(expected.tensors, back, quantizer):
-        dequantize.run(expected.tensors, back, quantizer)
+        dequantize.run(expected.tensors, back, format, scales)
         yield expected.dequantize(torch.float32), back, x, f"{words}, dequantised"
 
 

@@ -18,11 +18,11 @@ from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.attention import ATTRIBUTE
 from halfstep.nn.clock import Clock
 from halfstep.nn.codes import let_go
+from halfstep.nn.dtypes import check_grad_dtype, check_trained, count, storable, store
 from halfstep.nn.following import follow, part_of, unfollow
 from halfstep.nn.layers import Matched, ModuleFilter, match
 from halfstep.nn.ranks import check_ranks
 from halfstep.nn.scaling import Scalings, attach, detach
-from halfstep.nn.storage import check_grad_dtype, check_trained, count, storable, store
 from halfstep.recipe import STORABLE, LinearSpec, Recipe, get_recipe
 
 

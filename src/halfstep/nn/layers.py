@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.adapters import attention, conv1d, experts, gated, linear
 from halfstep.nn.attention import DotProductAttention
-from halfstep.nn.stored import Weight
+from halfstep.nn.quantized_weights import Weight
 from halfstep.ops.subclasses import foreign
 from halfstep.recipe import LinearSpec, Recipe
 

@@ -14,11 +14,11 @@ from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.adopt import adopt, extend
 from halfstep.nn.applied import applied_to
 from halfstep.nn.apply import Report, apply, revert
+from halfstep.nn.dtypes import count
 from halfstep.nn.layers import ModuleFilter, match
+from halfstep.nn.quantized_weights import Weight, check_before_loading, store_weight
 from halfstep.nn.scaling import detach, freeze, moved
 from halfstep.nn.smooth import merge_smooth_scales
-from halfstep.nn.storage import count
-from halfstep.nn.stored import Weight, check_before_loading, store_weight
 from halfstep.recipe import Recipe, get_recipe, list_recipes
 
 
@@ -164,7 +164,7 @@ def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None
         raise RecipeError(
             f"{name} is quantised already, under {found.recipe.name!r}; quantise a model with its full weights"
         )
-    if found is not None and found.recipe.name != recipe.name:
+    if found is not None and found.recipe != recipe:
         raise RecipeError(
             f"{name} follows {found.recipe.name!r}; quantise it under that recipe, or halfstep.revert it first"
         )

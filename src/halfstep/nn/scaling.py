@@ -101,8 +101,9 @@ def _states(model: nn.Module) -> Iterator[tuple[str, Tensor, Quantizer]]:
 
 
 def _rule(quantizer: Quantizer) -> StatefulScaling:
-    assert isinstance(quantizer.scaling, StatefulScaling)
-    return quantizer.scaling
+    rule = quantizer.stateful
+    assert rule is not None
+    return rule
 
 
 def _surviving(stock: type[nn.Module]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Operations on quantised tensors, and differentiable ones on quantised operands."""
 
 from halfstep.ops.attention import attention, rounded_attention
-from halfstep.ops.casts import decode, encode, fake_quantize, quantize, round_to
+from halfstep.ops.casts import Quantized, amax_of, decode, encode, fake_quantize, quantize, round_to
 from halfstep.ops.code_tensor import CodeTensor
 from halfstep.ops.codes import decode_scaled, encode_scaled
 from halfstep.ops.convolution import convolution
@@ -10,8 +10,6 @@ from halfstep.ops.linear import linear
 from halfstep.ops.masters import follow
 from halfstep.ops.matmul import matmul
 from halfstep.ops.native import is_native_available
-from halfstep.ops.quantized import Quantized
-from halfstep.ops.scaled import amax_of
 from halfstep.ops.smooth_swiglu import channel_scale, smooth_channels, smooth_tokens, token_scale
 from halfstep.ops.snapshot import values_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -11,11 +12,32 @@ from torch import Tensor
 from halfstep import formats, quant
 from halfstep.errors import QuantizationError
 from halfstep.formats import BlockFormat, Format
-from halfstep.kernels.cpu import operators
-from halfstep.ops.quantized import Quantized
+from halfstep.kernels.cpu import amax, operators
 from halfstep.quant import Quantizer, draw_seed
 from halfstep.quant.cast import CONTAINERS, check_codes, check_input, prepare_out
 from halfstep.quant.quantizer import layout
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized(quant.Quantized):
+    """Packed codes and scales: `quant.Quantized`, whose `dequantize` takes a kernel where one supports it.
+
+    `.codes`, `.scale` and `.tensors` are plain tensors; `save_quantized` and `load_quantized` keep them in
+    safetensors files.
+    """
+
+    def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        result = prepare_out(self.shape, self.dtype, self.codes.device, out, dtype)
+        if not torch.compiler.is_compiling():
+            operators.dequantize_into(self, result)
+            return result
+        q, (names, tensors) = self.quantizer, zip(*self.tensors.items(), strict=True)
+        s = q.scales
+        rows, columns, rule = (s.tile.rows, s.tile.columns, s.rule.text) if s else (0, 0, None)
+        torch.ops.halfstep.dequantize(
+            list(tensors), list(names), result, q.format.key, rows, columns, rule, q.outliers, q.rounding
+        )
+        return result
 
 
 def round_to(
@@ -65,7 +87,7 @@ def round_to(
     """
     if isinstance(format, (str, torch.dtype)):
         named = _named(str(format), scale, rounding, overflow)
-        if named.scaling is not None:
+        if named.scales is not None:
             return values(x, named, generator, out, dtype)
         target = named.format
     elif isinstance(format, Format) and scale is None:
@@ -148,15 +170,16 @@ def values_noted(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, bool]:
     """The values of x, and whether some may be below 2^-126 but not 0: True where nobody looked."""
-    if quantizer.scaling is None or quantizer.tile is None:
+    scales = quantizer.scales
+    if scales is None:
         return round_to(x, quantizer.format, quantizer.rounding, quantizer.overflow, generator, out, dtype), True
     check_input("round_to", x, quantizer.rounding, quantizer.overflow)
     result, x = prepare_out(x.shape, x.dtype, x.device, out, dtype), x.detach()
-    seed, tile = seed_of(quantizer.rounding, generator), quantizer.tile
+    seed = seed_of(quantizer.rounding, generator)
     if torch.compiler.is_compiling():
         torch.ops.halfstep.round_tiles(
-            x, result, quantizer.format.key, tile.rows, tile.columns, quantizer.scaling.name, quantizer.outliers,
-            quantizer.rounding, seed,
+            x, result, quantizer.format.key, scales.tile.rows, scales.tile.columns, scales.rule.text,
+            quantizer.outliers, quantizer.rounding, seed,
         )  # fmt: skip
         return result, True
     return result, operators.round_tiles_into(x, result, quantizer, seed)
@@ -247,6 +270,43 @@ def decode(
     return result
 
 
+def round_scaled(
+    x: Tensor,
+    factor: Tensor,
+    format: Format,
+    rounding: str,
+    dtype: torch.dtype,
+    generator: torch.Generator | int | None = None,
+    amax: Tensor | None = None,
+) -> Tensor:
+    """x * factor, formed in float32 (float64 for float64), rounded onto `format` and saturated, in `dtype`.
+
+    factor is a float32 scalar; one that is NaN makes everything NaN.
+
+    Args:
+        amax: a float32 scalar that is raised to max |x|, in the same pass; NaN where there is one.
+    """
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    seed = seed_of(rounding, generator)
+    if torch.compiler.is_compiling():
+        torch.ops.halfstep.round_scaled(x, factor, out, format.key, rounding, seed)
+        if amax is not None:
+            amax.copy_(torch.maximum(amax, amax_of(x)))
+    else:
+        operators.round_scaled_into(x.detach().contiguous(), factor, out, format, rounding, seed, amax)
+    return out
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """max |x|, a float32 scalar: 0 for an empty tensor, NaN where there is one."""
+    if not x.numel():
+        return x.new_zeros((), dtype=torch.float32)
+    if not torch.compiler.is_compiling() and amax.supports(x):
+        return amax.run(x)
+    low, high = torch.aminmax(x.detach())  # one pass, at the speed of memory; abs().amax() would be two
+    return torch.maximum(-low, high).float()
+
+
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, quantizer: Quantizer) -> Tensor:
@@ -262,7 +322,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, quantizer: Quantizer) -> tuple[Tensor, int]:
-        if quantizer.scaling is not None or quantizer.rounding == "stochastic":
+        if quantizer.scales is not None or quantizer.rounding == "stochastic":
             raise QuantizationError(
                 f"torch.func.vmap goes over fake_quantize by {quantizer}: its scales or noise could be the batch's or "
                 "each sample's own. Loop over the samples, or round the batch outside of vmap"

@@ -111,9 +111,9 @@ class CodeTensor(Tensor):
         if not self.is_whole:
             if not self._flat:
                 raise QuantizationError(
-                    f"a write through a view of a tensor that is stored as {self.quantizer.format.name} in tiles of "
-                    f"{self.quantizer.tile}: it would round other elements of these tiles too. Write to a clone of the "
-                    "whole tensor, and copy that back (tensor.copy_(clone))"
+                    f"a write through a view of a tensor that is stored as {self.quantizer.format.name} in tiles "
+                    f"({self.quantizer.scales}): it would round other elements of these tiles too. Write to a clone of "
+                    "the whole tensor, and copy that back (tensor.copy_(clone))"
                 )
             whole = self._all_values()
             self._part_of(whole).copy_(values)
@@ -287,7 +287,7 @@ class CodeTensor(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         kind = "Parameter of codes" if isinstance(self, nn.Parameter) else "CodeTensor"
-        return f"{kind} in {self.quantizer.format.name}, {self.quantizer.tile}:\n{self.values()!r}"
+        return f"{kind} in {self.quantizer.format.name}, {self.quantizer.scales}:\n{self.values()!r}"
 
 
 def parameter(tensor: CodeTensor, requires_grad: bool = True, grads: Quantizer | None = None) -> CodeTensor:

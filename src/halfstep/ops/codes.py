@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep import formats
-from halfstep.ops.casts import quantize
-from halfstep.ops.quantized import Quantized
-from halfstep.ops.scaled import amax_of
+from halfstep.ops.casts import Quantized, amax_of, quantize
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.recipe.storage import Storage, scaled_dtype

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from halfstep.errors import CheckpointError
-from halfstep.ops.quantized import Quantized
+from halfstep.ops.casts import Quantized
 from halfstep.quant import Quantizer
 from halfstep.quant.description import KEY, MALFORMED, describe, restore
 

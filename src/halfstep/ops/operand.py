@@ -11,10 +11,8 @@ from halfstep import formats
 from halfstep.errors import RecipeError
 from halfstep.formats import Format
 from halfstep.kernels import carried, scaled_mm
-from halfstep.ops.casts import quantize, values, values_noted
-from halfstep.ops.quantized import Quantized
-from halfstep.ops.scaled import amax_of, round_scaled
-from halfstep.quant import Quantizer
+from halfstep.ops.casts import Quantized, amax_of, quantize, round_scaled, values, values_noted
+from halfstep.quant import Quantizer, Scales, Scaling, Tile
 from halfstep.quant.scaling import StatefulScaling, get_scaling
 from halfstep.quant.tile import ROW, TENSOR
 
@@ -74,20 +72,20 @@ def operand(
     """
     if quantizer is None:
         return Operand(x.to(dtype))
-    format, scaling = quantizer.format, quantizer.scaling
-    if scaling is None:
+    format, scales = quantizer.format, quantizer.scales
+    if scales is None:
         return Operand(values(x, quantizer, dtype=_carrier(format, dtype)))
     native = scaled_mm.native_dtype(quantizer, x.device)
-    if quantizer.tile == TENSOR:
-        factor, amax = _factor(x, quantizer, state, record)
+    if scales.tile == TENSOR:
+        factor, amax = _factor(x, format, scales.rule, state, record)
         if factor is not None:
             rounded = round_scaled(x, factor, format, quantizer.rounding, _carrier(format, dtype), amax=amax)
             return Operand(rounded if native is None else rounded.to(native), factor.reciprocal())
     elif native is not None:
-        return _rows(x, quantizer, native)
-    if scaling.name == "two_level":
+        return _rows(x, quantizer, scales, native)
+    if scales.rule.two_level:
         return _two_level(quantize(x, quantizer), dtype)
-    return _blocks(x, quantizer, dtype)
+    return _blocks(x, quantizer, scales, dtype)
 
 
 def stored(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> Quantized:
@@ -95,112 +93,110 @@ def stored(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> Quan
 
     The factor of a stateful scaling is kept as a scale that does not change; without a state it is just in time.
     """
-    if not isinstance(quantizer.scaling, StatefulScaling):
-        return quantize(x, replace(quantizer, outliers=None) if _whole(quantizer) else quantizer)
+    if quantizer.stateful is None:
+        return quantize(x, replace(quantizer, outliers=None) if _is_whole(quantizer) else quantizer)
     rounded = operand(x, quantizer, torch.float32, just_in_time(x, quantizer, state)).widened(torch.float32)
     codes = quantize(rounded.values, Quantizer(quantizer.format)).codes
     assert rounded.scale is not None
     tensors = {"codes": codes, "scale": rounded.scale.view(1, 1)}
-    return Quantized(replace(quantizer, scaling=get_scaling("current")), tuple(x.shape), x.dtype, tensors)
+    kept = replace(quantizer, scales=Scales(TENSOR, get_scaling("current")))
+    return Quantized(kept, tuple(x.shape), x.dtype, tensors)
 
 
 def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
     """A stored matrix as one side of a product whose result comes in `dtype`: `operand` of what was stored, bitwise."""
     quantizer = quantized.quantizer
-    format, scaling = quantizer.format, quantizer.scaling
-    if scaling is None:
+    format, scales = quantizer.format, quantizer.scales
+    if scales is None:
         return Operand(quantized.dequantize(_carrier(format, dtype)))
     native = scaled_mm.native_dtype(quantizer, quantized.codes.device)
     if native is not None:
-        scale = scaling.multiplier(quantized.tensors, format).float()
-        return Operand(quantized.codes.view(native), scale.view(()) if _whole(quantizer) else scale)
-    if _whole(quantizer):
+        scale = scales.rule.multiplier(quantized.tensors, format).float()
+        return Operand(quantized.codes.view(native), scale.view(()) if _is_whole(quantizer) else scale)
+    if _is_whole(quantizer):
         unscaled = Quantized(Quantizer(format), quantized.shape, quantized.dtype, {"codes": quantized.codes})
-        scale = scaling.multiplier(quantized.tensors, format).view(())
+        scale = scales.rule.multiplier(quantized.tensors, format).view(())
         into = _carrier(format, dtype)
         wide = carried.supports(into, quantized.codes.device)  # the product would widen them
         return Operand(unscaled.dequantize(torch.float32 if wide else into), scale)
-    if scaling.name == "two_level":
+    if scales.rule.two_level:
         return _two_level(quantized, dtype)
-    narrow = _narrow(quantizer, dtype, quantized.codes.device)
+    narrow = _narrow(format, scales.rule, dtype, quantized.codes.device)
     result = quantized.dequantize(narrow)
-    if narrow == dtype and _may_be_subnormal(quantized) and _has_subnormals(result):
+    if narrow == dtype and _may_be_subnormal(quantized, scales.rule) and _has_subnormals(result):
         result = quantized.dequantize(torch.float32)
-    if _lies_down(quantizer):  # as `operand` lays it out: a product's sums depend on that
+    if _lies_down(scales.tile):  # as `operand` lays it out: a product's sums depend on that
         result = result.t().contiguous().t()
     return Operand(result)
 
 
 def just_in_time(x: Tensor, quantizer: Quantizer | None, state: Tensor | None) -> Tensor | None:
     """The state given; where a stateful scaling has none, what it becomes after one step of `x` alone."""
-    if state is None and quantizer is not None and isinstance(quantizer.scaling, StatefulScaling):
-        return quantizer.scaling.after(amax_of(x), quantizer.format)
+    if state is None and quantizer is not None and quantizer.stateful is not None:
+        return quantizer.stateful.after(amax_of(x), quantizer.format)
     return state
 
 
-def _lies_down(quantizer: Quantizer) -> bool:
+def _lies_down(tile: Tile) -> bool:
     """Whether the tiles are columns, or pieces of columns."""
-    return quantizer.tile is not None and quantizer.tile.columns == 1 and quantizer.tile.rows != 1
+    return tile.columns == 1 and tile.rows != 1
 
 
-def _factor(x: Tensor, quantizer: Quantizer, state: Tensor | None, record: bool) -> tuple[Tensor | None, Tensor | None]:
+def _factor(
+    x: Tensor, format: Format, rule: Scaling, state: Tensor | None, record: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """What all of x is multiplied by before it is rounded; and the step's amax, where it has yet to be raised."""
-    scaling = quantizer.scaling
-    assert scaling is not None
-    if not isinstance(scaling, StatefulScaling):
-        amax = amax_of(x) if scaling.reads else x.new_zeros((), dtype=torch.float32)
-        return scaling.factor(amax, quantizer.format), None
+    if not isinstance(rule, StatefulScaling):
+        amax = amax_of(x) if rule.reads else x.new_zeros((), dtype=torch.float32)
+        return rule.factor(amax, format), None
     if state is None:
         raise RecipeError(
-            f"{scaling.name} scaling needs the state of its operand: halfstep.apply keeps one beside each layer, and "
+            f"{rule.name} scaling needs the state of its operand: halfstep.apply keeps one beside each layer, and "
             "`ops.linear` takes them as `states`"
         )
     if state.dtype != torch.float32:
         raise RecipeError(
-            f"the state of {scaling.name} scaling is {state.dtype}, expected torch.float32: the model was cast after "
+            f"the state of {rule.name} scaling is {state.dtype}, expected torch.float32: the model was cast after "
             "halfstep.apply (model.half(), model.to(dtype)); cast it first, then apply the recipe"
         )
-    if not scaling.waits(state):
-        return scaling.in_use(state, None, quantizer.format), state[1] if record else None
+    if not rule.waits(state):
+        return rule.in_use(state, None, format), state[1] if record else None
     amax = amax_of(x)
-    factor = scaling.in_use(state, amax, quantizer.format)  # of this step, whatever comes
+    factor = rule.in_use(state, amax, format)  # of this step, whatever comes
     if record:
-        scaling.record(state, amax)
+        rule.record(state, amax)
     return factor, None
 
 
-def _rows(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Operand:
+def _rows(x: Tensor, quantizer: Quantizer, scales: Scales, dtype: torch.dtype) -> Operand:
     """FP8 numbers, and the scale of each row (or column, where the tiles lie so)."""
-    assert quantizer.scaling is not None
-    if quantizer.tile != ROW:
-        return _rows(x.t().contiguous(), quantizer.down, dtype).t()
-    made = quantize(x, quantizer)
-    return Operand(made.codes.view(dtype), quantizer.scaling.multiplier(made.tensors, quantizer.format).float())
+    down = scales.tile != ROW
+    made = quantize(x.t().contiguous(), quantizer.down) if down else quantize(x, quantizer)
+    rows = Operand(made.codes.view(dtype), scales.rule.multiplier(made.tensors, quantizer.format).float())
+    return rows.t() if down else rows
 
 
-def _blocks(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Operand:
+def _blocks(x: Tensor, quantizer: Quantizer, scales: Scales, dtype: torch.dtype) -> Operand:
     """Tiles times their scales. A power of two moves no bit of a value; a scale with a mantissa takes float32's.
 
     bf16 matrix units of CPUs treat subnormal numbers as zeros: where there are any, the product is float32's.
     """
-    assert quantizer.scaling is not None
-    if _lies_down(quantizer):  # kernels know tiles along rows, of a view too
-        return _blocks(x.t(), quantizer.down, dtype).t()
-    narrow = _narrow(quantizer, dtype, x.device)
+    down = _lies_down(scales.tile)
+    if down:  # kernels know tiles along rows, of a view too
+        x, quantizer = x.t(), quantizer.down
+    narrow = _narrow(quantizer.format, scales.rule, dtype, x.device)
     carrier, may_be_subnormal = values_noted(x, quantizer, dtype=narrow)
     if narrow == dtype and may_be_subnormal and _has_subnormals(carrier):
-        return Operand(values(x, quantizer, dtype=torch.float32))
-    return Operand(carrier)
+        carrier = values(x, quantizer, dtype=torch.float32)
+    return Operand(carrier.t() if down else carrier)
 
 
-def _whole(quantizer: Quantizer) -> bool:
+def _is_whole(quantizer: Quantizer) -> bool:
     """Whether one factor multiplies the whole tensor, and enters the product instead of the values."""
-    scaling = quantizer.scaling
-    return (
-        quantizer.tile == TENSOR
-        and scaling is not None
-        and scaling.factor(torch.ones(()), quantizer.format) is not None
-    )
+    scales = quantizer.scales
+    if scales is None or scales.tile != TENSOR:
+        return False
+    return scales.rule.factor(torch.ones(()), quantizer.format) is not None
 
 
 def _two_level(quantized: Quantized, dtype: torch.dtype) -> Operand:
@@ -210,10 +206,9 @@ def _two_level(quantized: Quantized, dtype: torch.dtype) -> Operand:
     return Operand(Quantized.dequantize(blocks, _carrier(quantized.quantizer.format, dtype, 4)), scale)
 
 
-def _narrow(quantizer: Quantizer, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def _narrow(format: Format, rule: Scaling, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """`dtype` where it is bf16 and holds elements times their tile's power of two, on units for it; else a wider."""
-    assert quantizer.scaling is not None
-    fits = dtype == torch.bfloat16 and quantizer.scaling.exact and quantizer.format.significant_bits <= 8
+    fits = dtype == torch.bfloat16 and rule.exact and format.significant_bits <= 8
     return dtype if fits and not carried.supports(dtype, device) else torch.promote_types(dtype, torch.float32)
 
 
@@ -236,11 +231,10 @@ def _carrier(format: Format, dtype: torch.dtype, scale_bits: int = 0) -> torch.d
     return dtype if fits else torch.float32
 
 
-def _may_be_subnormal(quantized: Quantized) -> bool:
+def _may_be_subnormal(quantized: Quantized, rule: Scaling) -> bool:
     """Whether the scales, which are fewer than the values, leave that open; True where they cannot be asked."""
-    scaling, format = quantized.quantizer.scaling, quantized.quantizer.format
-    assert scaling is not None
     if quantized.codes.device.type != "cpu" or torch.compiler.is_compiling():
         return True
-    scales = scaling.multiplier(quantized.tensors, format)
-    return not bool((scales * format.smallest >= torch.finfo(torch.bfloat16).smallest_normal).all())
+    format = quantized.quantizer.format
+    multiplier = rule.multiplier(quantized.tensors, format)
+    return not bool((multiplier * format.smallest >= torch.finfo(torch.bfloat16).smallest_normal).all())

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.errors import HalfstepError, ModelError, RecipeError, unknown
+from halfstep.errors import HalfstepError, ModelError
 from halfstep.probe.batch import Batch
-from halfstep.recipe.files import load_module
+from halfstep.registry import load_function
 
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -57,15 +57,7 @@ def load_model(name: str) -> Loaded:
 
 
 def _from_function(name: str) -> Loaded:
-    place, _, attribute = name.rpartition(":")
-    try:
-        module = load_module(place)
-    except RecipeError as error:
-        raise ModelError(str(error)) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ModelError(f"{place}: {unknown('function', attribute, own)}")
+    function = load_function(name, ModelError)
     try:
         made = function()
     except HalfstepError:

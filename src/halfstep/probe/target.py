@@ -8,7 +8,7 @@ from halfstep import formats
 from halfstep.bits.limits import Limits, limits_of
 from halfstep.errors import FormatError
 from halfstep.formats import Format
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import STORABLE, LossScale, Recipe, Rule, get_recipe, linear_spec
@@ -59,7 +59,7 @@ def target(to: object, loss_scale: float | None = None) -> Target:
         name, others = _STORED[format.name]
         recipes = [get_recipe(name), *map(get_recipe, others)]
     else:
-        plain, scaled = Quantizer(format), Quantizer(format, tile=TENSOR, scaling=get_scaling("current"))
+        plain, scaled = Quantizer(format), Quantizer(format, scales=Scales(TENSOR, get_scaling("current")))
         recipes = [_rounding(f"{format.name}-unscaled", plain), _rounding(f"{format.name}-current", scaled)]
         recipes += [get_recipe("bf16-mixed")]
     if loss_scale is not None:
@@ -68,7 +68,7 @@ def target(to: object, loss_scale: float | None = None) -> Target:
 
 
 def _rounding(name: str, quantizer: Quantizer) -> Recipe:
-    scaled = "one scale a tensor, from its own amax" if quantizer.scaling else "no scale"
+    scaled = "one scale a tensor, from its own amax" if quantizer.scales else "no scale"
     rules = (*KEEP, Rule("*", linear_spec(input=quantizer, weight=quantizer, grad_output=quantizer)))
     return Recipe(
         name,

@@ -3,11 +3,12 @@
 from halfstep.quant.cast import decode, encode, round_at, round_to
 from halfstep.quant.quantizer import Quantized, Quantizer, get_quantizer
 from halfstep.quant.rounding import derive_seed, draw_seed, noise_bits
+from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.tile import Tile
 
 
 __all__ = [
-    "Quantized", "Quantizer", "Scaling", "Tile", "decode", "derive_seed", "draw_seed", "encode", "get_quantizer",
-    "noise_bits", "quantizer", "round_at", "round_to",
+    "Quantized", "Quantizer", "Scales", "Scaling", "Tile", "decode", "derive_seed", "draw_seed", "encode",
+    "get_quantizer", "noise_bits", "quantizer", "round_at", "round_to",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from functools import cache
 from typing import Any
@@ -13,7 +14,8 @@ from halfstep import formats
 from halfstep.errors import HalfstepError
 from halfstep.formats import Format
 from halfstep.quant.quantizer import Quantizer, layout
-from halfstep.quant.scaling import get_scaling
+from halfstep.quant.scales import Scales
+from halfstep.quant.scaling import Scaling, get_scaling, named
 from halfstep.quant.tile import TENSOR, Tile
 
 
@@ -35,8 +37,8 @@ def describe(q: Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> dict[s
         "format": _describe_format(q.format),
         "rounding": q.rounding,
         "overflow": q.overflow,
-        "tile": None if q.tile is None else [q.tile.rows, q.tile.columns],
-        "scaling": None if q.scaling is None else q.scaling.name,
+        "tile": None if q.scales is None else [q.scales.tile.rows, q.scales.tile.columns],
+        "scaling": None if q.scales is None else _describe_rule(q.scales.rule),
         "outliers": q.outliers,
         "shape": list(shape),
         "dtype": str(dtype).removeprefix("torch."),
@@ -60,8 +62,7 @@ def restore(data: Any) -> tuple[Quantizer, tuple[int, ...], torch.dtype]:
         _restore_format(data["format"]),
         data["rounding"],
         data["overflow"],
-        None if data["tile"] is None else Tile(*data["tile"]),
-        None if data["scaling"] is None else get_scaling(data["scaling"]),
+        _restore_scales(data["tile"], data["scaling"]),
         data["outliers"],
     )
     return quantizer, shape, _DTYPES[data["dtype"]]
@@ -74,7 +75,7 @@ def label(q: Quantizer) -> str:
     >>> label(get_quantizer("mxfp8"))
     'float 4 3 7 fn, 1x32, floor'
     """
-    return f"{q.format.key}, {q.tile or 'no tile'}, {q.scaling.name if q.scaling else 'no scale'}"
+    return f"{q.format.key}, {q.scales.tile if q.scales else 'no tile'}, {q.scales.rule if q.scales else 'no scale'}"
 
 
 def from_label(text: str) -> Quantizer:
@@ -83,16 +84,44 @@ def from_label(text: str) -> Quantizer:
     Raises:
         MALFORMED: it is not a label, or names a format, a tile or a scale rule that is not known.
     """
-    key, tile, scaling = text.rsplit(", ", 2)
-    if scaling == "no scale":
+    key, tile, rule = text.rsplit(", ", 2)
+    if rule == "no scale":
         return Quantizer(_by_key()[key])
     sizes = (0 if size == "all" else int(size) for size in tile.split("x"))
-    return Quantizer(_by_key()[key], tile=TENSOR if tile == str(TENSOR) else Tile(*sizes), scaling=get_scaling(scaling))
+    scales = Scales(TENSOR if tile == str(TENSOR) else Tile(*sizes), _restore_rule(rule))
+    return Quantizer(_by_key()[key], scales=scales)
 
 
 @cache
 def _by_key() -> dict[str, Format]:
     return {format.key: format for format in map(formats.get, formats.names())}
+
+
+def _restore_scales(tile: Any, rule: Any) -> Scales | None:
+    if (tile is None) != (rule is None):
+        raise ValueError(f"tile {tile} and scaling {rule} found; expected both, or neither for a plain cast")
+    return None if tile is None else Scales(Tile(*tile), _restore_rule(rule))
+
+
+def _describe_rule(rule: Scaling) -> Any:
+    """A name where that is enough, else a table of the name and every option."""
+    name, options = named(rule)
+    return name if str(rule) == name else {"name": name, **options}
+
+
+def _restore_rule(data: Any) -> Scaling:
+    """The rule of a description. A label has its options as words, `rceil margin=3`, and so had earlier files."""
+    if isinstance(data, str):
+        name, *words = data.split() or [""]
+        data = {"name": name, **{option: _value(text) for option, _, text in (word.partition("=") for word in words)}}
+    return get_scaling(**data)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text.lower())
+    except ValueError:
+        return text
 
 
 def _describe_format(format: Format) -> Any:

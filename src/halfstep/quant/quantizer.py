@@ -25,14 +25,15 @@ from halfstep.quant.cast import (
 )  # fmt: skip
 from halfstep.quant.pack import pack, packed_columns, unpack
 from halfstep.quant.rounding import check_rounding, draw_seed, noise_bits
+from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import Scaling, StatefulScaling, get_scaling
-from halfstep.quant.tile import TENSOR, Tile
+from halfstep.quant.tile import Tile
 
 
 @dataclass(frozen=True)
 class Quantizer:
     """How one operand is rounded: onto `format`, with a rounding mode and an overflow rule; in tiles that share a
-    scale if there is a `scaling`.
+    scale if there are `scales`.
 
     The matrix (last dimension; the others flattened to rows) is cut into tiles, each tile divided by its scale, each
     quotient rounded. Columns in which some |x| reaches `outliers` are kept apart, as they are, and are 0 for
@@ -42,35 +43,34 @@ class Quantizer:
     format: Format
     rounding: str = "nearest_even"
     overflow: str = "saturate"
-    tile: Tile | None = None
-    scaling: Scaling | None = None
+    scales: Scales | None = None
     outliers: float | None = None
 
     def __post_init__(self) -> None:
         check_rounding(self.rounding)
-        if (self.tile is None) != (self.scaling is None):
+        if self.outliers is not None and (self.scales is None or not self.outliers > 0):
             raise QuantizationError(
-                f"a quantizer with tile {self.tile} and scaling {self.scaling}: give both, or neither for a plain cast"
+                f"outliers = {self.outliers}, scales = {self.scales}: expected a positive threshold beside scales"
             )
-        if self.outliers is not None and (self.scaling is None or not self.outliers > 0):
-            raise QuantizationError(
-                f"outliers = {self.outliers}, scaling = {self.scaling}: expected a positive threshold beside tiles"
-            )
-        if isinstance(self.scaling, StatefulScaling) and self.tile != TENSOR:
-            raise QuantizationError(f"{self.scaling.name} scaling with tile {self.tile}: it keeps one scale a tensor")
-        if self.scaling is not None and self.overflow != "saturate":
+        if self.scales is not None and self.overflow != "saturate":
             raise QuantizationError(f"overflow={self.overflow!r} with scaled tiles: elements of a tile always saturate")
 
     def __call__(self, x: Tensor, generator: torch.Generator | int | None = None) -> Tensor:
         """The values of x after quantising and dequantising, in x's dtype and shape."""
-        if self.scaling is None:
+        if self.scales is None:
             return round_to(x, self.format, self.rounding, self.overflow, generator)
         return self.quantize(x, generator).dequantize()
+
+    @property
+    def stateful(self) -> StatefulScaling | None:
+        """The rule for scales, where it depends on earlier steps."""
+        rule = self.scales and self.scales.rule
+        return rule if isinstance(rule, StatefulScaling) else None
 
     @cached_property
     def down(self) -> Quantizer:
         """This quantizer with its tiles down the columns: for an operand whose shared dimension is its first."""
-        return self if self.tile is None else replace(self, tile=self.tile.transposed)
+        return self if self.scales is None else replace(self, scales=self.scales.transposed)
 
     def quantize(self, x: Tensor, generator: torch.Generator | int | None = None) -> Quantized:
         """Codes and scales of x (any shape; float32, bfloat16, float16 or float64).
@@ -79,9 +79,10 @@ class Quantizer:
             QuantizationError: x is not floating point or requires grad; an unscaled NaN has no code.
         """
         check_input("quantize", x, self.rounding, self.overflow)
-        if self.tile is None or self.scaling is None:
+        if self.scales is None:
             codes = as_rows(encode(x, self.format, self.rounding, self.overflow, generator))
             return self._quantized(x, {"codes": codes})
+        tile, rule = self.scales.tile, self.scales.rule
         matrix = as_rows(x.detach())
         wide = matrix if matrix.dtype == torch.float64 else matrix.float()
         kept: dict[str, Tensor] = {}
@@ -89,24 +90,16 @@ class Quantizer:
             columns = (wide.abs() >= self.outliers).any(0).nonzero().flatten()
             kept = {"outlier_columns": columns, "outliers": matrix[:, columns]}
             wide = wide.index_fill(1, columns, 0.0)
-        stored, multiplier = self.scaling.scale(wide, self.tile, self.format)
-        quotient = self._quotient(wide, self.tile.spread(multiplier, *wide.shape)).flatten()
+        stored, multiplier = rule.scale(wide, tile, self.format)
+        quotient = _quotient(wide, tile.spread(multiplier, *wide.shape), rule).flatten()
         noise = None
         if self.rounding == "stochastic":
             noise = noise_bits(draw_seed(generator), 0, x.numel(), x.device)
         if "zero_point" in stored:
-            shift = self.tile.spread(stored["zero_point"], *wide.shape).flatten()
+            shift = tile.spread(stored["zero_point"], *wide.shape).flatten()
             quotient = round_values(quotient, _WHOLE, self.rounding, "saturate", noise, torch.float64) + shift
         codes = encode_values(quotient, self.format, self.rounding, "saturate", noise).view(wide.shape)
         return self._quantized(x, {"codes": codes, **stored, **kept})
-
-    def _quotient(self, x: Tensor, multiplier: Tensor) -> Tensor:
-        """x / multiplier; 0 in tiles of zeros, and in lost ones, whose scale says so."""
-        if self.scaling is not None and self.scaling.multiplies:
-            return torch.where(multiplier.isnan(), 0.0, x * multiplier)
-        wide = x.double() if self.scaling is not None and self.scaling.exact else x
-        lost = multiplier.isnan() | (multiplier == 0)
-        return torch.where(lost, 0.0, wide / torch.where(lost, 1.0, multiplier))
 
     def _quantized(self, x: Tensor, tensors: dict[str, Tensor]) -> Quantized:
         codes = pack(tensors["codes"], self.format.bits, self.format.high_nibble_first)
@@ -178,11 +171,11 @@ class Quantized:
         format, wide = self.quantizer.format, torch.float64 if result.dtype == torch.float64 else torch.float32
         codes = unpack(self.codes, format.bits, columns, format.high_nibble_first)
         values = decode(codes, format, wide)
-        if self.quantizer.scaling is not None and self.quantizer.tile is not None:
-            spread = self.quantizer.tile.spread
+        if self.quantizer.scales is not None:
+            spread = self.quantizer.scales.tile.spread
             if "zero_point" in self.tensors:
                 values = values - spread(self.tensors["zero_point"], rows, columns)
-            multiplier = spread(self.quantizer.scaling.multiplier(self.tensors, format), rows, columns)
+            multiplier = spread(self.quantizer.scales.rule.multiplier(self.tensors, format), rows, columns)
             # A code that means a number other than 0 may stand in a tile without scale (a codebook's first entry).
             limit = torch.finfo(result.dtype).max
             values = torch.where(multiplier == 0, 0.0, values * multiplier.to(wide)).clamp(-limit, limit)
@@ -205,11 +198,20 @@ def layout(
     tensors: dict[str, tuple[torch.dtype, tuple[int | None, ...]]] = {
         "codes": (CONTAINERS[format.storage_bits], (rows, packed_columns(columns, format.bits)))
     }
-    if quantizer.scaling is not None and quantizer.tile is not None:
-        tensors |= quantizer.scaling.layout(quantizer.tile.grid(rows, columns))
+    if quantizer.scales is not None:
+        tensors |= quantizer.scales.rule.layout(quantizer.scales.tile.grid(rows, columns))
     if quantizer.outliers is not None:
         tensors |= {"outlier_columns": (torch.int64, (None,)), "outliers": (dtype, (rows, None))}
     return tensors
+
+
+def _quotient(x: Tensor, multiplier: Tensor, rule: Scaling) -> Tensor:
+    """x / multiplier; 0 in tiles of zeros, and in lost ones, whose scale says so."""
+    if rule.multiplies:
+        return torch.where(multiplier.isnan(), 0.0, x * multiplier)
+    wide = x.double() if rule.exact else x
+    lost = multiplier.isnan() | (multiplier == 0)
+    return torch.where(lost, 0.0, wide / torch.where(lost, 1.0, multiplier))
 
 
 def _fits(found: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
@@ -242,30 +244,34 @@ def get_quantizer(
         FormatError: unknown format.
         QuantizationError: a scale rule that the format does not have; an unknown rounding.
 
-    >>> get_quantizer("mxfp4", scale="even").tile
-    Tile(rows=1, columns=32)
+    >>> print(get_quantizer("mxfp4", scale="even").scales)
+    even, 1x32
     """
     changes: dict[str, Any] = {
         key: value for key, value in (("rounding", rounding), ("overflow", overflow)) if value is not None
     }
     if isinstance(format, Quantizer):
         if scale is not None:
-            changes["scaling"] = get_scaling(scale)
+            if format.scales is None:
+                raise _has_none(scale, format.format)
+            changes["scales"] = replace(format.scales, rule=get_scaling(scale))
         return replace(format, **changes)
     if not formats.is_block(format):
         if scale is not None:
-            raise QuantizationError(
-                f"scale={scale!r} for {formats.get(format).name}, which has none; block formats have: "
-                f"{', '.join(formats.block_names())}"
-            )
+            raise _has_none(scale, formats.get(format))
         return Quantizer(formats.get(format), **changes)
     block = formats.get_block(format)
     if scale is not None and scale not in block.rules:
         raise QuantizationError(f"{block.name} has no scale rule {scale!r}; it has: {', '.join(block.rules)}")
     return Quantizer(
         block.element,
-        tile=Tile(*block.tile),
-        scaling=get_scaling(scale or block.rules[0]),
+        scales=Scales(Tile(*block.tile), get_scaling(scale or block.rules[0])),
         outliers=block.outliers,
         **changes,
+    )
+
+
+def _has_none(scale: str, format: Format) -> QuantizationError:
+    return QuantizationError(
+        f"scale={scale!r} for {format.name}, which has none; block formats have: {', '.join(formats.block_names())}"
     )

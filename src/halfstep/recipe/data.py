@@ -11,8 +11,8 @@ from typing import Any
 
 from halfstep import formats
 from halfstep.errors import FormatError, HalfstepError, QuantizationError, RecipeError, unknown
-from halfstep.quant import Quantizer, Tile, get_quantizer
-from halfstep.quant.scaling import Scaling, get_scaling, options_of, with_options
+from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
+from halfstep.quant.scaling import Scaling, get_scaling, named
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
@@ -232,23 +232,27 @@ def _operand(data: Any, *path: str | int) -> Quantizer:
         for key in ("rounding", "overflow"):
             quantizer = replace(quantizer, **{key: texts[key]} if key in texts else {})
         key = "scale" if "scale" in texts else "tile" if "tile" in texts else "format"
-        scaling = get_scaling(texts["scale"]) if "scale" in texts else quantizer.scaling
-        scaling = _options(scaling, table, *path)
-        tile = _tile(texts["tile"], *path) if "tile" in texts else quantizer.tile
+        usual = quantizer.scales
+        rule = get_scaling(texts["scale"]) if "scale" in texts else usual.rule if usual else None
+        rule = _options(rule, table, *path)
+        tile = _tile(texts["tile"], *path) if "tile" in texts else usual.tile if usual else None
+        if (tile is None) != (rule is None):
+            raise At(f"{key} = {texts[key]!r} found alone; a tile and a scale stand together", *path, key)
         outliers = _typed(table["outliers"], float, *path, "outliers") if "outliers" in table else quantizer.outliers
-        return replace(quantizer, tile=tile, scaling=scaling, outliers=outliers)
+        scales = Scales(tile, rule) if tile and rule else None
+        return replace(quantizer, scales=scales, outliers=outliers)
     except At:
         raise
     except (FormatError, QuantizationError, ValueError, TypeError) as error:
         raise At(str(error), *path, key) from error
 
 
-def _options(scaling: Scaling | None, table: Mapping[str, Any], *path: str | int) -> Scaling | None:
-    """The scaling with the options that the operand gives it: history, algorithm, margin, bias."""
-    own = {} if scaling is None else options_of(scaling)
-    _check_keys(table, (*_OWN, *own), "key of an operand" + (f" with scale {scaling.name!r}" if scaling else ""), *path)
+def _options(rule: Scaling | None, table: Mapping[str, Any], *path: str | int) -> Scaling | None:
+    """The scale rule with the options that the operand gives it: history, algorithm, margin, bias."""
+    own = {} if rule is None else rule.options
+    _check_keys(table, (*_OWN, *own), "key of an operand" + (f" with scale {rule.name!r}" if rule else ""), *path)
     given = {key: _typed(table[key], type(value), *path, key) for key, value in own.items() if key in table}
-    return scaling if scaling is None else with_options(scaling.name, **given)
+    return None if rule is None else get_scaling(rule, **given)
 
 
 def _tile(text: str, *path: str | int) -> Tile:
@@ -327,16 +331,13 @@ def quantizer_data(quantizer: Quantizer) -> Data:
         known = False
     data: Data = {"format": format.name if known else format.key, "rounding": quantizer.rounding}
     data |= {"overflow": quantizer.overflow}
-    scaling, tile = quantizer.scaling, quantizer.tile
-    if scaling is None or tile is None:
+    if quantizer.scales is None:
         return data
-    name, options = scaling.name.partition(" ")[0], options_of(scaling)
+    tile = quantizer.scales.tile
     try:
-        lost = replace(with_options(name, **options), name=scaling.name) != scaling
-    except QuantizationError:
-        lost = True
-    if lost:
-        raise RecipeError(f"the scale rule {name!r} is one of your own: it cannot be written down as data")
+        name, options = named(quantizer.scales.rule)
+    except QuantizationError as error:
+        raise RecipeError(str(error)) from error
     data |= {"tile": next((word for word, t in _TILES.items() if t == tile), f"{tile.rows}x{tile.columns}")}
     data |= {"scale": name, **options}
     return data if quantizer.outliers is None else {**data, "outliers": quantizer.outliers}

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import tomllib
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from halfstep.errors import RecipeError, unknown
 from halfstep.recipe.data import At, from_data, is_name, to_data
 from halfstep.recipe.spec import Recipe
+from halfstep.registry import load_module
 
 
 def is_reference(name: str) -> bool:
@@ -107,7 +104,7 @@ def line_of(text: str, path: tuple[str | int, ...]) -> int:
 
 
 def _from_python(path: str, name: str) -> Recipe:
-    module = load_module(path)
+    module = load_module(path, RecipeError)
     value = getattr(module, name, None)
     if not isinstance(value, Recipe):
         own = [key for key, found in vars(module).items() if isinstance(found, Recipe)]
@@ -116,25 +113,3 @@ def _from_python(path: str, name: str) -> Recipe:
     if not is_name(value.name):
         raise RecipeError(f"{path}: {name} is called {value.name!r}; expected letters, digits and - _ . +")
     return value
-
-
-def load_module(path: str) -> ModuleType:
-    """The module of that name, looked for in the working folder too, or the module in that file.
-
-    Raises:
-        RecipeError: it cannot be imported.
-    """
-    here = str(Path.cwd())
-    try:
-        if not path.endswith(".py"):
-            if here not in sys.path:
-                sys.path.insert(0, here)
-            return import_module(path)
-        spec = spec_from_file_location(Path(path).stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    except Exception as error:
-        raise RecipeError(f"{path}: cannot be imported ({type(error).__name__}: {error})") from error

@@ -7,7 +7,6 @@ from functools import cached_property
 
 from halfstep.errors import RecipeError
 from halfstep.quant import Quantizer
-from halfstep.quant.scaling import StatefulScaling
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class LinearSpec:
 
     def __post_init__(self) -> None:
         for name, (first, second) in self._uses().items():
-            stateful = [q for q in (first, second) if q is not None and _is_stateful(q)]
+            stateful = [q for q in (first, second) if q is not None and q.stateful]
             if len(set(stateful)) > 1:
                 raise RecipeError(f"{name} follows two stateful scalings; give both of its products the same one")
         for quantizer in (*self.quantizers, *self.states.values()):
@@ -40,7 +39,7 @@ class LinearSpec:
     @cached_property
     def states(self) -> dict[str, Quantizer]:
         """The operands whose scales depend on earlier steps, and their quantizers."""
-        found = {name: [q for q in uses if q is not None and _is_stateful(q)] for name, uses in self._uses().items()}
+        found = {name: [q for q in uses if q is not None and q.stateful] for name, uses in self._uses().items()}
         return {name: quantizers[0] for name, quantizers in found.items() if quantizers}
 
     @cached_property
@@ -59,10 +58,6 @@ class LinearSpec:
             "weight": (self.output.rhs, self.grad_input.rhs),
             "grad_output": (self.grad_input.lhs, self.grad_weight.lhs),
         }
-
-
-def _is_stateful(quantizer: Quantizer) -> bool:
-    return isinstance(quantizer.scaling, StatefulScaling)
 
 
 def linear_spec(input: Quantizer, weight: Quantizer, grad_output: Quantizer) -> LinearSpec:
@@ -85,9 +80,9 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         for quantizer in (*self.scores.quantizers, *self.mix.quantizers):
-            if _is_stateful(quantizer) or (quantizer.tile is not None and quantizer.tile.rows > 1):
+            if quantizer.stateful or (quantizer.scales is not None and quantizer.scales.tile.rows > 1):
                 raise RecipeError(
-                    f"attention with {quantizer.format.name}, {quantizer.scaling}, tile {quantizer.tile}: its products "
+                    f"attention with {quantizer.format.name} ({quantizer.scales}): its products "
                     "take scalings without a state (current, rceil, floor ...) and one scale a tensor, row or block"
                 )
 
@@ -96,10 +91,10 @@ def linear_text(spec: LinearSpec) -> str:
     """The three products in a line, for `Recipe.describe`."""
 
     def side(quantizer: Quantizer | None) -> str:
-        if quantizer is None or quantizer.scaling is None or quantizer.tile is None:
+        if quantizer is None or quantizer.scales is None:
             return quantizer.format.name if quantizer else "-"
         rounding = "" if quantizer.rounding == "nearest_even" else f", {quantizer.rounding}"
-        return f"{quantizer.format.name} ({quantizer.scaling.name}, {quantizer.tile}{rounding})"
+        return f"{quantizer.format.name} ({quantizer.scales}{rounding})"
 
     products = {"output": spec.output, "grad_input": spec.grad_input, "grad_weight": spec.grad_weight}
     return ", ".join(f"{name} {side(product.lhs)} x {side(product.rhs)}" for name, product in products.items())

@@ -9,9 +9,9 @@ import torch
 
 from halfstep import formats
 from halfstep.errors import HalfstepError, RecipeError
-from halfstep.quant import Quantizer, get_quantizer
+from halfstep.quant import Quantizer, Scales, get_quantizer
 from halfstep.quant.quantizer import layout
-from halfstep.quant.scaling import StatefulScaling, get_scaling
+from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 
 
@@ -23,7 +23,7 @@ _SCALED = {
     formats.get(dtype).key: dtype
     for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 }  # fmt: skip
-_ONE_SCALE = Quantizer(formats.get("fp16"), tile=TENSOR, scaling=get_scaling("rceil"))
+_ONE_SCALE = Quantizer(formats.get("fp16"), scales=Scales(TENSOR, get_scaling("rceil")))
 _RESIDUAL = "_residual"
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -47,9 +47,9 @@ class Storage:
 
     def __post_init__(self) -> None:
         quantizer = self.quantizer
-        if isinstance(quantizer.scaling, StatefulScaling):
+        if quantizer.stateful:
             raise RecipeError(
-                f"stored with scale = {quantizer.scaling.name!r}, which follows earlier steps; what is stored takes a "
+                f"stored with scale = {quantizer.stateful.name!r}, which follows earlier steps; what is stored takes a "
                 "rule that needs the tensor alone: current, rceil, floor, absmax ..."
             )
         if quantizer.rounding == "stochastic":
@@ -61,7 +61,7 @@ class Storage:
     def dtype(self) -> torch.dtype | None:
         """torch's dtype of values that are stored as they are; None where they are codes."""
         quantizer = self.quantizer
-        plain = quantizer.scaling is None and quantizer.rounding == "nearest_even"
+        plain = quantizer.scales is None and quantizer.rounding == "nearest_even"
         return _DTYPES.get(quantizer.format.key) if plain else None
 
     @property
@@ -103,15 +103,15 @@ class Storage:
         numbers = 2 if self.residual else 1
         if self.dtype is not None:
             return numbers * float(self.dtype.itemsize)
-        scales, tile = 0.0, self.quantizer.tile
-        if self.quantizer.scaling is not None and tile is not None and tile.rows and tile.columns:
-            one, two = (self.quantizer.scaling.layout((rows, 1)) for rows in (1, 2))
-            scales = (_bytes(two) - _bytes(one)) / (tile.rows * tile.columns)
-        return numbers * (self.quantizer.format.bits / 8 + scales)
+        beside, scales = 0.0, self.quantizer.scales
+        if scales is not None and scales.tile.rows and scales.tile.columns:
+            one, two = (scales.rule.layout((rows, 1)) for rows in (1, 2))
+            beside = (_bytes(two) - _bytes(one)) / (scales.tile.rows * scales.tile.columns)
+        return numbers * (self.quantizer.format.bits / 8 + beside)
 
     def __str__(self) -> str:
         quantizer = self.quantizer
-        scales = "" if quantizer.scaling is None else f" ({quantizer.scaling.name}, {quantizer.tile})"
+        scales = "" if quantizer.scales is None else f" ({quantizer.scales})"
         rounding = "" if quantizer.rounding == "nearest_even" else f", rounded {quantizer.rounding}"
         return f"{quantizer.format.name}{scales}{rounding}" + (" with a residual" if self.residual else "")
 

@@ -42,18 +42,19 @@ def operand_error(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) 
 
     Takes the reference path, in float32, and changes no state.
     """
-    wide, format, scaling = as_rows(x.detach()).float(), quantizer.format, quantizer.scaling
-    if scaling is None or quantizer.tile is None:
+    wide, format, scales = as_rows(x.detach()).float(), quantizer.format, quantizer.scales
+    if scales is None:
         ratio, back = wide, torch.ones(())
-    elif isinstance(scaling, StatefulScaling):
+    elif isinstance(scales.rule, StatefulScaling):
         assert state is not None
-        factor = scaling.in_use(state, amax_of(wide), format)
+        factor = scales.rule.in_use(state, amax_of(wide), format)
         ratio, back = wide * factor, factor.reciprocal()
     else:
-        stored, divisor = scaling.scale(wide, quantizer.tile, format)
-        divisor = quantizer.tile.spread(divisor, *wide.shape)
-        ratio = wide * divisor if scaling.multiplies else wide / torch.where(divisor == 0, 1.0, divisor)
-        back = quantizer.tile.spread(scaling.multiplier(stored, format), *wide.shape)
+        tile, rule = scales.tile, scales.rule
+        stored, divisor = rule.scale(wide, tile, format)
+        divisor = tile.spread(divisor, *wide.shape)
+        ratio = wide * divisor if rule.multiplies else wide / torch.where(divisor == 0, 1.0, divisor)
+        back = tile.spread(rule.multiplier(stored, format), *wide.shape)
     rounded = quant.round_to(ratio, format)
     total, nonzero = max(wide.numel(), 1), max(int((wide != 0).sum()), 1)
     norm = float(wide.norm()) or 1.0

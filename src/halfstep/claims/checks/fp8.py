@@ -7,10 +7,9 @@ import torch
 from halfstep import formats, get_quantizer
 from halfstep.claims.checks.base import Numbers, check
 from halfstep.ops.operand import operand
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.scaling.delayed import Delayed
-from halfstep.quant.scaling.fixed import Fixed
 from halfstep.quant.tile import TENSOR
 
 
@@ -55,8 +54,8 @@ def margin() -> Numbers:
     """The largest sum in a product of 512 scaled FP8 numbers, without and with the margin; fp16 ends at 65504."""
     x, w = _normal(64, 512), _normal(512, 64, seed=1)
     found: Numbers = {}
-    for name, rule in (("without", "rceil"), ("margin_3", "rceil margin=3")):
-        quantizer = Quantizer(formats.get("e4m3fnuz"), tile=TENSOR, scaling=get_scaling(rule))
+    for name, room in (("without", 0), ("margin_3", 3)):
+        quantizer = Quantizer(formats.get("e4m3fnuz"), scales=Scales(TENSOR, get_scaling("rceil", margin=room)))
         lhs, rhs = (operand(t, quantizer, torch.float32).values for t in (x, w))
         found[name] = float((lhs @ rhs).abs().max())
     return found
@@ -68,7 +67,7 @@ def window() -> Numbers:
     x, w = _normal(64, 512), _normal(512, 64, seed=1) / 8
     exact, found = x.double() @ w.double(), Numbers()
     for bias in (-8, -4, 0, 4, 8):
-        quantizer = Quantizer(formats.get("e4m3fnuz"), tile=TENSOR, scaling=Fixed("constant", bias))
+        quantizer = Quantizer(formats.get("e4m3fnuz"), scales=Scales(TENSOR, get_scaling("fixed", bias=bias)))
         lhs, rhs = (operand(t, quantizer, torch.float32) for t in (x, w))
         product = lhs.values.double() @ rhs.values.double() * 2.0 ** (-2 * bias)
         found[f"c{bias}".replace("-", "_")] = float((product - exact).norm() / exact.norm())

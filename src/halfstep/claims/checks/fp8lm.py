@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 import halfstep
 from halfstep import formats, memory, tracking
 from halfstep.claims.checks.base import Numbers, check
-from halfstep.quant import Quantizer, round_to
+from halfstep.quant import Quantizer, Scales, round_to
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import Codes, get_recipe
@@ -20,8 +20,8 @@ from halfstep.recipe import Codes, get_recipe
 _E4M3 = formats.get("e4m3fn")
 
 
-def _quantizer(format: str, rule: str = "rceil") -> Quantizer:
-    return Quantizer(formats.get(format), tile=TENSOR, scaling=get_scaling(rule))
+def _quantizer(format: str, margin: int = 0) -> Quantizer:
+    return Quantizer(formats.get(format), scales=Scales(TENSOR, get_scaling("rceil", margin=margin)))
 
 
 @check("fp8lm-second-moment")
@@ -39,7 +39,7 @@ def mu_position() -> Numbers:
     codes = _quantizer("e4m3fn").quantize(g).codes
     before, target = (
         _quantizer("e4m3fn").quantize(g / 4).codes,
-        _quantizer("e4m3fn", "rceil margin=2").quantize(g).codes,
+        _quantizer("e4m3fn", margin=2).quantize(g).codes,
     )
     return {name: float((codes != other).double().mean()) for name, other in (("before", before), ("target", target))}
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from halfstep import formats
 from halfstep.claims.checks.base import Numbers, check
-from halfstep.ops.scaled import round_scaled
+from halfstep.ops.casts import round_scaled
 from halfstep.quant.scaling.current import factor_of
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import Codebook, Format
-from halfstep.kernels.cpu import coding, packing, powers, scales
+from halfstep.kernels.cpu import coding, packing, powers
 from halfstep.kernels.cpu.arrays import array, plain, separate
 from halfstep.kernels.cpu.codebooks import cut_points
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
@@ -27,13 +27,18 @@ from halfstep.kernels.cpu.scales import (
     TWO_LEVEL_ROOM,
     absmax_scales,
     block_maxima,
+    block_scale_scalars,
+    knows_rule,
     larger_finite,
     largest_stored,
+    power_scalars,
     power_scales,
     two_level_scales,
 )
+from halfstep.kernels.cpu.scales import knows as knows_element
 from halfstep.quant.quantizer import Quantizer
-from halfstep.quant.scaling import get_scaling
+from halfstep.quant.scales import Scales
+from halfstep.quant.scaling import Scaling
 from halfstep.quant.tile import Tile
 
 
@@ -42,18 +47,15 @@ _LEVELS = {16: 4, 32: 5, 64: 6, 128: 7, 256: 8}
 
 def knows(quantizer: Quantizer, columns: int) -> bool:
     """Whether the kernels here do what this quantizer does to rows of that many columns."""
-    tile, scaling = quantizer.tile, quantizer.scaling
-    if tile is None or scaling is None or quantizer.outliers is not None:
+    if quantizer.scales is None or quantizer.outliers is not None:
         return False
+    tile, rule = quantizer.scales.tile, quantizer.scales.rule
     return (
         tile.rows == 1
         and tile.columns in _LEVELS
         and columns % tile.columns == 0
         and quantizer.rounding in ("nearest_even", "stochastic")
-        and scaling.name in (*scales.POWER_RULES, "absmax", "two_level")
-        and get_scaling(scaling.name) is scaling
-        and _knows_element(quantizer.format, quantizer.rounding)
-        and not (scaling.exact and isinstance(quantizer.format, Codebook))
+        and _knows(quantizer.format, quantizer.rounding, rule)
     )
 
 
@@ -62,13 +64,12 @@ def supports(x: Tensor, quantizer: Quantizer) -> bool:
     return plain(x) and x.dim() > 0 and knows(quantizer, x.shape[-1])
 
 
-def run(x: Tensor, quantizer: Quantizer, tensors: dict[str, Tensor], seed: int | None) -> None:
-    """Write what `quantizer.quantize(x)` keeps to `tensors` (`codes`, `scale` ...), contiguous and of its layout."""
+def run(x: Tensor, format: Format, rounding: str, scales: Scales, tensors: dict[str, Tensor], seed: int | None) -> None:
+    """Write what x is in these blocks to `tensors` (`codes`, `scale` ...), contiguous and of their layout."""
     codes, stored = array(tensors["codes"]), tensors["scale"].view(-1).numpy()
-    format = quantizer.format
-    numbers, code_numbers = _numbers(format, quantizer.rounding)
+    numbers, code_numbers = _numbers(format, rounding)
     target = (codes, numbers, code_numbers, cut_points(format, False), packing.shifts(format))
-    _quantise(x, quantizer, target, stored, tensors.get("tensor_scale"), seed)
+    _quantise(x, format, scales, target, stored, tensors.get("tensor_scale"), seed)
 
 
 def supports_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
@@ -82,24 +83,21 @@ def takes_values(x: Tensor, out: Tensor) -> bool:
     return plain(x) and out_fits and x.data_ptr() != out.data_ptr() and separate(x, out)
 
 
-def run_values(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -> bool:
-    """Write the values that `quantizer.quantize(x)` stands for to `out`, without making its codes.
+def run_values(x: Tensor, out: Tensor, format: Format, rounding: str, scales: Scales, seed: int | None) -> bool:
+    """Write what x, rounded in these blocks, stands for to `out`, without making its codes.
 
     Returns whether some may be below 2^-126, but not 0: True where nobody looked.
     """
-    assert quantizer.tile is not None
-    assert quantizer.scaling is not None
-    numbers = _numbers(quantizer.format, quantizer.rounding)[0]
-    if quantizer.rounding == "nearest_even" and quantizer.scaling.name in scales.POWER_RULES:
-        rule, steps = scales.power_scalars(quantizer.format, quantizer.scaling.name), powers.scalars(quantizer.format)
+    tile, rule = scales.tile, scales.rule
+    numbers = _numbers(format, rounding)[0]
+    if rounding == "nearest_even" and rule.exact:
+        powered, steps = power_scalars(format, rule), powers.scalars(format)
         found = np.zeros(-(-x.numel() // CHUNK), np.uint32)
-        _power_values(x.numel(), array(x), levels(quantizer.tile), rule, steps, found, array(out), numbers)
+        _power_values(x.numel(), array(x), levels(tile), powered, steps, found, array(out), numbers)
         return bool((found & TINY).any())
-    target = (array(out), numbers, None, cut_points(quantizer.format, True), None)
-    stored = np.empty(
-        x.numel() // quantizer.tile.columns, np.float32 if quantizer.scaling.name == "absmax" else np.uint8
-    )
-    _quantise(x, quantizer, target, stored, None, seed)
+    target = (array(out), numbers, None, cut_points(format, True), None)
+    stored = np.empty(x.numel() // tile.columns, np.float32 if rule.quotient else np.uint8)
+    _quantise(x, format, scales, target, stored, None, seed)
     return True
 
 
@@ -109,15 +107,13 @@ def levels(tile: Tile) -> tuple[np.uint32, ...]:
 
 
 def _quantise(
-    x: Tensor, quantizer: Quantizer, target: Any, stored: Any, tensor_scale: Tensor | None, seed: int | None
+    x: Tensor, element: Format, scales: Scales, target: Any, stored: Any, tensor_scale: Tensor | None, seed: int | None
 ) -> None:
-    assert quantizer.tile is not None
-    assert quantizer.scaling is not None
-    name, element = quantizer.scaling.name, quantizer.format
-    above, largest, keys = levels(quantizer.tile), np.float32(element.max), seed_keys(seed)
-    if name in scales.POWER_RULES:
-        _power(x.numel(), array(x), stored, above, scales.power_scalars(element, name), *target, keys)
-    elif name == "absmax":
+    rule = scales.rule
+    above, largest, keys = levels(scales.tile), np.float32(element.max), seed_keys(seed)
+    if rule.exact:
+        _power(x.numel(), array(x), stored, above, power_scalars(element, rule), *target, keys)
+    elif rule.quotient:
         _absmax(x.numel(), array(x), stored, above, largest, *target, keys)
     else:
         amax = np.empty(x.numel() >> len(above), np.uint32)
@@ -130,14 +126,15 @@ def _quantise(
         _two_level(x.numel(), array(x), stored, above, (largest, whole), amax, *_E4M3, *target, keys)
 
 
-_E4M3 = scales.block_scale_scalars()
+_E4M3 = block_scale_scalars()
 
 
 @cache
-def _knows_element(format: Format, rounding: str) -> bool:
+def _knows(format: Format, rounding: str, rule: Scaling) -> bool:
     if isinstance(format, Codebook):
-        return format.bits == 4 and rounding == "nearest_even" and format.ties == "lower"
-    return scales.knows(format)
+        nearest = format.bits == 4 and rounding == "nearest_even" and format.ties == "lower"
+        return nearest and knows_rule(format, rule) and not rule.exact
+    return knows_element(format) and knows_rule(format, rule)
 
 
 @cache

@@ -21,6 +21,8 @@ from halfstep.kernels.cpu.error_sums import sum_plain_errors, sum_scaled_errors,
 from halfstep.kernels.cpu.errors import Errors, unit
 from halfstep.kernels.cpu.scales import absmax_scales, block_maxima, power_scales, two_level_scales
 from halfstep.quant.quantizer import Quantizer
+from halfstep.quant.scaling import Scaling
+from halfstep.quant.tile import Tile
 
 
 ROOM = 2.0**120
@@ -35,13 +37,13 @@ def knows(quantizer: Quantizer, columns: int) -> bool:
     """Whether `CastErrors` can tell what this quantizer does to rows of that many columns."""
     if quantizer.rounding != "nearest_even" or quantizer.outliers is not None:
         return False
-    if quantizer.scaling is None:
+    if quantizer.scales is None:
         return elements.knows(quantizer.format) and quantizer.overflow == "ieee"
-    assert quantizer.tile is not None
-    width, rule = quantizer.tile.columns or columns, quantizer.scaling.name
-    blocks = quantizer.tile.rows == 1 and width in _LEVELS
-    ruled = rule == "absmax" or (blocks and rule in (*scales.POWER_RULES, "two_level"))
-    return ruled and _knows_element(quantizer.format) and columns % width == 0 and width % _BLOCK == 0
+    tile, rule, format = quantizer.scales.tile, quantizer.scales.rule, quantizer.format
+    width = tile.columns or columns
+    blocks = tile.rows == 1 and width in _LEVELS
+    ruled = rule.quotient or (blocks and scales.knows_rule(format, rule))
+    return ruled and _knows_element(format) and columns % width == 0 and width % _BLOCK == 0
 
 
 @cache
@@ -91,7 +93,7 @@ class CastErrors:
         self._quantizer, self._amax, self._factor = quantizer, np.float32(amax), _factor(amax)
         self._cuts = cut_points(quantizer.format, True)
         self._numbers: Any = None
-        if quantizer.scaling is None:
+        if quantizer.scales is None:
             self._numbers = elements.scalars(quantizer.format, "nearest_even", quantizer.overflow)
         elif self._cuts is None:
             self._numbers = _saturating(quantizer.format)
@@ -101,10 +103,11 @@ class CastErrors:
         """Take in more rows."""
         found = np.zeros((_parts(rows.x.size), 4), np.float64)
         found[:, 3] = self._largest
-        if self._quantizer.scaling is None:
+        chosen = self._quantizer.scales
+        if chosen is None:
             sum_plain_errors(rows.x.size, rows.x, self._numbers, self._factor, found)
         else:
-            run, scale = self._scales(rows)
+            run, scale = self._scales(rows, chosen.tile, chosen.rule)
             levels = (np.uint32(0),) * _LEVELS[run]
             sum_scaled_errors(rows.x.size, rows.x, scale, levels, self._numbers, self._cuts, self._factor, found)
         noise, nonzero, infinite, _ = found.sum(0)
@@ -117,11 +120,8 @@ class CastErrors:
         """What all rows together came to: the sum of their `Rows.squares`, and how many values are not zero."""
         return Errors(signal, self._noise, nonzero - self._nonzero, self._infinite, self._largest)
 
-    def _scales(self, rows: Rows) -> tuple[int, NDArray[np.float32]]:
+    def _scales(self, rows: Rows, tile: Tile, rule: Scaling) -> tuple[int, NDArray[np.float32]]:
         """The length of the runs that share a scale, and the scales."""
-        tile, scaling = self._quantizer.tile, self._quantizer.scaling
-        assert tile is not None
-        assert scaling is not None
         run = tile.columns or rows.columns
         if tile.rows or tile.columns:
             amax = rows.maxima(run)
@@ -130,14 +130,14 @@ class CastErrors:
         else:
             run, amax = rows.x.size, np.full(1, self._amax).view(np.uint32)
         scale, largest = np.empty(amax.size, np.float32), np.float32(self._quantizer.format.max)
-        if scaling.name == "absmax":
+        if rule.quotient:
             _absmax(amax.size, amax, largest, scale)
-        elif scaling.name == "two_level":
+        elif rule.two_level:
             whole = self._amax / (scales.TWO_LEVEL_ROOM * largest)
             whole = whole if whole > 0 else np.float32(1)
             _two_level(amax.size, amax, (largest, whole), *scales.block_scale_scalars(), scale)
         else:
-            _power(amax.size, amax, scales.power_scalars(self._quantizer.format, scaling.name), scale)
+            _power(amax.size, amax, scales.power_scalars(self._quantizer.format, rule), scale)
         if run in _LEVELS:
             return run, scale
         part = max(length for length in _LEVELS if run % length == 0)

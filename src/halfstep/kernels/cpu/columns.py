@@ -15,14 +15,16 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from halfstep.kernels.cpu import blocks, coding, powers, scales
+from halfstep.formats import Format
+from halfstep.kernels.cpu import blocks, coding, powers
 from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.compiled import Kernel, inner
 from halfstep.kernels.cpu.divided import element
 from halfstep.kernels.cpu.lanes import vectorise_fully
 from halfstep.kernels.cpu.powers import FAR, TINY, note_scales, stepped
-from halfstep.kernels.cpu.scales import larger_stored
+from halfstep.kernels.cpu.scales import larger_stored, power_scalars
 from halfstep.quant.quantizer import Quantizer
+from halfstep.quant.scales import Scales
 
 
 _WIDTH, _TALL = 128, 512  # what a thread takes at a time: the results go to few rows, and fill whole lines of the cache
@@ -34,27 +36,25 @@ def supports_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
         x.dim() == 2
         and x.numel() > 0
         and quantizer.rounding == "nearest_even"
-        and quantizer.scaling is not None
-        and quantizer.scaling.name in scales.POWER_RULES
+        and quantizer.scales is not None
+        and quantizer.scales.rule.exact
         and blocks.knows(quantizer, x.shape[1])
         and blocks.takes_values(x.t(), out)
         and x.shape == out.shape
     )
 
 
-def run_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
-    """Write the values that `quantizer.quantize(x)` stands for to `out`.
+def run_values(x: Tensor, out: Tensor, format: Format, scales: Scales) -> bool:
+    """Write what x, rounded in these blocks, stands for to `out`.
 
     Returns whether some may be below 2^-126, but not 0.
     """
-    assert quantizer.tile is not None
-    assert quantizer.scaling is not None
     columns, rows = x.shape
-    levels = blocks.levels(quantizer.tile)
+    levels = blocks.levels(scales.tile)
     found = np.zeros(-(-columns // _WIDTH) * -(-rows // _TALL), np.uint32)
-    rule = scales.power_scalars(quantizer.format, quantizer.scaling.name)
-    numbers: Any = coding.scalars(quantizer.format, "nearest_even", "saturate")[0]
-    steps = powers.scalars(quantizer.format)
+    rule = power_scalars(format, scales.rule)
+    numbers: Any = coding.scalars(format, "nearest_even", "saturate")[0]
+    steps = powers.scalars(format)
     _power(x.numel(), array(x.t()), columns, levels, rule, steps, found, array(out), numbers, _WIDTH, _TALL)
     return bool((found & TINY).any())
 

@@ -19,8 +19,9 @@ from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
 from halfstep.kernels.cpu.divided import scaled
 from halfstep.kernels.cpu.lanes import lanes, nearest_as
 from halfstep.kernels.cpu.packing import unpack
-from halfstep.kernels.cpu.scales import POWER_RULES, power_bits
+from halfstep.kernels.cpu.scales import power_bits
 from halfstep.quant.quantizer import Quantizer
+from halfstep.quant.scales import Scales
 
 
 def supports(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> bool:
@@ -33,21 +34,18 @@ def supports(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> b
     )
 
 
-def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> None:
-    """Write the values of `tensors` (`codes`, `scale` ...), which have the quantizer's layout, to `out`."""
-    assert quantizer.tile is not None
-    assert quantizer.scaling is not None
+def run(tensors: dict[str, Tensor], out: Tensor, format: Format, scales: Scales) -> None:
+    """Write the values of `tensors` (`codes`, `scale` ...), which have the layout of these scales, to `out`."""
     stored = tensors["scale"].view(-1).numpy()
-    if quantizer.scaling.name in POWER_RULES:
+    if scales.rule.exact:
         scale = np.empty(stored.size, np.uint32)
         _powers(stored.size, stored, scale)
         scale = scale.view(np.float32)
-    elif quantizer.scaling.name == "two_level":
+    elif scales.rule.two_level:
         scale = coding.table(ocp.float8_e4m3fn, torch.float32).numpy()[stored] * np.float32(tensors["tensor_scale"])
     else:
         scale = stored
-    format = quantizer.format
-    levels = blocks.levels(quantizer.tile)
+    levels = blocks.levels(scales.tile)
     _values(out.numel(), array(tensors["codes"]), scale, levels, array(out), _meaning(format), packing.shifts(format))
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from halfstep import formats, quant
 from halfstep.formats import Format, Posit
 from halfstep.kernels.cpu import blocks, cast, codes, columns, dequantize, posit, tiles
-from halfstep.quant import Quantized, Quantizer, Tile, draw_seed
+from halfstep.quant import Quantized, Quantizer, Scales, Tile, draw_seed
 from halfstep.quant.cast import no_code_for_nan, no_such_code
 from halfstep.quant.pack import pack, unpack
 from halfstep.quant.quantizer import matrix_shape
-from halfstep.quant.scaling import get_scaling
+from halfstep.quant.scaling import from_text
 
 
 _LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
@@ -69,13 +69,15 @@ def round_tiles_into(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | N
 
     Returns whether some may be below 2^-126, bfloat16's smallest normal number, but not 0: True where nobody looked.
     """
-    if columns.supports_values(x, out, quantizer):
-        return columns.run_values(x, out, quantizer)
-    x = x.contiguous()
-    if blocks.supports_values(x, out, quantizer):
-        return blocks.run_values(x, out, quantizer, seed)
-    if tiles.supports(x, out, quantizer):
-        return tiles.run(x, out, quantizer, seed)
+    format, rounding, scales = quantizer.format, quantizer.rounding, quantizer.scales
+    if scales is not None:
+        if columns.supports_values(x, out, quantizer):
+            return columns.run_values(x, out, format, scales)
+        x = x.contiguous()
+        if blocks.supports_values(x, out, quantizer):
+            return blocks.run_values(x, out, format, rounding, scales, seed)
+        if tiles.supports(x, out, quantizer):
+            return tiles.run(x, out, format, rounding, scales, seed)
     dequantize_into(quantizer.quantize(x, seed), out)
     return True
 
@@ -83,7 +85,7 @@ def round_tiles_into(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | N
 def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: int | None) -> None:
     """What `quantizer.quantize(x)` keeps, into `tensors` of its layout."""
     format, stored = quantizer.format, tensors["codes"]
-    if quantizer.scaling is None:
+    if quantizer.scales is None:
         if codes.supports(x, stored, format, quantizer.rounding, quantizer.overflow, packed=True):
             if not codes.run(x, stored, format, quantizer.rounding, quantizer.overflow, seed, packed=True):
                 raise no_code_for_nan(x, format)
@@ -96,7 +98,7 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
             stored.copy_(pack(rows, format.bits, format.high_nibble_first))
         return
     if blocks.supports(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
-        blocks.run(x, quantizer, tensors, seed)
+        blocks.run(x, format, quantizer.rounding, quantizer.scales, tensors, seed)
         return
     for name, tensor in quantizer.quantize(x, seed).tensors.items():
         tensors[name].copy_(tensor)
@@ -104,16 +106,16 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
 
 def dequantize_into(quantized: Quantized, out: Tensor) -> None:
     """`quantized.dequantize` into `out`."""
-    format = quantized.quantizer.format
-    if quantized.quantizer.scaling is None and codes.supports_decode(quantized.codes, out, format, packed=True):
+    format, scales = quantized.quantizer.format, quantized.quantizer.scales
+    if scales is None and codes.supports_decode(quantized.codes, out, format, packed=True):
         codes.run_decode(quantized.codes, out, format, packed=True)
-    elif quantized.quantizer.scaling is None and out.is_contiguous():
+    elif scales is None and out.is_contiguous():
         stored = unpack(quantized.codes, format.bits, quantized.matrix_shape[1], format.high_nibble_first)
         decode_into(stored.contiguous().view(out.shape), out, format)
-    elif quantized.quantizer.scaling is not None and dequantize.supports(quantized.tensors, out, quantized.quantizer):
-        dequantize.run(quantized.tensors, out, quantized.quantizer)
-    elif tiles.supports_decode(quantized, out):
-        tiles.run_decode(quantized, out)
+    elif scales is not None and dequantize.supports(quantized.tensors, out, quantized.quantizer):
+        dequantize.run(quantized.tensors, out, format, scales)
+    elif scales is not None and tiles.supports_decode(quantized, out):
+        tiles.run_decode(quantized, out, scales)
     else:
         quant.Quantized.dequantize(quantized, out.dtype, out)
 
@@ -131,22 +133,20 @@ def _round_scaled(x: Tensor, factor: Tensor, out: Tensor, key: str, rounding: st
 
 
 def _round_tiles(
-    x: Tensor, out: Tensor, key: str, rows: int, columns: int, scaling: str, outliers: float | None, rounding: str,
+    x: Tensor, out: Tensor, key: str, rows: int, columns: int, rule: str, outliers: float | None, rounding: str,
     seed: int | None,
 ) -> None:  # fmt: skip
-    quantizer = Quantizer(
-        formats.from_key(key), rounding, tile=Tile(rows, columns), scaling=get_scaling(scaling), outliers=outliers
-    )
+    scales = Scales(Tile(rows, columns), from_text(rule))
+    quantizer = Quantizer(formats.from_key(key), rounding, scales=scales, outliers=outliers)
     round_tiles_into(x, out, quantizer, _seed(rounding, seed))
 
 
 def _dequantize(
-    tensors: list[Tensor], names: list[str], out: Tensor, key: str, rows: int, columns: int, scaling: str | None,
+    tensors: list[Tensor], names: list[str], out: Tensor, key: str, rows: int, columns: int, rule: str | None,
     outliers: float | None, rounding: str,
 ) -> None:  # fmt: skip
-    tile = None if scaling is None else Tile(rows, columns)
-    rule = None if scaling is None else get_scaling(scaling)
-    quantizer = Quantizer(formats.from_key(key), rounding, tile=tile, scaling=rule, outliers=outliers)
+    scales = None if rule is None else Scales(Tile(rows, columns), from_text(rule))
+    quantizer = Quantizer(formats.from_key(key), rounding, scales=scales, outliers=outliers)
     stored = dict(zip(names, tensors, strict=True))
     dequantize_into(Quantized(quantizer, tuple(out.shape), stored.get("outliers", out).dtype, stored), out)
 
@@ -161,9 +161,9 @@ def _seed(rounding: str, seed: int | None) -> int | None:
 _OPERATORS = {
     "round(Tensor x, Tensor(a!) out, str key, str rounding, str overflow, int? seed) -> ()": _round,
     "round_scaled(Tensor x, Tensor factor, Tensor(a!) out, str key, str rounding, int? seed) -> ()": _round_scaled,
-    "round_tiles(Tensor x, Tensor(a!) out, str key, int rows, int columns, str scaling, float? outliers, str rounding, "
+    "round_tiles(Tensor x, Tensor(a!) out, str key, int rows, int columns, str rule, float? outliers, str rounding, "
     "int? seed) -> ()": _round_tiles,
-    "dequantize(Tensor[] tensors, str[] names, Tensor(a!) out, str key, int rows, int columns, str? scaling, "
+    "dequantize(Tensor[] tensors, str[] names, Tensor(a!) out, str key, int rows, int columns, str? rule, "
     "float? outliers, str rounding) -> ()": _dequantize,
 }
 for _schema, _function in _OPERATORS.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from math import frexp
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -15,25 +15,27 @@ from halfstep.kernels.cpu.coding import Coding
 from halfstep.kernels.cpu.compiled import inner
 from halfstep.kernels.cpu.elements import Rounding, Scalars
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, bits_of, lanes
+from halfstep.quant.scaling import Scaling
 
 
 LARGEST = 0x7F7FFFFF  # the bits of the largest finite float32
 TWO_LEVEL_ROOM = np.float32(448)  # E4M3's largest number, which the scale of the largest block takes
-POWER_RULES = ("floor", "ceil", "even", "rceil")
 
 
 @cache
-def power_scalars(element: Format, rule: str) -> Scalars:
-    """What `power_byte` needs: `quant.scaling.power_of_two`'s rules, as what is added to the bits of the maximum."""
-    fraction, exponent = frexp(element.max)
-    bits = element.mantissa_bits if isinstance(element, Float) else element.fraction_bits
-    added = {
-        "floor": 0,
-        "ceil": (1 << 23) - 1,
-        "even": 1 << 22 - bits,
-        "rceil": (1 << 23) - 1 - int((2 * fraction - 1) * 2**23),
-    }
-    return np.uint32(added[rule]), np.uint32(exponent - 1)
+def power_scalars(element: Format, rule: Scaling) -> Scalars | None:
+    """What `power_byte` needs of a rule's `power`: what is added to the bits of the maximum so that they carry, and the
+    exponent. None for other rules, and where the byte of a maximum of zero would not be 0."""
+    power = rule.power(element)
+    if power is None or not (0.5 <= power[0] <= 1 and -64 <= power[1] <= 64):
+        return None
+    carry, exponent = power
+    return np.uint32((1 << 23) - ceil((2 * carry - 1) * 2**23)), np.uint32(exponent - 1 & 0xFFFFFFFF)
+
+
+def knows_rule(element: Format, rule: Scaling) -> bool:
+    """Whether kernels form the scales of that rule from the maxima of blocks."""
+    return power_scalars(element, rule) is not None if rule.exact else rule.quotient or rule.two_level
 
 
 @cache

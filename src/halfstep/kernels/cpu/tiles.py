@@ -20,16 +20,17 @@ from halfstep.kernels.cpu.compiled import Kernel, inner
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, lanes
 from halfstep.quant.quantizer import Quantized, Quantizer, as_rows
+from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.scaling.base import finite
 
 
 def supports(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
     """Whether `run` can round `x` into `out`: plain CPU tensors in whole tiles, of rules it knows."""
-    tile, scaling = quantizer.tile, quantizer.scaling
-    if tile is None or scaling is None or not scaling.reads or quantizer.outliers is not None:
+    if quantizer.scales is None or quantizer.outliers is not None:
         return False
-    if not scaling.exact and scaling.name != "absmax":
+    tile, rule = quantizer.scales.tile, quantizer.scales.rule
+    if not rule.reads or not (rule.exact or rule.quotient):
         return False
     if not (plain(x) and plain(out) and x.dim() and x.numel()):
         return False
@@ -39,26 +40,24 @@ def supports(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
     return whole and narrow and cast.supports_scaled(torch.empty(0), torch.empty(0), quantizer.format)
 
 
-def run(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -> bool:
-    """Write what `quantizer.quantize(x)` stands for to `out`; whether some may be below 2^-126, but not 0."""
-    assert quantizer.tile is not None
-    assert quantizer.scaling is not None
+def run(x: Tensor, out: Tensor, format: Format, rounding: str, scales: Scales, seed: int | None) -> bool:
+    """Write what x, rounded in these tiles, stands for to `out`; whether some may be below 2^-126, but not 0."""
     matrix = as_rows(x)
     rows, columns = matrix.shape
-    high, wide = quantizer.tile.rows or rows, quantizer.tile.columns or columns
+    high, wide = scales.tile.rows or rows, scales.tile.columns or columns
     cut = matrix.view(rows // high, high, columns // wide, wide)
     amax = torch.maximum(cut.amax((1, 3), keepdim=True), -cut.amin((1, 3), keepdim=True)).float().abs()  # of -0 too
-    if quantizer.scaling.factor(amax, quantizer.format) is None and _fused(x, out, quantizer):
-        scales = finite(amax / quantizer.format.max).view(rows // high, columns // wide)
-        numbers: Any = elements.scalars(quantizer.format, quantizer.rounding, "saturate")
-        arrays = [array(t, torch.float32).reshape(t.shape) for t in (matrix, out.view(matrix.shape), scales)]
+    if scales.rule.factor(amax, format) is None and _fused(x, out, rounding):
+        multiplier = finite(amax / format.max).view(rows // high, columns // wide)
+        numbers: Any = elements.scalars(format, rounding, "saturate")
+        arrays = [array(t, torch.float32).reshape(t.shape) for t in (matrix, out.view(matrix.shape), multiplier)]
         _divided(x.numel(), *arrays, numbers, high, wide)
         return True  # nobody looked
-    scaled, multiplier = _scaled(cut, amax, quantizer.scaling, quantizer.format)
-    cast.run(scaled, scaled, quantizer.format, quantizer.rounding, "saturate", seed)
+    scaled, multiplier = _scaled(cut, amax, scales.rule, format)
+    cast.run(scaled, scaled, format, rounding, "saturate", seed)
     limit = torch.finfo(out.dtype).max
     out.view(cut.shape).copy_(scaled.mul_(multiplier).clamp_(-limit, limit))
-    return bool(((multiplier * quantizer.format.smallest < 2.0**-126) & (amax > 0)).any())
+    return bool(((multiplier * format.smallest < 2.0**-126) & (amax > 0)).any())
 
 
 def supports_decode(quantized: Quantized, out: Tensor) -> bool:
@@ -66,12 +65,11 @@ def supports_decode(quantized: Quantized, out: Tensor) -> bool:
 
     Into bf16, where a value times its scale is rounded once, only if both are exact there.
     """
-    quantizer = quantized.quantizer
-    if quantizer.tile is None or quantizer.scaling is None or quantized.tensors.keys() != {"codes", "scale"}:
+    format, scales = quantized.quantizer.format, quantized.quantizer.scales
+    if scales is None or quantized.tensors.keys() != {"codes", "scale"}:
         return False
-    exact = quantizer.scaling.exact and quantizer.format.significant_bits <= 8
+    exact = scales.rule.exact and format.significant_bits <= 8
     dtypes = (torch.float32, torch.bfloat16) if exact else (torch.float32,)
-    format = quantizer.format
     if not plain(out, *dtypes):
         return False
     return codes.supports_decode(
@@ -79,14 +77,12 @@ def supports_decode(quantized: Quantized, out: Tensor) -> bool:
     )
 
 
-def run_decode(quantized: Quantized, out: Tensor) -> None:
-    """Write the values of `quantized` to `out`."""
-    tile, scaling, (rows, columns) = quantized.quantizer.tile, quantized.quantizer.scaling, quantized.matrix_shape
-    assert tile is not None
-    assert scaling is not None
+def run_decode(quantized: Quantized, out: Tensor, scales: Scales) -> None:
+    """Write the values of `quantized`, which has these scales, to `out`."""
+    tile, (rows, columns) = scales.tile, quantized.matrix_shape
     format, matrix = quantized.quantizer.format, out.view(rows, columns)
     codes.run_decode(quantized.codes, matrix, format, packed=format.bits in (4, 6))
-    scale = scaling.multiplier(quantized.tensors, format)
+    scale = scales.rule.multiplier(quantized.tensors, format)
     high, wide = tile.rows or max(rows, 1), tile.columns or max(columns, 1)
     if rows % high == 0 and columns % wide == 0:
         matrix, scale = matrix.view(rows // high, high, columns // wide, wide), scale[:, None, :, None]
@@ -98,9 +94,9 @@ def run_decode(quantized: Quantized, out: Tensor) -> None:
         matrix.masked_fill_(scale == 0, 0.0)
 
 
-def _scaled(cut: Tensor, amax: Tensor, scaling: Scaling, format: Format) -> tuple[Tensor, Tensor]:
+def _scaled(cut: Tensor, amax: Tensor, rule: Scaling, format: Format) -> tuple[Tensor, Tensor]:
     """Elements in units of their scale, in float32, and the scales."""
-    factor = scaling.factor(amax, format)
+    factor = rule.factor(amax, format)
     if factor is not None:
         return cut * factor, factor.reciprocal()  # a power of two moves no bit that rounding will look at
     multiplier = finite(amax / format.max)
@@ -109,9 +105,9 @@ def _scaled(cut: Tensor, amax: Tensor, scaling: Scaling, format: Format) -> tupl
     return (scaled.masked_fill_(lost, 0.0) if bool(lost.any()) else scaled), multiplier
 
 
-def _fused(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
+def _fused(x: Tensor, out: Tensor, rounding: str) -> bool:
     """Whether one pass does what comes after the maxima: float32, in steps that no seed decides."""
-    return x.dtype == out.dtype == torch.float32 and quantizer.rounding == "nearest_even" and not x.requires_grad
+    return x.dtype == out.dtype == torch.float32 and rounding == "nearest_even" and not x.requires_grad
 
 
 @lanes(types.float32)

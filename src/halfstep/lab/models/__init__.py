@@ -1,20 +1,18 @@
-"""Build models: those of a task by name, anybody's as `module:function`."""
+"""Build models: those of a task by name, anybody's as `module:function` or `file.py:function`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from halfstep.errors import HalfstepError, ModelError, unknown
+from halfstep.registry import load_function
 
 
 def build_model(name: str, known: Mapping[str, Callable[[], nn.Module]], seed: int) -> nn.Module:
-    """The model of that name, or what `module:function` returns, with the first weights that `seed` gives.
+    """The model of that name, or what `module:function` or `file.py:function` returns, with the weights of that seed.
 
     A user's function takes no argument and returns a module that takes and returns what the task's models do. The
     module is looked for in the working folder too.
@@ -27,10 +25,9 @@ def build_model(name: str, known: Mapping[str, Callable[[], nn.Module]], seed: i
     """
     if name in known:
         return _seeded(known[name], seed)
-    module_name, separator, function_name = name.partition(":")
-    if not separator:
-        raise ModelError(unknown("model", name, known) + "; for your own give module:function")
-    make = _function(module_name, function_name)
+    if ":" not in name:
+        raise ModelError(unknown("model", name, known) + "; for your own give module:function or file.py:function")
+    make = load_function(name, ModelError)
     try:
         model = _seeded(make, seed)
     except HalfstepError:
@@ -47,18 +44,3 @@ def build_model(name: str, known: Mapping[str, Callable[[], nn.Module]], seed: i
 def _seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return make()
-
-
-def _function(module_name: str, function_name: str) -> Callable[[], nn.Module]:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = import_module(module_name)
-    except Exception as error:
-        raise ModelError(f"{module_name}: cannot be imported ({type(error).__name__}: {error})") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        functions = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise ModelError(unknown(f"function of {module_name}", function_name, functions))
-    return function  # type: ignore[no-any-return]

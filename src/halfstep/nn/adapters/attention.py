@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from halfstep import ops
 from halfstep.nn.adapters import linear
 from halfstep.nn.attention import ATTRIBUTE
-from halfstep.nn.stored import Weight, product, weight_of
+from halfstep.nn.product import product, weight_of
+from halfstep.nn.quantized_weights import Weight
 
 
 NAME = "nn.MultiheadAttention"

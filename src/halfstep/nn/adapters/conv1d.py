@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfstep.nn.stored import Weight, product, weight_of
+from halfstep.nn.product import product, weight_of
+from halfstep.nn.quantized_weights import Weight
 
 
 NAME = "Conv1D"

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.nn.stored import Weight, product, weight_of
+from halfstep.nn.product import product, weight_of
+from halfstep.nn.quantized_weights import Weight
 
 
 NAME = "fused experts"

@@ -1,6 +1,7 @@
 """How the scale of a tile is chosen: one rule a file, found by name. A scale is always multiplied to get back."""
 
-from dataclasses import fields, replace
+import json
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,7 +10,9 @@ from halfstep.quant.scaling.base import Scaling, StatefulScaling
 from halfstep.registry import collect
 
 
-__all__ = ["Scaling", "StatefulScaling", "get_scaling", "options_of", "with_options"]
+__all__ = ["Scaling", "StatefulScaling", "from_text", "get_scaling", "named"]
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
 
 
 @cache
@@ -17,53 +20,47 @@ def _by_name() -> dict[str, Scaling]:
     return collect("halfstep.quant.scaling", Scaling)  # type: ignore[type-abstract]
 
 
-def get_scaling(name: str | Scaling) -> Scaling:
-    """The rule of that name, which may carry options: `rceil margin=2`.
+def get_scaling(name: str | Scaling, **options: Any) -> Scaling:
+    """The rule of that name, with these options; a `Scaling` is returned as it is, but for the options.
 
     Raises:
-        QuantizationError: no rule has that name (the nearest are shown), or the rule has no such option.
+        QuantizationError: no rule has that name (the nearest are shown), or the rule has no such option, or the option
+            is of another type.
+
+    >>> print(get_scaling("rceil", margin=3))
+    rceil margin=3
     """
-    if isinstance(name, Scaling):
-        return name
-    return _by_name()[name] if name in _by_name() else _parsed(name)
+    if not isinstance(name, Scaling) and name not in _by_name():
+        base, *words = str(name).split() or [""]
+        said = f". Options stand beside the name {base!r}: {', '.join(words)}" if base in _by_name() else ""
+        raise QuantizationError(unknown("scale rule", name, _by_name()) + said)
+    rule = name if isinstance(name, Scaling) else _by_name()[name]
+    for option, value in options.items():
+        if option not in rule.options:
+            raise QuantizationError(unknown(f"option of scale rule {rule.name}", option, rule.options))
+        kind = type(rule.options[option])
+        if type(value) is not kind and (type(value), kind) != (int, float):
+            wanted = _WORDS.get(kind, kind.__name__)
+            raise QuantizationError(f"option {option} = {value!r} of scale rule {rule.name} found; expected {wanted}")
+    return replace(rule, **options) if options else rule
 
 
 @cache
-def _parsed(name: str) -> Scaling:
-    base, *given = str(name).split() or [""]
-    if base not in _by_name():
-        raise QuantizationError(unknown("scale rule", name, _by_name()))
-    kinds = {option: type(value) for option, value in options_of(_by_name()[base]).items()}
-    options: dict[str, Any] = {}
-    for text in given:
-        option, _, value = text.partition("=")
-        if option not in kinds:
-            raise QuantizationError(unknown(f"option of scale rule {base}", option, kinds))
-        options[option] = _value(text, kinds[option], value)
-    return replace(_by_name()[base], name=name, **options)
+def from_text(text: str) -> Scaling:
+    """The rule of a `Scaling.text`."""
+    return get_scaling(**json.loads(text))
 
 
-def _value(option: str, kind: type[Any], value: str) -> Any:
-    words = {"true": True, "false": False}
-    try:
-        return words[value.lower()] if kind is bool else kind(value)
-    except (KeyError, ValueError) as error:
-        wanted = {bool: "true or false", int: "a whole number"}[kind]
-        raise QuantizationError(f"option {option!r} of a scale rule found; expected {wanted}") from error
+def named(rule: Scaling) -> tuple[str, dict[str, Any]]:
+    """The name and the options from which `get_scaling` makes this rule: what files and traced graphs say of it.
 
-
-def options_of(scaling: Scaling) -> dict[str, int | str]:
-    """The numbers and words that a rule takes beside its name, such as a history or a margin."""
-    values = {field.name: getattr(scaling, field.name) for field in fields(scaling) if field.name != "name"}
-    return {name: value for name, value in values.items() if isinstance(value, (int, str))}
-
-
-def with_options(name: str, **options: int | str) -> Scaling:
-    """The rule of that name with these options; its own name then says those that are not the usual ones.
-
-    >>> with_options("rceil", margin=2).name
-    'rceil margin=2'
+    Raises:
+        QuantizationError: it is one of your own, which no name finds.
     """
-    usual = options_of(get_scaling(name))
-    changed = [f"{option}={value}" for option, value in options.items() if usual.get(option) != value]
-    return get_scaling(" ".join([name, *changed]))
+    found = _by_name().get(rule.name)
+    if found is None or type(found) is not type(rule) or replace(found, **rule.options) != rule:
+        raise QuantizationError(
+            f"the scale rule {rule.name!r} is one of your own: files and traced graphs take rules by name, from a file "
+            "in halfstep/quant/scaling (docs/adding_a_scaling.md)"
+        )
+    return rule.name, rule.options

@@ -16,6 +16,8 @@ class Absmax(Scaling):
         2412.19437 (FP8).
     """
 
+    quotient = True
+
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         scale = (finite(tile.reduce(x.abs(), "amax")) / element.max).float()
         return {"scale": scale}, scale

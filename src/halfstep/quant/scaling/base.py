@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -37,9 +39,35 @@ class Scaling(ABC):
     """What an entry of the stored scales is: a format's name."""
     reads: ClassVar[bool] = True
     """Whether the scale depends on the tensor at all."""
+    quotient: ClassVar[bool] = False
+    """Whether the scale is a tile's amax / max in float32, and kept so."""
+    two_level: ClassVar[bool] = False
+    """Whether the scales are e4m3(amax / max / tensor_scale), with tensor_scale = amax(x) / (448 * max) apart."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Scaling:
-        return self  # in a copied model too, it is the one that kernels know
+    def __init_subclass__(cls) -> None:
+        """What kernels are told of a `scale` holds of that method: a class with another one says it anew."""
+        super().__init_subclass__()
+        if "scale" in vars(cls):
+            for name in {"quotient", "two_level", "power"} - vars(cls).keys():
+                setattr(cls, name, getattr(Scaling, name))
+
+    def __str__(self) -> str:
+        """The name, and the options that are not the usual ones: `rceil margin=3`."""
+        usual = {field.name: field.default for field in fields(self)}
+        changed = [f" {option}={value}" for option, value in self.options.items() if value != usual[option]]
+        return "".join([self.name, *changed])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the rule takes beside its name, such as a history or a margin: its fields whose default is a number or
+        a word."""
+        kept = [field.name for field in fields(self) if isinstance(field.default, (int, float, str))]
+        return {name: getattr(self, name) for name in kept}
+
+    @cached_property
+    def text(self) -> str:
+        """Name and options in JSON, by which a traced graph knows the rule (`scaling.from_text`)."""
+        return json.dumps({"name": self.name, **self.options})
 
     @abstractmethod
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
@@ -53,6 +81,11 @@ class Scaling(ABC):
     def factor(self, amax: Tensor, element: Format) -> Tensor | None:
         """What elements are multiplied by before they are rounded, given the amax of their tile, in float32; None for
         a rule that needs more than the amax. For products, which take the scale of a whole tensor last."""
+        return None
+
+    def power(self, element: Format) -> tuple[float, int] | None:
+        """(carry, exponent) of a rule whose scale, in E8M0, follows from a tile's amax = f * 2^e, f in [1/2, 1): it is
+        2^(e - exponent), and twice that where f >= carry. None for other rules."""
         return None
 
     def layout(self, grid: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import frexp
+from math import frexp, nextafter
 
 import torch
 from torch import Tensor
 
-from halfstep.errors import QuantizationError
 from halfstep.formats import Float, Format, Integer
 from halfstep.quant.family.floating import power_of_two
 from halfstep.quant.scaling.base import Scaling, Stored
@@ -18,25 +17,19 @@ from halfstep.quant.tile import Tile
 
 @dataclass(frozen=True)
 class PowerOfTwoScaling(Scaling):
-    """scale = 2^k with k from `exponent`, clamped to [-127, 127] and stored as the byte k + 127.
+    """scale = 2^k with k from `carry`, clamped to [-127, 127] and stored as the byte k + 127.
 
     A tile of zeros has byte 0, one with an infinity or NaN byte 255 (NaN).
     """
 
-    exponent: Callable[[Tensor, Tensor, Format], Tensor] = field(repr=False)
-    """k from the tile's amax = f * 2^e: takes f in [1/2, 1), e, and the element format."""
+    carry: Callable[[Format], float] = field(repr=False)
+    """Where k goes up: for a tile's amax = f * 2^e, f in [1/2, 1), k = e - floor(log2 max) - 1, and 1 more from this f
+    on."""
     margin: int = 0
     """Added to k: that many powers of two between the tile's amax and the format's largest value stay free."""
 
     exact = True
     holds = "float8_e8m0fnu"
-
-    def __post_init__(self) -> None:
-        if self.margin and f"margin={self.margin}" not in self.name.split():
-            raise QuantizationError(
-                f"scale rule {self.name!r} with margin {self.margin}, which its name does not say: traced graphs and "
-                f"files take rules by name. Make it by with_options({self.name!r}, margin={self.margin})"
-            )
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         stored = {"scale": self._byte(tile.reduce(x.abs(), "amax").double(), element)}
@@ -46,9 +39,13 @@ class PowerOfTwoScaling(Scaling):
         byte = self._byte(amax.double(), element)
         return self.multiplier({"scale": byte}, element).reciprocal()
 
+    def power(self, element: Format) -> tuple[float, int]:
+        return self.carry(element), frexp(element.max)[1] - self.margin
+
     def _byte(self, amax: Tensor, element: Format) -> Tensor:
+        carry, exponent = self.power(element)
         fraction, power = torch.frexp(amax)
-        byte = (self.exponent(fraction, power.long(), element) + self.margin).clamp(-127, 127) + 127
+        byte = (power.long() - exponent + (fraction >= carry)).clamp(-127, 127) + 127
         return torch.where(amax == 0, 0, torch.where(amax.isfinite(), byte, 255)).to(torch.uint8)
 
     def multiplier(self, stored: Stored, element: Format) -> Tensor:
@@ -59,24 +56,24 @@ class PowerOfTwoScaling(Scaling):
         return {"scale": (torch.uint8, grid)}
 
 
-def _floor(fraction: Tensor, power: Tensor, element: Format) -> Tensor:
+def _floor(element: Format) -> float:
     """floor(log2 amax) - floor(log2 max): the OCP rule. The largest element may saturate."""
-    return power - frexp(element.max)[1]
+    return 1.0  # f is below it
 
 
-def _ceil(fraction: Tensor, power: Tensor, element: Format) -> Tensor:
+def _ceil(element: Format) -> float:
     """ceil(log2 amax) - floor(log2 max)."""
-    return _floor(fraction, power, element) + (fraction > 0.5)
+    return nextafter(0.5, 1.0)
 
 
-def _even(fraction: Tensor, power: Tensor, element: Format) -> Tensor:
+def _even(element: Format) -> float:
     """The OCP rule after rounding amax, half up, to the element's significand."""
-    return _floor(fraction, power, element) + (fraction >= 1 - 2.0 ** -(_mantissa_bits(element) + 2))
+    return 1 - 2.0 ** -(_mantissa_bits(element) + 2)
 
 
-def _rceil(fraction: Tensor, power: Tensor, element: Format) -> Tensor:
+def _rceil(element: Format) -> float:
     """ceil(log2(amax / max)): the smallest power of two at which no element saturates."""
-    return _floor(fraction, power, element) + (fraction > frexp(element.max)[0])
+    return nextafter(frexp(element.max)[0], 1.0)
 
 
 def _mantissa_bits(element: Format) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -14,25 +12,24 @@ from halfstep.quant.tile import Tile
 
 
 _BLOCK = ocp.float8_e4m3fn
+_ROOM = 256.0
 
 
-@dataclass(frozen=True)
 class TwoLevel(Scaling):
-    """tensor_scale = amax(x) / (room * max); scale = e4m3(amax(tile) / max / tensor_scale), in float32; no floor.
+    """tensor_scale = amax(x) / (448 * max); scale = e4m3(amax(tile) / max / tensor_scale), in float32; no floor.
 
-    The multiplier is scale * tensor_scale. `max` is the element format's largest value, `room` what the largest block
-    scale becomes. Infinities and NaN lose their own block only: the tensor's amax is taken over the others.
+    The multiplier is scale * tensor_scale. `max` is the element format's largest value; the largest block's scale
+    becomes 448, E4M3's own. Infinities and NaN lose their own block only: the tensor's amax is taken over the others.
 
     Source: NVIDIA Transformer Engine, NVFP4 recipe and its reference implementation.
     """
 
-    room: float = _BLOCK.max
-
     holds = _BLOCK.name
+    two_level = True
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         amax = finite(tile.reduce(x.abs(), "amax"))
-        tensor_scale = self._tensor_scale(amax, element)
+        tensor_scale = _tensor_scale(amax, _BLOCK.max * element.max)
         stored = self._store(amax, element.max, tensor_scale)
         return stored, self.multiplier(stored, element)
 
@@ -42,16 +39,10 @@ class TwoLevel(Scaling):
     def layout(self, grid: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {"scale": (torch.uint8, grid), "tensor_scale": (torch.float32, ())}
 
-    def _tensor_scale(self, amax: Tensor, element: Format) -> Tensor:
-        largest = amax.nan_to_num(0).amax() if amax.numel() else amax.new_zeros(())
-        scale = (largest / (self.room * element.max)).float()
-        return torch.where(scale == 0, 1.0, scale)
-
     def _store(self, amax: Tensor, largest: float, tensor_scale: Tensor) -> Stored:
         return {"scale": encode((amax / largest).float() / tensor_scale, _BLOCK), "tensor_scale": tensor_scale}
 
 
-@dataclass(frozen=True)
 class FourOverSix(TwoLevel):
     """Each block maps its maximum to 6 or to 4, whichever leaves the smaller sum of absolute errors (a tie: to 6).
 
@@ -60,11 +51,9 @@ class FourOverSix(TwoLevel):
     Source: NVIDIA Transformer Engine, NVFP4 recipe, "4 over 6".
     """
 
-    room: float = 256.0
-
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         amax = finite(tile.reduce(x.abs(), "amax"))
-        tensor_scale = self._tensor_scale(amax, element)
+        tensor_scale = _tensor_scale(amax, _ROOM * element.max)
         six, four = (self._store(amax, top, tensor_scale) for top in (element.max, element.max / 1.5))
         worse = self._error(x, six, tile, element) > self._error(x, four, tile, element)
         stored = {"scale": torch.where(worse, four["scale"], six["scale"]), "tensor_scale": tensor_scale}
@@ -74,6 +63,13 @@ class FourOverSix(TwoLevel):
         multiplier = tile.spread(self.multiplier(stored, element), *x.shape).to(x.dtype)
         ratio = torch.where(multiplier == 0, 0.0, x / multiplier)
         return tile.reduce((round_to(ratio, element).double() * multiplier.double() - x.double()).abs(), "sum")
+
+
+def _tensor_scale(amax: Tensor, largest: float) -> Tensor:
+    """What brings the largest of the blocks' maxima to `largest`."""
+    found = amax.nan_to_num(0).amax() if amax.numel() else amax.new_zeros(())
+    scale = (found / largest).float()
+    return torch.where(scale == 0, 1.0, scale)
 
 
 two_level = TwoLevel("two_level")

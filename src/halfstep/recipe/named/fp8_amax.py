@@ -1,8 +1,8 @@
 """FP8 with a power-of-two scale a tensor: from its own amax with room to accumulate in fp16, or one for all."""
 
 from halfstep import formats
-from halfstep.quant import Quantizer
-from halfstep.quant.scaling import get_scaling
+from halfstep.quant import Quantizer, Scales
+from halfstep.quant.scaling import Scaling, get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import linear_spec
@@ -16,8 +16,8 @@ _NOTE = (
 )
 
 
-def _rules(scaling: str) -> tuple[Rule, ...]:
-    e4, e5 = (Quantizer(formats.get(f), tile=TENSOR, scaling=get_scaling(scaling)) for f in ("e4m3fnuz", "e5m2fnuz"))
+def _rules(scaling: Scaling) -> tuple[Rule, ...]:
+    e4, e5 = (Quantizer(formats.get(f), scales=Scales(TENSOR, scaling)) for f in ("e4m3fnuz", "e5m2fnuz"))
     return (*KEEP, Rule("*", linear_spec(input=e4, weight=e4, grad_output=e5)))
 
 
@@ -28,7 +28,7 @@ fp8_amax = Recipe(
     weights="fp16",
     compute="fp16",
     loss_scale=LossScale(init=512, dynamic=False),
-    rules=_rules("rceil margin=3"),
+    rules=_rules(get_scaling("rceil", margin=3)),
     notes=(_NOTE,),
 )
 
@@ -39,6 +39,6 @@ fp8_cscale = Recipe(
     weights="fp16",
     compute="fp16",
     loss_scale=LossScale(init=512, dynamic=False),
-    rules=_rules("fixed"),
+    rules=_rules(get_scaling("fixed")),
     notes=(_NOTE, "The paper sweeps the constant; its window closes as models grow: [-3, 2] at 111M, [-1, 0] at 13B."),
 )

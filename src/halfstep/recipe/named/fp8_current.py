@@ -1,7 +1,7 @@
 """FP8 with one scale a tensor, from the tensor itself."""
 
 from halfstep import formats
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
@@ -9,7 +9,7 @@ from halfstep.recipe.products import linear_spec
 from halfstep.recipe.spec import Recipe, Rule
 
 
-_e4m3, _e5m2 = (Quantizer(formats.get(f), tile=TENSOR, scaling=get_scaling("current")) for f in ("e4m3fn", "e5m2"))
+_e4m3, _e5m2 = (Quantizer(formats.get(f), scales=Scales(TENSOR, get_scaling("current"))) for f in ("e4m3fn", "e5m2"))
 
 fp8_current = Recipe(
     name="fp8-current",

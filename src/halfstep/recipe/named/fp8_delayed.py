@@ -1,8 +1,8 @@
 """FP8 with one scale a tensor, from the amaxes of earlier steps: Transformer Engine's DelayedScaling."""
 
 from halfstep import formats
-from halfstep.quant import Quantizer
-from halfstep.quant.scaling import Scaling, with_options
+from halfstep.quant import Quantizer, Scales
+from halfstep.quant.scaling import Scaling, get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import linear_spec
@@ -17,14 +17,14 @@ _FIRST = (
 
 def delayed_recipe(name: str, scaling: Scaling, summary: str, source: str, notes: tuple[str, ...] = ()) -> Recipe:
     """The recipe with another history, algorithm or margin."""
-    e4m3, e5m2 = (Quantizer(formats.get(f), tile=TENSOR, scaling=scaling) for f in ("e4m3fn", "e5m2"))
+    e4m3, e5m2 = (Quantizer(formats.get(f), scales=Scales(TENSOR, scaling)) for f in ("e4m3fn", "e5m2"))
     rules = (*KEEP, Rule("*", linear_spec(input=e4m3, weight=e4m3, grad_output=e5m2)))
     return Recipe(name, summary, source, compute="bf16", rules=rules, notes=notes)
 
 
 fp8_delayed = delayed_recipe(
     "fp8-delayed",
-    with_options("delayed", history=1024, algorithm="max", margin=0),
+    get_scaling("delayed", history=1024, algorithm="max", margin=0),
     summary="E4M3 forward, E5M2 gradients, one scale a tensor from the largest amax of the last 1024 steps.",
     source="NVIDIA Transformer Engine, DelayedScaling and its defaults (fp8_format HYBRID)",
     notes=(_FIRST, "What outgrows its history saturates."),
@@ -32,7 +32,7 @@ fp8_delayed = delayed_recipe(
 
 fp8_delayed_megatron = delayed_recipe(
     "fp8-delayed-megatron",
-    with_options("delayed", history=1, algorithm="most_recent"),
+    get_scaling("delayed", history=1, algorithm="most_recent"),
     summary="fp8-delayed whose scale follows the last step's amax alone.",
     source="Megatron-LM's defaults: fp8_amax_history_len 1, most_recent, margin 0",
     notes=(

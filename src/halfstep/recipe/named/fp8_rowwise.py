@@ -1,7 +1,7 @@
 """FP8 with one power-of-two scale a row of each product's shared dimension."""
 
 from halfstep import formats
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe.high_precision import KEEP
@@ -9,7 +9,7 @@ from halfstep.recipe.products import LinearSpec, Matmul, linear_spec
 from halfstep.recipe.spec import Recipe, Rule
 
 
-_row, _tensor = (Quantizer(formats.get("e4m3fn"), tile=tile, scaling=get_scaling("rceil")) for tile in (ROW, TENSOR))
+_row, _tensor = (Quantizer(formats.get("e4m3fn"), scales=Scales(tile, get_scaling("rceil"))) for tile in (ROW, TENSOR))
 _NOTE = "torchao takes an amax below 1e-12 for 1e-12; here the scale follows it down to 2^-127."
 
 fp8_rowwise = Recipe(

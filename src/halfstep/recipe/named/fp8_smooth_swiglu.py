@@ -1,17 +1,17 @@
 """FP8 with delayed power-of-two scales and Smooth-SwiGLU: Fishman et al. 2025, arXiv 2409.12517."""
 
 from halfstep import formats
-from halfstep.quant import Quantizer
-from halfstep.quant.scaling.delayed import Delayed
+from halfstep.quant import Quantizer, Scales
+from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import linear_spec
 from halfstep.recipe.spec import Recipe, Rule
 
 
-_scaling = Delayed("delayed", history=1, algorithm="max", power_of_two=True)
-_e4m3 = Quantizer(formats.get("e4m3"), tile=TENSOR, scaling=_scaling)  # the one with infinities: its largest is 240
-_e5m2 = Quantizer(formats.get("e5m2"), rounding="stochastic", tile=TENSOR, scaling=_scaling)
+_scaling = get_scaling("delayed", history=1, algorithm="max", power_of_two=True)
+_e4m3 = Quantizer(formats.get("e4m3"), scales=Scales(TENSOR, _scaling))  # the one with infinities: its largest is 240
+_e5m2 = Quantizer(formats.get("e5m2"), rounding="stochastic", scales=Scales(TENSOR, _scaling))
 
 fp8_smooth_swiglu = Recipe(
     name="fp8-smooth-swiglu",

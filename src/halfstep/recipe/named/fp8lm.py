@@ -1,8 +1,8 @@
 """FP8-LM's levels: FP8 products, FP8 gradients, and weights stored in fp16 or FP8 with one power of two a tensor."""
 
 from halfstep import formats
-from halfstep.quant import Quantizer
-from halfstep.quant.scaling import get_scaling, with_options
+from halfstep.quant import Quantizer, Scales
+from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.products import linear_spec
@@ -10,9 +10,10 @@ from halfstep.recipe.spec import Recipe, Rule
 from halfstep.recipe.storage import Codes, get_storage
 
 
-_WINDOW = with_options("delayed", history=16, power_of_two=True, warmup=16, restart=True)
-_INPUT, _GRAD = (Quantizer(formats.get(f), tile=TENSOR, scaling=_WINDOW) for f in ("e4m3fn", "e5m2"))
-_WEIGHT, _HALF = (Quantizer(formats.get(f), tile=TENSOR, scaling=get_scaling("rceil")) for f in ("e4m3fn", "fp16"))
+_WINDOW = get_scaling("delayed", history=16, power_of_two=True, warmup=16, restart=True)
+_INPUT, _GRAD = (Quantizer(formats.get(f), scales=Scales(TENSOR, _WINDOW)) for f in ("e4m3fn", "e5m2"))
+_ONE = Scales(TENSOR, get_scaling("rceil"))
+_WEIGHT, _HALF = (Quantizer(formats.get(f), scales=_ONE) for f in ("e4m3fn", "fp16"))
 _RULES = (*KEEP, Rule("*", linear_spec(input=_INPUT, weight=_WEIGHT, grad_output=_GRAD)))
 
 _ALL = (

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,11 +14,11 @@ from halfstep.nn import apply
 from halfstep.nn.applied import applied_to
 from halfstep.nn.apply import check_model, keep_grads
 from halfstep.nn.codes import hold
+from halfstep.nn.dtypes import storable
 from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.ranks import check_ranks
 from halfstep.nn.scaling import Scalings
-from halfstep.nn.storage import storable
 from halfstep.optim import LossScaler, LowBit, check_optimizer, convert
 from halfstep.recipe import Recipe, get_recipe
 
@@ -178,13 +176,3 @@ def _scaler(model: nn.Module, recipe: Recipe, process_group: Any, amax_group: An
         process_group=process_group,
     )
     return scaler, scalings
-
-
-class _Callable(ModuleType):
-    """This module, callable: importing it binds `halfstep.prepare` to it, over the function of that name."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return prepare(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _Callable

@@ -1,4 +1,4 @@
-"""Weights that a layer keeps as codes and scales; and its products, whichever way it keeps them."""
+"""The weights of a layer for inference: codes and scales in buffers, in the place of a parameter."""
 
 from __future__ import annotations
 
@@ -12,16 +12,11 @@ from torch import Tensor
 from halfstep import ops
 from halfstep.errors import CheckpointError
 from halfstep.nn.adopt import extend
-from halfstep.nn.following import part_of
 from halfstep.nn.scaling import accept_factors, states_of
 from halfstep.ops.linear import product_dtype
 from halfstep.ops.operand import Operand, decoded, just_in_time, operand, stored
 from halfstep.quant import Quantizer
 from halfstep.quant.description import label
-from halfstep.recipe import LinearSpec
-
-
-_PLAIN = LinearSpec()  # of a layer that no rule rounds and another's forward multiplies by
 
 
 @dataclass(frozen=True)
@@ -53,34 +48,12 @@ class Stored:
         return label(self.quantizer).encode()
 
 
-def product(
-    module: Any,
-    x: Tensor,
-    weight: Tensor | Operand,
-    bias: Tensor | None,
-    part: str = "",
-    channels: Tensor | None = None,
-) -> Tensor:
-    """x w^T + b as the layer's spec says; only calls that train the model move scaling states.
+def quantized_weight(module: Any, name: str, x: Tensor, expert: int | None = None) -> Operand:
+    """The layer's parameter of that name, or one expert's, for a product with x: rounded, laid out as it was.
 
-    Args:
-        part: of the layer's products, where it has several.
-        channels: as `ops.linear` takes them.
+    From its codes, or from its values where it stays whole because another module has it too.
     """
-    shared = part_of(module)
-    record = shared is not None and shared.trains(module)
-    spec = vars(module).get("_halfstep_linear", _PLAIN)
-    return ops.linear(x, weight, bias, spec, states_of(module, part), record, channels)
-
-
-def weight_of(module: Any, name: str, x: Tensor, expert: int | None = None) -> Any:
-    """The layer's parameter of that name, or one expert's, for a product with x; rounded already (an `Operand`, laid
-    out as the parameter is) where the layer is quantised for inference."""
-    kept: Mapping[str, Stored | Weight] | None = vars(module).get("_halfstep_stored")
-    if kept is None:
-        weight = getattr(module, name)
-        return ops.values_of(weight if expert is None else weight[expert])
-    dtype, entry = product_dtype(x), kept[name]
+    dtype, entry = product_dtype(x), module._halfstep_stored[name]
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         if isinstance(entry, Stored):
             matrix, flipped = decoded(_quantized(module, entry, expert), dtype), entry.weight.transposed
