@@ -100,7 +100,7 @@ def test_train_names_its_folder_and_prints_a_table(place, halfstep):
         (["compare", "--recipes", "bf61-mixed"], "unknown recipe 'bf61-mixed'; nearest: bf16-mixed"),
         (["compare", "--recipes", ","], "no recipe given"),
         (["compare", "--data", "nowhere"], "nowhere: no such file or folder"),
-        (["compare", "--model", "tiny_models:modell"], "unknown function of tiny_models 'modell'; nearest: model"),
+        (["compare", "--model", "tiny_models:modell"], "tiny_models: unknown function 'modell'; nearest: model"),
         (
             ["compare", "--model", "tiny_models:other", "--out", "o"],
             "tiny_models:other: on the first batch it raised",
