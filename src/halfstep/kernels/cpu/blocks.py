@@ -29,6 +29,7 @@ from halfstep.kernels.cpu.scales import (
     block_maxima,
     larger_finite,
     largest_stored,
+    note_block_maxima,
     power_scales,
     two_level_scales,
 )
@@ -218,9 +219,9 @@ def _maxima(x, amax, levels, worst):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
-        found = block_maxima(x[a:b], len(levels))
-        amax[a >> len(levels) : b >> len(levels)] = found
-        _note_largest(found, worst[chunk : chunk + 1])
+        part = amax[a >> len(levels) : b >> len(levels)]
+        note_block_maxima(x[a:b], len(levels), part)
+        _note_largest(part, worst[chunk : chunk + 1])
 
 
 @Kernel

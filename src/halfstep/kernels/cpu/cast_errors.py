@@ -19,7 +19,7 @@ from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.error_sums import sum_plain_errors, sum_scaled_errors, sum_squares
 from halfstep.kernels.cpu.errors import Errors, unit
-from halfstep.kernels.cpu.scales import absmax_scales, block_maxima, power_scales, two_level_scales
+from halfstep.kernels.cpu.scales import absmax_scales, note_block_maxima, power_scales, two_level_scales
 from halfstep.quant.quantizer import Quantizer
 
 
@@ -176,7 +176,7 @@ def _maxima(x, found):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
-        found[a >> 4 : b >> 4] = block_maxima(x[a:b], 4)
+        note_block_maxima(x[a:b], 4, found[a >> 4 : b >> 4])
 
 
 @inner

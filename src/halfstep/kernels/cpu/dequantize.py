@@ -9,13 +9,12 @@ import numba
 import numpy as np
 import torch
 from numba import types
-from numba.extending import overload
 from torch import Tensor
 
 from halfstep.formats import Float, Format, Integer, ocp
 from halfstep.kernels.cpu import blocks, coding, packing
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload
 from halfstep.kernels.cpu.divided import scaled
 from halfstep.kernels.cpu.lanes import lanes, nearest_as
 from halfstep.kernels.cpu.packing import unpack
@@ -97,7 +96,7 @@ def _blocks(codes, scale, levels, out, meaning):
     raise NotImplementedError
 
 
-@overload(_blocks)
+@inner_overload(_blocks)
 def _blocks_overload(codes, scale, levels, out, meaning):
     if isinstance(meaning, types.Array):
         return lambda codes, scale, levels, out, meaning: _table_piece(codes, scale, levels, out, meaning)

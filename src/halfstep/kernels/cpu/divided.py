@@ -10,7 +10,7 @@ from numba import types
 from halfstep.kernels.cpu import coding, elements
 from halfstep.kernels.cpu.codebooks import looked_up, searched
 from halfstep.kernels.cpu.coding import Coding
-from halfstep.kernels.cpu.compiled import inner
+from halfstep.kernels.cpu.compiled import inner_optimised
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, Lane, bits_of, lanes, nearest_as
 from halfstep.kernels.cpu.noise import noise
@@ -53,7 +53,7 @@ def scaled(rounded: Lane, scale: Lane, like: Any) -> Lane:
     return scale.equals(0.0).pick(product.constant(0.0), product)
 
 
-@inner
+@inner_optimised
 def divided(x, scale, levels, out, numbers, codes, cuts, keys):
     """Every element of some blocks, each with its scale."""
     block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises

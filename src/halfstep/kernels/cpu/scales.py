@@ -72,7 +72,7 @@ def _halving(x, out):
 
 @inner
 def _to_bits(stored, out):
-    for i in range(out.size):
+    for i in range(stored.size):
         out[i] = stored_bits(stored[i])
 
 
@@ -93,11 +93,16 @@ def largest_stored(x, levels):
 
 
 @inner
+def note_block_maxima(x, levels, found):
+    """The same as float32 bits, to `found`."""
+    _to_bits(largest_stored(x, levels), found)
+
+
+@inner
 def block_maxima(x, levels):
-    """The same as float32 bits."""
-    stored = largest_stored(x, levels)
-    found = np.empty(stored.size, np.uint32)
-    _to_bits(stored, found)
+    """The same in an array of its own."""
+    found = np.empty(x.size >> levels, np.uint32)
+    note_block_maxima(x, levels, found)
     return found
 
 
