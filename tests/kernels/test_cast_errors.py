@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from families import slow_unless
 from halfstep import formats
 from halfstep.formats import Float
 from halfstep.kernels.cpu.arrays import array
@@ -38,7 +39,9 @@ def values():
 
 
 @pytest.mark.parametrize(
-    "quantizer", KNOWN, ids=lambda q: f"{q.format.name[:24]}-{q.tile}-{q.scaling and q.scaling.name}"
+    "quantizer",
+    slow_unless(lambda quantizer: not quantizer.format.name.startswith("dynamic8"), KNOWN),  # seconds, to compile 255 cut points
+    ids=lambda q: f"{q.format.name[:24]}-{q.tile}-{q.scaling and q.scaling.name}",
 )
 def test_it_is_the_reference(quantizer):
     x = values()
