@@ -40,7 +40,9 @@ def values():
 
 @pytest.mark.parametrize(
     "quantizer",
-    slow_unless(lambda quantizer: not quantizer.format.name.startswith("dynamic8"), KNOWN),  # seconds, to compile 255 cut points
+    slow_unless(
+        lambda quantizer: not quantizer.format.name.startswith("dynamic8"), KNOWN
+    ),  # seconds, to compile 255 cut points
     ids=lambda q: f"{q.format.name[:24]}-{q.tile}-{q.scaling and q.scaling.name}",
 )
 def test_it_is_the_reference(quantizer):

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import Codebook, Format
-from halfstep.kernels.cpu import coding, packing, powers, scales
+from halfstep.kernels.cpu import element_codes, packing, powers, scales
 from halfstep.kernels.cpu.arrays import array, plain, separate
-from halfstep.kernels.cpu.codebooks import cut_points
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
 from halfstep.kernels.cpu.divided import divided
+from halfstep.kernels.cpu.element_codes import cut_points
 from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
 from halfstep.kernels.cpu.packing import pack, place
 from halfstep.kernels.cpu.powers import FAR, TINY, note_scales, stepped
@@ -144,7 +144,7 @@ def _knows_element(format: Format, rounding: str) -> bool:
 @cache
 def _numbers(format: Format, rounding: str) -> tuple[Any, Any]:
     if not isinstance(format, Codebook):
-        return coding.scalars(format, rounding, "saturate")
+        return element_codes.scalars(format, rounding, "saturate")
     values = format.values()
     order = [min(c for c in format.codes() if format.decode(c) == value) for value in values]
     halves = [sum(code << 4 * i for i, code in enumerate(part)) for part in (order[:8], order[8:])]

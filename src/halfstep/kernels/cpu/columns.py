@@ -15,7 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from halfstep.kernels.cpu import blocks, coding, powers, scales
+from halfstep.kernels.cpu import blocks, element_codes, powers, scales
 from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.compiled import Kernel, inner
 from halfstep.kernels.cpu.divided import element
@@ -53,7 +53,7 @@ def run_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
     levels = blocks.levels(quantizer.tile)
     found = np.zeros(-(-columns // _WIDTH) * -(-rows // _TALL), np.uint32)
     rule = scales.power_scalars(quantizer.format, quantizer.scaling.name)
-    numbers: Any = coding.scalars(quantizer.format, "nearest_even", "saturate")[0]
+    numbers: Any = element_codes.scalars(quantizer.format, "nearest_even", "saturate")[0]
     steps = powers.scalars(quantizer.format)
     _power(x.numel(), array(x.t()), columns, levels, rule, steps, found, array(out), numbers, _WIDTH, _TALL)
     return bool((found & TINY).any())

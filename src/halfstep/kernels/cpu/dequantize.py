@@ -12,7 +12,7 @@ from numba import types
 from torch import Tensor
 
 from halfstep.formats import Float, Format, Integer, ocp
-from halfstep.kernels.cpu import blocks, coding, packing
+from halfstep.kernels.cpu import blocks, element_codes, packing
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload
 from halfstep.kernels.cpu.divided import scaled
@@ -42,7 +42,9 @@ def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> None:
         _powers(stored.size, stored, scale)
         scale = scale.view(np.float32)
     elif quantizer.scaling.name == "two_level":
-        scale = coding.table(ocp.float8_e4m3fn, torch.float32).numpy()[stored] * np.float32(tensors["tensor_scale"])
+        scale = element_codes.table(ocp.float8_e4m3fn, torch.float32).numpy()[stored] * np.float32(
+            tensors["tensor_scale"]
+        )
     else:
         scale = stored
     format = quantizer.format
@@ -54,13 +56,13 @@ def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> None:
 def _meaning(format: Format) -> Any:
     """What a code is: the numbers of its decoding, or a codebook's values."""
     if isinstance(format, Float | Integer):
-        return coding.decoding_scalars(format)
-    return coding.table(format, torch.float32).numpy()
+        return element_codes.decoding_scalars(format)
+    return element_codes.table(format, torch.float32).numpy()
 
 
 @lanes("like")
 def _restored(code, scale, meaning, like):
-    value = coding.decoded(code.to(32), meaning).float()
+    value = element_codes.decoded(code.to(32), meaning).float()
     return nearest_as(scaled(value, scale, like), like)
 
 

@@ -10,9 +10,9 @@ import numpy as np
 from numba import types
 
 from halfstep.formats import Float, Format, Integer, ocp
-from halfstep.kernels.cpu import coding
-from halfstep.kernels.cpu.coding import Coding
+from halfstep.kernels.cpu import element_codes
 from halfstep.kernels.cpu.compiled import inner
+from halfstep.kernels.cpu.element_codes import Coding
 from halfstep.kernels.cpu.elements import Rounding, Scalars
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, bits_of, lanes
 
@@ -39,13 +39,13 @@ def power_scalars(element: Format, rule: str) -> Scalars:
 @cache
 def block_scale_scalars() -> tuple[Scalars, Scalars, Scalars]:
     """What `two_level_code` needs to round a scale to E4M3 and back."""
-    numbers, codes = coding.scalars(ocp.float8_e4m3fn, "nearest_even", "saturate")
-    return numbers, codes, coding.decoding_scalars(ocp.float8_e4m3fn)
+    numbers, codes = element_codes.scalars(ocp.float8_e4m3fn, "nearest_even", "saturate")
+    return numbers, codes, element_codes.decoding_scalars(ocp.float8_e4m3fn)
 
 
 def knows(element: Format) -> bool:
     """Whether the element format can be encoded and has a byte for its codes."""
-    return isinstance(element, Float | Integer) and coding.knows(element) and element.bits in (4, 6, 8)
+    return isinstance(element, Float | Integer) and element_codes.knows(element) and element.bits in (4, 6, 8)
 
 
 # ---- the largest magnitude of every block --------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def absmax_scale(amax, largest):
 def two_level_code(amax, largest, tensor_scale, numbers, codes):
     """The E4M3 code of amax / largest / tensor_scale."""
     quotient = absmax_quotient(amax, largest, tensor_scale)
-    return coding.encoded(quotient, Rounding(*numbers), Coding(*codes)).to(8)
+    return element_codes.encoded(quotient, Rounding(*numbers), Coding(*codes)).to(8)
 
 
 def absmax_quotient(amax: Any, largest: Any, tensor_scale: Any) -> Any:
@@ -149,7 +149,7 @@ def absmax_quotient(amax: Any, largest: Any, tensor_scale: Any) -> Any:
 @lanes(types.float32)
 def two_level_multiplier(code, tensor_scale, decoding):
     """The value of a block's E4M3 code times the tensor's scale."""
-    return coding.decoded(code.to(32), decoding).float() * tensor_scale
+    return element_codes.decoded(code.to(32), decoding).float() * tensor_scale
 
 
 @lanes(types.uint32)
