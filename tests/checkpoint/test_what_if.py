@@ -25,7 +25,7 @@ def matrices(kind):
             "bias": torch.randn(64, generator=generator),
         }
     if kind == "half":
-        return {"half": wide.half(), "small": torch.randn(40, 96, generator=generator).half()}
+        return {"half": wide.half(), "small": torch.randn(40, 96, generator=generator).half(), "wide": wide}
     return {
         "tiny": torch.randn(64, 128, generator=generator) * 1e-42,  # scales and values are subnormal
         "sparse": torch.randn(128, 256, generator=generator) * (torch.arange(256) < 64),

@@ -78,7 +78,7 @@ ELEMENTS = ["e4m3fn", "e5m2", "e4m3fnuz", "e2m1fn", "e3m2fn", "ocp_int8", "int8"
     ("size", "name", "rule", "dtype"),
     slow_unless(
         lambda case: (
-            (*case[1:],) == ("e4m3fn", "rceil", torch.bfloat16) or (case[0], *case[2:]) == (128, "floor", torch.float32)
+            case[1:] == ("e4m3fn", "rceil", torch.bfloat16) or (case[0], *case[2:]) == (128, "floor", torch.float32)
         ),
         itertools.product([16, 128, 256], ELEMENTS, ["floor", "rceil"], [torch.float32, torch.bfloat16]),
     ),
