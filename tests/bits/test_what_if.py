@@ -17,12 +17,13 @@ def matrices(kind):
     if kind == "plain":
         return {
             "wide": wide.repeat(3, 1),  # more than one piece: a scale of the whole tensor must be that of all pieces
-            "half": torch.randn(40, 96, generator=generator).half(),
             "odd": torch.randn(3, 5, 7, generator=generator).bfloat16(),
             "large": torch.randn(32, 64, generator=generator) * 40000,
             "narrow": torch.randn(2100, 512, generator=generator).mul(0.02).bfloat16(),  # enough to go by its codes
             "bias": torch.randn(64, generator=generator),
         }
+    if kind == "half":
+        return {"half": wide.half(), "small": torch.randn(40, 96, generator=generator).half(), "wide": wide}
     return {
         "tiny": torch.randn(64, 128, generator=generator) * 1e-42,  # scales and values are subnormal
         "sparse": torch.randn(128, 256, generator=generator) * (torch.arange(256) < 64),
@@ -40,7 +41,7 @@ def broken(generator, rows=32):
     return x
 
 
-@pytest.fixture(scope="module", params=["plain", "hard"])
+@pytest.fixture(scope="module", params=["plain", "hard", pytest.param("half", marks=pytest.mark.slow)])
 def kind(request):
     return request.param
 

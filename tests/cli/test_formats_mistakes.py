@@ -91,6 +91,7 @@ def in_a_package_with_one_file_more(folder, code):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
 
 
+@pytest.mark.slow  # conformance/test_one_file.py is the fast one
 def test_a_format_is_one_call_in_one_file(tmp_path):
     """The table, the page and the tensor functions know it without being told."""
     code = """

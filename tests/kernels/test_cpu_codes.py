@@ -19,12 +19,13 @@ from oracles.numbers import same_bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NARROW = [f for f in all_formats() if f.bits <= 16]
-OF_EVERY_KIND = {"float8_e4m3fn", "int8", "nf4"}
+NARROW_INPUTS = {torch.bfloat16: ("int8", "nf4"), torch.float16: ("float8_e4m3fn", "nf4")}
 """Formats that are tried with 16-bit tensors too, whose kernels are compiled anew; the rest are slow tests."""
 every_format_and_dtype = pytest.mark.parametrize(
     ("format", "dtype"),
     slow_unless(
-        lambda case: case[1] == torch.float32 or case[0].name in OF_EVERY_KIND, itertools.product(NARROW, DTYPES)
+        lambda case: case[1] == torch.float32 or case[0].name in NARROW_INPUTS[case[1]],
+        itertools.product(NARROW, DTYPES),
     ),
     ids=lambda part: getattr(part, "name", str(part)),
 )
@@ -97,7 +98,7 @@ PACKED = ("e2m1fn", "e3m2fn", "e2m3fn", "int4", "uint4")
 packed_format_and_dtype = pytest.mark.parametrize(
     ("format", "dtype"),
     slow_unless(
-        lambda case: case[1] == torch.float32 or case[0].name == "float4_e2m1fn",
+        lambda case: case[1] == torch.float32 or (case[0].name, case[1]) == ("float4_e2m1fn", torch.bfloat16),
         itertools.product(map(formats.get, PACKED), DTYPES),
     ),
     ids=lambda part: getattr(part, "name", str(part)),

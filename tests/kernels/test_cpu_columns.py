@@ -32,11 +32,11 @@ def down(x):
     return x.t().contiguous().t()
 
 
-def assert_rounds(x, quantizer):
+def assert_rounds(x, quantizer, dtypes=(torch.float32, torch.bfloat16)):
     """By the kernel for columns, and by that for rows: the reference's values, and what both say of small ones."""
     format, scales = quantizer.format, quantizer.scales
     expected = quantizer.quantize(x)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in dtypes:
         out, rows = torch.full(x.shape, 7.0, dtype=dtype), torch.full(x.shape, 7.0, dtype=dtype)
         assert kernel.supports_values(down(x), out, quantizer)
         noted = kernel.run_values(down(x), out, format, scales)
@@ -53,13 +53,14 @@ def has_small(x):
 
 
 NARROW = [(*case, dtype) for case in POWERS for dtype in (torch.bfloat16, torch.float16)]
+COMPILED = ("mxfp8_e4m3", "rceil", torch.bfloat16)
 
 
 @pytest.mark.parametrize(
     ("name", "rule", "dtype"),
     [
         *((*case, torch.float32) for case in POWERS),
-        *slow_unless(lambda case: case[:2] == ("mxfp8_e4m3", "rceil"), NARROW),  # another kernel to compile for each
+        *slow_unless(COMPILED.__eq__, NARROW),  # another kernel to compile for each
     ],
 )
 def test_every_format_whose_scales_are_powers_of_two(name, rule, dtype):
@@ -73,18 +74,25 @@ def test_a_margin():
     assert_rounds(hard(512)[:17], Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 32), rule)))
 
 
+def test_float16_is_rounded():
+    assert_rounds(hard(512, torch.float16), get_quantizer("mxfp8_e4m3", scale="rceil"), (torch.float32,))
+
+
 ELEMENTS = ["e4m3fn", "e5m2", "e4m3fnuz", "e2m1fn", "e3m2fn", "ocp_int8", "int8", "uint4"]
 
 
 @pytest.mark.parametrize(
-    ("size", "name", "rule"),
+    ("size", "name", "rule", "dtype"),
     slow_unless(
-        lambda case: case[1:] == ("e4m3fn", "rceil") or (case[0], case[2]) == (128, "floor"),
-        itertools.product([16, 128, 256], ELEMENTS, ["floor", "rceil"]),
+        lambda case: (
+            case[1:] == ("e4m3fn", "rceil", torch.bfloat16) or (case[0], *case[2:]) == (128, "floor", torch.float32)
+        ),
+        itertools.product([16, 128, 256], ELEMENTS, ["floor", "rceil"], [torch.float32, torch.bfloat16]),
     ),
 )
-def test_every_size_of_block(size, name, rule):
-    assert_rounds(hard(512)[:17], Quantizer(formats.get(name), scales=Scales(Tile(1, size), get_scaling(rule))))
+def test_every_size_of_block(size, name, rule, dtype):
+    quantizer = Quantizer(formats.get(name), scales=Scales(Tile(1, size), get_scaling(rule)))
+    assert_rounds(hard(512)[:17], quantizer, (dtype,))
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (31, 64), (33, 1056), (129, 544), (300, 96)])

@@ -51,7 +51,8 @@ def test_measured_bytes_are_the_predicted_ones(recipe, optimizer_class, options,
 
 TABLE = {
     "fp32": 16, "bf16-mixed": 16, "fp16-mixed": 16, "fp16-mixed-unscaled": 16, "bf16-master": 16, "fp16-master": 16,
-    "bf16-nomaster": 12, "fp16-nomaster": 12, "bf16-stochastic": 12, "bf16-pure": 8, "fp16-pure": 8, "bf16-fp32grad": 14,
+    "fp16-nomaster": 12, "bf16-nomaster": 12,
+    "bf16-stochastic": 12, "bf16-pure": 8, "fp16-pure": 8, "bf16-fp32grad": 14,
     "bf16-megatron": 18, "bf16-split": 14, "bf16-kahan": 14, "bf16-collage-light": 10, "bf16-collage-plus": 12,
     "bf16-truncate": 16, "fp16-static": 16, "fp16-lists": 16, "fp8-delayed": 16, "fp8-delayed-megatron": 16,
     "fp8-current": 16, "fp8-rowwise": 16, "fp8-rowwise-gw-hp": 16, "fp8-block": 16, "mxfp8": 16, "mxfp8-floor": 16,

@@ -17,7 +17,7 @@ from halfstep.bits.verdict import percent
 from halfstep.errors import QuantizationError, unknown
 from halfstep.kernels.cpu import operators
 from halfstep.kernels.cpu.cast_errors import ROOM, CastErrors, Rows, knows
-from halfstep.kernels.cpu.errors import Errors, compare, unit
+from halfstep.kernels.cpu.comparison import Errors, compare, unit
 from halfstep.quant import Quantizer, Scales, get_quantizer
 from halfstep.quant.quantizer import layout
 from halfstep.quant.scaling import get_scaling

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import Codebook, Format
-from halfstep.kernels.cpu import coding, packing, powers
+from halfstep.kernels.cpu import element_codes, packing, powers
 from halfstep.kernels.cpu.arrays import array, plain, separate
-from halfstep.kernels.cpu.codebooks import cut_points
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
 from halfstep.kernels.cpu.divided import divided
+from halfstep.kernels.cpu.element_codes import cut_points
 from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
 from halfstep.kernels.cpu.packing import pack, place
 from halfstep.kernels.cpu.powers import FAR, TINY, note_scales, stepped
@@ -31,6 +31,7 @@ from halfstep.kernels.cpu.scales import (
     knows_rule,
     larger_finite,
     largest_stored,
+    note_block_maxima,
     power_scalars,
     power_scales,
     two_level_scales,
@@ -140,7 +141,7 @@ def _knows(format: Format, rounding: str, rule: Scaling) -> bool:
 @cache
 def _numbers(format: Format, rounding: str) -> tuple[Any, Any]:
     if not isinstance(format, Codebook):
-        return coding.scalars(format, rounding, "saturate")
+        return element_codes.scalars(format, rounding, "saturate")
     values = format.values()
     order = [min(c for c in format.codes() if format.decode(c) == value) for value in values]
     halves = [sum(code << 4 * i for i, code in enumerate(part)) for part in (order[:8], order[8:])]
@@ -215,9 +216,9 @@ def _maxima(x, amax, levels, worst):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
-        found = block_maxima(x[a:b], len(levels))
-        amax[a >> len(levels) : b >> len(levels)] = found
-        _note_largest(found, worst[chunk : chunk + 1])
+        part = amax[a >> len(levels) : b >> len(levels)]
+        note_block_maxima(x[a:b], len(levels), part)
+        _note_largest(part, worst[chunk : chunk + 1])
 
 
 @Kernel

@@ -1,6 +1,6 @@
 """What a cast would do to a tensor, rows by rows, without writing what it makes of them.
 
-For finite values with room above them; `errors.compare` takes any, and two arrays.
+For finite values with room above them; `comparison.compare` takes any, and two arrays.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from halfstep.formats import Codebook, Format, Integer
 from halfstep.kernels.cpu import elements, scales
-from halfstep.kernels.cpu.codebooks import cut_points
+from halfstep.kernels.cpu.cast_error_loops import sum_plain_errors, sum_scaled_errors, sum_squares
+from halfstep.kernels.cpu.comparison import Errors, unit
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
+from halfstep.kernels.cpu.element_codes import cut_points
 from halfstep.kernels.cpu.elements import Rounding
-from halfstep.kernels.cpu.error_sums import sum_plain_errors, sum_scaled_errors, sum_squares
-from halfstep.kernels.cpu.errors import Errors, unit
-from halfstep.kernels.cpu.scales import absmax_scales, block_maxima, power_scales, two_level_scales
+from halfstep.kernels.cpu.scales import absmax_scales, note_block_maxima, power_scales, two_level_scales
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling import Scaling
 from halfstep.quant.tile import Tile
@@ -176,7 +176,7 @@ def _maxima(x, found):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
-        found[a >> 4 : b >> 4] = block_maxima(x[a:b], 4)
+        note_block_maxima(x[a:b], 4, found[a >> 4 : b >> 4])
 
 
 @inner

@@ -11,10 +11,10 @@ from numba import types
 from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.kernels.cpu import coding, elements, packing
+from halfstep.kernels.cpu import element_codes, elements, packing
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.coding import Coding
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
+from halfstep.kernels.cpu.element_codes import Coding
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, bits_of, lanes, stored_as
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
@@ -28,14 +28,14 @@ def supports(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: st
 
     `packed`: 4- and 6-bit codes go to the rows of `out` as `quant.pack` puts them there, and fill them.
     """
-    return plain(x) and coding.knows(format) and _lie_in(out, x, format, packed)
+    return plain(x) and element_codes.knows(format) and _lie_in(out, x, format, packed)
 
 
 def run(
     x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: int | None, packed: bool = False
 ) -> bool:
     """Write the codes of `x`, rounded, to `out`. False: there is NaN in x, and the format has no code for it."""
-    numbers, codes = coding.scalars(format, rounding, overflow)
+    numbers, codes = element_codes.scalars(format, rounding, overflow)
     worst = None if format.has_nan else np.zeros(-(-x.numel() // CHUNK), np.uint32)
     keys = seed_keys(seed) if rounding == "stochastic" else None
     shifts = packing.shifts(format) if packed else None
@@ -54,16 +54,16 @@ def run_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False)
     shifts = packing.shifts(format) if packed else None
     worst = None if packed or format.bits == format.storage_bits else np.zeros(-(-size // CHUNK), np.uint32)
     if _decodes(format, out.dtype):
-        _decode(size, array(codes), array(out), coding.decoding_scalars(format), worst, shifts)
+        _decode(size, array(codes), array(out), element_codes.decoding_scalars(format), worst, shifts)
     else:
-        _look_up(size, array(codes), array(out), array(coding.table(format, out.dtype)), worst, shifts)
+        _look_up(size, array(codes), array(out), array(element_codes.table(format, out.dtype)), worst, shifts)
     return worst is None or not (worst >> np.uint32(format.bits)).any()
 
 
 @cache
 def _decodes(format: Format, dtype: torch.dtype) -> bool:
     """Whether a code is decoded by arithmetic, not by a table: its value needs no rounding."""
-    return coding.knows(format) and elements.holds(format, "ieee", torch.float64, dtype)
+    return element_codes.knows(format) and elements.holds(format, "ieee", torch.float64, dtype)
 
 
 def _lie_in(codes: Tensor, values: Tensor, format: Format, packed: bool) -> bool:
@@ -78,13 +78,13 @@ def _lie_in(codes: Tensor, values: Tensor, format: Format, packed: bool) -> bool
 
 @lanes("like")
 def _code(value, numbers, codes, keys, index, like):
-    code = coding.encoded(bits_of(value), Rounding(*numbers), Coding(*codes), noise(keys, index))
+    code = element_codes.encoded(bits_of(value), Rounding(*numbers), Coding(*codes), noise(keys, index))
     return code.to(like.bitwidth)
 
 
 @lanes("like")
 def _decoded(code, numbers, like):
-    return stored_as(coding.decoded(code.to(32), numbers), like)
+    return stored_as(element_codes.decoded(code.to(32), numbers), like)
 
 
 @lanes(types.uint32)

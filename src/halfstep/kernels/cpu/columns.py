@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.kernels.cpu import blocks, coding, powers
+from halfstep.kernels.cpu import blocks, element_codes, powers
 from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.compiled import Kernel, inner
 from halfstep.kernels.cpu.divided import element
@@ -53,7 +53,7 @@ def run_values(x: Tensor, out: Tensor, format: Format, scales: Scales) -> bool:
     levels = blocks.levels(scales.tile)
     found = np.zeros(-(-columns // _WIDTH) * -(-rows // _TALL), np.uint32)
     rule = power_scalars(format, scales.rule)
-    numbers: Any = coding.scalars(format, "nearest_even", "saturate")[0]
+    numbers: Any = element_codes.scalars(format, "nearest_even", "saturate")[0]
     steps = powers.scalars(format)
     _power(x.numel(), array(x.t()), columns, levels, rule, steps, found, array(out), numbers, _WIDTH, _TALL)
     return bool((found & TINY).any())

@@ -25,17 +25,72 @@ from numba.core.caching import (
     InTreeCacheLocator,
     UserWideCacheLocator,
 )
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 from numba.extending import overload
 
 
 CHUNK = 1 << 14  # elements a thread takes at a time, the reach of one pair of noise keys (`quant.rounding.NOISE_CHUNK`)
-_NO_WRAPPERS: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _PROCESS = os.getpid()  # GNU OpenMP aborts a forked child that starts threads after its parent did
+
+
+class _Part(JITCodeLibrary):
+    """Code that is linked into a kernel's, which LLVM optimises whole: alone it is neither optimised nor executable."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        self._ensure_finalized()
+        return 0
+
+    @property
+    def codegen(self) -> Any:
+        return _NoEnvironments
+
+
+class _OptimisedPart(_Part):
+    def _optimize_final_module(self) -> None:
+        JITCodeLibrary._optimize_final_module(self)
+
+
+class _NoEnvironments:
+    @staticmethod
+    def set_env(name: str, environment: Any) -> None:
+        """Python's names and constants are for a function that Python calls."""
+
+
+class _PartCompiler(Compiler):
+    library: type[_Part] = _Part
+
+    def __init__(self, typingctx: Any, targetctx: Any, library: Any, *rest: Any) -> None:
+        super().__init__(typingctx, targetctx, library or self.library(targetctx.codegen(), "part"), *rest)
+
+
+class _OptimisedPartCompiler(_PartCompiler):
+    library = _OptimisedPart
+
+
+_NO_CALLS_FROM_C: Any = {"no_cfunc_wrapper": True}
+_PART: Any = {"no_cpython_wrapper": True, **_NO_CALLS_FROM_C, "pipeline_class": _PartCompiler}
 
 
 def inner(function: Callable[..., Any]) -> Any:
     """A function that kernels alone call: compiled into them, without a wrapper for callers in Python."""
-    return numba.njit(function, error_model="numpy", **_NO_WRAPPERS)
+    return numba.njit(function, error_model="numpy", **_PART)
+
+
+def inner_optimised(function: Callable[..., Any]) -> Any:
+    """The same, optimised before it is linked too: a loop of many constants may be a quarter faster for it."""
+    return numba.njit(function, error_model="numpy", **{**_PART, "pipeline_class": _OptimisedPartCompiler})
+
+
+def inner_overload(function: Callable[..., Any]) -> Any:
+    """`numba.extending.overload` of a function that kernels alone call."""
+    return overload(function, jit_options=_PART)
 
 
 def piece(array, start, stop):
@@ -43,7 +98,7 @@ def piece(array, start, stop):
     return None if array is None else array[start:stop]
 
 
-@overload(piece)
+@inner_overload(piece)
 def _piece_overload(array, start, stop):
     if isinstance(array, types.NoneType):
         return lambda array, start, stop: None
@@ -86,7 +141,7 @@ def _sources() -> str:
 
 
 def _compile(function: Callable[..., Any], parallel: bool) -> Any:
-    dispatcher: Any = numba.njit(function, parallel=parallel, error_model="numpy")
+    dispatcher: Any = numba.njit(function, parallel=parallel, error_model="numpy", **_NO_CALLS_FROM_C)
     try:
         dispatcher._cache = (_ParallelCache if parallel else _SerialCache)(function)
     except RuntimeError:  # no folder can be written to: every process compiles for itself

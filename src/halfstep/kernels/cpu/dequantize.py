@@ -9,13 +9,12 @@ import numba
 import numpy as np
 import torch
 from numba import types
-from numba.extending import overload
 from torch import Tensor
 
 from halfstep.formats import Float, Format, Integer, ocp
-from halfstep.kernels.cpu import blocks, coding, packing
+from halfstep.kernels.cpu import blocks, element_codes, packing
 from halfstep.kernels.cpu.arrays import array, plain
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload
 from halfstep.kernels.cpu.divided import scaled
 from halfstep.kernels.cpu.lanes import lanes, nearest_as
 from halfstep.kernels.cpu.packing import unpack
@@ -42,7 +41,8 @@ def run(tensors: dict[str, Tensor], out: Tensor, format: Format, scales: Scales)
         _powers(stored.size, stored, scale)
         scale = scale.view(np.float32)
     elif scales.rule.two_level:
-        scale = coding.table(ocp.float8_e4m3fn, torch.float32).numpy()[stored] * np.float32(tensors["tensor_scale"])
+        table = element_codes.table(ocp.float8_e4m3fn, torch.float32).numpy()
+        scale = table[stored] * np.float32(tensors["tensor_scale"])
     else:
         scale = stored
     levels = blocks.levels(scales.tile)
@@ -53,13 +53,13 @@ def run(tensors: dict[str, Tensor], out: Tensor, format: Format, scales: Scales)
 def _meaning(format: Format) -> Any:
     """What a code is: the numbers of its decoding, or a codebook's values."""
     if isinstance(format, Float | Integer):
-        return coding.decoding_scalars(format)
-    return coding.table(format, torch.float32).numpy()
+        return element_codes.decoding_scalars(format)
+    return element_codes.table(format, torch.float32).numpy()
 
 
 @lanes("like")
 def _restored(code, scale, meaning, like):
-    value = coding.decoded(code.to(32), meaning).float()
+    value = element_codes.decoded(code.to(32), meaning).float()
     return nearest_as(scaled(value, scale, like), like)
 
 
@@ -95,7 +95,7 @@ def _blocks(codes, scale, levels, out, meaning):
     raise NotImplementedError
 
 
-@overload(_blocks)
+@inner_overload(_blocks)
 def _blocks_overload(codes, scale, levels, out, meaning):
     if isinstance(meaning, types.Array):
         return lambda codes, scale, levels, out, meaning: _table_piece(codes, scale, levels, out, meaning)

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from numba import types
 
-from halfstep.kernels.cpu import coding, elements
-from halfstep.kernels.cpu.codebooks import looked_up, searched
-from halfstep.kernels.cpu.coding import Coding
-from halfstep.kernels.cpu.compiled import inner
+from halfstep.kernels.cpu import element_codes, elements
+from halfstep.kernels.cpu.compiled import inner_optimised
+from halfstep.kernels.cpu.element_codes import Coding, looked_up, searched
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, Lane, bits_of, lanes, nearest_as
 from halfstep.kernels.cpu.noise import noise
@@ -36,7 +35,7 @@ def element(value, scale, numbers, codes, cuts, keys, index, like):
     if like == types.uint8:
         if cuts is not None:
             return searched(quotient.float(), cuts, codes)
-        return coding.encoded(quotient, Rounding(*numbers), Coding(*codes), noise(keys, index)).to(8)
+        return element_codes.encoded(quotient, Rounding(*numbers), Coding(*codes), noise(keys, index)).to(8)
     if cuts is not None:
         rounded = looked_up(quotient.float(), cuts)
     else:
@@ -53,7 +52,7 @@ def scaled(rounded: Lane, scale: Lane, like: Any) -> Lane:
     return scale.equals(0.0).pick(product.constant(0.0), product)
 
 
-@inner
+@inner_optimised
 def divided(x, scale, levels, out, numbers, codes, cuts, keys):
     """Every element of some blocks, each with its scale."""
     block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises

@@ -7,8 +7,8 @@ from typing import Any
 import numba
 import numpy as np
 from numba import types
-from numba.extending import overload
 
+from halfstep.kernels.cpu.compiled import inner_overload
 from halfstep.kernels.cpu.lanes import Lane, lanes
 
 
@@ -57,7 +57,7 @@ def chunk_keys(seed, chunk):
     return np.uint32(first), np.uint32(second)
 
 
-@overload(chunk_keys)
+@inner_overload(chunk_keys)
 def _chunk_keys_overload(seed, chunk):
     if isinstance(seed, types.NoneType):
         return lambda seed, chunk: None

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from halfstep.formats import Format
-from halfstep.kernels.cpu.compiled import CHUNK, inner
+from halfstep.kernels.cpu.compiled import CHUNK, inner, inner_overload
 from halfstep.kernels.cpu.lanes import lanes
 
 
@@ -90,7 +89,7 @@ def place(out: Any, a: Any, b: Any, shifts: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(place)
+@inner_overload(place)
 def _place(out, a, b, shifts):
     if isinstance(shifts, types.NoneType):
         return lambda out, a, b, shifts: out[a:b]
@@ -102,7 +101,7 @@ def pack(codes: Any, out: Any, a: Any, b: Any, shifts: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(pack)
+@inner_overload(pack)
 def _pack(codes, out, a, b, shifts):
     if isinstance(shifts, types.NoneType):
         return lambda codes, out, a, b, shifts: None
@@ -116,7 +115,7 @@ def unpack(packed: Any, a: Any, b: Any, shifts: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(unpack)
+@inner_overload(unpack)
 def _unpack(packed, a, b, shifts):
     if isinstance(shifts, types.NoneType):
         return lambda packed, a, b, shifts: packed[a:b]

@@ -10,9 +10,9 @@ import numpy as np
 from numba import types
 
 from halfstep.formats import Float, Format, Integer, ocp
-from halfstep.kernels.cpu import coding
-from halfstep.kernels.cpu.coding import Coding
+from halfstep.kernels.cpu import element_codes
 from halfstep.kernels.cpu.compiled import inner
+from halfstep.kernels.cpu.element_codes import Coding
 from halfstep.kernels.cpu.elements import Rounding, Scalars
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, bits_of, lanes
 from halfstep.quant.scaling import Scaling
@@ -41,13 +41,13 @@ def knows_rule(element: Format, rule: Scaling) -> bool:
 @cache
 def block_scale_scalars() -> tuple[Scalars, Scalars, Scalars]:
     """What `two_level_code` needs to round a scale to E4M3 and back."""
-    numbers, codes = coding.scalars(ocp.float8_e4m3fn, "nearest_even", "saturate")
-    return numbers, codes, coding.decoding_scalars(ocp.float8_e4m3fn)
+    numbers, codes = element_codes.scalars(ocp.float8_e4m3fn, "nearest_even", "saturate")
+    return numbers, codes, element_codes.decoding_scalars(ocp.float8_e4m3fn)
 
 
 def knows(element: Format) -> bool:
     """Whether the element format can be encoded and has a byte for its codes."""
-    return isinstance(element, Float | Integer) and coding.knows(element) and element.bits in (4, 6, 8)
+    return isinstance(element, Float | Integer) and element_codes.knows(element) and element.bits in (4, 6, 8)
 
 
 # ---- the largest magnitude of every block --------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def _halving(x, out):
 
 @inner
 def _to_bits(stored, out):
-    for i in range(out.size):
+    for i in range(stored.size):
         out[i] = stored_bits(stored[i])
 
 
@@ -95,11 +95,16 @@ def largest_stored(x, levels):
 
 
 @inner
+def note_block_maxima(x, levels, found):
+    """The same as float32 bits, to `found`."""
+    _to_bits(largest_stored(x, levels), found)
+
+
+@inner
 def block_maxima(x, levels):
-    """The same as float32 bits."""
-    stored = largest_stored(x, levels)
-    found = np.empty(stored.size, np.uint32)
-    _to_bits(stored, found)
+    """The same in an array of its own."""
+    found = np.empty(x.size >> levels, np.uint32)
+    note_block_maxima(x, levels, found)
     return found
 
 
@@ -135,7 +140,7 @@ def absmax_scale(amax, largest):
 def two_level_code(amax, largest, tensor_scale, numbers, codes):
     """The E4M3 code of amax / largest / tensor_scale."""
     quotient = absmax_quotient(amax, largest, tensor_scale)
-    return coding.encoded(quotient, Rounding(*numbers), Coding(*codes)).to(8)
+    return element_codes.encoded(quotient, Rounding(*numbers), Coding(*codes)).to(8)
 
 
 def absmax_quotient(amax: Any, largest: Any, tensor_scale: Any) -> Any:
@@ -146,7 +151,7 @@ def absmax_quotient(amax: Any, largest: Any, tensor_scale: Any) -> Any:
 @lanes(types.float32)
 def two_level_multiplier(code, tensor_scale, decoding):
     """The value of a block's E4M3 code times the tensor's scale."""
-    return coding.decoded(code.to(32), decoding).float() * tensor_scale
+    return element_codes.decoded(code.to(32), decoding).float() * tensor_scale
 
 
 @lanes(types.uint32)

@@ -10,10 +10,10 @@ import numpy as np
 from numba import types
 
 from halfstep.kernels.cpu import elements
-from halfstep.kernels.cpu.codebooks import looked_up
+from halfstep.kernels.cpu.comparison import PIECE
 from halfstep.kernels.cpu.compiled import Kernel, inner
+from halfstep.kernels.cpu.element_codes import looked_up
 from halfstep.kernels.cpu.elements import Rounding
-from halfstep.kernels.cpu.errors import PIECE
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, bits_of, fill, lanes
 
 

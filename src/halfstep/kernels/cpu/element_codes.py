@@ -1,4 +1,7 @@
-"""What encoding and decoding do to one element, in lanes: `elements` rounds, this finds the code of the result."""
+"""The code of one element, in lanes, and back: `elements` rounds, this finds the code of the result.
+
+A codebook's element is found by the cut points between its values.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from halfstep.formats import Float, Format, Integer
+from halfstep.formats import Codebook, Float, Format, Integer
 from halfstep.kernels.cpu import elements
 from halfstep.kernels.cpu.elements import Rounding, Scalars, float_bits
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane
@@ -169,3 +172,39 @@ def decoded(code: Lane, numbers: list[Lane]) -> Lane:
 def table(format: Format, dtype: torch.dtype) -> torch.Tensor:
     """The values of all codes, in `dtype`."""
     return torch.tensor([format.decode(code) for code in format.codes()], dtype=torch.float64).to(dtype)
+
+
+# ---- codebooks ---------------------------------------------------------------------------------------------------
+
+
+@cache
+def cut_points(format: Format, with_values: bool) -> Any:
+    """A codebook's cut points as float32, toward -inf: y > cut is then what it is for the exact cut. And its values."""
+    if not isinstance(format, Codebook):
+        return None
+    cuts = [np.float32(b) for b in format.boundaries()]
+    cuts = [
+        np.nextafter(c, np.float32(-np.inf)) if float(c) > b else c
+        for c, b in zip(cuts, format.boundaries(), strict=True)
+    ]
+    return tuple(cuts) + (tuple(np.float32(v) for v in format.values()) if with_values else ())
+
+
+def searched(y: Lane, cuts: list[Lane], order: list[Lane] | None) -> Lane:
+    """How many cuts y is above: the place of its value among the codebook's; `order` has the codes by place."""
+    place = (y > cuts[0]).to(32)
+    for cut in cuts[1:]:
+        place = place + (y > cut).to(32)
+    if order is None:
+        return place.to(8)
+    half = (place > 7).pick(order[1], order[0])
+    return ((half >> ((place & 7) << 2)) & 15).to(8)
+
+
+def looked_up(y: Lane, cuts: list[Lane]) -> Lane:
+    """The value on y's side of every cut; `cuts` goes on with the values."""
+    count = len(cuts) // 2
+    value = cuts[count]
+    for cut, above in zip(cuts[:count], cuts[count + 1 :], strict=True):
+        value = (y > cut).pick(above, value)
+    return value
