@@ -22,7 +22,6 @@ from halfstep.nn.outputs import to_float32
 
 
 _PART = "_halfstep_part"
-_NOTHING = nullcontext()
 
 
 class Part:
@@ -32,7 +31,7 @@ class Part:
         self._recipe = applied.recipe.name
         self._autocast = applied.autocast
         self._clock: Clock | None = applied.clock
-        self._functions = applied.recipe.float32_functions
+        self.functions = applied.recipe.float32_functions
         self._calls: dict[int, int] = {}  # by thread: how deep in calls it is
         self._traced = 0  # of a graph that is being traced, which knows no threads
         self._warned = False
@@ -73,18 +72,19 @@ class Part:
             if self._autocast is None:
                 yield
             else:
-                with torch.autocast(_device(module), dtype=self._autocast), self.functions():
-                    yield
+                with torch.autocast(_device(module), dtype=self._autocast):
+                    if not self.functions:
+                        yield
+                    else:
+                        with Float32Functions(self.functions):
+                            yield
         finally:
             self._end(thread)
 
-    def functions(self) -> AbstractContextManager[Any]:
-        """What widens the inputs of functions that the recipe lists."""
-        return Float32Functions(self._functions) if self._functions else nullcontext()
-
-    def is_recomputed(self) -> bool:
-        """Whether a call from within comes a second time, in a backward pass, where autocast alone is back."""
-        return bool(self._functions) and not self._traced and not self._calls.get(threading.get_ident())
+    def recomputed(self) -> AbstractContextManager[Any]:
+        """What a call from within enters that comes a second time, in a backward pass, where autocast alone is back."""
+        again = not self._traced and not self._calls.get(threading.get_ident())
+        return Float32Functions(self.functions) if again else nullcontext()
 
     def _begin(self) -> int:
         if torch.compiler.is_compiling():
@@ -204,7 +204,9 @@ def _part_forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     if part is None:
         return stock(module, *args, **kwargs)
     if part.is_inside(module):
-        with part.functions() if part.is_recomputed() else _NOTHING:
+        if not part.functions:
+            return stock(module, *args, **kwargs)
+        with part.recomputed():
             return stock(module, *args, **kwargs)
     if not torch.compiler.is_compiling():
         part.warn(module)
