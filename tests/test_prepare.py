@@ -8,7 +8,7 @@ import torch
 
 import halfstep
 from families import for_each
-from halfstep.recipe import STORABLE, Recipe, get_recipe
+from halfstep.recipe import DTYPES, Recipe, get_recipe
 from tiny import RECIPES, adamw, batch, mlp, prepared
 
 
@@ -18,7 +18,7 @@ def stalls(weights, master=None, rounding="nearest_even", times=4096):
     torch.nn.init.ones_(weight.weight)
     recipe = Recipe("made", "", "", weights=weights, master=master, update_rounding=rounding)
     _, optimizer, _ = halfstep.prepare(weight, torch.optim.SGD(weight.parameters(), lr=1.0), recipe, generator=1)
-    weight.weight.grad = torch.full((1, 1), 1 / times, dtype=STORABLE[weights])
+    weight.weight.grad = torch.full((1, 1), 1 / times, dtype=DTYPES[weights])
     for _ in range(times):
         optimizer.step()
     return weight.weight.item(), optimizer.state[weight.weight].get("master")
@@ -52,7 +52,7 @@ def test_the_first_update_that_is_lost(weights, step, moves, sign):
     torch.nn.init.ones_(model.weight)
     recipe = Recipe("made", "", "", weights=weights)
     _, optimizer, _ = halfstep.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), recipe)
-    model.weight.grad = torch.full((1, 1), -sign * size, dtype=STORABLE[weights])
+    model.weight.grad = torch.full((1, 1), -sign * size, dtype=DTYPES[weights])
     optimizer.step()
     assert (model.weight.item() != 1.0) == moves
 

@@ -18,7 +18,7 @@ from transformers import (
 
 import halfstep
 from families import slow_unless
-from halfstep.recipe import STORABLE, get_recipe
+from halfstep.recipe import DTYPES, get_recipe
 from tiny import BREAKS, FAST, RECIPES, assert_same
 
 
@@ -85,7 +85,7 @@ def test_it_trains_and_stays_tied(kind, name):
     head, embedding = (model.get_submodule(path).weight for path in TIED[kind])
     assert head is embedding
     assert head.data_ptr() == embedding.data_ptr()
-    assert head.dtype == STORABLE[get_recipe(name).weights]
+    assert head.dtype == DTYPES[get_recipe(name).weights]
 
 
 @every_pair

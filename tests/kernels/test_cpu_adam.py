@@ -18,16 +18,14 @@ from halfstep.optim import convert
 from halfstep.optim.rules.adam import move
 from halfstep.optim.rules.base import never
 from halfstep.quant import noise_bits
-from halfstep.recipe import STORABLE, Recipe, get_storage
+from halfstep.recipe import DTYPES, Recipe, get_storage
 from oracles.numbers import every_16_bit_value, same_bits
 
 
 CHUNK = kernel.CHUNK
 STORAGES = [
     {"weights": weights, "master": master, "moments": moments, "update_rounding": rounding}
-    for weights, master, moments, rounding in product(
-        STORABLE, (None, "fp32"), STORABLE, ("nearest_even", "stochastic")
-    )
+    for weights, master, moments, rounding in product(DTYPES, (None, "fp32"), DTYPES, ("nearest_even", "stochastic"))
     if not (master and weights == "fp32") and (rounding == "nearest_even" or (weights == "bf16" and not master))
 ]
 STORAGES += [
@@ -74,7 +72,7 @@ def pair(storage, weight, torch_class=torch.optim.AdamW, **options):
     """Two optimizers over equal weights: with the kernel, and without."""
     both = []
     for fused in (True, False):
-        parameter = torch.nn.Parameter(weight.to(STORABLE[storage["weights"]], copy=True))
+        parameter = torch.nn.Parameter(weight.to(DTYPES[storage["weights"]], copy=True))
         recipe = Recipe("made", "", "", **storage)
         masters = {parameter: weight.float().clone()} if storage["master"] else {}
         optimizer = convert(torch_class([parameter], **{"lr": 1e-2, **options}), recipe, masters, generator=7)

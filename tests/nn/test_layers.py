@@ -10,7 +10,7 @@ import halfstep
 from families import for_each
 from halfstep import formats, ops
 from halfstep.quant import Quantizer
-from halfstep.recipe import STORABLE, LinearSpec, Matmul, Recipe, Rule, get_recipe
+from halfstep.recipe import DTYPES, LinearSpec, Matmul, Recipe, Rule, get_recipe
 from tiny import RECIPES, adamw, assert_same, batch, mlp, prepared, train
 
 
@@ -34,7 +34,7 @@ def test_batch_norm_stays_float32_and_trains(name):
         assert value.dtype == before[key].dtype
         assert not torch.equal(value, before[key])
     assert losses[-1] < losses[0] or name == "fp16-pure"
-    stored = STORABLE[get_recipe(name).weights]
+    stored = DTYPES[get_recipe(name).weights]
     assert (model[0].weight.dtype, model[1].weight.dtype) == (stored, torch.float32)
 
 
@@ -134,7 +134,7 @@ def test_the_first_rule_that_matches_decides_and_the_filter_takes_away():
     assert type(model[3]) is nn.Linear
 
 
-@pytest.mark.parametrize("weights", STORABLE)
+@pytest.mark.parametrize("weights", DTYPES)
 def test_revert_takes_rules_away_too(weights):
     model = mlp()
     halfstep.apply(model, made(Rule("*", SPEC), weights=weights))

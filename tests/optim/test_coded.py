@@ -19,7 +19,7 @@ KINDS = {
     "blocks, a sum of two": Codes(get_storage("mxfp8_e4m3"), master=get_storage("bf16", residual=True)),
     "no scale, fp32": Codes(get_storage("e4m3fn"), get_storage("e5m2"), get_storage("fp32")),
     "fp4, blocks": Codes(get_storage("nvfp4"), get_storage("mxfp8_e5m2"), get_storage("mxfp8_e4m3", residual=True)),
-    "fp6, plain fp16": Codes(get_storage("mxfp6_e3m2"), master=get_storage("fp16")),
+    "nf4, plain fp16": Codes(get_storage("nf4"), master=get_storage("fp16")),
     "themselves": Codes(get_storage("mxfp8_e4m3")),
 }
 every_kind = for_each("codes", KINDS.values())

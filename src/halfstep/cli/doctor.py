@@ -86,11 +86,11 @@ def _products(recipe: Recipe) -> str:
     import torch
 
     from halfstep.kernels import carried
-    from halfstep.recipe import STORABLE
+    from halfstep.recipe import DTYPES
 
     if recipe.compute == "fp32":
         return "float32, torch's own"
-    if carried.supports(STORABLE[recipe.compute], torch.device("cpu")):
+    if carried.supports(DTYPES[recipe.compute], torch.device("cpu")):
         return f"{recipe.compute} carried in float32"
     return f"{recipe.compute}, torch's own"
 

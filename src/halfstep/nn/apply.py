@@ -23,7 +23,7 @@ from halfstep.nn.following import follow, part_of, unfollow
 from halfstep.nn.layers import Matched, ModuleFilter, match
 from halfstep.nn.ranks import check_ranks
 from halfstep.nn.scaling import Scalings, attach, detach
-from halfstep.recipe import STORABLE, LinearSpec, Recipe, get_recipe
+from halfstep.recipe import DTYPES, LinearSpec, Recipe, get_recipe
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     kept |= matched.kept | dict.fromkeys(widened, "computes in float32")
     _warn_of_narrow(model, recipe, moves)
     before = {name: parameter.dtype for name, parameter in moves.items()}
-    autocast = None if recipe.compute == "fp32" else STORABLE[recipe.compute]
+    autocast = None if recipe.compute == "fp32" else DTYPES[recipe.compute]
     clock = Clock() if any(spec.states for spec in specs.values()) else None
     rounded = {
         f"{path}.{weight.name}".lstrip("."): getattr(model.get_submodule(path), weight.name)
@@ -95,7 +95,7 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
         stacks = {name for name, weight in rounded.items() if weight.dim() > 2}
         kept |= dict.fromkeys(stacks, "its weights and gradients stay as they are: one scale would serve all experts")
         rounded = {name: weight for name, weight in rounded.items() if name not in stacks}
-    applied = Applied(recipe, autocast, before, STORABLE[recipe.grad_format], clock, tuple(rounded))
+    applied = Applied(recipe, autocast, before, DTYPES[recipe.grad_format], clock, tuple(rounded))
     try:
         _adopt_layers(model, recipe, matched, specs, widened)
         attach(model, specs, {path: matched.kinds[path].PRODUCTS for path in specs})
@@ -104,7 +104,7 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
         _undo(model)
         raise
     for parameter in moves.values():  # last: bits that rounding takes do not come back
-        store(parameter, STORABLE[recipe.weights], STORABLE[recipe.grad_format])
+        store(parameter, DTYPES[recipe.weights], DTYPES[recipe.grad_format])
     if clock is not None:
         clock.begin(model)
     return Report(recipe.name, count(model), tuple(specs), kept, matched.attends, matched.smoothed)
@@ -164,7 +164,7 @@ def _adopt_layers(
     widened: Mapping[str, nn.Module],
 ) -> None:
     """Give every layer that computes otherwise than torch's the forward that does."""
-    carries = carried.supports(STORABLE[recipe.compute], next(model.parameters()).device)
+    carries = carried.supports(DTYPES[recipe.compute], next(model.parameters()).device)
     if recipe.weights != "fp32":
         for module in model.modules():
             for adapter in (norm, bag, spectral, foreign):

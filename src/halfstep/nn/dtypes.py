@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError
 from halfstep.nn.adapters import wide
 from halfstep.ops.subclasses import foreign
-from halfstep.recipe import STORABLE
+from halfstep.recipe import DTYPES
 
 
 def storable(model: nn.Module, float32_modules: Sequence[str] = ()) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
@@ -29,7 +29,7 @@ def storable(model: nn.Module, float32_modules: Sequence[str] = ()) -> tuple[dic
                 kept[full] = "its module computes in float32"
             elif (kind := foreign(parameter)) is not None:
                 kept[full] = f"it is a {kind}"
-            elif parameter.dtype in STORABLE.values():
+            elif parameter.dtype in DTYPES.values():
                 moves[full] = parameter
             else:
                 kept[full] = f"it is {parameter.dtype}"

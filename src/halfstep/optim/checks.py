@@ -12,7 +12,7 @@ from torch import Tensor
 from halfstep.errors import OptimizerError
 from halfstep.optim.rules import rule_of
 from halfstep.optim.rules.base import UpdateRule
-from halfstep.recipe import STORABLE
+from halfstep.recipe import DTYPES
 
 
 _WHY = {
@@ -56,11 +56,11 @@ def check_parameters(groups: Iterable[Mapping[str, Any]], name: Namer) -> None:
     """
     parameters = [p for group in groups for p in group["params"]]
     for index, parameter in enumerate(parameters):
-        if parameter.dtype not in STORABLE.values():
+        if parameter.dtype not in DTYPES.values():
             why = _WHY.get(parameter.dtype, "no recipe stores it")
             raise OptimizerError(
                 f"{name(parameter, index)} is {parameter.dtype}: {why}. Expected "
-                f"{', '.join(str(dtype) for dtype in STORABLE.values())}: convert it, or leave it to an optimizer of "
+                f"{', '.join(str(dtype) for dtype in DTYPES.values())}: convert it, or leave it to an optimizer of "
                 "torch's own"
             )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from halfstep.kernels.selftest import SIZES, Case, Outcome, hard, outcome
 from halfstep.optim.conversion import convert
 from halfstep.optim.rules.base import never
-from halfstep.recipe import STORABLE, Recipe, get_recipe
+from halfstep.recipe import DTYPES, Recipe, get_recipe
 
 
 _RECIPES = ("fp32", "bf16-master", "bf16-stochastic", "bf16-split", "bf16-kahan", "bf16-collage-plus", "fp16-pure")
@@ -36,7 +36,7 @@ def _steps(name: str) -> Iterator[Case]:
 
 def _stepped(recipe: Recipe, weight: Tensor, grads: list[Tensor], fused: bool) -> dict[str, Tensor]:
     """The weight and the optimizer's states after those gradients."""
-    parameter = torch.nn.Parameter(weight.to(STORABLE[recipe.weights], copy=True))
+    parameter = torch.nn.Parameter(weight.to(DTYPES[recipe.weights], copy=True))
     masters = {parameter: weight.clone()} if recipe.master else {}
     optimizer = convert(torch.optim.AdamW([parameter], lr=1e-2), recipe, masters, 7)
     if not fused:

@@ -11,7 +11,7 @@ from halfstep.formats import Format
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
-from halfstep.recipe import STORABLE, LossScale, Recipe, Rule, get_recipe, linear_spec
+from halfstep.recipe import DTYPES, LossScale, Recipe, Rule, get_recipe, linear_spec
 from halfstep.recipe.high_precision import KEEP
 
 
@@ -54,7 +54,7 @@ def target(to: object, loss_scale: float | None = None) -> Target:
     format = formats.get(to)
     if not format.signed:
         raise FormatError(f"{format.name} has no negative values; probe one that can hold activations, such as e4m3fn")
-    stored = format.name in STORABLE
+    stored = format.name in DTYPES
     if stored:
         name, others = _STORED[format.name]
         recipes = [get_recipe(name), *map(get_recipe, others)]

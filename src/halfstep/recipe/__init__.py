@@ -14,13 +14,13 @@ from halfstep.recipe.spec import (
     Rule,
     is_master,
 )  # fmt: skip
-from halfstep.recipe.storage import STORABLE, Codes, Storage, get_storage
+from halfstep.recipe.storage import DTYPES, Codes, Storage, get_storage
 from halfstep.registry import collect
 
 
 __all__ = [
     "MASTER",
-    "STORABLE",
+    "DTYPES",
     "AttentionSpec",
     "BytesPerParameter",
     "Codes",

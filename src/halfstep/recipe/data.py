@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import re
-import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from halfstep import formats
-from halfstep.errors import FormatError, HalfstepError, QuantizationError, RecipeError, unknown
-from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
-from halfstep.quant.scaling import Scaling, get_scaling, named
-from halfstep.quant.tile import ROW, TENSOR
+from halfstep.errors import HalfstepError, RecipeError
+from halfstep.quant import Quantizer
 from halfstep.recipe.high_precision import KEEP
+from halfstep.recipe.operands import At, Data, check_keys, operand, quantizer_data, storage, storage_data, typed
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
 from halfstep.recipe.spec import LossScale, Recipe, Rule
-from halfstep.recipe.storage import Codes, Storage, get_storage
+from halfstep.recipe.storage import Codes, Storage
 
 
-Data = dict[str, Any]
-_TILES = {"tensor": TENSOR, "row": ROW}
-_OWN = ("format", "tile", "scale", "rounding", "overflow", "outliers")  # the rest of an operand is its scaling's
 _USES = {
     "input": (("output", "lhs"), ("grad_weight", "rhs")),
     "weight": (("output", "rhs"), ("grad_input", "rhs")),
@@ -30,14 +24,6 @@ _USES = {
 }
 _PRODUCTS = tuple(field.name for field in fields(LinearSpec))
 _TYPES: dict[str, Any] = typing.get_type_hints(Recipe)
-
-
-class At(RecipeError):
-    """A mistake in the data, and the keys that lead to it."""
-
-    def __init__(self, message: str, *path: str | int) -> None:
-        super().__init__(message)
-        self.path = path
 
 
 # ---- data to a recipe -----------------------------------------------------------------------------------------------
@@ -55,15 +41,15 @@ def from_data(data: Mapping[str, Any], named: Callable[[str], Recipe]) -> Recipe
     Raises:
         At: an unknown key, a wrong type, a value that means nothing.
     """
-    _check_keys(data, (*_TYPES, "base", "keep_heads"), "key")
+    check_keys(data, (*_TYPES, "base", "keep_heads"), "key")
     given: Data = {}
     for key in _TYPES.keys() & data.keys() - _TABLES.keys() - {"rules"}:
-        given[key] = _typed(data[key], _TYPES[key], key)
+        given[key] = typed(data[key], _TYPES[key], key)
     for key in _TABLES.keys() & data.keys():
         given[key] = _TABLES[key](data[key])
-    keep = _typed(data.get("keep_heads", True), bool, "keep_heads")
+    keep = typed(data.get("keep_heads", True), bool, "keep_heads")
     if "rules" in data:
-        rules = _typed(data["rules"], list, "rules")
+        rules = typed(data["rules"], list, "rules")
         given["rules"] = (KEEP if keep else ()) + tuple(_rule(rule, i) for i, rule in enumerate(rules))
     elif "keep_heads" in data:
         raise At("keep_heads found without [[rules]], which it goes before; give both", "keep_heads")
@@ -72,7 +58,7 @@ def from_data(data: Mapping[str, Any], named: Callable[[str], Recipe]) -> Recipe
     try:
         if "base" not in data:
             return Recipe(**{"summary": "", "source": "", **given})
-        base = named(_typed(data["base"], str, "base"))
+        base = named(typed(data["base"], str, "base"))
         changed = ", ".join(sorted(given.keys() - {"name"})) or "nothing"
         said = {"summary": f"{base.name}, except for {changed}.", "source": f"one's own, from {base.name}"}
         return replace(base, **{**said, "aliases": (), "notes": (), **given})
@@ -86,38 +72,13 @@ def is_name(name: object) -> bool:
     return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name, re.ASCII) is not None
 
 
-def _check_keys(data: Mapping[str, Any], known: tuple[str, ...], kind: str, *path: str | int) -> None:
-    for key in data:
-        if key not in known:
-            raise At(unknown(kind, key, known), *path, key)
-
-
-def _typed(value: Any, expected: Any, *path: str | int) -> Any:
-    """The value, if it is what a field of that type takes: lists become tuples, "none" None."""
-    optional = isinstance(expected, types.UnionType)
-    if optional and value == "none":
-        return None
-    kinds = [kind for kind in typing.get_args(expected) if kind is not type(None)] if optional else [expected]
-    if kinds[0] == tuple[str, ...]:
-        if isinstance(value, list) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-        raise At(f"{path[-1]} = {value!r} found; expected a list of strings", *path)
-    if type(value) is int and float in kinds:
-        return float(value)
-    if type(value) not in kinds:
-        words = {str: "a string", bool: "true or false", float: "a number", int: "a whole number"}
-        wanted = words.get(kinds[0], "an array of tables" if kinds[0] is list else "a table")
-        raise At(f"{path[-1]} = {value!r} found; expected {wanted}" + (" or 'none'" if optional else ""), *path)
-    return value
-
-
 def _loss_scale(data: Any) -> LossScale | None:
     if data == "none":
         return None
     table = _optional(data, "loss_scale")
     hints = typing.get_type_hints(LossScale)
-    _check_keys(table, tuple(hints), "key of loss_scale", "loss_scale")
-    return LossScale(**{key: _typed(value, hints[key], "loss_scale", key) for key, value in table.items()})
+    check_keys(table, tuple(hints), "key of loss_scale", "loss_scale")
+    return LossScale(**{key: typed(value, hints[key], "loss_scale", key) for key, value in table.items()})
 
 
 def _codes(data: Any) -> Codes | None:
@@ -125,10 +86,10 @@ def _codes(data: Any) -> Codes | None:
         return None
     table = _optional(data, "codes")
     roles = tuple(field.name for field in fields(Codes))
-    _check_keys(table, roles, "key of codes", "codes")
+    check_keys(table, roles, "key of codes", "codes")
     if "weights" not in table:
         raise At("codes without weights; expected how they are kept, such as weights = 'mxfp8_e4m3'", "codes")
-    kinds = {role: None if kind == "none" else _storage(kind, "codes", role) for role, kind in table.items()}
+    kinds = {role: None if kind == "none" else storage(kind, "codes", role) for role, kind in table.items()}
     try:
         return Codes(**kinds)  # type: ignore[arg-type]
     except RecipeError as error:
@@ -145,30 +106,19 @@ def _moments(data: Any) -> str | tuple[tuple[str, str | Storage], ...]:
     """One format for all, or each moment's by a glob on its name."""
     if isinstance(data, str):
         return data
-    table = _typed(data, dict, "moments")
+    table = typed(data, dict, "moments")
     return tuple(
-        (glob, kind if isinstance(kind, str) else _storage(kind, "moments", glob)) for glob, kind in table.items()
+        (glob, kind if isinstance(kind, str) else storage(kind, "moments", glob)) for glob, kind in table.items()
     )
-
-
-def _storage(data: Any, *path: str | int) -> Storage:
-    """A format's name, or a table as of an operand that also says whether what rounding leaves over is kept."""
-    table = {"format": data} if isinstance(data, str) else _typed(data, dict, *path)
-    residual = _typed(table.get("residual", False), bool, *path, "residual")
-    quantizer = _operand({key: value for key, value in table.items() if key != "residual"}, *path)
-    try:
-        return get_storage(quantizer, residual)
-    except RecipeError as error:
-        raise At(str(error), *path) from error
 
 
 def _rule(data: Any, number: int) -> Rule:
     path = ("rules", number)
-    table = _typed(data, dict, *path)
-    _check_keys(table, ("path", "why", "optional", *_USES, *_PRODUCTS), "key of a rule", *path)
+    table = typed(data, dict, *path)
+    check_keys(table, ("path", "why", "optional", *_USES, *_PRODUCTS), "key of a rule", *path)
     if "path" not in table:
         raise At("a rule without a path; expected a glob on module paths, such as '*' or '*.mlp.*'", *path)
-    words = {key: _typed(table[key], bool if key == "optional" else str, *path, key) for key in table.keys() & _WORDS}
+    words = {key: typed(table[key], bool if key == "optional" else str, *path, key) for key in table.keys() & _WORDS}
     return Rule(linear=_linear(table, *path), **words)
 
 
@@ -178,13 +128,13 @@ _WORDS = {"path", "why", "optional"}
 def _attention(data: Any) -> AttentionSpec | None:
     if data == "none":
         return None
-    table = _typed(data, dict, "attention")
+    table = typed(data, dict, "attention")
     products = tuple(field.name for field in fields(AttentionSpec))
-    _check_keys(table, products, "product of attention", "attention")
+    check_keys(table, products, "product of attention", "attention")
     specs = {}
     for name in table:
-        sides = _typed(table[name], dict, "attention", name)
-        _check_keys(sides, (*_USES, *_PRODUCTS), "key of a product", "attention", name)
+        sides = typed(table[name], dict, "attention", name)
+        check_keys(sides, (*_USES, *_PRODUCTS), "key of a product", "attention", name)
         specs[name] = _linear(sides, "attention", name)
     try:
         return AttentionSpec(**specs)
@@ -205,63 +155,16 @@ def _linear(table: Mapping[str, Any], *path: str | int) -> LinearSpec:
     operands: dict[tuple[str, str], Quantizer] = {}
     for name, uses in _USES.items():
         if name in table:
-            operands |= dict.fromkeys(uses, _operand(table[name], *path, name))
+            operands |= dict.fromkeys(uses, operand(table[name], *path, name))
     for product in _PRODUCTS:
-        sides = _typed(table.get(product, {}), dict, *path, product)
-        _check_keys(sides, ("lhs", "rhs"), f"operand of {product}", *path, product)
-        operands |= {(product, side): _operand(sides[side], *path, product, side) for side in sides}
+        sides = typed(table.get(product, {}), dict, *path, product)
+        check_keys(sides, ("lhs", "rhs"), f"operand of {product}", *path, product)
+        operands |= {(product, side): operand(sides[side], *path, product, side) for side in sides}
     products = {name: Matmul(operands.get((name, "lhs")), operands.get((name, "rhs"))) for name in _PRODUCTS}
     try:
         return LinearSpec(**products)
     except RecipeError as error:
         raise At(str(error), *path) from error
-
-
-def _operand(data: Any, *path: str | int) -> Quantizer:
-    """A format's name, or a table with at least its `format`; a block format brings its tile and its scale rule."""
-    table = {"format": data} if isinstance(data, str) else _typed(data, dict, *path)
-    if "format" not in table:
-        raise At("an operand without a format; `halfstep formats` lists them", *path)
-    name = _typed(table["format"], str, *path, "format")
-    texts = {
-        key: _typed(table[key], str, *path, key) for key in ("tile", "scale", "rounding", "overflow") & table.keys()
-    }
-    key = "format"
-    try:
-        quantizer = get_quantizer(formats.from_key(name) if " " in name else name)
-        for key in ("rounding", "overflow"):
-            quantizer = replace(quantizer, **{key: texts[key]} if key in texts else {})
-        key = "scale" if "scale" in texts else "tile" if "tile" in texts else "format"
-        usual = quantizer.scales
-        rule = get_scaling(texts["scale"]) if "scale" in texts else usual.rule if usual else None
-        rule = _options(rule, table, *path)
-        tile = _tile(texts["tile"], *path) if "tile" in texts else usual.tile if usual else None
-        if (tile is None) != (rule is None):
-            raise At(f"{key} = {texts[key]!r} found alone; a tile and a scale stand together", *path, key)
-        outliers = _typed(table["outliers"], float, *path, "outliers") if "outliers" in table else quantizer.outliers
-        scales = Scales(tile, rule) if tile and rule else None
-        return replace(quantizer, scales=scales, outliers=outliers)
-    except At:
-        raise
-    except (FormatError, QuantizationError, ValueError, TypeError) as error:
-        raise At(str(error), *path, key) from error
-
-
-def _options(rule: Scaling | None, table: Mapping[str, Any], *path: str | int) -> Scaling | None:
-    """The scale rule with the options that the operand gives it: history, algorithm, margin, bias."""
-    own = {} if rule is None else rule.options
-    _check_keys(table, (*_OWN, *own), "key of an operand" + (f" with scale {rule.name!r}" if rule else ""), *path)
-    given = {key: _typed(table[key], type(value), *path, key) for key, value in own.items() if key in table}
-    return None if rule is None else get_scaling(rule, **given)
-
-
-def _tile(text: str, *path: str | int) -> Tile:
-    if text in _TILES:
-        return _TILES[text]
-    if not (sizes := re.fullmatch(r"(\d+|all)x(\d+|all)", text)):
-        raise At(f"tile = {text!r} found; expected 'tensor', 'row' or rows x columns, such as '1x32'", *path, "tile")
-    rows, columns = (0 if size == "all" else int(size) for size in sizes.groups())
-    return Tile(rows, columns)
 
 
 # ---- a recipe to data -----------------------------------------------------------------------------------------------
@@ -291,18 +194,14 @@ def _plain(value: Any) -> Any:
 
 def _codes_data(codes: Codes | None) -> str | Data:
     kinds = {} if codes is None else {field.name: getattr(codes, field.name) for field in fields(Codes)}
-    return {role: "none" if kind is None else _storage_data(kind) for role, kind in kinds.items()} or "none"
+    return {role: "none" if kind is None else storage_data(kind) for role, kind in kinds.items()} or "none"
 
 
 def _moments_data(moments: str | Storage | tuple[tuple[str, str | Storage], ...]) -> str | Data:
     if isinstance(moments, str):
         return moments
     pairs = moments if isinstance(moments, tuple) else (("*", moments),)
-    return {glob: kind if isinstance(kind, str) else _storage_data(kind) for glob, kind in pairs}
-
-
-def _storage_data(storage: Storage) -> Data:
-    return {**quantizer_data(storage.quantizer), **({"residual": True} if storage.residual else {})}
+    return {glob: kind if isinstance(kind, str) else storage_data(kind) for glob, kind in pairs}
 
 
 def _rule_data(rule: Rule) -> Data:
@@ -316,28 +215,3 @@ def _linear_data(spec: LinearSpec) -> Data:
         sides = {side: quantizer_data(q) for side in ("lhs", "rhs") if (q := getattr(matmul, side)) is not None}
         data |= {product: sides} if sides else {}
     return data
-
-
-def quantizer_data(quantizer: Quantizer) -> Data:
-    """One operand as data.
-
-    Raises:
-        RecipeError: as `to_data`.
-    """
-    format = quantizer.format
-    try:
-        known = formats.get(format.name) == format and not formats.is_block(format.name)
-    except FormatError:
-        known = False
-    data: Data = {"format": format.name if known else format.key, "rounding": quantizer.rounding}
-    data |= {"overflow": quantizer.overflow}
-    if quantizer.scales is None:
-        return data
-    tile = quantizer.scales.tile
-    try:
-        name, options = named(quantizer.scales.rule)
-    except QuantizationError as error:
-        raise RecipeError(str(error)) from error
-    data |= {"tile": next((word for word, t in _TILES.items() if t == tile), f"{tile.rows}x{tile.columns}")}
-    data |= {"scale": name, **options}
-    return data if quantizer.outliers is None else {**data, "outliers": quantizer.outliers}

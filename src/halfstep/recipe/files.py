@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import RecipeError, unknown
-from halfstep.recipe.data import At, from_data, is_name, to_data
+from halfstep.recipe.data import from_data, is_name, to_data
+from halfstep.recipe.operands import At
 from halfstep.recipe.spec import Recipe
 from halfstep.registry import load_module
 

@@ -14,7 +14,7 @@ from halfstep.errors import RecipeError, unknown
 from halfstep.quant.masters import get_master, list_masters
 from halfstep.quant.rounding import check_rounding
 from halfstep.recipe.products import AttentionSpec, LinearSpec, linear_text
-from halfstep.recipe.storage import STORABLE, Codes, Storage, get_storage
+from halfstep.recipe.storage import DTYPES, Codes, Storage, get_storage
 
 
 MASTER = "master"
@@ -136,10 +136,8 @@ class Recipe:
     def __post_init__(self) -> None:
         for role in ("weights", "grads", "compute"):
             name = getattr(self, role)
-            if name is not None and name not in STORABLE:
-                raise RecipeError(
-                    f"recipe {self.name!r}: {role} = {name!r}; tensors are stored as {', '.join(STORABLE)}"
-                )
+            if name is not None and name not in DTYPES:
+                raise RecipeError(f"recipe {self.name!r}: {role} = {name!r}; tensors are stored as {', '.join(DTYPES)}")
         for name, _ in self._moments():
             try:
                 self.moment(name)

@@ -15,10 +15,10 @@ from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 
 
-STORABLE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Formats in which whole tensors (weights, gradients, moments) are stored as they are, with torch's dtypes."""
 
-_DTYPES = {formats.get(name).key: dtype for name, dtype in STORABLE.items()}
+_DTYPES = {formats.get(name).key: dtype for name, dtype in DTYPES.items()}
 _SCALED = {
     formats.get(dtype).key: dtype
     for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -35,7 +35,7 @@ class Storage:
     """How a tensor is kept: rounded by a quantizer; with a `residual`, as the sum of two numbers, of which the second
     is what the first left over, rounded in the same way.
 
-    A format in `STORABLE` without scales is stored as torch's dtype, and converted as torch does; others as codes and
+    A format in `DTYPES` without scales is stored as torch's dtype, and converted as torch does; others as codes and
     scales (`quant.Quantized`).
 
     Raises:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep.optim import LowBit
-from halfstep.recipe import STORABLE, get_recipe
+from halfstep.recipe import DTYPES, get_recipe
 
 
 Numbers = dict[str, float]
@@ -44,4 +44,4 @@ def one_weight(recipe: str, values: Tensor, choose: Choose, seed: int = 0) -> tu
 
 def grad_dtype(recipe: str) -> torch.dtype:
     """The dtype in which a recipe accumulates gradients."""
-    return STORABLE[get_recipe(recipe).grad_format]
+    return DTYPES[get_recipe(recipe).grad_format]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep import formats, round_to
 from halfstep.claims.checks.base import Numbers, check
-from halfstep.recipe import STORABLE
+from halfstep.recipe import DTYPES
 from halfstep.tracking import share_zeroed
 
 
@@ -32,7 +32,7 @@ def bfloat16_range() -> Numbers:
     """The ends of bf16's range, the lower as a power of two, and the share of small gradients it makes zero."""
     found: Numbers = {"zeroed": share_zeroed([_small_gradients()], formats.get("bf16"))}
     for name in ("fp32", "bf16", "fp16"):
-        finfo = torch.finfo(STORABLE[name])
+        finfo = torch.finfo(DTYPES[name])
         found |= {f"{name}_largest": finfo.max, f"{name}_normal": math.log2(finfo.tiny)}
     return found
 
@@ -59,7 +59,7 @@ def accumulate() -> Numbers:
     def error(inputs: str, sums: str, mode: str = "nearest_even") -> float:
         total = torch.zeros(256)
         for a, b in zip(round_to(x, inputs, mode), round_to(y, inputs, mode), strict=True):
-            total = (total + a * b).to(STORABLE[sums]).float()
+            total = (total + a * b).to(DTYPES[sums]).float()
         return float((total.double() / exact - 1).mean())
 
     return {

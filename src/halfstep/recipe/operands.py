@@ -1,0 +1,156 @@
+"""Operands and storages of a recipe as plain data, and back."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from halfstep import formats
+from halfstep.errors import FormatError, QuantizationError, RecipeError, unknown
+from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
+from halfstep.quant.scaling import Scaling, get_scaling, named
+from halfstep.quant.tile import ROW, TENSOR
+from halfstep.recipe.storage import Storage, get_storage
+
+
+Data = dict[str, Any]
+_TILES = {"tensor": TENSOR, "row": ROW}
+_OWN = ("format", "tile", "scale", "rounding", "overflow", "outliers")  # the rest of an operand is its scaling's
+
+
+class At(RecipeError):
+    """A mistake in the data, and the keys that lead to it."""
+
+    def __init__(self, message: str, *path: str | int) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+# ---- data to records ------------------------------------------------------------------------------------------------
+
+
+def check_keys(data: Mapping[str, Any], known: tuple[str, ...], kind: str, *path: str | int) -> None:
+    for key in data:
+        if key not in known:
+            raise At(unknown(kind, key, known), *path, key)
+
+
+def typed(value: Any, expected: Any, *path: str | int) -> Any:
+    """The value, if it is what a field of that type takes: lists become tuples, "none" None."""
+    optional = isinstance(expected, types.UnionType)
+    if optional and value == "none":
+        return None
+    kinds = [kind for kind in typing.get_args(expected) if kind is not type(None)] if optional else [expected]
+    if kinds[0] == tuple[str, ...]:
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        raise At(f"{path[-1]} = {value!r} found; expected a list of strings", *path)
+    if type(value) is int and float in kinds:
+        return float(value)
+    if type(value) not in kinds:
+        words = {str: "a string", bool: "true or false", float: "a number", int: "a whole number"}
+        wanted = words.get(kinds[0], "an array of tables" if kinds[0] is list else "a table")
+        raise At(f"{path[-1]} = {value!r} found; expected {wanted}" + (" or 'none'" if optional else ""), *path)
+    return value
+
+
+def operand(data: Any, *path: str | int) -> Quantizer:
+    """A format's name, or a table with at least its `format`; a block format brings its tile and its scale rule."""
+    table = {"format": data} if isinstance(data, str) else typed(data, dict, *path)
+    if "format" not in table:
+        raise At("an operand without a format; `halfstep formats` lists them", *path)
+    name = typed(table["format"], str, *path, "format")
+    texts = {
+        key: typed(table[key], str, *path, key) for key in ("tile", "scale", "rounding", "overflow") & table.keys()
+    }
+    key = "format"
+    try:
+        quantizer = get_quantizer(formats.from_key(name) if " " in name else name)
+        for key in ("rounding", "overflow"):
+            quantizer = replace(quantizer, **{key: texts[key]} if key in texts else {})
+        key = "scale" if "scale" in texts else "tile" if "tile" in texts else "format"
+        usual = quantizer.scales
+        rule = get_scaling(texts["scale"]) if "scale" in texts else usual.rule if usual else None
+        rule = _options(rule, table, *path)
+        tile = _tile(texts["tile"], *path) if "tile" in texts else usual.tile if usual else None
+        if (tile is None) != (rule is None):
+            raise At(f"{key} = {texts[key]!r} found alone; a tile and a scale stand together", *path, key)
+        outliers = typed(table["outliers"], float, *path, "outliers") if "outliers" in table else quantizer.outliers
+        scales = Scales(tile, rule) if tile and rule else None
+        return replace(quantizer, scales=scales, outliers=outliers)
+    except At:
+        raise
+    except (FormatError, QuantizationError, ValueError, TypeError) as error:
+        raise At(str(error), *path, key) from error
+
+
+def _options(rule: Scaling | None, table: Mapping[str, Any], *path: str | int) -> Scaling | None:
+    """The scale rule with the options that the operand gives it: history, algorithm, margin, bias."""
+    own = {} if rule is None else rule.options
+    check_keys(table, (*_OWN, *own), "key of an operand" + (f" with scale {rule.name!r}" if rule else ""), *path)
+    given = {key: typed(table[key], type(value), *path, key) for key, value in own.items() if key in table}
+    return None if rule is None else get_scaling(rule, **given)
+
+
+def _tile(text: str, *path: str | int) -> Tile:
+    if text in _TILES:
+        return _TILES[text]
+    if not (sizes := re.fullmatch(r"(\d+|all)x(\d+|all)", text)):
+        raise At(f"tile = {text!r} found; expected 'tensor', 'row' or rows x columns, such as '1x32'", *path, "tile")
+    rows, columns = (0 if size == "all" else int(size) for size in sizes.groups())
+    return Tile(rows, columns)
+
+
+def storage(data: Any, *path: str | int) -> Storage:
+    """A format's name, or a table as of an operand that also says whether what rounding leaves over is kept."""
+    table = {"format": data} if isinstance(data, str) else typed(data, dict, *path)
+    residual = typed(table.get("residual", False), bool, *path, "residual")
+    quantizer = operand({key: value for key, value in table.items() if key != "residual"}, *path)
+    try:
+        return get_storage(quantizer, residual)
+    except RecipeError as error:
+        raise At(str(error), *path) from error
+
+
+# ---- records to data ------------------------------------------------------------------------------------------------
+
+
+def storage_data(storage: Storage) -> Data:
+    return {**quantizer_data(storage.quantizer), **({"residual": True} if storage.residual else {})}
+
+
+def quantizer_data(quantizer: Quantizer) -> Data:
+    """One operand as data.
+
+    Raises:
+        RecipeError: as `to_data`.
+    """
+    format = quantizer.format
+    data: Data = {"format": format.name if _is_named(quantizer) else format.key, "rounding": quantizer.rounding}
+    data |= {"overflow": quantizer.overflow}
+    if quantizer.scales is None:
+        return data
+    tile = quantizer.scales.tile
+    try:
+        name, options = named(quantizer.scales.rule)
+    except QuantizationError as error:
+        raise RecipeError(str(error)) from error
+    data |= {"tile": next((word for word, t in _TILES.items() if t == tile), f"{tile.rows}x{tile.columns}")}
+    data |= {"scale": name, **options}
+    return data if quantizer.outliers is None else {**data, "outliers": quantizer.outliers}
+
+
+def _is_named(quantizer: Quantizer) -> bool:
+    """Whether the name of its format, read again, is its format: a block format of that name brings its element's."""
+    name = quantizer.format.name
+    try:
+        if not formats.is_block(name):
+            return formats.get(name) == quantizer.format
+    except FormatError:
+        return False
+    block = formats.get_block(name)
+    return (block.element, block.outliers) == (quantizer.format, quantizer.outliers) and quantizer.scales is not None
