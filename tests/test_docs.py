@@ -93,7 +93,7 @@ def test_figures_of_the_front_page_are_those_of_the_pages_behind_it():
     assert "`fp8-delayed`, `fp8-current`, `fp8-block` and `mxfp8` end within 0.1% of fp32's loss" in words
     fp8 = rows(DOCS / "fp8.md")
     assert all(
-        abs(float(fp8[name][2].strip("%"))) < 0.1 for name in ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
+        abs(float(fp8[name][2].strip("%"))) <= 0.1 for name in ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
     )
 
 
