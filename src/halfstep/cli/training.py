@@ -113,6 +113,7 @@ def _fresh(parent: Path, name: str) -> Path:
 
 
 def _show(summary: dict[str, Any]) -> None:
+    """The verdicts as a table: losses are means over a recipe's seeds, gaps over the seeds that fp32 has too."""
     from halfstep.lab.facts import Metric
 
     metric = Metric(**summary["metric"]) if summary["metric"] else None
@@ -123,6 +124,7 @@ def _show(summary: dict[str, Any]) -> None:
             (
                 verdict["recipe"],
                 _words(verdict),
+                str(verdict["seeds"]),
                 _number(verdict["final_loss"], "{:#.5g}"),
                 *([metric.show(verdict["final_metric"])] if metric else []),
                 _number(verdict["paired_gap"], "{:+.2%}"),
@@ -131,7 +133,15 @@ def _show(summary: dict[str, Any]) -> None:
                 str(verdict["skipped_steps"]),
             )
         )
-    numeric = ["final loss", *([metric.name] if metric else []), "to fp32", "ms/step", "bytes/param", "skipped"]
+    numeric = [
+        "seeds",
+        "final loss",
+        *([metric.name] if metric else []),
+        "to fp32, same seed",
+        "ms/step",
+        "bytes/param",
+        "skipped",
+    ]
     show_table(["recipe", "verdict", *numeric], rows, right=numeric)
 
 
