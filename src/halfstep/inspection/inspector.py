@@ -27,6 +27,10 @@ from halfstep.inspection.roles import NAMES, WEIGHTS, role_of
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 
 
+_PACKED = ("int8", "uint8", "int16", "uint16", "int32", "uint32")
+"""The types in which quantisers keep codes, one or several in each element."""
+
+
 def inspect(
     path: str | Path | Checkpoint,
     *,
@@ -170,6 +174,8 @@ def _evidence(tensor: TensorReport) -> Evidence:
         counted.nonzero if counted else 0,
         counted.fp16_subnormal if counted else 0,
         tensor.layer,
+        tensor.layer.nbytes if tensor.layer else tensor.nbytes,
+        tensor.layer is None and tensor.dtype in _PACKED and len(tensor.shape) > 1,
     )
 
 
