@@ -35,8 +35,9 @@ def generator(seed: int) -> torch.Generator:
 
 BASES: dict[str, Callable[[torch.Generator], Tensor]] = {
     "normal": lambda g: torch.randn(384, 512, generator=g) * 0.02,
-    "heavy": lambda g: torch.randn(256, 640, generator=g)
-    * torch.rand(256, 640, generator=g).clamp(min=0.05) ** -0.5 * 0.03,
+    "heavy": lambda g: (
+        torch.randn(256, 640, generator=g) * torch.rand(256, 640, generator=g).clamp(min=0.05) ** -0.5 * 0.03
+    ),
     "rows": lambda g: torch.randn(512, 256, generator=g) * (torch.rand(512, 1, generator=g) + 0.05),
     "uniform": lambda g: (torch.rand(320, 384, generator=g) - 0.5) / 9,
 }
@@ -185,7 +186,9 @@ def distinct(tensor: Tensor, tile: str | None) -> int:
     """The most different magnitudes in any tile."""
     x = tensor.double().abs()
     rows, columns = x.shape
-    high, wide = {None: (rows, columns), "row": (1, columns), "column": (rows, 1)}.get(tile) or map(int, tile.split("x"))
+    high, wide = {None: (rows, columns), "row": (1, columns), "column": (rows, 1)}.get(tile) or map(
+        int, tile.split("x")
+    )
     tiles = (x[i : i + high, j : j + wide] for i in range(0, rows, high) for j in range(0, columns, wide))
     return max(int(values[values > 0].unique().numel()) for values in tiles)
 
@@ -194,7 +197,9 @@ def shown(said: Origin, tensor: Tensor) -> bool:
     """Whether what is only said of the bits is true of them."""
     if said.levels is not None:
         tile = None if said.scale is None else said.scale
-        return distinct(tensor[:128] if tile == "column" else tensor, tile) <= 1.25 * said.levels  # of the tiles looked at
+        return (
+            distinct(tensor[:128] if tile == "column" else tensor, tile) <= 1.25 * said.levels
+        )  # of the tiles looked at
     if said.step is not None:
         codes = tensor.double() / 2.0**said.step
         return bool((codes == codes.round()).all()) and codes.abs().max() < 2**said.bits

@@ -209,7 +209,9 @@ def _full(same: Sequence[Evidence]) -> str:
     if stored == "float32":
         return "full mantissas: from no narrower type (float32 training, a master copy, a merge or an average fit)"
     if stored == "float16":
-        return f"all 11 bits in use{_subnormals(same)}: fp16 weights, or a cast from a wider type (bits cannot tell which)"
+        return (
+            f"all 11 bits in use{_subnormals(same)}: fp16 weights, or a cast from a wider type (bits cannot tell which)"
+        )
     if stored == "bfloat16":
         return "all 8 bits in use: bf16 weights, or a cast from a wider type (bits cannot tell which)"
     if stored == "float64":

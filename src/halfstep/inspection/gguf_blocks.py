@@ -196,5 +196,8 @@ BLOCKS = {
 }
 """Every block type by its number in the file."""
 
+UNREAD = frozenset(kind.name for kind in BLOCKS.values() if not kind.decode)
+"""The names of the types that are listed only."""
+
 DECODED = frozenset(kind.name for kind in BLOCKS.values() if kind.decode)
 """The names of the types that come decoded to float32."""

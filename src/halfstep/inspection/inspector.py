@@ -19,7 +19,7 @@ from halfstep.bits.verdict import Evidence, verdict, whole
 from halfstep.bits.what_if import Trials
 from halfstep.inspection.declared import Known, contradictions, disagreements
 from halfstep.inspection.described import described
-from halfstep.inspection.gguf_blocks import DECODED
+from halfstep.inspection.gguf_blocks import DECODED, UNREAD
 from halfstep.inspection.layers import Layers, find_layers
 from halfstep.inspection.opening import open_checkpoint
 from halfstep.inspection.report import Inspection, RoleReport, TensorReport
@@ -70,7 +70,7 @@ def inspect(
         )
         if quick:
             found = replace(found, origin=quick_origin(tensor, progress))
-        elif readable(tensor):
+        elif readable(tensor) and tensor.dtype not in UNREAD:
             one = scan(tensor, progress)
             if role != "scales":
                 trials.add(tensor.name, tensor, one, progress)
@@ -87,7 +87,7 @@ def inspect(
         tensors.append(found)
     tensors, findings = _confirmed(tensors, layers)
     report = _report(checkpoint, tuple(tensors), tables, quick, known)
-    return replace(report, findings=findings, casts=trials.found())
+    return replace(report, findings=findings, casts=trials.found(), remarks=checkpoint.remarks)
 
 
 def _confirmed(tensors: list[TensorReport], layers: Layers) -> tuple[list[TensorReport], tuple[str, ...]]:
