@@ -11,7 +11,6 @@ import torch
 from test_grids import E2M1, ROUND, nearest, quantised
 from torch import Tensor
 
-
 from halfstep.bits.memory import InMemory
 from halfstep.bits.origin import Origin, origin
 from halfstep.bits.scan import scan

@@ -10,7 +10,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from kinds import distributed, nested
+from kinds import distributed
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from watching import nothing_but_reading
@@ -300,7 +300,7 @@ def test_keys_are_never_hashed():
 
 def test_states_of_random_numbers_are_passed_over_and_named(tmp_path):
     """As transformers saves them: numpy's lie inside the pickle."""
-    saved = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}  # noqa: NPY002
+    saved = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
     for legacy_too in (True, False):
         torch.save(saved, tmp_path / "rng_state.pth", _use_new_zipfile_serialization=legacy_too)
         with nothing_but_reading():

@@ -177,7 +177,7 @@ def test_an_index_that_is_none(tmp_path):
 
 
 def test_what_trainers_leave_beside_an_adapter_is_no_weight(tmp_path):
-    """training_args.bin is a pickle of transformers' own; another file that cannot be read is named, and the rest is."""
+    """training_args.bin is a pickle of transformers' own; of other files what cannot be read is named."""
     torch.save({"lora_A.weight": torch.ones(3)}, tmp_path / "adapter_model.bin")
     (tmp_path / "training_args.bin").write_bytes(pickle.dumps(Path("x")))
     checkpoint = open_checkpoint(tmp_path)

@@ -39,7 +39,7 @@ COLUMN = Tile(0, 1)
 """Of columns only few levels are looked for: 128 values of each."""
 
 _BLOCKS = 64  # the first tiles of one kind, of which all are looked at, and as many of those beyond
-_MANY = 512  # values of a row that are told to be few from
+_BEGUN = (512, 128, 64, 32)  # values of the first row which come again where each tile has few
 _FEW = 10  # values of a tile that say no to nearly all that do not fit
 _TOPS = 16  # a tile's largest magnitude is one of so many of the grid's largest
 
@@ -98,7 +98,8 @@ def few_levels(places: Places, wide: Float | None, used: int) -> tuple[Tile, int
 
     Random values of `used` significant bits come again, too: what counts is how much more often these do.
     """
-    if not (_repeats(places.lines[:1, :_MANY], places) or _repeats(places.bands[0][:, :1], places)):
+    begun = [places.lines[:1, :count] for count in _BEGUN] + [places.bands[0][:, :1]]
+    if not any(_repeated(places, bits, wide, used) for bits in begun):
         return None
     found, dense = None, 0.0
     for tile in (*TILES, COLUMN):
@@ -115,10 +116,9 @@ def few_levels(places: Places, wide: Float | None, used: int) -> tuple[Tile, int
     return found
 
 
-def _repeats(bits: NDArray[np.generic], places: Places) -> bool:
-    """Whether a value in eight comes again, which it must where there are few; random float32 values do not."""
-    values = places.magnitudes(bits)
-    return 8 * np.unique(values).size <= 7 * values.size
+def _repeated(places: Places, bits: NDArray[np.generic], wide: Float | None, used: int) -> bool:
+    values, times = np.unique(places.magnitudes(bits), return_counts=True)
+    return 8 * values.size <= 7 * times.sum() and repetition(Levels(values, times), wide, used) > 0
 
 
 def repetition(levels: Levels, wide: Float | None, used: int) -> float:
@@ -181,16 +181,14 @@ def _tiles(places: Places, tile: Tile) -> Iterator[Magnitudes]:
     if places.lines.shape[1] <= tile.columns or (tile.rows != 1 and rows == 1):
         return
     high, width = tile.rows or rows, tile.columns or columns
-    corners = [
-        (matrix, first, left)
-        for matrix in matrices
-        for first in range(0, matrix.shape[0], high)
-        for left in range(0, matrix.shape[1], width)
-    ]
-    beyond = max(len(corners) - _BLOCKS, 0)
-    step = max(-(-beyond // _BLOCKS), 1)
-    for i in (*range(len(corners) - beyond), *range(len(corners) - 1, _BLOCKS - 1, -step)):
-        matrix, first, left = corners[i]
+    counts = [-(-matrix.shape[0] // high) * -(-matrix.shape[1] // width) for matrix in matrices]
+    total = sum(counts)
+    step = max(-(-(total - _BLOCKS) // _BLOCKS), 1)
+    for i in (*range(min(total, _BLOCKS)), *range(total - 1, _BLOCKS - 1, -step)):
+        which = next(n for n in range(len(counts)) if i < sum(counts[: n + 1]))
+        matrix, place = matrices[which], i - sum(counts[:which])
+        down, across = divmod(place, -(-matrix.shape[1] // width))
+        first, left = down * high, across * width
         values = places.magnitudes(matrix[first : first + high, left : left + width])
         if values.size:
             yield values

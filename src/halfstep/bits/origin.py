@@ -166,12 +166,13 @@ def _named(tile: Tile | None) -> str:
 def _cast(scan: Scan, stored: str, wide: Float | None) -> Origin:
     """bf16, fp16, both, or neither; from 64 bits float32 too."""
     casts = {name: formats.get(name, Float) for name in (*_CASTS, *(("fp32",) if wide is None else ()))}
-    fits = {name: fit(scan, format, wide) for name, format in casts.items()}
+    used, most = scan.table.significant_bits, wide.significant_bits if wide else 53
+    narrow = {name: format for name, format in casts.items() if format.significant_bits >= used}
+    fits = {name: fit(scan, format, wide) for name, format in narrow.items()}
     held = [name for name, found in fits.items() if found.accepted]
     # Of two that hold, one may follow from the other: beside the more evident one it must be evident itself.
     held.sort(key=lambda name: -fits[name].bits)
     held = [a for i, a in enumerate(held) if all(fit(scan, casts[a], casts[b]).accepted for b in held[:i])]
-    used, most = scan.table.significant_bits, wide.significant_bits if wide else 53
     full = used >= most - 1
     half, evidence = halved(scan, wide)
     if evidence >= CERTAIN and not held and not full:
@@ -179,7 +180,7 @@ def _cast(scan: Scan, stored: str, wide: Float | None) -> Origin:
     steps = (None, scan.table.last_bit)
     fewer = {step: fit_bits(scan, [wide, *(casts[name] for name in held)], step) for step in steps if not full}
     if max(fewer.values(), default=0.0) >= CERTAIN:
-        step = max(fewer, key=lambda one: fewer[one])
+        step = scan.table.last_bit if fewer[scan.table.last_bit] >= fewer[None] + CERTAIN else None
         whole = used if step is None else int(scan.table.rows[-1]) - step + 1
         return Origin(stored, bits=whole, step=step, evidence=fewer[step])
     if held == ["tf32"] and (best := scan.table.best_shift(casts["fp16"])) and best[1] == scan.table.nonzero:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from halfstep import formats
@@ -41,7 +42,7 @@ Progress = Callable[[int], None]
 _AGAIN = 1 << 18  # bytes of a piece of a tensor of few levels, which is read again
 _CHANNELS = 32  # fewer columns than this are no channels: a convolution's window, scales beside rows
 _LINES = (8, 64)  # the fewest and the most rows that are looked at in all their length
-_LINED = 1 << 17  # values in these rows, where there are more than the fewest
+_LINED = 1 << 16  # values in these rows, where there are more than the fewest
 _BANDS = 4
 _WIDE = 4 * BAND  # columns of a band
 _LONGEST = 1 << 16  # columns of a matrix whose rows are looked at
@@ -86,10 +87,8 @@ class Places:
 
     def magnitudes(self, bits: NDArray[Any]) -> NDArray[np.float64]:
         """Those of some of the bits which are finite and above zero."""
-        if self.values is not None:
-            found = np.abs(self.values[bits])
-        else:
-            found = as_doubles(np.abs(bits.view(np.float32)))
+        values = as_doubles(bits.view(np.float32)) if self.values is None else self.values[bits]
+        found: NDArray[np.float64] = np.abs(values)
         return found[(found > 0) & (found < np.inf)]
 
 
@@ -156,7 +155,7 @@ def _scan_float32(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
     smallest = float(ends.view(np.float32)[0]) if table.nonzero else 0.0
     amax = columns.largest.view(np.float32).astype(np.float64)
     distinct = np.unique(sample.rows.view(np.float32))
-    levels = _few(table, np.abs(distinct)) and _levels(tensor, np.abs(distinct))
+    levels = _levels(tensor, np.abs(distinct)) if _few(table, distinct) else None
     return _finished(table, amax.max(), smallest, as_doubles(distinct), levels, columns, amax, places.found())
 
 
@@ -181,7 +180,7 @@ def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
     table = from_values(used, times[times > 0])
     amax, smallest = magnitudes.max(initial=0.0), magnitudes.min(initial=np.inf)
     where = places.found(values) if places is not None else None
-    levels = _few(table, magnitudes) and _counted(used, times[times > 0])
+    levels = _counted(used, times[times > 0]) if _few(table, magnitudes) else None
     found = _finished(table, amax, smallest, used, levels, columns, values[columns.largest], where)
     return replace(found, codes=times)
 
@@ -197,8 +196,8 @@ def _scan_double(chunks: Iterator[NDArray[Any]]) -> Scan:
         smallest, amax = min(smallest, magnitudes.min(initial=np.inf)), max(amax, magnitudes.max(initial=0.0))
         table = table + from_values(values)
     distinct, times = np.unique(sample, return_counts=True)
-    levels = _few(table, distinct) and table.size <= SAMPLE and _counted(distinct, times)
-    return _finished(table, amax, smallest, distinct, levels or None)
+    levels = _counted(distinct, times) if table.size <= SAMPLE and _few(table, distinct) else None
+    return _finished(table, amax, smallest, distinct, levels)
 
 
 @cache
@@ -235,18 +234,21 @@ class _Runs:
 
     def __init__(self, starts: Sequence[int], length: int, dtype: np.dtype[Any]) -> None:
         self.rows = np.empty((len(starts), length), dtype)
-        self._starts, self._at, self._begun = starts, 0, 0
+        self._starts, self._at = np.array(starts), 0
 
     def add(self, bits: NDArray[Any]) -> None:
         """Take in the next elements."""
         low, high, length = self._at, self._at + bits.size, self.rows.shape[1]
-        for i in range(self._begun, len(self._starts)):
-            start = self._starts[i]
-            if start >= high:
-                break
+        first, whole, left = np.searchsorted(self._starts, [low, high - length + 1, high]).tolist()
+        if first < whole:
+            size = bits.itemsize
+            every = as_strided(bits, (bits.size - length + 1, length), (size, size), writeable=False)
+            self.rows[first:whole] = every[self._starts[first:whole] - low]
+        before = int(np.searchsorted(self._starts, low - length, side="right"))
+        for i in (*range(before, first), *range(max(first, whole), left)):  # runs that begin or end in other pieces
+            start = int(self._starts[i])
             a, b = max(start, low), min(start + length, high)
             self.rows[i, a - start : b - start] = bits[a - low : b - low]
-            self._begun = i if b < start + length else i + 1
         self._at = high
 
 
@@ -304,7 +306,9 @@ def as_doubles(values: NDArray[np.float32]) -> NDArray[np.float64]:
 
 def _few(table: Table, values: NDArray[Any]) -> bool:
     """Whether the values of a table may be of few levels, which some that were seen are."""
-    return table.nonzero > LEVELS >= np.unique(np.abs(values)).size and bool(table.telling.any())
+    if not table.nonzero > LEVELS or values.size > 2 * LEVELS + 4:  # with signs, zero and what is not finite
+        return False
+    return np.unique(np.abs(values)).size <= LEVELS and bool(table.telling.any())
 
 
 def _levels(tensor: Values, known: NDArray[np.float32]) -> Levels | None:
@@ -350,7 +354,7 @@ def _finished(
     values, magnitudes = (int(tells(some).sum()) for some in (used, np.unique(np.abs(used))))
     channels = _channels(by_column) if columns is not None and columns.are_channels and by_column is not None else None
     smallest = float(smallest) if table.nonzero else 0.0
-    return Scan(table, float(amax), smallest, values, magnitudes, levels or None, channels, places=places)
+    return Scan(table, float(amax), smallest, values, magnitudes, levels, channels, places=places)
 
 
 def _channels(amax: NDArray[np.float64]) -> Channels:

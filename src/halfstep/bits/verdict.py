@@ -146,7 +146,10 @@ def _went_through(same: Sequence[Evidence], origin: Origin) -> str:
     if origin.share < 1:
         shares = [one.origin.share * one.numel for one in same if one.origin]
         share = sum(shares) / _values(same)
-        return f"stored {stored}, {percent(share)} of values exactly {names}, the others in full: {names} values, partly written since (trained on, merged or averaged)"
+        return (
+            f"stored {stored}, {percent(share)} of values exactly {names}, the others in full: {names} values, partly "
+            "written since (trained on, merged or averaged)"
+        )
     if origin.tiled:
         tile = "row" if origin.scale == "row" else f"{origin.scale} block"
         return (
@@ -183,7 +186,7 @@ def _levels(same: Sequence[Evidence], origin: Origin) -> str:
     where = f" in each of the {_pieces(origin)} looked at" if origin.tiled else " in each" if len(same) > 1 else ""
     return (
         f"stored {origin.stored}, no more than {most} different magnitudes{where}, on no grid that is known: codes of "
-        "a palette, or with a zero point or scales along another dimension"
+        "a palette, with a zero point or with scales along another dimension, or a symmetric table (a Fourier basis)"
     )
 
 
@@ -195,8 +198,8 @@ def _bits(same: Sequence[Evidence], origin: Origin) -> str:
         )
     if origin.step is not None:
         return (
-            f"stored {origin.stored}, every value is a whole number of at most {origin.bits} bits times 2^{origin.step}: "
-            "fixed-point numbers, or codes under one power of two"
+            f"stored {origin.stored}, every value is a whole number of at most {origin.bits} bits times "
+            f"2^{origin.step}: fixed-point numbers, or codes under one power of two"
         )
     return (
         f"stored {origin.stored}, every value fits {origin.bits} significant bits, of no format that is known: rounded "

@@ -51,7 +51,8 @@ def load(data: bytes, allowed: Allowed, what: str, persistent: Make | None = Non
     """The object that the pickle `data` describes, made of plain values, `Pairs` and what `allowed` returns.
 
     `allowed` gives for each "module.name" the function that a call of it means, or None for names that are only passed
-    on; "package.*" stands for all names of a package. `persistent` makes an object of a persistent id. Both get a tuple of whatever the pickle holds and must check.
+    on; "package.*" stands for all names of a package. `persistent` makes an object of a persistent id. Both get a tuple
+    of whatever the pickle holds and must check.
 
     Raises:
         CheckpointError: the pickle refers to anything else, is broken, or describes more than fits the budget.
