@@ -1,7 +1,6 @@
-"""Files of torch.save before version 1.6: four short pickles, the tensors' pickle and the keys of storages in two more,
-then the storages' bytes.
+"""Files of torch.save before version 1.6.
 
-Source: torch, torch/serialization.py, `_legacy_save` and `_legacy_load`.
+Three short pickles, that of the tensors, one of the keys of their storages, then the bytes of the storages.
 """
 
 from pathlib import Path
