@@ -10,7 +10,7 @@ from halfstep.bits.evidence import CERTAIN, ENOUGH
 from halfstep.bits.grids import GRIDS, fit_levels, fit_tiles
 from halfstep.bits.memory import InMemory
 from halfstep.bits.origin import origin
-from halfstep.bits.scan import Corner, scan
+from halfstep.bits.scan import Places, scan
 from halfstep.bits.verdict import Evidence, verdict
 from halfstep.formats import Float
 
@@ -21,6 +21,20 @@ NF4 = torch.tensor(  # QLoRA, appendix E
      -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
      0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
 )  # fmt: skip
+BNB = torch.tensor([0, 0.0052083333, 0.16666667, 0.25, 0.33333333, 0.5, 0.66666667, 1])  # csrc/kernels.cu
+BNB = torch.cat([-BNB, BNB])
+
+
+def binary(mantissa: int, exponents: int) -> Tensor:
+    """The values of an OCP format whose smallest exponent is 1 - bias, of as many exponents."""
+    lowest = 2 - 2 ** (exponents.bit_length() - 1) if exponents > 2 else 0
+    steps = torch.arange(2**mantissa) / 2**mantissa
+    normal = [2.0 ** (lowest + e) * (1 + steps) for e in range(exponents)]
+    values = torch.cat([2.0**lowest * steps, *normal])
+    return torch.cat([-values, values])
+
+
+E2M3, E3M2 = binary(3, 3), binary(2, 7)
 
 
 def nearest(x: Tensor, values: Tensor) -> Tensor:
@@ -33,7 +47,10 @@ ROUND = {
     "int8": (127, torch.round),
     "int4": (7, torch.round),
     "float4_e2m1fn": (6, lambda x: nearest(x, torch.cat([-E2M1, E2M1]))),
+    "float6_e2m3fn": (7.5, lambda x: nearest(x, E2M3)),
+    "float6_e3m2fn": (28, lambda x: nearest(x, E3M2)),
     "nf4": (1, lambda x: nearest(x, NF4)),
+    "bnb_fp4": (1, lambda x: nearest(x, BNB)),
 }
 """The largest value of a format, and plain torch that rounds to it."""
 
@@ -122,7 +139,7 @@ def test_one_counterexample_refutes(place):
     values = quantised(weights(256, 384), "float8_e4m3fn", 128, 128).bfloat16()
     block = values[:128, place[1] // 128 * 128 :][:, :128]
     values[place] = block.abs().max() * 0.74  # 331.5 of 448, between 320 and 352
-    assert origin_of(values).key == "full"
+    assert origin_of(values).key == "levels 128x128"
 
 
 def test_the_words_say_what_was_looked_at():
@@ -133,9 +150,9 @@ def test_the_words_say_what_was_looked_at():
     )
 
 
-def corner(x: Tensor) -> Corner:
+def places(x: Tensor) -> Places:
     bits = x.float().numpy().view(np.uint32)
-    return Corner(bits[:8].copy(), bits[:128, :512].copy(), None)
+    return Places(bits[:8].copy(), (bits[:128, :512].copy(),), None)
 
 
 SHAPES = ((1, 16), (1, 500), (4, 4), (3, 17), (8, 32), (16, 16), (40, 40), (128, 128), (7, 300), (200, 700), (64, 2))
@@ -165,18 +182,18 @@ def test_nothing_else_is_taken_for_blocks(kind, seeds):
             generator = torch.Generator().manual_seed(seed)
             x, u = (make(shape, generator=generator) for make in (torch.randn, torch.rand))
             values = KINDS[kind](x * 10 ** (6 * u[0, 0] - 4), u)
-            assert fit_tiles(corner(values.bfloat16()), bf16) is None
-            assert fit_tiles(corner(values.half()), fp16) is None
-            assert fit_tiles(corner(values), fp32) is None
+            assert fit_tiles(places(values.bfloat16()), bf16) is None
+            assert fit_tiles(places(values.half()), fp16) is None
+            assert fit_tiles(places(values), fp32) is None
 
 
 def test_values_that_come_again_count_once():
     bf16 = formats.get("bf16", Float)
     once = quantised(weights(1, 512), "float4_e2m1fn", 1, 16).bfloat16()
-    single, many = (fit_tiles(corner(once.repeat(n, 1)), bf16) for n in (1, 8))
+    single, many = (fit_tiles(places(once.repeat(n, 1)), bf16) for n in (1, 2))
     assert single.fit.bits == many.fit.bits > CERTAIN
     few = once[:, :16].repeat(8, 32)  # one block, again and again
-    assert fit_tiles(corner(few), bf16) is None
+    assert fit_tiles(places(few), bf16) is None
 
 
 @pytest.mark.parametrize("levels", [4, 6])
@@ -187,6 +204,39 @@ def test_evidence_is_no_more_than_chance_allows(levels):
     values = bits.view(np.float32).astype(np.float64)
     found = sum(fit_levels(np.unique(row), bf16) is not None for row in values)
     assert found <= 3 * trials * 2**-ENOUGH
+
+
+def test_rows_beyond_those_at_the_beginning_are_looked_at():
+    values = weights(512, 384)
+    values[:128] = quantised(values[:128].clone(), "int8", 1, 384)
+    found = origin_of(values)
+    assert (found.key, found.confidence) == ("partly scaled int8 row", "certain")
+    assert found.share == pytest.approx(0.25, abs=0.02)
+    assert "of rows looked at exactly int8" in verdict([Evidence("float32", values.numel(), found)]).text
+    values[:128] = weights(128, 384)
+    assert origin_of(values).key == "full"
+
+
+def test_blocks_of_a_power_of_two_tell_fp6_from_fp8():
+    for name in ("float6_e2m3fn", "float6_e3m2fn", "float8_e4m3fn", "float8_e5m2"):
+        blocks = weights(256, 384).view(-1, 32)
+        scale = torch.exp2(torch.log2(blocks.abs().amax(1, keepdim=True) / ROUND[name][0]).ceil())
+        assert origin_of((ROUND[name][1](blocks / scale) * scale).view(256, 384)).key == f"scaled {name}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_on_no_grid_that_is_looked_for_are_few_levels(dtype):
+    x = weights(256, 384)
+    columns = quantised(x.t().contiguous(), "int8", 1, 256).t().contiguous()
+    assert origin_of(columns.to(dtype)).key == "levels column"
+    low, high = x.view(-1, 64).aminmax(dim=1, keepdim=True)
+    hqq = ((x.view(-1, 64) - low) / (high - low) * 15).round() / 15 * (high - low) + low
+    assert origin_of(hqq.view_as(x).float()).key == "levels 1x64"
+    low, high = x.aminmax(dim=1, keepdim=True)
+    step = (high - low) / 255
+    asymmetric = ((x - low) / step).round() * step + low
+    assert origin_of(asymmetric).key == "levels row"
+    assert "no more than" in verdict([Evidence("float32", 1, origin_of(asymmetric))]).text
 
 
 def test_every_format_is_tested():

@@ -67,7 +67,7 @@ def test_two_different_values_conclude_nothing(format, dtype, repeated):
     assert [one.distinct for one in found] == [min(n, len(values)) for n in range(1, 6)]
     assert [one.confidence for one in found[:2]] == ["none", "none"]
     if len(values) == 5 and dtype in (torch.float32, torch.float64):
-        assert found[4].through
+        assert found[4].through or found[4].levels
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -168,3 +168,76 @@ def test_a_quick_look_reads_until_a_last_bit_is_in_use(place):
     assert quick_origin(InMemory(values), told.append).full == (place is not None)
     assert sum(told) == values.nbytes
     assert len(told) == (1 if place == 0 else 2)
+
+
+def rounded(x, bits):
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2.0**bits).round() / 2.0**bits, exponent)
+
+
+@pytest.mark.parametrize("bits", [6, 12, 13, 14, 15, 16, 17])
+def test_bits_of_no_known_format_are_no_cast(bits):
+    """Chance is that of the bits in use: of 17 random bits one value in 64 is exactly fp16."""
+    found = key_of(rounded(torch.randn(128, 128), bits))
+    assert (found.key, found.confidence) == (f"{bits} bits", "certain")
+
+
+def test_an_average_of_two_runs_is_not_partly_one():
+    one = torch.randn(256, 256)
+    other = one + 0.01 * torch.randn(256, 256)
+    for a, b in ((one.bfloat16(), other.bfloat16()), (one.half(), other.half())):
+        found = key_of((a.float() + b.float()) / 2)
+        assert (found.key, found.confidence) == (f"half {9 if a.dtype == torch.bfloat16 else 12} bits", "certain")
+    assert "an average, a merge or a sum" in verdict([Evidence("float32", 1, found)]).text
+
+
+def test_a_third_of_a_sum_of_three_is_not_partly_one():
+    runs = [torch.randn(256, 256).bfloat16().float() for _ in range(3)]
+    assert key_of(sum(runs) / 3).key == "full"
+
+
+def test_a_product_of_bf16_values_is_not_partly_bf16():
+    norm = (1 + 0.1 * torch.randn(256)).bfloat16().float()
+    assert key_of(torch.randn(256, 256).bfloat16().float() * norm).key == "16 bits"
+
+
+def test_what_was_partly_written_since_is_still_told():
+    values = torch.randn(256, 256)
+    for cast, name in ((values.bfloat16().float(), "bf16"), (values.half().float(), "fp16")):
+        for share in (0.001, 0.3, 0.9):
+            tuned = torch.where(torch.rand(256, 256) < share, values, cast)
+            assert (key_of(tuned).key, key_of(tuned).confidence) == (f"partly {name}", "certain")
+
+
+def test_fixed_point_is_no_fp16():
+    """11 bits between 4 and 8, and fewer below."""
+    found = key_of((torch.rand(64, 64) * 2**11).floor() / 2**8)
+    assert (found.key, found.confidence) == ("11 bits times 2^-8", "certain")
+    assert "fixed-point numbers" in verdict([Evidence("float32", 1, found)]).text
+
+
+@pytest.mark.parametrize("levels", [5, 16, 200])
+def test_a_palette_is_few_levels(levels):
+    found = key_of(torch.randn(levels)[torch.randint(levels, (256, 256))])
+    assert (found.key, found.levels, found.confidence) == ("levels", levels, "certain")
+    assert f"no more than {levels} different magnitudes" in verdict([Evidence("float32", 1, found)]).text
+
+
+def test_levels_are_counted_over_all_of_a_tensor():
+    """Of which 16,384 are looked at first: one more value elsewhere counts."""
+    values = torch.randn(16)[torch.randint(16, (1024, 1024))]
+    values[613, 77] = 0.123
+    assert key_of(values).levels == 17
+    assert key_of(torch.where(torch.arange(1024)[:, None] < 512, values, torch.randn(1024, 1024))).key == "full"
+
+
+def test_bf16_values_that_barely_moved_are_no_palette():
+    norm = (1 + 0.01 * torch.randn(4096)).bfloat16()
+    assert len(norm.unique()) < 20
+    assert key_of(norm).key == "full"
+
+
+def test_a_signalling_nan_does_not_warn():
+    values = torch.randn(64, 64)
+    values.view(torch.int32)[0, :3] = 0x7F800001
+    assert key_of(values).key == "full"

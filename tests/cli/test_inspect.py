@@ -193,3 +193,12 @@ def test_the_knowledge_base_points_here(run):
     code, out, _ = run("kb", "show", "nobody/knows-this")
     assert code == 1
     assert "next: halfstep inspect nobody/knows-this" in out
+
+
+def test_a_broken_config_beside_a_file_does_not_stop_it(run, folder):
+    (folder / "config.json").write_text("{")
+    code, out, err = run("inspect", str(folder / "model.safetensors"))
+    assert code == 0
+    assert "verdict (certain)" in out
+    assert "what the folder says of its model was not read" in err
+    assert run("inspect", str(folder))[0] == 2

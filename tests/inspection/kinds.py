@@ -81,6 +81,13 @@ def torch_zip(folder: Path) -> Path:
     return folder / "a.pt"
 
 
+def torch_legacy(folder: Path) -> Path:
+    """As torch.save wrote before 1.6, which has no types of 8 bits."""
+    saved = {name: value for name, value in nested().items() if name != "tensors"}
+    torch.save(saved, folder / "b.pt", _use_new_zipfile_serialization=False)
+    return folder / "b.pt"
+
+
 def distributed(folder: Path) -> Path:
     state = nested()
     with warnings.catch_warnings():
@@ -134,6 +141,8 @@ GGUF_TYPES = {
     "f32": (0, 1, 4), "f16": (1, 1, 2), "q4_0": (2, 32, 18), "q4_1": (3, 32, 20), "q5_0": (6, 32, 22),
     "q5_1": (7, 32, 24), "q8_0": (8, 32, 34), "q2_k": (10, 256, 84), "q3_k": (11, 256, 110), "q4_k": (12, 256, 144),
     "q5_k": (13, 256, 176), "q6_k": (14, 256, 210), "bf16": (30, 1, 2), "mxfp4": (39, 32, 17),
+    "q8_k": (15, 256, 292), "iq4_nl": (20, 32, 18), "iq4_xs": (23, 256, 136), "tq1_0": (34, 256, 54),
+    "tq2_0": (35, 256, 66), "nvfp4": (40, 64, 36),
 }  # fmt: skip
 """Of each type its number, and the values and bytes of a block."""
 
@@ -172,5 +181,5 @@ def gguf(folder: Path) -> Path:
 
 KINDS = {
     build.__name__: build
-    for build in (safetensors, torch_zip, distributed, huggingface, index, npz, npz_deflated, npy, gguf)
+    for build in (safetensors, torch_zip, torch_legacy, distributed, huggingface, index, npz, npz_deflated, npy, gguf)
 }

@@ -2,16 +2,20 @@
 
 import os
 import pickle
+import random
 import struct
 import tracemalloc
 import zipfile
 
+import numpy as np
 import pytest
 import torch
-from kinds import distributed, nested
+from kinds import distributed
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from watching import nothing_but_reading
 
+import halfstep
 from halfstep.errors import CheckpointError
 from halfstep.inspection import open_checkpoint, pickles, torch_objects
 from halfstep.inspection.readers import dcp
@@ -102,14 +106,52 @@ def test_a_memory_format_as_older_pythons_pickle_it():
             pickles.load(pickle.dumps(hostile, 4), dcp.ALLOWED, "it")
 
 
-@pytest.mark.parametrize("legacy", [True, False])
-def test_bare_pickles_are_known_and_refused(legacy, tmp_path):
-    if legacy:
-        torch.save(nested()["model"], tmp_path / "a.bin", _use_new_zipfile_serialization=False)
-    else:
-        (tmp_path / "a.bin").write_bytes(pickle.dumps(Calls(os.system, "touch sentinel")))
-    message = refuses(tmp_path / "a.bin", r"bare pickle.*weights_only=True")
-    assert ("before 1.6" in message) == legacy
+def test_bare_pickles_are_known_and_refused(tmp_path):
+    (tmp_path / "a.bin").write_bytes(pickle.dumps(Calls(os.system, "touch sentinel")))
+    refuses(tmp_path / "a.bin", r"bare pickle.*weights_only=True")
+
+
+def legacy(path, made):
+    torch.save(made, path, _use_new_zipfile_serialization=False)
+    return path
+
+
+def test_a_legacy_file_that_would_run_code(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = {"weight": torch.ones(3), "hook": Calls(os.system, "touch sentinel")}
+    assert "posix.system" in refuses(legacy(tmp_path / "a.pt", made), "expected only tensors")
+    refuses(legacy(tmp_path / "b.pt", torch.nn.Linear(1, 1)), "refers to 'torch.nn.modules.linear.Linear'")
+    assert not (tmp_path / "sentinel").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"M\xe9\x03.", b"M\xe8\x03.", "version 1000"),
+        (b"little_endianq\x02\x88", b"little_endianq\x02N", "version 1001 of torch's old format"),
+        (struct.pack("<q", 5) + b"\0\0\x80?", struct.pack("<q", 6) + b"\0\0\x80?", "a storage of 6 values"),
+        (struct.pack("<q", 5) + b"\0\0\x80?", struct.pack("<q", -1) + b"\0\0\x80?", "a storage of"),
+        (b"K\x05\x85", b"K\x07\x85", "reach behind the end"),
+    ],
+)
+def test_broken_legacy_files(old, new, message, tmp_path):
+    data = legacy(tmp_path / "a.pt", {"weight": torch.ones(5)}).read_bytes()
+    assert old in data
+    (tmp_path / "a.pt").write_bytes(data.replace(old, new))
+    refuses(tmp_path / "a.pt", message)
+    (tmp_path / "a.pt").write_bytes(data[:-1])
+    refuses(tmp_path / "a.pt", "truncated")
+
+
+def test_strings_of_python_2(tmp_path):
+    """As lpips ships them: bytes for names, and a whole number in a line."""
+    data = legacy(tmp_path / "a.pt", {"weight": torch.ones(5), "n": 77777}).read_bytes()
+    old = data.replace(b"X\6\0\0\0weight", b"U\6weight").replace(b"J\xd1/\1\0", b"I77777\n")
+    assert len(old) == len(data) - 3 + 2
+    (tmp_path / "a.pt").write_bytes(old)
+    assert [(t.name, t.shape) for t in open_checkpoint(tmp_path / "a.pt").tensors] == [("weight", (5,))]
+    (tmp_path / "a.pt").write_bytes(old.replace(b"I77777\n", b"I7x777\n"))
+    refuses(tmp_path / "a.pt", "a whole number '7x777'")
 
 
 def opcodes(*parts):
@@ -191,11 +233,10 @@ LONG = b"\x8b" + struct.pack("<i", 4000) + b"\x7f" * 4000
         (b"X\2\0\0\0\xff\xff.", "not UTF-8"),
         (b"c" + b"a" * 2000 + b".", "a name without an end"),
         (b"NN\x93.", "a reference that is no name"),
-        (b"X\1\0\0\0aX\1\0\0\0b\x93.", "refers to 'a.b'"),
         (b"(ios\nsystem\n.", "opcode b'i'"),
         (b"(cos\nsystem\no.", "os.system"),
         (b"\x82\1.", "opcode"),
-        (b"I99\n.", "opcode b'I'"),
+        (b"L99L\n.", "opcode b'L'"),
         (b"P1\n.", "opcode b'P'"),
         (b"\x92.", "opcode"),
     ],
@@ -255,3 +296,26 @@ def test_keys_are_never_hashed():
     same = [i * (2**61 - 1) for i in range(20_000)]
     keys = b"".join(b"\x8a\x0c" + key.to_bytes(12, "little") + b"N" for key in same)
     assert [key for key, _ in pickles.load(b"}(" + keys + b"u.", {}, "x").items] == same
+
+
+def test_states_of_random_numbers_are_passed_over_and_named(tmp_path):
+    """As transformers saves them: numpy's lie inside the pickle."""
+    saved = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    for legacy_too in (True, False):
+        torch.save(saved, tmp_path / "rng_state.pth", _use_new_zipfile_serialization=legacy_too)
+        with nothing_but_reading():
+            checkpoint = open_checkpoint(tmp_path / "rng_state.pth")
+        assert [tensor.name for tensor in checkpoint.tensors] == ["cpu"]
+        assert checkpoint.remarks == ("not read: numpy arrays inside the pickle: 'numpy.1'",)
+
+
+def test_what_a_tensor_of_torchao_wraps(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    quantize_(model, Int8WeightOnlyConfig())
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    with nothing_but_reading():
+        checkpoint = open_checkpoint(tmp_path / "a.pt")
+    shapes = {tensor.name: (tensor.dtype, tensor.shape) for tensor in checkpoint.tensors}
+    assert shapes["0.weight_qdata"] == ("int8", (32, 64))
+    (found,) = halfstep.inspect(tmp_path / "a.pt").schemes
+    assert (found.scheme, found.text) == ("torchao", "int8 codes with a float32 scale for each row")

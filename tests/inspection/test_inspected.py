@@ -33,7 +33,7 @@ FINER = {  # than a quick look is
     "fp8_times_scales_saved_as_bf16", "fp8_in_128x128_blocks_saved_as_bf16", "fp8lm_o2", "norms_fp32_rest_bf16",
 }  # fmt: skip
 SAID = {
-    "fp32": "full mantissas: a master copy, or float32 training",
+    "fp32": "full mantissas: from no narrower type (float32 training, a master copy, a merge or an average fit)",
     "bf16_with_its_master": "master copies: stored float32, full mantissas",
     "bf16_without_a_master_saved_as_fp32": "saved from bf16 weights, without a master copy",
     "bf16_saved_as_fp16": "fp16 subnormals, every value exactly bf16: cast from bf16",
@@ -128,3 +128,33 @@ def test_casts_are_tried_where_they_are_asked_for(tmp_path):
     assert halfstep.inspect(folder).casts == ()
     with pytest.raises(QuantizationError, match=r"unknown format to try 'mxfp9'; nearest: mxfp8"):
         halfstep.inspect(folder, casts=["mxfp9"])
+
+
+@pytest.mark.parametrize(
+    ("codes", "scales"),
+    [
+        ({"W_q": torch.uint8}, {"scale": torch.float16, "zero": torch.float16}),  # HQQ
+        ({"weight._data": torch.int8}, {"weight._scale": torch.float32}),  # quanto
+        ({"packed": torch.int32}, {"weight.lut": torch.float32}),
+    ],
+)
+def test_codes_of_an_unknown_layout_leave_no_verdict(codes, scales, tmp_path):
+    tensors = {f"h.0.mlp.{name}": torch.randint(0, 100, (256, 256)).to(dtype) for name, dtype in codes.items()}
+    tensors |= {f"h.0.mlp.{name}": torch.rand(256, 4).to(dtype) for name, dtype in scales.items()}
+    found = halfstep.inspect(saved(tmp_path, tensors | {"h.0.norm.weight": torch.rand(256).bfloat16()}))
+    assert found.verdict.confidence == "none"
+    (dtype,) = {str(dtype)[6:] for dtype in codes.values()}
+    assert f"of the bytes are integers ({dtype}) of no known layout: codes of a quantiser" in found.verdict.text
+    assert found.verdict.kinds[0] == f"{dtype} codes"
+    assert "The rest: stored" in found.verdict.text
+
+
+def test_few_codes_beside_weights_are_told_and_change_no_confidence(tmp_path):
+    tensors = {"h.0.mlp.weight": torch.randn(256, 256), "h.1.mlp.W_q": torch.ones(256, 256, dtype=torch.uint8)}
+    found = halfstep.inspect(saved(tmp_path, tensors))
+    assert found.verdict.confidence == "certain"
+    assert found.verdict.text.startswith("20% of the bytes are integers (uint8) of no known layout")
+    assert "The rest: stored float32, full mantissas" in found.verdict.text
+    tensors["h.0.attn.bias"] = tensors.pop("h.1.mlp.W_q")[:8].bool()  # a mask is no code
+    (tmp_path / "b").mkdir()
+    assert halfstep.inspect(saved(tmp_path / "b", tensors)).verdict.kinds == ("float32 full",)

@@ -2,7 +2,9 @@
 
 import json
 import os
+import pickle
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+import halfstep
 from halfstep.errors import CheckpointError
 from halfstep.inspection import open_checkpoint
 
@@ -171,3 +174,21 @@ def test_an_index_that_is_none(tmp_path):
         path.write_text(json.dumps(held))
         with pytest.raises(CheckpointError, match="weight_map"):
             open_checkpoint(path)
+
+
+def test_what_trainers_leave_beside_an_adapter_is_no_weight(tmp_path):
+    """training_args.bin is a pickle of transformers' own; of other files what cannot be read is named."""
+    torch.save({"lora_A.weight": torch.ones(3)}, tmp_path / "adapter_model.bin")
+    (tmp_path / "training_args.bin").write_bytes(pickle.dumps(Path("x")))
+    checkpoint = open_checkpoint(tmp_path)
+    assert ([tensor.name for tensor in checkpoint.tensors], checkpoint.remarks) == (["lora_A.weight"], ())
+    (tmp_path / "other.bin").write_bytes(pickle.dumps(Path("x")))
+    checkpoint = open_checkpoint(tmp_path)
+    assert [tensor.name for tensor in checkpoint.tensors] == ["lora_A.weight"]
+    (remark,) = checkpoint.remarks
+    assert remark.startswith("not read: ")
+    assert "other.bin: a bare pickle" in remark
+    assert halfstep.inspect(tmp_path).remarks == checkpoint.remarks
+    (tmp_path / "adapter_model.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"other.bin: a bare pickle"):
+        open_checkpoint(tmp_path)

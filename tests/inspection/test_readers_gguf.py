@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 from kinds import GGUF_TYPES, gguf, gguf_bytes, stored_bits, text
 
+import halfstep
 from halfstep.errors import CheckpointError
 from halfstep.inspection import open_checkpoint
+from halfstep.inspection.gguf_blocks import BLOCKS
 
 
 def half(block, at):
     return float(np.frombuffer(block, "<f2", 1, at)[0])
 
 
-def nibble(block, at, i):
-    """The i-th code of 32 from byte `at`: first the low halves of 16 bytes, then their high halves."""
-    return block[at + i % 16] >> (4 if i >= 16 else 0) & 15
+def nibble(block, at, i, width=16):
+    """The i-th code of 32 from byte `at`: first the low halves of 16 bytes (or `width`), then their high halves."""
+    return block[at + i % width] >> (4 if i >= width else 0) & 15
 
 
 def bit(block, at, i):
@@ -74,6 +76,33 @@ def q6_k(b, i):
     return half(b, 208) * signed(b[192 + i // 16]) * code
 
 
+IQ4_NL = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]  # ggml-common.h
+
+
+def iq4_xs(b, i):
+    group = i // 32
+    low = b[4 + group // 2] >> (4 if group % 2 else 0) & 15
+    high = b[2 + group // 4] >> 2 * (group % 4) & 3
+    return half(b, 0) * ((low | high << 4) - 32) * IQ4_NL[nibble(b, 8 + 16 * group, i % 32)]
+
+
+def tq1_0(b, i):
+    """Digits of base 3, of which a byte holds five as a fraction of 256."""
+    if i < 160:
+        at, digit = i % 32, i // 32
+    elif i < 240:
+        at, digit = 32 + (i - 160) % 16, (i - 160) // 16
+    else:
+        at, digit = 48 + (i - 240) % 4, (i - 240) // 4
+    return half(b, 52) * ((b[at] * 3**digit % 256) * 3 // 256 - 1)
+
+
+def nvfp4(b, i):
+    code, element = b[i // 16] & 127, nibble(b, 4 + 8 * (i // 16), i % 16, 8)
+    scale = 0 if code == 127 else code % 8 * 2.0**-9 if code < 8 else (1 + code % 8 / 8) * 2.0 ** (code // 8 - 7)
+    return scale * E2M1[element & 7] * (-1 if element & 8 else 1)
+
+
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 BY_HAND = {
@@ -87,6 +116,12 @@ BY_HAND = {
     "q4_k": q4_k,
     "q5_k": q5_k,
     "q6_k": q6_k,
+    "q8_k": lambda b, i: struct.unpack("<f", b[:4])[0] * signed(b[4 + i]),
+    "iq4_nl": lambda b, i: half(b, 0) * IQ4_NL[nibble(b, 2, i)],
+    "iq4_xs": iq4_xs,
+    "tq1_0": tq1_0,
+    "tq2_0": lambda b, i: half(b, 64) * ((b[32 * (i // 128) + i % 32] >> 2 * (i % 128 // 32) & 3) - 1),
+    "nvfp4": nvfp4,
     "mxfp4": lambda b, i: 2.0 ** (b[0] - 127) * E2M1[nibble(b, 1, i) & 7] * (-1 if nibble(b, 1, i) & 8 else 1),
 }
 
@@ -94,7 +129,21 @@ BY_HAND = {
 def tame(block, name):
     """The same block with scales between 1 and 2, so that double precision decides what float32 should be near."""
     block = bytearray(block)
-    places = {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), "q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2)}
+    if name == "q8_k":
+        return struct.pack("<f", 1.25) + bytes(block[4:])
+    places = {
+        "iq4_nl": (0,),
+        "iq4_xs": (0,),
+        "tq1_0": (52,),
+        "tq2_0": (64,),
+        "nvfp4": (),
+        "q2_k": (80, 82),
+        "q3_k": (108,),
+        "q6_k": (208,),
+        "q4_1": (0, 2),
+        "q5_1": (0, 2),
+        "q4_k": (0, 2),
+    }
     for at in {**places, "q5_k": (0, 2), "mxfp4": ()}.get(name, (0,)):
         block[at + 1] = block[at + 1] & 0x83 | 0x3C
     if name == "mxfp4":
@@ -115,7 +164,21 @@ def test_blocks_decode_to_the_values_of_their_layout(name, tmp_path):
     wanted = np.array([BY_HAND[name](block, i) for block in blocks for i in range(values)])
     terms = np.abs(wanted) + (64 * 2 if "k" in name or name.endswith("1") else 0)  # a difference loses what both have
     assert (np.abs(found - wanted) <= terms * 2.0**-22).all()
-    assert len(np.unique(wanted)) > values // 4
+    assert len(np.unique(wanted)) > (2 * 6 if name.startswith("tq") else values // 4)
+
+
+def test_every_type_of_a_file_is_known_and_what_has_no_decoder_is_named(tmp_path):
+    """ggml's own sizes: 40 and 41 came last; q8_k has its scale in float32 and sixteen sums."""
+    sizes = {15: (256, 292), 16: (256, 66), 19: (256, 50), 29: (256, 56), 35: (256, 66), 40: (64, 36), 41: (128, 18)}
+    assert {number: (BLOCKS[number].values, BLOCKS[number].nbytes) for number in sizes} == sizes
+    entries = [(kind.name, (2, kind.values), number, bytes(2 * kind.nbytes)) for number, kind in BLOCKS.items()]
+    (tmp_path / "a.gguf").write_bytes(gguf_bytes(entries))
+    report = halfstep.inspect(tmp_path / "a.gguf")
+    assert {tensor.name for tensor in report.tensors if tensor.statistics is None} == {
+        kind.name for kind in BLOCKS.values() if kind.decode is None
+    }
+    assert {tensor.layer.scheme for tensor in report.tensors} == {f"GGUF {kind.name}" for kind in BLOCKS.values()}
+    assert report.verdict.confidence == "named"
 
 
 def test_infinite_scales_decode_without_a_warning(tmp_path):

@@ -44,7 +44,7 @@ def test_quantised_types_of_gguf_are_decoded(tmp_path, target, dtype):
     assert cast(checkpoint, target, tmp_path / "out.safetensors").copied == 0
     found = load_file(tmp_path / "out.safetensors")
     decoded = [tensor for tensor in checkpoint.tensors if tensor.dtype.startswith(("q", "mxfp4"))]
-    assert len(decoded) == 11
+    assert len(decoded) == 12
     for tensor in decoded:
         x = torch.from_numpy(np.frombuffer(stored_bits(tensor), np.float32).reshape(tensor.shape).copy())
         torch.testing.assert_close(found[tensor.name], x.to(dtype), rtol=0, atol=0, equal_nan=True)

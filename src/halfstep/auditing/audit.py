@@ -75,10 +75,10 @@ def _numel(parameter: Tensor) -> int:
 
 
 def _said(found: Scan, dtype: str) -> str:
-    """What the bits say in a word; "full", too, where all that they fit is a type with no fewer significant bits."""
+    """What the bits say in a word; "full", too, where they fit no type, or one with no fewer significant bits."""
     said, stored = origin(found, dtype), stored_format(dtype)
     fewer = stored is None or any(formats.get(name).significant_bits < stored.significant_bits for name in said.through)
-    return said.key if fewer or not said.through else "full"
+    return said.key if (said.through and fewer) or said.key == "unknown" else "full"
 
 
 def _tensors(setup: Setup) -> Iterator[tuple[str, str, Tensor]]:

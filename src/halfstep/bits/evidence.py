@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from halfstep.bits.scan import Scan
 from halfstep.bits.table import WIDTH, allowed_bits
@@ -16,6 +18,9 @@ ENOUGH = 10.0
 
 CERTAIN = 40.0
 """Bits from which on a conclusion counts as certain: a chance of 1 in 10^12."""
+
+SHORT = 4
+"""Of random mantissas one in 2^SHORT leaves so many of the last bits unused."""
 
 CHOSEN = 2
 """Magnitudes whose fit is no evidence: a format and a scale are chosen after the values were seen, so that they fit."""
@@ -36,6 +41,10 @@ class Fit:
     not at all."""
     expected: float = 0.0
     """The share that random mantissas would have."""
+    short: int = 0
+    """Values beyond that leave SHORT or more of the last bits unused: of random mantissas one in 2^SHORT does."""
+    filled: int = 0
+    """Those of `held` that use the narrower format's last bit: of random mantissas a half."""
 
     @property
     def share(self) -> float:
@@ -43,24 +52,77 @@ class Fit:
         return self.held / (self.held + self.beyond) if self.held + self.beyond else 0.0
 
     @property
+    def mixed(self) -> bool:
+        """Whether clearly more values fit than by chance, and the others have random mantissas: values of the narrower
+        type, of which some were written since. Averages and sums of such values have short mantissas of any length.
+        """
+        written = self.beyond / 2**SHORT
+        random = self.short <= 2 * written + 3 * np.sqrt(written) + 1
+        evident = self.bits >= CERTAIN and self.share >= max(0.01, 3 * self.expected)
+        return evident and bool(random) and 4 * self.filled >= self.held
+
+    @property
     def accepted(self) -> bool:
         """Whether all of them do, and chance does not explain it."""
         return self.beyond == 0 and self.bits >= ENOUGH
 
 
-def fit(scan: Scan, narrow: Float, wide: Float | None) -> Fit:
-    """How the values of a tensor, which `wide` holds (None: 53 bits), fit `narrow`."""
+def fit(scan: Scan, narrow: Float, wide: Float | None, used: int = WIDTH) -> Fit:
+    """How the values of a tensor, which `wide` holds (None: 53 bits), fit `narrow`.
+
+    Random mantissas are those of `wide`, or of as many bits as are `used`.
+    """
+    most = np.minimum(_held(wide, scan), used)
+    return _fit(scan, np.clip(allowed_bits(narrow, scan.table.rows), 0, most), most)
+
+
+def fit_bits(scan: Scan, wide: Sequence[Float | None], step: int | None = None) -> float:
+    """The evidence that values of random mantissas, which all of `wide` hold, would use more significant bits than
+    these do, or not all be multiples of 2^step; the number of bits, or the step, was chosen to fit.
+    """
+    table, most = scan.table, np.min([_held(one, scan) for one in wide], axis=0)
+    few = np.full(most.size, table.significant_bits) if step is None else np.maximum(table.rows - step + 1, 0)
+    found = _fit(scan, np.minimum(few, most), most).bits - np.log2(WIDTH if step is None else table.rows.size)
+    return max(0.0, float(found))
+
+
+def halved(scan: Scan, wide: Float | None) -> tuple[int, float]:
+    """The bits that half of the values fit, the others not, and the evidence that random mantissas of as many bits as
+    are in use would not.
+    """
+    most, columns = np.minimum(_held(wide, scan), scan.table.significant_bits), np.arange(WIDTH)
+    unused = np.maximum(most[:, None] - columns, 0)
+    free = np.bincount(unused.ravel(), scan.table.telling.ravel(), minlength=WIDTH)[:WIDTH]
+    count = free.sum()
+    left = int(np.flatnonzero(np.cumsum(free[::-1])[::-1] >= count / 2)[-1]) if count else 0
+    # At most (4p)^(n/2): the chance that half of n values do what each does with a chance of p = 2^-left.
+    evidence = count / 2 * (left - 2) * _weight(scan, int(count)) if left >= SHORT else 0.0
+    return int(most.max(initial=0)) - left, float(evidence)
+
+
+def _held(wide: Float | None, scan: Scan) -> NDArray[np.int64]:
+    rows = scan.table.rows
+    return np.full(rows.size, WIDTH - 1) if wide is None else np.clip(allowed_bits(wide, rows), 0, WIDTH - 1)
+
+
+def _weight(scan: Scan, count: int) -> float:
+    """The share of `count` values that is evidence: equal ones count once, those of CHOSEN magnitudes not at all."""
+    once = min(1.0, scan.distinct / count) if count else 0.0
+    return once * max(0.0, 1 - CHOSEN / scan.magnitudes) if scan.magnitudes else 0.0
+
+
+def _fit(scan: Scan, few: NDArray[np.int64], most: NDArray[np.int64]) -> Fit:
     table = scan.table
     rows = np.arange(len(table.counts))
-    most = np.full(rows.size, WIDTH - 1) if wide is None else np.clip(allowed_bits(wide, table.rows), 0, WIDTH - 1)
-    few = np.clip(allowed_bits(narrow, table.rows), 0, most)
     fitting = np.cumsum(table.telling, 1)
     able = np.where(few < most, fitting[:, -1], 0)  # values that could fail to fit
     held = np.where(few < most, fitting[rows, few], 0)
     chance = (2.0 ** np.maximum(few - 1, 0) - 1) / (2.0 ** np.maximum(most - 1, 1) - 1)
     bits = float((held * -np.log2(np.where(held > 0, chance, 1.0))).sum())
     count = int(held.sum())
-    once = min(1.0, scan.distinct / count) if count else 0.0
-    free = max(0.0, 1 - CHOSEN / scan.magnitudes) if scan.magnitudes else 0.0
     expected = float((able * chance).sum() / able.sum()) if able.sum() else 0.0
-    return Fit(count, table.nonzero - int(table.sums[rows, few].sum()), bits * once * free, expected)
+    shorter = np.clip(most - SHORT, few, None)
+    short = int((fitting[rows, shorter] - fitting[rows, few]).sum())
+    beyond = table.nonzero - int(table.sums[rows, few].sum())
+    filled = int(np.where(few < most, table.telling[rows, few], 0).sum())
+    return Fit(count, beyond, bits * _weight(scan, count), expected, short, filled)

@@ -5,16 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from halfstep import formats
-from halfstep.bits.evidence import CERTAIN, ENOUGH, Fit, fit
-from halfstep.bits.grids import fit_levels, fit_tiles
+from halfstep.bits.evidence import CERTAIN, ENOUGH, fit, fit_bits, halved
+from halfstep.bits.grids import COLUMN, few_levels, fit_levels, fit_tiles, repetition
 from halfstep.bits.scan import Scan
 from halfstep.formats import Float
-from halfstep.quant.tile import ROW
+from halfstep.quant.tile import ROW, Tile, block
 
 
 _CASTS = ("bf16", "fp16", "tf32")
 _FEW = {"float4_e2m1fn": "e8m1", "float8_e5m2": "e8m2", "float8_e4m3fn": "e8m3"}
 """By the bits of their significands: what scaling by powers of two, block by block, makes of a format's exponents."""
+
+_SAME = {"float8_e5m2": ("float6_e3m2fn",), "float8_e4m3fn": ("float6_e2m3fn",)}
+"""Formats of as many significant bits and fewer exponents, which only show within the blocks of MX formats."""
+
+_BLOCKS = (block(32), block(16))
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,14 @@ class Origin:
     """The share of the telling values that fit."""
     full: bool = False
     """Values use all bits of the stored type."""
+    bits: int | None = None
+    """The significant bits that all values fit, if there are fewer than any format looked for has; or half of the
+    values, where these use more (`half`)."""
+    half: bool = False
+    step: int | None = None
+    """The exponent of the power of two that all values are multiples of, where that is what they have in common."""
+    levels: int | None = None
+    """Where values are few, and no grid looked for: the distinct magnitudes of the tensor, or at most of each tile."""
     scale: str | None = None
     """How values of 8 bits or less, or of fp16, were scaled: by one power of two ("2^-7"), several ("2^k"), a number
     of any size ("any"), or one for each tile ("row", "128x128", "1x32" ...), of which the first rows are evidence."""
@@ -46,11 +59,16 @@ class Origin:
     @property
     def key(self) -> str:
         """The conclusion in one word, to group tensors by: "bf16", "bf16+fp16", "scaled float8_e4m3fn",
-        "scaled float8_e4m3fn 128x128", "full" ..."""
+        "scaled float8_e4m3fn 128x128", "17 bits", "half 9 bits", "levels row", "full" ..."""
+        tile = f" {self.scale}" if self.tiled else ""
         if self.through:
             word = "+".join(self.through)
-            tile = f" {self.scale}" if self.tiled else ""
             return f"{'partly ' if self.share < 1 else ''}{'scaled ' if self.scale else ''}{word}{tile}"
+        if self.levels is not None:
+            return f"levels{tile}"
+        if self.bits is not None:
+            fixed = "" if self.step is None else f" times 2^{self.step}"
+            return f"{'half ' if self.half else ''}{self.bits} bits{fixed}"
         return "full" if self.full else "unknown"
 
     @property
@@ -81,10 +99,11 @@ def _found(scan: Scan, stored: str) -> Origin:
     wide = stored_format(stored)
     if wide is not None and wide.bits <= 8:
         return Origin(stored, full=True)
-    if found := _narrow(scan, stored, wide):
-        return found
-    found = _cast(scan, stored, wide)
-    return _tiled(scan, found, wide) or found
+    cast = _cast(scan, stored, wide)
+    # What values of 8 bits or less were rounded to after they were scaled.
+    casts = [formats.get(name, Float) for name in cast.through if cast.share == 1 and cast.scale is None]
+    narrow = min((*casts, *((wide,) if wide else ())), key=lambda one: one.significant_bits, default=wide)
+    return _narrow(scan, stored, wide) or _scaled(scan, stored, wide, narrow) or _few(scan, stored, narrow) or cast
 
 
 def stored_format(stored: str) -> Float | None:
@@ -98,53 +117,81 @@ def stored_format(stored: str) -> Float | None:
 
 
 def _narrow(scan: Scan, stored: str, wide: Float | None) -> Origin | None:
-    """Values of 8 bits or less, scaled: by a power of two, or by any number where few distinct values are left."""
+    """Values of 4 significant bits or less, scaled by powers of two."""
     for name, spread in _FEW.items():
         format = formats.get(spread, Float)
         if scan.table.significant_bits <= format.significant_bits and (found := fit(scan, format, wide)).accepted:
             best = scan.table.best_shift(formats.get(name, Float))
             one = best is not None and best[1] == scan.table.nonzero
             scale = f"2^{best[0]}" if best is not None and one else "2^k"
-            return Origin(stored, (name,), scale=scale, evidence=found.bits)
-    if scan.levels is not None and (match := fit_levels(scan.levels, wide)):
-        return Origin(stored, (match.format,), scale="any", evidence=match.fit.bits)
+            return Origin(stored, (_narrower(scan, name, wide),), scale=scale, evidence=found.bits)
     return None
 
 
-def _tiled(scan: Scan, cast: Origin, wide: Float | None) -> Origin | None:
-    """Values of 8 bits or less that have a scale for each tile, rounded to what they were cast to since."""
-    if scan.corner is None:
+def _narrower(scan: Scan, name: str, wide: Float | None) -> str:
+    """Of the formats with as many significant bits the one that tiles fit: FP6 has fewer exponents than FP8."""
+    match = fit_tiles(scan.places, wide, _BLOCKS) if scan.places is not None else None
+    known = match is not None and not match.fit.beyond and match.format in _SAME.get(name, ())
+    return match.format if match is not None and known else name
+
+
+def _scaled(scan: Scan, stored: str, wide: Float | None, narrow: Float | None) -> Origin | None:
+    """Values of 8 bits or less under one scale of any size, or one for each tile, rounded to `narrow` since."""
+    subnormal = narrow is not None and scan.amax < 2.0**narrow.min_exponent  # whole numbers of its smallest value
+    levels = scan.levels.magnitudes if scan.levels is not None else None
+    if levels is not None and (match := fit_levels(levels, narrow if subnormal else wide)):
+        return Origin(stored, (match.format,), scale="any", evidence=match.fit.bits)
+    match = fit_tiles(scan.places, narrow) if scan.places is not None else None
+    if match is None:
         return None
-    if cast.through and cast.share == 1:  # of a format of 16 bits or tf32
-        casts = [formats.get(name, Float) for name in cast.through] + ([wide] if wide else [])
-        wide = min(casts, key=lambda format: format.significant_bits)
-    match = fit_tiles(scan.corner, wide)
-    if match is None or match.tile is None:
-        return None
-    tile = "row" if match.tile == ROW else str(match.tile)
-    return Origin(cast.stored, (match.format,), scale=tile, evidence=match.fit.bits)
+    share = match.fit.share if match.fit.beyond else 1.0
+    return Origin(stored, (match.format,), share, scale=_named(match.tile), evidence=match.fit.bits)
+
+
+def _few(scan: Scan, stored: str, narrow: Float | None) -> Origin | None:
+    """Few distinct values, in all or in each tile, of no grid that is looked for."""
+    used = min(halved(scan, narrow)[0] + 1, scan.table.significant_bits)  # half of random values leave one unused
+    if scan.levels is not None and (evidence := repetition(scan.levels, narrow, used)) >= CERTAIN:
+        return Origin(stored, levels=scan.levels.magnitudes.size, evidence=evidence)
+    if scan.places is not None and (found := few_levels(scan.places, narrow, used)):
+        tile, most, evidence = found
+        return Origin(stored, levels=most, scale=_named(tile), evidence=evidence)
+    return None
+
+
+def _named(tile: Tile | None) -> str:
+    return {ROW: "row", COLUMN: "column"}.get(tile, str(tile)) if tile is not None else "any"
 
 
 def _cast(scan: Scan, stored: str, wide: Float | None) -> Origin:
     """bf16, fp16, both, or neither; from 64 bits float32 too."""
     casts = {name: formats.get(name, Float) for name in (*_CASTS, *(("fp32",) if wide is None else ()))}
-    fits = {name: fit(scan, format, wide) for name, format in casts.items()}
+    used, most = scan.table.significant_bits, wide.significant_bits if wide else 53
+    narrow = {name: format for name, format in casts.items() if format.significant_bits >= used}
+    fits = {name: fit(scan, format, wide) for name, format in narrow.items()}
     held = [name for name, found in fits.items() if found.accepted]
     # Of two that hold, one may follow from the other: beside the more evident one it must be evident itself.
     held.sort(key=lambda name: -fits[name].bits)
     held = [a for i, a in enumerate(held) if all(fit(scan, casts[a], casts[b]).accepted for b in held[:i])]
+    full = used >= most - 1
+    half, evidence = halved(scan, wide)
+    if evidence >= CERTAIN and not held and not full:
+        return Origin(stored, bits=half, half=True, evidence=evidence)
+    steps = (None, scan.table.last_bit)
+    fewer = {step: fit_bits(scan, [wide, *(casts[name] for name in held)], step) for step in steps if not full}
+    if max(fewer.values(), default=0.0) >= CERTAIN:
+        step = scan.table.last_bit if fewer[scan.table.last_bit] >= fewer[None] + CERTAIN else None
+        whole = used if step is None else int(scan.table.rows[-1]) - step + 1
+        return Origin(stored, bits=whole, step=step, evidence=fewer[step])
     if held == ["tf32"] and (best := scan.table.best_shift(casts["fp16"])) and best[1] == scan.table.nonzero:
         return Origin(stored, ("fp16",), scale=f"2^{best[0]}", evidence=fits["tf32"].bits)
     if held:
         return Origin(stored, tuple(held), evidence=min(fits[name].bits for name in held))
-    partly = {name: found for name, found in fits.items() if _stands_out(found)}
+    fits = {name: fit(scan, format, wide, used) for name, format in casts.items()}
+    partly = {name: found for name, found in fits.items() if found.mixed}
     if partly:
         name, found = max(partly.items(), key=lambda item: item[1].bits)
         return Origin(stored, (name,), found.share, evidence=found.bits)
-    most = wide.significant_bits if wide else 53
-    return Origin(stored, full=scan.table.significant_bits >= most - 1)
-
-
-def _stands_out(found: Fit) -> bool:
-    """Whether clearly more values fit than random mantissas would: cast once, and partly written since."""
-    return found.bits >= CERTAIN and found.share >= max(0.01, 3 * found.expected)
+    if evidence >= CERTAIN:
+        return Origin(stored, bits=half, half=True, evidence=evidence)
+    return Origin(stored, full=full)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from halfstep import formats
@@ -22,7 +23,9 @@ CHUNK = 1 << 24
 """Bytes read at a time; the threads share them."""
 
 SAMPLE = 1 << 14
-"""Values of a wide tensor among which distinct ones are counted: its first ones."""
+"""Values of a wide tensor among which distinct ones are counted: runs of RUN, spread over it."""
+
+RUN = 256
 
 OUTLIER = 6.0
 """A channel is an outlier if its largest magnitude is this many times the median channel's, or more."""
@@ -31,15 +34,18 @@ LEVELS = 256
 """Distinct values that a format of 8 bits can have."""
 
 BAND = 128
-"""Rows of a matrix among which scales of blocks are looked for: its first ones."""
+"""Rows of a band of a matrix, in which scales of blocks are looked for."""
 
 Progress = Callable[[int], None]
 """Told the bytes that were read."""
 
+_AGAIN = 1 << 18  # bytes of a piece of a tensor of few levels, which is read again
 _CHANNELS = 32  # fewer columns than this are no channels: a convolution's window, scales beside rows
-_LINES = 8  # rows that are looked at in all their length
-_WIDE = 4 * BAND  # columns of the band
-_LONGEST = 1 << 16  # columns of a matrix whose first rows are kept
+_LINES = (8, 64)  # the fewest and the most rows that are looked at in all their length
+_LINED = 1 << 16  # values in these rows, where there are more than the fewest
+_BANDS = 4
+_WIDE = 4 * BAND  # columns of a band
+_LONGEST = 1 << 16  # columns of a matrix whose rows are looked at
 _SMALL = 1 << 15  # below this, sorting 16-bit codes is faster than counting them in a table of all codes
 _NARROW = (
     "bfloat16",
@@ -64,21 +70,34 @@ class Channels:
 
 
 @dataclass(frozen=True)
-class Corner:
-    """Bits of a matrix's first rows, where values may share scales."""
+class Places:
+    """Bits of some of a matrix's rows, spread over all of it, where values may share scales."""
 
     lines: NDArray[Any]
-    """The first 8 rows in full length."""
-    band: NDArray[Any]
-    """The first 128 rows, 512 columns of each."""
+    """Rows in full length, the first and the last among them."""
+    bands: tuple[NDArray[Any], ...]
+    """128 rows each, 512 columns of them; fewer where the matrix ends."""
     values: NDArray[np.float64] | None
     """The values of all codes; None where the bits are those of float32."""
 
+    @property
+    def first(self) -> Places:
+        """Those at the beginning."""
+        return Places(self.lines[:1], self.bands[:1], self.values)
+
     def magnitudes(self, bits: NDArray[Any]) -> NDArray[np.float64]:
         """Those of some of the bits which are finite and above zero."""
-        values = bits.view(np.float32) if self.values is None else self.values[bits]
-        found: NDArray[np.float64] = np.abs(values.astype(np.float64))
+        values = as_doubles(bits.view(np.float32)) if self.values is None else self.values[bits]
+        found: NDArray[np.float64] = np.abs(values)
         return found[(found > 0) & (found < np.inf)]
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Few distinct magnitudes, ascending, and how often each was seen."""
+
+    magnitudes: NDArray[np.float64]
+    times: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -90,15 +109,15 @@ class Scan:
     smallest: float = 0.0
     """The smallest magnitude above zero; 0 where there is none."""
     distinct: int = 0
-    """Distinct values among those that tell (`Table.telling`); of a wide type among the first SAMPLE values."""
+    """Distinct values among those that tell (`Table.telling`); of a wide type among SAMPLE values."""
     magnitudes: int = 0
     """Their distinct magnitudes."""
-    levels: NDArray[np.float64] | None = None
-    """The distinct magnitudes (of a wide type those of the sample), where there are at most LEVELS / 2."""
+    levels: Levels | None = None
+    """The distinct magnitudes of all values, where there are at most LEVELS, and more values than that."""
     channels: Channels | None = None
     codes: NDArray[np.int64] | None = None
     """Of a type of 8 or 16 bits, how often each of its codes occurs."""
-    corner: Corner | None = None
+    places: Places | None = None
     """Of a matrix of 16 or 32 bits."""
 
 
@@ -124,18 +143,20 @@ def _told(chunks: Iterator[NDArray[Any]], progress: Progress | None) -> Iterator
 
 def _scan_float32(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
     found, ends = np.zeros((kernel.ROWS, kernel.COLUMNS), np.int64), np.full(1, 0xFFFFFFFF, np.uint32)
-    columns, sample, corner = _Columns(tensor, np.dtype(np.uint32), 0x7F800000), np.zeros(0, np.float32), None
+    columns, places = _Columns(tensor, np.dtype(np.uint32), 0x7F800000), _Spread(tensor, np.dtype(np.uint32))
+    sample = _sample(tensor, np.dtype(np.uint32))
     for chunk in chunks:
         bits = chunk.view(np.uint32)
-        if not sample.size:
-            sample = bits[:SAMPLE].view(np.float32).copy()
-            corner = _corner(tensor, bits)
+        sample.add(bits)
+        places.add(bits)
         kernel.add_float32(bits, found, ends)
         columns.add(bits)
     table = from_kernel(found)
     smallest = float(ends.view(np.float32)[0]) if table.nonzero else 0.0
-    as_floats = columns.largest.view(np.float32).astype(np.float64)
-    return _finished(table, as_floats.max(), smallest, np.unique(sample).astype(np.float64), columns, as_floats, corner)
+    amax = columns.largest.view(np.float32).astype(np.float64)
+    distinct = np.unique(sample.rows.view(np.float32))
+    levels = _levels(tensor, np.abs(distinct)) if _few(table, distinct) else None
+    return _finished(table, amax.max(), smallest, as_doubles(distinct), levels, columns, amax, places.found())
 
 
 def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
@@ -143,10 +164,11 @@ def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
     times = np.zeros(values.size, np.int64)
     dtype = np.dtype(np.uint16 if values.size > LEVELS else np.uint8)
     finite = np.flatnonzero(np.isfinite(values[: values.size // 2]))
-    columns, corner = _Columns(tensor, dtype, int(finite[-1]) + 1), None
+    columns = _Columns(tensor, dtype, int(finite[-1]) + 1)
+    places = _Spread(tensor, dtype) if values.size > LEVELS else None
     for chunk in chunks:
-        if corner is None and values.size > LEVELS:
-            corner = _corner(tensor, chunk, values)
+        if places is not None:
+            places.add(chunk)
         if tensor.numel < _SMALL:
             codes, counts = np.unique(chunk, return_counts=True)
             times[codes] += counts
@@ -155,9 +177,11 @@ def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
         columns.add(chunk)
     used = values[times > 0]
     magnitudes = np.abs(used[np.isfinite(used) & (used != 0)])
-    table = from_values(values[times > 0], times[times > 0])
+    table = from_values(used, times[times > 0])
     amax, smallest = magnitudes.max(initial=0.0), magnitudes.min(initial=np.inf)
-    found = _finished(table, amax, smallest, used, columns, values[columns.largest], corner)
+    where = places.found(values) if places is not None else None
+    levels = _counted(used, times[times > 0]) if _few(table, magnitudes) else None
+    found = _finished(table, amax, smallest, used, levels, columns, values[columns.largest], where)
     return replace(found, codes=times)
 
 
@@ -167,11 +191,13 @@ def _scan_double(chunks: Iterator[NDArray[Any]]) -> Scan:
     for chunk in chunks:
         values = chunk.view(np.float64)
         if not sample.size:
-            sample = np.unique(values[:SAMPLE])
+            sample = values[:SAMPLE].copy()
         magnitudes = np.abs(values[np.isfinite(values) & (values != 0)])
         smallest, amax = min(smallest, magnitudes.min(initial=np.inf)), max(amax, magnitudes.max(initial=0.0))
         table = table + from_values(values)
-    return _finished(table, amax, smallest, sample)
+    distinct, times = np.unique(sample, return_counts=True)
+    levels = _counted(distinct, times) if table.size <= SAMPLE and _few(table, distinct) else None
+    return _finished(table, amax, smallest, distinct, levels)
 
 
 @cache
@@ -203,14 +229,115 @@ class _Columns:
         self._next = (self._next + bits.size) % self.largest.size
 
 
-def _corner(tensor: Values, first: NDArray[Any], values: NDArray[np.float64] | None = None) -> Corner | None:
-    """The rows at the beginning of a matrix; None where the bits do not fill one."""
-    columns = tensor.shape[-1] if len(tensor.shape) > 1 else 0
-    if not 0 < columns <= min(_LONGEST, first.size):
+class _Runs:
+    """Some runs of a tensor's values, of `length` each from `starts` on (ascending), copied as its pieces pass."""
+
+    def __init__(self, starts: Sequence[int], length: int, dtype: np.dtype[Any]) -> None:
+        self.rows = np.empty((len(starts), length), dtype)
+        self._starts, self._at = np.array(starts), 0
+
+    def add(self, bits: NDArray[Any]) -> None:
+        """Take in the next elements."""
+        low, high, length = self._at, self._at + bits.size, self.rows.shape[1]
+        first, whole, left = np.searchsorted(self._starts, [low, high - length + 1, high]).tolist()
+        if first < whole:
+            size = bits.itemsize
+            every = as_strided(bits, (bits.size - length + 1, length), (size, size), writeable=False)
+            self.rows[first:whole] = every[self._starts[first:whole] - low]
+        before = int(np.searchsorted(self._starts, low - length, side="right"))
+        for i in (*range(before, first), *range(max(first, whole), left)):  # runs that begin or end in other pieces
+            start = int(self._starts[i])
+            a, b = max(start, low), min(start + length, high)
+            self.rows[i, a - start : b - start] = bits[a - low : b - low]
+        self._at = high
+
+
+def _sample(tensor: Values, dtype: np.dtype[Any]) -> _Runs:
+    if tensor.numel <= SAMPLE:
+        return _Runs([0], tensor.numel, dtype)
+    return _Runs(_spread(tensor.numel // RUN, SAMPLE // RUN, RUN), RUN, dtype)
+
+
+def _spread(count: int, most: int, each: int = 1) -> list[int]:
+    """Of `count` places at most so many, evenly spread, the first and the last among them; each times `each`."""
+    if count <= most:
+        return [place * each for place in range(count)]
+    return [place * (count - 1) // (most - 1) * each for place in range(most)]
+
+
+class _Spread:
+    """The rows and bands of `Places`, copied as a matrix's pieces pass; none where it is no matrix."""
+
+    def __init__(self, tensor: Values, dtype: np.dtype[Any]) -> None:
+        columns = tensor.shape[-1] if len(tensor.shape) > 1 else 0
+        self._runs: list[_Runs] = []
+        if not 0 < columns <= _LONGEST or not tensor.numel:
+            return
+        fewest, most = _LINES
+        lines = _spread(tensor.numel // columns, min(max(_LINED // columns, fewest), most), columns)
+        self._runs.append(_Runs(lines, columns, dtype))
+        high = tensor.shape[-2]  # of one matrix of several
+        blocks = -(-high // BAND)
+        for i, block in enumerate(_spread(tensor.numel // columns // high * blocks, _BANDS)):
+            top, width = block % blocks * BAND, min(columns, _WIDE)
+            left = min(i * _WIDE, (columns - width) // BAND * BAND)
+            first = (block // blocks * high + top) * columns + left
+            rows = range(first, first + min(BAND, high - top) * columns, columns)
+            self._runs.append(_Runs(rows, width, dtype))
+
+    def add(self, bits: NDArray[Any]) -> None:
+        """Take in the next elements."""
+        for run in self._runs:
+            run.add(bits)
+
+    def found(self, values: NDArray[np.float64] | None = None) -> Places | None:
+        """What was copied."""
+        if not self._runs:
+            return None
+        lines, *bands = (run.rows for run in self._runs)
+        return Places(lines, tuple(bands), values)
+
+
+def as_doubles(values: NDArray[np.float32]) -> NDArray[np.float64]:
+    """float32 values as float64."""
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return values.astype(np.float64)
+
+
+def _few(table: Table, values: NDArray[Any]) -> bool:
+    """Whether the values of a table may be of few levels, which some that were seen are."""
+    if not table.nonzero > LEVELS or values.size > 2 * LEVELS + 4:  # with signs, zero and what is not finite
+        return False
+    return np.unique(np.abs(values)).size <= LEVELS and bool(table.telling.any())
+
+
+def _levels(tensor: Values, known: NDArray[np.float32]) -> Levels | None:
+    """The distinct magnitudes of a float32 tensor and their counts; None where there are more than LEVELS.
+
+    It reads the tensor again: which has few of them among the values that were seen.
+    """
+    codes = np.unique(known).view(np.uint32)
+    times = np.zeros(codes.size, np.int64)
+    for chunk in tensor.chunks(CHUNK):
+        for piece in np.array_split(chunk.view(np.uint32), -(-chunk.nbytes // _AGAIN)):
+            magnitudes = piece & np.uint32(0x7FFFFFFF)
+            place = np.minimum(np.searchsorted(codes, magnitudes), codes.size - 1)
+            held = codes[place] == magnitudes
+            new, counts = np.unique(magnitudes[~held], return_counts=True)
+            if codes.size + new.size > LEVELS + 2:  # zero and infinity
+                return None
+            times = times + np.bincount(place[held], minlength=codes.size)
+            where = np.searchsorted(codes, new)
+            codes, times = np.insert(codes, where, new), np.insert(times, where, counts)
+    return _counted(as_doubles(codes.view(np.float32)), times)
+
+
+def _counted(values: NDArray[np.float64], times: NDArray[np.int64]) -> Levels | None:
+    used = np.isfinite(values) & (values != 0)
+    magnitudes, which = np.unique(np.abs(values[used]), return_inverse=True)
+    if not 0 < magnitudes.size <= LEVELS:
         return None
-    rows = min(BAND, tensor.shape[-2], first.size // columns)
-    matrix = first[: rows * columns].reshape(rows, columns)
-    return Corner(matrix[:_LINES].copy(), matrix[:, :_WIDE].copy(), values)
+    return Levels(magnitudes, np.bincount(which, times[used], minlength=magnitudes.size).astype(np.int64))
 
 
 def _finished(
@@ -218,18 +345,16 @@ def _finished(
     amax: float,
     smallest: float,
     distinct: NDArray[np.float64],
+    levels: Levels | None,
     columns: _Columns | None = None,
     by_column: NDArray[np.float64] | None = None,
-    corner: Corner | None = None,
+    places: Places | None = None,
 ) -> Scan:
     used = distinct[np.isfinite(distinct) & (distinct != 0)]
-    levels = np.unique(np.abs(used))
-    values, magnitudes = (int(tells(some).sum()) for some in (used, levels))
-    few = table.nonzero > LEVELS and levels.size <= LEVELS // 2
+    values, magnitudes = (int(tells(some).sum()) for some in (used, np.unique(np.abs(used))))
     channels = _channels(by_column) if columns is not None and columns.are_channels and by_column is not None else None
     smallest = float(smallest) if table.nonzero else 0.0
-    kept = levels if few else None
-    return Scan(table, float(amax), smallest, values, magnitudes, kept, channels, corner=corner)
+    return Scan(table, float(amax), smallest, values, magnitudes, levels, channels, places=places)
 
 
 def _channels(amax: NDArray[np.float64]) -> Channels:

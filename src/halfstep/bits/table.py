@@ -89,6 +89,12 @@ class Table:
         used = np.flatnonzero(self.by_bits)
         return int(used[-1]) if used.size else 0
 
+    @property
+    def last_bit(self) -> int:
+        """The largest k for which all values are multiples of 2^k; 0 where there is none."""
+        rows, columns = np.nonzero(self.counts)
+        return int((self.rows[rows] - columns + 1).min(initial=1 << 12)) if rows.size else 0
+
     def between(self, low: int, high: int) -> int:
         """Finite values with 2^low <= |x| < 2^high."""
         inside = (self.rows >= low) & (self.rows < high)

@@ -21,12 +21,17 @@ class Evidence:
     fp16_subnormal: int = 0
     layer: Layer | None = None
     """What a tensor of codes holds; then `numel` counts its weights."""
+    nbytes: int = 0
+    codes: bool = False
+    """Whether these are integers such as quantisers pack, in no layout that is known."""
 
     @property
     def key(self) -> str:
         """What was found, in a word or two."""
         if self.layer is not None:
             return f"{self.layer.scheme}, {self.layer.tile}"
+        if self.codes:
+            return "codes"
         return self.origin.key if self.origin else "none"
 
     @property
@@ -48,11 +53,40 @@ class PrecisionVerdict:
     """What was found, the most values first: the stored type and `Evidence.key`, as "float32 bf16"."""
 
 
+TOLD = 0.1
+"""The share of a group's bytes in integers of no known layout from which on they are spoken of."""
+
 _SHOWN = 3  # kinds that a verdict on several tensors spells out
 
 
 def verdict(group: Sequence[Evidence]) -> PrecisionVerdict:
-    """What a group of tensors is: one sentence for each kind in it, the most values first."""
+    """What a group of tensors is: one sentence for each kind in it, the most values first.
+
+    Where integers of no known layout have half of the bytes or more, the others say nothing of the whole.
+    """
+    codes = [one for one in group if one.codes]
+    share = unread(group)
+    if share < TOLD:
+        return _read(group)
+    rest = _read([one for one in group if not one.codes])
+    types = ", ".join(dict.fromkeys(one.dtype for one in codes))
+    text = (
+        f"{percent(share)} of the bytes are integers ({types}) of no known layout: codes of a quantiser, whose values "
+        "cannot be told"
+    )
+    kinds = tuple(dict.fromkeys((*(f"{one.dtype} codes" for one in codes), *rest.kinds)))
+    if rest.kinds:
+        text = f"{text}. The rest: {rest.text}"
+    return PrecisionVerdict(text, "none" if 2 * share >= 1 else rest.confidence, kinds)
+
+
+def unread(group: Sequence[Evidence]) -> float:
+    """The share of the bytes in integers of no known layout."""
+    total = sum(one.nbytes for one in group)
+    return sum(one.nbytes for one in group if one.codes) / total if total else 0.0
+
+
+def _read(group: Sequence[Evidence]) -> PrecisionVerdict:
     kinds: dict[tuple[str, str], list[Evidence]] = {}
     for one in group:
         if one.numel:
@@ -81,6 +115,10 @@ def sentence(same: Sequence[Evidence]) -> str:
         return f"{stored}: no floating-point values to read"
     if origin.through:
         return _went_through(same, origin)
+    if origin.levels is not None:
+        return _levels(same, origin)
+    if origin.bits is not None:
+        return _bits(same, origin)
     if origin.full:
         return f"stored {stored}, {_full(same)}"
     if not any(one.origin.telling for one in same if one.origin):
@@ -99,10 +137,19 @@ def _quantised(layers: Sequence[Layer]) -> str:
 def _went_through(same: Sequence[Evidence], origin: Origin) -> str:
     stored = same[0].dtype
     names = " and ".join(origin.through)
+    if origin.tiled and origin.share < 1:
+        shares = [one.origin.share for one in same if one.origin]
+        return (
+            f"stored {stored}, {percent(sum(shares) / len(shares))} of {_pieces(origin)} looked at exactly {names} "
+            f"times a scale for each: quantised to {names} in part, or partly written since"
+        )
     if origin.share < 1:
         shares = [one.origin.share * one.numel for one in same if one.origin]
         share = sum(shares) / _values(same)
-        return f"stored {stored}, {percent(share)} of values exactly {names}: {names} values, partly written since"
+        return (
+            f"stored {stored}, {percent(share)} of values exactly {names}, the others in full: {names} values, partly "
+            "written since (trained on, merged or averaged)"
+        )
     if origin.tiled:
         tile = "row" if origin.scale == "row" else f"{origin.scale} block"
         return (
@@ -129,14 +176,47 @@ def _went_through(same: Sequence[Evidence], origin: Origin) -> str:
     return f"stored {stored}, every value exactly {names}: cast from {names}"
 
 
+def _pieces(origin: Origin) -> str:
+    """What has a scale, or a palette, of its own."""
+    return f"{origin.scale}s" if origin.scale in ("row", "column") else f"{origin.scale} blocks"
+
+
+def _levels(same: Sequence[Evidence], origin: Origin) -> str:
+    most = max(one.origin.levels or 0 for one in same if one.origin)
+    where = f" in each of the {_pieces(origin)} looked at" if origin.tiled else " in each" if len(same) > 1 else ""
+    return (
+        f"stored {origin.stored}, no more than {most} different magnitudes{where}, on no grid that is known: codes of "
+        "a palette, with a zero point or with scales along another dimension, or a symmetric table (a Fourier basis)"
+    )
+
+
+def _bits(same: Sequence[Evidence], origin: Origin) -> str:
+    if origin.half:
+        return (
+            f"stored {origin.stored}, half of the values fit {origin.bits} significant bits, and the others use more: "
+            "an average, a merge or a sum of values of a narrower type, or some of them written since"
+        )
+    if origin.step is not None:
+        return (
+            f"stored {origin.stored}, every value is a whole number of at most {origin.bits} bits times "
+            f"2^{origin.step}: fixed-point numbers, or codes under one power of two"
+        )
+    return (
+        f"stored {origin.stored}, every value fits {origin.bits} significant bits, of no format that is known: rounded "
+        "or truncated to so many, or products of values of a narrower type"
+    )
+
+
 def _full(same: Sequence[Evidence]) -> str:
     stored = same[0].dtype
     if stored == "float32":
-        return "full mantissas: a master copy, or float32 training"
+        return "full mantissas: from no narrower type (float32 training, a master copy, a merge or an average fit)"
     if stored == "float16":
-        return f"all 11 bits in use{_subnormals(same)}: fp16 weights, or a cast from float32 (bits cannot tell which)"
+        return (
+            f"all 11 bits in use{_subnormals(same)}: fp16 weights, or a cast from a wider type (bits cannot tell which)"
+        )
     if stored == "bfloat16":
-        return "all 8 bits in use: bf16 weights, or a cast from float32 (bits cannot tell which)"
+        return "all 8 bits in use: bf16 weights, or a cast from a wider type (bits cannot tell which)"
     if stored == "float64":
         return "full mantissas"
     return "as it is stored: bits say no more"
@@ -179,6 +259,8 @@ def percent(share: float) -> str:
 
 def whole(by_role: Mapping[str, PrecisionVerdict], everything: Sequence[Evidence]) -> PrecisionVerdict:
     """The verdict on several roles together: one sentence where all agree, else one for each that some share."""
+    if 2 * unread(everything) >= 1:
+        return verdict(everything)
     told = {role: found for role, found in by_role.items() if found.confidence != "none"}
     if len({found.kinds for found in told.values()}) <= 1:
         return verdict(everything)

@@ -128,12 +128,25 @@ def _progress(checkpoint: Checkpoint, passes: int) -> Iterator[Callable[[int], N
 
 def _known(path: Path, overlay: Path | None) -> Known | None:
     """What the knowledge base says of the model that the folder names as its base; None where it says nothing."""
+    from rich.console import Console
+
+    from halfstep.errors import KnowledgeBaseError
     from halfstep.inspection.declared import Known
     from halfstep.kb import DEFAULT_OVERLAY, load
     from halfstep.kb.resolve import find
+    from halfstep.printable import printable
 
     folder = path if path.is_dir() else path.parent
-    answer = find(load(overlay or DEFAULT_OVERLAY), str(folder))
+    known = load(overlay or DEFAULT_OVERLAY)
+    try:
+        answer = find(known, str(folder))
+    except KnowledgeBaseError as error:
+        if path.is_dir():
+            raise
+        Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(
+            printable(f"what the folder says of its model was not read: {error}")
+        )
+        return None
     if not answer.known:
         return None
     ids = ", ".join(entry.id for entry in answer.entries)

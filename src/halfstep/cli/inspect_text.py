@@ -31,6 +31,10 @@ def show(report: Inspection, tensors: bool) -> None:
     lines.print(f"verdict ({report.verdict.confidence}): {printable(report.verdict.text)}")
     for text in report.contradictions:
         lines.print(f"contradiction: {printable(text)}", style="bold yellow")
+    for text in report.remarks[:_LISTED]:
+        lines.print(printable(text), style="bold yellow")
+    if len(report.remarks) > _LISTED:
+        lines.print(f"and {len(report.remarks) - _LISTED} more that were not read: --json prints all")
     for text in report.findings[:_LISTED]:
         lines.print(f"broken: {printable(text)}", style="bold yellow")
     if len(report.findings) > _LISTED:

@@ -74,6 +74,10 @@ def _q8_0(blocks: Bytes) -> Floats:
     return _half(blocks, 0) * blocks[:, 2:].view(np.int8)
 
 
+def _q8_k(blocks: Bytes) -> Floats:
+    return blocks[:, :4].copy().view("<f4") * blocks[:, 4:260].view(np.int8)
+
+
 def _q2_k(blocks: Bytes) -> Floats:
     scales, codes = blocks[:, :16], _fields(blocks[:, 16:80], 32, 2, 4)
     factor, least = _half(blocks, 80) * (scales & 15), _half(blocks, 82) * (scales >> 4)
@@ -124,6 +128,44 @@ def _mxfp4(blocks: Bytes) -> Floats:
     return half * _TWICE_E2M1[_nibbles(blocks[:, 1:], 16)]
 
 
+_IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+_POWERS_OF_3 = np.array([1, 3, 9, 27, 81], np.uint8)
+
+
+def _iq4_nl(blocks: Bytes) -> Floats:
+    return _half(blocks, 0) * _IQ4_NL[_nibbles(blocks[:, 2:], 16)]
+
+
+def _iq4_xs(blocks: Bytes) -> Floats:
+    low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=2).reshape(-1, 8)
+    high = _fields(blocks[:, 2:4], 1, 2, 4)
+    scales = (low | high << 4).astype(np.float32) - 32
+    return _spread(_half(blocks, 0) * scales, 32) * _IQ4_NL[_nibbles(blocks[:, 8:], 16)]
+
+
+def _trits(codes: Bytes, width: int, count: int) -> Floats:
+    """`count` digits of base 3 a byte, the highest first, each over a whole group of `width` bytes; less one."""
+    groups = codes.reshape(len(codes), -1, 1, width) * _POWERS_OF_3[:count].reshape(1, 1, count, 1)
+    return ((groups.astype(np.uint16) * 3) >> 8).astype(np.float32).reshape(len(codes), -1) - 1
+
+
+def _tq1_0(blocks: Bytes) -> Floats:
+    parts = [_trits(blocks[:, :32], 32, 5), _trits(blocks[:, 32:48], 16, 5), _trits(blocks[:, 48:52], 4, 4)]
+    return _half(blocks, 52) * np.concatenate(parts, axis=1)
+
+
+def _tq2_0(blocks: Bytes) -> Floats:
+    return _half(blocks, 64) * (_fields(blocks[:, :64], 32, 2, 4).astype(np.float32) - 1)
+
+
+def _nvfp4(blocks: Bytes) -> Floats:
+    bits = blocks[:, :4].astype(np.int32)
+    exponent, fraction = bits >> 3 & 15, (bits & 7).astype(np.float32)
+    half = np.where(exponent == 0, fraction * 2.0**-10, np.ldexp(1 + fraction / 8, exponent - 8)).astype(np.float32)
+    half = np.where((bits == 0) | (bits == 127), np.float32(0), half)  # unsigned; ggml takes the NaN for zero
+    return _spread(half, 16) * _TWICE_E2M1[_nibbles(blocks[:, 4:], 8)]
+
+
 BLOCKS = {
     2: BlockType("q4_0", 32, 18, _q4_0),
     3: BlockType("q4_1", 32, 20, _q4_1),
@@ -136,21 +178,26 @@ BLOCKS = {
     12: BlockType("q4_k", 256, 144, _q4_k),
     13: BlockType("q5_k", 256, 176, _q5_k),
     14: BlockType("q6_k", 256, 210, _q6_k),
-    15: BlockType("q8_k", 256, 296),
+    15: BlockType("q8_k", 256, 292, _q8_k),
     16: BlockType("iq2_xxs", 256, 66),
     17: BlockType("iq2_xs", 256, 74),
     18: BlockType("iq3_xxs", 256, 98),
     19: BlockType("iq1_s", 256, 50),
-    20: BlockType("iq4_nl", 32, 18),
+    20: BlockType("iq4_nl", 32, 18, _iq4_nl),
     21: BlockType("iq3_s", 256, 110),
     22: BlockType("iq2_s", 256, 82),
-    23: BlockType("iq4_xs", 256, 136),
+    23: BlockType("iq4_xs", 256, 136, _iq4_xs),
     29: BlockType("iq1_m", 256, 56),
-    34: BlockType("tq1_0", 256, 54),
-    35: BlockType("tq2_0", 256, 66),
+    34: BlockType("tq1_0", 256, 54, _tq1_0),
+    35: BlockType("tq2_0", 256, 66, _tq2_0),
     39: BlockType("mxfp4", 32, 17, _mxfp4),
+    40: BlockType("nvfp4", 64, 36, _nvfp4),
+    41: BlockType("q1_0", 128, 18),
 }
 """Every block type by its number in the file."""
+
+UNREAD = frozenset(kind.name for kind in BLOCKS.values() if not kind.decode)
+"""The names of the types that are listed only."""
 
 DECODED = frozenset(kind.name for kind in BLOCKS.values() if kind.decode)
 """The names of the types that come decoded to float32."""

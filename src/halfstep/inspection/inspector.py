@@ -19,12 +19,16 @@ from halfstep.bits.verdict import Evidence, verdict, whole
 from halfstep.bits.what_if import Trials
 from halfstep.inspection.declared import Known, contradictions, disagreements
 from halfstep.inspection.described import described
-from halfstep.inspection.gguf_blocks import DECODED
+from halfstep.inspection.gguf_blocks import DECODED, UNREAD
 from halfstep.inspection.layers import Layers, find_layers
 from halfstep.inspection.opening import open_checkpoint
 from halfstep.inspection.report import Inspection, RoleReport, TensorReport
 from halfstep.inspection.roles import NAMES, WEIGHTS, role_of
 from halfstep.inspection.stored import Checkpoint, StoredTensor
+
+
+_PACKED = ("int8", "uint8", "int16", "uint16", "int32", "uint32")
+"""The types in which quantisers keep codes, one or several in each element."""
 
 
 def inspect(
@@ -66,7 +70,7 @@ def inspect(
         )
         if quick:
             found = replace(found, origin=quick_origin(tensor, progress))
-        elif readable(tensor):
+        elif readable(tensor) and tensor.dtype not in UNREAD:
             one = scan(tensor, progress)
             if role != "scales":
                 trials.add(tensor.name, tensor, one, progress)
@@ -83,7 +87,7 @@ def inspect(
         tensors.append(found)
     tensors, findings = _confirmed(tensors, layers)
     report = _report(checkpoint, tuple(tensors), tables, quick, known)
-    return replace(report, findings=findings, casts=trials.found())
+    return replace(report, findings=findings, casts=trials.found(), remarks=checkpoint.remarks)
 
 
 def _confirmed(tensors: list[TensorReport], layers: Layers) -> tuple[list[TensorReport], tuple[str, ...]]:
@@ -170,6 +174,8 @@ def _evidence(tensor: TensorReport) -> Evidence:
         counted.nonzero if counted else 0,
         counted.fp16_subnormal if counted else 0,
         tensor.layer,
+        tensor.layer.nbytes if tensor.layer else tensor.nbytes,
+        tensor.layer is None and tensor.dtype in _PACKED and len(tensor.shape) > 1,
     )
 
 

@@ -51,12 +51,20 @@ def load(data: bytes, allowed: Allowed, what: str, persistent: Make | None = Non
     """The object that the pickle `data` describes, made of plain values, `Pairs` and what `allowed` returns.
 
     `allowed` gives for each "module.name" the function that a call of it means, or None for names that are only passed
-    on; `persistent` makes an object of a persistent id. Both get a tuple of whatever the pickle holds and must check.
+    on; "package.*" stands for all names of a package. `persistent` makes an object of a persistent id. Both get a tuple
+    of whatever the pickle holds and must check.
 
     Raises:
         CheckpointError: the pickle refers to anything else, is broken, or describes more than fits the budget.
     """
     return _Machine(data, allowed, what, persistent).run()
+
+
+def load_next(data: bytes, at: int, allowed: Allowed, what: str, persistent: Make | None = None) -> tuple[Any, int]:
+    """The object of the pickle that begins at byte `at`, and the byte behind its end; as `load`."""
+    machine = _Machine(data, allowed, what, persistent)
+    machine.at = at
+    return machine.run(), machine.at
 
 
 class _Machine:
@@ -120,6 +128,12 @@ class _Machine:
         if end < 0:
             raise self.broken("a name without an end")
         return self.decode(self.take(end + 1 - self.at)[:-1])
+
+    def whole(self) -> int | bool:
+        text = self.line()
+        if not text.removeprefix("-").isdecimal() or len(text) > 20:
+            raise self.broken(f"a whole number {text[:40]!r}")
+        return text == "01" if text in ("00", "01") else int(text)
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -198,14 +212,15 @@ class _Machine:
         if type(module) is not str or type(name) is not str:
             raise self.broken("a reference that is no name")
         full = f"{module}.{name}"
-        if full not in self.allowed:
+        known = full if full in self.allowed else f"{module.partition('.')[0]}.*"
+        if known not in self.allowed:
             raise CheckpointError(
                 f"{self.what} refers to {full[:200]!r}, expected only tensors; loading it can run code, so it was not "
                 "loaded. If you trust where it comes from, load it with the library that wrote it and save its tensors "
                 "as safetensors"
             )
         self.spend(64)
-        self.push(Name(full, self.allowed[full]))
+        self.push(Name(full, self.allowed[known]))
 
     def refer_stacked(self) -> None:
         name, module = self.pop(), self.pop()
@@ -262,6 +277,9 @@ _STEPS: dict[int, Callable[[_Machine], Any]] = {
     ord("G"): lambda m: m.push(m.number(">d")),
     ord("X"): lambda m: m.push(m.text("<I")),
     0x8C: lambda m: m.push(m.text("<B")),
+    ord("U"): lambda m: m.push(m.text("<B")),  # a str of Python 2
+    ord("T"): lambda m: m.push(m.text("<I")),
+    ord("I"): lambda m: m.push(m.whole()),
     0x8D: lambda m: m.push(m.text("<Q")),
     ord("B"): lambda m: m.push(m.blob("<I")),
     ord("C"): lambda m: m.push(m.blob("<B")),

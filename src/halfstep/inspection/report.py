@@ -75,6 +75,8 @@ class Inspection:
     """The quantised layers, where there are any."""
     findings: tuple[str, ...] = ()
     """What is broken in them."""
+    remarks: tuple[str, ...] = ()
+    """What of the files was not read."""
 
     @property
     def nbytes(self) -> int:
@@ -102,6 +104,7 @@ class Inspection:
             "contradictions": list(self.contradictions),
             "schemes": [{**asdict(one), "bits": one.bits} for one in self.schemes],
             "findings": list(self.findings),
+            "remarks": list(self.remarks),
             "casts": [
                 {**asdict(one.total), "worst": [{"tensor": name, **asdict(cast)} for name, cast in one.worst]}
                 for one in self.casts

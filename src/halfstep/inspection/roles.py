@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 
 ROLES: tuple[tuple[str, str], ...] = (
@@ -10,7 +11,7 @@ ROLES: tuple[tuple[str, str], ...] = (
     (
         "moments",
         r"exp_avg(_sq)?(_residual)?|exp_inf|max_exp_avg_sq|momentum(_buffer)?(_residual)?|square_avg|acc_delta|grad_avg"
-        r"|mu|nu|compensation",
+        r"|compensation",
     ),
     (
         "scales",
@@ -61,12 +62,27 @@ def role_of(name: str) -> str:
     >>> role_of("model.layers.0.mlp.gate.weight"), role_of("model.layers.0.mlp.gate_proj.weight_scale_inv")
     ('router', 'scales')
     """
-    parts = re.split(r"[./]", name)
-    for role, pattern in ROLES:
-        if r"\." in pattern:
-            fits = re.search(pattern, name, re.IGNORECASE) is not None
-        else:
-            fits = any(re.fullmatch(pattern, part, re.IGNORECASE) for part in parts)
-        if fits:
-            return role
-    return "other"
+    parts = _SEPARATORS.split(name)
+    first = min(_row_of(part) for part in parts)
+    if not _OPTAX.isdisjoint(parts) and any(part.startswith("opt") for part in parts):
+        return "moments"
+    for i, pattern in _SEARCHED.items():
+        if i < first and pattern.search(name):
+            first = i
+    return ROLES[first][0] if first < len(ROLES) else "other"
+
+
+@lru_cache(1 << 12)
+def _row_of(part: str) -> int:
+    """The first row of the table whose pattern is this part of a name; the number of rows where there is none."""
+    # Patterns that end in \w* try every end of a part that has other characters, so these are told apart first.
+    if not _WORD.fullmatch(part):
+        return len(ROLES)
+    return next((i for i, pattern in _WHOLE.items() if pattern.fullmatch(part)), len(ROLES))
+
+
+_SEPARATORS, _WORD = re.compile(r"[./]"), re.compile(r"\w+")
+_OPTAX = {"mu", "nu"}  # its names of Adam's moments, under those of its states; a variational encoder has a mu, too
+_COMPILED = {i: re.compile(pattern, re.IGNORECASE) for i, (_, pattern) in enumerate(ROLES)}
+_SEARCHED = {i: pattern for i, pattern in _COMPILED.items() if r"\." in pattern.pattern}
+_WHOLE = {i: pattern for i, pattern in _COMPILED.items() if i not in _SEARCHED}

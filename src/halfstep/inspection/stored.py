@@ -67,3 +67,5 @@ class Checkpoint:
     tensors: tuple[StoredTensor, ...]
     metadata: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, object] | None = None
+    remarks: tuple[str, ...] = ()
+    """What of the files was not read, in words."""

@@ -16,6 +16,9 @@ _STORAGES = {
     "ComplexFloat": "complex64", "ComplexDouble": "complex128", "Untyped": "uint8",
 }  # fmt: skip
 
+ARRAY = "numpy.ndarray"
+"""The record of an array, whose values lie inside the pickle."""
+
 _DEPTH = 64
 _OBJECTS = 5_000_000
 
@@ -99,9 +102,20 @@ def _parameter(args: tuple[Any, ...]) -> View:
 def _subclass(args: tuple[Any, ...]) -> Any:
     """torch._tensor._rebuild_from_type_v2: a function, the class (allowed ones only), the function's arguments."""
     match args:
+        case (Name(name="torch._utils._rebuild_wrapper_subclass"), Name(), tuple(), Pairs() as inside):
+            return Inside(inside.items)
         case (Name(make=function), Name(), tuple() as inner, *_) if function is not None and function is not _subclass:
             return function(inner)
     raise _odd("tensor with attributes", args)
+
+
+@dataclass(slots=True, eq=False)
+class Inside(Pairs):
+    """The attributes of a tensor subclass that wraps others, as those of torchao do."""
+
+
+def _wrapper(args: tuple[Any, ...]) -> Any:
+    raise CheckpointError("a tensor subclass without what it wraps; the file is broken")
 
 
 def _sparse(args: tuple[Any, ...]) -> Pairs:
@@ -166,15 +180,20 @@ TENSORS: Allowed = {
     **{f"{module}.complex": _only for module in ("__builtin__", "builtins")},
     **record("argparse.Namespace"),
     **{f"numpy.{core}.multiarray.scalar": _only for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray._reconstruct": lambda args: Record(ARRAY, args) for core in ("core", "_core")},
+    "numpy.ndarray": None,
     **record("numpy.dtype"),
+    "torch._utils._rebuild_wrapper_subclass": _wrapper,
+    "torchao.*": lambda args: Record("torchao", args),
 }
-"""What a pickle of tensors may refer to; beyond torch's own list a namespace of options and numpy's scalars."""
+"""What a pickle of tensors may refer to; beyond torch's own list a namespace of options, numpy's scalars and arrays
+(states of random numbers), and whatever is torchao's: what it wraps are plain tensors."""
 
 
-def views(root: Any, what: str) -> Iterator[tuple[str, View]]:
+def views(root: Any, what: str, arrays: list[str] | None = None) -> Iterator[tuple[str, View]]:
     """The tensors in nested dictionaries and lists by dotted name; scalars and strings are passed over.
 
-    A file of one tensor gives the name "tensor".
+    A file of one tensor gives the name "tensor". The names of numpy's arrays are added to `arrays`.
 
     Raises:
         CheckpointError: the nesting is deeper than 64 or a cycle, or the names alone would fill the memory.
@@ -197,6 +216,8 @@ def views(root: Any, what: str) -> Iterator[tuple[str, View]]:
             )
         if isinstance(value, View):
             yield name, value
+        elif isinstance(value, Record) and value.name == ARRAY and arrays is not None:
+            arrays.append(name)
         else:
             levels.append(_items(name, value))
 
@@ -207,10 +228,19 @@ def _items(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         items: Iterable[tuple[Any, Any]] = value.items
     else:
         items = enumerate(value) if isinstance(value, list | tuple) else ()
-    return ((_joined(prefix, key), item) for key, item in items)
+    between = "_" if isinstance(value, Inside) else "."  # as torchao calls them in safetensors files
+    return ((_joined(prefix, key, between), item) for key, item in items)
 
 
-def _joined(prefix: str, key: Any) -> str:
+def _joined(prefix: str, key: Any, between: str) -> str:
     short = isinstance(key, str | float) or (isinstance(key, int) and abs(key) < 1 << 64)
     text = str(key) if short else f"({type(key).__name__})"
-    return f"{prefix}.{text}" if prefix else text
+    return f"{prefix}{between}{text}" if prefix else text
+
+
+def passed_over(arrays: list[str]) -> tuple[str, ...]:
+    """A remark on numpy's arrays, where there are any."""
+    if not arrays:
+        return ()
+    more = f" and {len(arrays) - 1} more" if len(arrays) > 1 else ""
+    return (f"not read: numpy arrays inside the pickle: {arrays[0][:80]!r}{more}",)

@@ -15,6 +15,9 @@ PREFERRED = ("model.safetensors.index.json", "model.safetensors", "pytorch_model
 
 _ENDINGS = (".safetensors", ".bin")
 
+_NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin", "scaler.bin")
+"""What trainers of transformers and accelerate leave beside weights."""
+
 
 def open_folder(path: Path) -> Checkpoint:
     """The weights of a folder: the file that transformers would load, else all safetensors files, else all of torch.
@@ -33,7 +36,7 @@ def _weights(path: Path) -> Checkpoint:
             return open_index(found) if name.endswith(".json") else join(path, reader.name, [found])
     for ending in _ENDINGS:
         if names := _named(path, ending):
-            return join(path, reader.name, [inside(path, name, str(path)) for name in names])
+            return join(path, reader.name, [inside(path, name, str(path)) for name in names], refuse=len(names) == 1)
     raise CheckpointError(
         f"{path}: a config.json without weights; expected one of {', '.join(PREFERRED)}, or files that end in "
         f"{' or '.join(_ENDINGS)}. If the repository was cloned, fetch the large files: git lfs pull"
@@ -41,7 +44,8 @@ def _weights(path: Path) -> Checkpoint:
 
 
 def _named(path: Path, ending: str) -> list[str]:
-    return sorted(file.name for file in path.iterdir() if file.name.endswith(ending))
+    names = (file.name for file in path.iterdir() if file.name.endswith(ending))
+    return sorted(name for name in names if name not in _NO_WEIGHTS)
 
 
 def _recognises(path: Path) -> bool:

@@ -12,12 +12,12 @@ from halfstep.inspection.bounded_json import parse_object
 from halfstep.inspection.files import File
 from halfstep.inspection.folders import inside
 from halfstep.inspection.limits import TEXT, check_count
-from halfstep.inspection.readers import pickled, safetensors, torch_zip
+from halfstep.inspection.readers import pickled, safetensors, torch_legacy, torch_zip
 from halfstep.inspection.readers.base import Reader
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 
 
-SHARDS = (safetensors.reader, torch_zip.reader, pickled.reader)
+SHARDS = (safetensors.reader, torch_zip.reader, torch_legacy.reader, pickled.reader)
 """The readers of the files that an index or a folder may be made of."""
 
 
@@ -43,20 +43,33 @@ def open_index(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: tensor {missing!r} is not in {wanted[missing].name!r}; fetch the file again")
     extra = len(joined.tensors) - len(tensors)
     notes = {"tensors that the index does not name": str(extra)} if extra else {}
-    return Checkpoint(path, reader.name, joined.files, tensors, {**joined.metadata, **_strings(index), **notes})
+    metadata = {**joined.metadata, **_strings(index), **notes}
+    return Checkpoint(path, reader.name, joined.files, tensors, metadata, remarks=joined.remarks)
 
 
-def join(path: Path, kind: str, files: Iterable[Path]) -> Checkpoint:
-    """The tensors of several files as one checkpoint."""
+def join(path: Path, kind: str, files: Iterable[Path], refuse: bool = True) -> Checkpoint:
+    """The tensors of several files as one checkpoint. Without `refuse` a file that cannot be read is a remark, as long
+    as others can be.
+    """
     tensors: list[StoredTensor] = []
     metadata: dict[str, str] = {}
-    files = tuple(files)
+    opened, remarks = list[Path](), list[str]()
     for file in files:
-        shard = open_shard(file)
+        try:
+            shard = open_shard(file)
+        except CheckpointError as error:
+            if refuse:
+                raise
+            remarks.append(f"not read: {error}")
+            continue
+        opened.append(file)
         tensors += shard.tensors
+        remarks += shard.remarks
         check_count(len(tensors), path)
         metadata.update(shard.metadata)
-    return Checkpoint(path, kind, files, tuple(tensors), metadata)
+    if not opened and remarks:
+        raise CheckpointError(remarks[0].removeprefix("not read: "))
+    return Checkpoint(path, kind, tuple(opened), tuple(tensors), metadata, remarks=tuple(remarks))
 
 
 def open_shard(path: Path) -> Checkpoint:

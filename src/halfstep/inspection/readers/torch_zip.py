@@ -4,20 +4,18 @@ The pickle goes through the machine of `pickles`, which runs nothing.
 Source: PyTorch, torch/serialization.py, `_save` and `_load`.
 """
 
-import math
 from pathlib import Path
-from typing import Literal
 
-from halfstep.bits.dtypes import TYPES
 from halfstep.errors import CheckpointError
 from halfstep.inspection.files import File, head
-from halfstep.inspection.layout import Plain, Strided, is_contiguous
+from halfstep.inspection.layout import Strided
 from halfstep.inspection.limits import TEXT, check_count
 from halfstep.inspection.pickles import load
 from halfstep.inspection.readers.base import Reader
 from halfstep.inspection.stored import Checkpoint, StoredTensor
-from halfstep.inspection.torch_objects import TENSORS, View, storage, views
-from halfstep.inspection.zips import STORED, Member, members
+from halfstep.inspection.torch_objects import TENSORS, View, passed_over, storage, views
+from halfstep.inspection.torch_storages import Order, Region
+from halfstep.inspection.zips import STORED, members
 
 
 class Archive:
@@ -43,47 +41,30 @@ class Archive:
         """A tensor of the archive.
 
         Raises:
-            CheckpointError: as `located`.
+            CheckpointError: its storage is not there, is compressed, or too small.
         """
-        place = self.located(name, view)
-        count, itemsize = math.prod(view.shape), place.dtype.itemsize
-        identity = f"{self.file.path}:{place.start}:{place.start + count * itemsize}"
-        source: Plain | Strided = place
-        if count == 0 or is_contiguous(view.shape, view.strides):
-            source = Plain(self.file, place.start, count, place.dtype)
-        else:
-            identity += f":{view.shape}:{view.strides}"
-        return StoredTensor(name, view.dtype, view.shape, self.file.path, count * itemsize, identity, source)
+        return self._storage(name, view).tensor(name, view)
 
     def located(self, name: str, view: View) -> Strided:
         """Where the values of a tensor lie.
 
         Raises:
-            CheckpointError: its storage is not there, is compressed, or too small.
+            CheckpointError: as `tensor`.
         """
-        what = f"{self.file.path}: tensor {name!r}"
-        member = self._storage(view, what)
-        dtype = TYPES[view.dtype].piece.newbyteorder(self.order)
-        last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
-        if 0 not in view.shape and (last + 1) * dtype.itemsize > member.size:
-            raise CheckpointError(f"{what}: its values reach behind the end of its storage of {member.size} bytes")
-        strides = tuple(stride * dtype.itemsize for stride in view.strides)
-        return Strided(self.file, member.start + view.offset * dtype.itemsize, view.shape, strides, dtype)
+        return self._storage(name, view).located(name, view)
 
-    def _storage(self, view: View, what: str) -> Member:
-        stored = view.storage
-        member = self.members.get(f"{self.prefix}data/{stored.key}")
+    def _storage(self, name: str, view: View) -> Region:
+        what = f"{self.file.path}: tensor {name!r}"
+        member = self.members.get(f"{self.prefix}data/{view.storage.key}")
         if member is None:
-            raise CheckpointError(f"{what}: its storage {stored.key[:80]!r} is not in the archive; the file is broken")
+            raise CheckpointError(
+                f"{what}: its storage {view.storage.key[:80]!r} is not in the archive; the file is broken"
+            )
         if member.method != STORED or member.packed != member.size:
             raise CheckpointError(
                 f"{what}: its storage is compressed, which torch never does; save it again with torch"
             )
-        if member.size != TYPES[stored.dtype].piece.itemsize * stored.numel:
-            raise CheckpointError(
-                f"{what}: a storage of {member.size} bytes; expected {stored.numel} of {stored.dtype}"
-            )
-        return member
+        return Region(self.file, member.start, member.size, self.order)
 
     def _small(self, name: str, limit: int) -> bytes:
         member = self.members[self.prefix + name]
@@ -93,7 +74,7 @@ class Archive:
             )
         return self.file.read(member.start, member.size)
 
-    def _order(self) -> Literal["<", ">"]:
+    def _order(self) -> Order:
         if self.prefix + "byteorder" not in self.members:
             return "<"
         found = self._small("byteorder", 16)
@@ -110,10 +91,11 @@ def open_torch_zip(path: Path) -> Checkpoint:
     """
     archive = Archive(File.of(path))
     tensors: list[StoredTensor] = []
-    for name, view in views(archive.root(), str(path)):
+    arrays: list[str] = []
+    for name, view in views(archive.root(), str(path), arrays):
         check_count(len(tensors), path)
         tensors.append(archive.tensor(name, view))
-    return Checkpoint(path, "torch zip", (path,), tuple(tensors))
+    return Checkpoint(path, "torch zip", (path,), tuple(tensors), remarks=passed_over(arrays))
 
 
 def _recognises(path: Path) -> bool:

@@ -1,0 +1,80 @@
+"""Files of torch.save before version 1.6.
+
+Three short pickles, that of the tensors, one of the keys of their storages, then the bytes of the storages.
+"""
+
+from pathlib import Path
+
+from halfstep.bits.dtypes import TYPES
+from halfstep.errors import CheckpointError
+from halfstep.inspection.files import File, head
+from halfstep.inspection.limits import TEXT, check_count
+from halfstep.inspection.pickles import Pairs, load_next
+from halfstep.inspection.readers.base import Reader
+from halfstep.inspection.stored import Checkpoint, StoredTensor
+from halfstep.inspection.torch_objects import TENSORS, Storage, passed_over, storage, views
+from halfstep.inspection.torch_storages import Order, Region
+
+
+MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # 0x1950a86a20f9469cfc6c
+
+_VERSION = 1001
+
+
+def open_legacy(path: Path) -> Checkpoint:
+    """The tensors of such a file, nested dictionaries and lists by dotted names.
+
+    Raises:
+        CheckpointError: the file is broken, or its pickle refers to anything but tensors.
+    """
+    file = File.of(path)
+    data = file.read(0, min(file.size, TEXT))
+    found: dict[str, Storage] = {}
+
+    def held(identity: tuple[object, ...]) -> Storage:
+        if len(identity) > 5 and identity[5] is not None:
+            raise CheckpointError("a storage that is a part of another, as torch before 0.4 wrote; save it again")
+        one = storage(identity)
+        if found.setdefault(one.key, one) != one:
+            raise CheckpointError(f"two storages are called {one.key[:80]!r}; the file is broken")
+        return one
+
+    version, at = load_next(data, len(MAGIC), {}, str(path))
+    system, at = load_next(data, at, {}, str(path))
+    little = system.text_keys().get("little_endian") if isinstance(system, Pairs) else None
+    if version != _VERSION or type(little) is not bool:
+        raise CheckpointError(f"{path}: version {str(version)[:40]} of torch's old format; expected {_VERSION}")
+    root, at = load_next(data, at, TENSORS, str(path), held)
+    keys, at = load_next(data, at, {}, str(path))
+    regions = _regions(file, at, keys, found, "<" if little else ">")
+    tensors, arrays = list[StoredTensor](), list[str]()
+    for name, view in views(root, str(path), arrays):
+        check_count(len(tensors), path)
+        tensors.append(regions[view.storage.key].tensor(name, view))
+    return Checkpoint(path, reader.name, (path,), tuple(tensors), remarks=passed_over(arrays))
+
+
+def _regions(file: File, at: int, keys: object, found: dict[str, Storage], order: Order) -> dict[str, Region]:
+    """Where each storage lies: one after the other, each behind the number of its values."""
+    if not isinstance(keys, list) or any(type(key) is not str for key in keys) or set(keys) != set(found):
+        raise CheckpointError(f"{file.path}: its list of storages is not that of its tensors; the file is broken")
+    regions: dict[str, Region] = {}
+    with file.opened() as descriptor:
+        for key in keys:
+            count = int.from_bytes(file.read_from(descriptor, at, 8), "little" if order == "<" else "big")
+            if count != found[key].numel or key in regions:
+                raise CheckpointError(
+                    f"{file.path}: a storage of {count} values; expected {found[key].numel}; the file is broken"
+                )
+            size = count * TYPES[found[key].dtype].piece.itemsize
+            file.within(at + 8, size, f"storage {key[:80]!r}")
+            regions[key] = Region(file, at + 8, size, order)
+            at += 8 + size
+    return regions
+
+
+def _recognises(path: Path) -> bool:
+    return head(path, len(MAGIC)) == MAGIC
+
+
+reader = Reader("torch legacy", _recognises, open_legacy)
