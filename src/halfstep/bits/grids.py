@@ -98,8 +98,9 @@ def few_levels(places: Places, wide: Float | None, used: int) -> tuple[Tile, int
 
     Random values of `used` significant bits come again, too: what counts is how much more often these do.
     """
-    begun = [places.lines[:1, :count] for count in _BEGUN] + [places.bands[0][:, :1]]
-    if not any(_repeated(places, bits, wide, used) for bits in begun):
+    row, column = places.lines[0], places.bands[0][:, 0]
+    begun = [row[:count] for count in _BEGUN if count <= row.size]
+    if not any(_repeated(places, bits, wide, used) for bits in (*begun, column) if bits.size >= _BEGUN[-1]):
         return None
     found, dense = None, 0.0
     for tile in (*TILES, COLUMN):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from halfstep import formats
 from halfstep.bits.evidence import CERTAIN, ENOUGH, fit, fit_bits, halved
@@ -101,27 +102,33 @@ def _found(scan: Scan, stored: str) -> Origin:
         return Origin(stored, full=True)
     cast = _cast(scan, stored, wide)
     # What values of 8 bits or less were rounded to after they were scaled.
-    casts = [formats.get(name, Float) for name in cast.through if cast.share == 1 and cast.scale is None]
+    casts = [_format(name) for name in cast.through if cast.share == 1 and cast.scale is None]
     narrow = min((*casts, *((wide,) if wide else ())), key=lambda one: one.significant_bits, default=wide)
     return _narrow(scan, stored, wide) or _scaled(scan, stored, wide, narrow) or _few(scan, stored, narrow) or cast
 
 
+@cache
+def _format(name: str) -> Float:
+    return formats.get(name, Float)
+
+
+@cache
 def stored_format(stored: str) -> Float | None:
     """The stored type; float32 for what is decoded to it, None for float64."""
     if stored == "float64":
         return None
     if stored in ("bfloat16", "float16") or stored.startswith("float8"):
         found = formats.get(stored)
-        return found if isinstance(found, Float) else formats.get("fp32", Float)
-    return formats.get("fp32", Float)
+        return found if isinstance(found, Float) else _format("fp32")
+    return _format("fp32")
 
 
 def _narrow(scan: Scan, stored: str, wide: Float | None) -> Origin | None:
     """Values of 4 significant bits or less, scaled by powers of two."""
     for name, spread in _FEW.items():
-        format = formats.get(spread, Float)
+        format = _format(spread)
         if scan.table.significant_bits <= format.significant_bits and (found := fit(scan, format, wide)).accepted:
-            best = scan.table.best_shift(formats.get(name, Float))
+            best = scan.table.best_shift(_format(name))
             one = best is not None and best[1] == scan.table.nonzero
             scale = f"2^{best[0]}" if best is not None and one else "2^k"
             return Origin(stored, (_narrower(scan, name, wide),), scale=scale, evidence=found.bits)
@@ -150,6 +157,8 @@ def _scaled(scan: Scan, stored: str, wide: Float | None, narrow: Float | None) -
 
 def _few(scan: Scan, stored: str, narrow: Float | None) -> Origin | None:
     """Few distinct values, in all or in each tile, of no grid that is looked for."""
+    if scan.levels is None and scan.places is None:
+        return None
     used = min(halved(scan, narrow)[0] + 1, scan.table.significant_bits)  # half of random values leave one unused
     if scan.levels is not None and (evidence := repetition(scan.levels, narrow, used)) >= CERTAIN:
         return Origin(stored, levels=scan.levels.magnitudes.size, evidence=evidence)
@@ -165,7 +174,7 @@ def _named(tile: Tile | None) -> str:
 
 def _cast(scan: Scan, stored: str, wide: Float | None) -> Origin:
     """bf16, fp16, both, or neither; from 64 bits float32 too."""
-    casts = {name: formats.get(name, Float) for name in (*_CASTS, *(("fp32",) if wide is None else ()))}
+    casts = {name: _format(name) for name in (*_CASTS, *(("fp32",) if wide is None else ()))}
     used, most = scan.table.significant_bits, wide.significant_bits if wide else 53
     narrow = {name: format for name, format in casts.items() if format.significant_bits >= used}
     fits = {name: fit(scan, format, wide) for name, format in narrow.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ def of_table(
     low, high = -(1 << 12), 1 << 12
     total = table.nonzero or 1
     by_bits = table.by_bits[1:]
-    scaled = {name: table.best_shift(formats.get(name, Float)) for name in _SCALED}
+    scaled = {name: table.best_shift(_format(name)) for name in _SCALED}
     return Statistics(
         values=table.size,
         zeros=table.zeros,
@@ -99,7 +100,12 @@ def of_table(
         fp16_subnormal=table.between(-24, -14),
         fp16_below=table.between(low, -24),
         fp16_above=table.between(16, high),
-        exact={name: table.exact(formats.get(name, Float)) / total for name in EXACT},
+        exact={name: table.exact(_format(name)) / total for name in EXACT},
         exact_scaled={name: (found[0], found[1] / total) for name, found in scaled.items() if found},
         channels=channels,
     )
+
+
+@cache
+def _format(name: str) -> Float:
+    return formats.get(name, Float)
