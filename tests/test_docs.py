@@ -4,9 +4,12 @@ import importlib
 import json
 import re
 import runpy
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+import halfstep
 
 
 ROOT = Path(__file__).parent.parent
@@ -14,6 +17,22 @@ README, DOCS, BENCHMARKS = ROOT / "README.md", ROOT / "docs", ROOT / "benchmarks
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "text", re.findall(r"^```toml\n(.*?)^```", (DOCS / "adding_a_recipe.md").read_text(), re.MULTILINE | re.DOTALL)
+)
+def test_the_files_of_the_page_on_recipes_are_recipes(text, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    assert f'name = "{halfstep.get_recipe(str(path)).name}"' in text
+
+
+def test_the_table_of_the_page_on_recipes_names_their_fields():
+    page = (DOCS / "adding_a_recipe.md").read_text().split("A combination that means nothing")[0]
+    named = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    assert named <= {field.name for field in fields(halfstep.Recipe)}
+    assert named >= {"weights", "master", "moments", "codes", "float32_functions", "rules"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -84,10 +84,10 @@ def described(batch: Batch) -> str:
     return ", ".join(words) or type(batch).__name__
 
 
-def moved(batch: Batch, device: torch.device) -> Batch:
-    """The batch on a device, its floating tensors in float32."""
+def moved(batch: Batch, device: torch.device, dtype: torch.dtype = torch.float32) -> Batch:
+    """The batch on a device, its floating tensors in `dtype`."""
     if isinstance(batch, Tensor):
-        return batch.to(device, torch.float32 if batch.is_floating_point() else batch.dtype)
+        return batch.to(device, dtype if batch.is_floating_point() else batch.dtype)
     if isinstance(batch, Mapping):
-        return {name: moved(value, device) for name, value in batch.items()}
-    return type(batch)(moved(value, device) for value in batch) if isinstance(batch, (tuple, list)) else batch
+        return {name: moved(value, device, dtype) for name, value in batch.items()}
+    return type(batch)(moved(value, device, dtype) for value in batch) if isinstance(batch, (tuple, list)) else batch

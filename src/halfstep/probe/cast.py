@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
-from halfstep.probe.batch import Batch, call
+from halfstep.probe.batch import Batch, call, moved
 from halfstep.probe.observe import observed
 from halfstep.probe.ranges import Site
 from halfstep.probe.trial import OUTPUT_ERROR, Failure, Reference, finite, relative_error
@@ -56,11 +56,12 @@ def cast_trial(model: nn.Module, batches: Sequence[Batch], dtype: torch.dtype, e
     inputs = [(f"input {name}", tensor) for batch in batches for name, tensor in _named(batch)]
     overflows = (_overflow(name, tensor, dtype, kinds) for name, tensor in [*stored, *inputs])
     failure = next((found for found in overflows if found is not None), None)
+    device = next(model.parameters()).device
     own, look = copy.deepcopy(model).to(dtype), _Look(expected)
     for batch in batches:
         with observed(own, look):
             try:
-                call(own, _cast(batch, dtype))
+                call(own, moved(batch, device, dtype))
             except ModelError as error:
                 what = str(error.__cause__ or error)
                 failure = failure or look.failure or Failure(Site("", kinds[""], "forward"), what, crashed=True)
@@ -107,12 +108,3 @@ def _overflow(name: str, tensor: Tensor, dtype: torch.dtype, kinds: Mapping[str,
     if not tensor.is_floating_point() or not finite(tensor) or finite(tensor.to(dtype)):
         return None
     return Failure(Site(path, kinds.get(path, ""), role), f"its largest, {float(tensor.abs().max()):g}, overflows")
-
-
-def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    """The batch with its floating tensors in `dtype`."""
-    if isinstance(batch, Tensor):
-        return batch.to(dtype) if batch.is_floating_point() else batch
-    if isinstance(batch, Mapping):
-        return {name: _cast(value, dtype) for name, value in batch.items()}
-    return type(batch)(_cast(value, dtype) for value in batch) if isinstance(batch, (tuple, list)) else batch
