@@ -10,7 +10,8 @@ from halfstep.bits.evidence import CERTAIN, ENOUGH
 from halfstep.bits.grids import GRIDS, fit_levels, fit_tiles
 from halfstep.bits.memory import InMemory
 from halfstep.bits.origin import origin
-from halfstep.bits.scan import Places, scan
+from halfstep.bits.places import Places
+from halfstep.bits.scan import scan
 from halfstep.bits.verdict import Evidence, verdict
 from halfstep.formats import Float
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from halfstep import formats
 from halfstep.bits.evidence import CERTAIN, CHOSEN, Fit
-from halfstep.bits.scan import BAND, LEVELS, Levels, Places
+from halfstep.bits.places import BAND, Places
+from halfstep.bits.scan import LEVELS, Levels
 from halfstep.bits.table import tells
 from halfstep.formats import Float
 from halfstep.quant.tile import ROW, Tile, block, square

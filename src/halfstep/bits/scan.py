@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from halfstep import formats
 from halfstep.bits.dtypes import TYPES
+from halfstep.bits.places import SAMPLE, Places, Spread, as_doubles, sample
 from halfstep.bits.table import EMPTY, Table, from_kernel, from_values, tells
 from halfstep.bits.values import Values
 from halfstep.formats import Format
@@ -22,30 +22,17 @@ from halfstep.kernels.cpu import bits as kernel
 CHUNK = 1 << 24
 """Bytes read at a time; the threads share them."""
 
-SAMPLE = 1 << 14
-"""Values of a wide tensor among which distinct ones are counted: runs of RUN, spread over it."""
-
-RUN = 256
-
 OUTLIER = 6.0
 """A channel is an outlier if its largest magnitude is this many times the median channel's, or more."""
 
 LEVELS = 256
 """Distinct values that a format of 8 bits can have."""
 
-BAND = 128
-"""Rows of a band of a matrix, in which scales of blocks are looked for."""
-
 Progress = Callable[[int], None]
 """Told the bytes that were read."""
 
 _AGAIN = 1 << 18  # bytes of a piece of a tensor of few levels, which is read again
 _CHANNELS = 32  # fewer columns than this are no channels: a convolution's window, scales beside rows
-_LINES = (8, 64)  # the fewest and the most rows that are looked at in all their length
-_LINED = 1 << 16  # values in these rows, where there are more than the fewest
-_BANDS = 4
-_WIDE = 4 * BAND  # columns of a band
-_LONGEST = 1 << 16  # columns of a matrix whose rows are looked at
 _SMALL = 1 << 15  # below this, sorting 16-bit codes is faster than counting them in a table of all codes
 _NARROW = (
     "bfloat16",
@@ -67,29 +54,6 @@ class Channels:
     largest: float
     outliers: int
     """Columns whose largest magnitude is at least `OUTLIER` times the median of all columns."""
-
-
-@dataclass(frozen=True)
-class Places:
-    """Bits of some of a matrix's rows, spread over all of it, where values may share scales."""
-
-    lines: NDArray[Any]
-    """Rows in full length, the first and the last among them."""
-    bands: tuple[NDArray[Any], ...]
-    """128 rows each, 512 columns of them; fewer where the matrix ends."""
-    values: NDArray[np.float64] | None
-    """The values of all codes; None where the bits are those of float32."""
-
-    @property
-    def first(self) -> Places:
-        """Those at the beginning."""
-        return Places(self.lines[:1], self.bands[:1], self.values)
-
-    def magnitudes(self, bits: NDArray[Any]) -> NDArray[np.float64]:
-        """Those of some of the bits which are finite and above zero."""
-        values = as_doubles(bits.view(np.float32)) if self.values is None else self.values[bits]
-        found: NDArray[np.float64] = np.abs(values)
-        return found[(found > 0) & (found < np.inf)]
 
 
 @dataclass(frozen=True)
@@ -143,18 +107,18 @@ def _told(chunks: Iterator[NDArray[Any]], progress: Progress | None) -> Iterator
 
 def _scan_float32(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
     found, ends = np.zeros((kernel.ROWS, kernel.COLUMNS), np.int64), np.full(1, 0xFFFFFFFF, np.uint32)
-    columns, places = _Columns(tensor, np.dtype(np.uint32), 0x7F800000), _Spread(tensor, np.dtype(np.uint32))
-    sample = _sample(tensor, np.dtype(np.uint32))
+    columns, places = _Columns(tensor, np.dtype(np.uint32), 0x7F800000), Spread(tensor, np.dtype(np.uint32))
+    drawn = sample(tensor, np.dtype(np.uint32))
     for chunk in chunks:
         bits = chunk.view(np.uint32)
-        sample.add(bits)
+        drawn.add(bits)
         places.add(bits)
         kernel.add_float32(bits, found, ends)
         columns.add(bits)
     table = from_kernel(found)
     smallest = float(ends.view(np.float32)[0]) if table.nonzero else 0.0
     amax = columns.largest.view(np.float32).astype(np.float64)
-    distinct = np.unique(sample.rows.view(np.float32))
+    distinct = np.unique(drawn.rows.view(np.float32))
     levels = _levels(tensor, np.abs(distinct)) if _few(table, distinct) else None
     return _finished(table, amax.max(), smallest, as_doubles(distinct), levels, columns, amax, places.found())
 
@@ -165,7 +129,7 @@ def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
     dtype = np.dtype(np.uint16 if values.size > LEVELS else np.uint8)
     finite = np.flatnonzero(np.isfinite(values[: values.size // 2]))
     columns = _Columns(tensor, dtype, int(finite[-1]) + 1)
-    places = _Spread(tensor, dtype) if values.size > LEVELS else None
+    places = Spread(tensor, dtype) if values.size > LEVELS else None
     for chunk in chunks:
         if places is not None:
             places.add(chunk)
@@ -227,81 +191,6 @@ class _Columns:
         """Take in the next elements."""
         kernel.raise_amax(bits, self._next, self.largest, self._infinity)
         self._next = (self._next + bits.size) % self.largest.size
-
-
-class _Runs:
-    """Some runs of a tensor's values, of `length` each from `starts` on (ascending), copied as its pieces pass."""
-
-    def __init__(self, starts: Sequence[int], length: int, dtype: np.dtype[Any]) -> None:
-        self.rows = np.empty((len(starts), length), dtype)
-        self._starts, self._at = np.array(starts), 0
-
-    def add(self, bits: NDArray[Any]) -> None:
-        """Take in the next elements."""
-        low, high, length = self._at, self._at + bits.size, self.rows.shape[1]
-        first, whole, left = np.searchsorted(self._starts, [low, high - length + 1, high]).tolist()
-        if first < whole:
-            size = bits.itemsize
-            every = as_strided(bits, (bits.size - length + 1, length), (size, size), writeable=False)
-            self.rows[first:whole] = every[self._starts[first:whole] - low]
-        before = int(np.searchsorted(self._starts, low - length, side="right"))
-        for i in (*range(before, first), *range(max(first, whole), left)):  # runs that begin or end in other pieces
-            start = int(self._starts[i])
-            a, b = max(start, low), min(start + length, high)
-            self.rows[i, a - start : b - start] = bits[a - low : b - low]
-        self._at = high
-
-
-def _sample(tensor: Values, dtype: np.dtype[Any]) -> _Runs:
-    if tensor.numel <= SAMPLE:
-        return _Runs([0], tensor.numel, dtype)
-    return _Runs(_spread(tensor.numel // RUN, SAMPLE // RUN, RUN), RUN, dtype)
-
-
-def _spread(count: int, most: int, each: int = 1) -> list[int]:
-    """Of `count` places at most so many, evenly spread, the first and the last among them; each times `each`."""
-    if count <= most:
-        return [place * each for place in range(count)]
-    return [place * (count - 1) // (most - 1) * each for place in range(most)]
-
-
-class _Spread:
-    """The rows and bands of `Places`, copied as a matrix's pieces pass; none where it is no matrix."""
-
-    def __init__(self, tensor: Values, dtype: np.dtype[Any]) -> None:
-        columns = tensor.shape[-1] if len(tensor.shape) > 1 else 0
-        self._runs: list[_Runs] = []
-        if not 0 < columns <= _LONGEST or not tensor.numel:
-            return
-        fewest, most = _LINES
-        lines = _spread(tensor.numel // columns, min(max(_LINED // columns, fewest), most), columns)
-        self._runs.append(_Runs(lines, columns, dtype))
-        high = tensor.shape[-2]  # of one matrix of several
-        blocks = -(-high // BAND)
-        for i, block in enumerate(_spread(tensor.numel // columns // high * blocks, _BANDS)):
-            top, width = block % blocks * BAND, min(columns, _WIDE)
-            left = min(i * _WIDE, (columns - width) // BAND * BAND)
-            first = (block // blocks * high + top) * columns + left
-            rows = range(first, first + min(BAND, high - top) * columns, columns)
-            self._runs.append(_Runs(rows, width, dtype))
-
-    def add(self, bits: NDArray[Any]) -> None:
-        """Take in the next elements."""
-        for run in self._runs:
-            run.add(bits)
-
-    def found(self, values: NDArray[np.float64] | None = None) -> Places | None:
-        """What was copied."""
-        if not self._runs:
-            return None
-        lines, *bands = (run.rows for run in self._runs)
-        return Places(lines, tuple(bands), values)
-
-
-def as_doubles(values: NDArray[np.float32]) -> NDArray[np.float64]:
-    """float32 values as float64."""
-    with np.errstate(invalid="ignore"):  # a signalling NaN
-        return values.astype(np.float64)
 
 
 def _few(table: Table, values: NDArray[Any]) -> bool:
