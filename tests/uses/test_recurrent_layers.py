@@ -33,6 +33,10 @@ def lstm_cell(*sizes, batch_first):
     return nn.LSTMCell(*sizes)
 
 
+def rnn_cell(*sizes, batch_first):
+    return nn.RNNCell(*sizes)
+
+
 def gru_cell(*sizes, batch_first):
     return nn.GRUCell(*sizes)
 
@@ -65,19 +69,20 @@ def compared(name, kind, model=Recurrent):
 
 @way()
 def test_lstm(name):
-    """LSTM: nn.LSTM and nn.LSTMCell, as always; no rule rounds their products."""
+    """LSTM: nn.LSTM and nn.LSTMCell, as always; rules round the products of their inputs and states."""
     compared(name, nn.LSTM)
     compared(name, lstm_cell, Cells)
 
 
 @way()
 def test_gru(name):
-    """GRU: nn.GRU and nn.GRUCell, as always; no rule rounds their products."""
+    """GRU: nn.GRU and nn.GRUCell, as always; rules round the products of their inputs and states."""
     compared(name, nn.GRU)
     compared(name, gru_cell, Cells)
 
 
 @way()
 def test_rnn(name):
-    """RNN: nn.RNN, as always; no rule rounds its products."""
+    """RNN: nn.RNN and nn.RNNCell, as always; rules round the products of their inputs and states."""
     compared(name, nn.RNN)
+    compared(name, rnn_cell, Cells)

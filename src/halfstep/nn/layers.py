@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from halfstep.errors import ModelError, RecipeError
-from halfstep.nn.adapters import attention, conv1d, experts, gated, linear
+from halfstep.nn.adapters import attention, cell, conv1d, convolution, experts, gated, linear, recurrent
 from halfstep.nn.attention import DotProductAttention
 from halfstep.nn.quantized_weights import Weight
 from halfstep.ops.subclasses import foreign
@@ -26,8 +26,6 @@ class Kind(Protocol):
     """An adapter: one kind of layer whose products follow a `LinearSpec`."""
 
     NAME: str
-    PRODUCTS: tuple[str, ...]
-    """Its products with scaling states of their own; ("",) for a layer with one."""
 
     @property
     def fits(self) -> Callable[[nn.Module], bool]:
@@ -42,7 +40,7 @@ class Kind(Protocol):
         """forward(stock, module, *args, **kwargs), with the spec at module._halfstep_linear."""
 
 
-KINDS: tuple[Kind, ...] = (linear, conv1d, attention, experts)
+KINDS: tuple[Kind, ...] = (linear, conv1d, attention, experts, convolution, recurrent, cell)
 
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
@@ -96,12 +94,12 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
         if not hits and not rule.optional:
             near = get_close_matches(rule.path, kinds, n=3, cutoff=0.0)
             raise RecipeError(
-                f"recipe {recipe.name!r}: rule {rule.path!r} matched no linear layer. "
-                f"Nearest: {', '.join(near) or 'the model has no nn.Linear'}"
+                f"recipe {recipe.name!r}: rule {rule.path!r} matched no layer whose products a rule can round. "
+                f"Nearest: {', '.join(near) or 'the model has none (linear, convolutional, recurrent, attention)'}"
             )
     if specs and not chosen & specs.keys():
         raise RecipeError(
-            f"recipe {recipe.name!r}: module_filter selects none of the {len(specs)} linear layers its rules match"
+            f"recipe {recipe.name!r}: module_filter selects none of the {len(specs)} layers its rules match"
         )
     specs = {path: spec for path, spec in specs.items() if path in chosen}
     kinds = {path: kind for path, kind in kinds.items() if path not in others}  # their products are their library's
@@ -142,10 +140,8 @@ def _refusal(module: nn.Module) -> str | None:
         return "its forward is not nn.Linear's"
     if isinstance(module, nn.MultiheadAttention):
         return "its forward, or its out_proj's, is not torch's"
-    if isinstance(module, _CONVOLUTIONS):
-        return "a convolution: rules round products of linear layers only"
-    if isinstance(module, _RECURRENT):
-        return "a recurrent layer: rules round products of linear layers only"
+    if isinstance(module, (*_CONVOLUTIONS, *_RECURRENT)):
+        return "its forward is not torch's"
     if isinstance(module, (*_TABLES, ParametrizationList)):  # the layer multiplies by what it makes of its parameters
         return None
     own = [name for name, p in module._parameters.items() if p is not None and p.dim() > 1]
