@@ -1,4 +1,4 @@
-"""Convolution layers that rules reach: as torch's with rounded operands, whatever their padding and whoever uses them."""
+"""Convolution layers that rules reach: as torch's with rounded operands, whatever their padding or use."""
 
 import copy
 

@@ -64,7 +64,9 @@ def compared(name, kind, model=Recurrent):
         if dtype is not None and model is Recurrent:
             stock_runs(kind, dtype)
         raise
-    assert_like_fp32(name, start, found, expected, slack=2)
+    codes = get_recipe(name).codes
+    stored_in_8_bits = codes is not None and codes.weights.bytes == 1  # fp32's weights, rounded so, are 0.27 away
+    assert_like_fp32(name, start, found, expected, slack=3 if stored_in_8_bits else 2)
 
 
 @way()
