@@ -11,7 +11,7 @@ from typing import Any
 
 from halfstep import formats
 from halfstep.errors import FormatError, QuantizationError, RecipeError, unknown
-from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
+from halfstep.quant import Accumulator, Quantizer, Scales, Tile, get_accumulator, get_quantizer
 from halfstep.quant.scaling import Scaling, get_scaling, named
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe.storage import Storage, get_storage
@@ -116,6 +116,23 @@ def storage(data: Any, *path: str | int) -> Storage:
         raise At(str(error), *path) from error
 
 
+def accumulator(data: Any, *path: str | int) -> Accumulator | None:
+    """A format's or an accumulator's name, or a table of an accumulator's fields; "none" is float32."""
+    if data == "none":
+        return None
+    table = {"format": data} if isinstance(data, str) else typed(data, dict, *path)
+    hints = {name: kind for name, kind in typing.get_type_hints(Accumulator).items() if name != "format"}
+    check_keys(table, ("format", *hints), "key of an accumulator", *path)
+    if "format" not in table:
+        raise At("an accumulator without a format; expected one such as 'fp16', or a name: 'hopper'", *path)
+    name = typed(table["format"], str, *path, "format")
+    given = {key: typed(table[key], kind, *path, key) for key, kind in hints.items() if key in table}
+    try:
+        return replace(get_accumulator(formats.from_key(name) if " " in name else name), **given)
+    except (FormatError, QuantizationError, ValueError, TypeError) as error:
+        raise At(str(error), *path) from error
+
+
 # ---- records to data ------------------------------------------------------------------------------------------------
 
 
@@ -142,6 +159,16 @@ def quantizer_data(quantizer: Quantizer) -> Data:
     data |= {"tile": next((word for word, t in _TILES.items() if t == tile), f"{tile.rows}x{tile.columns}")}
     data |= {"scale": name, **options}
     return data if quantizer.outliers is None else {**data, "outliers": quantizer.outliers}
+
+
+def accumulator_data(accumulator: Accumulator) -> Data:
+    format = accumulator.format
+    try:
+        name = format.name if formats.get(format.name) == format else format.key
+    except FormatError:
+        name = format.key
+    rest = {"block": accumulator.block, "aligned": accumulator.aligned}
+    return {"format": name, **rest, **({"promote": accumulator.promote} if accumulator.promote else {})}
 
 
 def _is_named(quantizer: Quantizer) -> bool:
