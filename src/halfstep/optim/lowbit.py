@@ -67,7 +67,7 @@ class LowBit(torch.optim.Optimizer):
         self._agreed = False
         self._versions: dict[Tensor, int] = {}
         self._watch: Callable[[Update], None] | None = None
-        self._known_kinds: dict[tuple[str, ...], tuple[dict[str, Storage], tuple[str, ...], bool]] = {}
+        self._known_kinds: dict[tuple[str, ...], tuple[dict[str, Storage], tuple[str, ...]]] = {}
         super().__init__(groups, {"rounding_seed": seed})
 
     @contextmanager
@@ -189,13 +189,12 @@ class LowBit(torch.optim.Optimizer):
                 index += 1
         return loss
 
-    def _kinds(self, names: tuple[str, ...]) -> tuple[dict[str, Storage], tuple[str, ...], bool]:
-        """How the moments of those names are kept, the names of all tensors that they are kept in, and whether those
-        are of torch's own dtypes."""
+    def _kinds(self, names: tuple[str, ...]) -> tuple[dict[str, Storage], tuple[str, ...]]:
+        """How the moments of those names are kept, and the names of all tensors that they are kept in."""
         if names not in self._known_kinds:
             kinds = {name: self.recipe.moment(name) for name in names}
             parts = tuple(part for name, kind in kinds.items() for part in kind.parts(name))
-            self._known_kinds[names] = kinds, parts, all(kind.dtype is not None for kind in kinds.values())
+            self._known_kinds[names] = kinds, parts
         return self._known_kinds[names]
 
     def _name_formats(self) -> None:
@@ -243,7 +242,7 @@ class LowBit(torch.optim.Optimizer):
 
     def _update(self, parameter: Tensor, group: dict[str, Any], grad_scale: float, index: int) -> None:
         state, master = self._begun(parameter, group), self._master(parameter)
-        kinds, parts, plain = self._kinds(self.rule.moments(group))
+        kinds, parts = self._kinds(self.rule.moments(group))
         state["step"] += 1
         number, grad = int(state["step"]), like(parameter, master.gradient(_grad(parameter)))
         # Of a parameter that is spread over ranks, this one's part; whole where norms of the whole enter.
@@ -256,12 +255,12 @@ class LowBit(torch.optim.Optimizer):
             if master.rounding == "stochastic":
                 seed = derive_seed(group["rounding_seed"], number, index)
                 master = replace(master, seed=seed, positions=positions(parameter))
-        step = Step(weight, master, kept, grad, moments, number, group, grad_scale)
-        if plain and self._watch is None and self.rule.fused(step):
+        step = Step(weight, master, kept, grad, moments, number, group, grad_scale, kinds)
+        if self._watch is None and self.rule.fused(step):
             torch.autograd.graph.increment_version(weight)
         else:
             written = not master.costly or self._versions.get(parameter) != parameter._version
-            move(self.rule, step, kinds, parameter, written, self._watch)
+            move(self.rule, step, parameter, written, self._watch)
         if is_spread(parameter):
             torch.autograd.graph.increment_version(parameter)
         if master.costly:

@@ -69,7 +69,7 @@ def _scaled(value, scale, like):
 
 
 @inner
-def _numbers_piece(codes, scale, levels, out, meaning):
+def numbers_piece(codes, scale, levels, out, meaning):
     block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises
     for b in range(scale.size):
         s = scale[b]
@@ -99,7 +99,7 @@ def _blocks(codes, scale, levels, out, meaning):
 def _blocks_overload(codes, scale, levels, out, meaning):
     if isinstance(meaning, types.Array):
         return lambda codes, scale, levels, out, meaning: _table_piece(codes, scale, levels, out, meaning)
-    return lambda codes, scale, levels, out, meaning: _numbers_piece(codes, scale, levels, out, meaning)
+    return lambda codes, scale, levels, out, meaning: numbers_piece(codes, scale, levels, out, meaning)
 
 
 @Kernel

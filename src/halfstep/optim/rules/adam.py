@@ -1,12 +1,15 @@
 """Adam, with weight decay added to the gradient (L2)."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from halfstep.kernels.cpu import adam as kernel
+from halfstep.kernels.cpu.coded import Coded
 from halfstep.optim.rules.base import Group, Moments, Step, UpdateRule
+from halfstep.recipe import Storage
 
 
 REFUSED = {
@@ -60,7 +63,8 @@ def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bo
         return move(weight, grad, moments, scalars(step, group, 1.0, is_decoupled(group)))
 
     def fused(step: Step) -> bool:
-        master, tensors = step.master, (step.weight, step.master.name, step.kept, step.grad, step.moments)
+        master, moments = step.master, _as_kept(step.moments, step.kinds)
+        tensors = (step.weight, master.name, step.kept, step.grad, moments)
         if master.positions is not None or not kernel.supports(*tensors, master.rounding):
             return False
         kernel.run(*tensors, scalars(step.number, step.group, step.grad_scale, is_decoupled(step.group)), master.seed)
@@ -69,6 +73,15 @@ def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bo
     return UpdateRule(
         name, torch_class, lambda group: ("exp_avg", "exp_avg_sq"), update, REFUSED, REFUSED_STATES, fused
     )
+
+
+def _as_kept(moments: Moments, kinds: Mapping[str, Storage]) -> dict[str, kernel.Moment]:
+    """Moments for the kernel: those that are codes with how they are coded."""
+    found: dict[str, kernel.Moment] = dict(moments)
+    for name, kind in kinds.items():
+        for number in kind.numbers(name) if kind.dtype is None else ():
+            found[number] = Coded(kind.quantizer, {part: found.pop(own) for part, own in kind.names(number).items()})
+    return found
 
 
 adam = adam_rule("adam", torch.optim.Adam, decoupled=False)
