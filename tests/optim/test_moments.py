@@ -14,7 +14,8 @@ from halfstep import formats
 from halfstep.errors import OptimizerError, RecipeError
 from halfstep.memory import measure
 from halfstep.optim import Lamb, Lion
-from halfstep.quant import Quantizer, Scales
+from halfstep.optim.rules.base import never
+from halfstep.quant import Quantizer, Scales, Tile
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import Storage, from_data, get_recipe, get_storage, to_data
@@ -250,3 +251,39 @@ def test_bytes_are_those_of_whole_tiles(name):
         layout = storage.layout("m", shape)
         assert {key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()} == layout
         assert sum(t.nbytes for t in tensors.values()) / 2**20 == pytest.approx(storage.bytes, rel=1e-5)
+
+
+def blocked(format, columns, rule="absmax"):
+    return get_storage(Quantizer(formats.get(format), scales=Scales(Tile(1, columns), get_scaling(rule))))
+
+
+ONE_PASS = {
+    "mx": "mxfp8_e4m3",
+    "mx and numbers": (("exp_avg", "mxfp8_e5m2"), ("exp_avg_sq", get_storage("bf16", residual=True))),
+    "absmax": (("exp_avg", blocked("e4m3fn", 256)), ("exp_avg_sq", blocked("e5m2", 128))),
+    "integers": (("exp_avg", blocked("int8", 64)), ("exp_avg_sq", "fp32")),
+    "rceil": (("*", blocked("e4m3fnuz", 16, "rceil")),),
+}
+
+
+@pytest.mark.parametrize("moments", ONE_PASS.values(), ids=ONE_PASS)
+@pytest.mark.parametrize("base", ["fp32", "bf16-master", "bf16-stochastic", "bf16-kahan"])
+def test_codes_in_blocks_advance_in_one_pass_bit_for_bit(moments, base):
+    found = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model, optimizer, _ = prepared(recipe_with(moments, base), nn.Linear(512, 80, bias=False), generator=0)
+        seen = []
+        rule = optimizer.rule
+        own = rule.fused if fused else never
+        optimizer.rule = replace(rule, fused=lambda step, own=own, seen=seen: seen.append(own(step)) or seen[-1])
+        for step in range(3):
+            model.weight.grad = torch.randn(80, 512).to(model.weight.dtype) * 10.0 ** (step - 4)
+            model.weight.grad[3, 5:40] = 0
+            if step == 2:
+                model.weight.grad[7, 9] = torch.inf
+            optimizer.step()
+        assert seen[0] is fused
+        found.append([model.weight, *optimizer.state[model.weight].values()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

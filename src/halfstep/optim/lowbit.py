@@ -67,7 +67,7 @@ class LowBit(torch.optim.Optimizer):
         self._agreed = False
         self._versions: dict[Tensor, int] = {}
         self._watch: Callable[[Update], None] | None = None
-        self._known_kinds: dict[tuple[str, ...], tuple[dict[str, Storage], tuple[str, ...]]] = {}
+        self._known_kinds: dict[tuple[str, ...], tuple[dict[str, Storage], tuple[str, ...], bool]] = {}
         super().__init__(groups, {"rounding_seed": seed})
 
     @contextmanager
@@ -189,12 +189,13 @@ class LowBit(torch.optim.Optimizer):
                 index += 1
         return loss
 
-    def _kinds(self, names: tuple[str, ...]) -> tuple[dict[str, Storage], tuple[str, ...]]:
-        """How the moments of those names are kept, and the names of all tensors that they are kept in."""
+    def _kinds(self, names: tuple[str, ...]) -> tuple[dict[str, Storage], tuple[str, ...], bool]:
+        """How the moments of those names are kept, the names of all tensors that they are kept in, and whether any is
+        codes."""
         if names not in self._known_kinds:
             kinds = {name: self.recipe.moment(name) for name in names}
             parts = tuple(part for name, kind in kinds.items() for part in kind.parts(name))
-            self._known_kinds[names] = kinds, parts
+            self._known_kinds[names] = kinds, parts, any(kind.dtype is None for kind in kinds.values())
         return self._known_kinds[names]
 
     def _name_formats(self) -> None:
@@ -242,7 +243,7 @@ class LowBit(torch.optim.Optimizer):
 
     def _update(self, parameter: Tensor, group: dict[str, Any], grad_scale: float, index: int) -> None:
         state, master = self._begun(parameter, group), self._master(parameter)
-        kinds, parts = self._kinds(self.rule.moments(group))
+        kinds, parts, coded = self._kinds(self.rule.moments(group))
         state["step"] += 1
         number, grad = int(state["step"]), like(parameter, master.gradient(_grad(parameter)))
         # Of a parameter that is spread over ranks, this one's part; whole where norms of the whole enter.
@@ -255,7 +256,7 @@ class LowBit(torch.optim.Optimizer):
             if master.rounding == "stochastic":
                 seed = derive_seed(group["rounding_seed"], number, index)
                 master = replace(master, seed=seed, positions=positions(parameter))
-        step = Step(weight, master, kept, grad, moments, number, group, grad_scale, kinds)
+        step = Step(weight, master, kept, grad, moments, number, group, grad_scale, kinds, coded)
         if self._watch is None and self.rule.fused(step):
             torch.autograd.graph.increment_version(weight)
         else:

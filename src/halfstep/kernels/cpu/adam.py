@@ -1,9 +1,9 @@
-"""Adam's whole update in one pass over memory, for weights, gradients and moments in fp32, bf16 or fp16, and moments
-that are codes of 8 bits in blocks.
+"""Adam's whole update in one pass over memory: weights and gradients in fp32, bf16, fp16, moments in these or codes.
 
 Per element: decode to float32, update, round, store. The arithmetic is `optim.rules.adam` operation by operation, so
 the results are equal bit for bit (no fast-math, no contraction). A tensor's dtype travels in its numpy type, as numpy
-has no bfloat16: float32 is itself, bfloat16 is viewed as uint16, float16 as int16.
+has no bfloat16: float32 is itself, bfloat16 is viewed as uint16, float16 as int16. Moments that are codes of 8 bits in
+blocks are decoded and encoded chunk by chunk (`kernels.cpu.coded`).
 """
 
 from __future__ import annotations
@@ -66,8 +66,12 @@ def supports(
     weight: Tensor, master: str, kept: Mapping[str, Tensor], grad: Tensor, moments: Mapping[str, Moment], rounding: str
 ) -> bool:
     """Whether `run` can do this update: dense contiguous CPU tensors, rounding to nearest (bf16: stochastic too)."""
-    numbers = {name: moment for name, moment in moments.items() if isinstance(moment, Tensor)}
-    codes = {name: moment for name, moment in moments.items() if isinstance(moment, Coded)}
+    numbers: dict[str, Tensor] = {}
+    for name, moment in moments.items():
+        if isinstance(moment, Tensor):
+            numbers[name] = moment
+        elif name not in ("exp_avg", "exp_avg_sq") or not moment.supported(weight.shape[-1] if weight.dim() else 1):
+            return False
     tensors = [weight, grad, *kept.values(), *numbers.values()]
     return (
         master in KEPT
@@ -75,8 +79,6 @@ def supports(
         and all(t.layout == torch.strided and t.is_contiguous() for t in tensors)
         and all(t.dtype in _FLOATS for t in (weight, grad, *numbers.values()))
         and set(numbers) <= {"exp_avg", "exp_avg_sq", "exp_avg_sq_residual"}
-        and set(codes) <= {"exp_avg", "exp_avg_sq"}
-        and all(moment.supported(weight.shape[-1] if weight.dim() else 1) for moment in codes.values())
         and (rounding == "nearest_even" or (rounding == "stochastic" and weight.dtype == torch.bfloat16))
     )
 
@@ -100,9 +102,12 @@ def run(
     numbers[_SCALARS.index("l2")] = np.float32(scalars.l2) if scalars.l2 else None
     numbers[2:2] = [np.float32(1 - scalars.beta1)]
     numbers[4:4] = [np.float32(1 - scalars.beta2)]
-    first, second = (_moment(moments[name]) for name in ("exp_avg", "exp_avg_sq"))
+    both: list[Any] = []
+    for name in ("exp_avg", "exp_avg_sq"):
+        moment = moments[name]
+        both += moment.arguments() if isinstance(moment, Coded) else (_array(moment), *coded.PLAIN)
     _step(
-        weight.numel(), _array(weight), tuple(beside), _array(grad), *first, *second,
+        weight.numel(), _array(weight), tuple(beside), _array(grad), *both,
         None if residual is None else _array(residual), *numbers,
         seed_keys(seed),
     )  # fmt: skip
@@ -113,10 +118,6 @@ _SCALARS = ("grad_scale", "beta1", "beta2", "l2", "keep", "step_size", "rescale"
 
 def _array(tensor: Any) -> Any:
     return array(tensor, PLAIN[tensor.dtype])
-
-
-def _moment(moment: Moment) -> tuple[Any, ...]:
-    return moment.arguments() if isinstance(moment, Coded) else (_array(moment), *coded.PLAIN)
 
 
 # ---- lanes -----------------------------------------------------------------------------------------------------

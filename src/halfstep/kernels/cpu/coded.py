@@ -48,7 +48,15 @@ class Coded(NamedTuple):
         scale_of = power_scalars(format, scales.rule) if scales.rule.exact else np.float32(format.max)
         numbers, codes = element_codes.scalars(format, "nearest_even", "saturate")
         levels, decoding = blocks.levels(scales.tile), element_codes.decoding_scalars(format)
-        return array(self.parts["codes"]), self.parts["scale"].view(-1).numpy(), levels, decoding, scale_of, numbers, codes
+        return (
+            array(self.parts["codes"]),
+            self.parts["scale"].view(-1).numpy(),
+            levels,
+            decoding,
+            scale_of,
+            numbers,
+            codes,
+        )
 
 
 PLAIN = (None,) * 6

@@ -1,7 +1,6 @@
 """Adam, with weight decay added to the gradient (L2)."""
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -9,7 +8,6 @@ from torch import Tensor
 from halfstep.kernels.cpu import adam as kernel
 from halfstep.kernels.cpu.coded import Coded
 from halfstep.optim.rules.base import Group, Moments, Step, UpdateRule
-from halfstep.recipe import Storage
 
 
 REFUSED = {
@@ -63,7 +61,7 @@ def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bo
         return move(weight, grad, moments, scalars(step, group, 1.0, is_decoupled(group)))
 
     def fused(step: Step) -> bool:
-        master, moments = step.master, _as_kept(step.moments, step.kinds)
+        master, moments = step.master, _as_kept(step) if step.coded else step.moments
         tensors = (step.weight, master.name, step.kept, step.grad, moments)
         if master.positions is not None or not kernel.supports(*tensors, master.rounding):
             return False
@@ -75,13 +73,13 @@ def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bo
     )
 
 
-def _as_kept(moments: Moments, kinds: Mapping[str, Storage]) -> dict[str, kernel.Moment]:
-    """Moments for the kernel: those that are codes with how they are coded."""
-    found: dict[str, kernel.Moment] = dict(moments)
-    for name, kind in kinds.items():
+def _as_kept(step: Step) -> dict[str, kernel.Moment]:
+    """The moments for the kernel: those that are codes with how they are coded."""
+    numbers, codes = dict(step.moments), {}
+    for name, kind in step.kinds.items():
         for number in kind.numbers(name) if kind.dtype is None else ():
-            found[number] = Coded(kind.quantizer, {part: found.pop(own) for part, own in kind.names(number).items()})
-    return found
+            codes[number] = Coded(kind.quantizer, {part: numbers.pop(own) for part, own in kind.names(number).items()})
+    return {**numbers, **codes}
 
 
 adam = adam_rule("adam", torch.optim.Adam, decoupled=False)

@@ -35,7 +35,9 @@ class Step:
     grad_scale: float = 1.0
     """What the gradient is multiplied by first."""
     kinds: Mapping[str, Storage] = field(default_factory=dict)
-    """How the moments are kept, by name; `moments` holds the tensors of that. None: as float32 numbers."""
+    """How the moments are kept, by name; `moments` holds the tensors of that."""
+    coded: bool = False
+    """Whether any of them is codes."""
 
 
 Fused = Callable[[Step], bool]
