@@ -13,7 +13,7 @@ from torch import Tensor
 from halfstep import formats, quant
 from halfstep.formats import Float, Format, Posit
 from halfstep.kernels import carried, scaled_mm
-from halfstep.kernels.cpu import accumulate, amax, blocks, cast, codes, columns, dequantize, posit, tiles
+from halfstep.kernels.cpu import accumulate, amax, blocks, cast, codebook, codes, columns, dequantize, posit, tiles
 from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.cast_errors import CastErrors, Rows, knows
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
@@ -26,7 +26,7 @@ SIZES = (0, 1, 17, (1 << 14) + 3)
 """None, one, a part of a vector, and a chunk with a rest."""
 _FORMATS = ("float8_e4m3fn", "float8_e5m2", "e4m3fnuz", "e2m1fn", "e3m2fn", "int8", "bf16", "fp16")
 _POSITS = ("posit8_2", "posit16_1")
-_BLOCKS = ("mxfp8_e4m3", "mxfp4", "mxfp6_e3m2", "nvfp4", "nf4", "fp8_1x128")
+_BLOCKS = ("dynamic8", "mxfp8_e4m3", "mxfp4", "mxfp6_e3m2", "nvfp4", "nf4", "fp8_1x128")
 _SEED = 99
 
 
@@ -192,12 +192,18 @@ def _quantised(x: Tensor, quantizer: Quantizer, words: str) -> Iterator[Case]:
     seed = _SEED if quantizer.rounding == "stochastic" else None
     format, rounding, scales = quantizer.format, quantizer.rounding, quantizer.scales
     expected = quantizer.quantize(x, seed)
-    if scales is None or not blocks.supports(x, quantizer):
+    known = codebook.supports(x, quantizer)
+    if scales is None or not (known or blocks.supports(x, quantizer)):
         return
     tensors = {key: torch.zeros_like(tensor) for key, tensor in expected.tensors.items()}
-    blocks.run(x, format, rounding, scales, tensors, seed)
+    if known:
+        codebook.run(x, quantizer, tensors)
+    else:
+        blocks.run(x, format, rounding, scales, tensors, seed)
     for key, tensor in expected.tensors.items():
         yield tensor, tensors[key], torch.empty(0), f"{words}, {key}"
+    if known:
+        return
     out, back = torch.empty(x.shape), torch.empty(x.shape)
     blocks.run_values(x, out, format, rounding, scales, seed)
     yield expected.dequantize(torch.float32), out, x, f"{words}, values"

@@ -19,6 +19,7 @@ from halfstep.recipe.storage import Storage, get_storage
 
 Data = dict[str, Any]
 _TILES = {"tensor": TENSOR, "row": ROW}
+_KEPT: Data = {"residual": False, "flat": False, "smallest": 0}  # of a storage, beside its quantizer's
 _OWN = ("format", "tile", "scale", "rounding", "overflow", "outliers")  # the rest of an operand is its scaling's
 
 
@@ -106,12 +107,12 @@ def _tile(text: str, *path: str | int) -> Tile:
 
 
 def storage(data: Any, *path: str | int) -> Storage:
-    """A format's name, or a table as of an operand that also says whether what rounding leaves over is kept."""
+    """A format's name, or a table as of an operand that also says how else the tensor is kept."""
     table = {"format": data} if isinstance(data, str) else typed(data, dict, *path)
-    residual = typed(table.get("residual", False), bool, *path, "residual")
-    quantizer = operand({key: value for key, value in table.items() if key != "residual"}, *path)
+    options = {key: typed(table[key], type(usual), *path, key) for key, usual in _KEPT.items() if key in table}
+    quantizer = operand({key: value for key, value in table.items() if key not in _KEPT}, *path)
     try:
-        return get_storage(quantizer, residual)
+        return get_storage(quantizer, **options)
     except RecipeError as error:
         raise At(str(error), *path) from error
 
@@ -137,7 +138,8 @@ def accumulator(data: Any, *path: str | int) -> Accumulator | None:
 
 
 def storage_data(storage: Storage) -> Data:
-    return {**quantizer_data(storage.quantizer), **({"residual": True} if storage.residual else {})}
+    kept = {key: getattr(storage, key) for key in _KEPT}
+    return {**quantizer_data(storage.quantizer), **{key: v for key, v in kept.items() if v != _KEPT[key]}}
 
 
 def quantizer_data(quantizer: Quantizer) -> Data:

@@ -70,7 +70,7 @@ def supports(
     for name, moment in moments.items():
         if isinstance(moment, Tensor):
             numbers[name] = moment
-        elif name not in ("exp_avg", "exp_avg_sq") or not moment.supported(weight.shape[-1] if weight.dim() else 1):
+        elif name not in ("exp_avg", "exp_avg_sq") or not moment.supported:
             return False
     tensors = [weight, grad, *kept.values(), *numbers.values()]
     return (

@@ -12,10 +12,12 @@ import numpy as np
 from numba import types
 from torch import Tensor
 
-from halfstep.kernels.cpu import blocks, element_codes
+from halfstep.formats import Codebook
+from halfstep.kernels.cpu import blocks, codebook, element_codes
 from halfstep.kernels.cpu.arrays import array, plain
+from halfstep.kernels.cpu.codebook import encode_piece
 from halfstep.kernels.cpu.compiled import CHUNK, inner, inner_overload
-from halfstep.kernels.cpu.dequantize import numbers_piece
+from halfstep.kernels.cpu.dequantize import meaning, values_piece
 from halfstep.kernels.cpu.divided import divided
 from halfstep.kernels.cpu.scales import absmax_scales, block_maxima, power_bits, power_scalars, power_scales
 from halfstep.quant import Quantizer
@@ -27,17 +29,21 @@ class Coded(NamedTuple):
     quantizer: Quantizer
     parts: Mapping[str, Tensor]
     """By `Quantized`'s names."""
+    shape: tuple[int, ...]
+    """That it is quantised in."""
 
-    def supported(self, columns: int) -> bool:
-        """Whether kernels take such codes: 8 bits each, rounded to nearest, in whole blocks along rows of so many
-        columns, with scales of which each follows from its block alone."""
-        scales = self.quantizer.scales
+    @property
+    def supported(self) -> bool:
+        """Whether kernels take such codes: 8 bits each, rounded to nearest, in whole blocks along rows, with scales of
+        which each follows from its block alone."""
+        columns = self.shape[-1] if self.shape else 1
+        quantizer, scales = self.quantizer, self.quantizer.scales
         return (
             scales is not None
             and not scales.rule.two_level
-            and self.quantizer.rounding == "nearest_even"
-            and self.quantizer.format.bits == 8
-            and blocks.knows(self.quantizer, columns)
+            and quantizer.rounding == "nearest_even"
+            and quantizer.format.bits == 8
+            and (blocks.knows(quantizer, columns) or codebook.knows(quantizer, columns))
             and all(plain(part, part.dtype) for part in self.parts.values())
         )
 
@@ -45,18 +51,13 @@ class Coded(NamedTuple):
         """What a kernel takes for it: the codes, and six that are None where there is an array of numbers."""
         format, scales = self.quantizer.format, self.quantizer.scales
         assert scales is not None
-        scale_of = power_scalars(format, scales.rule) if scales.rule.exact else np.float32(format.max)
-        numbers, codes = element_codes.scalars(format, "nearest_even", "saturate")
-        levels, decoding = blocks.levels(scales.tile), element_codes.decoding_scalars(format)
-        return (
-            array(self.parts["codes"]),
-            self.parts["scale"].view(-1).numpy(),
-            levels,
-            decoding,
-            scale_of,
-            numbers,
-            codes,
-        )
+        beside = self.parts["scale"].view(-1).numpy(), blocks.levels(scales.tile), meaning(format)
+        if isinstance(format, Codebook):
+            coding: Any = np.float32(format.max), None, codebook.search(format)
+        else:
+            scale_of = power_scalars(format, scales.rule) if scales.rule.exact else np.float32(format.max)
+            coding = scale_of, *element_codes.scalars(format, "nearest_even", "saturate")
+        return array(self.parts["codes"]), *beside, *coding
 
 
 PLAIN = (None,) * 6
@@ -89,6 +90,8 @@ def _closed(kept, stored, levels, scale_of, numbers, codes, values, a, b):
     if isinstance(stored, types.NoneType):
         return lambda kept, stored, levels, scale_of, numbers, codes, values, a, b: None
     encode = _encode_powers if isinstance(scale_of, types.BaseTuple) else _encode_absmax
+    if isinstance(numbers, types.NoneType):
+        encode = _encode_places
     return lambda kept, stored, levels, scale_of, numbers, codes, values, a, b: encode(
         kept[a:b], stored[a >> len(levels) : b >> len(levels)], levels, scale_of, numbers, codes, values
     )
@@ -121,7 +124,7 @@ def _scales_overload(stored):
 @inner
 def _decoded(kept, stored, levels, decoding):
     values = np.empty(CHUNK, np.uint32)[: kept.size]
-    numbers_piece(kept, _scales(stored), levels, values, decoding)
+    values_piece(kept, _scales(stored), levels, values, decoding)
     return values.view(np.float32)
 
 
@@ -139,3 +142,10 @@ def _encode_absmax(kept, stored, levels, scale_of, numbers, codes, values):
     x = values.view(np.uint32)
     absmax_scales(block_maxima(x, len(levels)), stored, scale_of)
     divided(x, stored, levels, kept, numbers, codes, None, None)
+
+
+@inner
+def _encode_places(kept, stored, levels, scale_of, numbers, codes, values):
+    x = values.view(np.uint32)
+    absmax_scales(block_maxima(x, len(levels)), stored, scale_of)
+    encode_piece(x, stored, levels, kept, codes[0], codes[1])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep import formats, quant
 from halfstep.formats import Format, Posit
-from halfstep.kernels.cpu import accumulate, blocks, cast, codes, columns, dequantize, posit, tiles
+from halfstep.kernels.cpu import accumulate, blocks, cast, codebook, codes, columns, dequantize, posit, tiles
 from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile, draw_seed
 from halfstep.quant.cast import no_code_for_nan, no_such_code
 from halfstep.quant.pack import pack, unpack
@@ -99,6 +99,9 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
         return
     if blocks.supports(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
         blocks.run(x, format, quantizer.rounding, quantizer.scales, tensors, seed)
+        return
+    if codebook.supports(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
+        codebook.run(x, quantizer, tensors)
         return
     for name, tensor in quantizer.quantize(x, seed).tensors.items():
         tensors[name].copy_(tensor)

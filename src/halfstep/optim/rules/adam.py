@@ -78,7 +78,8 @@ def _as_kept(step: Step) -> dict[str, kernel.Moment]:
     numbers, codes = dict(step.moments), {}
     for name, kind in step.kinds.items():
         for number in kind.numbers(name) if kind.dtype is None else ():
-            codes[number] = Coded(kind.quantizer, {part: numbers.pop(own) for part, own in kind.names(number).items()})
+            parts = {part: numbers.pop(own) for part, own in kind.names(number).items()}
+            codes[number] = Coded(kind.quantizer, parts, kind.matrix(tuple(step.weight.shape)))
     return {**numbers, **codes}
 
 
