@@ -33,6 +33,7 @@ BYTES = {
     "bf16-collage-plus": (2, 2, 2, 6, 0),
     "bf16-truncate": (4, 4, 0, 8, 2),
     "fp16-accumulate": (4, 4, 0, 8, 2),
+    "adamw-8bit": (4, 4, 0, 2.03125, 2),
     "bf16-accumulate": (4, 4, 0, 8, 2),
     "fp16-static": (4, 4, 0, 8, 2),
     "fp16-lists": (4, 4, 0, 8, 2),
@@ -102,7 +103,7 @@ def test_a_recipe_is_frozen_data_and_is_its_own_name(name):
 @pytest.mark.parametrize("name", ["bf16-mixd", None, 3])
 def test_an_unknown_name_shows_what_there_is(name):
     with pytest.raises(
-        RecipeError, match=r"unknown recipe .*Known: O0, O1, O2, O3, bf16-accumulate, bf16-collage-light"
+        RecipeError, match=r"unknown recipe .*Known: O0, O1, O2, O3, adamw-8bit, bf16-accumulate, bf16-collage-light"
     ):
         get_recipe(name)
 
