@@ -24,7 +24,7 @@ from tiny import EVERY, SMOOTH, assert_same, prepared, train
 
 
 _aten = torch.ops.aten
-ROUNDING = [n for n in EVERY if n not in SMOOTH and any(r.linear.rounds for r in recipe.get_recipe(n).rules)]
+ROUNDING = [n for n in EVERY if n not in SMOOTH and any(r.linear.quantizers for r in recipe.get_recipe(n).rules)]
 STATEFUL = [n for n in ROUNDING if any(r.linear.states for r in recipe.get_recipe(n).rules)]
 FP32 = Quantizer(formats.get("fp32"))
 IDENTITY = Recipe("identity", "", "", rules=(Rule("*", linear_spec(FP32, FP32, FP32)),))
@@ -224,6 +224,13 @@ def test_states_are_of_each_operand_and_move_with_training(name):
     with torch.no_grad():
         model(torch.randn(3, 8) * 100)
     assert_same(dict(model.named_buffers()), before)
+
+
+@pytest.mark.parametrize("name", [n for n in EVERY if any(r.linear.accumulates for r in recipe.get_recipe(n).rules)])
+def test_an_accumulator_keeps_a_convolution_and_says_so(name):
+    report = halfstep.apply(Net(), name)
+    assert report.quantized == ("head",)
+    assert {*report.kept.values()} == {"a convolution, whose sums are torch's own; the rule's products accumulate"}
 
 
 def test_a_filter_and_a_rule_keep_a_convolution():

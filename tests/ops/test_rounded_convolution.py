@@ -7,7 +7,7 @@ import torch
 
 from families import for_each
 from halfstep import ops, recipe
-from halfstep.errors import ModelError
+from halfstep.errors import ModelError, RecipeError
 from halfstep.ops import Window
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.scaling import get_scaling
@@ -15,8 +15,8 @@ from halfstep.recipe import LinearSpec, Matmul, linear_spec
 from tiny import assert_same
 
 
-ROUNDING = [name for name in recipe.list_recipes() if any(r.linear.rounds for r in recipe.get_recipe(name).rules)]
-SPECS = {name: recipe.get_recipe(name).rules[-1].linear for name in ROUNDING}
+SPECS = {name: rules[-1].linear for name in recipe.list_recipes() if (rules := recipe.get_recipe(name).rules)}
+ROUNDING = [name for name, spec in SPECS.items() if spec.rounds and not spec.accumulates]
 POINT = Window((1, 1), (0, 0), (1, 1))
 CASES = {
     "3x3": (Window((1, 1), (1, 1), (1, 1)), (2, 40, 5, 4), (6, 40, 3, 3)),
@@ -212,6 +212,12 @@ def test_an_empty_batch_and_an_input_without_batch(name):
     none.sum().backward()
     assert none.shape == (0, 6, 5, 4)
     assert not weight.grad.any()
+
+
+def test_an_accumulator_is_refused():
+    spec = recipe.get_recipe("fp16-accumulate").rules[-1].linear
+    with pytest.raises(RecipeError, match="its sums are torch's own"):
+        ops.convolution(torch.ones(1, 2, 3), torch.ones(2, 2, 1), None, Window((1,), (0,), (1,)), spec)
 
 
 def test_an_input_of_other_channels_is_refused():

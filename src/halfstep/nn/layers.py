@@ -85,7 +85,11 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
                     "apply the recipe before another library quantises the model, keep these layers by module_filter, "
                     "or take a recipe without rules, such as bf16-mixed"
                 )
-            specs |= dict.fromkeys(hits, rule.linear)
+            whole = {
+                path for path in hits if rule.linear.accumulates and _filters(model.get_submodule(path), kinds[path])
+            }
+            kept |= dict.fromkeys(whole, "a convolution, whose sums are torch's own; the rule's products accumulate")
+            specs |= {path: rule.linear for path in hits if path not in whole}
         else:
             kept |= dict.fromkeys(hits, rule.why or "kept by the recipe")
         for path, why in refused.items():
@@ -126,6 +130,11 @@ def _sorted(model: nn.Module) -> tuple[dict[str, Kind], dict[str, str]]:
             del kinds[path]
             refused[path] = "nn.MultiheadAttention reads its weight and never calls it"
     return kinds, refused
+
+
+def _filters(module: nn.Module, kind: Kind) -> bool:
+    """Whether the layer is a convolution."""
+    return any(weight.layout is not None for weight in kind.weights(module))
 
 
 def _foreign(module: nn.Module, kind: Kind) -> str | None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.errors import ModelError
+from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
 from halfstep.ops.linear import States, linear, product_dtype
 from halfstep.ops.once import Backwards, Once, once, run
@@ -106,8 +106,14 @@ def convolution(
 
     Raises:
         ModelError: x has another number of dimensions or channels; as `ops.linear`.
+        RecipeError: a product of the spec has an accumulator.
     """
     spec = spec or LinearSpec()
+    if spec.accumulates:
+        raise RecipeError(
+            "a convolution with products that accumulate otherwise than in float32, and its sums are torch's own: give "
+            "its rule no `accumulate`"
+        )
     values = weight.values if isinstance(weight, Operand) else weight
     channels = values.shape[0] if window.transposed else values.shape[1] * window.groups
     if x.dim() == values.dim() - 1 and x.shape[0] == channels:

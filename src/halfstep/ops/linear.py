@@ -18,8 +18,8 @@ from halfstep.ops.operand import Operand, just_in_time, kept, operand, scale_of
 from halfstep.ops.plain import matrix, plain, unflatten
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import check_plain, foreign
-from halfstep.quant import Quantizer
-from halfstep.recipe import LinearSpec
+from halfstep.quant import Accumulator, Quantizer
+from halfstep.recipe import LinearSpec, Matmul
 
 
 States = Mapping[str, Tensor]
@@ -63,7 +63,7 @@ def linear(
             another library's tensor.
     """
     if isinstance(weight, Operand):
-        return _infer(x, weight, bias, spec.output.lhs, (states or {}).get("input"), channels)
+        return _infer(x, weight, bias, spec.output, (states or {}).get("input"), channels)
     once_for_all = weight if isinstance(weight, RoundedWeight) else None
     weight = weight.weight if isinstance(weight, RoundedWeight) else values_of(weight)
     if spec.rounds:
@@ -104,7 +104,7 @@ def _infer(
     x: Tensor,
     weight: Operand,
     bias: Tensor | None,
-    quantizer: Quantizer | None,
+    product: Matmul,
     state: Tensor | None,
     channels: Tensor | None,
 ) -> Tensor:
@@ -115,8 +115,8 @@ def _infer(
         )
     dtype, rows = product_dtype(x), matrix(x)
     with torch.autocast(x.device.type, enabled=False):
-        lhs = operand(rows, quantizer, dtype, just_in_time(rows, quantizer, state)).over(channels, dtype)
-        y = _product(lhs, weight.t(), bias, dtype)
+        lhs = operand(rows, product.lhs, dtype, just_in_time(rows, product.lhs, state)).over(channels, dtype)
+        y = _product(lhs, weight.t(), bias, dtype, product.accumulate)
     return unflatten(y, x)
 
 
@@ -142,7 +142,7 @@ class _Rounded(Once):
         with torch.autocast(x.device.type, enabled=False):
             lhs = operand(rows, spec.output.lhs, dtype, states.get("input"), record)
             rhs = rounded.output if rounded else operand(weight, spec.output.rhs, dtype, states.get("weight"), record)
-            y = _product(lhs.over(channels, dtype), rhs.t(), bias, dtype)
+            y = _product(lhs.over(channels, dtype), rhs.t(), bias, dtype, spec.output.accumulate)
             # What a backward product takes as the forward did is kept so; what it rounds anew, as it came.
             x_kept = kept(lhs, rows, _down(spec.grad_weight.rhs), spec.output.lhs, dtype)
             later = _down(spec.grad_input.rhs)
@@ -201,7 +201,7 @@ def _form(
                 rhs = operand(weight, _down(first.rhs), dtype)
             else:
                 rhs = Operand(weight, weight_scale)
-            grad_x = _product(lhs, rhs, None, dtype).view(shape).to(dtypes[0])
+            grad_x = _product(lhs, rhs, None, dtype, first.accumulate).view(shape).to(dtypes[0])
             if channels is not None:
                 grad_x = grad_x * channels.reciprocal().to(grad_x.dtype)
         if needs[1]:
@@ -209,7 +209,7 @@ def _form(
                 lhs = operand(rows, _down(second.lhs), dtype, states.get("grad_output"), record)
             anew = _down(second.rhs) != spec.output.lhs
             rhs = operand(x, _down(second.rhs), dtype) if anew else Operand(x, x_scale)
-            grad_weight = _product(lhs.t(), rhs.over(channels, dtype), None, dtype).to(dtypes[1])
+            grad_weight = _product(lhs.t(), rhs.over(channels, dtype), None, dtype, second.accumulate).to(dtypes[1])
         if needs[2]:
             grad_bias = rows.sum(0).to(dtypes[2])
     return grad_x, grad_weight, grad_bias
@@ -220,8 +220,10 @@ def _down(quantizer: Quantizer | None) -> Quantizer | None:
     return None if quantizer is None else quantizer.down
 
 
-def _product(lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if scaled_mm.supports(lhs, rhs, dtype):
+def _product(
+    lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, accumulate: Accumulator | None
+) -> Tensor:
+    if accumulate is None and scaled_mm.supports(lhs, rhs, dtype):
         return scaled_mm.run(lhs, rhs, bias, dtype)
-    lhs, rhs = lhs.widened(dtype), rhs.widened(dtype)
-    return matmul(lhs.values, rhs.values, None if bias is None else bias.to(dtype), scale_of(lhs, rhs), dtype)
+    lhs, rhs, bias = lhs.widened(dtype), rhs.widened(dtype), None if bias is None else bias.to(dtype)
+    return matmul(lhs.values, rhs.values, bias, scale_of(lhs, rhs), dtype, accumulate)
