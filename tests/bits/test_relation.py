@@ -86,6 +86,14 @@ def test_few_values_name_every_rounding_that_fits():
     assert set(found.rounded.roundings) == {"to nearest", "toward zero", "down"}
 
 
+def test_a_counter_that_moved_is_no_cast():
+    """1000 is a bf16 number beside 1001, and 1.5 one beside 1.5001: of so few values that says nothing."""
+    for a, b in ((1001, 1000), (torch.arange(1, 900), torch.arange(1, 900) // 8 * 8)):
+        for dtype in (torch.float32, torch.int64):
+            assert told(torch.as_tensor(a).to(dtype), torch.as_tensor(b).to(dtype)).kind == "changed"
+    assert told(torch.tensor([1.5001, 0.7501]), torch.tensor([1.5, 0.75])).kind == "changed"
+
+
 def test_a_cast_of_values_that_had_moved_is_no_cast():
     x = weight(300, 300)
     moved = x * (1 + 1e-4 * torch.randn(x.shape, generator=generator(1)))

@@ -187,6 +187,16 @@ def test_blocks_of_gguf_are_compared_as_what_they_decode_to(tmp_path):
     assert one.relation.change.relative < 0.01
 
 
+def test_types_that_are_not_decoded_are_not_compared(tmp_path):
+    for name, fill in (("a", 1), ("b", 2)):
+        entries = [("w", (64,), 9, bytes([fill]) * 80), (f"only in {name}", (32,), 9, bytes([fill]) * 40)]
+        (tmp_path / f"{name}.gguf").write_bytes(gguf_bytes(entries))
+    found = halfstep.diff(tmp_path / "a.gguf", tmp_path / "b.gguf")
+    assert kinds(found) == {"w": "unread"}
+    assert "not compared" in " ".join(sentences(found))
+    assert [one.name for one in found.only_a] == ["only in a"]
+
+
 def test_missing_and_broken_files(tmp_path):
     save_file(model(), tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match="no' cannot be opened: No such file"):

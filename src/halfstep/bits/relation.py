@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 from halfstep import formats
 from halfstep.bits.derived import Alike, Average, Multiple
+from halfstep.bits.evidence import CERTAIN
 from halfstep.bits.low_rank import LowRank, low_rank
 from halfstep.bits.origin import origin, stored_format
 from halfstep.bits.pair import Change, Doubles, Pair, change, comparable, same_bytes
@@ -73,6 +74,8 @@ def relation(pair: Pair) -> Relation:
     far = change(pair)
     if far.unchanged == far.values:
         return Relation("equal", far)
+    if not (readable(pair.a) and readable(pair.b)):  # whole numbers: of a few, any cast explains some
+        return Relation(_apart(far), far)
     return _rounded(pair, far) or _derived(pair, far) or Relation(_apart(far), far)
 
 
@@ -85,7 +88,8 @@ def _rounded(pair: Pair, far: Change) -> Relation | None:
     near = None
     for kind, one in (("cast", pair), ("uncast", pair.swapped)):
         for guess in _guesses(one):
-            if (held := _held(guess, one)) is not None and (found := held.found()).telling:
+            held = _held(guess, one)
+            if held is not None and (found := held.found()).telling and held.evidence(_bits(one.b.dtype)) >= CERTAIN:
                 if found.roundings:
                     return Relation(kind, far, found)
                 near = near or (Relation("near", far, found) if kind == "cast" else None)
@@ -119,8 +123,8 @@ def _guesses(pair: Pair) -> Iterator[Callable[[], Rounding]]:
 
 def _derived(pair: Pair, far: Change) -> Relation | None:
     """What takes a look at B alone, or a guess at a factor or a third tensor."""
-    stored = stored_format(pair.b.dtype) if readable(pair.b) else None
-    if stored is None or not readable(pair.a):
+    stored = stored_format(pair.b.dtype)
+    if stored is None:
         return None
     other = stored_format(pair.a.dtype)
     if other is not None and pair.a.dtype != pair.b.dtype and _held(partial(Alike, other, stored), pair) is not None:
@@ -143,8 +147,8 @@ def _derived(pair: Pair, far: Change) -> Relation | None:
 
 
 def _bits(dtype: str) -> int:
-    """The significant bits of a stored type; those of float64 where it is none of ours."""
-    format = stored_format(dtype) if dtype.startswith(("float", "bfloat")) else None
+    """The significant bits of a stored type."""
+    format = stored_format(dtype)
     return format.significant_bits if format is not None else 53
 
 

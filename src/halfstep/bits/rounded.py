@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from halfstep.bits.evidence import CHOSEN
 from halfstep.bits.pair import Doubles
+from halfstep.bits.table import tells
 from halfstep.formats import Float
 
 
@@ -66,7 +68,15 @@ class Rounding:
         """Values by the half in which they lie (inner, outer, tie), whether they went outward, and whether up."""
         self._odd = 0  # ties that went to the odd neighbour
         self._farther = self._variance = 0.0
-        self._overflowing = 0
+        self._overflowing = self._evident = 0
+
+    def evidence(self, significant_bits: int) -> float:
+        """Bits of evidence that B, stored with so many significant bits, was rounded to the format: what it leaves of
+        them unused, in values that tell, CHOSEN of them for free; infinite where it is stored in no more than the
+        format has.
+        """
+        unused = significant_bits - self._format.significant_bits
+        return float(max(self._evident - CHOSEN, 0) * unused) if unused > 0 else np.inf
 
     def add(self, a: Doubles, b: Doubles) -> bool:
         """Take in the next values; False if one refutes the guess."""
@@ -90,7 +100,9 @@ class Rounding:
         if not (fits | over).all() or not self._beyond(a, b, over):
             return False
         self._overflowing += int(over.sum())
-        self._count(share, outward, low, a > 0, (share > 0) & ~over)
+        telling = (share > 0) & ~over
+        self._count(share, outward, low, a > 0, telling)
+        self._evident += int(tells(results[telling]).sum())
         return True
 
     def _beyond(self, a: Doubles, b: Doubles, over: NDArray[np.bool_]) -> bool:

@@ -12,6 +12,7 @@ from halfstep.bits.pair import Pair, comparable, same_bytes
 from halfstep.bits.relation import Relation, relation
 from halfstep.bits.scan import Progress
 from halfstep.bits.values import Values
+from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.matching import match
 from halfstep.inspection.opening import open_checkpoint
 from halfstep.inspection.roles import role_of
@@ -163,6 +164,8 @@ def _compared(
 def _relation(one: Weight, other: Weight) -> tuple[Relation, str]:
     """How they compare, and what was compared of them."""
     a, b = one.values, other.values
+    if {one.tensor.dtype, other.tensor.dtype} & UNREAD:
+        return Relation("unread"), ""
     if a is None or b is None or not (comparable(a.dtype) and comparable(b.dtype)):
         alike = one.stored == other.stored and one.shape == other.shape
         return Relation("identical" if alike and same_bytes(Pair(one.tensor, other.tensor)) else "unread"), ""

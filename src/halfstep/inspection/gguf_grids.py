@@ -18,7 +18,7 @@ def codebook(name: str) -> NDArray[np.float32]:
     packed = np.frombuffer(b85decode(text), np.uint8)
     bits = 2 if len(levels) == 3 else 4
     digits = packed[:, None] >> np.arange(0, 8, bits, dtype=np.uint8) & np.uint8((1 << bits) - 1)
-    found = np.array(levels, np.float32)[digits].reshape(-1, columns)
+    found: NDArray[np.float32] = np.array(levels, np.float32)[digits].reshape(-1, columns)
     found.flags.writeable = False
     return found
 

@@ -3,6 +3,8 @@
 Source: ggml, ggml-common.h (the layouts) and ggml-quants.c (dequantize_row_iq...). Blocks are 256 values.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,14 +28,14 @@ def _words(codes: Bytes, kind: str) -> NDArray[np.uint32]:
     return codes.copy().view(kind).astype(np.uint32)
 
 
-def _fields(values: NDArray[np.generic], width: int, count: int) -> NDArray[np.uint32]:
+def _fields(values: NDArray[Any], width: int, count: int) -> NDArray[np.uint32]:
     """`count` fields of `width` bits of each number, the lowest first, one after the other."""
     shifts = np.arange(count, dtype=np.uint32) * np.uint32(width)
     found = values.astype(np.uint32)[..., None] >> shifts & np.uint32((1 << width) - 1)
     return found.reshape(len(values), -1)
 
 
-def _negative(bits: NDArray[np.generic]) -> Floats:
+def _negative(bits: NDArray[Any]) -> Floats:
     """-1 for a bit that is set, 1 for others, of bytes, the lowest bit first."""
     return (1 - 2 * _fields(bits, 1, 8).astype(np.float32)).astype(np.float32)
 
@@ -44,8 +46,9 @@ def _spread(scales: Floats, values: Floats) -> Floats:
     return found
 
 
-def _rows(name: str, codes: NDArray[np.uint32]) -> Floats:
-    return codebook(name)[codes].reshape(len(codes), -1)
+def _rows(name: str, codes: NDArray[Any]) -> Floats:
+    found: Floats = codebook(name)[codes].reshape(len(codes), -1)
+    return found
 
 
 def iq2_xxs(blocks: Bytes) -> Floats:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.weights import Weight
 
 
@@ -83,7 +84,7 @@ def _by_contents(
     for left, held in ((left_a, a), (left_b, b)):
         by_hash: dict[bytes, list[str]] = {}
         for name in left:
-            if _kind(held[name]) in kinds:
+            if _kind(held[name]) in kinds and held[name].tensor.dtype not in UNREAD:
                 by_hash.setdefault(_hash(held[name]), []).append(name)
         found.append(by_hash)
     one, other = found
