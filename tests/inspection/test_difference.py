@@ -175,6 +175,19 @@ def test_what_halfstep_wrote_is_compared_with_what_it_was_written_from(tmp_path)
         assert not found.only_b
 
 
+@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8", "fp8-block"])
+def test_a_model_quantised_for_inference_is_compared_with_the_full_one(compared, recipe):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    full = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    halfstep.quantize_model(model, recipe)
+    found = compared(full, model.state_dict())
+    kinds = {one.name: one.relation.kind for one in found.tensors}
+    assert {kinds["0.bias"], kinds["2.bias"]} == {"identical"}
+    assert all(one.relation.change.relative < 0.05 for one in found.tensors if one.relation.change)
+    assert {kinds["0.weight"], kinds["2.weight"]} == {"quantised"}
+
+
 def test_blocks_of_gguf_are_compared_as_what_they_decode_to(tmp_path):
     w = torch.randn(8, 64, generator=generator())
     scale = w.view(8, 2, 32).abs().amax(2, keepdim=True) / 127

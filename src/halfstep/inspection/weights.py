@@ -22,8 +22,8 @@ from halfstep.inspection.schemes import tile_of
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.inspection.views import Scaled
 from halfstep.quant import Quantizer
-from halfstep.quant.description import KEY, MALFORMED, restore
-from halfstep.quant.quantizer import Quantized
+from halfstep.quant.description import KEY, MALFORMED, from_label, restore
+from halfstep.quant.quantizer import Quantized, layout
 
 
 _SCALED: Mapping[str, tuple[tuple[int, int] | None, float]] = {
@@ -124,12 +124,12 @@ def _scaled(layer: Layer, codes: StoredTensor, stored: Mapping[str, StoredTensor
 
 
 def _ours(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor]) -> dict[str, Restored]:
-    """What `save_quantized` and `--to` wrote, by the names of their codes."""
+    """What `save_quantized`, `--to` and `quantize_model` wrote, by the names of their codes."""
     try:
         entries = parse_object(checkpoint.metadata.get(KEY, "{}").encode(), f"the metadata {KEY!r}")
     except CheckpointError:  # `described` says so
-        return {}
-    found = {}
+        entries = {}
+    found = _labelled(stored)
     for name, data in entries.items():
         try:
             quantizer, shape, dtype = restore(data)
@@ -137,6 +137,27 @@ def _ours(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor]) -> dict[st
         except (*MALFORMED, KeyError):
             continue
         found[f"{name}.codes"] = Restored(quantizer, shape, dtype, parts)
+    return found
+
+
+def _labelled(stored: Mapping[str, StoredTensor]) -> dict[str, Restored]:
+    """The matrices of `quantize_model`, whose quantizer stands beside them as a label."""
+    found = {}
+    for codes in stored.values():
+        stem = codes.name.removesuffix("codes")
+        label = stored.get(f"{stem}format")
+        if not codes.name.endswith("_codes") or label is None or len(codes.shape) != 2 or label.dtype != "uint8":
+            continue
+        try:
+            quantizer = from_label(b"".join(piece.tobytes() for piece in label.chunks()).decode(errors="replace"))
+        except MALFORMED:
+            continue
+        rows, columns = codes.shape
+        shape = rows, columns * 8 // quantizer.format.bits if quantizer.format.bits in (4, 6) else columns
+        parts = {part: stored.get(f"{stem}{part}") for part in layout(quantizer, shape, torch.float32)}
+        held = {part: one for part, one in parts.items() if one is not None}
+        if len(held) == len(parts):
+            found[codes.name] = Restored(quantizer, shape, torch.float32, held)
     return found
 
 
