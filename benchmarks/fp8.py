@@ -1,8 +1,9 @@
 """Does FP8 train as fp32 does? Recipes side by side on real text, what each operand loses, and jumps of an amax.
 
-    python benchmarks/fp8.py [--keep] [--steps N] [--out FOLDER]
+    python benchmarks/fp8.py [--keep | --page] [--steps N] [--out FOLDER]
 
---keep writes results/fp8.json and docs/fp8.md. An interrupted run goes on where it was.
+--keep writes results/fp8.json and docs/fp8.md; --page writes the page from what is kept, and trains nothing. An
+interrupted run goes on where it was.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep
+from fp8_sections import sections
 from halfstep.lab.compare import open_experiment
 from halfstep.lab.environment import environment
 from halfstep.lab.models import build_model
@@ -82,6 +84,8 @@ absolute deviations.
 {spikes}
 
 {verdict}
+
+{sections}
 
 {machine}
 """
@@ -183,6 +187,7 @@ def page(data: dict[str, Any]) -> str:
         jumps=number, others=steps - WINDOW - number,
         spikes="\n".join(spiked),
         verdict=judgement(data["jumps"]),
+        sections=sections(),
         machine=f"Measured with torch {machine['torch']} on {machine['cpu']}, {machine['threads']} threads.",
     )  # fmt: skip
 
@@ -240,11 +245,16 @@ def operand_lines(operands: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
 def main() -> None:
     """Run, print, and with --keep write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keep", action="store_true")
+    wanted = parser.add_mutually_exclusive_group()
+    wanted.add_argument("--keep", action="store_true")
+    wanted.add_argument("--page", action="store_true")
     parser.add_argument("--steps", type=int, default=300, help="of the runs on text")
     parser.add_argument("--jump-steps", type=int, default=300)
     parser.add_argument("--out", type=Path, default=Path("runs/fp8"))
     asked = parser.parse_args()
+    if asked.page:
+        PAGE.write_text(page(json.loads((RESULTS / "fp8.json").read_text())))
+        return
     at = min(WATCH_AT, asked.steps)
     data: dict[str, Any] = {
         "machine": environment(),

@@ -1,8 +1,9 @@
 """model.to(bfloat16) or autocast? Both loops and every bf16 recipe, three seeds each, beside fp32.
 
-    python benchmarks/which_bf16.py [--keep] [--steps N] [--out FOLDER]
+    python benchmarks/which_bf16.py [--keep | --pages] [--steps N] [--out FOLDER]
 
---keep writes results/which_bf16.json, docs/which_bf16.md and docs/zeroed.md. An interrupted run goes on where it was.
+--keep writes results/which_bf16.json, docs/which_bf16.md and docs/zeroed.md; --pages writes the pages from what is
+kept, and trains nothing. `ledger.py betas` has the table of both betas. An interrupted run goes on where it was.
 """
 
 from __future__ import annotations
@@ -162,20 +163,35 @@ def gather(steps: int, out: Path) -> dict[str, Any]:
 def main() -> None:
     """Train, time, print, and with --keep write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", action="store_true")
+    wanted = parser.add_mutually_exclusive_group()
+    wanted.add_argument("--keep", action="store_true")
+    wanted.add_argument("--pages", action="store_true")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--out", type=Path, default=Path("runs/which_bf16"))
     asked = parser.parse_args()
+    if asked.pages:
+        write(pages(json.loads((RESULTS / "which_bf16.json").read_text())))
+        return
     one_thread()
     train_all(asked.steps, asked.out)
     data = gather(asked.steps, asked.out)
     data["times"] = times(experiments_of(asked.steps)["lm"])
-    pages = {"which_bf16.md": which_bf16(data), "zeroed.md": zeroed(data)}
-    print("\n".join(pages.values()))
+    print("\n".join(pages(data).values()))
     if asked.keep:
         keep("which_bf16", json.loads(json.dumps(data)))
-        for name, text in pages.items():
-            (DOCS / name).write_text(text)
+        write(pages(data))
+
+
+def pages(data: dict[str, Any]) -> dict[str, str]:
+    """The pages by file name."""
+    betas = json.loads((RESULTS / "ledger_betas.json").read_text())
+    return {"which_bf16.md": which_bf16(data, betas), "zeroed.md": zeroed(data)}
+
+
+def write(texts: dict[str, str]) -> None:
+    """Write them."""
+    for name, text in texts.items():
+        (DOCS / name).write_text(text)
 
 
 if __name__ == "__main__":

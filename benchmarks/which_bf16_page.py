@@ -7,6 +7,7 @@ import textwrap
 from typing import Any
 
 import two_loops
+from which_bf16_betas import both_betas
 
 
 Figures = dict[str, Any]
@@ -18,8 +19,8 @@ INTRODUCTION = """# model.to(bfloat16), or autocast?
 `x.to(bfloat16)`, with no master copy and bf16 gradients, or train under `torch.autocast`?
 
 The figures of `bf16-kahan`, `bf16-collage-light` and `bf16-collage-plus` are from before 22 November 2026. Their first
-step then dropped about 3 in 1,000 of the compensations that it starts with, and now drops none; they were not measured
-again.
+step then dropped about 3 in 1,000 of the compensations that it starts with, and now drops none; the table of both
+values of beta2 has them as they are now.
 """
 LOOPS = """## Both loops, as asked
 
@@ -37,8 +38,8 @@ RECIPES = """## Every way to keep the weights in bf16
 | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
-def which_bf16(data: Figures) -> str:
-    """docs/which_bf16.md."""
+def which_bf16(data: Figures, betas: Figures) -> str:
+    """docs/which_bf16.md, from the runs of this benchmark and those of `ledger.py betas`."""
     lm = data["tasks"]["lm"]
     at = [row["step"] for row in lm["recipes"]["fp32"]["descent"]]
     steps = "at " + ", ".join(f"{100 * step // data['steps']}%" for step in shown(at))
@@ -55,7 +56,7 @@ def which_bf16(data: Figures) -> str:
     for name, row in sorted(lm["recipes"].items(), key=lambda item: -total(item[1])):
         lost = " / ".join(share(look["lost_share"]) for look in shown(row["descent"]))
         lines.append(f"| `{name}` | {cells(row)} | {qualities(row)} | {lost} | {data['times'][name]:.2f} |")
-    lines += ["", *notes(lm["rule"], shown(at)), "", machine(data)]
+    lines += ["", *notes(lm["rule"], shown(at)), "", machine(data), "", *both_betas(betas)]
     return "\n".join(lines) + "\n"
 
 
@@ -78,7 +79,11 @@ def verdict(data: Figures) -> list[str]:
     bad = [name for name in rows if name not in fits]
     lines += item(f"These do not: {listed(rows, bad)}.") if bad else []
     if good:
-        lines += item(f"The cheapest that matches is `{good[0]}`, {total(rows[good[0]]):g} bytes.")
+        beta2 = lm["experiment"]["betas"][1]
+        lines += item(
+            f"The cheapest that matches is `{good[0]}`, {total(rows[good[0]]):g} bytes, with beta2 = {beta2:g}. What "
+            "becomes of it with 0.999 stands [below](#both-values-of-beta2)."
+        )
     without, pure = rows["bf16-nomaster"], rows["bf16-pure"]
     if "bf16-master" in fits and "bf16-nomaster" not in fits:
         lines += item(

@@ -5,9 +5,11 @@ import pytest
 from halfstep.claims.rules import ledger_problems, problems
 
 
-MACHINES = {"box": "a box"}
+MACHINES, SUBJECTS = {"box": "a box"}, {"sums": "Sums"}
+KEPT = ["sums.json", "one and one"]
 ROW = {
     "id": "toy-claim",
+    "subject": "sums",
     "claim": "One and one is two.",
     "reference": {"authors": "A. Author", "title": "Sums", "arxiv": "2001.00001", "where": "p. 1", "read": "text"},
     "conditions": "none",
@@ -19,18 +21,21 @@ ROW = {
     "date": "2026-11-21",
     "verdict": "holds",
 }  # fmt: skip
-OPEN = {key: ROW[key] for key in ("id", "claim", "reference", "conditions")} | {"verdict": "open"}
+OPEN = {key: ROW[key] for key in ("id", "subject", "claim", "reference", "conditions")} | {"verdict": "open"}
 
 
 def test_rows_that_keep_the_rules():
-    assert list(problems(ROW, MACHINES)) == []
-    assert list(problems(OPEN, MACHINES)) == []
-    assert list(problems({**OPEN, "command": "halfstep compare", "seconds": 300}, MACHINES)) == []
+    assert list(problems(ROW, MACHINES, SUBJECTS)) == []
+    assert list(problems(OPEN, MACHINES, SUBJECTS)) == []
+    assert list(problems({**OPEN, "command": "halfstep compare", "seconds": 300}, MACHINES, SUBJECTS)) == []
+    long = {"command": "python benchmarks/sums.py", "seconds": 300, "numbers": {"sum": {"value": 2, "kept": KEPT}}}
+    assert list(problems({**ROW, **long}, MACHINES, SUBJECTS)) == []
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"subject": "sum"}, "unknown subject 'sum'; nearest: sums"),
         ({"id": "Toy"}, "id 'Toy': expected lower-case words"),
         ({"claim": ""}, "claim is empty"),
         ({"claim": 3}, "claim: found 3"),
@@ -42,9 +47,17 @@ def test_rows_that_keep_the_rules():
         ({"reference": {**ROW["reference"], "arxiv": "17.1"}}, "reference.arxiv: found '17.1'"),
         ({"reference": {"authors": "A. Author"}}, "reference.title is missing"),
         ({"command": "rm -rf x"}, "command 'rm -rf x': expected halfstep"),
-        ({"command": "python -m halfstep.claims.checks other"}, "expected halfstep ..., or python -m"),
+        (
+            {"command": "python -m halfstep.claims.checks other"},
+            "expected halfstep ..., python benchmarks/NAME.py ..., or python -m",
+        ),
         ({"command": "halfstep compare"}, "seconds = 1: a row under 60 seconds runs a check"),
-        ({"numbers": {}, "figure": "two"}, "runs a check and records no numbers"),
+        ({"command": "python benchmarks/../sums.py"}, "expected halfstep ..., python benchmarks/NAME.py"),
+        ({"numbers": {}, "figure": "two"}, "records no numbers"),
+        ({"command": "halfstep compare", "seconds": 300, "numbers": {}, "figure": "two"}, "records no numbers"),
+        ({"command": "halfstep compare", "seconds": 300}, "numbers.sum is measured by no check; kept = [file"),
+        ({"numbers": {"sum": {"value": 2, "kept": KEPT}}}, "numbers.sum.kept: the row's check measures"),
+        ({"command": "halfstep a", "seconds": 300, "numbers": {"sum": {"value": 2, "kept": ["x"]}}}, "kept = [file"),
         ({"numbers": {**ROW["numbers"], "other": {"value": 1}}}, "number 'other' stands in only one"),
         ({"figure": "it is {sun:g}"}, "number 'sun' stands in only one"),
         ({"numbers": {"sum": {"tolerance": 1}}}, "numbers.sum.value is missing"),
@@ -54,15 +67,20 @@ def test_rows_that_keep_the_rules():
     ],
 )
 def test_a_broken_rule_is_named(change, message):
-    assert any(message in problem for problem in problems({**ROW, **change}, MACHINES))
+    assert any(message in problem for problem in problems({**ROW, **change}, MACHINES, SUBJECTS))
 
 
-@pytest.mark.parametrize("name", ["id", "claim", "reference", "conditions", "verdict", "command", "figure", "machine"])
+@pytest.mark.parametrize("name", ["id", "subject", "claim", "reference", "conditions", "verdict", "command", "figure"])
 def test_what_is_missing_is_named(name):
     row = {key: value for key, value in ROW.items() if key != name}
-    assert any(f"{name} is missing" in problem for problem in problems(row, MACHINES))
+    assert any(f"{name} is missing" in problem for problem in problems(row, MACHINES, SUBJECTS))
 
 
 def test_ids_are_unique():
-    found = list(ledger_problems({"machine": MACHINES, "claim": [ROW, ROW]}))
+    found = list(ledger_problems({"machine": MACHINES, "subject": SUBJECTS, "claim": [ROW, ROW]}))
     assert found == ["claim 'toy-claim': 2 rows have this id; give each its own"]
+
+
+def test_a_subject_has_rows():
+    found = list(ledger_problems({"machine": MACHINES, "subject": {**SUBJECTS, "more": "More"}, "claim": [ROW]}))
+    assert found == ["subject 'more' has no row; give it one, or take it out"]

@@ -2,7 +2,9 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,9 @@ from halfstep.claims.run import Outcome, run
 from halfstep.errors import ClaimError
 
 
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+KEPT = [claim for claim in load() if claim.files]
 QUICK = [claim for claim in load() if claim.short and claim.seconds < 2]
 
 
@@ -43,9 +48,61 @@ def test_numbers_are_compared_both_ways(measured, expected):
     assert outcome.agrees == all(expected.values())
 
 
-def test_a_long_claim_has_no_check():
-    with pytest.raises(ClaimError, match="claim 'forum-loss' has no check to run: its command is 'halfstep compare"):
-        run(get_claim("forum-loss"))
+def test_a_claim_without_check_or_figures_cannot_be_measured():
+    with pytest.raises(
+        ClaimError, match=r"claim 'collage-speed' has no check to run, and no figures .* \'not written yet\'"
+    ):
+        run(get_claim("collage-speed"))
+
+
+@pytest.mark.parametrize("claim", KEPT, ids=lambda claim: claim.id)
+def test_a_claim_says_what_its_benchmark_keeps(claim):
+    """Where this fails, a benchmark was run again: `halfstep claims --check` says which figures, and how they are."""
+    assert {
+        name: run(claim, RESULTS).measured[name]
+        for name, right in run(claim, RESULTS).agreements().items()
+        if not right
+    } == {}
+
+
+@pytest.mark.parametrize("claim", KEPT, ids=lambda claim: claim.id)
+def test_a_planted_difference_is_found(claim, tmp_path):
+    """Each number alone, moved in its file by more than its tolerance."""
+    for name, number in claim.numbers.items():
+        file = tmp_path / number.kept[0]
+        for other in claim.files:
+            shutil.copy(RESULTS / other, tmp_path / other)
+        data = json.loads(file.read_text())
+        *path, last = number.kept[1:]
+        here = data
+        for key in path:
+            here = here[int(key)] if isinstance(here, list) else here[key]
+        last = int(last) if isinstance(here, list) else last
+        here[last] += 3 * number.tolerance + 1e-6
+        file.write_text(json.dumps(data))
+        wrong = [other for other, right in run(claim, tmp_path).agreements().items() if not right]
+        assert name in wrong
+        assert all(claim.numbers[other].kept == number.kept for other in wrong)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, r"toy.json cannot be read \(No such file or directory\); kept figures are compared in a clone"),
+        ("{", "toy.json is not JSON"),
+        ('{"runs": [{"gain": 1}]}', "under runs / 0: unknown key 'gap'; nearest: gain"),
+        ('{"runs": 3}', "under runs: unknown key '0'"),
+        ('{"runs": [{"gap": null}]}', "runs / 0 / gap: found None, expected a number"),
+        ('{"runs": [{"gap": true}]}', "found True, expected a number"),
+    ],
+)
+def test_a_figure_that_is_not_there_is_an_error(tmp_path, content, words):
+    number = Number(1.0, kept=("toy.json", "runs", "0", "gap"))
+    claim = replace(get_claim("forum-loss"), numbers={"gap": number})
+    if content is not None:
+        (tmp_path / "toy.json").write_text(content)
+    with pytest.raises(ClaimError, match=words):
+        run(claim, tmp_path)
 
 
 def test_the_command_of_a_check_prints_its_numbers(capsys):

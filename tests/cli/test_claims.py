@@ -3,6 +3,8 @@
 import json
 import shlex
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
@@ -26,7 +28,18 @@ def parse(command):
     return context.params
 
 
-@pytest.mark.parametrize("claim", [c for c in load() if c.command and not c.check], ids=lambda claim: claim.id)
+LONG = [claim for claim in load() if claim.command and not claim.check]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("claim", [c for c in LONG if "benchmarks/" in c.command], ids=lambda claim: claim.id)
+def test_the_benchmark_of_a_row_is_there(claim):
+    _, file, *given = shlex.split(claim.command)
+    source = (ROOT / file).read_text()
+    assert [word for word in given if f'"{word}"' not in source] == []
+
+
+@pytest.mark.parametrize("claim", [c for c in LONG if "benchmarks/" not in c.command], ids=lambda claim: claim.id)
 def test_the_command_of_a_row_parses(claim):
     options = parse(claim.command)
     assert [get_recipe(name).name for name in options["recipes"].split(",")]
@@ -48,13 +61,27 @@ def test_the_table(run):
         assert line == line.rstrip()
 
 
+@pytest.mark.parametrize("columns", [24, 60, 200])
+def test_a_terminal_is_shown_every_claim_folded_under_its_subject(run, monkeypatch, columns):
+    monkeypatch.setattr("halfstep.cli.claims._in_terminal", lambda: True)
+    code, out, err = run("claims", columns=columns)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert [line for line in lines if line.startswith("  ") and len(line) >= columns and " " in line.strip()] == []
+    text = " ".join(out.split())
+    for claim in load():
+        assert f"{claim.id}: {claim.verdict}" in lines
+        assert f"{claim.id}: {claim.verdict} {claim.claim}" in text
+        assert text.index(claim.subject) < text.index(f"{claim.id}: ")
+
+
 def test_json_is_the_whole_ledger(run):
     code, out, _ = run("claims", "--json")
     rows = json.loads(out)
     assert code == 0
     assert [row["id"] for row in rows] == [claim.id for claim in load()]
     assert [(row["figure"], row["short"]) for row in rows] == [(claim.figure, claim.short) for claim in load()]
-    assert rows[0]["numbers"]["fp16_first"] == {"value": 2048, "tolerance": 0.0}
+    assert rows[0]["numbers"]["fp16_first"] == {"value": 2048, "tolerance": 0.0, "kept": []}
     assert json.loads(run("claims", "show", rows[0]["id"], "--json")[1]) == rows[0]
 
 
@@ -81,22 +108,51 @@ def test_a_number_that_is_not_confirmed_is_exit_code_1(run, monkeypatch):
     assert ["new", "1", "-", "-", "NO"] in [line.split() for line in out.splitlines()]
 
 
-def test_check_measures_every_short_claim(run, monkeypatch):
-    def recorded(claim, off=()):
-        numbers = {name: number.value + (claim.id in off) * 1e9 for name, number in claim.numbers.items()}
-        return running.Outcome(claim, numbers)
+def recorded(claim, results, off=()):
+    """What a ledger is compared with that is right, but for the claims that are off."""
+    numbers = {name: number.value + (claim.id in off) * 1e9 for name, number in claim.numbers.items()}
+    return running.Outcome(claim, numbers)
 
-    short = [claim for claim in load() if claim.short]
+
+def test_check_compares_every_claim_with_a_check_or_kept_figures(run, monkeypatch):
+    chosen = [claim for claim in load() if claim.short or claim.files]
+    assert len(chosen) == len([claim for claim in load() if claim.verdict != "open"])
     monkeypatch.setattr(running, "run", recorded)
-    code, out, err = run("claims", "--check")
+    code, out, err = run("claims", "--check", "--results", str(ROOT / "benchmarks" / "results"))
     assert (code, err) == (0, "")
-    assert out.endswith(f"{len(short)} of {len(short)} claims confirmed\n")
-    monkeypatch.setattr(running, "run", lambda claim: recorded(claim, off=["forum-bytes"]))
-    code, out, err = run("claims", "--check")
+    assert out.endswith(f"{len(chosen)} of {len(chosen)} claims confirmed\n")
+    monkeypatch.setattr(running, "run", partial(recorded, off=["forum-bytes", "forum-loss"]))
+    code, out, err = run("claims", "--check", "--results", str(ROOT / "benchmarks" / "results"))
     assert code == 1
     assert "NO   forum-bytes\n" in out
-    assert f"{len(short) - 1} of {len(short)} claims confirmed" in out
-    assert "forum-bytes: bf16_master: measured 1000000016.0, recorded 16" in err
+    assert f"{len(chosen) - 2} of {len(chosen)} claims confirmed" in out
+    assert "forum-bytes: bf16_master: measured 1000000016.0, recorded 16 ± 0; `halfstep claims --run forum-b" in err
+    assert "forum-loss: master: measured 999999999.999904, recorded -9.6e-05 ± 5e-05; write the row anew" in err
+
+
+def test_check_outside_a_clone_says_what_it_leaves_out(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(running, "run", recorded)
+    short = [claim for claim in load() if claim.short]
+    kept = [claim for claim in load() if claim.files]
+    code, out, err = run("claims", "--check")
+    assert code == 0
+    assert out.endswith(f"{len(short)} of {len(short)} claims confirmed\n")
+    assert f"{len(kept)} more have figures of benchmarks, which were not compared: benchmarks/results is not" in err
+
+
+def test_check_of_a_folder_without_figures_is_not_confirmed(run, monkeypatch, tmp_path):
+    monkeypatch.setattr("halfstep.claims.load", lambda: [load_one("forum-loss")])
+    code, out, err = run("claims", "--check", "--results", str(tmp_path / "nothing"))
+    assert (code, out) == (1, "NO   forum-loss\n0 of 1 claims confirmed\n")
+    assert "which_bf16.json cannot be read (No such file or directory)" in err
+
+
+def test_run_of_a_benchmark_outside_a_clone(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run("claims", "--run", "forum-loss")
+    assert code == 2
+    assert "benchmarks/which_bf16.py is not here; benchmarks are run in a clone of halfstep" in err
 
 
 @pytest.mark.parametrize(
@@ -105,6 +161,7 @@ def test_check_measures_every_short_claim(run, monkeypatch):
         (["--run", "forum-byte"], "unknown claim 'forum-byte'; nearest: forum-bytes"),
         (["show", "forum-byte"], "unknown claim 'forum-byte'; nearest: forum-bytes"),
         (["--check", "--json"], "give one of them"),
+        (["--results", "x"], "found --results without --check"),
         (["--json", "show", "forum-bytes"], "give one of them"),
     ],
 )

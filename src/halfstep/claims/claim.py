@@ -12,6 +12,7 @@ VERDICTS = {
     "in part": "a part of the claim, or the claim under a condition it does not state",
     "not at this size": "the effect does not appear in models as small as ours",
     "contradicted": "what we measured says otherwise",
+    "cannot tell": "measured, and the seeds lie further apart than what is compared",
     "open": "not measured yet",
 }
 
@@ -25,6 +26,9 @@ READ = {
 
 CHECKS = "halfstep.claims.checks"
 """The module whose command line runs a check: `python -m halfstep.claims.checks ID`."""
+
+RESULTS = "benchmarks/results"
+"""Where a clone keeps the figures of its benchmarks, one JSON file each; an installed package has none."""
 
 SHORT = 60.0
 """A row is short if its command takes less than this many seconds on two slow cores."""
@@ -53,6 +57,8 @@ class Number:
 
     value: float
     tolerance: float = 0.0
+    kept: tuple[str, ...] = ()
+    """Where a benchmark keeps it: a file under `RESULTS`, then the keys; empty where the row's check measures it."""
 
     def agrees(self, measured: float) -> bool:
         """Whether a repetition that gave `measured` confirms it. NaN never does.
@@ -68,6 +74,8 @@ class Claim:
     """One row. An open one has no figure, and may have no command yet."""
 
     id: str
+    subject: str
+    """What it is about: a heading of the page."""
     claim: str
     reference: Reference
     conditions: str
@@ -89,6 +97,11 @@ class Claim:
     def figure(self) -> str:
         """Our figure in words, with its numbers."""
         return self.template.format(**{name: number.value for name, number in self.numbers.items()})
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The kept files that its numbers stand in."""
+        return tuple(dict.fromkeys(number.kept[0] for number in self.numbers.values() if number.kept))
 
     @property
     def short(self) -> bool:

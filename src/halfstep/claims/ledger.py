@@ -14,14 +14,16 @@ from halfstep.errors import ClaimError, unknown
 
 @cache
 def data() -> Mapping[str, Any]:
-    """The file as it is: the machines by short name, and the rows."""
+    """The file as it is: the machines and the subjects by short name, and the rows."""
     return tomllib.loads(files("halfstep.claims").joinpath("claims.toml").read_text(encoding="utf-8"))
 
 
 @cache
 def load() -> tuple[Claim, ...]:
-    """All claims, in the file's order. What a row may hold is checked by the tests, with `rules.problems`."""
-    return tuple(claim_from(row, data()["machine"]) for row in data()["claim"])
+    """All claims, by subject. What a row may hold is checked by the tests, with `rules.problems`."""
+    order = list(data()["subject"].values())
+    claims = (claim_from(row, data()["machine"], data()["subject"]) for row in data()["claim"])
+    return tuple(sorted(claims, key=lambda claim: order.index(claim.subject)))
 
 
 def get_claim(id: str) -> Claim:
@@ -36,13 +38,18 @@ def get_claim(id: str) -> Claim:
     raise ClaimError(unknown("claim", id, [claim.id for claim in load()]))
 
 
-def claim_from(row: Mapping[str, Any], machines: Mapping[str, str]) -> Claim:
+def claim_from(row: Mapping[str, Any], machines: Mapping[str, str], subjects: Mapping[str, str]) -> Claim:
     """A claim from its TOML table, which keeps the rules."""
-    rest = {key: value for key, value in row.items() if key not in ("reference", "numbers", "machine", "figure")}
+    made = ("reference", "numbers", "machine", "subject", "figure")
+    rest = {key: value for key, value in row.items() if key not in made}
     return Claim(
         **rest,
         reference=Reference(**row["reference"]),
-        numbers={name: Number(**number) for name, number in row.get("numbers", {}).items()},
+        subject=subjects.get(row["subject"], ""),
+        numbers={
+            name: Number(**{**number, "kept": tuple(number.get("kept", ()))})
+            for name, number in row.get("numbers", {}).items()
+        },
         machine=machines.get(row.get("machine", ""), ""),
         template=row.get("figure", ""),
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from halfstep.claims.claim import READ, VERDICTS, Claim
+from halfstep.claims.claim import READ, RESULTS, VERDICTS, Claim
 
 
 _INTRODUCTION = """\
@@ -16,13 +16,14 @@ _INTRODUCTION = """\
 Claims of papers, slides and forums that halfstep touches, each with the command that measures it again on your
 machine. A figure stands beside the size it was measured at: most are far smaller than the source's.
 
-`halfstep claims` lists them, `halfstep claims --run ID` measures one again, and `make claims` all that take under a
-minute: it fails where a number lies outside the tolerance recorded with it.
+`halfstep claims` lists them and `halfstep claims --run ID` measures one again. `make claims` measures all that take
+under a minute, and compares the others with what benchmarks keep in `benchmarks/results`: it fails where a number lies
+outside the tolerance recorded with it.
 
 To add one, write a `[[claim]]` in `src/halfstep/claims/claims.toml`, with a verdict of `open` until there is a figure.
 A short computation is a function under `@check("your-id")` in `src/halfstep/claims/checks/` that returns its numbers;
-anything longer is a `halfstep` command. `make docs` writes this page anew, and the tests hold every row to the rules
-in `src/halfstep/claims/rules.py`.
+anything longer is a `halfstep` command or a benchmark, and its numbers say in which kept file they stand. `make docs`
+writes this page anew, and the tests hold every row to the rules in `src/halfstep/claims/rules.py`.
 """
 
 
@@ -53,9 +54,25 @@ def markdown(claims: Sequence[Claim]) -> str:
     """The page."""
     counts = {verdict: sum(claim.verdict == verdict for claim in claims) for verdict in VERDICTS}
     verdicts = _table(("verdict", "claims", "meaning"), ((v, str(counts[v]), VERDICTS[v]) for v in VERDICTS))
-    rows = ((f"[`{claim.id}`](#{claim.id})", claim.verdict, claim.claim) for claim in claims)
-    overview = _table(("id", "verdict", "claim"), rows)
-    return "\n".join([_INTRODUCTION, verdicts, "## All of them\n", overview, *(_section(claim) for claim in claims)])
+    parts = [_INTRODUCTION, verdicts, *(_link(subject) for subject in by_subject(claims)), ""]
+    for subject, rows in by_subject(claims).items():
+        cells = ((f"[`{claim.id}`](#{claim.id})", claim.verdict, claim.claim) for claim in rows)
+        parts += [f"## {subject}\n", _table(("id", "verdict", "claim"), cells), *(_section(claim) for claim in rows)]
+    return "\n".join(parts)
+
+
+def by_subject(claims: Iterable[Claim]) -> dict[str, list[Claim]]:
+    """The claims under their subjects, both in the order in which they come."""
+    found: dict[str, list[Claim]] = {}
+    for claim in claims:
+        found.setdefault(claim.subject, []).append(claim)
+    return found
+
+
+def _link(subject: str) -> str:
+    """A line of the page's contents; the anchor is the one that GitHub gives the heading."""
+    anchor = "".join(c for c in subject.lower().replace(" ", "-") if c.isalnum() or c in "-_")
+    return f"- [{subject}](#{anchor})"
 
 
 def _fields(claim: Claim) -> list[tuple[str, str]]:
@@ -65,6 +82,7 @@ def _fields(claim: Claim) -> list[tuple[str, str]]:
         ("conditions", claim.conditions),
         ("figure", claim.figure or "none yet"),
         ("measured on", f"{claim.machine}; {claim.date}" if claim.figure else ""),
+        ("kept in", ", ".join(f"{RESULTS}/{file}" for file in claim.files)),
         ("command", claim.command),
         ("note", claim.note),
     ]

@@ -13,27 +13,30 @@ from halfstep.claims.ledger import claim_from
 from halfstep.errors import unknown
 
 
-_NEEDED = {"id": str, "claim": str, "reference": dict, "conditions": str, "verdict": str}
+_NEEDED = {"id": str, "subject": str, "claim": str, "reference": dict, "conditions": str, "verdict": str}
 _MEASURED = {"command": str, "seconds": (int, float), "figure": str, "machine": str, "date": str}
 _OTHER = {"numbers": dict, "note": str}
 _REFERENCE = {"authors": str, "title": str, "where": str, "read": str}
 _PAPER = {"year": int, "arxiv": str}
-_NUMBER = {"value": (int, float), "tolerance": (int, float)}
+_NUMBER = {"value": (int, float), "tolerance": (int, float), "kept": list}
 _WORDS = ("unverified", "todo", "tbd")
 """What no printed row may say: only what is known is printed."""
 
 
 def ledger_problems(data: Mapping[str, Any]) -> Iterator[str]:
     """What the whole file violates, one message each."""
-    rows, machines = data.get("claim", []), data.get("machine", {})
+    rows, machines, subjects = data.get("claim", []), data.get("machine", {}), data.get("subject", {})
     ids = [row.get("id") for row in rows]
     for id in sorted({id for id in ids if ids.count(id) > 1}, key=str):
         yield f"claim {id!r}: {ids.count(id)} rows have this id; give each its own"
+    for subject in sorted(subjects.keys() - {row.get("subject") for row in rows}):
+        yield f"subject {subject!r} has no row; give it one, or take it out"
     for row in rows:
-        yield from (f"claim {row.get('id', 'without an id')!r}: {message}" for message in problems(row, machines))
+        name = row.get("id", "without an id")
+        yield from (f"claim {name!r}: {message}" for message in problems(row, machines, subjects))
 
 
-def problems(row: Mapping[str, Any], machines: Mapping[str, str]) -> Iterator[str]:
+def problems(row: Mapping[str, Any], machines: Mapping[str, str], subjects: Mapping[str, str]) -> Iterator[str]:
     """What one row violates. Its contents are looked at only where its fields are right."""
     needed = _NEEDED | (_MEASURED if row.get("verdict") != "open" else {})
     found = list(_fields(row, needed, _NEEDED | _MEASURED | _OTHER))
@@ -41,7 +44,7 @@ def problems(row: Mapping[str, Any], machines: Mapping[str, str]) -> Iterator[st
         found += _fields(row["reference"], _REFERENCE, _REFERENCE | _PAPER, "reference.")
     for name, number in row.get("numbers", {}).items():
         found += _fields(number, {"value": _NUMBER["value"]}, _NUMBER, f"numbers.{name}.")
-    yield from found or _contents(row, machines)
+    yield from found or _contents(row, machines, subjects)
 
 
 def _fields(
@@ -58,11 +61,12 @@ def _fields(
     return found
 
 
-def _contents(row: Mapping[str, Any], machines: Mapping[str, str]) -> Iterator[str]:
+def _contents(row: Mapping[str, Any], machines: Mapping[str, str], subjects: Mapping[str, str]) -> Iterator[str]:
     reference = row["reference"]
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", row["id"]):
         yield f"id {row['id']!r}: expected lower-case words joined by hyphens, the source's first"
-    for name, word, known in (("verdict", row["verdict"], VERDICTS), ("read", reference["read"], READ)):
+    words = (("verdict", row["verdict"], VERDICTS), ("read", reference["read"], READ))
+    for name, word, known in (*words, ("subject", row["subject"], subjects)):
         if word not in known:
             yield unknown(name, word, known)
     if not re.fullmatch(r"\d{4}\.\d{4,5}", reference.get("arxiv", "0000.00000")):
@@ -78,13 +82,22 @@ def _contents(row: Mapping[str, Any], machines: Mapping[str, str]) -> Iterator[s
 
 
 def _command(row: Mapping[str, Any]) -> Iterator[str]:
-    claim = claim_from(row, {})
-    if row.get("command", "halfstep ").split()[0] != "halfstep" and claim.check != row["id"]:
-        yield f"command {row['command']!r}: expected halfstep ..., or python -m halfstep.claims.checks {row['id']}"
+    claim = claim_from(row, {}, {})
+    known = not claim.command or re.match(r"halfstep |python benchmarks/\w+\.py\b", claim.command)
+    if not known and claim.check != row["id"]:
+        yield (
+            f"command {claim.command!r}: expected halfstep ..., python benchmarks/NAME.py ..., "
+            f"or python -m halfstep.claims.checks {row['id']}"
+        )
     if claim.short and claim.check is None:
         yield f"seconds = {claim.seconds:g}: a row under {SHORT:g} seconds runs a check, whose numbers can be compared"
-    if claim.check and row["verdict"] != "open" and not claim.numbers:
-        yield "runs a check and records no numbers; write what it measured under numbers"
+    if row["verdict"] != "open" and not claim.numbers:
+        yield "records no numbers; write what was measured under numbers, so that it can be compared"
+    for name, number in claim.numbers.items():
+        if claim.check and number.kept:
+            yield f"numbers.{name}.kept: the row's check measures its numbers; take it out"
+        elif not claim.check and not (len(number.kept) > 1 and all(isinstance(key, str) for key in number.kept)):
+            yield f"numbers.{name} is measured by no check; kept = [file, key, ...] says where its benchmark keeps it"
 
 
 def _measured(row: Mapping[str, Any], machines: Mapping[str, str]) -> Iterator[str]:

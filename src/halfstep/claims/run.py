@@ -1,18 +1,21 @@
-"""Measure a claim again, and compare with what the ledger records."""
+"""Measure a claim again, or read what its benchmark keeps, and compare with what the ledger records."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from halfstep.claims.checks import get_check
-from halfstep.claims.claim import Claim
-from halfstep.errors import ClaimError
+from halfstep.claims.claim import RESULTS, Claim
+from halfstep.errors import ClaimError, unknown
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check measured now, beside its claim."""
+    """What was measured, by a check now or by a benchmark when its file was kept, beside its claim."""
 
     claim: Claim
     measured: Mapping[str, float]
@@ -32,15 +35,41 @@ class Outcome:
         return all(self.agreements().values())
 
 
-def run(claim: Claim) -> Outcome:
-    """Run the claim's check in this process.
+def run(claim: Claim, results: Path = Path(RESULTS)) -> Outcome:
+    """Run the claim's check in this process; of a claim without one, read what a benchmark keeps of its numbers.
 
     Raises:
-        ClaimError: its command is not a check, or there is no such check.
+        ClaimError: it has neither, or there is no such check, or a file has no such figure.
     """
-    if claim.check is None:
+    if claim.check is not None:
+        return Outcome(claim, get_check(claim.check).measure())
+    if not claim.files:
         raise ClaimError(
-            f"claim {claim.id!r} has no check to run: its command is {claim.command or 'not written yet'!r}; "
-            "run that command itself"
+            f"claim {claim.id!r} has no check to run, and no figures that a benchmark keeps: its command is "
+            f"{claim.command or 'not written yet'!r}; run that command itself"
         )
-    return Outcome(claim, get_check(claim.check).measure())
+    return Outcome(claim, {name: _figure(results, number.kept) for name, number in claim.numbers.items()})
+
+
+def _figure(results: Path, place: Sequence[str]) -> float:
+    """What a benchmark's file says at a path of keys; a list is entered by position."""
+    name, *keys = place
+    file = results / name
+    try:
+        found: Any = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ClaimError(
+            f"{file} cannot be read ({error.strerror}); kept figures are compared in a clone of halfstep: "
+            "go to its root, or give --results FOLDER"
+        ) from error
+    except ValueError as error:
+        raise ClaimError(f"{file} is not JSON ({error}); its benchmark writes it anew with --keep") from error
+    for depth, key in enumerate(keys):
+        here = dict(enumerate(found)) if isinstance(found, list) else found
+        known = {str(one): value for one, value in here.items()} if isinstance(here, dict) else {}
+        if key not in known:
+            raise ClaimError(f"{file}, under {' / '.join(keys[:depth]) or 'the top'}: {unknown('key', key, known)}")
+        found = known[key]
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise ClaimError(f"{file}, {' / '.join(keys)}: found {found!r}, expected a number; the row needs other words")
+    return float(found)

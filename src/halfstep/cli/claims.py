@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,7 +33,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def listing(
     context: typer.Context,
     run: Annotated[str | None, typer.Option("--run", metavar="ID", help="Measure one claim again.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Measure all claims with a short check again.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Measure the short ones again; compare others with what benchmarks keep.")
+    ] = False,
+    results: Annotated[
+        Path | None,
+        typer.Option("--results", metavar="FOLDER", help="Kept figures, for --check; a clone's benchmarks/results."),
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/claims.md.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -37,6 +47,8 @@ def listing(
     asked = [run is not None, check, markdown, as_json]
     if sum(asked) > 1 or (any(asked) and context.invoked_subcommand is not None):
         raise ClaimError("found several of --run, --check, --markdown, --json and a command; give one of them")
+    if results is not None and not check:
+        raise ClaimError("found --results without --check, which alone reads the folder; give both, or neither")
     if context.invoked_subcommand is not None:
         return
     from halfstep.claims import get_claim, load
@@ -45,11 +57,13 @@ def listing(
     if run is not None:
         raise typer.Exit(0 if _run(get_claim(run)) else 1)
     if check:
-        raise typer.Exit(0 if _check([claim for claim in load() if claim.short]) else 1)
+        raise typer.Exit(0 if _check(load(), results) else 1)
     if markdown:
         sys.stdout.write(write.markdown(load()))
     elif as_json:
         show_json([write.as_data(claim) for claim in load()])
+    elif _in_terminal():
+        _list(load())
     else:
         show_table(["id", "verdict", "claim"], [(claim.id, claim.verdict, claim.claim) for claim in load()])
 
@@ -67,6 +81,26 @@ def show(id: Annotated[str, typer.Argument(help="A claim's id.")], as_json: Json
         typer.echo(describe(claim))
 
 
+def _in_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def _list(claims: Sequence[Claim]) -> None:
+    """Print the claims under their subjects, folded to the terminal: a line of id and verdict, then the text."""
+    from halfstep.claims.page import by_subject
+
+    width = max(20, shutil.get_terminal_size().columns - 1)
+    fold = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    text = textwrap.TextWrapper(
+        width, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    for subject, rows in by_subject(claims).items():
+        typer.secho(fold.fill(subject), bold=True)
+        for claim in rows:
+            typer.echo(f"{claim.id}: {claim.verdict}\n{text.fill(claim.claim)}")
+        typer.echo("")
+
+
 def _run(claim: Claim) -> bool:
     """Run the claim's command and print what came out beside what is recorded; whether it is confirmed."""
     if not claim.command:
@@ -75,10 +109,19 @@ def _run(claim: Claim) -> bool:
     if claim.check is not None:
         agrees = _measure(claim)
     else:
-        words = shlex.split(claim.command)
-        agrees = subprocess.run([sys.executable, "-m", *words], check=False).returncode == 0
+        agrees = subprocess.run([sys.executable, *_arguments(claim)], check=False).returncode == 0
     typer.echo(f"\nrecorded: {claim.figure or 'nothing yet'}\nverdict: {claim.verdict}")
     return agrees
+
+
+def _arguments(claim: Claim) -> list[str]:
+    """What Python is given to run the claim's command."""
+    first, *rest = shlex.split(claim.command)
+    if first != "python":
+        return ["-m", first, *rest]
+    if not Path(rest[0]).is_file():
+        raise ClaimError(f"{rest[0]} is not here; benchmarks are run in a clone of halfstep: go to its root")
+    return rest
 
 
 def _measure(claim: Claim) -> bool:
@@ -102,20 +145,47 @@ def _measure(claim: Claim) -> bool:
     return outcome.agrees
 
 
-def _check(chosen: list[Claim]) -> bool:
-    """Measure claims again, one line each; whether all are confirmed."""
+def _check(claims: Sequence[Claim], results: Path | None) -> bool:
+    """Measure short claims again and compare the others with kept figures, one line each; whether all are confirmed.
+
+    Where no folder of kept figures was asked for and there is none, those claims are left out, and that is said.
+    """
+    from halfstep.claims.claim import RESULTS
     from halfstep.claims.run import run
 
+    folder = results or Path(RESULTS)
+    chosen = [claim for claim in claims if claim.short or claim.files]
+    left = [claim for claim in chosen if claim.files and results is None and not folder.is_dir()]
     refuted = 0
     for claim in chosen:
-        outcome = run(claim)
-        wrong = [name for name, agrees in outcome.agreements().items() if not agrees]
+        if claim in left:
+            continue
+        try:
+            outcome = run(claim, folder)
+        except ClaimError as error:
+            wrong = {"figures": str(error)}
+        else:
+            wrong = {
+                name: f"measured {outcome.measured.get(name, 'nothing')}, recorded {_recorded(claim, name)}"
+                for name, agrees in outcome.agreements().items()
+                if not agrees
+            }
         typer.echo(f"{'NO ' if wrong else 'yes'}  {claim.id}")
-        for name in wrong:
-            found = outcome.measured.get(name, "nothing")
-            number = claim.numbers.get(name)
-            expected = f"{number.value:g} ± {number.tolerance:g}" if number else "nothing"
-            fail(f"{claim.id}: {name}: measured {found}, recorded {expected}; `halfstep claims --run {claim.id}`")
+        for name, found in wrong.items():
+            advice = f"`halfstep claims --run {claim.id}`" if claim.short else "write the row anew, or find out why"
+            fail(f"{claim.id}: {name}: {found}; {advice}")
         refuted += bool(wrong)
-    typer.echo(f"{len(chosen) - refuted} of {len(chosen)} claims confirmed")
+    compared = len(chosen) - len(left)
+    typer.echo(f"{compared - refuted} of {compared} claims confirmed")
+    if left:
+        typer.echo(
+            f"{len(left)} more have figures of benchmarks, which were not compared: {folder} is not here; "
+            "go to the root of a clone of halfstep, or give --results FOLDER",
+            err=True,
+        )
     return not refuted
+
+
+def _recorded(claim: Claim, name: str) -> str:
+    number = claim.numbers.get(name)
+    return f"{number.value:g} ± {number.tolerance:g}" if number else "nothing"

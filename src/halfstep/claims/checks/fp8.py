@@ -49,15 +49,28 @@ def history() -> Numbers:
     return found
 
 
+_FP16 = formats.get("fp16").max
+
+
+def _largest_sum(pair: tuple[str, str], margin: int) -> float:
+    """The largest sum over 512 products of normal numbers, scaled with that margin and rounded to the formats."""
+    scales = Scales(TENSOR, get_scaling("rceil", margin=margin))
+    x, w = _normal(64, 512), _normal(512, 64, seed=1)
+    lhs, rhs = (
+        operand(t, Quantizer(formats.get(name), scales=scales), torch.float32).values
+        for t, name in zip((x, w), pair, strict=True)
+    )
+    return float((lhs.double() @ rhs.double()).abs().max())
+
+
 @check("perez-margin")
 def margin() -> Numbers:
-    """The largest sum in a product of 512 scaled FP8 numbers, without and with the margin; fp16 ends at 65504."""
-    x, w = _normal(64, 512), _normal(512, 64, seed=1)
+    """The largest sum in a product of 512 scaled FP8 numbers by margin, and the margin from which it fits fp16."""
     found: Numbers = {}
-    for name, room in (("without", 0), ("margin_3", 3)):
-        quantizer = Quantizer(formats.get("e4m3fnuz"), scales=Scales(TENSOR, get_scaling("rceil", margin=room)))
-        lhs, rhs = (operand(t, quantizer, torch.float32).values for t in (x, w))
-        found[name] = float((lhs @ rhs).abs().max())
+    for name, pair in (("forward", ("e4m3fnuz", "e4m3fnuz")), ("backward", ("e5m2fnuz", "e4m3fnuz"))):
+        sums = [_largest_sum(pair, room) for room in range(8)]
+        found |= {f"{name}_{room}": sums[room] for room in (0, 1, 3)}
+        found[f"{name}_fits"] = next(room for room, largest in enumerate(sums) if largest <= _FP16)
     return found
 
 

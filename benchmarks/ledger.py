@@ -1,0 +1,147 @@
+"""The training runs behind rows of the ledger that no other page has: recipes beside a baseline, seed by seed.
+
+    python benchmarks/ledger.py NAME [--keep] [--steps N] [--out FOLDER]
+
+NAME is one of GROUPS. --keep writes results/ledger_NAME.json. An interrupted run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep import formats
+from halfstep.lab.data import VOCABULARY
+from halfstep.lab.environment import environment
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.models.gpt import GPT
+from halfstep.lab.tasks import experiment_for
+from halfstep.quant import Quantizer, Scales
+from halfstep.quant.scaling import Scaling, get_scaling
+from halfstep.quant.tile import TENSOR
+from halfstep.recipe import Codes, Recipe, get_recipe
+from halfstep.recipe.high_precision import KEEP
+from halfstep.recipe.products import linear_spec
+from halfstep.recipe.spec import Rule
+from halfstep.recipe.storage import get_storage
+from harness import keep
+from losses import summary, train
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Recipes on one task, and the one that the others are compared with."""
+
+    experiment: Experiment
+    recipes: dict[str, Recipe]
+    build: Callable[[], nn.Module] | None = None
+    """The model, where it is none of the task's."""
+    baseline: str = "fp32"
+
+
+_LEAN: dict[str, Any] = {"seeds": 3, "validations": 1, "statistics": 1, "checkpoints": 1}
+
+
+def named(task: str, *recipes: str, seeds: int = 3, **given: Any) -> Comparison:
+    """Named recipes on a task; the first is the baseline."""
+    experiment = experiment_for(task, recipes=recipes, seeds=seeds, validations=1, **given)
+    return Comparison(experiment, {name: get_recipe(name) for name in recipes}, baseline=recipes[0])
+
+
+def betas() -> dict[str, Comparison]:
+    """Collage's forms, whose second moment is bf16, at both values of beta2; bf16-kahan's is float32."""
+    recipes = ("fp32", "bf16-kahan", "bf16-collage-plus", "bf16-collage-light")
+    return {f"{beta2:g}": named("lm", *recipes, steps=400, betas=(0.9, beta2)) for beta2 in (0.95, 0.999)}
+
+
+def masters() -> dict[str, Comparison]:
+    """A speech model with a master copy of its 16-bit weights, and without."""
+    return {"speech": named("speech", "fp32", "fp16-master", "fp16-nomaster", "fp16-pure", "bf16-nomaster")}
+
+
+def states() -> dict[str, Comparison]:
+    """FP8-LM's recipe with its moments, or its weights, in fewer bits: one change at a time."""
+    o1 = get_recipe("fp8lm-o1")
+    assert o1.codes is not None
+    assert o1.codes.grads is not None
+    e4m3, half = o1.codes.grads, o1.codes.weights
+    e5m2 = get_storage(Quantizer(formats.get("e5m2"), scales=Scales(TENSOR, get_scaling("rceil"))))
+    changed = {
+        "first e4m3, second fp16": {"moments": (("exp_avg", e4m3), ("exp_avg_sq", half))},
+        "second e5m2": {"moments": (("exp_avg_sq", e5m2),)},
+        "second e4m3": {"moments": (("exp_avg_sq", e4m3),)},
+        "master e4m3": {"codes": Codes(weights=e4m3, grads=e4m3)},
+    }
+    recipes = {"fp8lm-o1": o1}
+    recipes |= {name: replace(o1, **fields) for name, fields in changed.items()}  # type: ignore[arg-type]
+    experiment = experiment_for("lm", recipes=("fp8lm-o1",), steps=200, **_LEAN)
+    return {"lm": Comparison(experiment, recipes, baseline="fp8lm-o1")}
+
+
+WINDOW = (-6, -4, -2, 0, 4, 6, 8)
+SIZES = {"small": (1, 32, 2), "large": (3, 128, 4)}
+"""Layers, width and heads of the GPTs on which Graphcore's recipes are trained."""
+
+
+def _constant(scaling: Scaling) -> Recipe:
+    """fp8-cscale with another constant."""
+    e4, e5 = (Quantizer(formats.get(f), scales=Scales(TENSOR, scaling)) for f in ("e4m3fnuz", "e5m2fnuz"))
+    rules = (*KEEP, Rule("*", linear_spec(input=e4, weight=e4, grad_output=e5)))
+    return replace(get_recipe("fp8-cscale"), rules=rules)
+
+
+def window() -> dict[str, Comparison]:
+    """fp16, its products in FP8 with a scale a tensor, and with one constant scale 2^c for all, c swept."""
+    amax = get_recipe("fp8-amax")
+    recipes = {"fp16": replace(amax, rules=()), "fp8-amax": amax}
+    recipes |= {f"c{c:+d}": _constant(get_scaling("fixed", bias=c)) for c in WINDOW}
+    experiment = experiment_for("lm", recipes=("fp8-amax",), steps=150, **{**_LEAN, "seeds": 2})
+    return {
+        name: Comparison(experiment, recipes, partial(GPT, VOCABULARY, experiment.context, *size), baseline="fp16")
+        for name, size in SIZES.items()
+    }
+
+
+GROUPS: dict[str, Callable[[], dict[str, Comparison]]] = {
+    "betas": betas,
+    "masters": masters,
+    "states": states,
+    "window": window,
+}
+
+
+def main() -> None:
+    """Train, print, and with --keep write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("group", metavar="NAME", choices=GROUPS, help=", ".join(GROUPS))
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--out", type=Path, default=Path("runs/ledger"))
+    asked = parser.parse_args()
+    data: dict[str, Any] = {"machine": environment(), "comparisons": {}}
+    for label, found in GROUPS[asked.group]().items():
+        experiment = found.experiment if asked.steps is None else replace(found.experiment, steps=asked.steps)
+        losses = train(experiment, found.recipes, asked.out / asked.group / label, found.build)
+        data["comparisons"][label] = {
+            "experiment": experiment.as_data() | {"recipes": list(found.recipes)},
+            "baseline": found.baseline,
+            "losses": losses,
+            "summary": summary(losses, found.baseline),
+        }
+    for label, comparison in data["comparisons"].items():
+        for name, row in comparison["summary"].items():
+            print(label, name, row)
+    if asked.keep:
+        keep(f"ledger_{asked.group}", data)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

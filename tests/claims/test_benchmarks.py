@@ -1,0 +1,106 @@
+"""The benchmarks behind the ledger's long rows: what they say of losses that are known, and that recipes are there."""
+
+import importlib
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from halfstep.lab.data import VOCABULARY
+from halfstep.lab.models.gpt import GPT
+from halfstep.lab.tasks import experiment_for
+from halfstep.recipe import get_recipe
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a benchmark by name."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return importlib.import_module
+
+
+def test_gaps_are_paired_by_seed_and_a_divergence_has_none(load):
+    found = load("losses").summary({"fp32": [2.0, 4.0], "a": [2.2, 4.0], "b": [1.0, None], "c": [None, None]})
+    assert found["fp32"] == {"loss": 3.0, "gap": 0.0, "least": 0.0, "most": 0.0, "diverged": 0}
+    assert found["a"] == pytest.approx({"loss": 3.1, "gap": 0.05, "least": 0.0, "most": 0.1, "diverged": 0})
+    assert found["b"] == {"loss": 1.0, "gap": None, "least": None, "most": None, "diverged": 1}
+    assert found["c"] == {"loss": None, "gap": None, "least": None, "most": None, "diverged": 2}
+
+
+def test_a_baseline_that_diverges_leaves_nothing_to_compare_with(load):
+    with pytest.raises(ValueError, match="fp32 diverged with seed 1; nothing can be compared with it"):
+        load("losses").summary({"fp32": [2.0, None], "a": [2.2, 4.0]})
+
+
+def test_runs_are_of_the_model_given_and_one_that_ended_is_read(load, tmp_path, capsys):
+    train = load("losses").train
+    experiment = experiment_for("lm", recipes=("fp32",), steps=2, seeds=2, validations=1, batch=2, context=8)
+    recipes = {"fp32": get_recipe("fp32"), "own": replace(get_recipe("bf16-mixed"), name="own")}
+    make = partial(GPT, VOCABULARY, experiment.context, 1, 8, 1)
+    first = train(experiment, recipes, tmp_path, make)
+    assert all(abs(loss - math.log(VOCABULARY)) < 0.1 for losses in first.values() for loss in losses)
+    assert len({loss for losses in first.values() for loss in losses}) == 4
+    size = {file.stat().st_mtime_ns for file in tmp_path.rglob("metrics.jsonl")}
+    assert train(experiment, recipes, tmp_path, make) == first
+    assert {file.stat().st_mtime_ns for file in tmp_path.rglob("metrics.jsonl")} == size
+    assert capsys.readouterr().out.count("own seed 1") == 2
+
+
+@pytest.mark.parametrize("group", ["betas", "masters", "states", "window"])
+def test_a_group_names_recipes_that_can_be_told_apart(load, group):
+    for comparison in load("ledger").GROUPS[group]().values():
+        assert comparison.baseline in comparison.recipes
+        recipes = list(comparison.recipes.values())
+        assert all(one != other for n, one in enumerate(recipes) for other in recipes[n + 1 :])
+        assert comparison.experiment.seeds >= 2
+
+
+def comparison(**most):
+    """What `ledger.py window` keeps, of gaps that are the same with every seed."""
+    rows = {name: {"gap": gap, "most": gap, "diverged": int(gap is None)} for name, gap in most.items()}
+    return {"summary": rows, "experiment": {"seeds": 2, "steps": 60}}
+
+
+def test_the_window_is_that_of_the_constants_that_match(load):
+    wide = comparison(**{"fp16": 0.0, "fp8-amax": 0.001, "c-4": 0.02, "c+0": 0.004, "c+2": -0.1, "c+6": None})
+    shut = comparison(**{"fp16": 0.0, "fp8-amax": 0.001, "c-4": 0.02, "c+0": 0.006, "c+2": 0.1, "c+6": None})
+    lines = list(load("fp8_sections").constants({"comparisons": {"wide": wide, "shut": shut}}))
+    assert "| model | fp8-amax | c = -4 | c = 0 | c = 2 | c = 6 | window |" in lines[0]
+    assert lines[1] == "| wide | +0.10% | +2.00% | +0.40% | -10.00% | diverged | 0 to 2 |"
+    assert lines[2].endswith("| none |")
+
+
+def test_which_of_two_is_better_is_counted(load):
+    def row(without, smooth):
+        ratio = {"ratio": 1.25, "least": 1.0, "most": 1.5}
+        runs = {"without": [{"loss": loss} for loss in without], "smooth": [{"loss": loss} for loss in smooth]}
+        return {
+            "tail": 1.0,
+            "decay": 0.1,
+            "outlier": 30.4,
+            "jump": 4.04,
+            "runs": runs,
+            "without": ratio,
+            "smooth": ratio,
+        }
+
+    data = {"seeds": 2, "steps": 400, "rows": [row([2.0, 1.0], [1.0, 1.0]), row([2.0, 1.0], [1.5, math.nan])]}
+    text = " ".join(load("fp8_sections").smooth(data))
+    assert "| 1 | 0.1 | 30 | 4.0 | 1.25 (1.00 to 1.50) | 1.25 (1.00 to 1.50) |" in text
+    assert "In 2 of 4 pairs of runs with the same setting and seed Smooth-SwiGLU has the lower loss." in text
+    assert "1 of the 8 runs diverged." in text
+
+
+def test_what_is_said_of_both_betas_follows_from_the_gaps(load):
+    def data(light):
+        rows = {"bf16-collage-light": light, "bf16-collage-plus": 0.0001}
+        summary = {n: {"loss": 2.0, "gap": g, "least": g, "most": g} for n, g in {"fp32": 0.0, **rows}.items()}
+        found = {"summary": summary, "experiment": {"seeds": 3, "steps": 400}}
+        return {"comparisons": {"0.999": found}, "machine": {"torch": "2", "cpu": "a CPU"}}
+
+    both_betas = load("which_bf16_betas").both_betas
+    assert "from fp32 and `bf16-collage-plus` +0.01%. In so few steps that still" in " ".join(both_betas(data(0.001)))
+    assert "`bf16-collage-light` lies +5.00% from fp32" in " ".join(both_betas(data(0.05)))
+    assert "That degrades" in " ".join(both_betas(data(0.05)))
