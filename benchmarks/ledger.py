@@ -85,6 +85,11 @@ def states() -> dict[str, Comparison]:
     return {"lm": Comparison(experiment, recipes, baseline="fp8lm-o1")}
 
 
+def sums() -> dict[str, Comparison]:
+    """Products that add up in 16 bits, over up to 1024 terms (the weight gradients': 16 sequences of 64)."""
+    return {"lm": named("lm", "fp32", "fp16-mixed", "fp16-accumulate", "bf16-accumulate", steps=300)}
+
+
 WINDOW = (-6, -4, -2, 0, 4, 6, 8)
 SIZES = {"small": (1, 32, 2), "large": (3, 128, 4)}
 """Layers, width and heads of the GPTs on which Graphcore's recipes are trained."""
@@ -113,6 +118,7 @@ GROUPS: dict[str, Callable[[], dict[str, Comparison]]] = {
     "betas": betas,
     "masters": masters,
     "states": states,
+    "sums": sums,
     "window": window,
 }
 
