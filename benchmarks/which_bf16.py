@@ -21,10 +21,10 @@ import torch
 from halfstep import formats, prepare
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
+from halfstep.lab.look import FORMATS
 from halfstep.lab.models import build_model
 from halfstep.lab.report.results import Results, load
 from halfstep.lab.tasks import get_task
-from halfstep.lab.train import FORMATS
 from halfstep.lab.verdict import DEGRADES, MATCHES, Band
 from halfstep.tracking import ExponentHistogram
 from harness import RESULTS, keep, ratio, timings

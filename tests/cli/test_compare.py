@@ -12,7 +12,7 @@ import pytest
 from halfstep.cli.app import main
 
 
-SMALL = ["--steps", "6", "--batch", "2", "--context", "16", "--model", "tiny_models:model"]
+SMALL = ["--seeds", "1", "--steps", "6", "--batch", "2", "--context", "16", "--model", "tiny_models:model"]
 MODEL = """
 from torch import nn
 
@@ -69,7 +69,7 @@ def test_compare_trains_judges_reports_and_resumes_to_the_same(place, halfstep):
     assert first.code == 0, first.stderr
     summary = json.loads(first.stdout)
     assert [v["recipe"] for v in summary["verdicts"]] == ["fp32", "bf16-mixed"]
-    assert {v["status"] for v in summary["verdicts"]} == {"band not measured"}
+    assert {v["recipe"]: v["status"] for v in summary["verdicts"]} == {"fp32": "matches", "bf16-mixed": "cannot tell"}
     run = place / "runs" / "a"
     for name in ("experiment.json", "environment.json", "summary.json", "report.html", "fp32/seed-0/metrics.jsonl"):
         assert (run / name).is_file(), name
@@ -82,6 +82,17 @@ def test_compare_trains_judges_reports_and_resumes_to_the_same(place, halfstep):
     again = halfstep("compare", *options, "--resume", "--json")
     assert json.loads(again.stdout)["verdicts"] == summary["verdicts"]
 
+    more = [*options, "--resume", "--seeds", "2"]  # the last of two --seeds counts
+    wider = json.loads(halfstep("compare", *more, "--json").stdout)
+    assert [(v["seeds"], list(v["finals"])) for v in wider["verdicts"]] == [(2, ["0", "1"])] * 2
+    assert [v["finals"]["0"] for v in wider["verdicts"]] == [v["finals"]["0"] for v in summary["verdicts"]]
+    assert json.loads((run / "experiment.json").read_text())["experiment"]["seeds"] == 2
+    fewer = halfstep("compare", *options, "--resume")
+    assert (fewer.code, "its seeds is 2, 1 was asked for" in fewer.message) == (2, True)
+    options += ["--seeds", "2"]
+
+    other = halfstep("compare", *options, "--resume", "--margin", "0.5")
+    assert (other.code, "another experiment: its margin is 0.01, 0.5" in other.message) == (2, True)
     other = halfstep("compare", *options, "--resume", "--lr", "0.5")
     assert other.code == 2
     assert "another experiment: its lr is 0.001, 0.5 was asked for" in other.message

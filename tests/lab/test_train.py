@@ -30,7 +30,16 @@ from tiny import RECIPES, mostly_slow
 
 
 TEXT = "".join(f"{a} plus {b} is {a + b}.\n" for a in range(60) for b in range(60))
-SMALL = {"steps": 12, "batch": 4, "context": 16, "warmup": 2, "validations": 3, "statistics": 2, "checkpoints": 4}
+SMALL = {
+    "seeds": 1,
+    "steps": 12,
+    "batch": 4,
+    "context": 16,
+    "warmup": 2,
+    "validations": 3,
+    "statistics": 2,
+    "checkpoints": 4,
+}
 
 
 class Tiny(nn.Module):

@@ -19,7 +19,6 @@ from halfstep.lab.models import build_model
 from halfstep.lab.task import Task
 from halfstep.lab.tasks import get_task
 from halfstep.lab.train import Trainer, Watcher
-from halfstep.lab.verdict import MIN_BASELINES
 from halfstep.nn.layers import match
 from halfstep.recipe import Recipe, from_data, get_recipe, list_recipes, to_data
 from halfstep.recipe.files import is_reference
@@ -52,6 +51,7 @@ def open_experiment(
     digest = task.digest()
     if recorded is not None:
         recorded.check_data(digest)
+        recorded.extend(experiment)
     written = {name: _as_data(recipe) for name, recipe in known.items()}
     folder = recorded or RunFolder.create(path, experiment, digest, environment(), spec.facts, written)
     return Comparison(experiment, known, task, folder, digest)
@@ -124,9 +124,8 @@ class Comparison:
 
     def run(self, watch: Watcher = lambda progress: None) -> None:
         """Train every (recipe, seed) that has not ended, in order; a killed one goes on from its last checkpoint."""
-        seeds = range(max(MIN_BASELINES, self.experiment.baseline_seeds))
         if _BASELINE not in self.recipes:
-            for seed in seeds:
+            for seed in self.experiment.baselines():
                 self._take_baseline(self.folder.run(_BASELINE, seed), seed)
         for recipe, seed in self.experiment.runs():
             path = self.folder.run(recipe, seed)
