@@ -21,6 +21,24 @@ def model():
 
 def other():
     return nn.Linear(8, 256)
+
+class Fails(nn.Sequential):
+    trained, training_only = 0, False
+
+    def forward(self, x):
+        self.trained += self.training
+        if self.trained > 3 or (self.training_only and not self.training):
+            raise RuntimeError("it is too late")
+        return super().forward(x)
+
+def late():
+    return Fails(nn.Embedding(256, 8), nn.Linear(8, 256))
+
+class TrainsOnly(Fails):
+    training_only = True
+
+def trains_only():
+    return TrainsOnly(nn.Embedding(256, 8), nn.Linear(8, 256))
 """
 
 
@@ -116,6 +134,10 @@ def test_train_names_its_folder_and_prints_a_table(place, halfstep):
             ["compare", "--model", "tiny_models:other", "--out", "o"],
             "tiny_models:other: on the first batch it raised",
         ),
+        (
+            ["compare", "--model", "tiny_models:trains_only", "--out", "o", "--data", "text.txt", "--context", "16"],
+            "tiny_models:trains_only: in eval mode, on the held-out batches, it raised RuntimeError: it is too late",
+        ),
         (["compare", "--resume"], "--resume needs --out"),
         (["compare", "--resume", "--out", "runs/none"], "holds no experiment to resume"),
         (["compare", "--out", "/proc/nowhere/run", "--data", "text.txt", *SMALL], "cannot be written"),
@@ -138,6 +160,18 @@ def test_bad_input_is_one_message_exit_code_2_and_nothing_written(place, halfste
     assert message in done.message
     assert "Traceback" not in done.stderr
     assert sorted(p for p in place.rglob("*") if "__pycache__" not in p.parts) == before
+
+
+def test_a_model_that_fails_on_the_way_is_one_message_and_the_run_goes_on(place, halfstep, monkeypatch):
+    arguments = ["train", "--recipe", "fp32", "--data", "text.txt", *SMALL, "--out", "runs/late"]
+    arguments[arguments.index("tiny_models:model")] = "tiny_models:late"
+    done = halfstep(*arguments)
+    assert done.code == 2
+    assert "tiny_models:late: under fp32, seed 0, it raised RuntimeError: it is too late (" in done.message
+    assert "tiny_models.py:" in done.message
+    assert "go on with --out runs/late --resume" in done.message
+    monkeypatch.setattr(sys.modules["tiny_models"], "late", sys.modules["tiny_models"].model)
+    assert halfstep(*arguments, "--resume").code == 0
 
 
 def test_a_full_disk_is_said_and_the_run_goes_on(place, halfstep, monkeypatch):

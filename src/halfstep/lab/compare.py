@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
 from torch import nn
 
+import halfstep
 from halfstep.errors import HalfstepError, ModelError, RecipeError, RunError
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
@@ -58,20 +62,33 @@ def open_experiment(
 
 
 def _try(model: nn.Module, task: Task, name: str) -> None:
-    """Run a model of the caller's own on the first batch, forward and backward.
+    """Run a model of the caller's own on the first batch, forward and backward, and on what is held out.
 
     Raises:
         ModelError: it fails there.
     """
+    where = "on the first batch"
     try:
         task.loss(model, task.batch(0, 1)).backward()  # type: ignore[no-untyped-call]
+        where = "in eval mode, on the held-out batches,"
+        model.eval()
+        with torch.no_grad():
+            task.metric(model, [float(task.loss(model, batch)) for batch in task.held_out()])
     except HalfstepError:
         raise
     except Exception as error:
         raise ModelError(
-            f"{name}: on the first batch it raised {type(error).__name__}: {error}. Expected a model that takes and "
+            f"{name}: {where} it raised {type(error).__name__}: {error}. Expected a model that takes and "
             f"returns what the task's own do: {', '.join(task.models())}"
         ) from error
+
+
+def _place(error: BaseException) -> str:
+    """The last line of the caller's own that an exception passed, as file:line."""
+    libraries = (Path(torch.__file__).parent, Path(halfstep.__file__).parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not any(Path(f.filename).is_relative_to(folder) for folder in libraries)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else f"{frames[-1].filename}:{frames[-1].lineno}"
 
 
 def _resolve(experiment: Experiment, own: dict[str, Recipe], folder: RunFolder | None) -> dict[str, Recipe]:
@@ -123,7 +140,11 @@ class Comparison:
         self._digest = digest
 
     def run(self, watch: Watcher = lambda progress: None) -> None:
-        """Train every (recipe, seed) that has not ended, in order; a killed one goes on from its last checkpoint."""
+        """Train every (recipe, seed) that has not ended, in order; a killed one goes on from its last checkpoint.
+
+        Raises:
+            ModelError: a model of the caller's own raised something; what was trained before is kept.
+        """
         if _BASELINE not in self.recipes:
             for seed in self.experiment.baselines():
                 self._take_baseline(self.folder.run(_BASELINE, seed), seed)
@@ -131,7 +152,18 @@ class Comparison:
             path = self.folder.run(recipe, seed)
             if recipe == _BASELINE and seed > 0:  # the first is trained here and now, for its timings
                 self._take_baseline(path, seed)
-            Trainer(self.experiment, self.recipes[recipe], seed, self.task, self._build, path, watch).run()
+            trainer = Trainer(self.experiment, self.recipes[recipe], seed, self.task, self._build, path, watch)
+            try:
+                trainer.run()
+            except (HalfstepError, OSError, SafetensorError):
+                raise
+            except Exception as error:
+                if ":" not in self.experiment.model:
+                    raise
+                raise ModelError(
+                    f"{self.experiment.model}: under {recipe}, seed {seed}, it raised {type(error).__name__}: {error} "
+                    f"({_place(error)}). Mend it, then go on with --out {self.folder.path} --resume"
+                ) from error
             if recipe == _BASELINE:
                 self._keep_baseline(path, seed)
 
