@@ -130,7 +130,7 @@ def page(data: dict[str, Any]) -> str:
         "",
     ]
     lines += _scaling(data["loss scaling"])
-    lines += [f"Measured with torch {machine['torch']} on {machine['cpu']}, {machine['threads']} threads."]
+    lines += [f"Measured with torch {machine['torch']} on {machine['cpu']}, {machine['threads']} thread(s)."]
     older = [task for task, found in data["tasks"].items() if not found["verdicts"]["fp32"]["finals"]]
     if older:
         lines += [f"{', '.join(older)}: from earlier runs, on an Intel Xeon at 2.5 GHz with two threads."]
@@ -141,8 +141,8 @@ def page(data: dict[str, Any]) -> str:
 def _difference(verdict: dict[str, Any]) -> str:
     """The mean difference and its interval."""
     interval = verdict["interval"]
-    ends = f" ({interval['low']:+.1%} to {interval['high']:+.1%})" if interval else ""
-    return f"{verdict['paired_gap']:+.2%}{ends}" if verdict["paired_gap"] is not None else ""
+    ends = f" ({interval['low']:+.2%} to {interval['high']:+.2%})" if interval else ""
+    return f"{round(verdict['paired_gap'], 4) + 0.0:+.2%}{ends}" if verdict["paired_gap"] is not None else ""
 
 
 def _status(verdict: dict[str, Any]) -> str:

@@ -330,3 +330,19 @@ def test_a_folder_older_than_tasks_is_read_and_resumed(place, halfstep):
     assert done.code == 0, done.stderr
     assert "bits/byte" not in done.stdout
     assert "Not drawn: this task has no metric" in (place / "runs" / "old" / "report.html").read_text()
+
+
+def test_a_recipe_that_fails_is_explained_under_the_table_and_in_the_report(place, halfstep):
+    """Updates of 1e-6 are lost on weights in bf16; they are lost on few in fp32."""
+    options = ["--recipes", "fp32,bf16-nomaster", "--data", "text.txt", "--lr", "1e-5", "--margin", "1e-9", *SMALL]
+    options[options.index("--steps") + 1] = "40"
+    done = halfstep("compare", *options, "--seeds", "3", "--out", "runs/explained")
+    assert done.code == 0, done.stderr
+    verdicts = json.loads((place / "runs" / "explained" / "summary.json").read_text())["verdicts"]
+    assert verdicts[1]["status"] == "degrades"
+    words = " ".join(done.stdout.split())
+    assert f"bf16-nomaster: {verdicts[1]['explanation']}." in words
+    assert "of its updates changed no weight at step" in verdicts[1]["explanation"]
+    page = (place / "runs" / "explained" / "report.html").read_text()
+    assert "What was measured of those that failed" in page
+    assert "of its updates changed no weight at step" in page

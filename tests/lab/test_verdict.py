@@ -124,7 +124,7 @@ def test_two_single_seeds_cannot_tell_and_say_why():
     assert (verdict.status, verdict.paired_gap, verdict.interval) == (UNDECIDED, 3.5, None)
     assert enough(None, None) == "it takes two seeds to see how far seeds differ"
     assert enough(Interval(0, 1), 1234) == "about 1,234 seeds would decide"
-    assert "more than 1,000 seeds" in enough(Interval(0, 1), None)
+    assert "it takes more than 1,000 seeds" in enough(Interval(0, 1), None)
 
 
 @pytest.mark.parametrize("baselines", [{}, {5: 2.0, 6: 2.0}, {0: 0.0, 1: 2.0}], ids=["none", "others", "zero"])

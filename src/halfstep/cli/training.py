@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from halfstep.cli.terminal import show_json, show_table
+from halfstep.cli.terminal import line_width, show_json, show_table
 from halfstep.errors import RunError
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import list_tasks
@@ -144,22 +145,24 @@ def _show(summary: dict[str, Any]) -> None:
                 str(verdict["skipped_steps"]),
             )
         )
-    numeric = [
+    interval = "95% interval of that"  # folds where a terminal is narrow
+    columns = [
         "seeds",
         "final loss",
         *([metric.name] if metric else []),
         "to fp32, same seed",
-        "95% interval of that",
+        interval,
         "ms/step",
         "bytes/param",
         "skipped",
     ]
-    show_table(["recipe", "verdict", *numeric], rows, right=numeric)
+    show_table(["recipe", "verdict", *columns], rows, right=[name for name in columns if name != interval])
     explained = [verdict for verdict in summary["verdicts"] if verdict["explanation"]]
     if explained:
         print("\nWhat was measured of those that failed, which need not be the cause:")
     for verdict in explained:
-        print(printable(f"  {verdict['recipe']}: {verdict['explanation']}."))
+        words = printable(f"{verdict['recipe']}: {verdict['explanation']}.")
+        print(textwrap.fill(words, line_width(120), initial_indent="  ", subsequent_indent="    "))
 
 
 def _words(verdict: dict[str, Any]) -> str:

@@ -187,7 +187,7 @@ def enough(interval: object, seeds_to_decide: int | None) -> str:
     if interval is None:
         return "it takes two seeds to see how far seeds differ"
     if seeds_to_decide is None:
-        return "more than 1,000 seeds would decide, since the difference is all but the margin"
+        return "it takes more than 1,000 seeds to decide"
     return f"about {seeds_to_decide:,} seeds would decide"
 
 
