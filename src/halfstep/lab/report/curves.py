@@ -101,7 +101,7 @@ def picture(results: Results) -> Picture:
     diverged = sum(v.status == DIVERGED for v in judged)
     if diverged or any(v.interval for v in judged):
         degraded, unsure = (sum(v.status == status for v in judged) for status in (DEGRADES, UNDECIDED))
-        counts = {"diverged": diverged, "degraded": degraded, "open": unsure}
+        counts = {"diverged": diverged, "degraded": degraded, "undecided": unsure}
         found = ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "all match fp32"
         title = f"Of {len(judged)} recipes beside fp32: {found}"
     else:
