@@ -36,7 +36,7 @@ def cast(state: dict[str, Tensor], *dtypes: torch.dtype, keep: str = "-") -> dic
 
 
 def main(folder: str | Path, steps: int = 20) -> list[Path]:
-    """Write the checkpoints, one file each, and return their paths; the name of a file says its origin."""
+    """Write the checkpoints into a folder, one file each, and return their paths; the name of a file says its origin."""
     recipes = ("fp32", "fp16-master", "bf16-master", "bf16-nomaster", "fp8lm-o2")
     (full, _), (half, _), (master, states), (alone, _), (scaled, _) = (train(recipe, steps) for recipe in recipes)
     matrices = {name: tensor for name, tensor in full.items() if tensor.dim() == 2}
@@ -55,6 +55,7 @@ def main(folder: str | Path, steps: int = 20) -> list[Path]:
         "fp8_in_128x128_blocks_saved_as_bf16": cast({name: blocks(t) for name, t in matrices.items()}, bfloat16),
     }
     paths = [Path(folder) / f"{name}.safetensors" for name in checkpoints]
+    Path(folder).mkdir(parents=True, exist_ok=True)
     for path, tensors in zip(paths, checkpoints.values(), strict=True):
         save_file(tensors, path)
     return paths

@@ -1,5 +1,6 @@
 """Functions that a recipe lists compute in float32 under autocast, on any device, however they are called."""
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import halfstep
-from halfstep.errors import RecipeError
+from halfstep.errors import ModelError, RecipeError
 from halfstep.recipe import from_data, get_recipe, to_data
 from tiny import assert_same, prepared
 
@@ -118,6 +119,15 @@ def test_a_recomputed_method_needs_the_context():
     with pytest.raises(CheckpointError, match="different metadata"):
         gradients(use_reentrant=False, method=True)
     assert_same(gradients(use_reentrant=False, context_fn=None), gradients(method=True))
+
+
+def test_a_method_recomputed_by_reentrant_checkpointing_is_refused():
+    """torch restores autocast alone there, and compares nothing: the gradients would be fp16's, without a word."""
+    with pytest.raises(ModelError, match=r"softmax is called under torch\.utils\.checkpoint"):
+        gradients(use_reentrant=True, method=True)
+    model, _, _ = prepared("fp16-lists", Checkpointed({"use_reentrant": True, "method": True}))
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # torch warns that checkpoints keep nothing
+        model(torch.randn(6, 8))  # which nothing computes again
 
 
 def test_parts_and_code_between_them():

@@ -14,7 +14,8 @@ from halfstep import formats
 from halfstep.errors import OptimizerError, RecipeError
 from halfstep.memory import measure
 from halfstep.optim import Lamb, Lion
-from halfstep.quant import Quantizer, Scales
+from halfstep.optim.rules.base import never
+from halfstep.quant import Quantizer, Scales, Tile
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import Storage, from_data, get_recipe, get_storage, to_data
@@ -250,3 +251,125 @@ def test_bytes_are_those_of_whole_tiles(name):
         layout = storage.layout("m", shape)
         assert {key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()} == layout
         assert sum(t.nbytes for t in tensors.values()) / 2**20 == pytest.approx(storage.bytes, rel=1e-5)
+
+
+def blocked(format, columns, rule="absmax"):
+    return get_storage(Quantizer(formats.get(format), scales=Scales(Tile(1, columns), get_scaling(rule))))
+
+
+ONE_PASS = {
+    "dynamic maps": (("exp_avg", "dynamic8"), ("*", blocked("dynamic8_unsigned", 256))),
+    "mx": "mxfp8_e4m3",
+    "mx and numbers": (("exp_avg", "mxfp8_e5m2"), ("exp_avg_sq", get_storage("bf16", residual=True))),
+    "absmax": (("exp_avg", blocked("e4m3fn", 256)), ("exp_avg_sq", blocked("e5m2", 128))),
+    "integers": (("exp_avg", blocked("int8", 64)), ("exp_avg_sq", "fp32")),
+    "rceil": (("*", blocked("e4m3fnuz", 16, "rceil")),),
+}
+
+
+@pytest.mark.parametrize("moments", ONE_PASS.values(), ids=ONE_PASS)
+@pytest.mark.parametrize("base", ["fp32", "bf16-master", "bf16-stochastic", "bf16-kahan"])
+def test_codes_in_blocks_advance_in_one_pass_bit_for_bit(moments, base):
+    found = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model, optimizer, _ = prepared(recipe_with(moments, base), nn.Linear(512, 80, bias=False), generator=0)
+        seen = []
+        rule = optimizer.rule
+        own = rule.fused if fused else never
+        optimizer.rule = replace(rule, fused=lambda step, own=own, seen=seen: seen.append(own(step)) or seen[-1])
+        for step in range(3):
+            model.weight.grad = torch.randn(80, 512).to(model.weight.dtype) * 10.0 ** (step - 4)
+            model.weight.grad[3, 5:40] = 0
+            if step == 2:
+                model.weight.grad[7, 9] = torch.inf
+            optimizer.step()
+        assert seen[0] is fused
+        found.append([model.weight, *optimizer.state[model.weight].values()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def eight_bit(smallest=0):
+    """bitsandbytes' states: the dynamic maps, blocks of 256 of the tensor laid out flat."""
+    options = {"flat": True, "smallest": smallest}
+    second = Quantizer(formats.get("dynamic8_unsigned"), scales=Scales(Tile(1, 256), get_scaling("absmax")))
+    return (("exp_avg", get_storage("dynamic8", **options)), ("*", get_storage(second, **options)))
+
+
+@pytest.mark.parametrize("shape", [(40, 256), (33, 100), (3, 5, 7), (512,), (1,)])
+def test_flat_blocks_are_those_of_the_flattened_tensor(shape):
+    torch.manual_seed(0)
+    parameter, row = nn.Parameter(torch.randn(shape)), None
+    module = nn.Module()
+    module.weight = parameter
+    _, optimizer, _ = prepared(recipe_with(eight_bit()), module)
+    row = nn.Parameter(parameter.detach().reshape(1, -1).clone())
+    beside = nn.Module()
+    beside.weight = row
+    _, other, _ = prepared(recipe_with(eight_bit()), beside)
+    for _ in range(3):
+        parameter.grad = torch.randn(shape)
+        row.grad = parameter.grad.reshape(1, -1).clone()
+        optimizer.step()
+        other.step()
+    assert_same(parameter.flatten(), row.flatten())
+    for name, value in optimizer.state[parameter].items():
+        assert_same(value, other.state[row][name])
+    blocks = -(-parameter.numel() // 256)
+    assert optimizer.state[parameter]["exp_avg_scale"].numel() == blocks
+
+
+def test_small_tensors_stay_in_fp32_and_resume_so():
+    def build():
+        torch.manual_seed(0)
+        return prepared(recipe_with(eight_bit(4096)), nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)))
+
+    torch.manual_seed(1)
+    data = torch.randn(8, 64), torch.randn(8, 3)
+    model, optimizer, scaler = build()
+    train(model, optimizer, scaler, 2, data)
+    dtypes = [optimizer.state[p]["exp_avg"].dtype for p in model.parameters()]
+    assert dtypes == [torch.uint8, torch.float32, torch.float32, torch.float32]
+    saved = copied(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    again, resumed, other = build()
+    again.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    train(model, optimizer, scaler, 2, data)
+    train(again, resumed, other, 2, data)
+    for one, two in zip(model.parameters(), again.parameters(), strict=True):
+        assert_same(one, two)
+    with pytest.raises(OptimizerError, match="holds exp_avg as codes"):
+        prepared("fp32", nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)))[1].load_state_dict(saved[1])
+
+
+def test_flat_and_smallest_in_a_file():
+    data = {
+        "name": "mine",
+        "moments": {"exp_avg": {"format": "dynamic8", "flat": True, "smallest": 4096}, "*": {"format": "bf16"}},
+    }
+    recipe = from_data(data, get_recipe)
+    assert recipe.moment("exp_avg") == get_storage("dynamic8", flat=True, smallest=4096)
+    assert from_data(to_data(recipe), get_recipe) == recipe
+    assert "laid out flat, from 4096 elements on" in " ".join(recipe.describe().split())
+    for wrong, words in (({"format": "bf16", "flat": True}, "tile = none"), ({"format": "bf16", "smallest": -1}, "-1")):
+        with pytest.raises(RecipeError, match=words):
+            from_data({"name": "mine", "moments": {"*": wrong}}, get_recipe)
+
+
+def test_eight_bit_states_are_bitsandbytes_but_for_its_sign_fix():
+    """One step from zero: the same weights, and states that decode to the same numbers."""
+    import bitsandbytes as bnb  # slow to import
+
+    torch.manual_seed(0)
+    weight = torch.randn(64, 256)
+    theirs, ours = nn.Parameter(weight.clone()), nn.Linear(256, 64, bias=False)
+    with torch.no_grad():
+        ours.weight.copy_(weight)
+    theirs.grad = torch.randn(64, 256) * 1e-3
+    ours.weight.grad = theirs.grad.clone()
+    bnb.optim.AdamW8bit([theirs], lr=1e-2, weight_decay=0.1).step()
+    stock = torch.optim.AdamW(ours.parameters(), lr=1e-2, weight_decay=0.1)
+    _, optimizer, _ = halfstep.prepare(ours, stock, recipe_with(eight_bit()))
+    optimizer.step()
+    torch.testing.assert_close(ours.weight.detach(), theirs.detach(), rtol=0, atol=1e-6)

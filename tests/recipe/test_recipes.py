@@ -32,6 +32,9 @@ BYTES = {
     "bf16-collage-light": (2, 2, 2, 4, 0),
     "bf16-collage-plus": (2, 2, 2, 6, 0),
     "bf16-truncate": (4, 4, 0, 8, 2),
+    "fp16-accumulate": (4, 4, 0, 8, 2),
+    "adamw-8bit": (4, 4, 0, 2.03125, 2),
+    "bf16-accumulate": (4, 4, 0, 8, 2),
     "fp16-static": (4, 4, 0, 8, 2),
     "fp16-lists": (4, 4, 0, 8, 2),
     "fp16-pure": (2, 2, 0, 4, 0),
@@ -99,7 +102,9 @@ def test_a_recipe_is_frozen_data_and_is_its_own_name(name):
 
 @pytest.mark.parametrize("name", ["bf16-mixd", None, 3])
 def test_an_unknown_name_shows_what_there_is(name):
-    with pytest.raises(RecipeError, match=r"unknown recipe .*Known: O0, O1, O2, O3, bf16-collage-light"):
+    with pytest.raises(
+        RecipeError, match=r"unknown recipe .*Known: O0, O1, O2, O3, adamw-8bit, bf16-accumulate, bf16-collage-light"
+    ):
         get_recipe(name)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from halfstep import formats, quant
 from halfstep.formats import Float, Format, Posit
 from halfstep.kernels import carried, scaled_mm
-from halfstep.kernels.cpu import amax, blocks, cast, codes, columns, dequantize, posit, tiles
+from halfstep.kernels.cpu import accumulate, amax, blocks, cast, codebook, codes, columns, dequantize, posit, tiles
 from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.cast_errors import CastErrors, Rows, knows
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
@@ -26,7 +26,7 @@ SIZES = (0, 1, 17, (1 << 14) + 3)
 """None, one, a part of a vector, and a chunk with a rest."""
 _FORMATS = ("float8_e4m3fn", "float8_e5m2", "e4m3fnuz", "e2m1fn", "e3m2fn", "int8", "bf16", "fp16")
 _POSITS = ("posit8_2", "posit16_1")
-_BLOCKS = ("mxfp8_e4m3", "mxfp4", "mxfp6_e3m2", "nvfp4", "nf4", "fp8_1x128")
+_BLOCKS = ("dynamic8", "mxfp8_e4m3", "mxfp4", "mxfp6_e3m2", "nvfp4", "nf4", "fp8_1x128")
 _SEED = 99
 
 
@@ -192,12 +192,18 @@ def _quantised(x: Tensor, quantizer: Quantizer, words: str) -> Iterator[Case]:
     seed = _SEED if quantizer.rounding == "stochastic" else None
     format, rounding, scales = quantizer.format, quantizer.rounding, quantizer.scales
     expected = quantizer.quantize(x, seed)
-    if scales is None or not blocks.supports(x, quantizer):
+    known = codebook.supports(x, quantizer)
+    if scales is None or not (known or blocks.supports(x, quantizer)):
         return
     tensors = {key: torch.zeros_like(tensor) for key, tensor in expected.tensors.items()}
-    blocks.run(x, format, rounding, scales, tensors, seed)
+    if known:
+        codebook.run(x, quantizer, tensors)
+    else:
+        blocks.run(x, format, rounding, scales, tensors, seed)
     for key, tensor in expected.tensors.items():
         yield tensor, tensors[key], torch.empty(0), f"{words}, {key}"
+    if known:
+        return
     out, back = torch.empty(x.shape), torch.empty(x.shape)
     blocks.run_values(x, out, format, rounding, scales, seed)
     yield expected.dequantize(torch.float32), out, x, f"{words}, values"
@@ -238,6 +244,18 @@ def _carried(name: str) -> Iterator[Case]:
         yield scaled, carried.run(lhs, rhs, None, scale), torch.empty(0), f"{rows}x{shared}x{across}, scaled"
 
 
+def _accumulate(name: str) -> Iterator[Case]:
+    """Sums of products: rounded, or aligned and cut, promoted and not."""
+    accumulator = quant.get_accumulator(name)
+    for rows, shared, across in ((1, 1, 1), (7, 33, 5), (33, 300, 150)):
+        lhs, rhs = hard(rows * shared).view(rows, shared), hard(shared * across).view(shared, across)
+        lhs, rhs = (torch.where(side.abs() < 1e8, side, 1.0).to(torch.bfloat16).float() for side in (lhs, rhs))
+        found = torch.zeros(rows, across)
+        accumulate.run(lhs, rhs, found, accumulator)
+        expected = quant.accumulator.accumulate(lhs, rhs, accumulator)
+        yield expected, found, torch.empty(0), f"{rows}x{shared}x{across}"
+
+
 def fp8_units(name: str, device: torch.device) -> Iterator[Case]:
     """The product by FP8 units: E4M3 on the right, `name` on the left; one scale a tensor, then one a row."""
     left, right = formats.get(name, Float), formats.get("float8_e4m3fn", Float)
@@ -270,5 +288,6 @@ _TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str], Iterator[Case]]], ...]
     ("codes", (*_FORMATS, "nf4"), _codes),
     ("blocks", _BLOCKS, _blocks),
     ("cast errors", ("mxfp8_e4m3", "mxfp4", "nvfp4", "nf4", "int8_row", "fp8_128x128"), _cast_errors),
+    ("accumulate", ("fp16", "bf16", "hopper", "hopper-fast"), _accumulate),
     ("carried", ("float8_e4m3fn", "float8_e5m2", "e2m1fn"), _carried),
 )

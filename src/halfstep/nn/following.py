@@ -76,7 +76,7 @@ class Part:
                     if not self.functions:
                         yield
                     else:
-                        with Float32Functions(self.functions):
+                        with Float32Functions(self.functions, _part_forward):
                             yield
         finally:
             self._end(thread)
@@ -84,7 +84,7 @@ class Part:
     def recomputed(self) -> AbstractContextManager[Any]:
         """What a call from within enters that comes a second time, in a backward pass, where autocast alone is back."""
         again = not self._traced and not self._calls.get(threading.get_ident())
-        return Float32Functions(self.functions) if again else nullcontext()
+        return Float32Functions(self.functions, _part_forward) if again else nullcontext()
 
     def _begin(self) -> int:
         if torch.compiler.is_compiling():

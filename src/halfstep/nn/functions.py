@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointFunction
+
+from halfstep.errors import ModelError
 
 
 _OPERATORS = {"pow": ("__pow__", "__rpow__", "float_power"), "reciprocal": ("__rtruediv__", "__rdiv__")}
@@ -19,10 +24,17 @@ class Float32Functions(TorchFunctionMode):
     """Within it, functions of those names, and methods, take 16-bit inputs widened to float32 and return float32.
 
     As with torch.autocast, calls in place, with `out=` or with a `dtype` of their own are left alone.
+
+    Args:
+        part: the forward of a part that enters this mode again where it is computed again (activation checkpointing).
+
+    Raises:
+        ModelError: where it is called, code between parts will be computed again without this mode.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str], part: Callable[..., Any]) -> None:
         super().__init__()
+        self._part, self._grad = part.__code__, torch.is_grad_enabled()
         self.names = frozenset(other for name in names for other in (name, *_OPERATORS.get(name, ())))
 
     def __torch_function__(
@@ -30,8 +42,23 @@ class Float32Functions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in self.names and not _says_where(kwargs):
+            if self._grad and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                self._check_recomputed(func)
             args, kwargs = tree_map_only(Tensor, _widened, (args, dict(kwargs)))
         return func(*args, **kwargs)
+
+    def _check_recomputed(self, func: Callable[..., Any]) -> None:
+        """Nobody tells a mode that it runs under torch's reentrant checkpointing: only who called says so."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code is not self._part:
+            if frame.f_code is CheckpointFunction.forward.__code__:
+                raise ModelError(
+                    f"{func.__name__} is called under torch.utils.checkpoint with use_reentrant=True, by code between "
+                    "modules: the recipe computes it in float32, and the second time, in the backward pass, nothing "
+                    "would. Take use_reentrant=False with context_fn=lambda: (nullcontext(), "
+                    "halfstep.following(model)), or checkpoint a module that calls it"
+                )
+            frame = frame.f_back
 
 
 def _says_where(kwargs: Mapping[str, Any]) -> bool:

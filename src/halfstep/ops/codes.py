@@ -79,7 +79,7 @@ def write(storage: Storage, name: str, tensors: Mapping[str, Tensor], values: Te
         if storage.dtype is not None:
             tensors[number].copy_(values)
         else:
-            parts = encode_parts(values, storage.quantizer)
+            parts = encode_parts(values.reshape(storage.matrix(tuple(values.shape))), storage.quantizer)
             for part, own in storage.names(number).items():
                 tensors[own].copy_(parts[part])
 
@@ -88,4 +88,4 @@ def _number(storage: Storage, number: str, tensors: Mapping[str, Tensor], shape:
     if storage.dtype is not None:
         return tensors[number].float()
     parts = {part: tensors[own] for part, own in storage.names(number).items()}
-    return decode_parts(parts, storage.quantizer, shape, torch.float32)
+    return decode_parts(parts, storage.quantizer, storage.matrix(shape), torch.float32).view(shape)

@@ -17,8 +17,8 @@ from halfstep.ops.operand import Operand, just_in_time, operand
 from halfstep.ops.plain import matrix, plain, unflatten
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import check_plain, foreign
-from halfstep.quant import Quantizer
-from halfstep.recipe import LinearSpec
+from halfstep.quant import Accumulator, Quantizer
+from halfstep.recipe import LinearSpec, Matmul
 
 
 States = Mapping[str, Tensor]
@@ -52,7 +52,7 @@ def linear(
             another library's tensor.
     """
     if isinstance(weight, Operand):
-        return _infer(x, weight, bias, spec.output.lhs, (states or {}).get("input"), channels)
+        return _infer(x, weight, bias, spec.output, (states or {}).get("input"), channels)
     weight = values_of(weight)
     if spec.rounds:
         check_plain(weight)
@@ -77,7 +77,7 @@ def _infer(
     x: Tensor,
     weight: Operand,
     bias: Tensor | None,
-    quantizer: Quantizer | None,
+    product: Matmul,
     state: Tensor | None,
     channels: Tensor | None,
 ) -> Tensor:
@@ -88,8 +88,8 @@ def _infer(
         )
     dtype, rows = product_dtype(x), matrix(x)
     with torch.autocast(x.device.type, enabled=False):
-        lhs = operand(rows, quantizer, dtype, just_in_time(rows, quantizer, state)).over(channels, dtype)
-        y = _product(lhs, weight.t(), bias, dtype)
+        lhs = operand(rows, product.lhs, dtype, just_in_time(rows, product.lhs, state)).over(channels, dtype)
+        y = _product(lhs, weight.t(), bias, dtype, product.accumulate)
     return unflatten(y, x)
 
 
@@ -114,7 +114,7 @@ class _Rounded(Once):
         with torch.autocast(x.device.type, enabled=False):
             lhs = operand(rows, spec.output.lhs, dtype, states.get("input"), record)
             rhs = operand(weight, spec.output.rhs, dtype, states.get("weight"), record)
-            y = _product(lhs.over(channels, dtype), rhs.t(), bias, dtype)
+            y = _product(lhs.over(channels, dtype), rhs.t(), bias, dtype, spec.output.accumulate)
             # What a backward product takes as the forward did is kept so; what it rounds anew, as it came.
             x_kept = _kept(lhs, rows, _down(spec.grad_weight.rhs), spec.output.lhs, dtype)
             weight_kept = _kept(rhs, weight, _down(spec.grad_input.rhs), spec.output.rhs, dtype)
@@ -167,7 +167,7 @@ def _form(
             lhs = operand(rows, first.lhs, dtype, states.get("grad_output"), record)
             anew = _down(first.rhs) != spec.output.rhs
             rhs = operand(weight, _down(first.rhs), dtype) if anew else Operand(weight, weight_scale)
-            grad_x = _product(lhs, rhs, None, dtype).view(shape).to(dtypes[0])
+            grad_x = _product(lhs, rhs, None, dtype, first.accumulate).view(shape).to(dtypes[0])
             if channels is not None:
                 grad_x = grad_x * channels.reciprocal().to(grad_x.dtype)
         if needs[1]:
@@ -175,7 +175,7 @@ def _form(
                 lhs = operand(rows, _down(second.lhs), dtype, states.get("grad_output"), record)
             anew = _down(second.rhs) != spec.output.lhs
             rhs = operand(x, _down(second.rhs), dtype) if anew else Operand(x, x_scale)
-            grad_weight = _product(lhs.t(), rhs.over(channels, dtype), None, dtype).to(dtypes[1])
+            grad_weight = _product(lhs.t(), rhs.over(channels, dtype), None, dtype, second.accumulate).to(dtypes[1])
         if needs[2]:
             grad_bias = rows.sum(0).to(dtypes[2])
     return grad_x, grad_weight, grad_bias
@@ -194,9 +194,11 @@ def _kept(
     return None if kept.values is x else kept.values, kept.scale
 
 
-def _product(lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if scaled_mm.supports(lhs, rhs, dtype):
+def _product(
+    lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, accumulate: Accumulator | None
+) -> Tensor:
+    if accumulate is None and scaled_mm.supports(lhs, rhs, dtype):
         return scaled_mm.run(lhs, rhs, bias, dtype)
     lhs, rhs = lhs.widened(dtype), rhs.widened(dtype)
     scale = lhs.scale if rhs.scale is None else rhs.scale if lhs.scale is None else lhs.scale * rhs.scale
-    return matmul(lhs.values, rhs.values, None if bias is None else bias.to(dtype), scale, dtype)
+    return matmul(lhs.values, rhs.values, None if bias is None else bias.to(dtype), scale, dtype, accumulate)

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import carried
+from halfstep.kernels.cpu import operators
+from halfstep.quant import Accumulator
 
 
 def matmul(
@@ -12,6 +14,7 @@ def matmul(
     bias: Tensor | None = None,
     scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    accumulate: Accumulator | None = None,
 ) -> Tensor:
     """lhs (rows, shared) times rhs (shared, columns), accumulated in float32, times `scale`, plus bias, rounded once.
 
@@ -20,8 +23,14 @@ def matmul(
         bias: (columns).
         scale: a float32 scalar, applied before the result is rounded.
         dtype: of the result; lhs's own when None.
+        accumulate: how the terms are summed, where not in float32; the scale, the bias and the last rounding come
+            after that.
     """
     dtype = dtype or lhs.dtype
+    if accumulate is not None:
+        product = accumulated(lhs.float(), rhs.float(), accumulate)
+        product = product if scale is None else product * scale
+        return (product if bias is None else product + bias).to(dtype)
     wide = torch.promote_types(lhs.dtype, rhs.dtype)
     if wide != dtype or carried.supports(wide, lhs.device):
         return carried.run(lhs, rhs, bias, scale, dtype)
@@ -29,3 +38,18 @@ def matmul(
         return carried.run_native(lhs, rhs, bias, scale)
     lhs, rhs = lhs.to(wide), rhs.to(wide)
     return torch.mm(lhs, rhs) if bias is None else torch.addmm(bias.to(dtype), lhs, rhs)
+
+
+def accumulated(lhs: Tensor, rhs: Tensor, accumulate: Accumulator) -> Tensor:
+    """lhs (..., rows, shared) times rhs (..., shared, columns), float32, summed as the accumulator says: in float32."""
+    if lhs.dim() > 2:
+        stack = [accumulated(a, b, accumulate) for a, b in zip(lhs.flatten(0, -3), rhs.flatten(0, -3), strict=True)]
+        return torch.stack(stack).view(*lhs.shape[:-1], rhs.shape[-1]) if stack else lhs @ rhs
+    lhs, rhs = lhs.contiguous(), rhs.contiguous()
+    out = lhs.new_zeros(lhs.shape[0], rhs.shape[1])
+    if torch.compiler.is_compiling():
+        key, terms = accumulate.format.key, (accumulate.block, accumulate.aligned, accumulate.promote)
+        torch.ops.halfstep.accumulate(lhs, rhs, out, key, *terms)
+    else:
+        operators.accumulate_into(lhs, rhs, out, accumulate)
+    return out

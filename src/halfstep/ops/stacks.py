@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import carried
+from halfstep.ops.matmul import accumulated
 from halfstep.ops.once import Backwards, Once, once, run
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.plain import matrix, plain_stacked
@@ -66,7 +67,10 @@ def _product(lhs: Tensor, rhs: Tensor, matmul: Matmul, dtype: torch.dtype) -> Te
     """lhs (..., rows, shared) times rhs (..., columns, shared) transposed, both rounded along the shared dimension."""
     with torch.autocast(lhs.device.type, enabled=False):
         a, b = _operand(lhs, matmul.lhs, dtype), _operand(rhs, matmul.rhs, dtype)
-        product = carried.run_stacked(a.values, b.values.mT)
+        if matmul.accumulate is None:
+            product = carried.run_stacked(a.values, b.values.mT)
+        else:
+            product = accumulated(a.values.float(), b.values.mT.float(), matmul.accumulate)
         for scale in (a.scale, b.scale):
             product = product if scale is None else product * scale
         return product

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from halfstep.optim.present import Present, Reference
 from halfstep.optim.rules.base import Step, UpdateRule
 from halfstep.optim.seeds import are_several, first_ranks
 from halfstep.optim.shards import is_spread, like, local, positions, spread_like
-from halfstep.optim.states import FORMATS, adopt, foreign, labels, start
+from halfstep.optim.states import FORMATS, Kinds, adopt, foreign, kinds_of, labels, start
 from halfstep.optim.update import OWN, Update, move
 from halfstep.quant import derive_seed
 from halfstep.quant.masters import Master, get_master
@@ -67,7 +68,7 @@ class LowBit(torch.optim.Optimizer):
         self._agreed = False
         self._versions: dict[Tensor, int] = {}
         self._watch: Callable[[Update], None] | None = None
-        self._known_kinds: dict[tuple[str, ...], tuple[dict[str, Storage], tuple[str, ...], bool]] = {}
+        self._known_kinds: dict[tuple[tuple[str, ...], int], Kinds] = {}
         super().__init__(groups, {"rounding_seed": seed})
 
     @contextmanager
@@ -189,19 +190,16 @@ class LowBit(torch.optim.Optimizer):
                 index += 1
         return loss
 
-    def _kinds(self, names: tuple[str, ...]) -> tuple[dict[str, Storage], tuple[str, ...], bool]:
-        """How the moments of those names are kept, the names of all tensors that they are kept in, and whether those
-        are of torch's own dtypes."""
-        if names not in self._known_kinds:
-            kinds = {name: self.recipe.moment(name) for name in names}
-            parts = tuple(part for name, kind in kinds.items() for part in kind.parts(name))
-            self._known_kinds[names] = kinds, parts, all(kind.dtype is not None for kind in kinds.values())
-        return self._known_kinds[names]
+    def _kinds(self, names: tuple[str, ...], size: int) -> Kinds:
+        """How the moments of those names of a parameter of that size are kept."""
+        if (names, size) not in self._known_kinds:
+            self._known_kinds[names, size] = kinds_of(self.recipe, names, size)
+        return self._known_kinds[names, size]
 
     def _name_formats(self) -> None:
         """Let the groups, which are saved, say how moments that are codes are kept."""
         for group in self.param_groups:
-            formats = labels(self._kinds(self.rule.moments(group))[0])
+            formats = labels(self._kinds(self.rule.moments(group), sys.maxsize)[0])
             if self.recipe.codes is not None and self.recipe.codes.master is not None:
                 for parameter in group["params"]:
                     formats |= labels(self._master_kind(parameter))
@@ -227,7 +225,7 @@ class LowBit(torch.optim.Optimizer):
         state: dict[str, Any] = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-        for name, kind in self._kinds(self.rule.moments(group))[0].items():
+        for name, kind in self._kinds(self.rule.moments(group), parameter.numel())[0].items():
             if state.get(name) is None:
                 state.update(start(kind, name, parameter))
         return state
@@ -243,7 +241,7 @@ class LowBit(torch.optim.Optimizer):
 
     def _update(self, parameter: Tensor, group: dict[str, Any], grad_scale: float, index: int) -> None:
         state, master = self._begun(parameter, group), self._master(parameter)
-        kinds, parts, plain = self._kinds(self.rule.moments(group))
+        kinds, parts, coded = self._kinds(self.rule.moments(group), parameter.numel())
         state["step"] += 1
         number, grad = int(state["step"]), like(parameter, master.gradient(_grad(parameter)))
         # Of a parameter that is spread over ranks, this one's part; whole where norms of the whole enter.
@@ -256,12 +254,12 @@ class LowBit(torch.optim.Optimizer):
             if master.rounding == "stochastic":
                 seed = derive_seed(group["rounding_seed"], number, index)
                 master = replace(master, seed=seed, positions=positions(parameter))
-        step = Step(weight, master, kept, grad, moments, number, group, grad_scale)
-        if plain and self._watch is None and self.rule.fused(step):
+        step = Step(weight, master, kept, grad, moments, number, group, grad_scale, kinds, coded)
+        if self._watch is None and self.rule.fused(step):
             torch.autograd.graph.increment_version(weight)
         else:
             written = not master.costly or self._versions.get(parameter) != parameter._version
-            move(self.rule, step, kinds, parameter, written, self._watch)
+            move(self.rule, step, parameter, written, self._watch)
         if is_spread(parameter):
             torch.autograd.graph.increment_version(parameter)
         if master.costly:
@@ -315,7 +313,7 @@ class LowBit(torch.optim.Optimizer):
     ) -> dict[str, Any]:
         """A parameter's saved state in this optimizer's dtypes, with the present master where it has none."""
         master, present = self._master(parameter), self.state.get(parameter, {})
-        kinds = self._kinds(self.rule.moments(group))[0] | self._master_kind(parameter)
+        kinds = self._kinds(self.rule.moments(group), parameter.numel())[0] | self._master_kind(parameter)
         state = adopt(saved, parameter, kinds, (get_master(self.recipe.master), master), formats, number)
         check_state(saved, self.rule, foreign(saved, self.recipe, master))
         if not master.keeps.keys() <= state.keys() and master.keeps.keys() <= present.keys():

@@ -13,14 +13,28 @@ from halfstep.ops import codes
 from halfstep.optim.shards import is_spread
 from halfstep.quant.description import label
 from halfstep.quant.masters import Master, get_master
-from halfstep.recipe import Recipe, Storage, is_master
+from halfstep.recipe import Recipe, Storage, get_storage, is_master
 
 
 FORMATS = "state_formats"
 """The option of a parameter group that says how states that are codes are kept: `description.label`, by name."""
 
 
+Kinds = tuple[dict[str, Storage], tuple[str, ...], bool]
+"""How moments are kept, by name; the names of all tensors that they are kept in; whether any is codes."""
+
+
 # ---- moments --------------------------------------------------------------------------------------------------------
+
+
+def kinds_of(recipe: Recipe, names: tuple[str, ...], size: int) -> Kinds:
+    """How a recipe keeps the moments of those names of a parameter of that size."""
+    kinds: dict[str, Storage] = {}
+    for name in names:
+        kind = recipe.moment(name)
+        kinds[name] = kind if size >= kind.smallest else get_storage("fp32")
+    parts = tuple(part for name, kind in kinds.items() for part in kind.parts(name))
+    return kinds, parts, any(kind.dtype is None for kind in kinds.values())
 
 
 def start(kind: Storage, name: str, parameter: Tensor) -> dict[str, Tensor]:
@@ -50,7 +64,7 @@ def encode(kind: Storage, name: str, values: Tensor) -> dict[str, Tensor]:
 
 def labels(kinds: Mapping[str, Storage]) -> dict[str, str]:
     """What `FORMATS` says of states that are codes."""
-    return {name: label(kind.quantizer) for name, kind in kinds.items() if kind.dtype is None}
+    return {n: label(k.quantizer) + ", flat" * k.flat for n, k in kinds.items() if k.dtype is None}
 
 
 # ---- saved states ---------------------------------------------------------------------------------------------------
@@ -117,6 +131,8 @@ def _kept(
 ) -> dict[str, Tensor]:
     value: Tensor = saved[name]
     own = labels({name: kind}).get(name)
+    if value.dtype == torch.float32 and value.shape == parameter.shape and f"{name}_scale" not in saved:
+        format = None  # a tensor too small to be codes
     if not value.is_floating_point() or format is not None or f"{name}_scale" in saved:
         if format is None or format != own:
             raise OptimizerError(_other_codes(name, format, kind, number))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,7 +12,6 @@ from halfstep.ops.codes import read, write
 from halfstep.optim.rules.base import Step, UpdateRule
 from halfstep.optim.shards import like, local, spread_like
 from halfstep.quant.masters import Own
-from halfstep.recipe import Storage
 
 
 OWN = Own("none", round_to=ops.round_to)
@@ -35,7 +34,6 @@ class Update:
 def move(
     rule: UpdateRule,
     step: Step,
-    kinds: Mapping[str, Storage],
     parameter: Tensor,
     written: bool,
     watch: Callable[[Update], None] | None,
@@ -43,11 +41,10 @@ def move(
     """Decode, update, round and write; the rule's fused update serves in between where it can in float32.
 
     Args:
-        kinds: how the moments are kept, by name.
         parameter: of which the step's weight is this rank's part.
         written: whether somebody may have written to the weight since the last step.
     """
-    master, weight, kept, moments = step.master, step.weight, step.kept, step.moments
+    master, weight, kept, moments, kinds = step.master, step.weight, step.kept, step.moments, step.kinds
     if written:
         ops.follow(master, weight, kept)
     full, before = master.read(weight, kept), master.value(weight, kept) if watch else None

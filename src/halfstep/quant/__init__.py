@@ -1,5 +1,6 @@
 """Rounding tensors onto formats, in torch, bit-defined: the reference for every kernel."""
 
+from halfstep.quant.accumulator import Accumulator, get_accumulator
 from halfstep.quant.cast import decode, encode, round_at, round_to
 from halfstep.quant.quantizer import Quantized, Quantizer, get_quantizer
 from halfstep.quant.rounding import derive_seed, draw_seed, noise_bits
@@ -9,6 +10,6 @@ from halfstep.quant.tile import Tile
 
 
 __all__ = [
-    "Quantized", "Quantizer", "Scales", "Scaling", "Tile", "decode", "derive_seed", "draw_seed", "encode",
-    "get_quantizer", "noise_bits", "quantizer", "round_at", "round_to",
+    "Accumulator", "Quantized", "Quantizer", "Scales", "Scaling", "Tile", "decode", "derive_seed", "draw_seed",
+    "encode", "get_accumulator", "get_quantizer", "noise_bits", "quantizer", "round_at", "round_to",
 ]  # fmt: skip

@@ -9,9 +9,20 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from halfstep.errors import HalfstepError, RecipeError
-from halfstep.quant import Quantizer
+from halfstep.quant import Accumulator, Quantizer
 from halfstep.recipe.high_precision import KEEP
-from halfstep.recipe.operands import At, Data, check_keys, operand, quantizer_data, storage, storage_data, typed
+from halfstep.recipe.operands import (
+    At,
+    Data,
+    accumulator,
+    accumulator_data,
+    check_keys,
+    operand,
+    quantizer_data,
+    storage,
+    storage_data,
+    typed,
+)
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
 from halfstep.recipe.spec import LossScale, Recipe, Rule
 from halfstep.recipe.storage import Codes, Storage
@@ -22,6 +33,7 @@ _USES = {
     "weight": (("output", "rhs"), ("grad_input", "rhs")),
     "grad_output": (("grad_input", "lhs"), ("grad_weight", "lhs")),
 }
+_SIDES = ("lhs", "rhs")
 _PRODUCTS = tuple(field.name for field in fields(LinearSpec))
 _TYPES: dict[str, Any] = typing.get_type_hints(Recipe)
 
@@ -115,7 +127,7 @@ def _moments(data: Any) -> str | tuple[tuple[str, str | Storage], ...]:
 def _rule(data: Any, number: int) -> Rule:
     path = ("rules", number)
     table = typed(data, dict, *path)
-    check_keys(table, ("path", "why", "optional", *_USES, *_PRODUCTS), "key of a rule", *path)
+    check_keys(table, ("path", "why", "optional", "accumulate", *_USES, *_PRODUCTS), "key of a rule", *path)
     if "path" not in table:
         raise At("a rule without a path; expected a glob on module paths, such as '*' or '*.mlp.*'", *path)
     words = {key: typed(table[key], bool if key == "optional" else str, *path, key) for key in table.keys() & _WORDS}
@@ -134,7 +146,7 @@ def _attention(data: Any) -> AttentionSpec | None:
     specs = {}
     for name in table:
         sides = typed(table[name], dict, "attention", name)
-        check_keys(sides, (*_USES, *_PRODUCTS), "key of a product", "attention", name)
+        check_keys(sides, ("accumulate", *_USES, *_PRODUCTS), "key of a product", "attention", name)
         specs[name] = _linear(sides, "attention", name)
     try:
         return AttentionSpec(**specs)
@@ -153,14 +165,20 @@ _TABLES: dict[str, Callable[[Any], Any]] = {
 def _linear(table: Mapping[str, Any], *path: str | int) -> LinearSpec:
     """Three products, from the tensors that each use or product by product."""
     operands: dict[tuple[str, str], Quantizer] = {}
+    every = accumulator(table["accumulate"], *path, "accumulate") if "accumulate" in table else None
+    sums: dict[str, Accumulator | None] = dict.fromkeys(_PRODUCTS, every)
     for name, uses in _USES.items():
         if name in table:
             operands |= dict.fromkeys(uses, operand(table[name], *path, name))
     for product in _PRODUCTS:
         sides = typed(table.get(product, {}), dict, *path, product)
-        check_keys(sides, ("lhs", "rhs"), f"operand of {product}", *path, product)
-        operands |= {(product, side): operand(sides[side], *path, product, side) for side in sides}
-    products = {name: Matmul(operands.get((name, "lhs")), operands.get((name, "rhs"))) for name in _PRODUCTS}
+        check_keys(sides, ("lhs", "rhs", "accumulate"), f"operand of {product}", *path, product)
+        operands |= {(product, side): operand(sides[side], *path, product, side) for side in sides.keys() & _SIDES}
+        if "accumulate" in sides:
+            sums[product] = accumulator(sides["accumulate"], *path, product, "accumulate")
+    products = {
+        name: Matmul(operands.get((name, "lhs")), operands.get((name, "rhs")), sums[name]) for name in _PRODUCTS
+    }
     try:
         return LinearSpec(**products)
     except RecipeError as error:
@@ -212,6 +230,8 @@ def _linear_data(spec: LinearSpec) -> Data:
     data: Data = {}
     for product in _PRODUCTS:
         matmul: Matmul = getattr(spec, product)
-        sides = {side: quantizer_data(q) for side in ("lhs", "rhs") if (q := getattr(matmul, side)) is not None}
+        sides = {side: quantizer_data(q) for side in _SIDES if (q := getattr(matmul, side)) is not None}
+        if matmul.accumulate is not None:
+            sides["accumulate"] = accumulator_data(matmul.accumulate)
         data |= {product: sides} if sides else {}
     return data

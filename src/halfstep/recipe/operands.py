@@ -11,7 +11,7 @@ from typing import Any
 
 from halfstep import formats
 from halfstep.errors import FormatError, QuantizationError, RecipeError, unknown
-from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
+from halfstep.quant import Accumulator, Quantizer, Scales, Tile, get_accumulator, get_quantizer
 from halfstep.quant.scaling import Scaling, get_scaling, named
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe.storage import Storage, get_storage
@@ -19,6 +19,7 @@ from halfstep.recipe.storage import Storage, get_storage
 
 Data = dict[str, Any]
 _TILES = {"tensor": TENSOR, "row": ROW}
+_KEPT: Data = {"residual": False, "flat": False, "smallest": 0}  # of a storage, beside its quantizer's
 _OWN = ("format", "tile", "scale", "rounding", "overflow", "outliers")  # the rest of an operand is its scaling's
 
 
@@ -106,13 +107,30 @@ def _tile(text: str, *path: str | int) -> Tile:
 
 
 def storage(data: Any, *path: str | int) -> Storage:
-    """A format's name, or a table as of an operand that also says whether what rounding leaves over is kept."""
+    """A format's name, or a table as of an operand that also says how else the tensor is kept."""
     table = {"format": data} if isinstance(data, str) else typed(data, dict, *path)
-    residual = typed(table.get("residual", False), bool, *path, "residual")
-    quantizer = operand({key: value for key, value in table.items() if key != "residual"}, *path)
+    options = {key: typed(table[key], type(usual), *path, key) for key, usual in _KEPT.items() if key in table}
+    quantizer = operand({key: value for key, value in table.items() if key not in _KEPT}, *path)
     try:
-        return get_storage(quantizer, residual)
+        return get_storage(quantizer, **options)
     except RecipeError as error:
+        raise At(str(error), *path) from error
+
+
+def accumulator(data: Any, *path: str | int) -> Accumulator | None:
+    """A format's or an accumulator's name, or a table of an accumulator's fields; "none" is float32."""
+    if data == "none":
+        return None
+    table = {"format": data} if isinstance(data, str) else typed(data, dict, *path)
+    hints = {name: kind for name, kind in typing.get_type_hints(Accumulator).items() if name != "format"}
+    check_keys(table, ("format", *hints), "key of an accumulator", *path)
+    if "format" not in table:
+        raise At("an accumulator without a format; expected one such as 'fp16', or a name: 'hopper'", *path)
+    name = typed(table["format"], str, *path, "format")
+    given = {key: typed(table[key], kind, *path, key) for key, kind in hints.items() if key in table}
+    try:
+        return replace(get_accumulator(formats.from_key(name) if " " in name else name), **given)
+    except (FormatError, QuantizationError, ValueError, TypeError) as error:
         raise At(str(error), *path) from error
 
 
@@ -120,7 +138,8 @@ def storage(data: Any, *path: str | int) -> Storage:
 
 
 def storage_data(storage: Storage) -> Data:
-    return {**quantizer_data(storage.quantizer), **({"residual": True} if storage.residual else {})}
+    kept = {key: getattr(storage, key) for key in _KEPT}
+    return {**quantizer_data(storage.quantizer), **{key: v for key, v in kept.items() if v != _KEPT[key]}}
 
 
 def quantizer_data(quantizer: Quantizer) -> Data:
@@ -142,6 +161,16 @@ def quantizer_data(quantizer: Quantizer) -> Data:
     data |= {"tile": next((word for word, t in _TILES.items() if t == tile), f"{tile.rows}x{tile.columns}")}
     data |= {"scale": name, **options}
     return data if quantizer.outliers is None else {**data, "outliers": quantizer.outliers}
+
+
+def accumulator_data(accumulator: Accumulator) -> Data:
+    format = accumulator.format
+    try:
+        name = format.name if formats.get(format.name) == format else format.key
+    except FormatError:
+        name = format.key
+    rest = {"block": accumulator.block, "aligned": accumulator.aligned}
+    return {"format": name, **rest, **({"promote": accumulator.promote} if accumulator.promote else {})}
 
 
 def _is_named(quantizer: Quantizer) -> bool:

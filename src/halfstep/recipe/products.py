@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from halfstep.errors import RecipeError
-from halfstep.quant import Quantizer
+from halfstep.quant import Accumulator, Quantizer
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """One of the three products of a linear layer. None leaves an operand as it is."""
+    """One of the three products of a linear layer. None leaves an operand as it is, and sums in float32."""
 
     lhs: Quantizer | None = None
     rhs: Quantizer | None = None
+    accumulate: Accumulator | None = None
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,9 @@ class LinearSpec:
 
     @property
     def rounds(self) -> bool:
-        """Whether any operand is rounded."""
-        return bool(self.quantizers)
+        """Whether any operand, or any sum, is rounded."""
+        sums = self.output.accumulate or self.grad_input.accumulate or self.grad_weight.accumulate
+        return bool(self.quantizers) or sums is not None
 
     def _uses(self) -> dict[str, tuple[Quantizer | None, Quantizer | None]]:
         return {
@@ -60,9 +62,15 @@ class LinearSpec:
         }
 
 
-def linear_spec(input: Quantizer, weight: Quantizer, grad_output: Quantizer) -> LinearSpec:
-    """Each tensor rounded alike in both products that use it."""
-    return LinearSpec(Matmul(input, weight), Matmul(grad_output, weight), Matmul(grad_output, input))
+def linear_spec(
+    input: Quantizer | None = None,
+    weight: Quantizer | None = None,
+    grad_output: Quantizer | None = None,
+    accumulate: Accumulator | None = None,
+) -> LinearSpec:
+    """Each tensor rounded alike in both products that use it, and all three summed alike."""
+    products = (input, weight), (grad_output, weight), (grad_output, input)
+    return LinearSpec(*[Matmul(lhs, rhs, accumulate) for lhs, rhs in products])
 
 
 @dataclass(frozen=True)
@@ -96,5 +104,8 @@ def linear_text(spec: LinearSpec) -> str:
         rounding = "" if quantizer.rounding == "nearest_even" else f", {quantizer.rounding}"
         return f"{quantizer.format.name} ({quantizer.scales}{rounding})"
 
+    def sums(product: Matmul) -> str:
+        return f" ({product.accumulate})" if product.accumulate else ""
+
     products = {"output": spec.output, "grad_input": spec.grad_input, "grad_weight": spec.grad_weight}
-    return ", ".join(f"{name} {side(product.lhs)} x {side(product.rhs)}" for name, product in products.items())
+    return ", ".join(f"{name} {side(p.lhs)} x {side(p.rhs)}{sums(p)}" for name, p in products.items())

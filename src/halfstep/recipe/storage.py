@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 
 import torch
 
@@ -39,11 +40,16 @@ class Storage:
     scales (`quant.Quantized`).
 
     Raises:
-        RecipeError: the quantizer depends on earlier steps or on noise, or keeps outliers apart.
+        RecipeError: the quantizer depends on earlier steps or on noise, or keeps outliers apart; `flat` without tiles
+            that lie along a row.
     """
 
     quantizer: Quantizer
     residual: bool = False
+    flat: bool = False
+    """Tiles lie along the whole tensor, laid out flat, and not along its last dimension."""
+    smallest: int = 0
+    """Tensors of fewer elements are kept in fp32."""
 
     def __post_init__(self) -> None:
         quantizer = self.quantizer
@@ -56,6 +62,15 @@ class Storage:
             raise RecipeError("stored with rounding = 'stochastic'; what an optimizer keeps is rounded to nearest")
         if quantizer.outliers is not None:
             raise RecipeError(f"stored with outliers = {quantizer.outliers:g}; no optimizer keeps columns apart")
+        tile = quantizer.scales.tile if quantizer.scales else None
+        if self.flat and (tile is None or tile.rows != 1 or not tile.columns):
+            raise RecipeError(f"stored flat with tile = {tile or 'none'}; expected pieces of a row, such as 1x256")
+        if self.smallest < 0:
+            raise RecipeError(f"stored with smallest = {self.smallest}; expected a number of elements, or 0")
+
+    def matrix(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that a tensor of that shape is quantised in."""
+        return (1, prod(shape)) if self.flat else shape
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -94,7 +109,7 @@ class Storage:
         """As `layout`, of one number, by the names of its parts."""
         if self.scaled_dtype is not None:
             return {"codes": (self.scaled_dtype, shape), "scale": (torch.float32, ())}
-        parts = layout(self.quantizer, shape, torch.float32)
+        parts = layout(self.quantizer, self.matrix(shape), torch.float32)
         return {part: (dtype, tuple(size or 0 for size in sizes)) for part, (dtype, sizes) in parts.items()}
 
     @property
@@ -113,7 +128,10 @@ class Storage:
         quantizer = self.quantizer
         scales = "" if quantizer.scales is None else f" ({quantizer.scales})"
         rounding = "" if quantizer.rounding == "nearest_even" else f", rounded {quantizer.rounding}"
-        return f"{quantizer.format.name}{scales}{rounding}" + (" with a residual" if self.residual else "")
+        flat = ", laid out flat" if self.flat else ""
+        smallest = f", from {self.smallest} elements on" if self.smallest else ""
+        residual = " with a residual" if self.residual else ""
+        return f"{quantizer.format.name}{scales}{rounding}{flat}{smallest}{residual}"
 
 
 @cache
@@ -142,12 +160,17 @@ class Codes:
     """What takes the update, in the optimizer's state; None where the weights take it themselves."""
 
     def __post_init__(self) -> None:
-        for role in ("weights", "grads"):
+        for role in ("weights", "grads", "master"):
             storage = getattr(self, role)
-            if storage is not None and (storage.dtype is not None or storage.residual):
+            if storage is not None and storage.smallest:
+                raise RecipeError(f"codes {role} with smallest: every weight that rules round is codes; leave it out")
+            if role == "master":
+                continue
+            if storage is not None and (storage.dtype is not None or storage.residual or storage.flat):
                 raise RecipeError(
                     f"codes {role} = {storage}: expected codes, such as {{format = 'e4m3fn', tile = 'tensor', scale = "
-                    f"'rceil'}}; what torch has a dtype for is the recipe's own {role}, and a residual is a master's"
+                    f"'rceil'}}; what torch has a dtype for is the recipe's own {role}; a residual, or tiles laid "
+                    "out flat, are a master's"
                 )
         if self.master == self.weights:
             raise RecipeError(f"codes master = {self.master} is how the weights are kept; leave it out")
@@ -163,7 +186,9 @@ def _bytes(tensors: Layout) -> int:
 
 
 @cache
-def get_storage(kind: str | Quantizer | Storage, residual: bool = False) -> Storage:
+def get_storage(
+    kind: str | Quantizer | Storage, residual: bool = False, flat: bool = False, smallest: int = 0
+) -> Storage:
     """The storage that a format's name (with its usual tiles) or a quantizer stands for; a `Storage` is returned as it
     is.
 
@@ -176,7 +201,7 @@ def get_storage(kind: str | Quantizer | Storage, residual: bool = False) -> Stor
     if isinstance(kind, Storage):
         return kind
     try:
-        return Storage(get_quantizer(kind), residual)
+        return Storage(get_quantizer(kind), residual, flat, smallest)
     except RecipeError:
         raise
     except HalfstepError as error:

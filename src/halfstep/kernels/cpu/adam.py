@@ -1,8 +1,9 @@
-"""Adam's whole update in one pass over memory, for weights, gradients and moments in fp32, bf16 or fp16.
+"""Adam's whole update in one pass over memory: weights and gradients in fp32, bf16, fp16, moments in these or codes.
 
 Per element: decode to float32, update, round, store. The arithmetic is `optim.rules.adam` operation by operation, so
 the results are equal bit for bit (no fast-math, no contraction). A tensor's dtype travels in its numpy type, as numpy
-has no bfloat16: float32 is itself, bfloat16 is viewed as uint16, float16 as int16.
+has no bfloat16: float32 is itself, bfloat16 is viewed as uint16, float16 as int16. Moments that are codes of 8 bits in
+blocks are decoded and encoded chunk by chunk (`kernels.cpu.coded`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import torch
 from numba import types
 from torch import Tensor
 
+from halfstep.kernels.cpu import coded
 from halfstep.kernels.cpu.arrays import array
+from halfstep.kernels.cpu.coded import Coded, closed, opened
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
 from halfstep.kernels.cpu.lanes import (
     INFINITY,
@@ -34,6 +37,8 @@ from halfstep.kernels.cpu.lanes import (
 from halfstep.kernels.cpu.masters import KEPT, PLAIN, beside, image_or_own
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
 
+
+Moment = Tensor | Coded
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -58,16 +63,22 @@ class AdamScalars:
 
 
 def supports(
-    weight: Tensor, master: str, kept: Mapping[str, Tensor], grad: Tensor, moments: Mapping[str, Tensor], rounding: str
+    weight: Tensor, master: str, kept: Mapping[str, Tensor], grad: Tensor, moments: Mapping[str, Moment], rounding: str
 ) -> bool:
     """Whether `run` can do this update: dense contiguous CPU tensors, rounding to nearest (bf16: stochastic too)."""
-    tensors = [weight, grad, *kept.values(), *moments.values()]
+    numbers: dict[str, Tensor] = {}
+    for name, moment in moments.items():
+        if isinstance(moment, Tensor):
+            numbers[name] = moment
+        elif name not in ("exp_avg", "exp_avg_sq") or not moment.supported:
+            return False
+    tensors = [weight, grad, *kept.values(), *numbers.values()]
     return (
         master in KEPT
         and all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in tensors)
         and all(t.layout == torch.strided and t.is_contiguous() for t in tensors)
-        and all(t.dtype in _FLOATS for t in (weight, grad, *moments.values()))
-        and set(moments) <= {"exp_avg", "exp_avg_sq", "exp_avg_sq_residual"}
+        and all(t.dtype in _FLOATS for t in (weight, grad, *numbers.values()))
+        and set(numbers) <= {"exp_avg", "exp_avg_sq", "exp_avg_sq_residual"}
         and (rounding == "nearest_even" or (rounding == "stochastic" and weight.dtype == torch.bfloat16))
     )
 
@@ -77,7 +88,7 @@ def run(
     master: str,
     kept: Mapping[str, Tensor],
     grad: Tensor,
-    moments: Mapping[str, Tensor],
+    moments: Mapping[str, Moment],
     scalars: AdamScalars,
     seed: int | None,
 ) -> None:
@@ -86,22 +97,26 @@ def run(
     `seed` keys the noise of stochastic rounding (`quant.noise_bits`); None rounds the weight to nearest-even.
     """
     beside = [_array(kept[name]) if name in kept else None for name in KEPT.values() if name]
-    second = moments.get("exp_avg_sq_residual")
+    residual = moments.get("exp_avg_sq_residual")
     numbers: list[Any] = [np.float32(getattr(scalars, name)) for name in _SCALARS]
     numbers[_SCALARS.index("l2")] = np.float32(scalars.l2) if scalars.l2 else None
     numbers[2:2] = [np.float32(1 - scalars.beta1)]
     numbers[4:4] = [np.float32(1 - scalars.beta2)]
-    arrays = [_array(t) for t in (grad, moments["exp_avg"], moments["exp_avg_sq"])]
+    both: list[Any] = []
+    for name in ("exp_avg", "exp_avg_sq"):
+        moment = moments[name]
+        both += moment.arguments() if isinstance(moment, Coded) else (_array(moment), *coded.PLAIN)
     _step(
-        weight.numel(), _array(weight), tuple(beside), *arrays, None if second is None else _array(second),
-        *numbers, seed_keys(seed),
+        weight.numel(), _array(weight), tuple(beside), _array(grad), *both,
+        None if residual is None else _array(residual), *numbers,
+        seed_keys(seed),
     )  # fmt: skip
 
 
 _SCALARS = ("grad_scale", "beta1", "beta2", "l2", "keep", "step_size", "rescale", "eps")
 
 
-def _array(tensor: Tensor) -> Any:
+def _array(tensor: Any) -> Any:
     return array(tensor, PLAIN[tensor.dtype])
 
 
@@ -245,7 +260,9 @@ def _update(
 
 @Kernel
 def _step(
-    weight, kept, grad, exp_avg, exp_avg_sq, exp_avg_sq_residual,
+    weight, kept, grad,
+    exp_avg, scale1, levels1, decoding1, scale_of1, numbers1, codes1,
+    exp_avg_sq, scale2, levels2, decoding2, scale_of2, numbers2, codes2, exp_avg_sq_residual,
     grad_scale, beta1, rest1, beta2, rest2, l2, keep, step_size, rescale, eps,
     seed,
 ):  # fmt: skip
@@ -253,9 +270,13 @@ def _step(
     for chunk in numba.prange((weight.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, weight.size)
+        first = opened(exp_avg, scale1, levels1, decoding1, a, b)
+        second = opened(exp_avg_sq, scale2, levels2, decoding2, a, b)
         _update(
             weight[a:b], piece(master, a, b), piece(low, a, b), piece(compensation, a, b), piece(residual, a, b),
-            grad[a:b], exp_avg[a:b], exp_avg_sq[a:b], piece(exp_avg_sq_residual, a, b),
+            grad[a:b], first, second, piece(exp_avg_sq_residual, a, b),
             grad_scale, beta1, rest1, beta2, rest2, l2, keep, step_size, rescale, eps,
             chunk_keys(seed, chunk),
         )  # fmt: skip
+        closed(exp_avg, scale1, levels1, scale_of1, numbers1, codes1, first, a, b)
+        closed(exp_avg_sq, scale2, levels2, scale_of2, numbers2, codes2, second, a, b)

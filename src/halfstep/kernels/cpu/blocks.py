@@ -43,7 +43,7 @@ from halfstep.quant.scaling import Scaling
 from halfstep.quant.tile import Tile
 
 
-_LEVELS = {16: 4, 32: 5, 64: 6, 128: 7, 256: 8}
+LEVELS = {16: 4, 32: 5, 64: 6, 128: 7, 256: 8}
 
 
 def knows(quantizer: Quantizer, columns: int) -> bool:
@@ -53,7 +53,7 @@ def knows(quantizer: Quantizer, columns: int) -> bool:
     tile, rule = quantizer.scales.tile, quantizer.scales.rule
     return (
         tile.rows == 1
-        and tile.columns in _LEVELS
+        and tile.columns in LEVELS
         and columns % tile.columns == 0
         and quantizer.rounding in ("nearest_even", "stochastic")
         and _knows(quantizer.format, quantizer.rounding, rule)
@@ -104,7 +104,7 @@ def run_values(x: Tensor, out: Tensor, format: Format, rounding: str, scales: Sc
 
 def levels(tile: Tile) -> tuple[np.uint32, ...]:
     """The binary logarithm of a block's size, as the length of a tuple: kernels know it when they are compiled."""
-    return (np.uint32(0),) * _LEVELS[tile.columns]
+    return (np.uint32(0),) * LEVELS[tile.columns]
 
 
 def _quantise(

@@ -12,7 +12,7 @@ from numba import types
 from torch import Tensor
 
 from halfstep.formats import Float, Format, Integer, ocp
-from halfstep.kernels.cpu import blocks, element_codes, packing
+from halfstep.kernels.cpu import blocks, codebook, element_codes, packing
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload
 from halfstep.kernels.cpu.divided import scaled
@@ -28,7 +28,7 @@ def supports(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> b
     return (
         plain(out, torch.float32, torch.bfloat16)
         and out.dim() > 0
-        and blocks.knows(quantizer, out.shape[-1])
+        and (blocks.knows(quantizer, out.shape[-1]) or codebook.knows(quantizer, out.shape[-1]))
         and all(plain(t, t.dtype) for t in tensors.values())
     )
 
@@ -46,11 +46,11 @@ def run(tensors: dict[str, Tensor], out: Tensor, format: Format, scales: Scales)
     else:
         scale = stored
     levels = blocks.levels(scales.tile)
-    _values(out.numel(), array(tensors["codes"]), scale, levels, array(out), _meaning(format), packing.shifts(format))
+    _values(out.numel(), array(tensors["codes"]), scale, levels, array(out), meaning(format), packing.shifts(format))
 
 
 @cache
-def _meaning(format: Format) -> Any:
+def meaning(format: Format) -> Any:
     """What a code is: the numbers of its decoding, or a codebook's values."""
     if isinstance(format, Float | Integer):
         return element_codes.decoding_scalars(format)
@@ -81,22 +81,22 @@ def _numbers_piece(codes, scale, levels, out, meaning):
 
 @inner
 def _table_piece(codes, scale, levels, out, table):
-    block = 1 << len(levels)
+    block, mask = 1 << len(levels), np.uint8(table.size - 1)
     for b in range(scale.size):
         s = scale[b]
         start = b * block
         for i in range(block):
             j = start + i
-            out[j] = _scaled(table[codes[j] & 15], s, out[j])
+            out[j] = _scaled(table[codes[j] & mask], s, out[j])
 
 
-def _blocks(codes, scale, levels, out, meaning):
-    """The values of a chunk's blocks, in kernels."""
+def values_piece(codes, scale, levels, out, meaning):
+    """In kernels: the values of a chunk's blocks, from codes one a byte and their scales in float32."""
     raise NotImplementedError
 
 
-@inner_overload(_blocks)
-def _blocks_overload(codes, scale, levels, out, meaning):
+@inner_overload(values_piece)
+def _piece_overload(codes, scale, levels, out, meaning):
     if isinstance(meaning, types.Array):
         return lambda codes, scale, levels, out, meaning: _table_piece(codes, scale, levels, out, meaning)
     return lambda codes, scale, levels, out, meaning: _numbers_piece(codes, scale, levels, out, meaning)
@@ -108,7 +108,7 @@ def _values(codes, scale, levels, out, meaning, shifts):
         a = chunk * CHUNK
         b = min(a + CHUNK, out.size)
         part = scale[a >> len(levels) : b >> len(levels)]
-        _blocks(unpack(codes, a, b, shifts), part, levels, out[a:b], meaning)
+        values_piece(unpack(codes, a, b, shifts), part, levels, out[a:b], meaning)
 
 
 @Kernel

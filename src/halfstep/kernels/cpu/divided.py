@@ -18,7 +18,7 @@ from halfstep.kernels.cpu.noise import noise
 _FINITE = {types.uint32: float(torch.finfo(torch.float32).max), types.uint16: float(torch.finfo(torch.bfloat16).max)}
 
 
-def _quotient(bits: Lane, scale: Lane) -> Lane:
+def quotient(bits: Lane, scale: Lane) -> Lane:
     """The bits of x / scale; +0 where the scale says that its block is lost, or zero."""
     if scale.stored == types.uint32:  # a power of two, given as bits: multiplying by its inverse is exact
         top = scale.constant(254 << 23)
@@ -31,15 +31,15 @@ def _quotient(bits: Lane, scale: Lane) -> Lane:
 @lanes("like")
 def element(value, scale, numbers, codes, cuts, keys, index, like):
     """The code of value / scale; its value times the scale, where `like` is a tensor of values."""
-    quotient = _quotient(bits_of(value), scale)
+    over = quotient(bits_of(value), scale)
     if like == types.uint8:
         if cuts is not None:
-            return searched(quotient.float(), cuts, codes)
-        return element_codes.encoded(quotient, Rounding(*numbers), Coding(*codes), noise(keys, index)).to(8)
+            return searched(over.float(), cuts, codes)
+        return element_codes.encoded(over, Rounding(*numbers), Coding(*codes), noise(keys, index)).to(8)
     if cuts is not None:
-        rounded = looked_up(quotient.float(), cuts)
+        rounded = looked_up(over.float(), cuts)
     else:
-        rounded = elements.rounded(quotient, Rounding(*numbers), noise(keys, index)).float()
+        rounded = elements.rounded(over, Rounding(*numbers), noise(keys, index)).float()
     return nearest_as(scaled(rounded, scale.float() if scale.stored == types.uint32 else scale, like), like)
 
 

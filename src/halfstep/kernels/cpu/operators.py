@@ -11,8 +11,8 @@ from torch import Tensor
 
 from halfstep import formats, quant
 from halfstep.formats import Format, Posit
-from halfstep.kernels.cpu import blocks, cast, codes, columns, dequantize, posit, tiles
-from halfstep.quant import Quantized, Quantizer, Scales, Tile, draw_seed
+from halfstep.kernels.cpu import accumulate, blocks, cast, codebook, codes, columns, dequantize, posit, tiles
+from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile, draw_seed
 from halfstep.quant.cast import no_code_for_nan, no_such_code
 from halfstep.quant.pack import pack, unpack
 from halfstep.quant.quantizer import matrix_shape
@@ -100,6 +100,9 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
     if blocks.supports(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
         blocks.run(x, format, quantizer.rounding, quantizer.scales, tensors, seed)
         return
+    if codebook.supports(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
+        codebook.run(x, quantizer, tensors)
+        return
     for name, tensor in quantizer.quantize(x, seed).tensors.items():
         tensors[name].copy_(tensor)
 
@@ -118,6 +121,14 @@ def dequantize_into(quantized: Quantized, out: Tensor) -> None:
         tiles.run_decode(quantized, out, scales)
     else:
         quant.Quantized.dequantize(quantized, out.dtype, out)
+
+
+def accumulate_into(lhs: Tensor, rhs: Tensor, out: Tensor, accumulator: Accumulator) -> None:
+    """`quant.accumulator.accumulate` into `out`, of zeros."""
+    if accumulate.supports(lhs, rhs, out, accumulator):
+        accumulate.run(lhs, rhs, out, accumulator)
+    else:
+        out.copy_(quant.accumulator.accumulate(lhs, rhs, accumulator))
 
 
 # ---- the same as operators, for torch.compile -----------------------------------------------------------------------
@@ -151,6 +162,13 @@ def _dequantize(
     dequantize_into(Quantized(quantizer, tuple(out.shape), stored.get("outliers", out).dtype, stored), out)
 
 
+def _accumulate(
+    lhs: Tensor, rhs: Tensor, out: Tensor, key: str, block: int, aligned: bool, promote: int | None
+) -> None:
+    accumulator = Accumulator(formats.from_key(key), block, aligned, promote)
+    accumulate_into(lhs.contiguous(), rhs.contiguous(), out.zero_(), accumulator)
+
+
 def _seed(rounding: str, seed: int | None) -> int | None:
     """A signed seed made unsigned; drawn here where none was given, which a traced graph cannot do."""
     if seed is None:
@@ -165,6 +183,9 @@ _OPERATORS = {
     "int? seed) -> ()": _round_tiles,
     "dequantize(Tensor[] tensors, str[] names, Tensor(a!) out, str key, int rows, int columns, str? rule, "
     "float? outliers, str rounding) -> ()": _dequantize,
+    "accumulate(Tensor lhs, Tensor rhs, Tensor(a!) out, str key, int block, bool aligned, int? promote) -> ()": (
+        _accumulate
+    ),
 }
 for _schema, _function in _OPERATORS.items():
     _LIBRARY.define(_schema)

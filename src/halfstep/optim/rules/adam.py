@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.cpu import adam as kernel
+from halfstep.kernels.cpu.coded import Coded
 from halfstep.optim.rules.base import Group, Moments, Step, UpdateRule
 
 
@@ -60,7 +61,8 @@ def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bo
         return move(weight, grad, moments, scalars(step, group, 1.0, is_decoupled(group)))
 
     def fused(step: Step) -> bool:
-        master, tensors = step.master, (step.weight, step.master.name, step.kept, step.grad, step.moments)
+        master, moments = step.master, _as_kept(step) if step.coded else step.moments
+        tensors = (step.weight, master.name, step.kept, step.grad, moments)
         if master.positions is not None or not kernel.supports(*tensors, master.rounding):
             return False
         kernel.run(*tensors, scalars(step.number, step.group, step.grad_scale, is_decoupled(step.group)), master.seed)
@@ -69,6 +71,16 @@ def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bo
     return UpdateRule(
         name, torch_class, lambda group: ("exp_avg", "exp_avg_sq"), update, REFUSED, REFUSED_STATES, fused
     )
+
+
+def _as_kept(step: Step) -> dict[str, kernel.Moment]:
+    """The moments for the kernel: those that are codes with how they are coded."""
+    numbers, codes = dict(step.moments), {}
+    for name, kind in step.kinds.items():
+        for number in kind.numbers(name) if kind.dtype is None else ():
+            parts = {part: numbers.pop(own) for part, own in kind.names(number).items()}
+            codes[number] = Coded(kind.quantizer, parts, kind.matrix(tuple(step.weight.shape)))
+    return {**numbers, **codes}
 
 
 adam = adam_rule("adam", torch.optim.Adam, decoupled=False)

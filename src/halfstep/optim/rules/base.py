@@ -9,6 +9,7 @@ from torch import Tensor
 
 from halfstep.errors import OptimizerError
 from halfstep.quant.masters import Kept, Master
+from halfstep.recipe import Storage
 from halfstep.registry import collect
 
 
@@ -33,6 +34,10 @@ class Step:
     group: Group
     grad_scale: float = 1.0
     """What the gradient is multiplied by first."""
+    kinds: Mapping[str, Storage] = field(default_factory=dict)
+    """How the moments are kept, by name; `moments` holds the tensors of that."""
+    coded: bool = False
+    """Whether any of them is codes."""
 
 
 Fused = Callable[[Step], bool]

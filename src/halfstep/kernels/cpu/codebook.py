@@ -1,0 +1,130 @@
+"""Codebooks of 8 bits in absmax blocks, such as the dynamic map of 8-bit optimizers: `quant.Quantizer`, bit for bit.
+
+A code is found by the upper 16 bits of its quotient, which leave at most two neighbours, and the cut between them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+from torch import Tensor
+
+from halfstep.formats import Codebook, Format
+from halfstep.kernels.cpu.arrays import array, plain
+from halfstep.kernels.cpu.blocks import LEVELS, levels
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
+from halfstep.kernels.cpu.divided import quotient
+from halfstep.kernels.cpu.element_codes import cut_points
+from halfstep.kernels.cpu.lanes import SIGN, Lane, bits_of, lanes
+from halfstep.kernels.cpu.scales import absmax_scales, block_maxima
+from halfstep.quant.quantizer import Quantizer
+
+
+Search = tuple[NDArray[np.uint8], NDArray[np.float32]]
+"""By the upper 16 bits of a number, in the order of numbers: how many cuts are below all that have them. The cuts."""
+
+
+def knows(quantizer: Quantizer, columns: int) -> bool:
+    """Whether kernels do what this quantizer does to rows of that many columns."""
+    format, scales = quantizer.format, quantizer.scales
+    return (
+        isinstance(format, Codebook)
+        and format.bits == 8
+        and format.ties == "lower"
+        and scales is not None
+        and scales.rule.quotient
+        and scales.tile.rows == 1
+        and scales.tile.columns in LEVELS
+        and columns % scales.tile.columns == 0
+        and quantizer.rounding == "nearest_even"
+        and quantizer.outliers is None
+        and search(format) is not None
+    )
+
+
+def supports(x: Tensor, quantizer: Quantizer) -> bool:
+    """Whether `run` can quantise `x`: a contiguous CPU tensor (fp32, bf16, fp16) whose rows are whole blocks."""
+    return plain(x) and x.dim() > 0 and knows(quantizer, x.shape[-1])
+
+
+def run(x: Tensor, quantizer: Quantizer, tensors: dict[str, Tensor]) -> None:
+    """Write the codes and scales of x to `tensors`, contiguous and of their layout."""
+    scales, found = quantizer.scales, search(quantizer.format)
+    assert scales is not None
+    assert found is not None
+    stored, largest = tensors["scale"].view(-1).numpy(), np.float32(quantizer.format.max)
+    _encode(x.numel(), array(x), stored, levels(scales.tile), largest, array(tensors["codes"]), *found)
+
+
+@cache
+def search(format: Format) -> Search | None:
+    """None where codes are not in the order of their values, or two cuts lie so near that the upper 16 bits of a number
+    do not tell them apart."""
+    cuts, values = np.array(cut_points(format, False), np.float32), format.values()
+    places = np.searchsorted(cuts, _lowest(np.arange(1 << 16)), side="left")
+    if (np.diff(places, append=len(cuts)) > 1).any() or any(format.decode(c) != v for c, v in enumerate(values)):
+        return None
+    return places.astype(np.uint8), np.append(cuts, np.float32(np.inf))
+
+
+def _lowest(keys: NDArray[Any]) -> NDArray[np.float32]:
+    """The smallest number whose `_key` that is."""
+    above = keys >= 1 << 15
+    upper = np.where(above, keys & 0x7FFF, keys ^ 0xFFFF).astype(np.uint32) << np.uint32(16)
+    lowest = np.where(above, upper, upper | np.uint32(0xFFFF)).astype(np.uint32).view(np.float32)
+    return np.where(np.isnan(lowest), np.where(above, np.float32(np.inf), np.float32(-np.inf)), lowest)
+
+
+# ---- a chunk -------------------------------------------------------------------------------------------------------
+
+
+@lanes(types.uint32)
+def _quotient_bits(value: Lane, scale: Lane) -> Lane:
+    return quotient(bits_of(value), scale)
+
+
+@lanes(types.uint16)
+def _key(bits: Lane) -> Lane:
+    """The upper half of a float's bits, so that larger numbers have larger ones."""
+    return ((bits < SIGN).pick(bits | SIGN, ~bits) >> 16).to(16)
+
+
+@lanes(types.uint8)
+def _above(place: Lane, bits: Lane, cut: Lane) -> Lane:
+    """The place, or the next one for a number above its cut."""
+    return place + (bits.float() > cut).to(8)
+
+
+@inner
+def _quotients(x, scale, levels, out):
+    block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises
+    for b in range(scale.size):
+        s = scale[b]
+        start = b * block
+        for i in range(block):
+            out[start + i] = _quotient_bits(x[start + i], s)
+
+
+@inner
+def encode_piece(x, scale, levels, out, places, cuts):
+    """Every element of some blocks, each with its scale."""
+    bits = np.empty(CHUNK, np.uint32)[: x.size]
+    _quotients(x, scale, levels, bits)
+    for i in range(bits.size):
+        place = places[_key(bits[i])]
+        out[i] = _above(place, bits[i], cuts[place])
+
+
+@Kernel
+def _encode(x, stored, levels, largest, out, places, cuts):
+    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, x.size)
+        scale = stored[a >> len(levels) : b >> len(levels)]
+        absmax_scales(block_maxima(x[a:b], len(levels)), scale, largest)
+        encode_piece(x[a:b], scale, levels, out[a:b], places, cuts)

@@ -1,0 +1,151 @@
+"""Tensors that a kernel reads and writes as float32 and that are codes in blocks: decoded and encoded by the chunk.
+
+No float32 copy exists but a chunk's, which stays in the cache. Codes and scales are those of `blocks` and `dequantize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+from torch import Tensor
+
+from halfstep.formats import Codebook
+from halfstep.kernels.cpu import blocks, codebook, element_codes
+from halfstep.kernels.cpu.arrays import array, plain
+from halfstep.kernels.cpu.codebook import encode_piece
+from halfstep.kernels.cpu.compiled import CHUNK, inner, inner_overload
+from halfstep.kernels.cpu.dequantize import meaning, values_piece
+from halfstep.kernels.cpu.divided import divided
+from halfstep.kernels.cpu.scales import absmax_scales, block_maxima, power_bits, power_scalars, power_scales
+from halfstep.quant import Quantizer
+
+
+class Coded(NamedTuple):
+    """Codes and scales of a tensor, in place of its numbers."""
+
+    quantizer: Quantizer
+    parts: Mapping[str, Tensor]
+    """By `Quantized`'s names."""
+    shape: tuple[int, ...]
+    """That it is quantised in."""
+
+    @property
+    def supported(self) -> bool:
+        """Whether kernels take such codes: 8 bits each, rounded to nearest, in whole blocks along rows, with scales of
+        which each follows from its block alone."""
+        columns = self.shape[-1] if self.shape else 1
+        quantizer, scales = self.quantizer, self.quantizer.scales
+        return (
+            scales is not None
+            and not scales.rule.two_level
+            and quantizer.rounding == "nearest_even"
+            and quantizer.format.bits == 8
+            and (blocks.knows(quantizer, columns) or codebook.knows(quantizer, columns))
+            and all(plain(part, part.dtype) for part in self.parts.values())
+        )
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What a kernel takes for it: the codes, and six that are None where there is an array of numbers."""
+        format, scales = self.quantizer.format, self.quantizer.scales
+        assert scales is not None
+        beside = self.parts["scale"].view(-1).numpy(), blocks.levels(scales.tile), meaning(format)
+        if isinstance(format, Codebook):
+            coding: Any = np.float32(format.max), None, codebook.search(format)
+        else:
+            scale_of = power_scalars(format, scales.rule) if scales.rule.exact else np.float32(format.max)
+            coding = scale_of, *element_codes.scalars(format, "nearest_even", "saturate")
+        return array(self.parts["codes"]), *beside, *coding
+
+
+PLAIN = (None,) * 6
+"""What stands beside an array of numbers."""
+
+
+def opened(kept: Any, stored: Any, levels: Any, decoding: Any, a: Any, b: Any) -> Any:
+    """In kernels: the numbers a to b: part of the array itself; of codes, their values in float32."""
+    raise NotImplementedError
+
+
+def closed(
+    kept: Any, stored: Any, levels: Any, scale_of: Any, numbers: Any, codes: Any, values: Any, a: Any, b: Any
+) -> Any:
+    """In kernels: what `opened` gave, changed since, encoded again where it is codes."""
+    raise NotImplementedError
+
+
+@inner_overload(opened)
+def _opened(kept, stored, levels, decoding, a, b):
+    if isinstance(stored, types.NoneType):
+        return lambda kept, stored, levels, decoding, a, b: kept[a:b]
+    return lambda kept, stored, levels, decoding, a, b: _decoded(
+        kept[a:b], stored[a >> len(levels) : b >> len(levels)], levels, decoding
+    )
+
+
+@inner_overload(closed)
+def _closed(kept, stored, levels, scale_of, numbers, codes, values, a, b):
+    if isinstance(stored, types.NoneType):
+        return lambda kept, stored, levels, scale_of, numbers, codes, values, a, b: None
+    encode = _encode_powers if isinstance(scale_of, types.BaseTuple) else _encode_absmax
+    if isinstance(numbers, types.NoneType):
+        encode = _encode_places
+    return lambda kept, stored, levels, scale_of, numbers, codes, values, a, b: encode(
+        kept[a:b], stored[a >> len(levels) : b >> len(levels)], levels, scale_of, numbers, codes, values
+    )
+
+
+@inner
+def _multipliers(stored, out):
+    for i in range(stored.size):
+        out[i] = power_bits(stored[i])
+
+
+def _scales(stored):
+    """In kernels: the scales as float32 numbers."""
+    raise NotImplementedError
+
+
+@inner_overload(_scales)
+def _scales_overload(stored):
+    if stored.dtype == types.float32:
+        return lambda stored: stored
+
+    def powers(stored):
+        scale = np.empty(stored.size, np.uint32)
+        _multipliers(stored, scale)
+        return scale.view(np.float32)
+
+    return powers
+
+
+@inner
+def _decoded(kept, stored, levels, decoding):
+    values = np.empty(CHUNK, np.uint32)[: kept.size]
+    values_piece(kept, _scales(stored), levels, values, decoding)
+    return values.view(np.float32)
+
+
+@inner
+def _encode_powers(kept, stored, levels, scale_of, numbers, codes, values):
+    x = values.view(np.uint32)
+    amax = block_maxima(x, len(levels))
+    bits = np.empty(amax.size, np.uint32)
+    power_scales(amax, stored, bits, scale_of)
+    divided(x, bits, levels, kept, numbers, codes, None, None)
+
+
+@inner
+def _encode_absmax(kept, stored, levels, scale_of, numbers, codes, values):
+    x = values.view(np.uint32)
+    absmax_scales(block_maxima(x, len(levels)), stored, scale_of)
+    divided(x, stored, levels, kept, numbers, codes, None, None)
+
+
+@inner
+def _encode_places(kept, stored, levels, scale_of, numbers, codes, values):
+    x = values.view(np.uint32)
+    absmax_scales(block_maxima(x, len(levels)), stored, scale_of)
+    encode_piece(x, stored, levels, kept, codes[0], codes[1])

@@ -1,0 +1,59 @@
+"""Codebooks of 8 bits in blocks: the reference, bit for bit, at every cut."""
+
+import numpy as np
+import pytest
+import torch
+
+from halfstep import formats, quantize
+from halfstep.formats import Codebook
+from halfstep.kernels.cpu import codebook as kernel
+from halfstep.kernels.cpu.element_codes import cut_points
+from halfstep.quant import Quantizer, Scales, Tile
+from halfstep.quant.scaling import get_scaling
+from kernels.test_cpu_blocks import hard
+from oracles.numbers import same_bits
+
+
+MAPS = ("dynamic8", "dynamic8_unsigned")
+
+
+def blocked(name, columns=256):
+    return Quantizer(formats.get(name), scales=Scales(Tile(1, columns), get_scaling("absmax")))
+
+
+def assert_quantises(x, quantizer):
+    expected = quantizer.quantize(x)
+    found = {name: torch.full_like(part, 7) for name, part in expected.tensors.items()}
+    assert kernel.supports(x, quantizer)
+    kernel.run(x, quantizer, found)
+    for name, part in expected.tensors.items():
+        same_bits(found[name], part)
+    same_bits(quantize(x, quantizer).dequantize(torch.float32), expected.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_every_cut_and_its_neighbours(name):
+    cuts = np.array(cut_points(formats.get(name), False), np.float32)
+    points = [cuts, np.nextafter(cuts, np.float32(9)), np.nextafter(cuts, np.float32(-9)), [0.0, -0.0, 1e-30, -1e-30]]
+    values = np.concatenate([*points, formats.get(name).values()]).astype(np.float32)
+    blocks = np.concatenate([np.ones((-(-len(values) // 255), 1)), np.resize(values, (-(-len(values) // 255), 255))], 1)
+    assert_quantises(torch.from_numpy(blocks.astype(np.float32)), blocked(name))
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [16, 256])
+def test_hard_values(name, dtype, columns):
+    assert_quantises(hard(512, dtype), blocked(name, columns))
+
+
+def test_what_it_does_not_know_is_left_to_the_reference():
+    backwards = Codebook("backwards", formats.get("dynamic8").table[::-1], source="none")
+    near = Codebook("near", (0.0, *(1 - i * 2.0**-20 for i in range(254, 0, -1)), 1.0), source="none")
+    assert kernel.search(near) is None
+    assert not kernel.knows(blocked("nf4"), 256)
+    x = torch.randn(4, 256)
+    for format in (backwards, near):
+        quantizer = Quantizer(format, scales=blocked("dynamic8").scales)
+        assert not kernel.knows(quantizer, 256)
+        same_bits(quantize(x, quantizer).dequantize(), quantizer.quantize(x).dequantize())
