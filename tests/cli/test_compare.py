@@ -344,5 +344,5 @@ def test_a_recipe_that_fails_is_explained_under_the_table_and_in_the_report(plac
     assert f"bf16-nomaster: {verdicts[1]['explanation']}." in words
     assert "of its updates changed no weight at step" in verdicts[1]["explanation"]
     page = (place / "runs" / "explained" / "report.html").read_text()
-    assert "What was measured of those that failed" in page
+    assert "What was measured of those that did worse" in page
     assert "of its updates changed no weight at step" in page

@@ -143,6 +143,18 @@ def test_a_recipe_that_matches_is_not_explained(tmp_path):
     assert judge("fp32", {0: rows}, {0: rows}).explanation is None
 
 
+def test_one_that_is_worse_beyond_doubt_is_explained_before_the_margin_is(tmp_path):
+    """The interval lies above zero and holds the margin; where it holds zero too there is nothing to explain."""
+
+    def ends(loss):
+        return [{"kind": "validation", "step": 9, "loss": loss}, {"kind": "end", "step": 9, "status": "finished"}]
+
+    fp32 = {seed: ends(1.0) for seed in range(3)}
+    for gaps, words in (((0.009, 0.010, 0.011), NOTHING), ((-0.04, 0.010, 0.06), None)):
+        verdict = judge("r", {seed: ends(1 + gap) for seed, gap in enumerate(gaps)}, fp32)
+        assert (verdict.status, verdict.explanation) == ("cannot tell", words)
+
+
 def test_folders_without_rows_of_ranges_say_that_nothing_was_found():
     assert explain([]) == NOTHING
 

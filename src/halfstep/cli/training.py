@@ -159,15 +159,17 @@ def _show(summary: dict[str, Any]) -> None:
     show_table(["recipe", "verdict", *columns], rows, right=[name for name in columns if name != interval])
     explained = [verdict for verdict in summary["verdicts"] if verdict["explanation"]]
     if explained:
-        print("\nWhat was measured of those that failed, which need not be the cause:")
+        print("\nWhat was measured of those that did worse, which need not be the cause:")
     for verdict in explained:
         words = printable(f"{verdict['recipe']}: {verdict['explanation']}.")
         print(textwrap.fill(words, line_width(120), initial_indent="  ", subsequent_indent="    "))
 
 
 def _words(verdict: dict[str, Any]) -> str:
-    from halfstep.lab.verdict import DIVERGED, UNDECIDED, enough
+    from halfstep.lab.verdict import DIVERGED, MATCHES, UNDECIDED, enough
 
+    if verdict["recipe"] == "fp32" and verdict["status"] == MATCHES:
+        return "the baseline"
     if verdict["status"] == UNDECIDED:
         return f"{UNDECIDED}: {enough(verdict['interval'], verdict['seeds_to_decide'])}"
     if verdict["status"] != DIVERGED:

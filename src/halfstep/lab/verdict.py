@@ -93,7 +93,7 @@ class RecipeVerdict:
     skipped_steps: int
     bytes_per_parameter: dict[str, float] | None
     explanation: str | None
-    """What was measured of a run that degraded or diverged."""
+    """What was measured of a run that diverged, or is worse than fp32 beyond doubt and does not match."""
 
     def as_data(self) -> dict[str, Any]:
         """For JSON."""
@@ -240,8 +240,13 @@ def judge(
         tokens_per_second=None if not median else steps[0]["tokens"] / median,
         skipped_steps=sum(bool(row["skipped"]) for row in steps),
         bytes_per_parameter=memory,
-        explanation=_explained(runs) if status in (DEGRADES, DIVERGED) else None,
+        explanation=_explained(runs) if _is_worse(status, compared.interval) else None,
     )
+
+
+def _is_worse(status: str, interval: Interval | None) -> bool:
+    """Whether a recipe is surely worse than fp32, be it by more than the margin or not, and does not match."""
+    return status == DIVERGED or (status != MATCHES and interval is not None and interval.low > 0)
 
 
 def _explained(runs: Mapping[int, Sequence[Row]]) -> str:
