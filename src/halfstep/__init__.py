@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from halfstep import formats, kb, ops
     from halfstep.auditing.audit import audit
     from halfstep.errors import HalfstepError
-    from halfstep.inspection import inspect
+    from halfstep.inspection import diff, inspect
     from halfstep.nn.apply import Report, advance, apply, revert
     from halfstep.nn.following import following
     from halfstep.nn.quantized import quantize_model
@@ -43,6 +43,7 @@ _HOME = {
     "advance": "halfstep.nn",
     "apply": "halfstep.nn",
     "audit": "halfstep.auditing",
+    "diff": "halfstep.inspection",
     "following": "halfstep.nn",
     "get_recipe": "halfstep.recipe",
     "is_native_available": "halfstep.ops",
@@ -75,6 +76,7 @@ __all__ = [
     "apply",
     "audit",
     "decode",
+    "diff",
     "encode",
     "following",
     "formats",

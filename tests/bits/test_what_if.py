@@ -1,11 +1,14 @@
 """What a cast would cost is what quantising the tensor as a whole, by the reference, costs."""
 
 import math
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
 from halfstep.bits.memory import InMemory
+from halfstep.bits.pieces import even
 from halfstep.bits.scan import scan
 from halfstep.bits.what_if import CANDIDATES, Trials
 from halfstep.errors import QuantizationError
@@ -44,6 +47,29 @@ def broken(generator, rows=32):
 @pytest.fixture(scope="module", params=["plain", "hard", pytest.param("half", marks=pytest.mark.slow)])
 def kind(request):
     return request.param
+
+
+@dataclass(frozen=True)
+class Ragged(InMemory):
+    """A tensor whose source hands out shorter pieces now and then, as where a map of a file ends."""
+
+    def chunks(self, nbytes):
+        for piece in super().chunks(nbytes):
+            third = piece.size // 3
+            yield from (some for some in (piece[:third], piece[third:]) if some.size)
+
+
+def test_pieces_that_end_anywhere_cost_what_others_do():
+    x = torch.randn(1500, 1000, generator=torch.Generator().manual_seed(1))
+    found = []
+    for source in (InMemory(x), Ragged(x)):
+        trials = Trials(["bf16", "mxfp8", "e4m3fn_128x128"])
+        trials.add("x", source, scan(source))
+        found.append(trials.found())
+    assert found[0] == found[1]
+    runs = list(even(Ragged(x), 7001))
+    assert {run.size for run in runs[:-1]} == {7001}
+    assert np.array_equal(np.concatenate(runs), x.numpy().view(np.uint32).ravel())
 
 
 def tried(tensors, formats):

@@ -172,3 +172,14 @@ def test_scales_of_codes_are_neither_tried_nor_cast(tmp_path):
         "h.0.attn.weight": torch.bfloat16,
     }
     assert torch.equal(written["h.0.mlp.weight_scale_inv"], tensors["h.0.mlp.weight_scale_inv"])
+
+
+def test_a_matrix_larger_than_one_map_of_a_file_is_cast_as_a_whole(tmp_path):
+    """Its rows do not divide the 16 MiB of a map, which ended in the midst of one."""
+    weight = torch.randn(1700, 3000)
+    save_file({"w": weight}, tmp_path / "in.safetensors")
+    halfstep.inspect(tmp_path / "in.safetensors", casts=["mxfp8", "bf16"])
+    cast(open_checkpoint(tmp_path / "in.safetensors"), "mxfp8", tmp_path / "out.safetensors")
+    found = halfstep.load_quantized(tmp_path / "out.safetensors")["w"]
+    expected = TARGETS["mxfp8"].quantizer.quantize(weight)
+    assert all(torch.equal(found.tensors[part], tensor) for part, tensor in expected.tensors.items())

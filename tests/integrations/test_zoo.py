@@ -74,7 +74,9 @@ def test_heads_and_routers_are_kept_and_nothing_else(kind):
     products = [
         path
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D" or experts.resembles(module)
+        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d))
+        or type(module).__name__ == "Conv1D"
+        or experts.resembles(module)
     ]
     for name in LOW:
         if name in SMOOTH and not MEMBERS[kind].gated:

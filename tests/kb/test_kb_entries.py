@@ -40,10 +40,16 @@ WIKI = {
 
 
 def test_the_package_has_all_entries_and_reports(base):
-    assert len(base.entries) == 150
-    assert base.counts() == {"definitive": 100, "inferred": 50}
-    assert len({entry.family for entry in base.entries}) == 134
+    assert len(base.entries) == 158
+    assert base.counts() == {"definitive": 101, "inferred": 57}
+    assert len({entry.family for entry in base.entries}) == 139
     assert len(base.failures) == 68
+
+
+@every_entry
+def test_no_reference_follows_a_branch(entry):
+    moving = [one.url for one in entry.references if re.search(r"/(blob|tree|raw)/(main|master)/", one.url)]
+    assert not moving, moving
 
 
 def test_the_package_keeps_its_own_rules():
@@ -120,6 +126,29 @@ def test_the_stored_type_changes_no_verdict():
     assert check("meta-llama/Llama-2-7b-hf", use="fp16", overlay=None).verdict == "risky"
 
 
+WIDELY_USED = {
+    "openai-community/gpt2": ("fp32", "inferred"),
+    "mistralai/Mistral-7B-v0.1": ("unknown", "inferred"),
+    "meta-llama/Meta-Llama-3-8B": ("bf16_mixed", "definitive"),
+    "meta-llama/Llama-3.1-405B": ("bf16_mixed", "definitive"),
+    "meta-llama/Llama-3.2-1B": ("bf16_mixed", "inferred"),
+    "Qwen/Qwen2.5-7B": ("bf16_mixed", "inferred"),
+    "Qwen/Qwen3-8B": ("unknown", "inferred"),
+    "openai/whisper-large-v3": ("fp16_mixed", "inferred"),
+    "stable-diffusion-v1-5/stable-diffusion-v1-5": ("unknown", "inferred"),
+}
+
+
+@pytest.mark.parametrize("name", WIDELY_USED)
+def test_widely_used_models_have_an_entry_which_says_what_is_known_of_them(name):
+    """A released type is no evidence: where nothing else is known, the precision is unknown."""
+    answer = lookup(name, overlay=None)
+    (entry,) = answer.entries
+    assert (entry.train_precision, answer.tier) == WIDELY_USED[name]
+    if entry.train_precision == "unknown":
+        assert check(name, use="fp16", overlay=None).verdict == "unknown"
+
+
 def test_hub_ids_are_unconfirmed_until_a_reference_names_them():
     assert lookup("google/flan-t5-xxl", overlay=None).id_confirmed
     assert not lookup("google/flan-t5-small", overlay=None).id_confirmed
@@ -128,7 +157,7 @@ def test_hub_ids_are_unconfirmed_until_a_reference_names_them():
     assert 0 < len(confirmed) < len(ids) / 5
 
 
-@pytest.mark.parametrize("name", ["openai-community/gpt2", "mistralai/Mistral-7B-v0.1", "facebook/bart-large"])
+@pytest.mark.parametrize("name", ["google/ul2", "facebook/nllb-200-3.3B", "facebook/bart-large"])
 def test_what_nobody_could_cite_is_left_out(name):
     assert not lookup(name, overlay=None).known
 

@@ -207,7 +207,7 @@ def test_a_recipe_with_three_mantissa_bits_degrades_and_fp16_mixed_matches(tmp_p
             folder = tmp_path / recipe.name / str(seed)
             Trainer(experiment, recipe, seed, Curve(), multilayer, folder).run()
             runs.setdefault(recipe.name, {})[seed] = read_metrics(folder / "metrics.jsonl")
-    verdicts = {name: judge(name, rows, runs["fp32"], margin=0.25) for name, rows in runs.items()}
+    verdicts = {name: judge(name, rows, runs["fp32"], margin=0.1) for name, rows in runs.items()}
     assert verdicts["fp32"].status == MATCHES
     assert verdicts["fp16-mixed"].status == MATCHES
     assert verdicts["coarse"].status == DEGRADES

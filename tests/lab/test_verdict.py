@@ -77,7 +77,9 @@ def test_the_band_is_two_standard_deviations():
 )
 def test_the_whole_interval_decides_however_far_fp32s_seeds_lie_apart(gaps, status):
     verdict = judge("r", worse_by(*gaps), fp32())
-    assert (verdict.status, verdict.paired_gap) == (status, pytest.approx(statistics.fmean(gaps)))
+    wanted = statistics.fmean(WIDE[seed] * gap for seed, gap in enumerate(gaps))
+    assert verdict.status == status
+    assert verdict.paired_gap == pytest.approx(wanted / statistics.fmean(WIDE[seed] for seed in range(len(gaps))))
     assert verdict.interval.low < verdict.paired_gap < verdict.interval.high
     assert verdict.seeds_to_decide is None or (status == UNDECIDED and verdict.seeds_to_decide > len(gaps))
 
@@ -92,7 +94,7 @@ def test_one_seed_borrows_the_spread_of_fp32():
     """fp32's is 5% here: nobody can tell 1% by one seed. Where it is 0.01%, everybody can."""
     one = judge("r", worse_by(0.001), fp32())
     assert (one.status, one.paired_gap) == (UNDECIDED, pytest.approx(0.001))
-    assert one.interval.high - one.paired_gap == pytest.approx(4.3027 * 2**0.5 * 0.05, rel=1e-4)
+    assert one.interval.high - one.paired_gap == pytest.approx(4.3027 * 2**0.5 * 0.1 / 1.9, rel=1e-4)
     assert one.seeds_to_decide > 100
     narrow = {0: 2.0, 1: 2.0002, 2: 1.9998}
     assert judge("r", {0: finished(2.004)}, fp32(narrow)).status == MATCHES
@@ -127,10 +129,17 @@ def test_two_single_seeds_cannot_tell_and_say_why():
     assert "it takes more than 1,000 seeds" in enough(Interval(0, 1), None)
 
 
-@pytest.mark.parametrize("baselines", [{}, {5: 2.0, 6: 2.0}, {0: 0.0, 1: 2.0}], ids=["none", "others", "zero"])
+@pytest.mark.parametrize("baselines", [{}, {5: 2.0, 6: 2.0}, {0: 0.0, 1: 0.0}], ids=["none", "others", "zero"])
 def test_without_a_pair_there_is_no_verdict(baselines):
     verdict = judge("r", {0: finished(9.0), 1: finished(8.0)}, fp32(baselines))
     assert (verdict.status, verdict.paired_gap, verdict.interval) == (UNMEASURED, None, None)
+
+
+def test_a_seed_near_zero_does_not_outweigh_the_others():
+    """Worse by 0.004 to 0.006 with every seed, where fp32 ends between 0.0003 and 0.006."""
+    fp32s = {0: 0.0057, 1: 0.0050, 2: 0.0048, 3: 0.0003}
+    found = difference({0: 0.0107, 1: 0.0091, 2: 0.0100, 3: 0.0061}, fp32s)
+    assert (found.status, found.gap) == (DEGRADES, pytest.approx(0.005025 / 0.00395))
 
 
 def test_losses_below_zero_are_worse_when_they_rise():

@@ -18,9 +18,12 @@ def model_for(recipe: str):
     if recipe in LARGE:
         return nn.Sequential(nn.Linear(128, 64, bias=False), nn.GELU(), nn.Linear(64, 64, bias=False)), torch.eye(128)
     if recipe in SCALED:
-        return nn.Sequential(nn.Linear(32, 16, bias=False), nn.GELU(), nn.Linear(16, 4, bias=False)), torch.eye(32)
+        first, last = (nn.Linear(32, 16, bias=False), nn.GELU()), nn.RNNCell(8, 4, bias=False)
+        convolution = nn.Unflatten(1, (4, 4)), nn.Conv1d(4, 4, 3, bias=False), nn.Flatten()
+        return nn.Sequential(*first, *convolution, last), torch.eye(32)
     layers = nn.Embedding(32, 16), nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4)
-    return nn.Sequential(*layers), torch.arange(32)
+    convolution = nn.Unflatten(1, (2, 2)), nn.ConvTranspose1d(2, 4, 2), nn.Flatten(), nn.GRUCell(12, 4)
+    return nn.Sequential(*layers, *convolution), torch.arange(32)
 
 
 def trained(recipe: str, optimizer_class=torch.optim.AdamW, **options):

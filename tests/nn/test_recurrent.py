@@ -151,14 +151,6 @@ def test_it_trains(name, kind):
     assert losses[-1] < losses[0] or name in BREAKS
 
 
-def test_rules_say_that_they_do_not_reach_recurrent_weights():
-    model = nn.Sequential(nn.LSTM(8, 8), nn.GRUCell(8, 8), nn.Linear(8, 8))
-    report = halfstep.apply(model, "fp8-current", lambda module, path: True)
-    reason = "a recurrent layer: rules round products of linear layers only"
-    assert {path: report.kept[path] for path in ("0", "1")} == {"0": reason, "1": reason}
-    assert f"0: {reason}" in str(report)
-
-
 def test_gradients_of_all_that_a_layer_returns_are_collected():
     model = Model("lstm")
     x = pack_padded_sequence(torch.randn(3, 4, 8), [4, 2, 1], batch_first=True)

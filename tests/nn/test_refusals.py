@@ -94,19 +94,19 @@ def test_a_model_in_ddp(tmp_path):
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [("head", r"rule 'head' matched no linear layer. Nearest: [03], [03]"), ("0.*", r"rule '0.\*' matched no")],
+    [("head", r"rule 'head' matched no layer whose .* Nearest: [03], [03]"), ("0.*", r"rule '0.\*' matched no")],
 )
 def test_a_rule_that_matches_nothing(path, words):
     assert_refused(mlp(), RecipeError, words, recipe(Rule(path, SPEC)))
     halfstep.apply(mlp(), recipe(Rule(path, SPEC, optional=True)))
 
 
-def test_a_rule_on_a_model_without_linear_layers():
-    assert_refused(nn.Conv1d(2, 2, 1), RecipeError, "the model has no nn.Linear", recipe(Rule("*", SPEC)))
+def test_a_rule_on_a_model_without_layers_that_multiply():
+    assert_refused(nn.LayerNorm(2), RecipeError, "the model has none .linear, conv", recipe(Rule("*", SPEC)))
 
 
 def test_a_filter_that_selects_nothing():
-    words = "module_filter selects none of the 2 linear layers its rules match"
+    words = "module_filter selects none of the 2 layers its rules match"
     assert_refused(mlp(), RecipeError, words, recipe(Rule("*", SPEC)), module_filter=lambda module, path: False)
 
 

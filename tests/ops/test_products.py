@@ -234,3 +234,13 @@ def test_scaled_rounding_raises_an_amax_in_the_same_pass(source):
                     kernel.run(z, z, format, "nearest_even", "saturate", None, factor, amax)
                     assert_same(z, found)
                     assert_same(amax, expected)
+
+
+@every_pair
+def test_float64_operands_are_rounded_from_float64(pair):
+    x, weight = draw(40, 256).double().requires_grad_(), draw(24, 256, seed=1).double().requires_grad_()
+    y = ops.linear(x, weight, None, linear_spec(pair[0], pair[0], pair[1]))
+    exact = reference(x.detach(), pair[0]) @ reference(weight.detach(), pair[0]).t()
+    torch.testing.assert_close(y.detach(), exact, rtol=1e-6, atol=1e-6)
+    y.sum().backward()
+    assert y.dtype == x.grad.dtype == weight.grad.dtype == torch.float64

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.bits.scan import Scan
-from halfstep.bits.table import WIDTH, allowed_bits
+from halfstep.bits.table import WIDTH, held_bits
 from halfstep.formats import Float
 
 
@@ -73,7 +73,12 @@ def fit(scan: Scan, narrow: Float, wide: Float | None, used: int = WIDTH) -> Fit
     Random mantissas are those of `wide`, or of as many bits as are `used`.
     """
     most = np.minimum(_held(wide, scan), used)
-    return _fit(scan, np.clip(allowed_bits(narrow, scan.table.rows), 0, most), most)
+    return _fit(scan, np.minimum(held_bits(narrow, scan.table.lowest, len(scan.table.counts)), most), most)
+
+
+def could_mix(scan: Scan, most: int) -> bool:
+    """Whether enough values have at most so many significant bits for a `Fit` of a format of these to be mixed."""
+    return int(scan.table.telling[:, : most + 1].sum()) * WIDTH >= CERTAIN
 
 
 def fit_bits(scan: Scan, wide: Sequence[Float | None], step: int | None = None) -> float:
@@ -101,8 +106,8 @@ def halved(scan: Scan, wide: Float | None) -> tuple[int, float]:
 
 
 def _held(wide: Float | None, scan: Scan) -> NDArray[np.int64]:
-    rows = scan.table.rows
-    return np.full(rows.size, WIDTH - 1) if wide is None else np.clip(allowed_bits(wide, rows), 0, WIDTH - 1)
+    count = len(scan.table.counts)
+    return np.full(count, WIDTH - 1) if wide is None else held_bits(wide, scan.table.lowest, count)
 
 
 def _weight(scan: Scan, count: int) -> float:
@@ -121,7 +126,7 @@ def _fit(scan: Scan, few: NDArray[np.int64], most: NDArray[np.int64]) -> Fit:
     bits = float((held * -np.log2(np.where(held > 0, chance, 1.0))).sum())
     count = int(held.sum())
     expected = float((able * chance).sum() / able.sum()) if able.sum() else 0.0
-    shorter = np.clip(most - SHORT, few, None)
+    shorter = np.maximum(most - SHORT, few)
     short = int((fitting[rows, shorter] - fitting[rows, few]).sum())
     beyond = table.nonzero - int(table.sums[rows, few].sum())
     filled = int(np.where(few < most, table.telling[rows, few], 0).sum())

@@ -152,7 +152,28 @@ def _suspects(places: Places, wide: Float | None) -> list[str]:
     few = next((levels for levels in corners if levels.size > 1), None)
     if few is None:
         return list(GRIDS)
+    if not _ratio_of_a_grid(float(few[-2] / few[-1]), float(few[-1]), wide):
+        return []
     return [name for name in GRIDS if _bits(few, _grid(name), wide, tops=len(_grid(name))) is not None]
+
+
+def _ratio_of_a_grid(ratio: float, largest: float, wide: Float | None) -> bool:
+    """Whether two values of any grid may have this ratio: what all of a tile's magnitudes cannot fit without."""
+    room = _relative(wide) * ratio + (wide.min_subnormal / largest if wide else 0.0)
+    place = np.searchsorted(_ratios(), [ratio - 1.1 * room - 1e-12, ratio + 1.1 * room + 1e-12])
+    return bool(place[0] < place[1])
+
+
+@cache
+def _ratios() -> Magnitudes:
+    """Those of all pairs of values of each grid, ascending."""
+    found = [(grid[:, None] / grid).ravel() for grid in map(_grid, GRIDS)]
+    return np.unique(np.concatenate([ratios[ratios <= 1] for ratios in found]))
+
+
+def _relative(wide: Float | None) -> float:
+    """How far a value and the one that it is compared with may be off, as they were stored."""
+    return 2.0 ** (1 - (wide.significant_bits if wide else 53)) * 1.01
 
 
 def _fits(places: Places, tile: Tile, names: list[str], wide: Float | None) -> list[Match]:
@@ -211,11 +232,11 @@ def _bits(levels: Magnitudes, grid: Magnitudes, wide: Float | None, tops: int = 
     """
     if levels.size > grid.size:
         return None
-    relative = 2.0 ** (1 - (wide.significant_bits if wide else 53)) * 1.01
+    relative = _relative(wide)
     step = wide.min_subnormal / levels[-1] if wide else 0.0
     largest = grid[-tops:, None]
     scaled = levels / levels[-1] * largest
-    place = np.clip(np.searchsorted(grid, scaled), 1, grid.size - 1)
+    place = np.minimum(np.maximum(np.searchsorted(grid, scaled), 1), grid.size - 1)
     low, high = grid[place - 1], grid[place]
     near = np.where(scaled - low < high - scaled, low, high)
     tolerance = relative * near + step * largest

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from halfstep import formats
-from halfstep.bits.evidence import CERTAIN, ENOUGH, fit, fit_bits, halved
+from halfstep.bits.evidence import CERTAIN, ENOUGH, could_mix, fit, fit_bits, halved
 from halfstep.bits.grids import COLUMN, few_levels, fit_levels, fit_tiles, repetition
 from halfstep.bits.scan import Scan
 from halfstep.formats import Float
@@ -196,8 +196,10 @@ def _cast(scan: Scan, stored: str, wide: Float | None) -> Origin:
         return Origin(stored, ("fp16",), scale=f"2^{best[0]}", evidence=fits["tf32"].bits)
     if held:
         return Origin(stored, tuple(held), evidence=min(fits[name].bits for name in held))
-    fits = {name: fit(scan, format, wide, used) for name, format in casts.items()}
-    partly = {name: found for name, found in fits.items() if found.mixed}
+    partly = {}
+    if could_mix(scan, max(format.significant_bits for format in casts.values())):
+        fits = {name: fit(scan, format, wide, used) for name, format in casts.items()}
+        partly = {name: found for name, found in fits.items() if found.mixed}
     if partly:
         name, found = max(partly.items(), key=lambda item: item[1].bits)
         return Origin(stored, (name,), found.share, evidence=found.bits)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from halfstep.bits.dtypes import TYPES
 from halfstep.bits.scan import Progress
 from halfstep.bits.values import Values
 from halfstep.quant import Quantizer
@@ -46,11 +47,36 @@ def stored_pieces(tensor: Values, progress: Progress | None = None) -> Iterator[
     """The rows of a tensor as they are stored, flat, some whole multiple of 128 at a time (the last ones fewer)."""
     columns = tensor.shape[-1]
     rows = max(_ROWS, PIECE // columns // _ROWS * _ROWS)
-    itemsize = tensor.nbytes // tensor.numel
-    for chunk in tensor.chunks(rows * columns * itemsize):
+    for chunk in even(tensor, rows * columns):
         yield chunk
         if progress is not None:
             progress(chunk.nbytes)
+
+
+def even(tensor: Values, count: int) -> Iterator[NDArray[Any]]:
+    """The values in runs of `count` each, the last one shorter, wherever the source's own pieces end.
+
+    Runs are copied only where a piece of the source ends within them, as where a map of a file does.
+    """
+    held: list[NDArray[Any]] = []
+    size, itemsize = 0, TYPES[tensor.dtype].piece.itemsize if tensor.dtype in TYPES else 4
+    for chunk in tensor.chunks(count * itemsize):
+        held.append(chunk)
+        size += chunk.size
+        if size >= count:
+            joined = _joined(held)
+            yield joined[:count]
+            held, size = ([joined[count:]], size - count) if size > count else ([], 0)
+    if held:
+        yield _joined(held)
+
+
+def _joined(held: list[NDArray[Any]]) -> NDArray[Any]:
+    if len(held) == 1:
+        return held[0]
+    joined = np.concatenate(held)
+    joined.flags.writeable = False  # as a file's pieces are: kernels are compiled for those
+    return joined
 
 
 def pieces(tensor: Values) -> Iterator[Tensor]:

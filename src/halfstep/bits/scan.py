@@ -127,24 +127,24 @@ def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
     values = decoded(tensor.dtype)
     times = np.zeros(values.size, np.int64)
     dtype = np.dtype(np.uint16 if values.size > LEVELS else np.uint8)
-    finite = np.flatnonzero(np.isfinite(values[: values.size // 2]))
-    columns = _Columns(tensor, dtype, int(finite[-1]) + 1)
+    columns = _Columns(tensor, dtype, _infinity(tensor.dtype))
     places = Spread(tensor, dtype) if values.size > LEVELS else None
     for chunk in chunks:
         if places is not None:
             places.add(chunk)
         if tensor.numel < _SMALL:
-            codes, counts = np.unique(chunk, return_counts=True)
-            times[codes] += counts
+            codes, often = np.unique(chunk, return_counts=True)
+            times[codes] += often
         else:
             kernel.add_codes(chunk, times)
         columns.add(chunk)
-    used = values[times > 0]
+    seen = np.flatnonzero(times)
+    used, counts = values[seen], times[seen]
     magnitudes = np.abs(used[np.isfinite(used) & (used != 0)])
-    table = from_values(used, times[times > 0])
+    table = from_values(used, counts)
     amax, smallest = magnitudes.max(initial=0.0), magnitudes.min(initial=np.inf)
     where = places.found(values) if places is not None else None
-    levels = _counted(used, times[times > 0]) if _few(table, magnitudes) else None
+    levels = _counted(used, counts) if _few(table, magnitudes) else None
     found = _finished(table, amax, smallest, used, levels, columns, values[columns.largest], where)
     return replace(found, codes=times)
 
@@ -175,6 +175,13 @@ def decoded(dtype: str) -> NDArray[np.float64]:
             return codes.astype(np.uint16).view(np.float16).astype(np.float64)
     format: Format = formats.get(dtype)
     return np.array([format.decode(code) for code in range(256)])
+
+
+@cache
+def _infinity(dtype: str) -> int:
+    """The first magnitude, as a code, that is not finite."""
+    values = decoded(dtype)
+    return int(np.flatnonzero(np.isfinite(values[: values.size // 2]))[-1]) + 1
 
 
 class _Columns:

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from halfstep import formats
 from halfstep.bits.scan import Channels, Scan
 from halfstep.bits.table import Table
@@ -91,7 +89,7 @@ def of_table(
         infinities=table.infinities,
         nans=table.nans,
         significant_bits=table.significant_bits,
-        by_bits=tuple(np.trim_zeros(by_bits, "b").tolist()),
+        by_bits=tuple(by_bits[: table.significant_bits].tolist()),
         lowest_exponent=table.lowest,
         exponents=tuple(table.exponents.tolist()) if table.nonzero else (),
         amax=amax,

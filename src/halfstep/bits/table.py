@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,7 @@ class Table:
         nothing = (columns <= 1) | ((columns <= rows + 1) & (rows < WHOLE))
         return np.where(nothing, 0, self.counts)
 
-    @property
+    @cached_property
     def nonzero(self) -> int:
         """Values that are finite and not zero."""
         return int(self.counts.sum())
@@ -66,24 +66,24 @@ class Table:
         """All values."""
         return self.nonzero + self.zeros + self.nonfinite
 
-    @property
+    @cached_property
     def rows(self) -> Counts:
         """The exponents of the rows."""
         return self.lowest + np.arange(len(self.counts))
 
-    @property
+    @cached_property
     def exponents(self) -> Counts:
         """Finite non-zero values by row."""
         found: Counts = self.counts.sum(1)
         return found
 
-    @property
+    @cached_property
     def by_bits(self) -> Counts:
         """Finite non-zero values by significant bits."""
         found: Counts = self.counts.sum(0)
         return found
 
-    @property
+    @cached_property
     def significant_bits(self) -> int:
         """The fewest significant bits that hold every value; 0 where there is none."""
         used = np.flatnonzero(self.by_bits)
@@ -97,13 +97,13 @@ class Table:
 
     def between(self, low: int, high: int) -> int:
         """Finite values with 2^low <= |x| < 2^high."""
-        inside = (self.rows >= low) & (self.rows < high)
-        return int(self.exponents[inside].sum())
+        first, stop = (min(max(end - self.lowest, 0), len(self.counts)) for end in (low, high))
+        return int(self.exponents[first:stop].sum())
 
     def exact(self, format: Float, shift: int = 0) -> int:
         """Finite non-zero values that are exactly 2^shift times a value of `format`."""
-        allowed = np.clip(allowed_bits(format, self.rows - shift), 0, WIDTH - 1)
-        held = self.sums[np.arange(len(self.counts)), allowed]
+        allowed = held_bits(format, self.lowest - shift, len(self.counts))
+        held = self.sums[_places(len(self.counts)), allowed]
         return int(held.sum()) - self._beyond_largest(format, shift)
 
     def best_shift(self, format: Float) -> tuple[int, int] | None:
@@ -168,6 +168,22 @@ def allowed_bits(format: Float, exponents: Counts) -> Counts:
     """
     steps = exponents - (format.min_exponent - format.mantissa_bits) + 1
     return np.where(exponents > format.max_exponent, 0, np.minimum(format.significant_bits, steps))
+
+
+@lru_cache(1 << 10)
+def held_bits(format: Float, lowest: int, count: int) -> Counts:
+    """The same for `count` exponents from the lowest on, none below 0; read-only, for it is kept."""
+    exponents = lowest + np.arange(count)
+    found: Counts = np.minimum(np.maximum(allowed_bits(format, exponents), 0), WIDTH - 1)
+    found.flags.writeable = False
+    return found
+
+
+@lru_cache(1 << 10)
+def _places(count: int) -> Counts:
+    found = np.arange(count)
+    found.flags.writeable = False
+    return found
 
 
 EMPTY = Table(0, np.zeros((0, WIDTH), np.int64), np.zeros(0, np.int64))

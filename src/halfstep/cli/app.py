@@ -10,6 +10,7 @@ import typer
 import halfstep
 from halfstep.cli.claims import claims
 from halfstep.cli.compare import compare
+from halfstep.cli.diff import diff
 from halfstep.cli.doctor import doctor
 from halfstep.cli.formats import formats
 from halfstep.cli.inspect import inspect
@@ -53,6 +54,7 @@ app.command("compare")(compare)
 app.command("train")(train)
 app.command("doctor")(doctor)
 app.command("inspect")(inspect)
+app.command("diff")(diff)
 app.command("probe")(probe)
 app.add_typer(formats, name="formats")
 app.add_typer(recipes, name="recipes")

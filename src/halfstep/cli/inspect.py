@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli.terminal import show_json
+from halfstep.cli.terminal import reading, show_json
 from halfstep.errors import CheckpointError
 
 
 if TYPE_CHECKING:
-    from halfstep.inspection import Checkpoint
     from halfstep.inspection.declared import Known
 
 
@@ -66,7 +63,8 @@ def inspect(
             _check(given, endings)
     checkpoint, result = open_checkpoint(path), None
     try:
-        with _progress(checkpoint, 1 + bool(casts) + (to is not None)) as progress:
+        total = sum({tensor.storage: tensor.nbytes for tensor in checkpoint.tensors}.values())
+        with reading(total * (1 + bool(casts) + (to is not None))) as progress:
             report = look(checkpoint, quick=quick, casts=casts, known=_known(path, overlay), progress=progress)
             if to is not None and out is not None:
                 result = write(checkpoint, report.tensors, to, out, progress)
@@ -107,23 +105,6 @@ def _save(path: Path, data: bytes) -> None:
         raise CheckpointError(f"{str(path)!r} cannot be written: {error.strerror}; name a file that can be") from None
     finally:
         partial.unlink(missing_ok=True)
-
-
-@contextmanager
-def _progress(checkpoint: Checkpoint, passes: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar of the bytes read, on standard error, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress("reading", *columns, console=console, transient=True) as bar:
-        total = sum({tensor.storage: tensor.nbytes for tensor in checkpoint.tensors}.values())
-        task = bar.add_task("reading", total=passes * total)
-        yield lambda count: bar.advance(task, count)
 
 
 def _known(path: Path, overlay: Path | None) -> Known | None:

@@ -1,9 +1,10 @@
-"""How the command line speaks: errors on standard error, tables on standard output."""
+"""How the command line speaks: errors and progress on standard error, tables on standard output."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from halfstep.printable import printable
@@ -59,3 +60,19 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Ite
     with console.capture() as captured:
         console.print(table, highlight=False)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+@contextmanager
+def reading(total: int) -> Iterator[Callable[[int], None] | None]:
+    """A bar of the bytes read, of `total`, on standard error, where that is a terminal; it is told each piece's."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress("reading", *columns, console=console, transient=True) as bar:
+        task = bar.add_task("reading", total=total)
+        yield lambda count: bar.advance(task, count)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from halfstep.inspection import gguf_iq
+
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -179,15 +181,15 @@ BLOCKS = {
     13: BlockType("q5_k", 256, 176, _q5_k),
     14: BlockType("q6_k", 256, 210, _q6_k),
     15: BlockType("q8_k", 256, 292, _q8_k),
-    16: BlockType("iq2_xxs", 256, 66),
-    17: BlockType("iq2_xs", 256, 74),
-    18: BlockType("iq3_xxs", 256, 98),
-    19: BlockType("iq1_s", 256, 50),
+    16: BlockType("iq2_xxs", 256, 66, gguf_iq.iq2_xxs),
+    17: BlockType("iq2_xs", 256, 74, gguf_iq.iq2_xs),
+    18: BlockType("iq3_xxs", 256, 98, gguf_iq.iq3_xxs),
+    19: BlockType("iq1_s", 256, 50, gguf_iq.iq1_s),
     20: BlockType("iq4_nl", 32, 18, _iq4_nl),
-    21: BlockType("iq3_s", 256, 110),
-    22: BlockType("iq2_s", 256, 82),
+    21: BlockType("iq3_s", 256, 110, gguf_iq.iq3_s),
+    22: BlockType("iq2_s", 256, 82, gguf_iq.iq2_s),
     23: BlockType("iq4_xs", 256, 136, _iq4_xs),
-    29: BlockType("iq1_m", 256, 56),
+    29: BlockType("iq1_m", 256, 56, gguf_iq.iq1_m),
     34: BlockType("tq1_0", 256, 54, _tq1_0),
     35: BlockType("tq2_0", 256, 66, _tq2_0),
     39: BlockType("mxfp4", 32, 17, _mxfp4),

@@ -59,6 +59,7 @@ def inspect(
     tensors = []
     layers = find_layers(checkpoint.tensors) + described(checkpoint)
     parts = layers.parts
+    shown = {file: _shown(file, checkpoint) for file in {tensor.file for tensor in checkpoint.tensors}}
     for tensor in checkpoint.tensors:
         role = "scales" if tensor.name in parts else role_of(tensor.name)
         if tensor.nbytes and tensor.storage in stored:
@@ -66,7 +67,7 @@ def inspect(
             tensors.append(replace(first, name=tensor.name, role=role, tied_to=first.name, duplicate_of=None))
             continue
         found = TensorReport(
-            tensor.name, role, tensor.dtype, tensor.shape, tensor.numel, tensor.nbytes, _shown(tensor.file, checkpoint)
+            tensor.name, role, tensor.dtype, tensor.shape, tensor.numel, tensor.nbytes, shown[tensor.file]
         )
         if quick:
             found = replace(found, origin=quick_origin(tensor, progress))

@@ -29,7 +29,8 @@ class Plain:
 
     def pieces(self, nbytes: int) -> Iterator[np.ndarray]:
         """The values in order."""
-        step = max(max(nbytes, _MAPPED) // self.dtype.itemsize, 1)
+        each = max(nbytes // self.dtype.itemsize, 1)
+        step = each * max(_MAPPED // (each * self.dtype.itemsize), 1)  # so that no piece ends with a map
         with self.file.opened() as descriptor:
             for first in range(0, self.count, step):
                 start, count = self.start + first * self.dtype.itemsize, min(step, self.count - first)

@@ -26,8 +26,8 @@ def rule(metric: Metric | None = None, margin: float = MARGIN) -> str:
     what = f"final {metric.name}" if metric is not None and metric.judges else "final validation loss"
     return (
         "Each seed is a pair: fp32 and the recipe from the same first weights, on the same batches. The differences of "
-        f"their {what}, relative to fp32's, have a {LEVEL:.0%} confidence interval (Student's t). A recipe matches "
-        f"where the whole interval lies below a loss of {100 * margin:.3g}%, degrades where all of it lies above, and "
+        f"their {what}, relative to fp32's mean, have a {LEVEL:.0%} confidence interval (Student's t). A recipe "
+        f"matches where the whole interval lies below a loss of {100 * margin:.3g}%, degrades where all of it lies above, and "
         "where that margin lies inside it, these seeds cannot tell. Differences without a spread of their own, as with "
         "one seed, borrow fp32's from seed to seed, times the square root of two. A run that ends in infinities or NaN "
         "has diverged."
@@ -81,7 +81,7 @@ class RecipeVerdict:
     final_metric: float | None
     """The mean over seeds of the metric after the last step, where the task has one."""
     paired_gap: float | None
-    """The mean over seeds of (final - fp32's with the same seed) / fp32's; positive is worse."""
+    """The mean over seeds of final - fp32's with the same seed, relative to the mean of fp32's; positive is worse."""
     interval: Interval | None
     """Of `paired_gap`; None where neither has a second seed."""
     seeds_to_decide: int | None
@@ -123,11 +123,13 @@ def difference(
     """
     worse = -1 if higher_is_better else 1
     seeds = sorted(finals.keys() & baselines.keys())
-    if not seeds or 0 in baselines.values():  # nothing to compare with, or nothing to be relative to
+    # One scale for all pairs: a seed whose own value comes close to zero would outweigh the others.
+    scale = abs(statistics.fmean(baselines[seed] for seed in seeds)) if seeds else 0.0
+    if not scale:  # nothing to compare with, or nothing to be relative to
         return Difference(UNMEASURED, None, None)
-    pairs = [worse * (finals[seed] - baselines[seed]) / abs(baselines[seed]) for seed in seeds]
+    pairs = [worse * (finals[seed] - baselines[seed]) / scale for seed in seeds]
     gap, varied = statistics.fmean(pairs), len(set(pairs)) > 1
-    others = [value / statistics.fmean(baselines.values()) for value in baselines.values()]
+    others = [value / scale for value in baselines.values()]
     if same:
         interval, spread = Interval(gap, gap), 0.0
     elif varied:

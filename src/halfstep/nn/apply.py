@@ -12,7 +12,7 @@ from torch import nn
 
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
-from halfstep.nn.adapters import bag, convolution, encoder, foreign, gated, lstm, norm, spectral, wide
+from halfstep.nn.adapters import bag, encoder, foreign, gated, lstm, norm, spectral, wide
 from halfstep.nn.adopt import adopt, is_covered, release
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.attention import ATTRIBUTE
@@ -34,7 +34,7 @@ class Report:
     stored: dict[str, int]
     """How many parameters are now stored in each dtype."""
     quantized: tuple[str, ...]
-    """The linear layers whose products round their operands."""
+    """The layers whose products round their operands."""
     kept: dict[str, str]
     """Parameters and layers that do not follow the recipe, with the reason."""
     attention: tuple[str, ...] = ()
@@ -58,15 +58,15 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
 
     Parameters are stored in the recipe's dtype. The forward runs under torch.autocast where the recipe computes in 16
     bits, and autocast ends with the forward, also on an exception. Floating outputs leave in float32, nested ones too,
-    and so do those of a part that is called outside the model's forward (see `halfstep.following`). Linear layers that
-    a rule matches round the operands of their products. On a CPU without 16-bit matrix units the 16-bit products of
-    the others, and of convolutions, are carried in float32 (`kernels.carried`). Parameters of norms with running
-    statistics stay as they are (apex's keep_batchnorm_fp32), and so do buffers.
+    and so do those of a part that is called outside the model's forward (see `halfstep.following`). Linear,
+    convolutional and recurrent layers that a rule matches round the operands of their products. On a CPU without 16-bit
+    matrix units the 16-bit products of the others are carried in float32 (`kernels.carried`). Parameters of norms with
+    running statistics stay as they are (apex's keep_batchnorm_fp32), and so do buffers.
 
     Args:
         model: any module with parameters; apply before wrapping it in DDP, FSDP or torch.compile.
         recipe: a name or a `Recipe`.
-        module_filter: called with (module, path); linear layers for which it is false keep their stock products.
+        module_filter: called with (module, path); layers for which it is false keep their stock products.
 
     Returns:
         What was done and what was not.
@@ -86,19 +86,16 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     before = {name: parameter.dtype for name, parameter in moves.items()}
     autocast = None if recipe.compute == "fp32" else DTYPES[recipe.compute]
     clock = Clock() if any(spec.states for spec in specs.values()) else None
-    rounded = {
-        f"{path}.{weight.name}".lstrip("."): getattr(model.get_submodule(path), weight.name)
-        for path in specs
-        for weight in matched.kinds[path].weights(model.get_submodule(path))
-    }
+    weights = {path: matched.kinds[path].weights(model.get_submodule(path)) for path in specs}
+    rounded = {f"{path}.{weight.name}".lstrip("."): weight for path in specs for weight in weights[path]}
     if recipe.codes is not None:
-        stacks = {name for name, weight in rounded.items() if weight.dim() > 2}
+        stacks = {name for name, weight in rounded.items() if weight.stacked}
         kept |= dict.fromkeys(stacks, "its weights and gradients stay as they are: one scale would serve all experts")
         rounded = {name: weight for name, weight in rounded.items() if name not in stacks}
     applied = Applied(recipe, autocast, before, DTYPES[recipe.grad_format], clock, tuple(rounded))
     try:
         _adopt_layers(model, recipe, matched, specs, widened)
-        attach(model, specs, {path: matched.kinds[path].PRODUCTS for path in specs})
+        attach(model, specs, {path: [weight.product for weight in weights[path]] for path in specs})
         follow(model, applied, _after_copy, widened.values())
     except BaseException:
         _undo(model)
@@ -182,9 +179,8 @@ def _adopt_layers(
     for module in model.modules():
         if specs and encoder.fits(module):
             adopt(module, encoder.forward)
-        for adapter, wanted in ((convolution, carries), (lstm, recipe.compute != "fp32")):
-            if wanted and adapter.fits(module) and module not in widened.values():
-                adopt(module, adapter.forward)
+        if recipe.compute != "fp32" and lstm.fits(module) and module not in widened.values():
+            adopt(module, lstm.forward)
     for path in matched.attends:
         setattr(model.get_submodule(path), ATTRIBUTE, recipe.attention)
     for path in matched.smoothed:

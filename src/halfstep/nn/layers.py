@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from halfstep.errors import ModelError, RecipeError
-from halfstep.nn.adapters import attention, conv1d, experts, gated, linear
+from halfstep.nn.adapters import attention, cell, conv1d, convolution, experts, gated, linear, recurrent
 from halfstep.nn.attention import DotProductAttention
 from halfstep.nn.quantized_weights import Weight
 from halfstep.ops.subclasses import foreign
@@ -26,8 +26,6 @@ class Kind(Protocol):
     """An adapter: one kind of layer whose products follow a `LinearSpec`."""
 
     NAME: str
-    PRODUCTS: tuple[str, ...]
-    """Its products with scaling states of their own; ("",) for a layer with one."""
 
     @property
     def fits(self) -> Callable[[nn.Module], bool]:
@@ -42,7 +40,7 @@ class Kind(Protocol):
         """forward(stock, module, *args, **kwargs), with the spec at module._halfstep_linear."""
 
 
-KINDS: tuple[Kind, ...] = (linear, conv1d, attention, experts)
+KINDS: tuple[Kind, ...] = (linear, conv1d, attention, experts, convolution, recurrent, cell)
 
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
@@ -87,7 +85,11 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
                     "apply the recipe before another library quantises the model, keep these layers by module_filter, "
                     "or take a recipe without rules, such as bf16-mixed"
                 )
-            specs |= dict.fromkeys(hits, rule.linear)
+            whole = {
+                path for path in hits if rule.linear.accumulates and _filters(model.get_submodule(path), kinds[path])
+            }
+            kept |= dict.fromkeys(whole, "a convolution, whose sums are torch's own; the rule's products accumulate")
+            specs |= {path: rule.linear for path in hits if path not in whole}
         else:
             kept |= dict.fromkeys(hits, rule.why or "kept by the recipe")
         for path, why in refused.items():
@@ -96,12 +98,12 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
         if not hits and not rule.optional:
             near = get_close_matches(rule.path, kinds, n=3, cutoff=0.0)
             raise RecipeError(
-                f"recipe {recipe.name!r}: rule {rule.path!r} matched no linear layer. "
-                f"Nearest: {', '.join(near) or 'the model has no nn.Linear'}"
+                f"recipe {recipe.name!r}: rule {rule.path!r} matched no layer whose products a rule can round. "
+                f"Nearest: {', '.join(near) or 'the model has none (linear, convolutional, recurrent, attention)'}"
             )
     if specs and not chosen & specs.keys():
         raise RecipeError(
-            f"recipe {recipe.name!r}: module_filter selects none of the {len(specs)} linear layers its rules match"
+            f"recipe {recipe.name!r}: module_filter selects none of the {len(specs)} layers its rules match"
         )
     specs = {path: spec for path, spec in specs.items() if path in chosen}
     kinds = {path: kind for path, kind in kinds.items() if path not in others}  # their products are their library's
@@ -130,6 +132,11 @@ def _sorted(model: nn.Module) -> tuple[dict[str, Kind], dict[str, str]]:
     return kinds, refused
 
 
+def _filters(module: nn.Module, kind: Kind) -> bool:
+    """Whether the layer is a convolution."""
+    return any(weight.layout is not None for weight in kind.weights(module))
+
+
 def _foreign(module: nn.Module, kind: Kind) -> str | None:
     """What a weight of the layer is, where it is another library's tensor."""
     weights = (getattr(module, weight.name) for weight in kind.weights(module))
@@ -142,10 +149,8 @@ def _refusal(module: nn.Module) -> str | None:
         return "its forward is not nn.Linear's"
     if isinstance(module, nn.MultiheadAttention):
         return "its forward, or its out_proj's, is not torch's"
-    if isinstance(module, _CONVOLUTIONS):
-        return "a convolution: rules round products of linear layers only"
-    if isinstance(module, _RECURRENT):
-        return "a recurrent layer: rules round products of linear layers only"
+    if isinstance(module, (*_CONVOLUTIONS, *_RECURRENT)):
+        return "its forward is not torch's"
     if isinstance(module, (*_TABLES, ParametrizationList)):  # the layer multiplies by what it makes of its parameters
         return None
     own = [name for name, p in module._parameters.items() if p is not None and p.dim() > 1]

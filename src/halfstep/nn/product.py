@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from halfstep import ops
 from halfstep.nn.following import part_of
 from halfstep.nn.quantized_weights import quantized_weight
 from halfstep.nn.scaling import states_of
+from halfstep.ops.linear import product_dtype
 from halfstep.ops.operand import Operand
 from halfstep.recipe import LinearSpec
 
@@ -20,7 +22,7 @@ _PLAIN = LinearSpec()  # of a layer that no rule rounds and another's forward mu
 def product(
     module: Any,
     x: Tensor,
-    weight: Tensor | Operand,
+    weight: Tensor | Operand | ops.RoundedWeight,
     bias: Tensor | None,
     part: str = "",
     channels: Tensor | None = None,
@@ -31,10 +33,18 @@ def product(
         part: of the layer's products, where it has several.
         channels: as `ops.linear` takes them.
     """
+    return ops.linear(x, weight, bias, spec_of(module), states_of(module, part), records(module), channels)
+
+
+def spec_of(module: Any) -> LinearSpec:
+    """How the layer's products round their operands."""
+    return vars(module).get("_halfstep_linear", _PLAIN)  # type: ignore[no-any-return]
+
+
+def records(module: Any) -> bool:
+    """Whether this call trains the model, so that scaling states take in what they see."""
     shared = part_of(module)
-    record = shared is not None and shared.trains(module)
-    spec = vars(module).get("_halfstep_linear", _PLAIN)
-    return ops.linear(x, weight, bias, spec, states_of(module, part), record, channels)
+    return shared is not None and shared.trains(module)
 
 
 def weight_of(module: Any, name: str, x: Tensor, expert: int | None = None) -> Any:
@@ -44,3 +54,15 @@ def weight_of(module: Any, name: str, x: Tensor, expert: int | None = None) -> A
         return quantized_weight(module, name, x, expert)
     weight = getattr(module, name)
     return ops.values_of(weight if expert is None else weight[expert])
+
+
+def repeated_weight(module: Any, name: str, x: Tensor, part: str) -> Any:
+    """`weight_of` for products of that part with several tensors, of which x is one: rounded once for all of them, and
+    with a gradient that adds up in float32."""
+    weight = weight_of(module, name, x)
+    if isinstance(weight, Operand):
+        return weight
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    if torch.compiler.is_compiling():  # a graph finds by itself what it computes twice
+        return weight
+    return ops.rounded_weight(weight, spec_of(module), product_dtype(x), states_of(module, part), records(module))

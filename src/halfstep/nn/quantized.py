@@ -71,7 +71,7 @@ def quantize_model(
     for path in applied.quantized:
         module: Any = model.get_submodule(path)
         weights = kinds[path].weights(module)
-        whole = {w.name: why for w in weights if (why := _whole(module, w.name, path, owners)) is not None}
+        whole = {w.name: why for w in weights if (why := _whole(module, w, path, owners)) is not None}
         kept |= dict.fromkeys([path] * bool(whole), next(iter(whole.values()), ""))
         states = {n.removeprefix(f"{path}."): s for n, s in histories.items() if n.rpartition(".")[0] == path}
         codes += _store(module, weights, whole, states)
@@ -101,10 +101,13 @@ def _store(
     return codes
 
 
-def _whole(module: Any, name: str, path: str, owners: Mapping[int, list[str]]) -> str | None:
+def _whole(module: Any, weight: Weight, path: str, owners: Mapping[int, list[str]]) -> str | None:
     """Why a weight is not stored as codes; None where it is."""
+    name = weight.name
     if module._halfstep_linear.output.rhs is None:
         return "its forward product takes the weight as it is"
+    if weight.whole:
+        return weight.whole
     others = [owner for owner in owners[id(getattr(module, name))] if owner != _join(path, name)]
     return f"its {name} is also {others[0]}, so it stays whole and is rounded at every call" if others else None
 

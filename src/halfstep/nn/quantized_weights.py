@@ -15,19 +15,26 @@ from halfstep.nn.adopt import extend
 from halfstep.nn.scaling import accept_factors, states_of
 from halfstep.ops.linear import product_dtype
 from halfstep.ops.operand import Operand, decoded, just_in_time, operand, stored
+from halfstep.ops.places import Layout, rounded
 from halfstep.quant import Quantizer
 from halfstep.quant.description import label
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter that a layer multiplies by: a matrix (out, in), or one for each of several experts."""
+    """A parameter that a layer multiplies by: a matrix (out, in), one for each of several experts, or filters."""
 
     name: str
     product: str = ""
     """Of which of the layer's products, where it has several."""
     transposed: bool = False
     """Whether the parameter holds it as (in, out)."""
+    layout: Layout | None = None
+    """How the rows of its matrix lie in the parameter, where these are a convolution's filters."""
+    stacked: bool = False
+    """Whether the parameter holds several such matrices."""
+    whole: str = ""
+    """Why it is kept whole for inference; empty where it is not."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,9 @@ def quantized_weight(module: Any, name: str, x: Tensor, expert: int | None = Non
             matrix, flipped = decoded(_quantized(module, entry, expert), dtype), entry.weight.transposed
         else:
             whole, quantizer, flipped = getattr(module, name), module._halfstep_linear.output.rhs, entry.transposed
+            if entry.layout is not None:
+                state = just_in_time(whole, quantizer, states_of(module, entry.product).get("weight"))
+                return rounded(whole, entry.layout, quantizer, dtype, state)
             plain = whole if expert is None else whole[expert]
             plain = plain.t() if flipped else plain
             state = just_in_time(plain, quantizer, states_of(module, entry.product).get("weight"))

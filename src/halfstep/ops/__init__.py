@@ -4,9 +4,9 @@ from halfstep.ops.attention import attention, rounded_attention
 from halfstep.ops.casts import Quantized, amax_of, decode, encode, fake_quantize, quantize, round_to
 from halfstep.ops.code_tensor import CodeTensor
 from halfstep.ops.codes import decode_scaled, encode_scaled
-from halfstep.ops.convolution import convolution
+from halfstep.ops.convolution import Window, convolution
 from halfstep.ops.files import load_quantized, save_quantized
-from halfstep.ops.linear import linear
+from halfstep.ops.linear import RoundedWeight, linear, rounded_weight
 from halfstep.ops.masters import follow
 from halfstep.ops.matmul import matmul
 from halfstep.ops.native import is_native_available
@@ -15,8 +15,8 @@ from halfstep.ops.snapshot import values_of
 
 
 __all__ = [
-    "CodeTensor", "Quantized", "amax_of", "attention", "channel_scale", "convolution", "decode", "decode_scaled",
-    "encode", "encode_scaled", "fake_quantize", "follow", "is_native_available", "linear", "load_quantized", "matmul",
-    "quantize", "round_to", "rounded_attention", "save_quantized", "smooth_channels", "smooth_tokens", "token_scale",
-    "values_of",
+    "CodeTensor", "Quantized", "RoundedWeight", "Window", "amax_of", "attention", "channel_scale", "convolution",
+    "decode", "decode_scaled", "encode", "encode_scaled", "fake_quantize", "follow", "is_native_available", "linear",
+    "load_quantized", "matmul", "quantize", "round_to", "rounded_attention", "rounded_weight", "save_quantized",
+    "smooth_channels", "smooth_tokens", "token_scale", "values_of",
 ]  # fmt: skip

@@ -1,25 +1,253 @@
-"""Convolutions on the best path that this machine has for their dtype."""
+"""A convolution as three products of quantised operands."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
+from halfstep.ops.linear import States, linear, product_dtype
+from halfstep.ops.once import Backwards, Once, once, run
+from halfstep.ops.operand import Operand, just_in_time, kept, scale_of
+from halfstep.ops.places import filters, places, rounded, turned
+from halfstep.ops.snapshot import values_of
+from halfstep.ops.subclasses import check_plain
+from halfstep.recipe import LinearSpec
+
+
+@dataclass(frozen=True)
+class Window:
+    """How the filters of a convolution move over their input; the tuples have an entry a dimension of space."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    """Zeros on both sides."""
+    dilation: tuple[int, ...]
+    groups: int = 1
+    transposed: bool = False
+    output_padding: tuple[int, ...] = ()
+    """Of a transposed convolution."""
+    margins: tuple[int, ...] = ()
+    """What else is put around the input, first of all: widths as `torch.nn.functional.pad` takes them."""
+    mode: str = "constant"
+    """What stands in the margins: `pad`'s modes."""
+
+    def widened(self, x: Tensor) -> Tensor:
+        """The input with its margins."""
+        return F.pad(x, self.margins, self.mode) if any(self.margins) else x
+
+    def is_pointwise(self, weight: Tensor | Operand) -> bool:
+        """Whether each place of the output is a linear function of the same place of the input alone."""
+        sizes = (weight.values if isinstance(weight, Operand) else weight).shape[2:]
+        still = all(size == 1 for size in (*sizes, *self.stride)) and not any((*self.padding, *self.output_padding))
+        return still and self.groups == 1
+
+    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """torch's convolution of operands of one dtype."""
+        return torch.convolution(
+            x, weight, bias, self.stride, self.padding, self.dilation, self.transposed, self._beyond(), self.groups
+        )
+
+    def grad_input(self, grad: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        """The gradient of an input of that shape."""
+        return self._backward(grad, grad.new_empty(shape), weight, 0)
+
+    def grad_weight(self, grad: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
+        """The gradient of a weight of that shape."""
+        return self._backward(grad, x, grad.new_empty(shape), 1)
+
+    def _backward(self, grad: Tensor, x: Tensor, weight: Tensor, which: int) -> Tensor:
+        window = (self.stride, self.padding, self.dilation, self.transposed, self._beyond(), self.groups)
+        wanted = [which == 0, which == 1, False]
+        return torch.ops.aten.convolution_backward(grad, x, weight, None, *window, wanted)[which]  # type: ignore[no-any-return]
+
+    def _beyond(self) -> tuple[int, ...]:
+        return self.output_padding or (0,) * len(self.stride)
 
 
 def convolution(
-    operation: Callable[[Tensor, Tensor, Tensor | None], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
+    x: Tensor,
+    weight: Tensor | Operand,
+    bias: Tensor | None,
+    window: Window,
+    spec: LinearSpec | None = None,
+    states: States | None = None,
+    record: bool = False,
 ) -> Tensor:
-    """operation(x, weight, bias), a convolution of any dimension, in autocast's dtype where autocast is on.
+    """y = conv(x, w) + b, whose forward product and whose two backward products round their operands as `spec` says.
 
-    Where 16-bit products are carried, it runs in float32 between one rounding of its operands and one of its result,
-    forward and backward: what 16-bit matrix units do, and on CPUs without them twenty times faster for fp16 than torch.
+    x is (batch, in, *places) or (in, *places), weight (out, in / groups, *window), of a transposed convolution (in,
+    out / groups, *window), bias (out). The products run in autocast's dtype where autocast is on. Without a spec it is
+    torch's convolution; where 16-bit products are carried, in float32 between one rounding of its operands and one of
+    its result. A convolution of one place (1x1, stride 1, one group) is `ops.linear` of its channels, bit for bit.
+
+    For tiles the operands are matrices as a linear layer's are, along the shared dimension of each product:
+
+    - forward: a row of x is the `in` channels of a place, and places follow each other image by image; a row of the
+      weight is an output channel's filter, for each place of the window its `in` channels.
+    - gradient of x: a row of dy is the `out` channels of a place; a row of the weight is an input channel's part of all
+      filters, for each place of the window the `out` channels.
+    - gradient of the weight: a row of dy, and of x, is a channel at all places of the batch.
+
+    A tile of several channels begins anew at each place of the window, and is short where the channels end: a block of
+    32 never joins two places of a window. Each group is a convolution of its own (a depthwise one has rows of one
+    channel), but for a scale of the whole tensor. Such a scale multiplies the product before its one rounding; scales
+    of smaller tiles are multiplied into the values, since a sum over a window mixes them. Padded zeros are in no tile.
+
+    Args:
+        weight: an `Operand`, of the weight's shape, is one that is rounded already, for inference.
+        states, record: as in `ops.linear`.
+
+    Raises:
+        ModelError: x has another number of dimensions or channels; as `ops.linear`.
+        RecipeError: a product of the spec has an accumulator.
     """
-    device = x.device
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else x.dtype
-    if not carried.supports(dtype, device):
-        return operation(x, weight, bias)
-    with torch.autocast(device.type, enabled=False):
-        x, weight = x.to(dtype).float(), weight.to(dtype).float()
-        return operation(x, weight, None if bias is None else bias.to(dtype).float()).to(dtype)
+    spec = spec or LinearSpec()
+    if spec.accumulates:
+        raise RecipeError(
+            "a convolution with products that accumulate otherwise than in float32, and its sums are torch's own: give "
+            "its rule no `accumulate`"
+        )
+    values = weight.values if isinstance(weight, Operand) else weight
+    channels = values.shape[0] if window.transposed else values.shape[1] * window.groups
+    if x.dim() == values.dim() - 1 and x.shape[0] == channels:
+        return convolution(x[None], weight, bias, window, spec, states, record).squeeze(0)
+    if x.dim() != values.dim() or x.shape[1] != channels:
+        raise ModelError(
+            f"a convolution of {channels} channels and {values.dim() - 2} dimensions of space found an input of shape "
+            f"{tuple(x.shape)}; expected (batch, {channels}{', size' * (values.dim() - 2)}), or the same without batch"
+        )
+    if window.is_pointwise(weight) and (spec.rounds or isinstance(weight, Operand)):
+        row, last = _row(weight, window), window.widened(x).movedim(1, -1)
+        return linear(last, row, bias, spec, states, record).movedim(-1, 1)
+    if isinstance(weight, Operand):
+        return _infer(window.widened(x), weight, bias, window, spec, states or {})
+    weight = values_of(weight)
+    if spec.rounds:
+        check_plain(weight)
+        function = _Rounded if torch.compiler.is_compiling() else _Eager
+        return run(function, window.widened(x), weight, bias, window, spec, states or {}, record)[0]  # type: ignore[no-any-return]
+    dtype = product_dtype(x)
+    wide = torch.float32 if carried.supports(dtype, x.device) else dtype
+    with torch.autocast(x.device.type, enabled=False):
+        x, weight = window.widened(x.to(dtype).to(wide)), weight.to(dtype).to(wide)
+        return window.apply(x, weight, None if bias is None else bias.to(dtype).to(wide)).to(dtype)
+
+
+def _row(weight: Any, window: Window) -> Any:
+    """The weight of a convolution of one place as (out, in)."""
+    if isinstance(weight, Operand):
+        return Operand(_row(weight.values, window), weight.scale)
+    matrix = values_of(weight).flatten(1)
+    return matrix.t() if window.transposed else matrix
+
+
+def _infer(x: Tensor, weight: Operand, bias: Tensor | None, window: Window, spec: LinearSpec, states: States) -> Tensor:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ModelError(
+            "a layer that is quantised for inference has no gradients, and its input requires one: run it under "
+            "torch.no_grad(), or train the model first and quantise it then"
+        )
+    dtype, quantizer = product_dtype(x), spec.output.lhs
+    with torch.autocast(x.device.type, enabled=False):
+        state = just_in_time(x, quantizer, states.get("input"))
+        return _product(window.apply, rounded(x, places(window.groups), quantizer, dtype, state), weight, bias, dtype)
+
+
+class _Rounded(Once):
+    """The convolution with rounded operands: what `ops.linear`'s returns (see there)."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, spec: LinearSpec, states: States, record: bool
+    ) -> tuple[Tensor | None, ...]:
+        dtype, by_place, by_filter = product_dtype(x), places(window.groups), filters(window.groups, window.transposed)
+        with torch.autocast(x.device.type, enabled=False):
+            lhs = rounded(x, by_place, spec.output.lhs, dtype, states.get("input"), record)
+            rhs = rounded(weight, by_filter, spec.output.rhs, dtype, states.get("weight"), record)
+            y = _product(window.apply, lhs, rhs, bias, dtype)
+            x_kept = kept(lhs, x, turned(spec.grad_weight.rhs), spec.output.lhs, dtype)
+            weight_kept = kept(rhs, weight, turned(spec.grad_input.rhs), spec.output.rhs, dtype)
+        return y, y.new_zeros(()), *x_kept, *weight_kept
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        x, weight, bias, ctx.window, ctx.spec, ctx.states, ctx.record = inputs
+        _, anchor, x_kept, x_scale, weight_kept, weight_scale = output
+        ctx.dtype = product_dtype(x)
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.mark_non_differentiable(*[saved for saved in output[2:] if saved is not None])
+        ctx.set_materialize_grads(False)
+        x_kept, weight_kept = x if x_kept is None else x_kept, weight if weight_kept is None else weight_kept
+        ctx.save_for_backward(anchor, x_kept, x_scale, weight_kept, weight_scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        options = (ctx.needs_input_grad[:3], ctx.window, ctx.spec, ctx.states, ctx.record, ctx.dtype, ctx.dtypes)
+        return *once(_form, grads[0], *ctx.saved_tensors, *options), None, None, None, None
+
+
+class _Eager(Backwards, _Rounded):
+    pass
+
+
+def _form(
+    grad: Tensor,
+    anchor: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    needs: tuple[bool, ...],
+    window: Window,
+    spec: LinearSpec,
+    states: States,
+    record: bool,
+    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, ...],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight and bias, as far as they are needed."""
+    grad_x = grad_weight = grad_bias = None
+    first, second = spec.grad_input, spec.grad_weight
+    by_place, by_filter = places(window.groups), filters(window.groups, window.transposed)
+    state = states.get("grad_output")
+    lhs: Operand | None = None
+    with torch.autocast(grad.device.type, enabled=False):
+        if needs[0]:
+            lhs = rounded(grad, by_place, first.lhs, dtype, state, record)
+            anew = turned(first.rhs) != spec.output.rhs
+            rhs = rounded(weight, by_filter.turned, first.rhs, dtype) if anew else Operand(weight, weight_scale)
+            grad_x = _product(lambda a, b: window.grad_input(a, b, x.shape), lhs, rhs, None, dtype).to(dtypes[0])
+        if needs[1]:
+            if lhs is None or turned(second.lhs) != first.lhs:
+                lhs = rounded(grad, by_place.turned, second.lhs, dtype, state, record)
+            anew = turned(second.rhs) != spec.output.lhs
+            rhs = rounded(x, by_place.turned, second.rhs, dtype) if anew else Operand(x, x_scale)
+            grad_weight = _product(lambda a, b: window.grad_weight(a, b, weight.shape), lhs, rhs, None, dtype)
+            grad_weight = grad_weight.to(dtypes[1])
+        if needs[2]:
+            grad_bias = grad.sum((0, *range(2, grad.dim()))).to(dtypes[2])
+    return grad_x, grad_weight, grad_bias
+
+
+def _product(
+    operation: Callable[..., Tensor], lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """operation(lhs, rhs) times the operands' scales, plus bias, rounded once, as `ops.matmul` forms a product."""
+    lhs, rhs = lhs.widened(dtype), rhs.widened(dtype)
+    scale = scale_of(lhs, rhs)
+    wide = torch.promote_types(lhs.values.dtype, rhs.values.dtype)
+    if scale is not None or wide != dtype or carried.supports(wide, lhs.values.device):
+        wide = torch.promote_types(wide, torch.float32)
+    operands = lhs.values.to(wide), rhs.values.to(wide)
+    bias = None if bias is None else bias.to(dtype).to(wide)
+    if scale is None:
+        return (operation(*operands) if bias is None else operation(*operands, bias)).to(dtype)
+    y = operation(*operands) * scale
+    return (y if bias is None else y + bias.view(-1, *[1] * (y.dim() - 2))).to(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from halfstep.errors import ModelError
 from halfstep.kernels import scaled_mm
 from halfstep.ops.matmul import matmul
 from halfstep.ops.once import Backwards, Once, once, run
-from halfstep.ops.operand import Operand, just_in_time, operand
+from halfstep.ops.operand import Operand, just_in_time, kept, operand, scale_of
 from halfstep.ops.plain import matrix, plain, unflatten
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import check_plain, foreign
@@ -25,9 +26,18 @@ States = Mapping[str, Tensor]
 """States of stateful scalings, by operand: `input`, `weight`, `grad_output` (see `recipe.LinearSpec.states`)."""
 
 
+@dataclass(frozen=True, eq=False)
+class RoundedWeight:
+    """A weight, and what it is rounded to in the two products that take it: for layers that call them several times."""
+
+    weight: Tensor
+    output: Operand
+    grad_input: Operand
+
+
 def linear(
     x: Tensor,
-    weight: Tensor | Operand,
+    weight: Tensor | Operand | RoundedWeight,
     bias: Tensor | None,
     spec: LinearSpec,
     states: States | None = None,
@@ -41,7 +51,8 @@ def linear(
     An operand that both of its products round alike, with one scale or square tiles, is rounded once.
 
     Args:
-        weight: an `Operand` is one that is rounded already, for inference: its layer has no gradients.
+        weight: an `Operand` is one that is rounded already, for inference: its layer has no gradients. What
+            `rounded_weight` made is rounded already too, and has them.
         states: where the spec has stateful scalings, their states; `nn.apply` keeps them beside the module.
         record: raise this step's amaxes in the states. False for evaluation, which must not move them.
         channels: x comes multiplied by it, a power of two a channel (in); what x is rounded to is divided by it, which
@@ -53,11 +64,13 @@ def linear(
     """
     if isinstance(weight, Operand):
         return _infer(x, weight, bias, spec.output, (states or {}).get("input"), channels)
-    weight = values_of(weight)
+    once_for_all = weight if isinstance(weight, RoundedWeight) else None
+    weight = weight.weight if isinstance(weight, RoundedWeight) else values_of(weight)
     if spec.rounds:
         check_plain(weight)
         function = _Rounded if torch.compiler.is_compiling() else _Eager
-        return run(function, x, weight, bias, spec, states or {}, record, channels)[0]  # type: ignore[no-any-return]
+        options = spec, states or {}, record, channels, once_for_all
+        return run(function, x, weight, bias, *options)[0]  # type: ignore[no-any-return]
     if channels is not None:
         x = x * channels.reciprocal().to(x.dtype)
     if not torch.compiler.is_compiling() and foreign(weight) is not None:
@@ -65,6 +78,20 @@ def linear(
     dtype = product_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
         return plain(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def rounded_weight(
+    weight: Tensor, spec: LinearSpec, dtype: torch.dtype, states: States | None = None, record: bool = False
+) -> RoundedWeight:
+    """A weight (out, in) for several calls of `linear` whose products run in `dtype`, rounded once for all of them."""
+    check_plain(weight)
+    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+        output, later = (
+            operand(weight, spec.output.rhs, dtype, (states or {}).get("weight"), record),
+            spec.grad_input.rhs,
+        )
+        same = _down(later) == spec.output.rhs
+        return RoundedWeight(weight, output, output if same else operand(weight, _down(later), dtype))
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -109,24 +136,26 @@ class _Rounded(Once):
         states: States,
         record: bool,
         channels: Tensor | None,
+        rounded: RoundedWeight | None,
     ) -> tuple[Tensor | None, ...]:
         dtype, rows = product_dtype(x), matrix(x)
         with torch.autocast(x.device.type, enabled=False):
             lhs = operand(rows, spec.output.lhs, dtype, states.get("input"), record)
-            rhs = operand(weight, spec.output.rhs, dtype, states.get("weight"), record)
+            rhs = rounded.output if rounded else operand(weight, spec.output.rhs, dtype, states.get("weight"), record)
             y = _product(lhs.over(channels, dtype), rhs.t(), bias, dtype, spec.output.accumulate)
             # What a backward product takes as the forward did is kept so; what it rounds anew, as it came.
-            x_kept = _kept(lhs, rows, _down(spec.grad_weight.rhs), spec.output.lhs, dtype)
-            weight_kept = _kept(rhs, weight, _down(spec.grad_input.rhs), spec.output.rhs, dtype)
+            x_kept = kept(lhs, rows, _down(spec.grad_weight.rhs), spec.output.lhs, dtype)
+            later = _down(spec.grad_input.rhs)
+            weight_kept = (None, None) if rounded else kept(rhs, weight, later, spec.output.rhs, dtype)
         return unflatten(y, x), y.new_zeros(()), *x_kept, *weight_kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        x, weight, bias, ctx.spec, ctx.states, ctx.record, channels = inputs
+        x, weight, bias, ctx.spec, ctx.states, ctx.record, channels, ctx.rounded = inputs
         _, anchor, x_kept, x_scale, weight_kept, weight_scale = output
         ctx.dtype, ctx.shape = product_dtype(x), x.shape
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.mark_non_differentiable(*[kept for kept in output[2:] if kept is not None])
+        ctx.mark_non_differentiable(*[saved for saved in output[2:] if saved is not None])
         ctx.set_materialize_grads(False)
         x_kept, weight_kept = x if x_kept is None else x_kept, weight if weight_kept is None else weight_kept
         ctx.save_for_backward(anchor, x_kept, x_scale, weight_kept, weight_scale, channels)
@@ -134,7 +163,7 @@ class _Rounded(Once):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         options = (ctx.needs_input_grad[:3], ctx.spec, ctx.states, ctx.record, ctx.dtype, ctx.shape, ctx.dtypes)
-        return *once(_form, grads[0], *ctx.saved_tensors, *options), None, None, None, None
+        return *once(_form, grads[0], *ctx.saved_tensors, *options, ctx.rounded), *[None] * 5
 
 
 class _Eager(Backwards, _Rounded):
@@ -156,6 +185,7 @@ def _form(
     dtype: torch.dtype,
     shape: torch.Size,
     dtypes: tuple[torch.dtype, ...],
+    rounded: RoundedWeight | None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, weight and bias, as far as they are needed."""
     rows, x = matrix(grad), matrix(x)
@@ -165,8 +195,12 @@ def _form(
     with torch.autocast(rows.device.type, enabled=False):
         if needs[0]:
             lhs = operand(rows, first.lhs, dtype, states.get("grad_output"), record)
-            anew = _down(first.rhs) != spec.output.rhs
-            rhs = operand(weight, _down(first.rhs), dtype) if anew else Operand(weight, weight_scale)
+            if rounded is not None:
+                rhs = rounded.grad_input
+            elif _down(first.rhs) != spec.output.rhs:
+                rhs = operand(weight, _down(first.rhs), dtype)
+            else:
+                rhs = Operand(weight, weight_scale)
             grad_x = _product(lhs, rhs, None, dtype, first.accumulate).view(shape).to(dtypes[0])
             if channels is not None:
                 grad_x = grad_x * channels.reciprocal().to(grad_x.dtype)
@@ -186,19 +220,10 @@ def _down(quantizer: Quantizer | None) -> Quantizer | None:
     return None if quantizer is None else quantizer.down
 
 
-def _kept(
-    used: Operand, x: Tensor, later: Quantizer | None, now: Quantizer | None, dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None]:
-    """Values and scale of what the backward takes; None for the values where these are the input as it came."""
-    kept = used if later == now else Operand(x.to(dtype)) if later is None else Operand(x)
-    return None if kept.values is x else kept.values, kept.scale
-
-
 def _product(
     lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, accumulate: Accumulator | None
 ) -> Tensor:
     if accumulate is None and scaled_mm.supports(lhs, rhs, dtype):
         return scaled_mm.run(lhs, rhs, bias, dtype)
-    lhs, rhs = lhs.widened(dtype), rhs.widened(dtype)
-    scale = lhs.scale if rhs.scale is None else rhs.scale if lhs.scale is None else lhs.scale * rhs.scale
-    return matmul(lhs.values, rhs.values, None if bias is None else bias.to(dtype), scale, dtype, accumulate)
+    lhs, rhs, bias = lhs.widened(dtype), rhs.widened(dtype), None if bias is None else bias.to(dtype)
+    return matmul(lhs.values, rhs.values, bias, scale_of(lhs, rhs), dtype, accumulate)

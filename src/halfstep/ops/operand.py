@@ -137,6 +137,20 @@ def just_in_time(x: Tensor, quantizer: Quantizer | None, state: Tensor | None) -
     return state
 
 
+def kept(
+    used: Operand, x: Tensor, later: Quantizer | None, now: Quantizer | None, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """Values and scale of what a backward product takes of x, which the forward used as `used`; None for the values
+    where these are the input as it came."""
+    saved = used if later == now else Operand(x.to(dtype)) if later is None else Operand(x)
+    return None if saved.values is x else saved.values, saved.scale
+
+
+def scale_of(lhs: Operand, rhs: Operand) -> Tensor | None:
+    """What the product of two operands is multiplied by."""
+    return lhs.scale if rhs.scale is None else rhs.scale if lhs.scale is None else lhs.scale * rhs.scale
+
+
 def _lies_down(tile: Tile) -> bool:
     """Whether the tiles are columns, or pieces of columns."""
     return tile.columns == 1 and tile.rows != 1

@@ -30,7 +30,7 @@ class Target:
     recipe: Recipe
     others: tuple[Recipe, ...]
     stored: bool
-    """Whether whole tensors are stored in it; otherwise the operands of linear layers are rounded to it."""
+    """Whether whole tensors are stored in it; otherwise the operands of layers' products are rounded to it."""
 
     @property
     def format(self) -> Format:
@@ -42,8 +42,8 @@ def target(to: object, loss_scale: float | None = None) -> Target:
     """The target of a format's name, a `Format` or a `torch.dtype`.
 
     fp16 and bf16 mean all of the model: weights, activations and gradients, as `model.to(dtype)` has them, trained with
-    the loss scale of fp16-master (fp16) or none. Any other format means the operands of all linear layers, heads and
-    routers apart, rounded to it without a scale, the rest in float32.
+    the loss scale of fp16-master (fp16) or none. Any other format means the operands of all layers' products, heads
+    and routers apart, rounded to it without a scale, the rest in float32.
 
     Args:
         loss_scale: a constant one, in the place of the recipe's.
@@ -72,7 +72,7 @@ def _rounding(name: str, quantizer: Quantizer) -> Recipe:
     rules = (*KEEP, Rule("*", linear_spec(input=quantizer, weight=quantizer, grad_output=quantizer)))
     return Recipe(
         name,
-        summary=f"Operands of linear layers in {quantizer.format.name}, {scaled}; the rest in fp32.",
+        summary=f"Operands of products in {quantizer.format.name}, {scaled}; the rest in fp32.",
         source="halfstep probe",
         rules=rules,
     )

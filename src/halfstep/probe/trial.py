@@ -68,7 +68,7 @@ class Trial:
     gradient_errors: dict[str, float]
     """The relative error of each parameter's gradient on the first batch."""
     rounded: tuple[str, ...] = ()
-    """The linear layers whose operands the recipe rounds."""
+    """The layers whose operands the recipe rounds."""
 
     @property
     def passed(self) -> bool:

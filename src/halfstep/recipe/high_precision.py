@@ -24,4 +24,4 @@ KEEP = tuple(
     for paths, why in ((ROUTERS, "router"), (HEADS, "output head"), (ADAPTERS, "LoRA adapter"))
     for path in paths
 )
-"""Rules to put before a recipe's own. Embeddings and norms are no linear layers and stay as they are anyway."""
+"""Rules to put before a recipe's own. Embeddings and norms form no products and stay as they are anyway."""

@@ -51,8 +51,12 @@ class LinearSpec:
     @property
     def rounds(self) -> bool:
         """Whether any operand, or any sum, is rounded."""
-        sums = self.output.accumulate or self.grad_input.accumulate or self.grad_weight.accumulate
-        return bool(self.quantizers) or sums is not None
+        return bool(self.quantizers) or self.accumulates
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether any product has an accumulator of its own."""
+        return any(product.accumulate for product in (self.output, self.grad_input, self.grad_weight))
 
     def _uses(self) -> dict[str, tuple[Quantizer | None, Quantizer | None]]:
         return {

@@ -39,7 +39,9 @@ SMOOTH_GLU = {
 
 @dataclass(frozen=True)
 class Rule:
-    """Linear layers whose module path matches the glob `path` follow `linear`; the first match wins.
+    """Layers whose module path matches the glob `path` round their products as `linear` says; the first match wins.
+
+    Linear, convolutional and recurrent ones, and attention's projections: `nn.layers.KINDS`.
 
     A rule that matches no layer is an error, unless it is `optional`. A rule whose spec rounds nothing keeps its
     layers in the recipe's compute dtype; `why` then says why.
@@ -115,7 +117,7 @@ class Recipe:
     """The dtype of torch.autocast around the model's forward; fp32 is no autocast."""
     loss_scale: LossScale | None = None
     rules: tuple[Rule, ...] = ()
-    """Which linear layers round their operands, and how."""
+    """Which layers round their operands, and how."""
     codes: Codes | None = None
     """How the weights that rules round, their gradients and masters are kept, where not as `weights`, `grads` and
     `master` say."""

@@ -65,8 +65,8 @@ def run(
 
 def supports_scaled(x: Tensor, out: Tensor, format: Format) -> bool:
     """Whether `run` can round `x` times a factor into `out`, saturating: x * factor has all of float32's bits."""
-    holds = elements.knows(format) and elements.holds(format, "saturate", torch.float32, out.dtype)
-    return holds and plain(x) and plain(out) and x.shape == out.shape and separate(x, out)
+    known = plain(x) and plain(out) and x.shape == out.shape and separate(x, out) and elements.knows(format)
+    return known and elements.holds(format, "saturate", torch.float32, out.dtype)
 
 
 @lanes("like")

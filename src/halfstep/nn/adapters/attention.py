@@ -22,7 +22,6 @@ from halfstep.nn.quantized_weights import Weight
 
 
 NAME = "nn.MultiheadAttention"
-PRODUCTS: tuple[str, ...] = ("",)
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 

@@ -9,7 +9,6 @@ from halfstep.nn.quantized_weights import Weight
 
 
 NAME = "Conv1D"
-PRODUCTS: tuple[str, ...] = ("",)
 
 
 def fits(module: nn.Module) -> bool:

@@ -1,38 +1,67 @@
-"""Convolution layers: their 16-bit products are carried in float32 where the machine has no units for them."""
+"""Convolution layers: their three products round their operands.
 
-from functools import partial
+Where no rule reaches one, its 16-bit products are carried in float32 on machines that have no units for them.
+"""
+
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import ops
+from halfstep.nn.product import records, spec_of, weight_of
+from halfstep.nn.quantized_weights import Weight
+from halfstep.nn.scaling import states_of
+from halfstep.ops.places import filters
 
 
-_KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = {nn.ConvTranspose1d: F.conv_transpose1d, nn.ConvTranspose2d: F.conv_transpose2d}
+NAME = "convolution"
+_KINDS: tuple[Any, ...] = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+)  # fmt: skip
+_OWN = ("forward", "_conv_forward")  # what a subclass may compute otherwise
 
 
 def fits(module: nn.Module) -> bool:
     """Whether `forward` below may stand in for the module's own: a subclass or a patch with another is left alone."""
-    kinds: tuple[Any, ...] = (*_KINDS, *_TRANSPOSED)
-    return "forward" not in vars(module) and any(type(module).forward is kind.forward for kind in kinds)
+    stock = next((kind for kind in _KINDS if isinstance(module, kind)), None)
+    return stock is not None and all(
+        name not in vars(module) and getattr(type(module), name, None) is getattr(stock, name, None) for name in _OWN
+    )
+
+
+def weights(module: Any) -> tuple[Weight, ...]:
+    """What the convolution multiplies by."""
+    layout = filters(module.groups, module.transposed)
+    return (Weight("weight", layout=layout, whole="a convolution's weight stays whole and is rounded at every call"),)
 
 
 def forward(stock: Any, module: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
     """The module's own convolution, padding included, through `ops.convolution`."""
-    if isinstance(module, _KINDS):
-        return ops.convolution(module._conv_forward, input, module.weight, module.bias)
-    dimensions = input.dim() - 2
-    padding = module._output_padding(
-        input, output_size, module.stride, module.padding, module.kernel_size, dimensions, module.dilation
-    )
-    operation = partial(
-        next(function for kind, function in _TRANSPOSED.items() if isinstance(module, kind)),
-        stride=module.stride,
-        padding=module.padding,
-        output_padding=padding,
-        groups=module.groups,
-        dilation=module.dilation,
-    )
-    return ops.convolution(operation, input, module.weight, module.bias)
+    weight, spec = weight_of(module, "weight", input), spec_of(module)
+    window = _window(module, input, output_size)
+    return ops.convolution(input, weight, module.bias, window, spec, states_of(module), records(module))
+
+
+def _window(module: Any, input: Tensor, output_size: list[int] | None) -> ops.Window:
+    stride, padding, dilation, groups = module.stride, module.padding, module.dilation, module.groups
+    if module.transposed:
+        sizes, dimensions = module.kernel_size, len(module.kernel_size)
+        beyond = module._output_padding(input, output_size, stride, padding, sizes, dimensions, dilation)
+        return ops.Window(stride, padding, dilation, groups, True, tuple(beyond))
+    none = (0,) * len(module.kernel_size)
+    if module.padding_mode != "zeros":
+        mode = module.padding_mode
+        return ops.Window(stride, none, dilation, groups, margins=_margins(module), mode=mode)
+    if isinstance(padding, str):  # "same": as torch, zeros on both sides, and one more at the end where they are odd
+        margins = _margins(module)
+        padding = tuple(reversed(margins[::2]))
+        ends = tuple(
+            width for left, right in zip(margins[::2], margins[1::2], strict=True) for width in (0, right - left)
+        )
+        return ops.Window(stride, padding, dilation, groups, margins=ends)
+    return ops.Window(stride, padding, dilation, groups)
+
+
+def _margins(module: Any) -> tuple[int, ...]:
+    """The widths of its padding as `torch.nn.functional.pad` takes them: the last dimension first."""
+    return tuple(module._reversed_padding_repeated_twice)

@@ -17,7 +17,6 @@ from halfstep.nn.quantized_weights import Weight
 
 
 NAME = "fused experts"
-PRODUCTS: tuple[str, ...] = ("up", "down")
 _LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "act_fn", "num_experts")
 
 
@@ -42,7 +41,9 @@ def fits(module: nn.Module) -> bool:
 def weights(module: Any) -> tuple[Weight, ...]:
     """What its two products multiply by, expert by expert."""
     names = {"up": "gate_up_proj" if module.has_gate else "up_proj", "down": "down_proj"}
-    return tuple(Weight(name, product, transposed=module.is_transposed) for product, name in names.items())
+    return tuple(
+        Weight(name, product, transposed=module.is_transposed, stacked=True) for product, name in names.items()
+    )
 
 
 def forward(stock: Any, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from halfstep.nn.product import product, weight_of
 from halfstep.nn.quantized_weights import Weight
 
 
-PRODUCTS: tuple[str, ...] = ("",)
 NAME = "nn.Linear"
 
 

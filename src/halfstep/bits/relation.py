@@ -1,0 +1,157 @@
+"""What two tensors' bits say of how one came from the other: which cast, which grid, which merge; or only how far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Protocol, TypeVar
+
+from halfstep import formats
+from halfstep.bits.derived import Alike, Average, Multiple
+from halfstep.bits.evidence import CERTAIN
+from halfstep.bits.low_rank import LowRank, low_rank
+from halfstep.bits.origin import origin, stored_format
+from halfstep.bits.pair import Change, Doubles, Pair, change, comparable, same_bytes
+from halfstep.bits.requantised import Requantised, requantised
+from halfstep.bits.rounded import Rounded, Rounding
+from halfstep.bits.scan import readable, scan
+from halfstep.formats import Float
+
+
+KINDS = (
+    "identical", "equal", "cast", "uncast", "near", "alike", "multiple", "average", "quantised", "merged", "changed",
+    "unrelated", "unread",
+)  # fmt: skip
+"""identical: the same bytes. equal: equal values, of two types or of signs of zero. cast: B is A rounded to a format.
+uncast: A is B rounded to one. near: within one step of a format of A. alike: of two types, and no farther apart than
+roundings of the same values. multiple: A times a factor. average: of A and a third tensor. quantised: B's values lie on
+a quantiser's grid. merged: A and a matrix of low rank. changed: none of these. unrelated: changed, and at right angles.
+unread: values that were not compared."""
+
+_FORMATS = (
+    "bf16", "fp16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "tf32", "fp32",
+)  # fmt: skip
+_CHAINS = (("bf16", "fp16"), ("fp16", "bf16"), ("bf16", "float8_e4m3fn"), ("fp16", "float8_e4m3fn"))
+_AVERAGED = ("bf16", "fp16")
+_FIRST = 1 << 10  # values that a guess is tried on before all are
+_EVIDENT = 4  # values that must follow from a factor
+_FOLLOWING = 0.5  # of A's values on a grid: GPTQ goes to others than the nearest, to mend the errors of others
+_KEPT = 0.9  # equal values from which on a difference is of some places, and its rank is their number
+_UNRELATED, _MANY = 0.05, 4096  # the cosine below which so many values have nothing in common
+
+
+@dataclass(frozen=True)
+class Relation:
+    """How B follows from A, and how far it is: what is not None says more of the `kind`."""
+
+    kind: str
+    change: Change | None = None
+    rounded: Rounded | None = None
+    grid: Requantised | None = None
+    factor: float | None = None
+    averaged: str | None = None
+    """The format of A and of the third tensor."""
+    low_rank: LowRank | None = None
+
+    @property
+    def key(self) -> str:
+        """The conclusion in a few words, to group tensors by."""
+        found = self.rounded
+        if found is not None:
+            return f"{self.kind} {f'{found.through}, then ' if found.through else ''}{found.format}"
+        if self.grid is not None:
+            return f"{self.kind} {self.grid.grid}"
+        return self.kind
+
+
+def relation(pair: Pair) -> Relation:
+    """How B follows from A: the first of `KINDS` that all values bear out, read once for each guess that holds."""
+    if same_bytes(pair):
+        return Relation("identical")
+    if not (comparable(pair.a.dtype) and comparable(pair.b.dtype)):
+        return Relation("unread")
+    far = change(pair)
+    if far.unchanged == far.values:
+        return Relation("equal", far)
+    if not (readable(pair.a) and readable(pair.b)):  # whole numbers: of a few, any cast explains some
+        return Relation(_apart(far), far)
+    return _rounded(pair, far) or _derived(pair, far) or Relation(_apart(far), far)
+
+
+def _apart(far: Change) -> str:
+    return "unrelated" if far.values >= _MANY and abs(far.cosine) < _UNRELATED else "changed"
+
+
+def _rounded(pair: Pair, far: Change) -> Relation | None:
+    """B as A rounded to a format, or A as B; of a format that holds both the neighbours say nothing."""
+    near = None
+    for kind, one in (("cast", pair), ("uncast", pair.swapped)):
+        for guess in _guesses(one):
+            held = _held(guess, one)
+            if held is not None and (found := held.found()).telling and held.evidence(_bits(one.b.dtype)) >= CERTAIN:
+                if found.roundings:
+                    return Relation(kind, far, found)
+                near = near or (Relation("near", far, found) if kind == "cast" else None)
+    return near
+
+
+class _Guess(Protocol):
+    def add(self, a: Doubles, b: Doubles) -> bool: ...
+
+
+G = TypeVar("G", bound=_Guess)
+
+
+def _held(make: Callable[[], G], pair: Pair) -> G | None:
+    """The guess, if no value refutes it: nearly all are refuted by the first few."""
+    if not make().add(*next(pair.runs(_FIRST))):
+        return None
+    guess = make()
+    return guess if all(guess.add(a, b) for a, b in pair.runs()) else None
+
+
+def _guesses(pair: Pair) -> Iterator[Callable[[], Rounding]]:
+    wide, narrow = _bits(pair.a.dtype), _bits(pair.b.dtype)
+    for name in _FORMATS:
+        if _format(name).significant_bits < wide and _format(name).significant_bits <= narrow:
+            yield partial(Rounding, _format(name))
+    for first, name in _CHAINS:
+        if _format(first).significant_bits < wide and _format(name).significant_bits <= narrow:
+            yield partial(Rounding, _format(name), _format(first))
+
+
+def _derived(pair: Pair, far: Change) -> Relation | None:
+    """What takes a look at B alone, or a guess at a factor or a third tensor."""
+    stored = stored_format(pair.b.dtype)
+    if stored is None:
+        return None
+    other = stored_format(pair.a.dtype)
+    if other is not None and pair.a.dtype != pair.b.dtype and _held(partial(Alike, other, stored), pair) is not None:
+        return Relation("alike", far)
+    multiple = _held(partial(Multiple, stored), pair)
+    if multiple is not None and multiple.telling >= _EVIDENT:
+        return Relation("multiple", far, factor=multiple.factor)
+    for name in _AVERAGED:
+        average = _held(partial(Average, _format(name), stored), pair)
+        if average is not None and average.evident:
+            return Relation("average", far, averaged=name)
+    found = scan(pair.b)
+    bits = min(found.table.significant_bits, stored.significant_bits)
+    grid = requantised(pair, origin(found, pair.b.dtype), bits)
+    if grid is not None and grid.nearest >= _FOLLOWING:
+        return Relation("quantised", far, grid=grid)
+    if far.kept < _KEPT and (merged := low_rank(pair, bits)):
+        return Relation("merged", far, low_rank=merged)
+    return None
+
+
+def _bits(dtype: str) -> int:
+    """The significant bits of a stored type."""
+    format = stored_format(dtype)
+    return format.significant_bits if format is not None else 53
+
+
+@cache
+def _format(name: str) -> Float:
+    return formats.get(name, Float)

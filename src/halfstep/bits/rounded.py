@@ -1,0 +1,163 @@
+"""Whether one tensor is another one rounded to a format, and by which rounding: each value has two neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.bits.evidence import CHOSEN
+from halfstep.bits.pair import Doubles
+from halfstep.bits.table import tells
+from halfstep.formats import Float
+
+
+EVEN, AWAY, NEAREST = "to nearest, ties to even", "to nearest, ties away from zero", "to nearest"
+ZERO, UP, DOWN, STOCHASTIC = "toward zero", "up", "down", "stochastically"
+
+_SIGMAS = 5.0  # how far a count of stochastic rounding may be from the one expected
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """How values were rounded to `format`: every one is one of the two neighbours of what it was."""
+
+    format: str
+    telling: int
+    """Values that the format does not hold, so that they had to be rounded."""
+    roundings: tuple[str, ...]
+    """Those that made all of these choices; of few values several may. None where no rounding that is known did."""
+    nearest: float
+    """The share of the telling values that went to the nearer neighbour, or one of two as near."""
+    overflowing: int
+    """Values beyond the format's largest."""
+    through: str | None = None
+    """The format that they were rounded to before that, to nearest."""
+
+
+def steps(magnitudes: Doubles, format: Float) -> Doubles:
+    """The distance of the format's values around each magnitude (of values from a power of two on, above it)."""
+    exponents = np.frexp(magnitudes)[1] - 1
+    found: Doubles = np.ldexp(1.0, np.maximum(exponents, format.min_exponent) - format.mantissa_bits)
+    return found
+
+
+def nearest(values: Doubles, format: Float) -> Doubles:
+    """Each rounded to the nearest value of a format, ties to even; beyond the largest one infinite."""
+    finite = np.where(np.isfinite(values), values, 0.0)
+    step = steps(np.abs(finite), format)
+    rounded = np.rint(finite / step) * step
+    rounded = np.where(np.abs(rounded) > format.max, np.copysign(np.inf, finite), rounded)
+    found: Doubles = np.where(np.isfinite(values), rounded, values)
+    return found
+
+
+class Rounding:
+    """The guess that B is A rounded to a format, taken in piece by piece until a value refutes it.
+
+    Where A has the value x between neighbours l and u of the format, |l| < |x| < |u|, B must have l or u. Which one,
+    for all of them, tells the rounding. Stochastic rounding to u has the probability (|x| - |l|) / (|u| - |l|): so the
+    values that go to the farther neighbour are as many as the smaller of both probabilities add up to.
+    """
+
+    def __init__(self, format: Float, through: Float | None = None) -> None:
+        self._format, self._through = format, through
+        self._counts = np.zeros((3, 2, 2), np.int64)
+        """Values by the half in which they lie (inner, outer, tie), whether they went outward, and whether up."""
+        self._odd = 0  # ties that went to the odd neighbour
+        self._farther = self._variance = 0.0
+        self._overflowing = self._evident = 0
+
+    def evidence(self, significant_bits: int) -> float:
+        """Bits of evidence that B, stored with so many significant bits, was rounded to the format: what it leaves of
+        them unused, in values that tell, CHOSEN of them for free; infinite where it is stored in no more than the
+        format has.
+        """
+        unused = significant_bits - self._format.significant_bits
+        return float(max(self._evident - CHOSEN, 0) * unused) if unused > 0 else np.inf
+
+    def add(self, a: Doubles, b: Doubles) -> bool:
+        """Take in the next values; False if one refutes the guess."""
+        format = self._format
+        if self._through is not None:
+            a = nearest(a, self._through)
+        magnitudes, results = np.abs(a), np.abs(b)
+        finite = np.isfinite(a)
+        if not finite.all():
+            if not (np.isnan(b[np.isnan(a)]).all() and self._beyond(a, b, np.isinf(a))):
+                return False
+            a, b, magnitudes, results = a[finite], b[finite], magnitudes[finite], results[finite]
+        step = steps(magnitudes, format)
+        scaled = magnitudes / step
+        low = np.floor(scaled)
+        share = scaled - low
+        outward = results > low * step
+        over = (low + outward) * step > format.max
+        over |= magnitudes > format.max
+        fits = ((low + outward) * step == results) & ((share > 0) | ~outward) & ((b == 0) | ((b < 0) == (a < 0)))
+        if not (fits | over).all() or not self._beyond(a, b, over):
+            return False
+        self._overflowing += int(over.sum())
+        telling = (share > 0) & ~over
+        self._count(share, outward, low, a > 0, telling)
+        self._evident += int(tells(results[telling]).sum())
+        return True
+
+    def _beyond(self, a: Doubles, b: Doubles, over: NDArray[np.bool_]) -> bool:
+        """Whether values beyond the largest one became that, infinite or NaN."""
+        if not over.any():
+            return True
+        results = b[over]
+        full = (np.abs(results) == self._format.max) | np.isinf(results)
+        return bool((np.isnan(results) | (full & ((results < 0) == (a[over] < 0)))).all())
+
+    def _count(
+        self,
+        share: Doubles,
+        outward: NDArray[np.bool_],
+        low: Doubles,
+        positive: NDArray[np.bool_],
+        telling: NDArray[np.bool_],
+    ) -> None:
+        if not telling.any():
+            return
+        share, outward, low, positive = share[telling], outward[telling], low[telling], positive[telling]
+        tie = share == 0.5
+        half = np.where(tie, 2, share > 0.5)
+        kinds = half * 4 + outward * 2 + (outward == positive)
+        self._counts += np.bincount(kinds, minlength=12).reshape(3, 2, 2)
+        self._odd += int((tie & ((low % 2 == 0) == outward)).sum())
+        self._farther += float(np.minimum(share, 1 - share).sum())
+        self._variance += float((share * (1 - share)).sum())
+
+    def found(self) -> Rounded:
+        """What all values that were taken in say."""
+        telling = int(self._counts.sum())
+        far = int(self._counts[0, 1].sum() + self._counts[1, 0].sum())
+        return Rounded(
+            self._format.name,
+            telling,
+            tuple(self._roundings(far)),
+            1 - far / telling if telling else 1.0,
+            self._overflowing,
+            self._through.name if self._through else None,
+        )
+
+    def _roundings(self, far: int) -> Iterator[str]:
+        _, outward = self._counts.sum((0, 2))
+        down, up = self._counts.sum((0, 1))
+        ties_inward = self._counts[2, 0].sum()
+        if not far:
+            even, away = not self._odd, not ties_inward
+            yield NEAREST if even == away else EVEN if even else AWAY
+        if not outward:
+            yield ZERO
+        if not down:
+            yield UP
+        if not up:
+            yield DOWN
+        # Each goes to the farther neighbour by a chance of its own, and two that go so are no noise yet.
+        if far > 1 and outward and abs(far - self._farther) <= _SIGMAS * np.sqrt(self._variance):
+            yield STOCHASTIC

@@ -1,0 +1,196 @@
+"""Two checkpoints tensor by tensor: how each of B's follows from A's, as far as their bits show it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from halfstep.bits.pair import Pair, comparable, same_bytes
+from halfstep.bits.relation import Relation, relation
+from halfstep.bits.scan import Progress
+from halfstep.bits.values import Values
+from halfstep.inspection.gguf_blocks import UNREAD
+from halfstep.inspection.matching import match
+from halfstep.inspection.opening import open_checkpoint
+from halfstep.inspection.roles import role_of
+from halfstep.inspection.stored import Checkpoint
+from halfstep.inspection.views import First, Turned
+from halfstep.inspection.weights import Weight, weights
+
+
+SCHEMA = 1
+"""The version of `as_data`: fields are added under the same number, and renamed or dropped under the next."""
+
+_TURNED = 1 << 30  # bytes of a matrix that is read whole to be transposed
+_FOUND = ("identical", "equal", "cast", "uncast", "near", "alike", "multiple", "average", "quantised", "merged")
+_APART = 0.5  # the cosine below which a square matrix may be a transposed one
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """A tensor of A and its partner in B: types as stored, shapes, and how one follows from the other."""
+
+    name: str
+    name_b: str
+    role: str
+    stored: tuple[str, str]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    relation: Relation
+    seen: str = ""
+    """What was compared: "" for both as they are, "transposed", "reshaped", or the "first rows", where B has more or
+    fewer."""
+    how: str = "name"
+    """By which they were found: name, prefix, or contents."""
+
+    @property
+    def numel(self) -> int:
+        """A's values."""
+        return math.prod(self.shapes[0])
+
+
+@dataclass(frozen=True)
+class Single:
+    """A tensor that only one of the checkpoints has."""
+
+    name: str
+    role: str
+    stored: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What `diff` found."""
+
+    a: Path
+    b: Path
+    kinds: tuple[str, str]
+    """Of the files."""
+    tensors: tuple[TensorDifference, ...]
+    only_a: tuple[Single, ...] = ()
+    only_b: tuple[Single, ...] = ()
+    prefixes: tuple[str, str] = ("", "")
+    """What A's names, and B's, have in front of what is the same."""
+    remarks: tuple[str, ...] = ()
+    """What of the files was not read."""
+
+    @property
+    def same(self) -> bool:
+        """Whether both have the same names, types, shapes and bytes."""
+        pairs = all(
+            one.relation.kind == "identical" and not one.seen and one.name == one.name_b for one in self.tensors
+        )
+        return pairs and not self.only_a and not self.only_b
+
+    def as_data(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "schema": SCHEMA,
+            "a": str(self.a),
+            "b": str(self.b),
+            "kinds": list(self.kinds),
+            "same": self.same,
+            "prefixes": list(self.prefixes),
+            "tensors": [_data(one) for one in self.tensors],
+            "only_a": [asdict(one) for one in self.only_a],
+            "only_b": [asdict(one) for one in self.only_b],
+            "remarks": list(self.remarks),
+        }
+
+
+def _data(one: TensorDifference) -> dict[str, Any]:
+    far = one.relation.change
+    figures = None
+    if far is not None:
+        relative = far.relative if math.isfinite(far.relative) else None
+        figures = {"kept": far.kept, "bits_kept": far.bits_kept, "relative": relative, "cosine": far.cosine}
+    said = asdict(one.relation)
+    said.pop("change")
+    return {**asdict(one), "relation": {**said, "key": one.relation.key, "change": figures}}
+
+
+def diff(a: str | Path | Checkpoint, b: str | Path | Checkpoint, progress: Progress | None = None) -> Difference:
+    """Compare two checkpoints, one tensor at a time.
+
+    Args:
+        a: a file or a folder that `open_checkpoint` knows, or what it returned.
+        b: the other one, which may be of another kind.
+        progress: told the bytes of each of A's tensors that has a partner, after it was compared.
+
+    Raises:
+        CheckpointError: there is no checkpoint at a path, it is broken, or it was changed meanwhile.
+    """
+    one, other = (x if isinstance(x, Checkpoint) else open_checkpoint(x) for x in (a, b))
+    in_a, in_b = weights(one), weights(other)
+    found = match(in_a, in_b)
+    return Difference(
+        one.path,
+        other.path,
+        (one.kind, other.kind),
+        tuple(_compared(in_a, in_b, found.pairs, found.renamed, progress)),
+        tuple(_single(in_a[name]) for name in found.only_a),
+        tuple(_single(in_b[name]) for name in found.only_b),
+        found.prefixes,
+        tuple(dict.fromkeys((*one.remarks, *other.remarks))),
+    )
+
+
+def _single(weight: Weight) -> Single:
+    return Single(weight.name, role_of(weight.name), weight.stored, weight.shape)
+
+
+def _compared(
+    a: dict[str, Weight],
+    b: dict[str, Weight],
+    pairs: tuple[tuple[str, str], ...],
+    renamed: frozenset[str],
+    progress: Progress | None,
+) -> Iterator[TensorDifference]:
+    for name, name_b in pairs:
+        one, other = a[name], b[name_b]
+        how = "contents" if name in renamed else "name" if name == name_b else "prefix"
+        found, seen = Relation("identical"), ""
+        if how != "contents":
+            found, seen = _relation(one, other)
+        shapes = (one.shape, other.shape)
+        yield TensorDifference(name, name_b, role_of(name), (one.stored, other.stored), shapes, found, seen, how)
+        if progress is not None:
+            progress(one.tensor.nbytes)
+
+
+def _relation(one: Weight, other: Weight) -> tuple[Relation, str]:
+    """How they compare, and what was compared of them."""
+    a, b = one.values, other.values
+    if {one.tensor.dtype, other.tensor.dtype} & UNREAD:
+        return Relation("unread"), ""
+    if a is None or b is None or not (comparable(a.dtype) and comparable(b.dtype)):
+        alike = one.stored == other.stored and one.shape == other.shape
+        return Relation("identical" if alike and same_bytes(Pair(one.tensor, other.tensor)) else "unread"), ""
+    if one.shape == other.shape:
+        found = relation(Pair(a, b))
+        square = len(one.shape) == 2 and one.shape[0] == one.shape[1] > 1
+        far = found.change
+        if square and found.kind not in _FOUND and far is not None and abs(far.cosine) < _APART:
+            turned = _turned(a, b)
+            return (turned, "transposed") if turned is not None else (found, "")
+        return found, ""
+    if len(one.shape) == 2 and other.shape == one.shape[::-1] and (turned := _turned(a, b)) is not None:
+        return turned, "transposed"
+    if a.numel == b.numel and (found := relation(Pair(a, b))).kind in _FOUND:
+        return found, "reshaped"
+    if one.shape and other.shape and one.shape[1:] == other.shape[1:] and min(a.numel, b.numel):
+        shape = (min(one.shape[0], other.shape[0]), *one.shape[1:])
+        return relation(Pair(First(a, shape), First(b, shape))), "first rows"
+    return Relation("shape"), ""
+
+
+def _turned(a: Values, b: Values) -> Relation | None:
+    """How B follows from A transposed; None where nothing but numbers says that it does."""
+    if not 0 < a.nbytes <= _TURNED:
+        return None
+    found = relation(Pair(Turned.of(a), b))
+    close = found.kind == "changed" and found.change is not None and found.change.cosine > _APART
+    return found if found.kind in _FOUND or close else None

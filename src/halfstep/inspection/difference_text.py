@@ -1,0 +1,244 @@
+"""What a difference says, in sentences: one for all tensors of which the same is true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from halfstep.bits.pair import Change
+from halfstep.bits.relation import Relation
+from halfstep.bits.rounded import NEAREST
+from halfstep.bits.verdict import percent
+from halfstep.inspection.difference import Difference, TensorDifference
+from halfstep.inspection.layers import written
+
+
+_NAMES = 3  # that a sentence gives
+_STRANGERS = 0.5  # of the values of matrices, from which on unrelated ones make two models of it
+_SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def sentences(found: Difference) -> list[str]:
+    """What is true of the whole, then of groups of tensors, the most values first, then of what has no partner."""
+    groups = grouped(found.tensors, lambda one: f"{one.relation.key} {one.seen}")
+    order = sorted(groups.values(), key=lambda group: -_values(group))
+    texts = [_whole(found)] if _whole(found) else []
+    total = _values(found.tensors)
+    for group in order:
+        share = percent(_values(group) / total) if total else "none"
+        texts.append(f"{_count(group)} ({share} of the values): {sentence(group)}.")
+    prefixes = [name for name in found.prefixes if name]
+    if prefixes:
+        names = " and ".join(
+            f"{which} begin with {name!r}" for which, name in zip(("A's", "B's"), found.prefixes, strict=True) if name
+        )
+        texts.append(f"Names differ in what they begin with: {names}.")
+    renamed = [one for one in found.tensors if one.how == "contents"]
+    if renamed:
+        shown = listed([f"{one.name} is {one.name_b}" for one in renamed])
+        texts.append(f"Renamed, with the same bytes: {shown}.")
+    for which, singles in (("A", found.only_a), ("B", found.only_b)):
+        if singles:
+            texts.append(f"Only in {which}: {_count(singles)}, {listed([one.name for one in singles])}.")
+    return texts
+
+
+def _count(some: Sequence[object]) -> str:
+    return f"{len(some)} tensor{'s' if len(some) != 1 else ''}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    return ", ".join(names[:_NAMES]) + more
+
+
+def grouped(
+    tensors: Iterable[TensorDifference], key: Callable[[TensorDifference], str]
+) -> dict[str, list[TensorDifference]]:
+    """Tensors by what they have in common, in the order of the first of each."""
+    found: dict[str, list[TensorDifference]] = {}
+    for one in tensors:
+        found.setdefault(key(one), []).append(one)
+    return found
+
+
+def _values(group: Iterable[TensorDifference]) -> int:
+    return sum(one.numel for one in group)
+
+
+def _whole(found: Difference) -> str:
+    """The one sentence on all of it, where there is one."""
+    if found.same:
+        return "Both hold the same tensors, byte for byte."
+    if not found.tensors:
+        return (
+            "No tensor of one has the name or the contents of one in the other: different models, or names and values "
+            "were changed both."
+        )
+    matrices = [one for one in found.tensors if len(one.shapes[0]) > 1]
+    strange = _values(one for one in matrices if one.relation.kind in ("unrelated", "shape"))
+    if matrices and strange >= _STRANGERS * _values(matrices):
+        return (
+            "Different models: most matrices of the same name have other shapes, or values that have nothing in common."
+        )
+    if all(one.relation.kind in ("identical", "equal") for one in found.tensors):
+        return "Every tensor that both have holds the same values."
+    return ""
+
+
+def sentence(group: Sequence[TensorDifference]) -> str:
+    """What is true of tensors of one key, which were seen in one way."""
+    said = _SAID[group[0].relation.kind](group)
+    seen = group[0].seen
+    if seen == "first rows":
+        first = group[0]
+        rows = f"{first.shapes[0][0]} rows in A and {first.shapes[1][0]} in B"
+        return f"{rows}{' (the first of them)' if len(group) > 1 else ''}; of those that both have, {said}"
+    return f"{seen}; {said}" if seen else said
+
+
+def _change(group: Sequence[TensorDifference]) -> Change:
+    return sum((one.relation.change for one in group if one.relation.change is not None), Change())
+
+
+def figures(group: Sequence[TensorDifference]) -> str:
+    """How far B is from A, over all tensors of a group."""
+    far = _change(group)
+    bits = "" if far.bits_kept is None else f", {percent(far.bits_kept)} of the leading bits"
+    broken = f"; {far.broken} values are finite in one only" if far.broken else ""
+    return (
+        f"{percent(far.kept)} of the values as they were{bits}; relative change {far.relative:.2g}, cosine "
+        f"{cosine(far.cosine)}{broken}"
+    )
+
+
+def cosine(value: float) -> str:
+    """A cosine with as many digits as tell it from 1.
+
+    >>> cosine(0.99999987), cosine(0.25), cosine(1.0)
+    ('1 - 1.3e-07', '0.250', '1')
+    """
+    if value >= 1 - 1e-15:
+        return "1"
+    return f"1 - {1 - value:.1e}" if value > 0.999 else f"{value:z.3f}"
+
+
+def _types(group: Sequence[TensorDifference]) -> str:
+    pairs = dict.fromkeys(one.stored for one in group)
+    return ", ".join(f"{short(a)} in A and {short(b)} in B" for a, b in pairs)
+
+
+def short(stored: str) -> str:
+    """A type's short name."""
+    return _SHORT.get(stored, stored)
+
+
+def _identical(group: Sequence[TensorDifference]) -> str:
+    return "the same bytes"
+
+
+def _equal(group: Sequence[TensorDifference]) -> str:
+    return f"equal values, stored as {_types(group)}"
+
+
+def _roundings(group: Sequence[TensorDifference]) -> str:
+    """Those that explain all tensors of a group; of a few values several may, and not all have ties."""
+    sets = [one.relation.rounded.roundings for one in group if one.relation.rounded is not None]
+    plain = [[name.partition(",")[0] for name in some] for some in sets]
+    common = [name for name in dict.fromkeys(plain[0]) if all(name in some for some in plain)]
+    if not common:
+        return " or ".join(dict.fromkeys(name for some in plain for name in some)) + ", not all in one way"
+    ties = {name for some in sets for name in some if "," in name}
+    return " or ".join(ties.pop() if name == NEAREST and len(ties) == 1 else name for name in common)
+
+
+def _cast_to(group: Sequence[TensorDifference]) -> str:
+    rounded = group[0].relation.rounded
+    assert rounded is not None
+    through = f"{rounded.through} and then to " if rounded.through else ""
+    over = sum(one.relation.rounded.overflowing for one in group if one.relation.rounded is not None)
+    beyond = f"; {over} value{'s' * (over != 1)} lay beyond its largest" if over else ""
+    return f"rounded to {through}{rounded.format}, {_roundings(group)}{beyond}"
+
+
+def _cast(group: Sequence[TensorDifference]) -> str:
+    return f"B is A {_cast_to(group)}"
+
+
+def _uncast(group: Sequence[TensorDifference]) -> str:
+    return f"A is B {_cast_to(group)}"
+
+
+def _near(group: Sequence[TensorDifference]) -> str:
+    rounded = group[0].relation.rounded
+    assert rounded is not None
+    telling = sum(one.relation.rounded.telling for one in group if one.relation.rounded)
+    nearest = sum(one.relation.rounded.nearest * one.relation.rounded.telling for one in group if one.relation.rounded)
+    return (
+        f"every value of B is one of the two {rounded.format} neighbours of A's, {percent(nearest / telling)} the "
+        "nearer one, by no rounding that is known: a cast of values near A's fits"
+    )
+
+
+def _alike(group: Sequence[TensorDifference]) -> str:
+    return f"no farther apart than two roundings of the same values ({_types(group)})"
+
+
+def _multiple(group: Sequence[TensorDifference]) -> str:
+    factors = [one.relation.factor or 0.0 for one in group]
+    low, high = f"{min(factors):.5g}", f"{max(factors):.5g}"
+    return f"B is A times {low}" if low == high else f"B is A times one factor each, from {low} to {high}"
+
+
+def _average(group: Sequence[TensorDifference]) -> str:
+    name = group[0].relation.averaged
+    return f"B is the average of A and of another tensor in {name}: twice B less A is {name} throughout"
+
+
+def _quantised(group: Sequence[TensorDifference]) -> str:
+    grids = [one.relation.grid for one in group if one.relation.grid is not None]
+    nearest = sum(grid.nearest * grid.looked_at for grid in grids) / sum(grid.looked_at for grid in grids)
+    looked = "" if all(grid.all for grid in grids) else " looked at"
+    where = f"B's values lie on the grid of {grids[0].grid}"
+    if nearest == 1:
+        return f"{where}, and all{looked} are the nearest there to A's: B is A rounded to it"
+    return f"{where}; {percent(nearest)} of them{looked} are the nearest there to A's"
+
+
+def _merged(group: Sequence[TensorDifference]) -> str:
+    ranks = sorted(one.relation.low_rank.rank for one in group if one.relation.low_rank is not None)
+    rank = f"rank {ranks[0]}" if ranks[0] == ranks[-1] else f"ranks from {ranks[0]} to {ranks[-1]}"
+    return f"B less A has {rank}, up to rounding: a merged LoRA fits, or a few steps of plain SGD; {figures(group)}"
+
+
+def _changed(group: Sequence[TensorDifference]) -> str:
+    return f"changed, {figures(group)}"
+
+
+def _unrelated(group: Sequence[TensorDifference]) -> str:
+    return f"values that have nothing in common, cosine {cosine(_change(group).cosine)}"
+
+
+def _unread(group: Sequence[TensorDifference]) -> str:
+    return f"not compared, for they are no plain numbers ({_types(group)}): decode them first"
+
+
+def _shape(group: Sequence[TensorDifference]) -> str:
+    shapes = [f"{one.name} {written(one.shapes[0])} and {written(one.shapes[1])}" for one in group]
+    return f"other shapes, so that no values belong together: {listed(shapes)}"
+
+
+_SAID: dict[str, Callable[[Sequence[TensorDifference]], str]] = {
+    "identical": _identical, "equal": _equal, "cast": _cast, "uncast": _uncast, "near": _near, "alike": _alike,
+    "multiple": _multiple, "average": _average, "quantised": _quantised, "merged": _merged, "changed": _changed,
+    "unrelated": _unrelated, "unread": _unread, "shape": _shape,
+}  # fmt: skip
+
+
+def named(found: Relation) -> str:
+    """A relation in a word or two, for a table."""
+    if found.rounded is not None and len(found.rounded.roundings) == 1:
+        return f"{found.key}, {found.rounded.roundings[0].partition(',')[0]}"
+    if found.low_rank is not None:
+        return f"merged, rank {found.low_rank.rank}"
+    return "other shape" if found.kind == "shape" else found.key

@@ -1,0 +1,151 @@
+"""`nn.RNN`, `nn.LSTM` and `nn.GRU`: the products with their weights round their operands.
+
+The inputs of all steps are one product; the hidden state of each step is one, and so is its projection, if there is
+one. What lies between is as torch computes it, in the dtype that the products come in (autocast's where it is on). A
+weight is rounded once a forward, and its gradient adds up over the steps in float32. Each product has scaling states of
+its own; over the steps they take in the largest amax.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from halfstep.errors import ModelError
+from halfstep.nn.adapters import lstm
+from halfstep.nn.adapters.cell import GATES, State
+from halfstep.nn.product import product, repeated_weight, spec_of, weight_of
+from halfstep.nn.quantized_weights import Weight
+from halfstep.ops.linear import product_dtype
+
+
+NAME = "recurrent layer"
+_KINDS: tuple[Any, ...] = (nn.RNN, nn.LSTM, nn.GRU)
+_WHOLE = (
+    "torch lists a recurrent layer's weights beside its parameters, so they stay whole and are rounded at every call"
+)
+
+
+def fits(module: nn.Module) -> bool:
+    """Whether `forward` below may stand in for the module's own."""
+    return "forward" not in vars(module) and any(type(module).forward is kind.forward for kind in _KINDS)
+
+
+def weights(module: Any) -> tuple[Weight, ...]:
+    """What its products multiply by: of input, hidden state and projection, by layer and direction."""
+    names = [name for name in module._flat_weights_names if name.startswith("weight_")]
+    return tuple(Weight(name, name.removeprefix("weight_"), whole=_WHOLE) for name in names)
+
+
+def forward(stock: Any, module: Any, input: Tensor | PackedSequence, hx: Any = None) -> Any:
+    """torch's forward with `ops.linear`'s products; the stock forward where nothing is rounded.
+
+    Raises:
+        ModelError: an input without steps, or of another number of dimensions than the states.
+    """
+    if not spec_of(module).rounds:
+        return lstm.forward(stock, module, input, hx) if isinstance(module, nn.LSTM) else stock(module, input, hx)
+    if isinstance(input, PackedSequence):
+        return _packed(module, input, hx)
+    batched = input.dim() == 3
+    if input.dim() not in (2, 3) or not input.shape[1 if batched and module.batch_first else 0]:
+        raise ModelError(
+            f"{type(module).__name__} found an input of shape {tuple(input.shape)}; expected at least one step, as "
+            "(time, batch, input), (batch, time, input) with batch_first, or (time, input)"
+        )
+    if not batched:
+        input = input.unsqueeze(0 if module.batch_first else 1)
+    state = _state(module, input, hx, input.shape[0 if module.batch_first else 1], batched)
+    module.check_forward_args(input, _hx(state), None)
+    steps = input.transpose(0, 1) if module.batch_first else input
+    time, batch = steps.shape[:2]
+    output, state = _layers(module, steps.flatten(0, 1), [batch] * time, state)
+    output = output.view(time, batch, output.shape[-1])
+    output = output.transpose(0, 1) if module.batch_first else output
+    if not batched:
+        return output.squeeze(0 if module.batch_first else 1), _hx(tuple(part.squeeze(1) for part in state))
+    return output, _hx(state)
+
+
+def _packed(module: Any, input: PackedSequence, hx: Any) -> tuple[PackedSequence, Any]:
+    data, batch_sizes, order, back = input
+    state = _state(module, data, hx, int(batch_sizes[0]), True)
+    module.check_forward_args(data, _hx(state), batch_sizes)
+    if order is not None and hx is not None:
+        state = tuple(part.index_select(1, order) for part in state)
+    output, state = _layers(module, data, batch_sizes.tolist(), state)
+    if back is not None:
+        state = tuple(part.index_select(1, back) for part in state)
+    return PackedSequence(output, batch_sizes, order, back), _hx(state)
+
+
+def _hx(state: State) -> Any:
+    """A state as torch's layers take and return it."""
+    return state if len(state) > 1 else state[0]
+
+
+def _state(module: Any, x: Tensor, hx: Any, batch: int, batched: bool) -> State:
+    """The states given, (layers and directions, batch, size), or zeros, in the dtype that the products come in."""
+    dtype, is_lstm = product_dtype(x), isinstance(module, nn.LSTM)
+    if hx is None:
+        sizes = (module.proj_size or module.hidden_size, module.hidden_size)[: 2 if is_lstm else 1]
+        lead = module.num_layers * (2 if module.bidirectional else 1), batch
+        return tuple(x.new_zeros(*lead, size, dtype=dtype) for size in sizes)
+    given = tuple(hx) if is_lstm else (hx,)
+    if any(part.dim() != (3 if batched else 2) for part in given):
+        raise ModelError(
+            f"{type(module).__name__} found states of shapes {[tuple(part.shape) for part in given]}; expected (layers "
+            f"and directions, batch, size) with a batched input, and no batch without. The input is "
+            f"{'batched' if batched else 'not batched'}"
+        )
+    return tuple((part if batched else part.unsqueeze(1)).to(dtype) for part in given)
+
+
+def _layers(module: Any, x: Tensor, sizes: list[int], states: State) -> tuple[Tensor, State]:
+    """All layers on the rows of all steps, `sizes` of them a step: the last one's outputs, and the final states."""
+    suffixes = ("", "_reverse") if module.bidirectional else ("",)
+    finals: list[State] = []
+    for layer in range(module.num_layers):
+        outputs = []
+        for suffix in suffixes:
+            start = tuple(part[len(finals)] for part in states)
+            output, final = _direction(module, f"l{layer}{suffix}", x, sizes, start, reverse=bool(suffix))
+            outputs.append(output)
+            finals.append(final)
+        x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+        if module.dropout and layer < module.num_layers - 1:
+            x = F.dropout(x, module.dropout, module.training)
+    return x, tuple(torch.stack(parts) for parts in zip(*finals, strict=True))
+
+
+def _direction(
+    module: Any, name: str, x: Tensor, sizes: list[int], start: State, reverse: bool
+) -> tuple[Tensor, State]:
+    """One layer in one direction. Sequences that have ended keep their state; in reverse, longer ones begin first."""
+    ih, hh, hr = (f"{part}_{name}" for part in ("ih", "hh", "hr"))
+    input_bias, hidden_bias = (getattr(module, f"bias_{part}") if module.bias else None for part in (ih, hh))
+    from_inputs = torch.split(product(module, x, weight_of(module, f"weight_{ih}", x), input_bias, ih), sizes)
+    hidden, gates = repeated_weight(module, f"weight_{hh}", x, hh), GATES[module.mode]
+    projection = repeated_weight(module, f"weight_{hr}", x, hr) if module.proj_size else None
+    order = list(reversed(range(len(sizes)))) if reverse else list(range(len(sizes)))
+    state = tuple(part[: sizes[order[0]]] for part in start)
+    ended: list[State] = []
+    outputs: list[Any] = [None] * len(sizes)
+    for step in order:
+        size, now = sizes[step], len(state[0])
+        if size < now:
+            ended.append(tuple(part[size:] for part in state))
+            state = tuple(part[:size] for part in state)
+        elif size > now:
+            state = tuple(torch.cat([part, new[now:size]]) for part, new in zip(state, start, strict=True))
+        from_hidden = product(module, state[0], hidden, hidden_bias, hh)
+        state = gates(from_inputs[step], from_hidden, state)
+        if projection is not None:
+            state = product(module, state[0], projection, None, hr), *state[1:]
+        outputs[step] = state[0]
+    final = tuple(torch.cat(parts) for parts in zip(state, *reversed(ended), strict=True))
+    return torch.cat(outputs), final

@@ -1,0 +1,124 @@
+"""The operands of a convolution's products as matrices, for tiles: which channels and places share a scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfstep.ops.operand import Operand, operand
+from halfstep.ops.plain import matrix
+from halfstep.quant import Quantizer, Tile
+from halfstep.quant.tile import TENSOR
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor of a convolution is rows of a product's shared dimension: (groups, rows, segments, channels).
+
+    A row is the channels of all segments. Segments are the places of a filter's window; inputs and outputs have one.
+    """
+
+    groups: int
+    filters: bool = False
+    transposed: bool = False
+    """Whether the filters are a transposed convolution's."""
+    down: bool = False
+    """Whether rows and channels change places: the shared dimension is the other one."""
+
+    @property
+    def turned(self) -> Layout:
+        """The rows of the product whose shared dimension is this one's rows."""
+        return replace(self, down=not self.down)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """x as (groups, rows, segments, channels)."""
+        groups, first = self.groups, x.shape[0]
+        if self.filters:
+            parts = x.reshape(groups, first // groups, x.shape[1], x[0, 0].numel())
+            parts = parts.permute(0, 2, 3, 1) if self.transposed else parts.permute(0, 1, 3, 2)
+        else:
+            last = x.movedim(1, -1)
+            parts = last.reshape(last[..., 0].numel(), groups, 1, x.shape[1] // groups).transpose(0, 1)
+        return parts.transpose(1, 3) if self.down else parts
+
+    def back(self, parts: Tensor, shape: torch.Size) -> Tensor:
+        """What `rows` made of a tensor of that shape, as that tensor."""
+        parts = parts.transpose(1, 3) if self.down else parts
+        if self.filters:
+            return (parts.permute(0, 3, 1, 2) if self.transposed else parts.permute(0, 1, 3, 2)).reshape(shape)
+        return parts.transpose(0, 1).reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+
+
+def places(groups: int) -> Layout:
+    """Of an input or output (batch, channels, *places): a row a place and group, of its channels."""
+    return Layout(groups)
+
+
+def filters(groups: int, transposed: bool) -> Layout:
+    """Of a weight: a row an output channel, of the input channels of its group, place by place of the window."""
+    return Layout(groups, True, transposed)
+
+
+def turned(quantizer: Quantizer | None) -> Quantizer | None:
+    """The quantizer as it is seen from the product whose shared dimension is the other one."""
+    return None if quantizer is None else quantizer.down
+
+
+def rounded(
+    x: Tensor,
+    layout: Layout,
+    quantizer: Quantizer | None,
+    dtype: torch.dtype,
+    state: Tensor | None = None,
+    record: bool = False,
+) -> Operand:
+    """`ops.operand` of a tensor whose rows lie so, in the tensor's own shape: a scale is of the whole tensor, or None.
+
+    Tiles of several channels begin anew with each segment, tiles of several rows with each group.
+    """
+    if quantizer is None:
+        return Operand(x.to(dtype))
+    tile = quantizer.scales.tile if quantizer.scales is not None else TENSOR
+    if tile == TENSOR and quantizer.outliers is None:  # each element by itself, wherever it lies
+        last = not torch.compiler.is_compiling() and not x.is_contiguous()  # which a traced graph cannot ask
+        dense = x.movedim(1, -1) if last else x
+        made = operand(matrix(dense), quantizer, dtype, state, record)
+        values = made.values.view(dense.shape)
+        return Operand(values.movedim(-1, 1) if last else values, made.scale)
+    parts = layout.rows(x)
+    made = operand(_tiled(parts, tile), quantizer, dtype, state, record)
+    if made.scale is not None and made.scale.dim():
+        made = made.widened(dtype)
+    return Operand(layout.back(_untiled(made.values, parts.shape, tile), x.shape), made.scale)
+
+
+def _tiled(parts: Tensor, tile: Tile) -> Tensor:
+    """(groups, rows, segments, channels) as a matrix in which no tile joins what it should not: filled with zeros."""
+    groups, rows, segments, channels = parts.shape
+    if _across(tile):
+        width = _filled(channels, tile.columns) if groups * segments > 1 else channels
+        return F.pad(parts, (0, width - channels)).transpose(0, 1).reshape(rows, groups * segments * width)
+    height = _filled(rows, tile.rows) if groups > 1 else rows
+    return F.pad(parts, (0, 0, 0, 0, 0, height - rows)).reshape(groups * height, segments * channels)
+
+
+def _untiled(matrix: Tensor, shape: torch.Size, tile: Tile) -> Tensor:
+    groups, rows, segments, channels = shape
+    if _across(tile):
+        width = _filled(channels, tile.columns) if groups * segments > 1 else channels
+        return matrix.reshape(rows, groups, segments, width)[..., :channels].transpose(0, 1)
+    height = _filled(rows, tile.rows) if groups > 1 else rows
+    return matrix.reshape(groups, height, segments, channels)[:, :rows]
+
+
+def _across(tile: Tile) -> bool:
+    """Whether groups lie beside each other: not where a tile is as long as a row."""
+    return tile.columns > 0 or tile.rows == 0
+
+
+def _filled(length: int, tile: int) -> int:
+    """A length that whole tiles fill."""
+    return length if tile == 0 else -(-length // tile) * tile

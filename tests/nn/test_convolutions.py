@@ -1,0 +1,294 @@
+"""Convolution layers that rules reach: as torch's with rounded operands, whatever their padding or use."""
+
+import copy
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from families import for_each
+from halfstep import formats, ops, recipe
+from halfstep.errors import ModelError, RecipeError
+from halfstep.lab.models.cnn import CNN
+from halfstep.lab.models.dcgan import DCGAN
+from halfstep.lab.models.ssd import SSD
+from halfstep.quant import Quantizer, get_quantizer
+from halfstep.recipe import Recipe, Rule, linear_spec
+from tiny import EVERY, SMOOTH, assert_same, prepared, train
+
+
+_aten = torch.ops.aten
+ROUNDING = [n for n in EVERY if n not in SMOOTH and any(r.linear.quantizers for r in recipe.get_recipe(n).rules)]
+STATEFUL = [n for n in ROUNDING if any(r.linear.states for r in recipe.get_recipe(n).rules)]
+FP32 = Quantizer(formats.get("fp32"))
+IDENTITY = Recipe("identity", "", "", rules=(Rule("*", linear_spec(FP32, FP32, FP32)),))
+LAYERS = {
+    "conv1d, same": (lambda: nn.Conv1d(3, 4, 4, padding="same", dilation=3), (2, 3, 9)),
+    "conv2d, same, even": (lambda: nn.Conv2d(3, 4, (2, 3), padding="same"), (2, 3, 5, 6)),
+    "conv2d, valid": (lambda: nn.Conv2d(3, 4, 3, padding="valid", stride=2), (2, 3, 7, 6)),
+    "conv2d, reflect": (lambda: nn.Conv2d(4, 6, 3, padding=(1, 2), padding_mode="reflect", groups=2), (2, 4, 7, 5)),
+    "conv2d, circular, same": (lambda: nn.Conv2d(4, 4, 2, padding="same", padding_mode="circular"), (2, 4, 7, 5)),
+    "conv2d, depthwise": (lambda: nn.Conv2d(4, 8, 3, padding=1, groups=4, bias=False), (2, 4, 7, 5)),
+    "conv2d, one place": (lambda: nn.Conv2d(4, 8, 1), (2, 4, 7, 5)),
+    "conv2d, one place, padded": (lambda: nn.Conv2d(4, 8, 1, padding=1, padding_mode="replicate"), (2, 4, 7, 5)),
+    "conv3d": (lambda: nn.Conv3d(2, 3, 2, dilation=2), (1, 2, 4, 4, 4)),
+    "transposed1d": (lambda: nn.ConvTranspose1d(3, 4, 4, stride=2, padding=1), (2, 3, 5)),
+    "transposed2d": (lambda: nn.ConvTranspose2d(4, 2, 3, stride=2, output_padding=1, groups=2), (2, 4, 3, 3)),
+    "transposed3d": (lambda: nn.ConvTranspose3d(2, 2, 2, stride=2, bias=False), (1, 2, 3, 3, 2)),
+}
+
+
+def passes(model, x, **options):
+    x = x.clone().requires_grad_()
+    y = model(x, **options)
+    (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@for_each("case", LAYERS)
+def test_with_operands_rounded_to_float32_it_is_torchs_layer(case):
+    make, shape = LAYERS[case]
+    stock, x = make(), torch.randn(shape)
+    model = copy.deepcopy(stock)
+    assert halfstep.apply(model, IDENTITY).quantized == ("",)
+    for found, expected in zip(passes(model, x), passes(stock, x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert_same(model(x[0]), model(x[:1])[0])
+    if stock.transposed:
+        size = (
+            [length + 1 for length in stock(x).shape[2:]]
+            if max(stock.stride) > 1 and not stock.output_padding[0]
+            else None
+        )
+        torch.testing.assert_close(model(x, output_size=size), stock(x, output_size=size), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@for_each("case", LAYERS)
+def test_padding_is_of_the_values_that_are_rounded(case):
+    """Under bf16-truncate: the stock layer in float32, of operands that numpy cut to 16 bits."""
+    make, shape = LAYERS[case]
+    stock, x = make(), torch.randn(shape)
+    model = copy.deepcopy(stock)
+    halfstep.apply(model, "bf16-truncate")
+    cut = copy.deepcopy(stock)
+    cut.weight.data = truncated(stock.weight)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), cut(truncated(x)), rtol=2**-7, atol=2**-7)
+        assert not torch.equal(model(x), stock(x).bfloat16().float())
+
+
+def truncated(x):
+    return torch.from_numpy((x.detach().contiguous().numpy().view(np.uint32) & 0xFFFF0000).view(np.float32))
+
+
+# ---- the operands that reach torch's convolutions --------------------------------------------------------------------
+
+
+class Operands(TorchDispatchMode):
+    """The operands of every convolution, by product: (left, right)."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {"output": [], "grad_input": [], "grad_weight": []}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _aten.convolution.default:
+            self.seen["output"].append(args[:2])
+        if func is _aten.convolution_backward.default:
+            of_input, of_weight, _ = args[10]
+            assert of_input != of_weight
+            self.seen["grad_input" if of_input else "grad_weight"].append((args[0], args[2] if of_input else args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def is_rounded(values, raw, quantizer):
+    """Whether values are raw ones rounded as numpy and ml_dtypes do it: cut, or divided by the scale of the tensor."""
+    values, raw = values.float(), raw.detach().float()
+    if quantizer.scales is None:
+        assert quantizer.rounding == "toward_zero"
+        return torch.equal(values, truncated(raw))
+    types = {"e4m3fn": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+    dtype = next(types[name] for name in types if formats.get(name) == quantizer.format)
+    largest = np.float32(ml_dtypes.finfo(dtype).max)
+    factor = largest / raw.abs().max().numpy()
+    scaled = np.clip(raw.contiguous().numpy() * factor, -largest, largest)
+    return np.array_equal(values.contiguous().numpy(), scaled.astype(dtype).astype(np.float32))
+
+
+@pytest.mark.parametrize("name", ["bf16-truncate", "fp8-current"])
+def test_the_operands_of_all_three_products_are_rounded(name):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(8, 4, 3, stride=2))
+    halfstep.apply(model, name)
+    spec = recipe.get_recipe(name).rules[-1].linear
+    inputs, grads = [], []
+    for layer in (model[0], model[2]):
+        layer.register_forward_hook(lambda _, args, y: (inputs.append(args[0]), y.register_hook(grads.append), None)[2])
+    x = torch.randn(2, 3, 5, 5).requires_grad_()
+    with Operands() as operands:
+        model(x).square().mean().backward()
+    weights = [model[0].weight, model[2].weight]
+    expected = {
+        "output": (spec.output, list(zip(inputs, weights, strict=True))),
+        "grad_input": (spec.grad_input, list(zip(grads, reversed(weights), strict=True))),
+        "grad_weight": (spec.grad_weight, list(zip(grads, reversed(inputs), strict=True))),
+    }
+    for product, (matmul, raw) in expected.items():
+        assert len(operands.seen[product]) == 2
+        for found, given in zip(operands.seen[product], raw, strict=True):
+            for values, tensor, quantizer in zip(found, given, (matmul.lhs, matmul.rhs), strict=True):
+                assert is_rounded(values, tensor, quantizer), (product, quantizer.format.name)
+
+
+@for_each("name", ROUNDING)
+def test_every_product_of_the_labs_networks_rounds(name):
+    """The classifier, the detector and the generator with its judge: each convolution is listed, and what reaches
+    torch's convolutions is in the recipe's formats, up to a power of two or a tensor's scale."""
+    significant = {q.format.significant_bits for r in recipe.get_recipe(name).rules for q in r.linear.quantizers}
+    networks = {
+        "cnn": (CNN(10, 8), (torch.randn(4, 1, 8, 8),)),
+        "ssd": (SSD(3, 2, 8), (torch.randn(2, 1, 32, 32),)),
+        "dcgan": (DCGAN(8), (torch.randn(4, 32), torch.rand(4, 1, 8, 8))),
+    }
+    for kind, (model, inputs) in networks.items():
+        paths = {p for p, m in model.named_modules() if isinstance(m, (nn.Conv2d, nn.ConvTranspose2d))}
+        report = halfstep.apply(model, name)
+        assert paths <= {*report.quantized}, kind
+        with Operands() as operands:
+            outputs = model(*inputs)
+            sum(y.square().mean() for y in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()
+        for product, pairs in operands.seen.items():
+            assert len(pairs) >= len(paths) - 1, (kind, product)  # the image needs no gradient
+            whole = recipe.get_recipe(name).rules[-1].linear
+            matmul = getattr(whole, product)
+            for values, quantizer in (
+                (v, q) for pair in pairs for v, q in zip(pair, (matmul.lhs, matmul.rhs), strict=True)
+            ):
+                if quantizer is not None:
+                    mantissas = torch.frexp(values.float())[0] * 2.0 ** max(significant)
+                    assert torch.equal(mantissas, mantissas.round()), (kind, product)
+
+
+# ---- how a model is used ---------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self, again=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv1d(2, 6, 3, padding=1, padding_mode="circular")
+        self.inner, self.up, self.head = nn.Conv1d(6, 6, 2, groups=3), nn.ConvTranspose1d(6, 4, 2), nn.Linear(16, 4)
+        self.again = again
+
+    def features(self, x):
+        return self.up(self.inner(self.first(x).relu_()).tanh())
+
+    def forward(self, x):
+        x = x.view(-1, 2, 4)
+        found = checkpoint(self.features, x, use_reentrant=False) if self.again else self.features(x)
+        return self.head(found.flatten(1))
+
+
+@for_each("name", [n for n in EVERY if n not in SMOOTH])
+def test_checkpointed_copied_and_reverted_it_is_the_same(name):
+    run, again = prepared(name, Net()), prepared(name, Net(again=True))
+    losses = train(*run, 3)
+    assert losses == train(*again, 3)
+    copied = copy.deepcopy(run)
+    assert train(*run, 3) == train(*copied, 3)
+    stock = Net()
+    stock.load_state_dict(run[0].state_dict())
+    halfstep.revert(run[0])
+    assert [type(m) for m in run[0].modules()] == [type(m) for m in stock.modules()]
+    assert not [name for name, _ in run[0].named_buffers()]
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_states_are_of_each_operand_and_move_with_training(name):
+    model, optimizer, scaler = prepared(name, Net())
+    spec = recipe.get_recipe(name).rules[-1].linear
+    train(model, optimizer, scaler, 2)
+    for layer in (model.first, model.inner, model.up):
+        states = {key.removeprefix("_halfstep_scaling_"): state for key, state in layer.named_buffers()}
+        assert states.keys() == spec.states.keys()
+        assert all(float(state[0]) != 1 for state in states.values())
+    before = {key: state.clone() for key, state in model.named_buffers()}
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(3, 8) * 100)
+    assert_same(dict(model.named_buffers()), before)
+
+
+@pytest.mark.parametrize("name", [n for n in EVERY if any(r.linear.accumulates for r in recipe.get_recipe(n).rules)])
+def test_an_accumulator_keeps_a_convolution_and_says_so(name):
+    report = halfstep.apply(Net(), name)
+    assert report.quantized == ("head",)
+    assert {*report.kept.values()} == {"a convolution, whose sums are torch's own; the rule's products accumulate"}
+
+
+def test_a_filter_and_a_rule_keep_a_convolution():
+    report = halfstep.apply(Net(), "fp8-current", lambda module, path: path != "inner")
+    assert report.quantized == ("first", "up")
+    assert report.kept == {"head": "output head"}
+    keep = Rule("first", recipe.LinearSpec(), why="the first layer")
+    made = Recipe("made", "", "", rules=(keep, Rule("*", recipe.get_recipe("fp8-current").rules[-1].linear)))
+    report = halfstep.apply(Net(), made)
+    assert report.kept == {"first": "the first layer"}
+    assert "products quantised: inner" in str(report)
+
+
+@for_each("name", ROUNDING)
+def test_quantised_for_inference_it_computes_what_evaluation_does_and_says_what_stays_whole(name):
+    spec = recipe.get_recipe(name).rules[-1].linear
+    if spec.output.rhs is None:
+        return
+    model, optimizer, scaler = prepared(name, Net())
+    train(model, optimizer, scaler, 2)
+    x = torch.randn(3, 8)
+    model.eval()
+    with torch.no_grad():
+        expected = model(x)
+        report = halfstep.quantize_model(model, name)
+        assert_same(model(x), expected)
+    whole = "a convolution's weight stays whole and is rounded at every call"
+    assert {report.kept[path] for path in ("first", "inner", "up")} == {whole}
+    with pytest.raises(ModelError, match="quantised for inference has no gradients"):
+        model(x.requires_grad_())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "fp8-block"])
+def test_compiled_it_is_the_same(name):
+    torch._dynamo.reset()
+    plain, compiled = prepared(name, Net()), prepared(name, Net())
+    graph = torch.compile(compiled[0], backend="aot_eager", fullgraph=True)
+    assert train(*plain, 2) == train(graph, *compiled[1:], 2)
+
+
+def test_the_second_derivative_is_refused():
+    model = nn.Conv1d(2, 2, 3)
+    halfstep.apply(model, "fp8-current")
+    x = torch.randn(1, 2, 5, requires_grad=True)
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RecipeError, match="a second derivative"):
+        grad.sum().backward()
+    with pytest.raises(RecipeError, match="loop over the samples"):
+        torch.func.vmap(model)(x.detach()[None])
+
+
+def test_blocks_longer_than_the_channels_are_short_rows():
+    """A first layer of one channel: each pixel is a block by itself, and a power of two scales it into the format."""
+    x, weight = torch.randn(1, 1, 4, 4), torch.randn(2, 1, 3, 3)
+    q = get_quantizer("mxfp8_e4m3", scale="rceil")
+    window = ops.Window((1, 1), (0, 0), (1, 1))
+    found = ops.convolution(x, weight, None, window, linear_spec(q, q, q))
+    each = [t.view(-1, 1).clone() for t in (x, weight)]
+    expected = F.conv2d(q(each[0]).view(x.shape), q(each[1]).view(weight.shape))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
