@@ -27,10 +27,10 @@ def rule(metric: Metric | None = None, margin: float = MARGIN) -> str:
     return (
         "Each seed is a pair: fp32 and the recipe from the same first weights, on the same batches. The differences of "
         f"their {what}, relative to fp32's mean, have a {LEVEL:.0%} confidence interval (Student's t). A recipe "
-        f"matches where the whole interval lies below a loss of {100 * margin:.3g}%, degrades where all of it lies above, and "
-        "where that margin lies inside it, these seeds cannot tell. Differences without a spread of their own, as with "
-        "one seed, borrow fp32's from seed to seed, times the square root of two. A run that ends in infinities or NaN "
-        "has diverged."
+        f"matches where the whole interval lies below a loss of {100 * margin:.3g}%, degrades where all of it lies "
+        "above, and where that margin lies inside it, these seeds cannot tell. Differences without a spread of their "
+        "own, as with one seed, borrow fp32's from seed to seed, times the square root of two. A run that ends in "
+        "infinities or NaN has diverged."
     )
 
 
