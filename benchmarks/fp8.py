@@ -25,6 +25,7 @@ import halfstep
 from fp8_sections import sections
 from halfstep.lab.compare import open_experiment
 from halfstep.lab.environment import environment
+from halfstep.lab.experiment import Experiment
 from halfstep.lab.models import build_model
 from halfstep.lab.report import write_report
 from halfstep.lab.report.results import load
@@ -38,6 +39,10 @@ GATED = ("fp32", "bf16-mixed", "fp8-delayed", "fp8-smooth-swiglu")
 WATCHED = ("fp8-delayed", "fp8-current", "mxfp8", "fp8-block")
 HISTORIES = ("bf16-mixed", "fp8-delayed", "fp8-delayed-megatron")
 WATCH_AT, JUMP, JUMPS_FROM, JUMPS_EVERY, WINDOW, MADS = 100, 64.0, 60, 12, 50, 5.0
+OLDER = (
+    " These verdicts are by the rule before 22 November 2026, inside that band or below it, since of these runs, one "
+    "seed a recipe, no final loss by seed is kept."
+)
 PAGE = RESULTS.parent.parent / "docs" / "fp8.md"
 
 PAGE_TEXT = """# FP8 training on any machine
@@ -200,8 +205,11 @@ def runs(compared: dict[str, Any]) -> str:
         lines.append(f"| `{name}` | {v['status']} | {v['final_loss']:.4f} | {gap} |")
     model = "" if experiment["model"] == "gpt-tiny" else f" --model {experiment['model']}"
     command = f"halfstep compare --recipes {','.join(experiment['recipes'])} --steps {experiment['steps']}{model}"
+    seeds = experiment["seeds"]
+    command += f" --seeds {seeds}" if seeds != Experiment.seeds else ""
     head = f"`{command}`\n\n| recipe | verdict | final loss | to fp32, same seed |\n| --- | --- | --- | --- |"
     foot = f"fp32's band: {band['mean']:.4f} ± {band['half_width']:.4f}, {band['seeds']} seeds." if band else ""
+    foot += "" if "interval" in compared["verdicts"]["fp32"] else OLDER
     return "\n".join([head, *lines, "", foot])
 
 

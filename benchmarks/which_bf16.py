@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -22,11 +23,11 @@ import torch
 from halfstep import formats, prepare
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
+from halfstep.lab.look import FORMATS
 from halfstep.lab.models import build_model
 from halfstep.lab.report.results import Results, load
 from halfstep.lab.tasks import get_task
-from halfstep.lab.train import FORMATS
-from halfstep.lab.verdict import DEGRADES, MATCHES, Band
+from halfstep.lab.verdict import difference
 from halfstep.tracking import ExponentHistogram
 from harness import RESULTS, keep, ratio, timings
 from two_loops import LOOPS
@@ -64,19 +65,21 @@ def recipe_figures(results: Results) -> dict[str, Any]:
     return found
 
 
-def loop_figures(out: Path, task: str, band: Band, fp32: dict[int, float]) -> dict[str, Any]:
+def loop_figures(out: Path, task: str, fp32: dict[int, float]) -> dict[str, Any]:
     """The same of the plain loops."""
     found = {}
     for loop in LOOPS:
         runs = read_loop(out, task, loop)
         first = next(iter(runs.values()))
-        loss = statistics.fmean(run["loss"] for run in runs.values())
+        finals = {seed: run["loss"] for seed, run in runs.items()}
+        found_difference = difference(finals, fp32)
         found[loop] = {
             "seeds": len(runs),
-            "final_loss": loss,
-            "gap": (loss - band.mean) / band.mean,
-            "paired_gap": statistics.fmean((run["loss"] - fp32[seed]) / fp32[seed] for seed, run in runs.items()),
-            "status": MATCHES if loss <= band.upper else DEGRADES,
+            "finals": {str(seed): loss for seed, loss in finals.items()},
+            "final_loss": statistics.fmean(finals.values()),
+            "paired_gap": found_difference.gap,
+            "interval": found_difference.interval and asdict(found_difference.interval),
+            "status": found_difference.status,
             "bytes_per_parameter": first["bytes"],
             "descent": descent([list(rows) for rows in zip(*(run["descent"] for run in runs.values()), strict=True)]),
         }
@@ -144,7 +147,6 @@ def gather(steps: int, out: Path) -> dict[str, Any]:
     data: dict[str, Any] = {"machine": environment(), "steps": steps, "seeds": SEEDS, "tasks": {}}
     for task, experiment in experiments_of(steps).items():
         results = load(opened(experiment, out).folder)
-        assert results.band is not None
         finals = {
             seed: [r["loss"] for r in rows if r["kind"] == "validation"][-1]
             for seed, rows in results.runs["fp32"].items()
@@ -154,7 +156,7 @@ def gather(steps: int, out: Path) -> dict[str, Any]:
             "rule": results.summary()["rule"],
             "band": results.summary()["band"],
             "recipes": recipe_figures(results),
-            "loops": loop_figures(out, task, results.band, finals),
+            "loops": loop_figures(out, task, finals),
             "zeroed": zeroed_figures(results),
         }
     return data

@@ -36,7 +36,7 @@ def cast(state: dict[str, Tensor], *dtypes: torch.dtype, keep: str = "-") -> dic
 
 
 def main(folder: str | Path, steps: int = 20) -> list[Path]:
-    """Write the checkpoints into a folder, one file each, and return their paths; the name of a file says its origin."""
+    """Write the checkpoints into a folder, one file each, named after their origin, and return their paths."""
     recipes = ("fp32", "fp16-master", "bf16-master", "bf16-nomaster", "fp8lm-o2")
     (full, _), (half, _), (master, states), (alone, _), (scaled, _) = (train(recipe, steps) for recipe in recipes)
     matrices = {name: tensor for name, tensor in full.items() if tensor.dim() == 2}

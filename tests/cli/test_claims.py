@@ -90,6 +90,13 @@ def test_one_claim_and_the_page(run):
     assert run("claims", "--markdown")[:2] == (0, markdown(load()))
 
 
+@pytest.mark.parametrize("width", [50, 105])
+def test_a_claim_is_as_wide_as_asked(width):
+    lines = describe(load_one("forum-zeroed"), width).splitlines()
+    assert max(map(len, lines)) <= max(width, 15 + max(len(word) for line in lines for word in line.split()))
+    assert width == 105 or len(lines) > len(describe(load_one("forum-zeroed")).splitlines())
+
+
 def test_run_prints_measured_beside_recorded(run):
     code, out, _ = run("claims", "--run", "autocast-cpu")
     assert code == 0

@@ -12,7 +12,7 @@ import pytest
 from halfstep.cli.app import main
 
 
-SMALL = ["--steps", "6", "--batch", "2", "--context", "16", "--model", "tiny_models:model"]
+SMALL = ["--seeds", "1", "--steps", "6", "--batch", "2", "--context", "16", "--model", "tiny_models:model"]
 MODEL = """
 from torch import nn
 
@@ -21,6 +21,24 @@ def model():
 
 def other():
     return nn.Linear(8, 256)
+
+class Fails(nn.Sequential):
+    trained, training_only = 0, False
+
+    def forward(self, x):
+        self.trained += self.training
+        if self.trained > 3 or (self.training_only and not self.training):
+            raise RuntimeError("it is too late")
+        return super().forward(x)
+
+def late():
+    return Fails(nn.Embedding(256, 8), nn.Linear(8, 256))
+
+class TrainsOnly(Fails):
+    training_only = True
+
+def trains_only():
+    return TrainsOnly(nn.Embedding(256, 8), nn.Linear(8, 256))
 """
 
 
@@ -69,7 +87,7 @@ def test_compare_trains_judges_reports_and_resumes_to_the_same(place, halfstep):
     assert first.code == 0, first.stderr
     summary = json.loads(first.stdout)
     assert [v["recipe"] for v in summary["verdicts"]] == ["fp32", "bf16-mixed"]
-    assert {v["status"] for v in summary["verdicts"]} == {"band not measured"}
+    assert {v["recipe"]: v["status"] for v in summary["verdicts"]} == {"fp32": "matches", "bf16-mixed": "cannot tell"}
     run = place / "runs" / "a"
     for name in ("experiment.json", "environment.json", "summary.json", "report.html", "fp32/seed-0/metrics.jsonl"):
         assert (run / name).is_file(), name
@@ -82,6 +100,17 @@ def test_compare_trains_judges_reports_and_resumes_to_the_same(place, halfstep):
     again = halfstep("compare", *options, "--resume", "--json")
     assert json.loads(again.stdout)["verdicts"] == summary["verdicts"]
 
+    more = [*options, "--resume", "--seeds", "2"]  # the last of two --seeds counts
+    wider = json.loads(halfstep("compare", *more, "--json").stdout)
+    assert [(v["seeds"], list(v["finals"])) for v in wider["verdicts"]] == [(2, ["0", "1"])] * 2
+    assert [v["finals"]["0"] for v in wider["verdicts"]] == [v["finals"]["0"] for v in summary["verdicts"]]
+    assert json.loads((run / "experiment.json").read_text())["experiment"]["seeds"] == 2
+    fewer = halfstep("compare", *options, "--resume")
+    assert (fewer.code, "its seeds is 2, 1 was asked for" in fewer.message) == (2, True)
+    options += ["--seeds", "2"]
+
+    other = halfstep("compare", *options, "--resume", "--margin", "0.5")
+    assert (other.code, "another experiment: its margin is 0.01, 0.5" in other.message) == (2, True)
     other = halfstep("compare", *options, "--resume", "--lr", "0.5")
     assert other.code == 2
     assert "another experiment: its lr is 0.001, 0.5 was asked for" in other.message
@@ -105,6 +134,10 @@ def test_train_names_its_folder_and_prints_a_table(place, halfstep):
             ["compare", "--model", "tiny_models:other", "--out", "o"],
             "tiny_models:other: on the first batch it raised",
         ),
+        (
+            ["compare", "--model", "tiny_models:trains_only", "--out", "o", "--data", "text.txt", "--context", "16"],
+            "tiny_models:trains_only: in eval mode, on the held-out batches, it raised RuntimeError: it is too late",
+        ),
         (["compare", "--resume"], "--resume needs --out"),
         (["compare", "--resume", "--out", "runs/none"], "holds no experiment to resume"),
         (["compare", "--out", "/proc/nowhere/run", "--data", "text.txt", *SMALL], "cannot be written"),
@@ -127,6 +160,18 @@ def test_bad_input_is_one_message_exit_code_2_and_nothing_written(place, halfste
     assert message in done.message
     assert "Traceback" not in done.stderr
     assert sorted(p for p in place.rglob("*") if "__pycache__" not in p.parts) == before
+
+
+def test_a_model_that_fails_on_the_way_is_one_message_and_the_run_goes_on(place, halfstep, monkeypatch):
+    arguments = ["train", "--recipe", "fp32", "--data", "text.txt", *SMALL, "--out", "runs/late"]
+    arguments[arguments.index("tiny_models:model")] = "tiny_models:late"
+    done = halfstep(*arguments)
+    assert done.code == 2
+    assert "tiny_models:late: under fp32, seed 0, it raised RuntimeError: it is too late (" in done.message
+    assert "tiny_models.py:" in done.message
+    assert "go on with --out runs/late --resume" in done.message
+    monkeypatch.setattr(sys.modules["tiny_models"], "late", sys.modules["tiny_models"].model)
+    assert halfstep(*arguments, "--resume").code == 0
 
 
 def test_a_full_disk_is_said_and_the_run_goes_on(place, halfstep, monkeypatch):
@@ -285,3 +330,19 @@ def test_a_folder_older_than_tasks_is_read_and_resumed(place, halfstep):
     assert done.code == 0, done.stderr
     assert "bits/byte" not in done.stdout
     assert "Not drawn: this task has no metric" in (place / "runs" / "old" / "report.html").read_text()
+
+
+def test_a_recipe_that_fails_is_explained_under_the_table_and_in_the_report(place, halfstep):
+    """Updates of 1e-6 are lost on weights in bf16; they are lost on few in fp32."""
+    options = ["--recipes", "fp32,bf16-nomaster", "--data", "text.txt", "--lr", "1e-5", "--margin", "1e-9", *SMALL]
+    options[options.index("--steps") + 1] = "40"
+    done = halfstep("compare", *options, "--seeds", "3", "--out", "runs/explained")
+    assert done.code == 0, done.stderr
+    verdicts = json.loads((place / "runs" / "explained" / "summary.json").read_text())["verdicts"]
+    assert verdicts[1]["status"] == "degrades"
+    words = " ".join(done.stdout.split())
+    assert f"bf16-nomaster: {verdicts[1]['explanation']}." in words
+    assert "of its updates changed no weight at step" in verdicts[1]["explanation"]
+    page = (place / "runs" / "explained" / "report.html").read_text()
+    assert "What was measured of those that did worse" in page
+    assert "of its updates changed no weight at step" in page

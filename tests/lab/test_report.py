@@ -76,7 +76,7 @@ def test_the_page_states_every_verdict_and_the_rule(usual):
     folder, page = usual
     for words in (*USUAL, "the baseline", "matches", "degrades", "diverged at step 2", "(gradient)", rule()):
         assert words in page.text
-    assert "4 of 6 recipes match fp32; bf16-nomaster degrades by 3.2%; fp16-pure diverged at step 2." in page.text
+    assert "4 of 6 recipes match fp32; bf16-nomaster degrades by 3.1%; fp16-pure diverged at step 2." in page.text
     assert f"--out {folder.path} --resume" in page.text
     assert "Some Processor" in page.text
 
@@ -85,7 +85,7 @@ def test_the_summary_holds_what_was_judged(usual):
     folder, _ = usual
     summary = json.loads((folder.path / "summary.json").read_text())
     assert summary == load(folder).summary()
-    assert set(summary) == {"experiment", "rule", "metric", "band", "verdicts"}
+    assert set(summary) == {"experiment", "rule", "margin", "metric", "band", "verdicts"}
     assert (summary["experiment"], summary["rule"], summary["band"]["seeds"]) == ("usual", rule(), 3)
     found = {v["recipe"]: v["status"] for v in summary["verdicts"]}
     assert list(found) == list(USUAL)
@@ -165,7 +165,8 @@ KINDS = {
     "nothing begun": ({}, {"recipes": ("fp32", "bf16-pure")}, "not begun"),
     "all diverged at once": (dict.fromkeys(USUAL, Run(diverges=1, first_bad=None)), {}, "diverged at step 1"),
     "no fp32": ({"bf16-mixed": Run(), "fp16-mixed": USUAL["fp16-mixed"]}, {}, "fp32 took no part"),
-    "one fp32 seed": (USUAL, {"baseline_seeds": 1}, "band not measured"),
+    "one seed each": (USUAL, {"seeds": 1, "baseline_seeds": 1}, "it takes two seeds to see how far seeds differ"),
+    "one seed beside three": (USUAL, {"seeds": 1, "margin": 1e-4}, "seeds would decide"),
     "one recipe": ({"bf16-mixed": Run()}, {"seeds": 2, "baseline_seeds": 2}, "halfstep train --recipe bf16-mixed"),
     "only fp32": ({"fp32": Run()}, {}, "only fp32 was trained"),
     "no statistics": ({"fp32": Run(statistics=False)}, {}, "no run has written statistics yet"),

@@ -78,18 +78,18 @@ def test_fp32s_values_are_taken_wherever_it_stands(tmp_path):
     assert (data.recipe, data.seed, data.step) == ("fp32", 0, 20)
 
 
-def test_curves_hold_the_first_seed_and_fp32s_band(usual):
+def test_curves_hold_the_first_seed_and_fp32s(usual):
     data = curves.loss_curves(usual)
     assert [c.recipe for c in data.curves] == list(USUAL)
     fp32 = usual.runs["fp32"]
     for step, band in data.bands.items():
         at_step = [r["loss"] for seed in fp32 for r in fp32[seed] if r["kind"] == "validation" and r["step"] == step]
-        assert band.mean == data.means[step] == pytest.approx(sum(at_step) / 3)
-        assert band.half_width >= 0.005 * band.mean
+        assert [losses[step] for losses in data.fp32.values()] == at_step
+        assert band.mean == pytest.approx(sum(at_step) / 3)
     nomaster = next(c for c in data.curves if c.recipe == "bf16-nomaster")
     steps, distances = data.gaps(nomaster)
-    verdict = next(v for v in usual.verdicts if v.recipe == "bf16-nomaster")
-    assert (steps[-1], distances[-1]) == (500, pytest.approx(verdict.gap))
+    own, fp32s = (usual.runs[recipe][0][-2]["loss"] for recipe in ("bf16-nomaster", "fp32"))
+    assert (steps[-1], distances[-1]) == (500, pytest.approx(own / fp32s - 1))
 
 
 def test_a_diverged_curve_ends_where_the_run_did(usual):
@@ -115,12 +115,12 @@ def test_a_loss_that_explodes_flattens_no_other_curve(tmp_path):
 
 def test_gaps_are_the_verdicts_gaps(usual):
     data = gaps.final_gaps(usual)
-    assert data.half_width == usual.band.half_width / usual.band.mean
+    assert data.margin == 0.01
     found = {gap.recipe: gap for gap in data.gaps}
     assert list(found) == [recipe for recipe in USUAL if recipe != "fp32"]
     assert found["fp16-pure"] == gaps.Gap("fp16-pure", None, None, "diverged at step 2")
     for verdict in usual.verdicts[1:-1]:
-        assert (found[verdict.recipe].gap, found[verdict.recipe].paired) == (verdict.gap, verdict.paired_gap)
+        assert (found[verdict.recipe].gap, found[verdict.recipe].interval) == (verdict.paired_gap, verdict.interval)
 
 
 def test_speeds_are_medians_with_their_ratio(usual):

@@ -1,19 +1,22 @@
 """The rule's edges: what matches, degrades, diverges, or cannot be told."""
 
-import math
+import dataclasses
 import statistics
 
 import pytest
 
 from halfstep.lab.facts import Metric
+from halfstep.lab.interval import Interval
 from halfstep.lab.verdict import (
     DEGRADES,
     DIVERGED,
     MATCHES,
-    MIN_BASELINES,
-    TOLERANCE,
+    UNDECIDED,
+    UNFINISHED,
     UNMEASURED,
     band,
+    difference,
+    enough,
     final_loss,
     final_value,
     judge,
@@ -21,7 +24,6 @@ from halfstep.lab.verdict import (
 )
 
 
-NARROW = {0: 2.0, 1: 2.0, 2: 2.0}
 WIDE = {0: 1.9, 1: 2.0, 2: 2.1}
 
 
@@ -43,60 +45,129 @@ def diverged(at=2, tensor="head.weight (gradient)"):
     ]
 
 
-def test_band_is_two_sigma_where_that_is_more_than_the_tolerance():
+def fp32(finals=WIDE):
+    return {seed: finished(loss) for seed, loss in finals.items()}
+
+
+def worse_by(*gaps):
+    """Runs that end that much above fp32's, seed by seed."""
+    return {seed: finished(WIDE[seed] * (1 + gap)) for seed, gap in enumerate(gaps)}
+
+
+def test_the_band_is_two_standard_deviations():
     found = band(list(WIDE.values()))
     assert found.half_width == 2 * statistics.stdev(WIDE.values())
     assert (found.mean, found.seeds) == (pytest.approx(2.0), 3)
     assert (found.lower, found.upper) == (found.mean - found.half_width, found.mean + found.half_width)
+    assert band([2.0]) is None
+    assert band([]) is None
 
 
-@pytest.mark.parametrize("finals", [[2.0, 2.0, 2.0], [1.9999, 2.0, 2.0001]])
-def test_band_is_never_narrower_than_the_tolerance(finals):
-    assert band(finals).half_width == pytest.approx(TOLERANCE * 2.0, rel=1e-12)
+@pytest.mark.parametrize(
+    ("gaps", "status"),
+    [
+        ((0.001, 0.002, 0.003), MATCHES),
+        ((-0.2, -0.21, -0.19), MATCHES),  # better than fp32 is no degradation
+        ((0.018, 0.019, 0.020), DEGRADES),
+        ((0.001, 0.002, 0.03), UNDECIDED),
+        ((0.009, 0.010, 0.011), UNDECIDED),
+        ((0.005, 0.006), UNDECIDED),  # two seeds: 0.55% plus or minus 0.64%
+        ((0.0050, 0.0051), MATCHES),
+    ],
+)
+def test_the_whole_interval_decides_however_far_fp32s_seeds_lie_apart(gaps, status):
+    verdict = judge("r", worse_by(*gaps), fp32())
+    wanted = statistics.fmean(WIDE[seed] * gap for seed, gap in enumerate(gaps))
+    assert verdict.status == status
+    assert verdict.paired_gap == pytest.approx(wanted / statistics.fmean(WIDE[seed] for seed in range(len(gaps))))
+    assert verdict.interval.low < verdict.paired_gap < verdict.interval.high
+    assert verdict.seeds_to_decide is None or (status == UNDECIDED and verdict.seeds_to_decide > len(gaps))
 
 
-@pytest.mark.parametrize("count", range(MIN_BASELINES))
-def test_fewer_seeds_make_no_band(count):
-    assert band([2.0] * count) is None
+def test_the_margin_is_the_experiments():
+    runs = worse_by(0.018, 0.019, 0.020)
+    assert judge("r", runs, fp32(), margin=0.01).status == DEGRADES
+    assert judge("r", runs, fp32(), margin=0.05).status == MATCHES
 
 
-@pytest.mark.parametrize("baselines", [NARROW, WIDE], ids=["tolerance", "sigma"])
-def test_exactly_at_the_band_matches_and_above_it_degrades(baselines):
-    upper = band(list(baselines.values())).upper
-    assert judge("r", {0: finished(upper)}, baselines).status == MATCHES
-    assert judge("r", {0: finished(math.nextafter(upper, 9))}, baselines).status == DEGRADES
-    assert judge("r", {0: finished(0.1)}, baselines).status == MATCHES  # better than fp32 is no degradation
+def test_one_seed_borrows_the_spread_of_fp32():
+    """fp32's is 5% here: nobody can tell 1% by one seed. Where it is 0.01%, everybody can."""
+    one = judge("r", worse_by(0.001), fp32())
+    assert (one.status, one.paired_gap) == (UNDECIDED, pytest.approx(0.001))
+    assert one.interval.high - one.paired_gap == pytest.approx(4.3027 * 2**0.5 * 0.1 / 1.9, rel=1e-4)
+    assert one.seeds_to_decide > 100
+    narrow = {0: 2.0, 1: 2.0002, 2: 1.9998}
+    assert judge("r", {0: finished(2.004)}, fp32(narrow)).status == MATCHES
+    assert judge("r", {0: finished(2.04)}, fp32(narrow)).status == DEGRADES
 
 
-@pytest.mark.parametrize("baselines", [{}, {0: 2.0}, {0: 2.0, 1: 2.0}])
-def test_without_a_band_nothing_matches_or_degrades(baselines):
-    verdict = judge("r", {0: finished(9.0)}, baselines)
-    assert (verdict.status, verdict.gap) == (UNMEASURED, None)
-    assert verdict.paired_gap == (3.5 if baselines else None)
+def test_runs_that_are_fp32s_own_match_with_any_number_of_seeds():
+    same = judge("r", {0: finished(1.9)}, {0: finished(1.9)})
+    assert (same.status, same.interval) == (MATCHES, Interval(0.0, 0.0))
+    metric = Metric("accuracy", True, 1.0, judges=True)
+
+    def scored(loss):
+        return [dict(row, metric=0.9) if row["kind"] == "validation" else row for row in finished(loss)]
+
+    other = judge("r", {0: scored(1.8)}, {0: scored(1.9)}, metric)
+    assert (other.status, other.paired_gap, other.interval) == (UNDECIDED, 0.0, None)  # equal by chance is not the same
+    assert judge("r", {0: scored(1.9)}, {0: scored(1.9)}, metric).status == MATCHES
 
 
-def test_the_gap_is_to_the_mean_and_the_paired_gap_to_the_same_seed():
-    verdict = judge("r", {2: finished(2.2), 7: finished(2.0)}, WIDE)
+def test_differences_that_are_all_alike_borrow_too():
+    """Of a metric of few values, equal differences say little about how far they spread."""
+    found = difference({0: 0.9, 1: 0.8, 2: 0.7}, {0: 0.9, 1: 0.8, 2: 0.7}, higher_is_better=True)
+    assert (found.status, found.gap) == (UNDECIDED, 0.0)
+    assert found.interval.high == pytest.approx(4.3027 * 2**0.5 * 0.125 / 3**0.5, rel=1e-4)
+
+
+def test_two_single_seeds_cannot_tell_and_say_why():
+    verdict = judge("r", {0: finished(9.0)}, {0: finished(2.0)})
+    assert (verdict.status, verdict.paired_gap, verdict.interval) == (UNDECIDED, 3.5, None)
+    assert enough(None, None) == "it takes two seeds to see how far seeds differ"
+    assert enough(Interval(0, 1), 1234) == "about 1,234 seeds would decide"
+    assert "it takes more than 1,000 seeds" in enough(Interval(0, 1), None)
+
+
+@pytest.mark.parametrize("baselines", [{}, {5: 2.0, 6: 2.0}, {0: 0.0, 1: 0.0}], ids=["none", "others", "zero"])
+def test_without_a_pair_there_is_no_verdict(baselines):
+    verdict = judge("r", {0: finished(9.0), 1: finished(8.0)}, fp32(baselines))
+    assert (verdict.status, verdict.paired_gap, verdict.interval) == (UNMEASURED, None, None)
+
+
+def test_a_seed_near_zero_does_not_outweigh_the_others():
+    """Worse by 0.004 to 0.006 with every seed, where fp32 ends between 0.0003 and 0.006."""
+    fp32s = {0: 0.0057, 1: 0.0050, 2: 0.0048, 3: 0.0003}
+    found = difference({0: 0.0107, 1: 0.0091, 2: 0.0100, 3: 0.0061}, fp32s)
+    assert (found.status, found.gap) == (DEGRADES, pytest.approx(0.005025 / 0.00395))
+
+
+def test_losses_below_zero_are_worse_when_they_rise():
+    verdict = difference({0: -1.9, 1: -1.91}, {0: -2.0, 1: -2.0})
+    assert (verdict.status, verdict.gap) == (DEGRADES, pytest.approx(0.0475))
+
+
+def test_a_seed_without_a_counterpart_is_left_out_of_the_difference():
+    verdict = judge("r", {2: finished(2.2), 7: finished(2.0)}, fp32())
     assert verdict.final_loss == pytest.approx(2.1)
-    assert verdict.gap == pytest.approx(0.05)
-    assert verdict.paired_gap == pytest.approx((2.2 - 2.1) / 2.1)  # seed 7 has no counterpart
-    assert verdict.seeds == 2
+    assert verdict.paired_gap == pytest.approx((2.2 - 2.1) / 2.1)
+    assert (verdict.seeds, verdict.finals) == (2, {2: 2.2, 7: 2.0})
 
 
 def test_one_diverged_seed_is_a_diverged_recipe():
-    verdict = judge("r", {0: finished(2.0), 1: diverged(at=2)}, NARROW)
+    verdict = judge("r", {0: finished(2.0), 1: diverged(at=2)}, fp32())
     assert (verdict.status, verdict.diverged_at, verdict.first_nonfinite) == (DIVERGED, 2, "head.weight (gradient)")
     assert verdict.reason == "the loss is NaN"
-    assert (verdict.final_loss, verdict.gap, verdict.paired_gap) == (None, None, None)
+    assert (verdict.final_loss, verdict.paired_gap, verdict.interval) == (None, None, None)
 
 
-def test_diverged_outranks_an_unmeasured_band():
+def test_diverged_outranks_a_missing_baseline():
     assert judge("r", {0: diverged(at=1, tensor=None)}, {}).status == DIVERGED
 
 
 def test_the_last_update_can_diverge_too():
     """No step looks at what the last update wrote; the validation after it does, and writes null."""
-    verdict = judge("r", {0: finished(None)}, NARROW)
+    verdict = judge("r", {0: finished(None)}, fp32())
     assert (verdict.status, verdict.diverged_at, verdict.first_nonfinite) == (DIVERGED, 3, None)
     assert "validation" in verdict.reason
 
@@ -104,11 +175,11 @@ def test_the_last_update_can_diverge_too():
 @pytest.mark.parametrize("rows", [[], finished(2.0)[:1], finished(2.0)[:-1]], ids=["empty", "begun", "no end"])
 def test_a_killed_run_is_not_finished(rows):
     assert final_loss(rows) is None
-    assert judge("r", {0: rows}, NARROW).status == "not finished"
+    assert judge("r", {0: rows}, fp32()).status == UNFINISHED
 
 
 def test_a_recipe_is_judged_on_the_seeds_that_finished():
-    verdict = judge("r", {0: finished(2.0), 1: finished(9.0)[:-1]}, NARROW)
+    verdict = judge("r", {0: finished(2.0), 1: finished(9.0)[:-1]}, fp32(dict.fromkeys(range(3), 2.0)))
     assert (verdict.status, verdict.final_loss) == (MATCHES, 2.0)
 
 
@@ -122,7 +193,7 @@ def test_times_are_medians_without_the_first_step():
 
 
 def test_where_the_metric_judges_the_loss_does_not():
-    """Higher is better here: a recipe below fp32's band degrades, whatever its loss."""
+    """Higher is better here: a recipe that ends lower degrades, whatever its loss."""
     metric = Metric("mAP", higher_is_better=True, best=1.0, judges=True)
 
     def rows(loss, value):
@@ -131,13 +202,22 @@ def test_where_the_metric_judges_the_loss_does_not():
             {"kind": "end", "step": 9, "status": "finished"},
         ]
 
-    baselines = {0: 0.50, 1: 0.51, 2: 0.49}  # the band is 0.5 plus or minus 0.02
-    for value, status in ((0.485, MATCHES), (0.9, MATCHES), (0.47, DEGRADES)):
-        verdict = judge("a", {0: rows(0.1, value)}, baselines, metric)
-        assert (verdict.status, verdict.final_loss, verdict.final_metric) == (status, 0.1, value)
-        assert verdict.gap == pytest.approx((0.5 - value) / 0.5)
-        assert verdict.paired_gap == pytest.approx((0.5 - value) / 0.5)
+    baselines = {seed: rows(0.1, value) for seed, value in enumerate((0.50, 0.51, 0.49))}
+    for lost, status in ((0.003, MATCHES), (-0.4, MATCHES), (0.03, DEGRADES), (0.01, UNDECIDED)):
+        values = [value - lost + noise for value, noise in ((0.50, 0.0), (0.51, 1e-4), (0.49, -1e-4))]
+        verdict = judge("a", {seed: rows(0.1, value) for seed, value in enumerate(values)}, baselines, metric, 0.02)
+        assert (verdict.status, verdict.final_loss) == (status, pytest.approx(0.1))
+        assert verdict.final_metric == pytest.approx(0.5 - lost)
+        assert verdict.paired_gap == pytest.approx(lost / 0.5, rel=1e-2)
     assert final_value(rows(0.1, 0.4), metric) == 0.4
     assert final_value(rows(0.1, 0.4), Metric("accuracy", True, 1.0)) == 0.1
-    assert "final mAP is inside it or above matches; below it, it degrades" in rule(metric)
-    assert "final loss is inside it or below matches; above it, it degrades" in rule()
+    assert "differences of their final mAP" in rule(metric)
+    assert "final validation loss" in rule()
+    assert "below a loss of 2.5%" in rule(None, 0.025)
+
+
+def test_a_verdict_is_data():
+    data = judge("r", worse_by(0.001, 0.002, 0.003), fp32()).as_data()
+    assert data["interval"].keys() == {"low", "high"}
+    assert set(data["finals"]) == {"0", "1", "2"}
+    assert data.keys() == {field.name for field in dataclasses.fields(judge("r", {}, {}))}

@@ -34,12 +34,12 @@ def as_data(claim: Claim) -> dict[str, Any]:
     return {**data, "figure": claim.figure, "short": claim.short}
 
 
-def describe(claim: Claim) -> str:
-    """A claim whole, one field a line."""
+def describe(claim: Claim, width: int = 105) -> str:
+    """A claim whole, a field after the other, in lines of that width."""
     body = "\n".join(
         textwrap.fill(
             text,
-            105,
+            width,
             initial_indent=f"  {label:<12} ",
             subsequent_indent=" " * 15,
             break_on_hyphens=False,

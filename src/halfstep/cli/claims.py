@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli.terminal import fail, show_json, show_table
+from halfstep.cli.terminal import fail, line_width, show_json, show_table
 from halfstep.errors import ClaimError
 
 
@@ -78,7 +78,7 @@ def show(id: Annotated[str, typer.Argument(help="A claim's id.")], as_json: Json
     if as_json:
         show_json(as_data(claim))
     else:
-        typer.echo(describe(claim))
+        typer.echo(describe(claim, line_width(105)))
 
 
 def _in_terminal() -> bool:

@@ -11,6 +11,7 @@ from halfstep.cli.training import (
     Context,
     Data,
     Json,
+    Margin,
     Model,
     Out,
     Rate,
@@ -37,10 +38,9 @@ def compare(
     seeds: Seeds = None,
     baseline_seeds: Annotated[
         int | None,
-        typer.Option(
-            help=f"Seeds fp32 is trained with: three or more measure its band. Left out: {Experiment.baseline_seeds}."
-        ),
+        typer.Option(help=f"Seeds fp32 is trained with, where that is more. Left out: {Experiment.baseline_seeds}."),
     ] = None,
+    margin: Margin = None,
     model: Model = None,
     batch: Batch = None,
     context: Context = None,

@@ -26,6 +26,14 @@ def show_json(data: Any) -> None:
     print(json.dumps(data, indent=2))
 
 
+def line_width(most: int) -> int:
+    """How long lines of text may be: on a terminal no longer than it is wide, though of 40 characters at least."""
+    from rich.console import Console
+
+    console = Console()
+    return max(40, min(most, console.width)) if console.is_terminal else most
+
+
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[str] = ()) -> None:
     """Print a table; the columns named in `right` are numbers: aligned to the right, and never broken.
 

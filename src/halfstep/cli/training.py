@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from halfstep.cli.terminal import show_json, show_table
+from halfstep.cli.terminal import line_width, show_json, show_table
 from halfstep.errors import RunError
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import list_tasks
+from halfstep.printable import printable
 
 
 Data = Annotated[
@@ -22,7 +24,17 @@ Data = Annotated[
 _OWN = "Left out: the task's own"
 Task = Annotated[str | None, typer.Option(help=f"What to train on, lm if left out: {', '.join(list_tasks())}.")]
 Steps = Annotated[int | None, typer.Option(help=f"Updates a run makes. {_OWN} (lm: {Experiment.steps}).")]
-Seeds = Annotated[int | None, typer.Option(help=f"Seeds each recipe is trained with. Left out: {Experiment.seeds}.")]
+Seeds = Annotated[
+    int | None,
+    typer.Option(
+        help=f"Seeds each recipe is trained with. Left out: {Experiment.seeds}, and 1 for train. "
+        "With --resume there may be more than before."
+    ),
+]
+Margin = Annotated[
+    float | None,
+    typer.Option(help=f"What a recipe may lose before it degrades, relative to fp32. Left out: {Experiment.margin}."),
+]
 Model = Annotated[
     str | None,
     typer.Option(
@@ -82,7 +94,7 @@ def _asked(ctx: typer.Context) -> dict[str, Any]:
     """The experiment's fields among the command's options; `train` knows one number of seeds for all."""
     given = _given(ctx)
     if "baseline_seeds" not in ctx.params:
-        given["baseline_seeds"] = given.get("seeds", Experiment.seeds)
+        given["seeds"] = given["baseline_seeds"] = given.get("seeds", 1)
     return {"task": Experiment.task, **given}
 
 
@@ -113,7 +125,7 @@ def _fresh(parent: Path, name: str) -> Path:
 
 
 def _show(summary: dict[str, Any]) -> None:
-    """The verdicts as a table: losses are means over a recipe's seeds, gaps over the seeds that fp32 has too."""
+    """The verdicts as a table: losses are means over a recipe's seeds, differences over the seeds that fp32 has too."""
     from halfstep.lab.facts import Metric
 
     metric = Metric(**summary["metric"]) if summary["metric"] else None
@@ -127,29 +139,52 @@ def _show(summary: dict[str, Any]) -> None:
                 str(verdict["seeds"]),
                 _number(verdict["final_loss"], "{:#.5g}"),
                 *([metric.show(verdict["final_metric"])] if metric else []),
-                _number(verdict["paired_gap"], "{:+.2%}"),
+                *_differences(verdict),
                 _number(verdict["ms_per_step"], "{:.0f}"),
                 "-" if size is None else f"{sum(size[r] for r in ('weights', 'grads', 'master', 'states')):g}",
                 str(verdict["skipped_steps"]),
             )
         )
-    numeric = [
+    interval = "95% interval of that"  # folds where a terminal is narrow
+    columns = [
         "seeds",
         "final loss",
         *([metric.name] if metric else []),
         "to fp32, same seed",
+        interval,
         "ms/step",
         "bytes/param",
         "skipped",
     ]
-    show_table(["recipe", "verdict", *numeric], rows, right=numeric)
+    show_table(["recipe", "verdict", *columns], rows, right=[name for name in columns if name != interval])
+    explained = [verdict for verdict in summary["verdicts"] if verdict["explanation"]]
+    if explained:
+        print("\nWhat was measured of those that did worse, which need not be the cause:")
+    for verdict in explained:
+        words = printable(f"{verdict['recipe']}: {verdict['explanation']}.")
+        print(textwrap.fill(words, line_width(120), initial_indent="  ", subsequent_indent="    "))
 
 
 def _words(verdict: dict[str, Any]) -> str:
-    if verdict["status"] != "diverged":
+    from halfstep.lab.verdict import DIVERGED, MATCHES, UNDECIDED, enough
+
+    if verdict["recipe"] == "fp32" and verdict["status"] == MATCHES:
+        return "the baseline"
+    if verdict["status"] == UNDECIDED:
+        return f"{UNDECIDED}: {enough(verdict['interval'], verdict['seeds_to_decide'])}"
+    if verdict["status"] != DIVERGED:
         return str(verdict["status"])
     where = f": {verdict['first_nonfinite']}" if verdict["first_nonfinite"] else ""
     return f"diverged at step {verdict['diverged_at']}{where}"
+
+
+def _differences(verdict: dict[str, Any]) -> tuple[str, str]:
+    """The mean difference and its interval; of fp32 from itself there is none."""
+    if verdict["recipe"] == "fp32" or verdict["paired_gap"] is None:
+        return "-", "-"
+    interval = verdict["interval"]
+    ends = "-" if interval is None else f"{interval['low']:+.2%} to {interval['high']:+.2%}"
+    return f"{verdict['paired_gap']:+.2%}", ends
 
 
 def _number(value: float | None, form: str) -> str:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
 from torch import nn
 
+import halfstep
 from halfstep.errors import HalfstepError, ModelError, RecipeError, RunError
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
@@ -19,7 +23,6 @@ from halfstep.lab.models import build_model
 from halfstep.lab.task import Task
 from halfstep.lab.tasks import get_task
 from halfstep.lab.train import Trainer, Watcher
-from halfstep.lab.verdict import MIN_BASELINES
 from halfstep.nn.layers import match
 from halfstep.recipe import Recipe, from_data, get_recipe, list_recipes, to_data
 from halfstep.recipe.files import is_reference
@@ -52,26 +55,40 @@ def open_experiment(
     digest = task.digest()
     if recorded is not None:
         recorded.check_data(digest)
+        recorded.extend(experiment)
     written = {name: _as_data(recipe) for name, recipe in known.items()}
     folder = recorded or RunFolder.create(path, experiment, digest, environment(), spec.facts, written)
     return Comparison(experiment, known, task, folder, digest)
 
 
 def _try(model: nn.Module, task: Task, name: str) -> None:
-    """Run a model of the caller's own on the first batch, forward and backward.
+    """Run a model of the caller's own on the first batch, forward and backward, and on what is held out.
 
     Raises:
         ModelError: it fails there.
     """
+    where = "on the first batch"
     try:
         task.loss(model, task.batch(0, 1)).backward()  # type: ignore[no-untyped-call]
+        where = "in eval mode, on the held-out batches,"
+        model.eval()
+        with torch.no_grad():
+            task.metric(model, [float(task.loss(model, batch)) for batch in task.held_out()])
     except HalfstepError:
         raise
     except Exception as error:
         raise ModelError(
-            f"{name}: on the first batch it raised {type(error).__name__}: {error}. Expected a model that takes and "
+            f"{name}: {where} it raised {type(error).__name__}: {error}. Expected a model that takes and "
             f"returns what the task's own do: {', '.join(task.models())}"
         ) from error
+
+
+def _place(error: BaseException) -> str:
+    """The last line of the caller's own that an exception passed, as file:line."""
+    libraries = (Path(torch.__file__).parent, Path(halfstep.__file__).parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not any(Path(f.filename).is_relative_to(folder) for folder in libraries)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else f"{frames[-1].filename}:{frames[-1].lineno}"
 
 
 def _resolve(experiment: Experiment, own: dict[str, Recipe], folder: RunFolder | None) -> dict[str, Recipe]:
@@ -123,16 +140,30 @@ class Comparison:
         self._digest = digest
 
     def run(self, watch: Watcher = lambda progress: None) -> None:
-        """Train every (recipe, seed) that has not ended, in order; a killed one goes on from its last checkpoint."""
-        seeds = range(max(MIN_BASELINES, self.experiment.baseline_seeds))
+        """Train every (recipe, seed) that has not ended, in order; a killed one goes on from its last checkpoint.
+
+        Raises:
+            ModelError: a model of the caller's own raised something; what was trained before is kept.
+        """
         if _BASELINE not in self.recipes:
-            for seed in seeds:
+            for seed in self.experiment.baselines():
                 self._take_baseline(self.folder.run(_BASELINE, seed), seed)
         for recipe, seed in self.experiment.runs():
             path = self.folder.run(recipe, seed)
             if recipe == _BASELINE and seed > 0:  # the first is trained here and now, for its timings
                 self._take_baseline(path, seed)
-            Trainer(self.experiment, self.recipes[recipe], seed, self.task, self._build, path, watch).run()
+            trainer = Trainer(self.experiment, self.recipes[recipe], seed, self.task, self._build, path, watch)
+            try:
+                trainer.run()
+            except (HalfstepError, OSError, SafetensorError):
+                raise
+            except Exception as error:
+                if ":" not in self.experiment.model:
+                    raise
+                raise ModelError(
+                    f"{self.experiment.model}: under {recipe}, seed {seed}, it raised {type(error).__name__}: {error} "
+                    f"({_place(error)}). Mend it, then go on with --out {self.folder.path} --resume"
+                ) from error
             if recipe == _BASELINE:
                 self._keep_baseline(path, seed)
 

@@ -24,11 +24,13 @@ class Experiment:
     model: str = "gpt-tiny"
     data: str | None = None
     """A text file, a folder or a glob; None is the Python standard library's documentation and source."""
-    steps: int = 500
-    seeds: int = 1
+    steps: int = 400
+    seeds: int = 3
     """Seeds a recipe is trained with."""
     baseline_seeds: int = 3
-    """Seeds fp32 is trained with, where it takes part: three or more give its band."""
+    """Seeds fp32 is trained with, where it takes part, if that is more."""
+    margin: float = 0.01
+    """What a recipe may lose before it degrades, relative to fp32."""
     batch: int = 16
     context: int = 64
     lr: float = 1e-3
@@ -55,6 +57,7 @@ class Experiment:
             "validations",
             "checkpoints",
             "statistics",
+            "margin",
         )
         for name in positive:
             if getattr(self, name) <= 0:
@@ -80,13 +83,16 @@ class Experiment:
         counts = {r: max(self.seeds, self.baseline_seeds) if r == "fp32" else self.seeds for r in self.recipes}
         return [(r, s) for s in range(max(counts.values())) for r in self.recipes if s < counts[r]]
 
+    def baselines(self) -> range:
+        """The seeds of fp32 that are looked for where it takes no part: an earlier experiment may have trained them."""
+        return range(max(Experiment.baseline_seeds, self.baseline_seeds, self.seeds))
+
     def as_data(self) -> dict[str, Any]:
         """For JSON."""
         return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
 
     def key(self, *more: object) -> str:
         """A name for everything that fixes a run's numbers, whatever the recipes and the number of seeds."""
-        data = {
-            k: v for k, v in self.as_data().items() if k not in ("recipes", "seeds", "baseline_seeds", "checkpoints")
-        }
+        others = ("recipes", "seeds", "baseline_seeds", "margin", "checkpoints")
+        data = {name: value for name, value in self.as_data().items() if name not in others}
         return hashlib.sha256(json.dumps([data, *more], sort_keys=True).encode()).hexdigest()[:16]

@@ -21,6 +21,9 @@ from halfstep.lab.facts import Facts
 from halfstep.lab.metrics import Row, read_metrics
 
 
+_SEEDS = ("seeds", "baseline_seeds")
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of one experiment."""
@@ -58,7 +61,7 @@ class RunFolder:
 
     @classmethod
     def resume(cls, path: Path, experiment: Experiment) -> RunFolder:
-        """The folder of the same experiment.
+        """The folder of the same experiment, which may have more seeds now.
 
         Raises:
             RunError: there is no experiment, or it is another one; the first difference is named.
@@ -66,7 +69,7 @@ class RunFolder:
         folder = cls(path)
         recorded = folder.experiment().as_data()
         for name, value in experiment.as_data().items():
-            if recorded[name] != value:
+            if recorded[name] != value and not (name in _SEEDS and value > recorded[name]):
                 raise RunError(
                     f"{path} holds another experiment: its {name} is {recorded[name]!r}, {value!r} was asked for. "
                     "Ask for the same, or give another --out"
@@ -83,6 +86,20 @@ class RunFolder:
             raise RunError(
                 f"{self.path} was trained on other data than this; the data have changed. Give another --out"
             )
+
+    def extend(self, experiment: Experiment) -> None:
+        """Write down that the experiment has more seeds now.
+
+        Raises:
+            RunError: experiment.json cannot be written.
+        """
+        if experiment != self.experiment():
+            try:
+                write_json(
+                    self.experiment_file, {**read_json(self.experiment_file), "experiment": experiment.as_data()}
+                )
+            except OSError as error:
+                raise RunError(f"{self.experiment_file} cannot be written ({error.strerror}); mend that") from error
 
     @property
     def experiment_file(self) -> Path:

@@ -11,7 +11,12 @@ Every row has `kind` and `step` (0 before the first update). The kinds:
                 a cast makes zero, unscaled; lost {format: share}: wanted updates that would leave a weight stored in
                 it where it is (0 of them in a skipped step); descent {quality, lost_share, layers {name: the same}}:
                 how much of the step's updates arrived in what is stored, masters included (null: nothing was wanted)
-    diverged    reason, tensor (the first that was not finite, or null)
+    ranges      activation_gradients {module: [zeros, of]}, gradients {parameter: [zeros, of]}; after the update,
+                states {parameter: {state: [zeros, of]}}, of the elements whose gradient was not zero, and largest
+                {parameter: its largest update in learning rates}. With the statistics; and at powers of two, where
+                in_float32 has the gradients' zeros of the same weights and batch in float32
+    diverged    reason, tensor (the first that was not finite, or null); in_float32, where it can be asked: the
+                largest magnitude of that tensor in float32, of the same weights and batch
     end         status "finished" or "diverged"; the last row of a run
 
 Numbers that are not finite are null.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,30 +14,17 @@ import torch
 from torch import nn
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from halfstep import formats, prepare
+from halfstep import prepare
 from halfstep.errors import LossScaleError
 from halfstep.lab import checkpoint
 from halfstep.lab.checkpoint import Training
 from halfstep.lab.experiment import Experiment
+from halfstep.lab.look import Look, counted
 from halfstep.lab.metrics import MetricsFile, Row, read_metrics
 from halfstep.lab.task import Batch, Task, check_finite
 from halfstep.memory import measure
-from halfstep.ops import values_of
-from halfstep.optim import LowBit
 from halfstep.recipe import Recipe
-from halfstep.tracking import (
-    Arrival,
-    activation_gradients,
-    arrivals,
-    exponents,
-    first_nonfinite,
-    share_lost,
-    share_zeroed,
-)  # fmt: skip
-
-
-FORMATS = ("fp16", "bf16", "float8_e4m3fn", "float8_e5m2")
-"""The formats whose losses the statistics count."""
+from halfstep.tracking import activation_gradients_by_module, first_nonfinite, magnitude
 
 
 @dataclass(frozen=True)
@@ -50,28 +37,6 @@ class Progress:
     row: Row
     validation: float | None
     metric: float | None = None
-
-
-class Look:
-    """A context for one optimizer step, after which `row` also says what became of its updates."""
-
-    def __init__(self, optimizer: LowBit, names: Mapping[Any, str], row: Row) -> None:
-        self.row = row
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._arrivals = arrivals(optimizer, names, lambda u: self._pairs.append((u.before, u.before + u.wanted)))
-
-    def __enter__(self) -> None:
-        self._found = self._arrivals.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._arrivals.__exit__(*error)
-        lost = {name: share_lost(self._pairs, formats.get(name)) for name in FORMATS}
-        layers = {name: _arrived(arrival) for name, arrival in self._found.layers.items()}
-        self.row |= {"lost": lost, "descent": {**_arrived(self._found.model), "layers": layers}}
-
-
-def _arrived(arrival: Arrival) -> dict[str, float | None]:
-    return {"quality": arrival.quality, "lost_share": arrival.lost_share}
 
 
 Watcher = Callable[[Progress], None]
@@ -159,15 +124,18 @@ class Trainer:
         batch = self.task.batch(self.seed, step)
         check_finite(batch, step)
         looking = self.experiment.due(step, self.experiment.statistics)
+        glancing = step & (step - 1) == 0  # at powers of two: what leaves its range does so early
         scale, skips = scaler.get_scale(), scaler.skipped_steps
         random = torch.get_rng_state()
         started = time.perf_counter()
-        with activation_gradients(model, enabled=looking) as activations:
+        with activation_gradients_by_module(model, enabled=looking or glancing) as activations:
             loss = self.task.loss(model, batch)
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         seconds = time.perf_counter() - started
         # What is looked at is looked at here: a clip moves 16-bit gradients to float32, without the loss scale.
-        look = self._look(step, scale, activations) if looking else None
+        look = Look(model, optimizer, step, scale, activations, closely=looking) if looking or glancing else None
+        if look is not None and glancing:
+            look.beside(self._zeros_in_float32(batch, random))
         stepped = not self.measured and any("step" in state for state in optimizer.state.values())
         memory = self._memory(step) if stepped else None
         started = time.perf_counter()
@@ -203,8 +171,8 @@ class Trainer:
             "seconds": seconds,
         }
         self._write(row)
-        if look is not None:
-            self._write(look.row)
+        for seen in () if look is None else look.rows:
+            self._write(seen)
         if self.experiment.due(step, self.experiment.validations):
             self._validate(step)
         self.watch(Progress(self.recipe.name, self.seed, step, row, self.validation, self.metric))
@@ -219,8 +187,38 @@ class Trainer:
         model, scaler = self.training.model, self.training.scaler
         torch.set_rng_state(random)
         tensor = first_nonfinite(model, lambda: scaler.scale(self.task.loss(model, batch)))
-        self._write({"kind": "diverged", "step": step, "reason": reason, "tensor": tensor})
+        largest = None if tensor is None or tensor.startswith("weight") else self._in_float32(tensor, batch, random)
+        row = {"kind": "diverged", "step": step, "reason": reason, "tensor": tensor}
+        self._write(row if largest is None else {**row, "in_float32": largest})
         return False
+
+    def _in_float32(self, tensor: str, batch: Batch, random: torch.Tensor) -> float | None:
+        """The largest magnitude of a tensor of the step, had it been made in float32 of the weights as they are."""
+        plain, scaler = self._plain(), self.training.scaler
+        torch.set_rng_state(random)
+        return magnitude(plain, lambda: scaler.scale(self.task.loss(plain, batch)), tensor)
+
+    def _zeros_in_float32(self, batch: Batch, random: torch.Tensor) -> Row:
+        """The zeros among a step's gradients, had they been made in float32 of the weights as they are."""
+        plain, after = self._plain(), torch.get_rng_state()
+        torch.set_rng_state(random)
+        with activation_gradients_by_module(plain) as activations:
+            self.task.loss(plain, batch).backward()  # type: ignore[no-untyped-call]
+        torch.set_rng_state(after)
+        return counted(activations, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
+
+    def _plain(self) -> nn.Module:
+        """The model in float32, without the recipe, with the weights and buffers as they are."""
+        model, optimizer, after = self.training.model, self.training.optimizer, torch.get_rng_state()
+        plain = self.build(self.seed).train()
+        torch.set_rng_state(after)
+        values = {name: optimizer.full(p) for name, p in model.named_parameters() if p.requires_grad}
+        own = dict(plain.named_parameters()) | dict(plain.named_buffers())
+        with torch.no_grad():
+            for name, value in {**dict(model.named_buffers()), **values}.items():
+                if name in own:
+                    own[name].copy_(value)
+        return plain
 
     @torch.no_grad()
     def _validate(self, step: int) -> None:
@@ -239,27 +237,6 @@ class Trainer:
         size = asdict(measure(model, optimizer)) | {"transient": self.recipe.bytes_per_parameter().transient}
         count = sum(p.numel() for p in model.parameters())
         return {"kind": "memory", "step": step, "parameters": count, "bytes": size}
-
-    def _look(self, step: int, scale: float, activations: list[torch.Tensor]) -> Look:
-        """What can be seen before the update; a look that the step is taken under sees what became of it."""
-        model, optimizer = self.training.model, self.training.optimizer
-        trained = {p: name for name, p in model.named_parameters() if p.grad is not None}
-        weights = [optimizer.full(p) for p in trained]
-        stored = [values_of(p.grad) for p in trained if p.grad is not None]
-        gradients = [grad.float() / scale for grad in stored]
-        row = {
-            "kind": "statistics",
-            "step": step,
-            "loss_scale": scale,
-            "weights": exponents(weights).as_data(),
-            "gradients": exponents(stored).as_data(),
-            "activation_gradients": exponents(activations).as_data(),
-            "zeroed": {
-                "weights": {name: share_zeroed(weights, formats.get(name)) for name in FORMATS},
-                "gradients": {name: share_zeroed(gradients, formats.get(name)) for name in FORMATS},
-            },
-        }
-        return Look(optimizer, trained, row)
 
     def _write(self, row: Row) -> None:
         self.metrics.write(row)

@@ -7,36 +7,40 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.explanation import explain
 from halfstep.lab.facts import Metric
+from halfstep.lab.interval import LEVEL, Interval, borrowed, borrowed_spread, paired, pairs_to_decide
 from halfstep.lab.metrics import Row
 
 
-MATCHES, DEGRADES, DIVERGED, UNMEASURED = "matches", "degrades", "diverged", "band not measured"
-MIN_BASELINES = 3
-TOLERANCE = 0.005
+MATCHES, DEGRADES, UNDECIDED, DIVERGED = "matches", "degrades", "cannot tell", "diverged"
+UNFINISHED, UNMEASURED = "not finished", "not compared"
+MARGIN = Experiment.margin
+"""As MLPerf's benchmark of inference asks of a network in few bits 99% of what fp32 reaches (Reddi et al. 2019, arXiv
+1911.02549)."""
 
 
-def rule(metric: Metric | None = None) -> str:
+def rule(metric: Metric | None = None, margin: float = MARGIN) -> str:
     """The rule in words: by the loss, or by the metric where that judges."""
-    judges = metric is not None and metric.judges
-    what, better = "loss", "below"
-    if metric is not None and judges:
-        what, better = metric.name, "above" if metric.higher_is_better else "below"
-    worse = "below" if better == "above" else "above"
-    values = what if judges else "validation losses"
+    what = f"final {metric.name}" if metric is not None and metric.judges else "final validation loss"
     return (
-        f"fp32's band is the mean of its final {values} over at least {MIN_BASELINES} seeds, plus or minus the "
-        f"larger of two standard deviations and {TOLERANCE:.1%}. A recipe whose mean final {what} is inside it or "
-        f"{better} matches; {worse} it, it degrades; a run that ends in infinities or NaN has diverged."
+        "Each seed is a pair: fp32 and the recipe from the same first weights, on the same batches. The differences of "
+        f"their {what}, relative to fp32's mean, have a {LEVEL:.0%} confidence interval (Student's t). A recipe "
+        f"matches where the whole interval lies below a loss of {100 * margin:.3g}%, degrades where all of it lies "
+        "above, and where that margin lies inside it, these seeds cannot tell. Differences without a spread of their "
+        "own, as with one seed, borrow fp32's from seed to seed, times the square root of two. A run that ends in "
+        "infinities or NaN has diverged."
     )
 
 
 @dataclass(frozen=True)
 class Band:
-    """fp32's final loss (or the metric that judges) and how far other seeds of it lie."""
+    """fp32's final losses (or metrics, where those judge): their mean, and how far other seeds lie from it."""
 
     mean: float
     half_width: float
+    """Two standard deviations."""
     seeds: int
 
     @property
@@ -51,17 +55,36 @@ class Band:
 
 
 @dataclass(frozen=True)
+class Difference:
+    """A recipe's final values against fp32's, relative to them; positive is worse."""
+
+    status: str
+    gap: float | None
+    """The mean over the seeds that both finished."""
+    interval: Interval | None
+    """None where neither has a second seed."""
+    seeds_to_decide: int | None = None
+    """How many seeds would decide what cannot be told, were mean and spread what they are now; None for no number."""
+
+
+@dataclass(frozen=True)
 class RecipeVerdict:
     """How one recipe did beside fp32."""
 
     recipe: str
     status: str
     seeds: int
+    finals: Mapping[int, float]
+    """By seed, of the runs that finished: the loss after the last step, or the metric where that judges."""
     final_loss: float | None
-    gap: float | None
-    """(final loss - fp32's mean) / fp32's mean; of the metric where that judges. Positive is worse."""
+    """The mean over seeds."""
+    final_metric: float | None
+    """The mean over seeds of the metric after the last step, where the task has one."""
     paired_gap: float | None
-    """The mean over seeds of (final - fp32's with the same seed) / fp32's: the same weights, the same batches."""
+    """The mean over seeds of final - fp32's with the same seed, relative to the mean of fp32's; positive is worse."""
+    interval: Interval | None
+    """Of `paired_gap`; None where neither has a second seed."""
+    seeds_to_decide: int | None
     diverged_at: int | None
     first_nonfinite: str | None
     reason: str | None
@@ -69,20 +92,57 @@ class RecipeVerdict:
     tokens_per_second: float | None
     skipped_steps: int
     bytes_per_parameter: dict[str, float] | None
-    final_metric: float | None = None
-    """The mean over seeds of the metric after the last step, where the task has one."""
+    explanation: str | None
+    """What was measured of a run that diverged, or is worse than fp32 beyond doubt and does not match."""
 
     def as_data(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        return {**asdict(self), "finals": {str(seed): value for seed, value in self.finals.items()}}
 
 
 def band(finals: Sequence[float]) -> Band | None:
-    """fp32's band from its final losses, None with fewer than three."""
-    if len(finals) < MIN_BASELINES:
-        return None
-    mean = statistics.fmean(finals)
-    return Band(mean, max(2 * statistics.stdev(finals), TOLERANCE * mean), len(finals))
+    """fp32's band from its final losses, None with fewer than two."""
+    return Band(statistics.fmean(finals), 2 * statistics.stdev(finals), len(finals)) if len(finals) > 1 else None
+
+
+def difference(
+    finals: Mapping[int, float],
+    baselines: Mapping[int, float],
+    higher_is_better: bool = False,
+    margin: float = MARGIN,
+    same: bool = False,
+) -> Difference:
+    """Final values by seed against fp32's, by the rule that `rule` puts into words.
+
+    The interval has both ends tested, so a recipe that loses exactly the margin is called a match in at most 2.5% of
+    comparisons, and degraded in at most 2.5%. That is for one recipe and seeds chosen beforehand; who adds seeds until
+    the verdict pleases has more.
+
+    Args:
+        same: whether the recipe's runs are fp32's, number by number: then no other seed can differ.
+    """
+    worse = -1 if higher_is_better else 1
+    seeds = sorted(finals.keys() & baselines.keys())
+    # One scale for all pairs: a seed whose own value comes close to zero would outweigh the others.
+    scale = abs(statistics.fmean(baselines[seed] for seed in seeds)) if seeds else 0.0
+    if not scale:  # nothing to compare with, or nothing to be relative to
+        return Difference(UNMEASURED, None, None)
+    pairs = [worse * (finals[seed] - baselines[seed]) / scale for seed in seeds]
+    gap, varied = statistics.fmean(pairs), len(set(pairs)) > 1
+    others = [value / scale for value in baselines.values()]
+    if same:
+        interval, spread = Interval(gap, gap), 0.0
+    elif varied:
+        interval, spread = paired(pairs), statistics.stdev(pairs)
+    elif len(others) > 1:
+        interval, spread = borrowed(pairs, others), borrowed_spread(others)
+    else:
+        return Difference(UNDECIDED, gap, None)
+    if interval.high < margin:
+        return Difference(MATCHES, gap, interval)
+    if interval.low > margin:
+        return Difference(DEGRADES, gap, interval)
+    return Difference(UNDECIDED, gap, interval, pairs_to_decide(gap, spread, margin))
 
 
 def final_loss(rows: Sequence[Row]) -> float | None:
@@ -98,6 +158,11 @@ def final_metric(rows: Sequence[Row]) -> float | None:
 def final_value(rows: Sequence[Row], metric: Metric | None = None) -> float | None:
     """What the verdict is about: the metric where it judges, else the loss."""
     return final_metric(rows) if metric is not None and metric.judges else final_loss(rows)
+
+
+def final_values(runs: Mapping[int, Sequence[Row]], metric: Metric | None = None) -> dict[int, float]:
+    """What the verdict is about, by seed, of the runs that finished."""
+    return {seed: value for seed, rows in runs.items() if (value := final_value(rows, metric)) is not None}
 
 
 def _final(rows: Sequence[Row], name: str) -> float | None:
@@ -119,6 +184,15 @@ def _divergence(rows: Sequence[Row]) -> Row | None:
     return None
 
 
+def enough(interval: object, seeds_to_decide: int | None) -> str:
+    """How many seeds would decide, in words."""
+    if interval is None:
+        return "it takes two seeds to see how far seeds differ"
+    if seeds_to_decide is None:
+        return "it takes more than 1,000 seeds to decide"
+    return f"about {seeds_to_decide:,} seeds would decide"
+
+
 def timings(runs: Iterable[Sequence[Row]]) -> list[float]:
     """The seconds of the steps of a recipe's runs, except each run's first step, which warms up.
 
@@ -129,26 +203,24 @@ def timings(runs: Iterable[Sequence[Row]]) -> list[float]:
 
 
 def judge(
-    recipe: str, runs: Mapping[int, Sequence[Row]], baselines: Mapping[int, float], metric: Metric | None = None
+    recipe: str,
+    runs: Mapping[int, Sequence[Row]],
+    fp32: Mapping[int, Sequence[Row]],
+    metric: Metric | None = None,
+    margin: float = MARGIN,
 ) -> RecipeVerdict:
-    """The verdict on a recipe from its runs by seed, against fp32's final values by seed.
+    """The verdict on a recipe from its runs by seed, against fp32's.
 
-    The values are losses, or those of a metric that judges.
+    What is compared is the loss, or a metric that judges.
     """
-    fp32 = band(list(baselines.values()))
-    finals = {seed: value for seed, rows in runs.items() if (value := final_value(rows, metric)) is not None}
+    finals, baselines = final_values(runs, metric), final_values(fp32, metric)
     bad = next((row for rows in runs.values() if (row := _divergence(rows))), None)
-    mean = statistics.fmean(finals.values()) if finals and not bad else None
-    worse = -1 if metric is not None and metric.judges and metric.higher_is_better else 1
-    pairs = [worse * (value - baselines[seed]) / baselines[seed] for seed, value in finals.items() if seed in baselines]
-    if bad:
-        status = DIVERGED
-    elif mean is None:
-        status = "not finished"
-    elif fp32 is None:
-        status = UNMEASURED
-    else:
-        status = MATCHES if worse * (mean - fp32.mean) <= fp32.half_width else DEGRADES
+    by_metric = metric is not None and metric.judges
+    same = all(_numbers(runs[seed]) == _numbers(fp32[seed]) for seed in finals.keys() & baselines.keys())
+    compared = difference(
+        {} if bad else finals, baselines, metric is not None and by_metric and metric.higher_is_better, margin, same
+    )
+    status = DIVERGED if bad else compared.status if finals else UNFINISHED
     steps = [row for rows in runs.values() for row in rows if row["kind"] == "step"]
     seconds = timings(runs.values())
     median = statistics.median(seconds) if seconds else None
@@ -157,9 +229,12 @@ def judge(
         recipe=recipe,
         status=status,
         seeds=len(runs),
+        finals=finals,
         final_loss=None if bad else _mean(final_loss(rows) for rows in runs.values()),
-        gap=worse * (mean - fp32.mean) / fp32.mean if fp32 and mean is not None else None,
-        paired_gap=statistics.fmean(pairs) if pairs and not bad else None,
+        final_metric=None if bad else _mean(final_metric(rows) for rows in runs.values()),
+        paired_gap=compared.gap,
+        interval=compared.interval,
+        seeds_to_decide=compared.seeds_to_decide,
         diverged_at=bad["step"] if bad else None,
         first_nonfinite=bad["tensor"] if bad else None,
         reason=bad["reason"] if bad else None,
@@ -167,8 +242,22 @@ def judge(
         tokens_per_second=None if not median else steps[0]["tokens"] / median,
         skipped_steps=sum(bool(row["skipped"]) for row in steps),
         bytes_per_parameter=memory,
-        final_metric=None if bad else _mean(final_metric(rows) for rows in runs.values()),
+        explanation=_explained(runs) if _is_worse(status, compared.interval) else None,
     )
+
+
+def _is_worse(status: str, interval: Interval | None) -> bool:
+    """Whether a recipe is surely worse than fp32, be it by more than the margin or not, and does not match."""
+    return status == DIVERGED or (status != MATCHES and interval is not None and interval.low > 0)
+
+
+def _explained(runs: Mapping[int, Sequence[Row]]) -> str:
+    """Of the first seed that diverged, or else of the first."""
+    return explain(runs[next((seed for seed, rows in runs.items() if _divergence(rows)), min(runs))])
+
+
+def _numbers(rows: Sequence[Row]) -> list[tuple[float | None, float | None]]:
+    return [(row["loss"], row.get("metric")) for row in rows if row["kind"] in ("step", "validation")]
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -2,10 +2,11 @@
 
 from halfstep.bits.histogram import ExponentHistogram
 from halfstep.tracking.descent import Arrival, Arrivals, arrival, arrivals
-from halfstep.tracking.gradients import activation_gradients
+from halfstep.tracking.gradients import activation_gradients, activation_gradients_by_module
 from halfstep.tracking.histogram import exponents
-from halfstep.tracking.nonfinite import first_nonfinite
+from halfstep.tracking.nonfinite import first_nonfinite, magnitude
 from halfstep.tracking.operands import OperandError, operand_error, operand_errors
+from halfstep.tracking.vanished import Zeros, vanished_states, zeros
 from halfstep.tracking.zeroed import share_lost, share_zeroed
 
 
@@ -14,13 +15,18 @@ __all__ = [
     "Arrivals",
     "ExponentHistogram",
     "OperandError",
+    "Zeros",
     "activation_gradients",
+    "activation_gradients_by_module",
     "arrival",
     "arrivals",
     "exponents",
     "first_nonfinite",
+    "magnitude",
     "operand_error",
     "operand_errors",
     "share_lost",
     "share_zeroed",
+    "vanished_states",
+    "zeros",
 ]

@@ -1,8 +1,9 @@
-"""Find the first tensor of a training step that is not finite."""
+"""Find the first tensor of a training step that is not finite, and how large it would have been."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,37 +24,75 @@ def first_nonfinite(model: nn.Module, loss: Callable[[], Tensor]) -> str | None:
         if not _finite(parameter):
             return f"weight {name}"
     found: list[str] = []
-    handles: list[RemovableHandle] = []
 
-    def look(what: str, name: str, value: Any) -> None:
+    def look(name: str, tensor: Tensor) -> None:
+        if not found and not _finite(tensor):
+            found.append(name)
+
+    with _without_gradients(model), _watched(model, look):
+        value = loss()
+        look("the loss", value)
+        if not found:
+            value.backward()  # type: ignore[no-untyped-call]
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                look(f"gradient of the weight {name}", parameter.grad)
+    return found[0] if found else None
+
+
+def magnitude(model: nn.Module, loss: Callable[[], Tensor], name: str) -> float | None:
+    """The largest magnitude of the tensor that `first_nonfinite` calls so, here: in another model of the same modules,
+    say one in float32. An infinity where it is not finite here either; None where there is no such tensor."""
+    largest: list[float] = []
+
+    def look(found: str, tensor: Tensor) -> None:
+        if found == name and tensor.is_floating_point() and tensor.numel():
+            size = float(tensor.detach().abs().max())
+            largest.append(size if size == size else float("inf"))  # a NaN is not finite either
+
+    with _without_gradients(model), _watched(model, look):
+        value = loss()
+        look("the loss", value)
+        value.backward()  # type: ignore[no-untyped-call]
+        for weight, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                look(f"gradient of the weight {weight}", parameter.grad)
+    return max(largest, default=None)
+
+
+@contextmanager
+def _watched(model: nn.Module, look: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """While active, `look` gets what goes into and comes out of every module, and the gradients of both, with names."""
+
+    def attach(what: str, name: str, value: Any) -> None:
         for tensor in tensors_in(value):
-            if not found and not _finite(tensor):
-                found.append(f"{what} of {name}")
+            look(f"{what} of {name}", tensor)
             if tensor.requires_grad:
-                tensor.register_hook(lambda grad: look(f"gradient of the {what}", name, grad))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda grad: look(f"gradient of the {what} of {name}", grad))  # type: ignore[no-untyped-call]
 
+    handles: list[RemovableHandle] = []
     for name, module in model.named_modules():
         label = f"{name or 'the model'} ({type(module).__name__})"
-        handles.append(module.register_forward_pre_hook(lambda _, inputs, at=label: look("input", at, inputs)))
-        handles.append(module.register_forward_hook(lambda _, __, output, at=label: look("output", at, output)))
+        handles.append(module.register_forward_pre_hook(lambda _, inputs, at=label: attach("input", at, inputs)))
+        handles.append(module.register_forward_hook(lambda _, __, output, at=label: attach("output", at, output)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """While active, the parameters have none; afterwards, those that they had."""
     kept = {parameter: parameter.grad for parameter in model.parameters()}
     for parameter in kept:
         parameter.grad = None
     try:
-        value = loss()
-        if not found and not _finite(value):
-            found.append("the loss")
-        if not found:
-            value.backward()  # type: ignore[no-untyped-call]
-        for name, parameter in model.named_parameters():
-            if not found and parameter.grad is not None and not _finite(parameter.grad):
-                found.append(f"gradient of the weight {name}")
+        yield
     finally:
-        for handle in handles:
-            handle.remove()
         for parameter, grad in kept.items():
             put_back(parameter, grad)
-    return found[0] if found else None
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +27,7 @@ from halfstep.lab.report.style import (
     spread,
     unit,
 )
-from halfstep.lab.verdict import DIVERGED, MATCHES, TOLERANCE, Band, band
+from halfstep.lab.verdict import DEGRADES, DIVERGED, UNDECIDED, Band, band
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class Curve:
     """One run's validation losses; `end` is where it diverged: the step and the last finite loss before it."""
 
     recipe: str
+    seed: int
     steps: tuple[int, ...]
     losses: tuple[float, ...]
     end: tuple[int, float] | None
@@ -44,16 +44,19 @@ class Curve:
 
 @dataclass(frozen=True)
 class Curves:
-    """The first seed of each recipe; fp32's mean and, where it was measured, its band by step."""
+    """The first seed of each recipe; fp32's band by step, where it has more than one seed."""
 
     curves: tuple[Curve, ...]
-    means: Mapping[int, float]
+    fp32: Mapping[int, Mapping[int, float]]
+    """fp32's losses by seed and step."""
     bands: Mapping[int, Band]
 
     def gaps(self, curve: Curve) -> tuple[list[int], list[float]]:
-        """The steps that fp32 was measured at too, and the loss's distance from fp32's mean there, relative to it."""
-        both = [(s, loss) for s, loss in zip(curve.steps, curve.losses, strict=True) if s in self.means]
-        return [s for s, _ in both], [loss / self.means[s] - 1 for s, loss in both]
+        """The steps that fp32 was measured at too, and the loss's distance from fp32's with the same seed, relative to
+        it."""
+        base = self.fp32.get(curve.seed, {})
+        both = [(s, loss) for s, loss in zip(curve.steps, curve.losses, strict=True) if base.get(s)]
+        return [s for s, _ in both], [(loss - base[s]) / abs(base[s]) for s, loss in both]
 
 
 def loss_curves(results: Results) -> Curves:
@@ -61,46 +64,46 @@ def loss_curves(results: Results) -> Curves:
     curves = []
     for recipe in results.runs:
         found = results.first_seed(recipe)
-        if found and (curve := _curve(recipe, found[1])):
+        if found and (curve := _curve(recipe, *found)):
             curves.append(curve)
-    by_step: dict[int, list[float]] = {}
-    for rows in results.runs.get(BASELINE, {}).values():
-        for row in rows:
-            if row["kind"] == "validation" and row["loss"] is not None:
-                by_step.setdefault(row["step"], []).append(row["loss"])
-    bands = {step: b for step, losses in by_step.items() if (b := band(losses))}
-    return Curves(tuple(curves), {step: statistics.fmean(losses) for step, losses in by_step.items()}, bands)
+    fp32 = {seed: _losses(rows) for seed, rows in results.runs.get(BASELINE, {}).items()}
+    steps = sorted({step for losses in fp32.values() for step in losses})
+    at = {step: [losses[step] for losses in fp32.values() if step in losses] for step in steps}
+    return Curves(tuple(curves), fp32, {step: b for step, losses in at.items() if (b := band(losses))})
 
 
-def _curve(recipe: str, rows: Sequence[Row]) -> Curve | None:
-    points = [(r["step"], r["loss"]) for r in rows if r["kind"] == "validation" and r["loss"] is not None]
+def _losses(rows: Sequence[Row]) -> dict[int, float]:
+    """Validation losses by step."""
+    return {row["step"]: row["loss"] for row in rows if row["kind"] == "validation" and row["loss"] is not None}
+
+
+def _curve(recipe: str, seed: int, rows: Sequence[Row]) -> Curve | None:
+    points = _losses(rows)
     losses = [r["loss"] for r in rows if r["kind"] in ("validation", "step") and r["loss"] is not None]
     bad = next((r["step"] for r in rows if r["kind"] == "diverged"), None)
     if not losses:
         return None
     end = None if bad is None else (bad, losses[-1])
-    steps, values = [s for s, _ in points], [loss for _, loss in points]
-    return Curve(recipe, tuple(steps), tuple(values), end, rows[-1]["kind"] == "end")
+    return Curve(recipe, seed, tuple(points), tuple(points.values()), end, rows[-1]["kind"] == "end")
 
 
 def picture(results: Results) -> Picture:
     """The plot with its words."""
     heading = "Loss curves"
     look_for = (
-        "A recipe that works stays on fp32's curve: above, the loss itself; below, its distance from fp32's mean, "
-        "where the grey band is what fp32 does by itself from seed to seed."
+        "A recipe that works stays on fp32's curve: above, the loss itself, where the grey band is two standard "
+        "deviations of fp32 from seed to seed; below, its distance from fp32 with the same seed."
     )
     data = loss_curves(results)
     if not any(curve.steps for curve in data.curves):
         return Picture("loss", heading, look_for, "No run has a validation loss yet.")
     judged = [v for v in results.verdicts if v.recipe != BASELINE]
     diverged = sum(v.status == DIVERGED for v in judged)
-    if results.band and judged:
-        inside = sum(v.status == MATCHES for v in judged)
-        title = f"{inside} of {len(judged)} recipes end within fp32's band or below it"
-        title += f"; {diverged} diverged" if diverged else ""
-    elif diverged:
-        title = f"{diverged} of {len(judged)} recipes diverged; there is no final band of fp32"
+    if diverged or any(v.interval for v in judged):
+        degraded, unsure = (sum(v.status == status for v in judged) for status in (DEGRADES, UNDECIDED))
+        counts = {"diverged": diverged, "degraded": degraded, "undecided": unsure}
+        found = ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "all match fp32"
+        title = f"Of {len(judged)} recipes beside fp32: {found}"
     else:
         first = next(curve for curve in data.curves if curve.steps)
         start, end = first.losses[0], first.losses[-1]
@@ -217,11 +220,7 @@ def _gap_panel(axes: Axes, data: Curves, look: Mapping[str, Look]) -> None:
     axes.grid(axis="y")
     axes.margins(x=0.02)
     axes.axhline(0, color=FAINT, linewidth=0.8, zorder=2)
-    if data.bands:
-        steps = sorted(data.bands)
-        half = [data.bands[s].half_width / data.bands[s].mean for s in steps]
-        axes.fill_between(steps, [-h for h in half], half, color=BAND, linewidth=0, zorder=1)
-    largest, ends = TOLERANCE, []
+    largest, ends = 0.0, []
     for curve in sorted(data.curves, key=lambda c: c.recipe != BASELINE):
         mark, (at, gaps) = look[curve.recipe], data.gaps(curve)
         axes.plot(at, gaps, mark.line, color=mark.colour, marker=mark.marker, markersize=3.5, linewidth=1.4, zorder=3)
@@ -233,5 +232,5 @@ def _gap_panel(axes: Axes, data: Curves, look: Mapping[str, Look]) -> None:
         axes.set_yticks(percent_ticks(*axes.get_ylim(), 0.01))
         axes.minorticks_off()
     axes.yaxis.set_major_formatter(PERCENT)
-    axes.set_ylabel("gap to fp32's mean (%)")
+    axes.set_ylabel("to fp32, same seed (%)")
     _label_ends(axes, ends, look)

@@ -1,4 +1,4 @@
-"""Plot 2: how far each recipe's final loss lies from fp32's."""
+"""Plot 2: how far each recipe's final loss lies from fp32's with the same seeds, and how sure that is."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from halfstep.lab.interval import Interval
 from halfstep.lab.report.results import BASELINE, Results
 from halfstep.lab.report.style import BAND, INK, PERCENT, Look, Picture, looks, new_figure, percent_ticks, plain, signed
-from halfstep.lab.verdict import DEGRADES, DIVERGED, TOLERANCE
+from halfstep.lab.verdict import DEGRADES, DIVERGED, UNDECIDED
 
 
 @dataclass(frozen=True)
 class Gap:
-    """One recipe: its gap to fp32's mean, the one to fp32's runs with the same seeds, and what stands in for both."""
+    """One recipe: its mean difference from fp32 with the same seeds, the interval, and what stands in for both."""
 
     recipe: str
     gap: float | None
-    paired: float | None
+    interval: Interval | None
     note: str | None
 
 
 @dataclass(frozen=True)
 class Gaps:
-    """Every recipe but fp32, in the experiment's order; half of fp32's band, relative to its mean."""
+    """Every recipe but fp32, in the experiment's order, and the margin."""
 
     gaps: tuple[Gap, ...]
-    half_width: float | None
+    margin: float
 
 
 def final_gaps(results: Results) -> Gaps:
@@ -43,36 +44,33 @@ def final_gaps(results: Results) -> Gaps:
             note = f"diverged at step {v.diverged_at}"
         elif v.final_loss is None:
             note = "not finished"
-        gaps.append(Gap(v.recipe, v.gap, v.paired_gap, note))
-    return Gaps(tuple(gaps), results.band.half_width / results.band.mean if results.band else None)
+        gaps.append(Gap(v.recipe, v.paired_gap, v.interval, note))
+    return Gaps(tuple(gaps), results.experiment.margin)
 
 
 def picture(results: Results) -> Picture:
     """The plot with its words."""
     heading = "Final gap to fp32"
     look_for = (
-        "Dots inside the grey band or left of it match fp32. The hollow mark is the paired gap, against fp32 with the "
-        "same first weights and batches: it has less noise, and shows effects that hide in the band."
+        "Every dot is the mean difference from fp32 with the same first weights and batches, its bar the 95% interval. "
+        "A bar that ends inside the grey area or left of it matches; one that lies wholly to the right degrades; one "
+        "that crosses its right edge leaves the question open."
     )
     data = final_gaps(results)
     if not data.gaps or (results.baseline and results.baseline.final_loss is None) or results.baseline is None:
         why = "there is no finished fp32 run to measure a gap to" if data.gaps else "only fp32 was trained"
         return Picture("gap", heading, look_for, f"Not drawn: {why}.")
-    degraded = results.with_status(DEGRADES)
-    count = f"{len(degraded)} of {len(data.gaps)} recipes"
-    if data.half_width is None:
-        title = "Paired gaps to fp32, whose band is not measured"
-    elif degraded:
-        title = f"{count} end{'s' if len(degraded) == 1 else ''} above fp32's band of ±{100 * data.half_width:.2g}%"
-    else:
-        title = f"None that finished is above fp32's band of ±{100 * data.half_width:.2g}%"
+    degraded, unsure = len(results.with_status(DEGRADES)), len(results.with_status(UNDECIDED))
+    more = f"more than {100 * data.margin:.2g}%"
+    title = f"{degraded} of {len(data.gaps)} recipes lose{'s' if degraded == 1 else ''} {more}"
+    title += f"; of {unsure} it cannot be told" if unsure else ""
     diverged = sum(g.note is not None and g.note.startswith(DIVERGED) for g in data.gaps)
     title += f"; {diverged} diverged" if diverged else ""
     return Picture("gap", heading, look_for, _finding(data), draw(data, looks(list(results.runs)), title), title)
 
 
 def _finding(data: Gaps) -> str:
-    shown = {g.recipe: g.paired for g in data.gaps if g.paired is not None}
+    shown = {g.recipe: g.gap for g in data.gaps if g.gap is not None}
     if not shown:
         return "No recipe finished with a seed that fp32 finished with too."
     best, worst = min(shown, key=lambda r: shown[r]), max(shown, key=lambda r: shown[r])
@@ -85,33 +83,28 @@ def _finding(data: Gaps) -> str:
 
 
 def draw(data: Gaps, look: Mapping[str, Look], title: str) -> Figure:
-    """A row a recipe: a dot at its gap, a hollow one at its paired gap, words where it has neither."""
+    """A row a recipe: a dot at its gap with a bar over its interval, words where it has neither."""
     figure = new_figure(1.7 + 0.36 * len(data.gaps), title)
     axes = figure.subplots()
     axes.grid(axis="x")
     axes.axvline(0, color="black", linewidth=1.2)
-    handles: list[Line2D | Patch] = []
-    if data.half_width is not None:
-        axes.axvspan(-data.half_width, data.half_width, color=BAND, linewidth=0, zorder=0)
-        handles += [Patch(color=BAND, label="fp32's band"), _mark(INK, INK, "gap to fp32's mean")]
-    handles.append(_mark("white", INK, "paired gap"))
+    axes.axvspan(-data.margin, data.margin, color=BAND, linewidth=0, zorder=0)
+    handles = [
+        Patch(color=BAND, label=f"the margin, {100 * data.margin:.2g}%"),
+        Line2D([], [], color=INK, marker="o", markersize=7, label="mean and 95% interval"),
+    ]
+    shown = [-1.6 * data.margin, 1.6 * data.margin]
     for row, gap in enumerate(data.gaps):
         colour = look[gap.recipe].colour
         label = [] if gap.note is None else [gap.note]
+        if gap.interval is not None:
+            ends = [gap.interval.low, gap.interval.high]
+            axes.plot(ends, [row, row], "|-", color=colour, linewidth=2, markersize=9, zorder=3)
+            shown += ends
         if gap.gap is not None:
-            axes.plot(gap.gap, row - 0.14, "o", color=colour, markersize=8, zorder=3)
-        if gap.paired is not None:
-            axes.plot(
-                gap.paired,
-                row + (0 if gap.gap is None else 0.14),
-                "D",
-                color="white",
-                markeredgecolor=colour,
-                markersize=6.5,
-                zorder=4,
-            )
-        label += [] if gap.gap is None else [signed(gap.gap)]
-        label += [] if gap.paired is None else [f"paired {signed(gap.paired)}"]
+            axes.plot(gap.gap, row, "o", color=colour, markersize=8, zorder=4)
+            shown.append(gap.gap)
+            label.append(signed(gap.gap))
         axes.text(
             1.02, row, ", ".join(label), transform=axes.get_yaxis_transform(), va="center_baseline", fontsize=9,
             color=INK, fontweight="normal" if gap.note is None else "bold",
@@ -121,22 +114,15 @@ def draw(data: Gaps, look: Mapping[str, Look], title: str) -> Figure:
     axes.set_yticks(range(len(data.gaps)), [plain(g.recipe) for g in data.gaps])
     axes.set_ylim(len(data.gaps) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
-    half = data.half_width or TOLERANCE
-    shown = [x for g in data.gaps for x in (g.gap, g.paired) if x is not None]
-    low, high = min([*shown, -1.6 * half]), max([*shown, 1.6 * half])
-    if max(high, -low) > 10 * half:
-        axes.set_xscale("symlog", linthresh=2 * half, linscale=1.0)
+    low, high = min(shown), max(shown)
+    if max(high, -low) > 10 * data.margin:
+        axes.set_xscale("symlog", linthresh=2 * data.margin, linscale=1.0)
         axes.set_xlim(1.5 * low, 2.5 * high)
-        axes.set_xticks(percent_ticks(1.5 * low, 2.5 * high, 2 * half))
+        axes.set_xticks(percent_ticks(1.5 * low, 2.5 * high, 2 * data.margin))
         axes.minorticks_off()
     else:
         axes.set_xlim(1.3 * low, 1.5 * high)
     axes.xaxis.set_major_formatter(PERCENT)
-    axes.set_xlabel("final validation loss against fp32 (%)")
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9)
+    axes.set_xlabel("final validation loss against fp32's, same seeds (%)")
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9)
     return figure
-
-
-def _mark(face: str, edge: str, label: str) -> Line2D:
-    marker = "o" if face == edge else "D"
-    return Line2D([], [], linestyle="", marker=marker, color=face, markeredgecolor=edge, markersize=7, label=label)

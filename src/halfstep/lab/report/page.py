@@ -18,7 +18,7 @@ from halfstep.lab.folder import RunFolder, write_json
 from halfstep.lab.report import curves, descent, exponents, field, gaps, memory, scales, speed, zeroed
 from halfstep.lab.report.results import BASELINE, Results, load
 from halfstep.lab.report.style import SETTINGS, Picture, png, signed, times
-from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, UNMEASURED, RecipeVerdict, rule
+from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, UNDECIDED, RecipeVerdict, enough, rule
 
 
 PICTURES: tuple[Callable[[Results], Picture], ...] = (
@@ -34,8 +34,8 @@ PICTURES: tuple[Callable[[Results], Picture], ...] = (
 )
 """The plots in the page's order."""
 
-_SIGNS = {MATCHES: ("good", "✓"), DEGRADES: ("poor", "▲"), DIVERGED: ("bad", "✕"), UNMEASURED: ("open", "?")}
-_OPTIONS = ("task", "data", "steps", "seeds", "baseline_seeds", "model", "batch", "context", "lr")
+_SIGNS = {MATCHES: ("good", "✓"), DEGRADES: ("poor", "▲"), DIVERGED: ("bad", "✕"), UNDECIDED: ("open", "?")}
+_OPTIONS = ("task", "data", "steps", "seeds", "baseline_seeds", "margin", "model", "batch", "context", "lr")
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,12 @@ def _page(results: Results, pictures: list[tuple[Picture, str | None]]) -> str:
     return templates.get_template("report.html").render(
         name=results.name,
         headline=results.headline(),
-        rule=rule(results.facts.metric),
+        rule=rule(results.facts.metric, results.experiment.margin),
         loss_unit=results.facts.loss_unit,
         metric=results.facts.metric,
-        band=None if band is None else f"{band.mean:#.5g} ± {band.half_width:#.3g} over {band.seeds} seeds",
+        band=None if band is None else f"{band.mean:#.5g} ± {band.half_width / 2:#.3g} over {band.seeds} seeds",
         lines=[_line(results, verdict) for verdict in results.verdicts],
+        explanations=[(v.recipe, v.explanation) for v in results.verdicts if v.explanation],
         pictures=pictures,
         environment=[(key, _word(value)) for key, value in results.environment.items()],
         experiment=[(key, _word(value)) for key, value in results.experiment.as_data().items()],
@@ -110,16 +111,18 @@ def _line(results: Results, verdict: RecipeVerdict) -> _Line:
         words = "not finished" if verdict.seeds else "not begun"
     elif verdict.recipe == BASELINE:
         kind, sign, words = "good", "=", "the baseline"
-        details = "" if results.band else UNMEASURED
+        details = counted(verdict.seeds)
     else:
-        details = f"{verdict.seeds} seed{'s' if verdict.seeds != 1 else ''}"
+        details = counted(verdict.seeds) + (
+            f"; {enough(verdict.interval, verdict.seeds_to_decide)}" if verdict.status == UNDECIDED else ""
+        )
     ratio, size = results.slowdown(verdict), verdict.bytes_per_parameter
-    metric = results.facts.metric
+    metric, interval = results.facts.metric, verdict.interval
     numbers = (
         _number(verdict.final_loss, "{:#.5g}"),
         *(() if metric is None else (metric.show(verdict.final_metric).replace("-", "–"),)),
-        "–" if verdict.gap is None or verdict.recipe == BASELINE else signed(verdict.gap),
         "–" if verdict.paired_gap is None or verdict.recipe == BASELINE else signed(verdict.paired_gap),
+        "–" if interval is None or verdict.recipe == BASELINE else f"{signed(interval.low)} to {signed(interval.high)}",
         _number(verdict.ms_per_step, "{:.1f}"),
         "–" if ratio is None else f"{times(ratio)}×",
         "–" if size is None else f"{memory.total_bytes(size):.4g}",
@@ -142,7 +145,8 @@ def command(experiment: Experiment, path: Path, defaults: Mapping[str, Any] | No
     words = ["halfstep", "compare", "--recipes", ",".join(recipes)]
     if len(recipes) == 1 and experiment.baseline_seeds == experiment.seeds:
         words = ["halfstep", "train", "--recipe", recipes[0]]
-        changed.pop("baseline_seeds", None)
+        changed = {name: value for name, value in changed.items() if name not in ("seeds", "baseline_seeds")}
+        changed |= {} if experiment.seeds == 1 else {"seeds": experiment.seeds}
     for name, value in changed.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join([*words, "--out", str(path), "--resume"])
@@ -150,6 +154,11 @@ def command(experiment: Experiment, path: Path, defaults: Mapping[str, Any] | No
 
 def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+
+
+def counted(seeds: int) -> str:
+    """A number of seeds in words."""
+    return f"{seeds} seed{'s' if seeds != 1 else ''}"
 
 
 def _number(value: float | None, form: str) -> str:

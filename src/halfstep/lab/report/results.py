@@ -14,11 +14,11 @@ from halfstep.lab.verdict import (
     DEGRADES,
     DIVERGED,
     MATCHES,
-    MIN_BASELINES,
+    UNDECIDED,
     Band,
     RecipeVerdict,
     band,
-    final_value,
+    final_values,
     judge,
     rule,
 )
@@ -70,16 +70,14 @@ class Results:
         others = [v for v in self.verdicts if v.recipe != BASELINE]
         if self.baseline is None:
             return "fp32 took no part, so the recipes are shown as they are, without a verdict against it."
-        parts = []
-        if self.band is None:
-            parts.append(
-                "fp32's band is not measured: it takes at least three finished fp32 seeds to tell a degraded recipe "
-                "from an unlucky one"
-            )
-        elif others:
-            matching = self.with_status(MATCHES)
-            parts.append(f"{len(matching)} of {len(others)} recipes match fp32")
-        parts += [f"{v.recipe} degrades by {v.gap:.1%}" for v in others if v.status == DEGRADES and v.gap is not None]
+        parts = [f"{len(self.with_status(MATCHES))} of {len(others)} recipes match fp32"] if others else []
+        parts += [
+            f"{v.recipe} degrades by {v.paired_gap:.1%}"
+            for v in others
+            if v.status == DEGRADES and v.paired_gap is not None
+        ]
+        open_ones = self.with_status(UNDECIDED)
+        parts += [f"of {', '.join(open_ones)} these seeds cannot tell"] if open_ones else []
         parts += [f"{v.recipe} diverged at step {v.diverged_at}" for v in self.verdicts if v.status == DIVERGED]
         return "; ".join(parts or ["only fp32 was trained"]) + "."
 
@@ -87,7 +85,8 @@ class Results:
         """The data of summary.json."""
         return {
             "experiment": self.name,
-            "rule": rule(self.facts.metric),
+            "rule": rule(self.facts.metric, self.experiment.margin),
+            "margin": self.experiment.margin,
             "metric": asdict(self.facts.metric) if self.facts.metric else None,
             "band": asdict(self.band) if self.band else None,
             "verdicts": [verdict.as_data() for verdict in self.verdicts],
@@ -104,21 +103,20 @@ def load(folder: RunFolder) -> Results:
     runs: dict[str, dict[int, list[Row]]] = {recipe: {} for recipe in experiment.recipes}
     planned = experiment.runs()
     if BASELINE not in runs:  # fp32's runs of an earlier experiment may have been copied in
-        planned += [(BASELINE, seed) for seed in range(max(MIN_BASELINES, experiment.baseline_seeds))]
+        planned += [(BASELINE, seed) for seed in experiment.baselines()]
         if any(folder.metrics(*run) for run in planned if run[0] == BASELINE):
             runs = {BASELINE: {}, **runs}
     for recipe, seed in planned:
         rows = folder.metrics(recipe, seed)
         if rows:
             runs[recipe][seed] = rows
-    finals = {seed: final_value(rows, facts.metric) for seed, rows in runs.get(BASELINE, {}).items()}
-    baselines = {seed: value for seed, value in finals.items() if value is not None}
+    fp32 = runs.get(BASELINE, {})
     return Results(
         folder=folder,
         experiment=experiment,
         facts=facts,
         environment=read_json(folder.environment_file) if folder.environment_file.is_file() else {},
         runs=runs,
-        band=band(list(baselines.values())),
-        verdicts=tuple(judge(recipe, seeds, baselines, facts.metric) for recipe, seeds in runs.items()),
+        band=band(list(final_values(fp32, facts.metric).values())),
+        verdicts=tuple(judge(recipe, seeds, fp32, facts.metric, experiment.margin) for recipe, seeds in runs.items()),
     )

@@ -1,0 +1,94 @@
+"""Pronunciation: a transformer reads English words aloud, phoneme by phoneme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.measures.sentences import error_rate
+from halfstep.lab.models.seq2seq import Seq2Seq
+from halfstep.lab.pronunciations import END, LETTERS, LONGEST, PAD, PHONEMES, START, Pronunciations, load_pronunciations
+from halfstep.lab.task import Batch, Task, TaskSpec, stream
+
+
+_SIZES = {"transformer": (2, 64, 4), "transformer-wide": (3, 192, 6)}  # layers, width, heads
+
+
+class Pronunciation(Task):
+    """The next phoneme of a word: the mean cross-entropy in nats over the phonemes that are there.
+
+    A model takes letters (batch, 14) and the phonemes so far (batch, time), int64, and returns logits (batch, time,
+    phonemes).
+    """
+
+    def __init__(self, train: Pronunciations, held_out: Pronunciations, batch: int) -> None:
+        self.train = train
+        self.test = held_out
+        self.size = batch
+
+    def models(self) -> dict[str, Callable[[], nn.Module]]:
+        """transformer and transformer-wide: encoder and decoder with attention."""
+        source, target = END + 1 + len(LETTERS), END + 1 + len(PHONEMES)
+        return {name: partial(Seq2Seq, source, target, LONGEST, *size) for name, size in _SIZES.items()}
+
+    def batch(self, seed: int, step: int) -> Batch:
+        """Words drawn at random."""
+        return vars(self.train.part(torch.randint(len(self.train.letters), (self.size,), generator=stream(seed, step))))
+
+    def held_out(self) -> list[Batch]:
+        """One word in 200 of the whole dictionary."""
+        return [vars(self.test)]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy, padding left out."""
+        logits = model(batch["letters"], batch["phonemes"][:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch["phonemes"][:, 1:].flatten(), ignore_index=PAD)
+
+    def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
+        """PER, the phoneme error rate: of the greedy pronunciation of the held-out words."""
+        spoken = torch.full((len(self.test.letters), 1), START)
+        for _ in range(LONGEST):
+            best = model(self.test.letters, spoken)[:, -1].argmax(-1)
+            spoken = torch.cat([spoken, best[:, None]], 1)
+        return error_rate([_phonemes(row) for row in spoken], [_phonemes(row) for row in self.test.phonemes])
+
+    def by_heart(self) -> nn.Module:
+        """Says the held-out words as the dictionary does."""
+        return _Dictionary(self.test.phonemes)
+
+
+class _Dictionary(nn.Module):
+    def __init__(self, phonemes: Tensor) -> None:
+        super().__init__()
+        self.phonemes = phonemes
+
+    def forward(self, letters: Tensor, spoken: Tensor) -> Tensor:
+        return F.one_hot(self.phonemes[:, 1 : spoken.shape[1] + 1], END + 1 + len(PHONEMES)).float()
+
+
+def _phonemes(row: Tensor) -> list[int]:
+    """The phonemes between START and END."""
+    phonemes: list[int] = row.tolist()[1:]
+    return phonemes[: phonemes.index(END)] if END in phonemes else phonemes
+
+
+def _open(experiment: Experiment) -> Pronunciation:
+    return Pronunciation(*load_pronunciations(), experiment.batch)
+
+
+pronunciation = TaskSpec(
+    name="pronunciation",
+    summary="a transformer from the letters of English words to their phonemes, on CMU's dictionary (real)",
+    facts=Facts(
+        metric=Metric("PER", higher_is_better=False, best=0.0, form="{:.1%}"),
+        unit="words",
+        defaults={"model": "transformer", "steps": 400, "batch": 64, "lr": 3e-3, "warmup": 40, "validations": 5},
+    ),
+    open=_open,
+)

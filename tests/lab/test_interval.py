@@ -1,0 +1,103 @@
+"""Intervals of paired differences: against scipy and printed tables, and their rates of error on simulated seeds."""
+
+import math
+import random
+import statistics
+
+import pytest
+from scipy import stats
+
+from halfstep.lab.interval import LEVEL, Interval, borrowed, paired, pairs_to_decide, t_quantile
+from halfstep.lab.verdict import DEGRADES, MATCHES, UNDECIDED, difference
+
+
+MARGIN = 0.01
+TRIALS = 2000
+
+
+@pytest.mark.parametrize(("degrees", "printed"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (30, 2.042)])
+def test_quantiles_are_those_of_the_printed_tables(degrees, printed):
+    assert round(t_quantile(0.975, degrees), 3) == printed
+
+
+def test_quantiles_are_scipys():
+    for degrees in [*range(1, 41), 99, 100, 999, 1000, 9999]:
+        for probability in (0.5, 0.6, 0.9, 0.975, 0.9999):
+            wanted = stats.t.ppf(probability, degrees)
+            assert t_quantile(probability, degrees) == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("differences", [[0.1, 0.3], [1.0, 2.0, 4.0], [-0.2, 0.1, 0.05, 0.3, -0.01]])
+def test_the_paired_interval_is_scipys(differences):
+    wanted = stats.ttest_1samp(differences, 0.0).confidence_interval(LEVEL)
+    found = paired(differences)
+    assert (found.low, found.high) == (pytest.approx(wanted.low), pytest.approx(wanted.high))
+
+
+def test_one_difference_has_no_spread():
+    with pytest.raises(statistics.StatisticsError):
+        paired([0.1])
+
+
+def test_the_borrowed_interval_is_the_mean_and_the_spread_of_others_times_the_root_of_two():
+    found, half = borrowed([0.5], [0.9, 1.0, 1.1]), stats.t.ppf(0.975, 2) * math.sqrt(2) * 0.1
+    assert (found.low, found.high) == (pytest.approx(0.5 - half), pytest.approx(0.5 + half))
+    assert borrowed([0.5] * 4, [0.9, 1.0, 1.1]) == Interval(
+        pytest.approx(0.5 - half / 2), pytest.approx(0.5 + half / 2)
+    )
+
+
+def test_the_number_of_pairs_is_the_first_that_decides():
+    for mean, spread in [(0.0, 0.02), (0.002, 0.01), (0.03, 0.05), (0.009, 0.001)]:
+        count = pairs_to_decide(mean, spread, MARGIN)
+        halves = {n: stats.t.ppf(0.975, n - 1) * spread / math.sqrt(n) for n in (count - 1, count) if n > 1}
+        assert halves[count] < abs(mean - MARGIN)
+        assert count == 2 or halves[count - 1] >= abs(mean - MARGIN)
+    assert pairs_to_decide(MARGIN, 0.01, MARGIN) is None
+    assert pairs_to_decide(0.0, 0.0, MARGIN) == 2
+
+
+def simulated(true_gap, seeds, between, within, generator, pairs=None):
+    """fp32 spreads by `between` over seeds, and a recipe's difference from it by `within`."""
+    baselines = {seed: 2.0 * (1 + generator.gauss(0, between)) for seed in range(seeds)}
+    finals = {seed: baselines[seed] * (1 + generator.gauss(true_gap, within)) for seed in range(pairs or seeds)}
+    return difference(finals, baselines, margin=MARGIN)
+
+
+def rates(true_gap, seeds, between=0.05, within=0.004, pairs=None):
+    generator = random.Random(f"{true_gap} {seeds} {pairs}")
+    found = [simulated(true_gap, seeds, between, within, generator, pairs) for _ in range(TRIALS)]
+    held = sum(one.interval.low <= true_gap <= one.interval.high for one in found) / TRIALS
+    return held, {s: sum(one.status == s for one in found) / TRIALS for s in (MATCHES, DEGRADES, UNDECIDED)}
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5, 8])
+def test_the_interval_holds_the_true_difference_as_often_as_it_says(seeds):
+    held, _ = rates(0.003, seeds)
+    assert held == pytest.approx(LEVEL, abs=4 * math.sqrt(LEVEL * (1 - LEVEL) / TRIALS))
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5, 8])
+def test_at_the_margin_a_match_and_a_degradation_are_as_rare_as_stated(seeds):
+    """The worst case: a recipe that loses just the margin. Four standard errors are allowed to the simulation."""
+    each = (1 - LEVEL) / 2
+    _, found = rates(MARGIN, seeds)
+    allowed = each + 4 * math.sqrt(each * (1 - each) / TRIALS)
+    assert 0 < found[MATCHES] <= allowed
+    assert 0 < found[DEGRADES] <= allowed
+
+
+def test_a_single_seed_that_shares_nothing_with_fp32_errs_as_rarely():
+    """The bound's own worst case: the difference spreads by the square root of two times fp32's spread."""
+    spread = 0.002
+    _, found = rates(MARGIN, 3, between=spread, within=math.sqrt(2) * spread, pairs=1)
+    each = (1 - LEVEL) / 2
+    allowed = each + 4 * math.sqrt(each * (1 - each) / TRIALS)
+    assert 0 < found[MATCHES] <= allowed
+    assert 0 < found[DEGRADES] <= allowed
+
+
+def test_enough_seeds_decide():
+    """0.4% of spread, 0.2% of loss: ten seeds see that it is less than 1%."""
+    assert rates(0.002, 10)[1][MATCHES] > 0.97
+    assert rates(0.02, 10)[1][DEGRADES] > 0.97
