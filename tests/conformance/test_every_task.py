@@ -13,6 +13,7 @@ from halfstep.lab.facts import Facts, list_tasks
 from halfstep.lab.metrics import TIMINGS, read_metrics
 from halfstep.lab.models import build_model
 from halfstep.lab.tasks import experiment_for, get_task
+from halfstep.lab.tasks.pronunciation import Pronunciation
 from halfstep.lab.train import Trainer
 from halfstep.recipe import get_recipe
 from tiny import assert_same
@@ -39,6 +40,8 @@ def opened(name):
     task = get_task(name).open(experiment)
     task.pictures = task.pairs = task.utterances = 8  # held out, where there is no end of them
     task.validation_batches = 1
+    if isinstance(task, Pronunciation):
+        task.test = task.test.part(torch.arange(24))
     return task, experiment
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
-from families import for_each
+from families import for_each, slow_unless
 from halfstep import formats, ops, recipe
 from halfstep.errors import ModelError, RecipeError
 from halfstep.lab.models.cnn import CNN
@@ -147,7 +147,7 @@ def test_the_operands_of_all_three_products_are_rounded(name):
                 assert is_rounded(values, tensor, quantizer), (product, quantizer.format.name)
 
 
-@for_each("name", ROUNDING)
+@pytest.mark.parametrize("name", slow_unless({"fp8-current", "bf16-truncate", "mxfp8"}.__contains__, ROUNDING))
 def test_every_product_of_the_labs_networks_rounds(name):
     """The classifier, the detector and the generator with its judge: each convolution is listed, and what reaches
     torch's convolutions is in the recipe's formats, up to a power of two or a tensor's scale."""
@@ -196,7 +196,7 @@ class Net(nn.Module):
         return self.head(found.flatten(1))
 
 
-@for_each("name", [n for n in EVERY if n not in SMOOTH])
+@for_each("name", ["fp32", "fp16-mixed", "bf16-kahan", "fp8-delayed", "fp8lm-o3"])
 def test_checkpointed_copied_and_reverted_it_is_the_same(name):
     run, again = prepared(name, Net()), prepared(name, Net(again=True))
     losses = train(*run, 3)
@@ -208,6 +208,12 @@ def test_checkpointed_copied_and_reverted_it_is_the_same(name):
     halfstep.revert(run[0])
     assert [type(m) for m in run[0].modules()] == [type(m) for m in stock.modules()]
     assert not [name for name, _ in run[0].named_buffers()]
+
+
+@pytest.mark.slow
+@for_each("name", [n for n in EVERY if n not in SMOOTH])
+def test_so_it_is_under_every_recipe(name):
+    test_checkpointed_copied_and_reverted_it_is_the_same.__wrapped__(name)
 
 
 @pytest.mark.parametrize("name", STATEFUL)

@@ -196,7 +196,7 @@ class Reader(nn.Module):
         return self.head(checkpoint(self.features, x, use_reentrant=False) if self.again else self.features(x))
 
 
-@for_each("name", [n for n in EVERY if n not in SMOOTH])
+@for_each("name", ["fp32", "fp16-mixed", "bf16-kahan", "fp8-delayed", "fp8lm-o3"])
 def test_checkpointed_copied_and_reverted_it_is_the_same(name):
     run, again = prepared(name, Reader()), prepared(name, Reader(again=True))
     losses = train(*run, 3)
@@ -209,6 +209,12 @@ def test_checkpointed_copied_and_reverted_it_is_the_same(name):
     assert [type(m) for m in run[0].modules()] == [type(m) for m in stock.modules()]
     assert_same(run[0](batch()[0]), run[0](batch()[0]))
     assert not [name for name, _ in run[0].named_buffers()]
+
+
+@pytest.mark.slow
+@for_each("name", [n for n in EVERY if n not in SMOOTH])
+def test_so_it_is_under_every_recipe(name):
+    test_checkpointed_copied_and_reverted_it_is_the_same.__wrapped__(name)
 
 
 def test_each_layer_direction_and_product_has_states_of_its_own_of_all_steps():

