@@ -96,7 +96,7 @@ def test_five_recipes_of_the_front_page_did_in_the_demo_what_it_says():
     front, demo = rows(README), rows(DOCS / "demo.md")
     assert len(front) == 5
     for name, (_, bytes_per_parameter, result) in front.items():
-        verdict, _, gap, bytes_in_demo = demo[name]
+        verdict, _, gap, bytes_in_demo, _ = demo[name]
         *gap_in_front, word = result.split(", ")
         assert (bytes_per_parameter, gap_in_front) == (bytes_in_demo, [gap] if gap else [])
         assert verdict.strip("*").startswith(word)
