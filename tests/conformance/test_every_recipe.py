@@ -83,8 +83,7 @@ def test_parameters_are_stored_as_the_recipe_says(name):
         codes = recipe.codes if path in ("0.weight", "3.weight") else None
         memory = parameter.codes if codes else parameter
         assert memory.dtype == (codes.weights.scaled_dtype if codes else get_storage(recipe.weights).dtype)
-        kind = recipe.moment("exp_avg_sq")
-        kind = kind if parameter.numel() >= kind.smallest else get_storage("fp32")
+        kind = recipe.moment("exp_avg_sq", parameter.numel())
         assert optimizer.state[parameter]["exp_avg_sq"].dtype == kind.dtype
         kept = {state for state in optimizer.state[parameter] if is_master(state)}
         own = {MASTER, f"{MASTER}_scale"} if codes and codes.master else set()

@@ -19,6 +19,7 @@ from halfstep.quant import Quantizer, Scales, Tile
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import Storage, from_data, get_recipe, get_storage, to_data
+from halfstep.tracking.vanished import vanished_states
 from tiny import adamw, assert_same, batch, copied, mlp, prepared, train
 
 
@@ -376,3 +377,16 @@ def test_eight_bit_states_are_bitsandbytes_but_for_its_sign_fix():
     _, optimizer, _ = halfstep.prepare(ours, stock, recipe_with(eight_bit()))
     optimizer.step()
     torch.testing.assert_close(ours.weight.detach(), theirs.detach(), rtol=0, atol=1e-6)
+
+
+def test_states_that_vanished_are_counted_among_codes_and_among_numbers():
+    torch.manual_seed(0)
+    model, optimizer, _ = prepared(recipe_with(eight_bit(4096)), nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3)))
+    taken = {}
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+        parameter.grad.view(-1)[0] = 1e-12  # whose square no block of others can hold
+        taken[parameter] = parameter.grad != 0
+    optimizer.step()
+    lost = {parameter: zeros["exp_avg_sq"].zeros for parameter, zeros in vanished_states(optimizer, taken).items()}
+    assert [lost[parameter] > 0 for parameter in model.parameters()] == [True, False, False, False]

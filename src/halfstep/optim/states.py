@@ -13,7 +13,7 @@ from halfstep.ops import codes
 from halfstep.optim.shards import is_spread
 from halfstep.quant.description import label
 from halfstep.quant.masters import Master, get_master
-from halfstep.recipe import Recipe, Storage, get_storage, is_master
+from halfstep.recipe import Recipe, Storage, is_master
 
 
 FORMATS = "state_formats"
@@ -29,10 +29,7 @@ Kinds = tuple[dict[str, Storage], tuple[str, ...], bool]
 
 def kinds_of(recipe: Recipe, names: tuple[str, ...], size: int) -> Kinds:
     """How a recipe keeps the moments of those names of a parameter of that size."""
-    kinds: dict[str, Storage] = {}
-    for name in names:
-        kind = recipe.moment(name)
-        kinds[name] = kind if size >= kind.smallest else get_storage("fp32")
+    kinds = {name: recipe.moment(name, size) for name in names}
     parts = tuple(part for name, kind in kinds.items() for part in kind.parts(name))
     return kinds, parts, any(kind.dtype is None for kind in kinds.values())
 

@@ -191,9 +191,10 @@ class Recipe:
     def _moments(self) -> tuple[tuple[str, str | Storage], ...]:
         return self.moments if isinstance(self.moments, tuple) else (("*", self.moments),)
 
-    def moment(self, name: str) -> Storage:
-        """How the optimizer's state of that name is kept."""
-        return get_storage(next((kind for glob, kind in self._moments() if fnmatchcase(name, glob)), "fp32"))
+    def moment(self, name: str, size: int | None = None) -> Storage:
+        """How the optimizer's state of that name is kept: of a large parameter, or of one of so many elements."""
+        kind = get_storage(next((kind for glob, kind in self._moments() if fnmatchcase(name, glob)), "fp32"))
+        return kind if size is None or size >= kind.smallest else get_storage("fp32")
 
     def bytes_per_parameter(self, moments: Sequence[str] = ADAM) -> BytesPerParameter:
         """The bytes of one parameter by role, for an optimizer with those moments; scales of tiles count as if all

@@ -54,7 +54,7 @@ def vanished_states(optimizer: LowBit, gradients: Mapping[Tensor, Tensor]) -> di
 
 
 def _value(optimizer: LowBit, name: str, state: Mapping[str, Any], parameter: Tensor) -> Tensor:
-    return read(optimizer.recipe.moment(name), name, state, tuple(parameter.shape))
+    return read(optimizer.recipe.moment(name, parameter.numel()), name, state, tuple(parameter.shape))
 
 
 def _missing(value: Tensor, taken: Tensor) -> Zeros:
