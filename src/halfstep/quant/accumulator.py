@@ -24,10 +24,11 @@ class Accumulator:
 
     `aligned` sums as NVIDIA's FP8 units do: the running sum and the products of a block are aligned to the largest of
     their exponents (of a product, the sum of its operands'), each is cut after as many bits as the format has in its
-    fraction, and so is their exact sum. Exponents below -100 count as that.
+    fraction, and so is their exact sum. Exponents below -100 count as that. A subnormal operand is aligned by its size,
+    where the units take its format's smallest exponent.
 
-    Source of `aligned`: Khattak and Mikaitis 2026, arXiv 2512.07004, for the rule; DeepSeek-V3, arXiv 2412.19437,
-    section 3.3.2, for 14 bits and for promoting partial sums to float32 every 128 terms.
+    Source of `aligned`: Khattak and Mikaitis 2026, arXiv 2512.07004, as the package mmaemu has it; DeepSeek-V3, arXiv
+    2412.19437, for 14 bits and for promoting partial sums to float32 every 128 terms.
 
     Raises:
         QuantizationError: a block or an interval that is no positive number of terms; an aligned sum of more bits than
