@@ -17,9 +17,9 @@ from halfstep.kernels.cpu import blocks, codebook, element_codes
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.codebook import encode_piece
 from halfstep.kernels.cpu.compiled import CHUNK, inner, inner_overload
-from halfstep.kernels.cpu.dequantize import meaning, values_piece
+from halfstep.kernels.cpu.dequantize import meaning, powers_piece, values_piece
 from halfstep.kernels.cpu.divided import divided
-from halfstep.kernels.cpu.scales import absmax_scales, block_maxima, power_bits, power_scalars, power_scales
+from halfstep.kernels.cpu.scales import absmax_scales, block_maxima, power_scalars, power_scales
 from halfstep.quant import Quantizer
 
 
@@ -97,12 +97,6 @@ def _closed(kept, stored, levels, scale_of, numbers, codes, values, a, b):
     )
 
 
-@inner
-def _multipliers(stored, out):
-    for i in range(stored.size):
-        out[i] = power_bits(stored[i])
-
-
 def _scales(stored):
     """In kernels: the scales as float32 numbers."""
     raise NotImplementedError
@@ -115,7 +109,7 @@ def _scales_overload(stored):
 
     def powers(stored):
         scale = np.empty(stored.size, np.uint32)
-        _multipliers(stored, scale)
+        powers_piece(stored, scale)
         return scale.view(np.float32)
 
     return powers

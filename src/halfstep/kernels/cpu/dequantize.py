@@ -116,10 +116,10 @@ def _powers(stored, out):
     for chunk in numba.prange((stored.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, stored.size)
-        _powers_piece(stored[a:b], out[a:b])
+        powers_piece(stored[a:b], out[a:b])
 
 
 @inner
-def _powers_piece(stored, out):
+def powers_piece(stored, out):
     for i in range(stored.size):
         out[i] = power_bits(stored[i])
