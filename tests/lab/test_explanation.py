@@ -196,3 +196,9 @@ def test_the_order_is_by_the_first_step():
     bare = row(2, 0, 9)
     del bare["in_float32"]
     assert explain([bare]) == NOTHING  # it cannot be told
+
+
+@pytest.mark.parametrize(("compute", "end"), [("fp16", ", beyond fp16's largest, 65,504"), ("bf16", "same weights")])
+def test_only_what_computes_in_fp16_is_measured_by_its_largest(compute, end):
+    row = {"kind": "diverged", "step": 7, "reason": "", "tensor": "output of a", "in_float32": 1e5, "compute": compute}
+    assert explain([row]).endswith(end)

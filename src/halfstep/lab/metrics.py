@@ -16,7 +16,8 @@ Every row has `kind` and `step` (0 before the first update). The kinds:
                 {parameter: its largest update in learning rates}. With the statistics; and at powers of two, where
                 in_float32 has the gradients' zeros of the same weights and batch in float32
     diverged    reason, tensor (the first that was not finite, or null); in_float32, where it can be asked: the
-                largest magnitude of that tensor in float32, of the same weights and batch
+                largest magnitude of that tensor in float32, of the same weights and batch, and compute, the format
+                that the recipe computes in
     end         status "finished" or "diverged"; the last row of a run
 
 Numbers that are not finite are null.

@@ -189,7 +189,7 @@ class Trainer:
         tensor = first_nonfinite(model, lambda: scaler.scale(self.task.loss(model, batch)))
         largest = None if tensor is None or tensor.startswith("weight") else self._in_float32(tensor, batch, random)
         row = {"kind": "diverged", "step": step, "reason": reason, "tensor": tensor}
-        self._write(row if largest is None else {**row, "in_float32": largest})
+        self._write(row if largest is None else {**row, "in_float32": largest, "compute": self.recipe.compute})
         return False
 
     def _in_float32(self, tensor: str, batch: Batch, random: torch.Tensor) -> float | None:
