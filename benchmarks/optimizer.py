@@ -12,6 +12,7 @@ import halfstep
 from halfstep import formats
 from halfstep.quant import Quantizer, Scales, Tile
 from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import TENSOR
 from halfstep.recipe import Recipe, Storage, get_recipe, get_storage
 from harness import Contender, race, report
 
@@ -41,10 +42,19 @@ def blocks(format: str) -> Storage:
     return get_storage(Quantizer(formats.get(format), scales=Scales(Tile(1, 256), get_scaling("absmax"))), flat=True)
 
 
-def fp8_moments() -> Recipe:
-    """fp32 weights with the moments in E4M3 and E5M2."""
-    moments = (("exp_avg", blocks("e4m3fn")), ("exp_avg_sq", blocks("e5m2")))
-    return replace(get_recipe("fp32"), name="fp8-moments", moments=moments)
+def of_tensor(format: str, rule: str) -> Storage:
+    """A format with one scale a tensor."""
+    return get_storage(Quantizer(formats.get(format), scales=Scales(TENSOR, get_scaling(rule))))
+
+
+def kept_as(first: Storage, second: Storage) -> Recipe:
+    """fp32 weights with the moments kept so."""
+    return replace(get_recipe("fp32"), name="moments", moments=(("exp_avg", first), ("exp_avg_sq", second)))
+
+
+def coat_moments() -> Recipe:
+    """fp32 weights with the moments of the recipe `coat`."""
+    return replace(get_recipe("fp32"), name="moments", moments=get_recipe("coat").moments)
 
 
 def stepping(recipe: str | Recipe | None) -> Callable[[], object]:
@@ -81,11 +91,17 @@ def main() -> None:
         Contender("torchao AdamW8bit", theirs("torchao", "AdamW8bit"), fused, is_peer=True),
     ]
     contenders += [Contender(name, stepping(name), fused, bar) for name, bar in RECIPES.items()]
-    eight, moments = stepping("adamw-8bit"), stepping(fp8_moments())
+    eight, moments = stepping("adamw-8bit"), stepping(kept_as(blocks("e4m3fn"), blocks("e5m2")))
+    fishman = kept_as(of_tensor("e4m3fn", "current"), of_tensor("e5m2", "current"))
+    fp8lm = kept_as(of_tensor("e4m3fn", "rceil"), of_tensor("fp16", "rceil"))
     contenders += [
         Contender("E4M3 and E5M2 moments", moments, fused, 1.15),
         Contender("E4M3 and E5M2 moments, to torchao", moments, fp8, 0.25),
         Contender("adamw-8bit, to bitsandbytes", eight, bits, 1 / 6),
+        Contender("E4M3 twice, as torchao keeps them: fp8-adam", stepping("fp8-adam"), fused),
+        Contender("E4M3 and E5M2, a scale a tensor: Fishman's", stepping(fishman), fused),
+        Contender("E4M3 and scaled fp16: FP8-LM's", stepping(fp8lm), fused),
+        Contender("E4M3 expanded in groups of 128: coat", stepping(coat_moments()), fused, 4.0),
     ]
     size = TENSORS * SHAPE[0] * SHAPE[1] / 2**20
     report(

@@ -259,6 +259,10 @@ def blocked(format, columns, rule="absmax"):
     return get_storage(Quantizer(formats.get(format), scales=Scales(Tile(1, columns), get_scaling(rule))))
 
 
+def of_tensor(format, rule):
+    return get_storage(Quantizer(formats.get(format), scales=Scales(TENSOR, get_scaling(rule))))
+
+
 ONE_PASS = {
     "dynamic maps": (("exp_avg", "dynamic8"), ("*", blocked("dynamic8_unsigned", 256))),
     "mx": "mxfp8_e4m3",
@@ -266,6 +270,9 @@ ONE_PASS = {
     "absmax": (("exp_avg", blocked("e4m3fn", 256)), ("exp_avg_sq", blocked("e5m2", 128))),
     "integers": (("exp_avg", blocked("int8", 64)), ("exp_avg_sq", "fp32")),
     "rceil": (("*", blocked("e4m3fnuz", 16, "rceil")),),
+    "fishman's": (("exp_avg", of_tensor("e4m3fn", "current")), ("*", of_tensor("e5m2", "current"))),
+    "fp8-lm's": (("exp_avg", of_tensor("e4m3fn", "rceil")), ("*", of_tensor("fp16", "rceil"))),
+    "one of two": (("exp_avg", "bf16"), ("*", of_tensor("e5m2", "current"))),
     "expansion": (("exp_avg", blocked("e4m3fn", 128, "expansion")), ("*", blocked("e5m2", 256, "expansion"))),
     "in sixteenths": (("*", blocked("e4m3fn", 128, "expansion_sixteenths")),),
 }

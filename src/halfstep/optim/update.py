@@ -48,6 +48,11 @@ def move(
     if written:
         ops.follow(master, weight, kept)
     full, before = master.read(weight, kept), master.value(weight, kept) if watch else None
+    if watch is None and rule.fused(
+        Step(full, OWN, {}, step.grad, moments, step.number, step.group, step.grad_scale, kinds, step.coded)
+    ):
+        master.write(weight, kept, full)
+        return
     values = {name: read(kind, name, moments, tuple(full.shape)) for name, kind in kinds.items()}
     if watch is None and rule.fused(Step(full, OWN, {}, step.grad, values, step.number, step.group, step.grad_scale)):
         for name, kind in kinds.items():

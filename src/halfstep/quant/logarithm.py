@@ -38,14 +38,16 @@ def log2(x: Tensor) -> Tensor:
     bits = x.view(torch.int32)
     exponent = (bits - HALF_ROOT) >> 23
     t = (bits - (exponent << 23)).view(torch.float32) - 1.0
-    return exponent.float() + polynomial(LOG2, t) * t
+    fraction: Tensor = polynomial(LOG2, t) * t
+    return exponent.float() + fraction
 
 
 def exp2(x: Tensor) -> Tensor:
     """2^x of float32 numbers in [-126, 127]; exact for whole ones. Within 1.3 ulps over all of them."""
     shifted = x + MAGIC
     power = (shifted.view(torch.int32) - MAGIC_BITS + 127) << 23
-    return polynomial(EXP2, x - (shifted - MAGIC)) * power.view(torch.float32)
+    fraction: Tensor = polynomial(EXP2, x - (shifted - MAGIC))
+    return fraction * power.view(torch.float32)
 
 
 def polynomial(coefficients: tuple[float, ...], x: Any) -> Any:

@@ -15,26 +15,30 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import types
 from torch import Tensor
 
-from halfstep.kernels.cpu import coded
+from halfstep.kernels.cpu import coded, whole
+from halfstep.kernels.cpu.adam_lanes import (
+    as_bf16,
+    bf16_difference,
+    bf16_sum,
+    decode,
+    encode,
+    encode_stochastic,
+    first_moment,
+    joined,
+    lower_half,
+    moved_weight,
+    nearest_bf16_value,
+    second_moment,
+    upper_half,
+)
 from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.coded import Coded, closed, opened
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
-from halfstep.kernels.cpu.lanes import (
-    INFINITY,
-    MAGNITUDE,
-    NAN,
-    UPPER,
-    bf16_of,
-    bits_of,
-    lanes,
-    rounded_up_half,
-    stored_as,
-)
 from halfstep.kernels.cpu.masters import KEPT, PLAIN, beside, image_or_own
-from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
+from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
+from halfstep.kernels.cpu.whole import larger
 
 
 Moment = Tensor | Coded
@@ -69,7 +73,7 @@ def supports(
     for name, moment in moments.items():
         if isinstance(moment, Tensor):
             numbers[name] = moment
-        elif name not in ("exp_avg", "exp_avg_sq") or not moment.supported:
+        elif name not in _MOMENTS or not moment.supported or (moment.whole and not _forms_twice(master, moments)):
             return False
     tensors = [weight, grad, *kept.values(), *numbers.values()]
     return (
@@ -82,6 +86,11 @@ def supports(
     )
 
 
+def _forms_twice(master: str, moments: Mapping[str, Moment]) -> bool:
+    """Whether new moments can be formed for their magnitudes alone: from the weight itself, each from one number."""
+    return master == "none" and "exp_avg_sq_residual" not in moments
+
+
 def run(
     weight: Tensor,
     master: str,
@@ -90,9 +99,10 @@ def run(
     moments: Mapping[str, Moment],
     scalars: AdamScalars,
     seed: int | None,
-) -> None:
+) -> bool:
     """Update the weight, what its master keeps (once it has followed the weight), and the moments in place.
 
+    False where a moment under one scale grew beyond what the kernels take, or is not finite: then nothing was touched.
     `seed` keys the noise of stochastic rounding (`quant.noise_bits`); None rounds the weight to nearest-even.
     """
     beside = [_array(kept[name]) if name in kept else None for name in KEPT.values() if name]
@@ -101,117 +111,43 @@ def run(
     numbers[_SCALARS.index("l2")] = np.float32(scalars.l2) if scalars.l2 else None
     numbers[2:2] = [np.float32(1 - scalars.beta1)]
     numbers[4:4] = [np.float32(1 - scalars.beta2)]
-    both: list[Any] = []
-    for name in ("exp_avg", "exp_avg_sq"):
-        moment = moments[name]
-        both += moment.arguments() if isinstance(moment, Coded) else (_array(moment), *coded.PLAIN)
+    wholes = [name for name in _MOMENTS if isinstance(moment := moments[name], Coded) and moment.whole]
+    factors: dict[str, Tensor] = {}
+    if wholes:
+        found = np.zeros((-(-weight.numel() // CHUNK), 2), np.uint32)
+        _note_largest(weight.numel(), _array(weight), _array(grad), *_both(moments, {}), *numbers[:6], found)
+        for name, amax in zip(_MOMENTS, found.max(0, initial=0).view(np.float32), strict=True):
+            if name in wholes:
+                factor = whole.factor(moments[name].quantizer, amax)  # type: ignore[union-attr]
+                if factor is None:
+                    return False
+                factors[name] = factor
     _step(
-        weight.numel(), _array(weight), tuple(beside), _array(grad), *both,
+        weight.numel(), _array(weight), tuple(beside), _array(grad), *_both(moments, factors),
         None if residual is None else _array(residual), *numbers,
         seed_keys(seed),
     )  # fmt: skip
+    for name, factor in factors.items():
+        moments[name].parts["scale"].copy_(factor.reciprocal())  # type: ignore[union-attr]
+    return True
 
 
+def _both(moments: Mapping[str, Moment], factors: Mapping[str, Tensor]) -> list[Any]:
+    """What the kernels take for the two moments."""
+    both: list[Any] = []
+    for name in _MOMENTS:
+        moment = moments[name]
+        factor = float(factors.get(name, 1.0))
+        both += moment.arguments(factor) if isinstance(moment, Coded) else (_array(moment), *coded.PLAIN)
+    return both
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALARS = ("grad_scale", "beta1", "beta2", "l2", "keep", "step_size", "rescale", "eps")
 
 
 def _array(tensor: Any) -> Any:
     return array(tensor, PLAIN[tensor.dtype])
-
-
-# ---- lanes -----------------------------------------------------------------------------------------------------
-
-
-@lanes(types.float32)
-def _decode(value):
-    """The float32 value of a stored number."""
-    return bits_of(value).float()
-
-
-@lanes(types.float32)
-def first_moment(m, g, beta1, rest1):
-    return m * beta1 + g * rest1
-
-
-@lanes(types.float32)
-def second_moment(v, g, beta2, rest2):
-    return v * beta2 + g * g * rest2
-
-
-@lanes(types.float32)
-def moved_weight(weight, m, v, keep, step_size, rescale, eps):
-    return weight * keep - m / (v.sqrt() * rescale + eps) * step_size
-
-
-# A NaN that arithmetic returns is quiet: its upper half alone is one too, so it is enough not to round it.
-
-
-@lanes("like")
-def _encode(value, like):
-    """A computed float32 rounded to nearest-even into the type of `like`."""
-    if like == types.uint16:
-        return (_rounded(value) >> 16).to(16)
-    return stored_as(value.bits(), like)
-
-
-def _rounded(value):
-    bits = value.bits()
-    return value.is_nan().pick(bits, rounded_up_half(bits))
-
-
-@lanes(types.uint16)
-def _encode_stochastic(value, index, keys):
-    """A float32 rounded to bfloat16, up with the probability of the remainder: add 16 noise bits, then truncate."""
-    bits = value.bits()
-    infinite = (bits & MAGNITUDE).equals(INFINITY)
-    return bf16_of(bits, infinite.pick(bits, bits + (noise(keys, index) >> 16)))
-
-
-@lanes(types.float32)
-def _bf16(value):
-    """A computed float32 rounded to the nearest bfloat16, in float32."""
-    return (_rounded(value) & UPPER).float()
-
-
-@lanes(types.float32)
-def _sum(one, other):
-    """The sum of two bfloat16 numbers in float32, rounded to the nearest bfloat16.
-
-    A NaN needs no care: it is one of theirs or the processor's own, whose lower half is zero, and nothing is carried.
-    """
-    return (rounded_up_half((one + other).bits()) & UPPER).float()
-
-
-@lanes(types.float32)
-def _difference(one, other):
-    """The difference of two bfloat16 numbers in float32, rounded to the nearest bfloat16."""
-    return (rounded_up_half((one - other).bits()) & UPPER).float()
-
-
-@lanes(types.uint16)
-def _stored(value):
-    """A float32 that is a bfloat16 number, as such."""
-    return (value.bits() >> 16).to(16)
-
-
-@lanes(types.float32)
-def _join(high, low):
-    """The float32 of a rounded upper half and the signed rest (`quant.masters.split`)."""
-    upper = high.to(32) << 16
-    joined = (upper + (low.to(32) << 16).shift_signed(16)).float()
-    return joined.is_nan().pick(upper.float(), joined)
-
-
-@lanes(types.uint16)
-def _upper(value):
-    """The upper half of a float32's bits, rounded to nearest with ties away; a NaN's payload may not carry."""
-    bits = value.bits()
-    return (value.is_nan().pick(bits.constant(NAN), bits + 0x8000) >> 16).to(16)
-
-
-@lanes(types.uint16)
-def _lower(value):
-    return value.bits().to(16)
 
 
 # ---- the update ------------------------------------------------------------------------------------------------
@@ -228,48 +164,48 @@ def _update(
         if master is not None:
             full = image_or_own(weight[i], master[i])
         elif low is not None:
-            full = _join(weight[i], low[i])
+            full = joined(weight[i], low[i])
         else:
-            full = _decode(weight[i])
+            full = decode(weight[i])
             if residual is not None:
-                rest = _decode(beside(weight[i], residual[i]))
+                rest = decode(beside(weight[i], residual[i]))
                 full = full + rest
-        g = _decode(grad[i]) * grad_scale
+        g = decode(grad[i]) * grad_scale
         if l2 is not None:
             g = g + full * l2
-        m = first_moment(_decode(exp_avg[i]), g, beta1, rest1)
-        v = _decode(exp_avg_sq[i])
+        m = first_moment(decode(exp_avg[i]), g, beta1, rest1)
+        v = decode(exp_avg_sq[i])
         if exp_avg_sq_residual is not None:
-            v = v + _decode(exp_avg_sq_residual[i])
+            v = v + decode(exp_avg_sq_residual[i])
         v = second_moment(v, g, beta2, rest2)
         w = moved_weight(full, m, v, keep, step_size, rescale, eps)
-        exp_avg[i] = _encode(m, exp_avg[i])
-        exp_avg_sq[i] = _encode(v, exp_avg_sq[i])
+        exp_avg[i] = encode(m, exp_avg[i])
+        exp_avg_sq[i] = encode(v, exp_avg_sq[i])
         if exp_avg_sq_residual is not None:
-            exp_avg_sq_residual[i] = _encode(v - _decode(exp_avg_sq[i]), exp_avg_sq_residual[i])
+            exp_avg_sq_residual[i] = encode(v - decode(exp_avg_sq[i]), exp_avg_sq_residual[i])
         if low is not None:
-            low[i] = _lower(w)
-            weight[i] = _upper(w)
+            low[i] = lower_half(w)
+            weight[i] = upper_half(w)
         elif compensation is not None:
-            c = _sum(_decode(beside(weight[i], compensation[i])), _bf16(w - full))
-            moved = _sum(full, c)
-            compensation[i] = _stored(_sum(c, _difference(full, moved)))
-            weight[i] = _stored(moved)
+            c = bf16_sum(decode(beside(weight[i], compensation[i])), nearest_bf16_value(w - full))
+            moved = bf16_sum(full, c)
+            compensation[i] = as_bf16(bf16_sum(c, bf16_difference(full, moved)))
+            weight[i] = as_bf16(moved)
         elif residual is not None:
-            high = _decode(weight[i])
-            u = _bf16(w - full)
-            total = _sum(high, u)
-            rest = _sum(rest, _difference(u, _difference(total, high)))
-            grown = _sum(total, rest)
-            residual[i] = _stored(_difference(rest, _difference(grown, total)))
-            weight[i] = _stored(grown)
+            high = decode(weight[i])
+            u = nearest_bf16_value(w - full)
+            total = bf16_sum(high, u)
+            rest = bf16_sum(rest, bf16_difference(u, bf16_difference(total, high)))
+            grown = bf16_sum(total, rest)
+            residual[i] = as_bf16(bf16_difference(rest, bf16_difference(grown, total)))
+            weight[i] = as_bf16(grown)
         else:
             if master is not None:
                 master[i] = w
             if keys is None:
-                weight[i] = _encode(w, weight[i])
+                weight[i] = encode(w, weight[i])
             else:
-                weight[i] = _encode_stochastic(w, i, keys)
+                weight[i] = encode_stochastic(w, i, keys)
 
 
 @Kernel
@@ -294,3 +230,31 @@ def _step(
         )  # fmt: skip
         closed(exp_avg, scale1, levels1, scale_of1, numbers1, codes1, first, a, b)
         closed(exp_avg_sq, scale2, levels2, scale_of2, numbers2, codes2, second, a, b)
+
+
+@inner
+def _largest(weight, grad, exp_avg, exp_avg_sq, grad_scale, beta1, rest1, beta2, rest2, l2, found):
+    """The bits of the largest magnitudes of the new moments."""
+    first, second = np.uint32(0), np.uint32(0)
+    for i in range(weight.size):
+        g = decode(grad[i]) * grad_scale
+        if l2 is not None:
+            g = g + decode(weight[i]) * l2
+        first = larger(first, first_moment(decode(exp_avg[i]), g, beta1, rest1))
+        second = larger(second, second_moment(decode(exp_avg_sq[i]), g, beta2, rest2))
+    found[0], found[1] = first, second
+
+
+@Kernel
+def _note_largest(
+    weight, grad,
+    exp_avg, scale1, levels1, decoding1, scale_of1, numbers1, codes1,
+    exp_avg_sq, scale2, levels2, decoding2, scale_of2, numbers2, codes2,
+    grad_scale, beta1, rest1, beta2, rest2, l2, found,
+):  # fmt: skip
+    for chunk in numba.prange((weight.size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, weight.size)
+        first = opened(exp_avg, scale1, levels1, decoding1, a, b)
+        second = opened(exp_avg_sq, scale2, levels2, decoding2, a, b)
+        _largest(weight[a:b], grad[a:b], first, second, grad_scale, beta1, rest1, beta2, rest2, l2, found[chunk])

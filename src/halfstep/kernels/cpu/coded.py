@@ -14,7 +14,7 @@ from numba import types
 from torch import Tensor
 
 from halfstep.formats import Codebook
-from halfstep.kernels.cpu import blocks, codebook, element_codes, expansion
+from halfstep.kernels.cpu import blocks, codebook, element_codes, expansion, whole
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.codebook import encode_piece
 from halfstep.kernels.cpu.compiled import CHUNK, inner, inner_overload
@@ -22,6 +22,7 @@ from halfstep.kernels.cpu.dequantize import meaning, powers_piece, values_piece
 from halfstep.kernels.cpu.divided import divided
 from halfstep.kernels.cpu.expansion import decode_groups, encode_groups
 from halfstep.kernels.cpu.scales import absmax_scales, block_maxima, power_scalars, power_scales
+from halfstep.kernels.cpu.whole import close_whole, open_whole
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling.expansion import Expansion
 
@@ -37,10 +38,13 @@ class Coded(NamedTuple):
 
     @property
     def supported(self) -> bool:
-        """Whether kernels take such codes: 8 bits each, rounded to nearest, in whole blocks along rows, with scales of
-        which each follows from its block alone."""
+        """Whether kernels take such codes: of 8 bits, rounded to nearest, in whole blocks along rows, with scales of
+        which each follows from its block alone; or under one scale of the tensor (`whole`)."""
         columns = self.shape[-1] if self.shape else 1
         quantizer, scales = self.quantizer, self.quantizer.scales
+        if scales is not None and self.whole:
+            known = whole.knows(quantizer, self.parts["codes"].dtype) and whole.usual(self.parts["scale"])
+            return known and all(plain(part, part.dtype) for part in self.parts.values())
         return (
             scales is not None
             and not scales.rule.two_level
@@ -50,17 +54,33 @@ class Coded(NamedTuple):
             and all(plain(part, part.dtype) for part in self.parts.values())
         )
 
-    def arguments(self) -> tuple[Any, ...]:
-        """What a kernel takes for it: the codes, and six that are None where there is an array of numbers."""
+    @property
+    def whole(self) -> bool:
+        """Whether one scale multiplies all of it, so that its codes cannot be written before all has been seen."""
+        return whole.is_whole(self.quantizer)
+
+    def arguments(self, factor: float = 1.0) -> tuple[Any, ...]:
+        """What a kernel takes for it: the codes, and six that are None where there is an array of numbers.
+
+        Args:
+            factor: what values are multiplied by before they are rounded, of codes under one scale.
+        """
         format, scales = self.quantizer.format, self.quantizer.scales
         assert scales is not None
+        if self.whole:
+            codes, scale = self.parts["codes"], np.float32(self.parts["scale"].item())
+            coding: Any = (None, None)
+            decoding = None
+            if codes.dtype != torch.float16:
+                coding, decoding = element_codes.scalars(format, *_NEAREST), meaning(format)
+            return array(codes, whole.numpy_type(codes.dtype)), scale, None, decoding, np.float32(factor), *coding
         if isinstance(scales.rule, Expansion):
             kept = tuple(array(self.parts[part], torch.float32) for part in ("scale", "exponent", "center"))
             rule, coding = expansion.scalars(format, scales.rule), element_codes.scalars(format, *_NEAREST)
             return array(self.parts["codes"]), kept, blocks.levels(scales.tile), meaning(format), rule, *coding
         beside = self.parts["scale"].view(-1).numpy(), blocks.levels(scales.tile), meaning(format)
         if isinstance(format, Codebook):
-            coding: Any = np.float32(format.max), None, codebook.search(format)
+            coding = np.float32(format.max), None, codebook.search(format)
         else:
             scale_of = power_scalars(format, scales.rule) if scales.rule.exact else np.float32(format.max)
             coding = scale_of, *element_codes.scalars(format, *_NEAREST)
@@ -88,6 +108,8 @@ def closed(
 def _opened(kept, stored, levels, decoding, a, b):
     if isinstance(stored, types.NoneType):
         return lambda kept, stored, levels, decoding, a, b: kept[a:b]
+    if isinstance(levels, types.NoneType):
+        return lambda kept, stored, levels, decoding, a, b: open_whole(kept[a:b], stored, decoding)
     if isinstance(stored, types.BaseTuple):
         return lambda kept, stored, levels, decoding, a, b: _opened_groups(kept, stored, levels, decoding, a, b)
     return lambda kept, stored, levels, decoding, a, b: _decoded(
@@ -99,6 +121,10 @@ def _opened(kept, stored, levels, decoding, a, b):
 def _closed(kept, stored, levels, scale_of, numbers, codes, values, a, b):
     if isinstance(stored, types.NoneType):
         return lambda kept, stored, levels, scale_of, numbers, codes, values, a, b: None
+    if isinstance(levels, types.NoneType):
+        return lambda kept, stored, levels, scale_of, numbers, codes, values, a, b: close_whole(
+            kept[a:b], scale_of, numbers, codes, values
+        )
     if isinstance(stored, types.BaseTuple):
         return lambda kept, stored, levels, scale_of, numbers, codes, values, a, b: _closed_groups(
             kept, stored, levels, scale_of, numbers, codes, values, a, b

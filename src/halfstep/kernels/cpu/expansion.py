@@ -70,8 +70,8 @@ def exp2(x: Lane) -> Lane:
     return polynomial(EXP2, x - (shifted - MAGIC)) * power.float()
 
 
-# A power is long in coming through its two polynomials. As two loops, the logarithm and the rest, more of them are under
-# way at a time.
+# A power is long in coming through its two polynomials. As two loops, the logarithm and the rest, more of them are
+# under way at a time.
 
 
 @lanes(types.float32)

@@ -65,8 +65,8 @@ def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bo
         tensors = (step.weight, master.name, step.kept, step.grad, moments)
         if master.positions is not None or not kernel.supports(*tensors, master.rounding):
             return False
-        kernel.run(*tensors, scalars(step.number, step.group, step.grad_scale, is_decoupled(step.group)), master.seed)
-        return True
+        numbers = scalars(step.number, step.group, step.grad_scale, is_decoupled(step.group))
+        return kernel.run(*tensors, numbers, master.seed)
 
     return UpdateRule(
         name, torch_class, lambda group: ("exp_avg", "exp_avg_sq"), update, REFUSED, REFUSED_STATES, fused
