@@ -16,7 +16,7 @@ class AbsmaxBf16(Scaling):
     Where the scale was rounded down, the largest elements saturate, which moves them by less than 2^-8 of their size.
     A tile so small that its scale rounds to 0 becomes zeros. The source adds 1e-10 to amax; this does not.
 
-    Source: Xi et al. 2025 (COAT), arXiv 2410.19313, and its released code: 1 x 16 groups of what non-linear layers save.
+    Source: Xi et al. 2025 (COAT), arXiv 2410.19313, and its released code: 1 x 16 groups of what norms and such save.
     """
 
     holds = "bf16"
