@@ -26,6 +26,7 @@ from halfstep.recipe import Saved, Storage
 
 
 _ROOM = 256  # entries before those that are no longer alive are looked for
+_hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Hook = Callable[[Any], Any]
 
@@ -66,7 +67,7 @@ class Keeping:
         """Within it, what autograd saves of the shape of x is kept as the recipe's `nonlinear` says."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         within = top is not None and isinstance(getattr(top[0], "__self__", None), _Hooks)
-        if within or not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if within or not torch.is_grad_enabled() or not _hooks_enabled():
             return nullcontext()
         assert self.saved.nonlinear is not None
         hooks = _Hooks(self, self.saved.nonlinear, x.shape, top)
@@ -90,12 +91,13 @@ class _Entry:
     __slots__ = ("kept", "source")
 
     def __init__(self, source: Tensor, *kept: Callable[[], Any]) -> None:
-        self.source = StorageWeakRef(source.untyped_storage())
+        self.source = StorageWeakRef(source.untyped_storage())  # type: ignore[no-untyped-call]
         self.kept = kept
 
     def found(self) -> tuple[Any, ...] | None:
         kept = tuple(reference() for reference in self.kept)
-        return None if self.source.expired() or any(each is None for each in kept) else kept
+        gone = self.source.expired() or any(each is None for each in kept)  # type: ignore[no-untyped-call]
+        return None if gone else kept
 
 
 class _Kept:
@@ -107,7 +109,7 @@ class _Kept:
         self.parts, self.shape, self.dtype = parts, shape, dtype
 
 
-class _Alone:
+class Alone:
     """A tensor as it is, and the version that autograd saved."""
 
     __slots__ = ("tensor", "version")
@@ -136,11 +138,13 @@ class _Hooks:
     def __init__(self, keeping: Keeping, storage: Storage, shape: torch.Size, outer: tuple[Hook, Hook] | None) -> None:
         self._keeping, self._storage, self._shape = keeping, storage, shape
         self._outer = outer
+        around = None if outer is None else getattr(outer[0], "__self__", None)
+        self._part: Hook | None = getattr(around, "pack_part", None if outer is None else outer[0])
 
     def pack(self, x: Tensor) -> Any:
         storage, keeping = self._storage, self._keeping
         if not self._takes(x):
-            return _Alone(x) if self._outer is None else self._outer[0](x)
+            return Alone(x) if self._outer is None else self._outer[0](x)
         key = (place_of(x), storage)
         found = keeping._find(key)
         if found is not None:
@@ -150,14 +154,14 @@ class _Hooks:
             parts = {"values": plain.to(storage.dtype)}
         else:
             parts = encode_parts(plain.reshape(storage.matrix(tuple(x.shape))), storage.quantizer)
-        if self._outer is not None:
-            parts = {name: self._outer[0](part) for name, part in parts.items()}
+        if self._part is not None:
+            parts = {name: self._part(part) for name, part in parts.items()}
         kept = _Kept(parts, x.shape, x.dtype)
         keeping._note(key, _Entry(x, weakref.ref(kept)))
         return kept
 
     def unpack(self, kept: Any) -> Tensor:
-        if isinstance(kept, _Alone):
+        if isinstance(kept, Alone):
             return kept.unpacked()
         outer = None if self._outer is None else self._outer[1]
         if not isinstance(kept, _Kept):
