@@ -28,8 +28,8 @@ _ALL = (
 )
 _MOMENTS = (("exp_avg_sq", get_storage(_HALF)), ("exp_avg", get_storage(_WEIGHT)))
 _SIX = (
-    "Gradient, moments and {what} are the paper's 6 bytes. Moments of biases, norms and embeddings are kept so too; those "
-    "of SGD and Lion have other names, and are fp32."
+    "Gradient, moments and {what} are the paper's 6 bytes. Moments of biases, norms and embeddings are kept so "
+    "too; those of SGD and Lion have other names, and are fp32."
 )
 
 fp8lm_o1 = Recipe(
