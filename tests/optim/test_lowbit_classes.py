@@ -197,3 +197,14 @@ def test_a_description_of_how_moments_are_kept():
     assert optimizer.recipe.moment("exp_avg").quantizer == halfstep.get_quantizer("mxfp8_e4m3")
     with pytest.raises(halfstep.HalfstepError, match="unknown format 'fp9'"):
         LowBitAdamW(net().parameters(), moments="fp9")
+
+
+def test_beside_a_models_recipe():
+    """`apply` rounds the products, and the optimizer is one's own; `prepare` refuses it and says so."""
+    model = net()
+    with pytest.raises(OptimizerError, match=r"AdamW8bit is halfstep's own.*or call halfstep.apply\(model, recipe\)"):
+        halfstep.prepare(model, AdamW8bit(model.parameters()), "fp8-current")
+    halfstep.apply(model, "fp8-current")
+    optimizer = AdamW8bit(model.parameters(), lr=3e-3)
+    losses = train(model, optimizer, 30)
+    assert losses[-1] < 0.9 * losses[0]
