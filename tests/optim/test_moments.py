@@ -42,6 +42,7 @@ KINDS = {
     "blocks": (("exp_avg", "mxfp8_e4m3"), ("exp_avg_sq", get_storage("bf16", residual=True))),
     "tensor": (("*", get_storage(Quantizer(formats.get("e5m2"), scales=Scales(TENSOR, get_scaling("current"))))),),
     "no scale": (("*", "e5m2"),),
+    "expansion": (("*", Quantizer(formats.get("e4m3fn"), scales=Scales(Tile(1, 16), get_scaling("expansion")))),),
     "codes twice": (("exp_avg", "nf4"), ("*", get_storage("mxfp8_e4m3", residual=True))),
     "packed": (("*", "mxfp4"),),
     "toward zero": (("*", get_storage(halfstep.get_quantizer("bf16", rounding="toward_zero"))),),
