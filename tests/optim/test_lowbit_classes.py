@@ -11,12 +11,12 @@ from torch import nn
 import halfstep
 from families import for_each
 from halfstep.errors import OptimizerError
-from halfstep.optim import AdamW8bit, LowBitAdamW
+from halfstep.optim import AdamW8bit, AdamWFp8, CoatAdamW, LowBitAdamW
 from halfstep.recipe import get_recipe, get_storage
 from tiny import assert_same, copied
 
 
-CLASSES = {kind.__name__: kind for kind in (AdamW8bit,)}
+CLASSES = {kind.__name__: kind for kind in (AdamW8bit, AdamWFp8, CoatAdamW)}
 every_class = for_each("kind", CLASSES.values())
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,15 @@ from torch import nn
 from torch.distributed import checkpoint
 
 from halfstep.optim import AdamW8bit, LowBitAdamW
-from halfstep.recipe import get_storage
+from halfstep.recipe import get_recipe, get_storage
 from tiny import assert_same
 
 
 pytestmark = pytest.mark.slow
+COAT = replace(get_recipe("coat").moment("exp_avg"), smallest=4096)
 KINDS = {
     "AdamW8bit": lambda ps: AdamW8bit(ps, lr=0.01),
+    "COAT's groups": lambda ps: LowBitAdamW(ps, lr=0.01, moments=(("*", COAT),)),
     "mxfp8": lambda ps: LowBitAdamW(
         ps, lr=0.01, moments=(("exp_avg", get_storage("mxfp8_e4m3", smallest=4096)), ("exp_avg_sq", "fp32"))
     ),
