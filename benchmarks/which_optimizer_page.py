@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.ticker import FuncFormatter
 
-from halfstep.lab.report.style import FAINT, INK, SETTINGS, new_figure
+from halfstep.lab.report.style import FAINT, INK, SETTINGS, new_figure, png
 from halfstep.recipe import Recipe, get_recipe
 
 
@@ -41,8 +42,8 @@ a step of this model to fp32's on a CPU: it tells what emulation costs here, and
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 {rows}
 
-GiB for models of 1, 6.74 and 13 billion parameters, all of them kept as a layer's weight is: embeddings, norms and small
-tensors that a recipe keeps in fp32 come on top.
+GiB for models of 1, 6.74 and 13 billion parameters, all of them kept as a layer's weight is. Embeddings, norms and small
+tensors, which some recipes keep in fp32, take more.
 
 ## Without a recipe
 
@@ -64,8 +65,8 @@ optimizer.step()
 torch.optim.AdamW(model.parameters()).load_state_dict(optimizer.float32_state_dict())
 ```
 
-States of torch's AdamW load into them, and states saved in one format load in another: what is rounded anew, a warning says.
-Under `fully_shard` every rank keeps codes of its own part where the parts are whole tiles, and fp32 where they are not,
+States of torch's AdamW load into them, and states saved in one format load in another: a warning says what is rounded
+anew. Under `fully_shard` every rank keeps codes of its own part where the parts are whole tiles, and fp32 where they are not,
 with a warning.
 
 {machine}
@@ -85,7 +86,7 @@ def page(data: Figures) -> str:
         classes="\n".join(
             f"| `{name}` | `{recipe}` | {states(get_recipe(recipe)):g} |" for name, recipe in CLASSES.items()
         ),
-        machine=f"Machine: {machine['cpu']}, torch {machine['torch']}, {machine['threads']} thread. Not measured on a GPU.",
+        machine=f"Machine: {machine['cpu']}, torch {machine['torch']}, one thread. Not measured on a GPU.",
     )
 
 
@@ -146,26 +147,34 @@ def line(name: str, row: Row, times: dict[str, float]) -> str:
 
 
 def plot(data: Figures, file: Path) -> None:
-    """Bytes a parameter against the loss beside fp32's, with the time of a step as the point's size."""
-    import matplotlib
-
+    """Bytes a parameter against the loss beside fp32's; the area of a point is the time of a step."""
     with matplotlib.rc_context(SETTINGS):
-        figure = new_figure(9.5, 5.6)
+        figure = new_figure(6.4, "Bytes a parameter against loss: every recipe on a small Llama")
         axes = figure.add_subplot()
         axes.set_yscale("symlog", linthresh=1.0)
         axes.axhspan(-1, 1, color="#eef1f4", zorder=0)
-        taken: list[tuple[float, float]] = []
-        for name, row in sorted(data["rows"].items(), key=lambda item: item[1]["gap"] or 0.0):
-            if row["gap"] is None:
-                continue
-            x, y, time = total(row), 100 * row["gap"], data["times"].get(name, 1.0)
-            colour = {"matches": "#1f3b5c", "cannot tell": FAINT}.get(row["status"], "#c8663c")
-            axes.scatter([x], [y], s=28 * time, color=colour, alpha=0.75, linewidths=0, zorder=2)
-            if all(abs(x - a) > 0.9 or abs(y - b) > 0.12 * max(1.0, abs(y)) for a, b in taken):
-                axes.annotate(name, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8, color=INK)
-                taken.append((x, y))
+        for (x, y), names in _groups(data["rows"]).items():
+            for name in names:
+                row, time = data["rows"][name], data["times"].get(name, 1.0)
+                colour = {"matches": "#1f3b5c", "cannot tell": FAINT}.get(row["status"], "#c8663c")
+                place = [total(row)], [100 * row["gap"]]
+                axes.scatter(*place, s=16 * time, color=colour, alpha=0.7, linewidths=0, zorder=2)
+            text = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+            axes.annotate(text, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7, color=INK)
         axes.set_xlabel("bytes a parameter: weights, gradients, master, optimizer states")
-        axes.set_ylabel("loss to fp32's, %, linear within 1")
+        axes.set_ylabel("loss to fp32's, percent; linear within one")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}"))
-        axes.grid(visible=True, linewidth=0.6)
-        figure.savefig(file, dpi=150)
+        axes.grid(visible=True)
+        file.write_bytes(png(figure))
+
+
+def _groups(rows: dict[str, Row]) -> dict[tuple[float, float], list[str]]:
+    """Recipes by where their label stands: those whose points lie close share one."""
+    found: dict[tuple[float, float], list[str]] = {}
+    for name, row in sorted(rows.items(), key=lambda item: (item[0] != "fp32", item[0])):
+        if row["gap"] is None:
+            continue
+        x, y = total(row), 100 * row["gap"]
+        near = next((p for p in found if abs(p[0] - x) < 0.6 and abs(p[1] - y) < 0.25 * max(1.0, abs(y))), (x, y))
+        found.setdefault(near, []).append(name)
+    return found

@@ -151,7 +151,7 @@ def test_an_unknown_optimizer_leaves_everything_as_it_was():
         halfstep.prepare(model, adamw(model, amsgrad=True), recipe="bf16-master")
     model_again, optimizer, _ = prepared("bf16-master", mlp())
     with pytest.raises(
-        OptimizerError, match="LowBit is halfstep's own and keeps its states already. Hand torch.optim.AdamW"
+        OptimizerError, match=r"LowBit is halfstep's own and keeps its states already. Hand torch.optim.AdamW"
     ):
         halfstep.prepare(model, optimizer, recipe="bf16-master")
     assert type(model) is kind
