@@ -42,8 +42,8 @@ a step of this model to fp32's on a CPU: it tells what emulation costs here, and
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 {rows}
 
-GiB for models of 1, 6.74 and 13 billion parameters, all of them kept as a layer's weight is. Embeddings, norms and small
-tensors, which some recipes keep in fp32, take more.
+GiB for models of 1, 6.74 and 13 billion parameters, all of them kept as a layer's weight is. Embeddings, norms and
+small tensors, which some recipes keep in fp32, take more.
 
 ## Without a recipe
 
@@ -66,8 +66,8 @@ torch.optim.AdamW(model.parameters()).load_state_dict(optimizer.float32_state_di
 ```
 
 States of torch's AdamW load into them, and states saved in one format load in another: a warning says what is rounded
-anew. Under `fully_shard` every rank keeps codes of its own part where the parts are whole tiles, and fp32 where they are not,
-with a warning.
+anew. Under `fully_shard` every rank keeps codes of its own part where the parts are whole tiles, and fp32 where they
+are not, with a warning.
 
 {machine}
 """

@@ -19,7 +19,6 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import halfstep
 from halfstep.errors import ModelError, OptimizerError, QuantizationError
 from halfstep.ops import CodeTensor
-from halfstep.recipe import MASTER
 from tiny import SCALED, adamw, assert_same, batch, copied, mlp, prepared, train
 
 
