@@ -192,10 +192,10 @@ def _linear(table: Mapping[str, Any], *path: str | int) -> LinearSpec:
         operands |= {(product, side): operand(sides[side], *path, product, side) for side in sides.keys() & _SIDES}
         if "accumulate" in sides:
             sums[product] = accumulator(sides["accumulate"], *path, product, "accumulate")
-    products = {
-        name: Matmul(operands.get((name, "lhs")), operands.get((name, "rhs")), sums[name]) for name in _PRODUCTS
-    }
     try:
+        products = {
+            name: Matmul(operands.get((name, "lhs")), operands.get((name, "rhs")), sums[name]) for name in _PRODUCTS
+        }
         return LinearSpec(**products)
     except RecipeError as error:
         raise At(str(error), *path) from error

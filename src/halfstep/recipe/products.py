@@ -14,11 +14,24 @@ from halfstep.quant.tile import TENSOR
 
 @dataclass(frozen=True)
 class Matmul:
-    """One of the three products of a linear layer. None leaves an operand as it is, and sums in float32."""
+    """One of the three products of a linear layer. None leaves an operand as it is, and sums in float32.
+
+    Raises:
+        RecipeError: an operand whose scaling is not linear.
+    """
 
     lhs: Quantizer | None = None
     rhs: Quantizer | None = None
     accumulate: Accumulator | None = None
+
+    def __post_init__(self) -> None:
+        for quantizer in (self.lhs, self.rhs):
+            scales = quantizer and quantizer.scales
+            if quantizer is not None and scales and not scales.rule.linear:
+                raise RecipeError(
+                    f"an operand of a product in {quantizer.format.name} ({scales}): a product takes elements times a "
+                    f"scale, and {scales.rule.name} is for what is kept (moments, masters). Take current, rceil, absmax"
+                )
 
 
 @dataclass(frozen=True)
