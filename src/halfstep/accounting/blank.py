@@ -14,24 +14,24 @@ _aten = torch.ops.aten
 
 
 class Blank(FakeTensorMode):
-    """Within it tensors are made without memory; real ones that come in are taken for such.
+    """Within it tensors are made without memory, as torch's FakeTensors; real ones that come in are taken for such.
 
     Code that asks for a value hears 1 of a number and False of a truth value: a maximum is finite and not 0, nothing is
     subnormal, and no state waits for its first step.
     """
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is _aten._local_scalar_dense.default:
             return _ordinary(args[0])
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
+        return super().__torch_dispatch__(func, types, args, dict(kwargs or {}))
 
 
-def _ordinary(tensor: Tensor) -> bool | int | float:
+def _ordinary(tensor: Tensor) -> bool | float:
     if tensor.dtype == torch.bool:
         return False
     return 1.0 if tensor.is_floating_point() else 1

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from halfstep.memory.live import Live, parts_of
 from halfstep.recipe import is_master
 
 
+_ROLES = ("weights", "buffers", "master", "states", "scales", "state_scales")
 _HISTORY = "_halfstep_scaling_"
 """In the names of buffers that scalings follow earlier steps by (`nn.scaling`)."""
 
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes by role, whole numbers. The first seven stay between steps; the others live while a pass runs."""
+    """Bytes by role, whole numbers. Those before `compute_copies` stay from step to step; the others live while a pass runs."""
 
     weights: int
     """Parameters as stored, frozen ones too."""
@@ -31,20 +32,23 @@ class StepBytes:
     states: int
     """Moments, step counts, and whatever else the optimizer keeps."""
     scales: int
-    """What stands beside codes: scales of weights, gradients, masters and states; histories of amaxes."""
-    compute_copies: int
+    """What stands beside codes of weights and gradients; histories of amaxes."""
+    state_scales: int
+    """What stands beside codes of masters and states."""
+    compute_copies: int = 0
     """Weights cast or rounded for products and kept for the backward pass."""
-    activations: int
+    activations: int = 0
     """What else the backward pass waits for when the loss is there; the batch too."""
-    peak: int
+    peak: int = 0
     """The most bytes held at once from the first operation of the forward pass to the last of the backward pass."""
-    peak_gradients: int
+    peak_gradients: int = 0
     """The gradients that were there then."""
 
     @property
     def persistent(self) -> int:
-        """What stays between the backward pass and the step: weights, gradients, master, states, scales, buffers."""
-        return self.weights + self.buffers + self.gradients + self.master + self.states + self.scales
+        """What is there between the backward pass and the step: weights, gradients, master, states, scales, buffers."""
+        model = self.weights + self.buffers + self.scales
+        return model + self.gradients + self.master + self.states + self.state_scales
 
 
 def measure_step(
@@ -84,12 +88,9 @@ def measure_step(
         finally:
             for hook in hooks:
                 hook.remove()
-    gradients = [part for p in model.parameters() if p.grad is not None for part in parts_of(p.grad).items()]
-    sizes = {role: _bytes(tensors) for role, tensors in persistent.items()}
-    sizes["gradients"] = _bytes(part for name, part in gradients if not _is_scale(name))
-    sizes["scales"] += _bytes(part for name, part in gradients if _is_scale(name))
-    return StepBytes(
-        **sizes,
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return replace(
+        _counted(persistent, grads),
         compute_copies=copies,
         activations=activations,
         peak=live.peak.total(),
@@ -97,9 +98,24 @@ def measure_step(
     )
 
 
+def measure_persistent(model: nn.Module, optimizer: torch.optim.Optimizer) -> StepBytes:
+    """What stays from step to step, without a pass: gradients are counted as they will be, by making them of zeros."""
+    model.zero_grad()
+    grads = [torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None)) for p in model.parameters() if p.requires_grad]
+    return _counted(_persistent(model, optimizer), grads)
+
+
+def _counted(persistent: Mapping[str, Iterable[Tensor]], grads: Iterable[Tensor]) -> StepBytes:
+    gradients = [part for grad in grads for part in parts_of(grad).items()]
+    sizes = {role: _bytes(tensors) for role, tensors in persistent.items()}
+    sizes["gradients"] = _bytes(part for name, part in gradients if not _is_scale(name))
+    sizes["scales"] += _bytes(part for name, part in gradients if _is_scale(name))
+    return StepBytes(**sizes)
+
+
 def _persistent(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, list[Tensor]]:
     """The tensors that are there before the pass, by role; each storage in one."""
-    found: dict[str, list[Tensor]] = {role: [] for role in ("weights", "buffers", "master", "states", "scales")}
+    found: dict[str, list[Tensor]] = {role: [] for role in _ROLES}
     for parameter in model.parameters():
         for name, part in parts_of(parameter).items():
             found["scales" if _is_scale(name) else "weights"].append(part)
@@ -108,7 +124,7 @@ def _persistent(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> di
     for state in optimizer.state.values() if optimizer is not None else ():
         for name, value in state.items():
             if isinstance(value, Tensor):
-                role = "scales" if _is_scale(name) else "master" if is_master(name) else "states"
+                role = "state_scales" if _is_scale(name) else "master" if is_master(name) else "states"
                 found[role] += parts_of(value).values()
     return found
 
