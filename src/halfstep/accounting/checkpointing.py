@@ -44,7 +44,9 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     lists = [
         [*found]
         for found in model.modules()
-        if isinstance(found, (nn.ModuleList, nn.Sequential)) and len({type(part) for part in found}) == 1
+        if isinstance(found, (nn.ModuleList, nn.Sequential))
+        and len({type(part) for part in found}) == 1
+        and any(True for _ in found[0].children())
     ]
     if not lists:
         raise AccountError(
@@ -55,10 +57,13 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 class _AttentionAgain(TorchFunctionMode):
+    found = False
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is F.scaled_dot_product_attention:
+            self.found = True
             return _again(func)(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -67,8 +72,14 @@ def _selective(model: nn.Module) -> nn.Module:
     forward = model.forward
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        with _AttentionAgain():
-            return forward(*args, **kwargs)
+        with _AttentionAgain() as attention:
+            output = forward(*args, **kwargs)
+        if not attention.found:
+            raise AccountError(
+                f"{type(model).__name__} calls no torch.nn.functional.scaled_dot_product_attention to compute again; "
+                "account for it with full checkpointing, or without"
+            )
+        return output
 
     model.forward = watched
     return model

@@ -60,7 +60,7 @@ def load_subject(name: str) -> Subject:
     )
 
 
-# ---- Hugging Face's ---------------------------------------------------------------------------------------------------
+# ---- Hugging Face's -------------------------------------------------------------------------------------------------
 
 
 def _transformers(name: str) -> Any:
@@ -123,7 +123,7 @@ def _pixels(examples: int, shape: tuple[int, ...]) -> Batch:
     return Batch(named=(("pixel_values", torch.zeros(examples, *shape)),))
 
 
-# ---- a checkpoint's header --------------------------------------------------------------------------------------------
+# ---- a checkpoint's header ------------------------------------------------------------------------------------------
 
 
 def _stored(path: Path) -> Subject:
@@ -138,13 +138,15 @@ def _stored(path: Path) -> Subject:
         model.tensors = nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in shapes.values())
         return model
 
-    remarks = ["a checkpoint has no forward pass: what activations take is unknown, and no layer is known to be rounded"]
+    remarks = [
+        "a checkpoint has no forward pass: what activations take is unknown, and no layer is known to be rounded"
+    ]
     if others:
         remarks.append(f"{others} tensors that are no floating-point numbers are left out")
     return Subject(str(path), build, remarks=tuple(remarks))
 
 
-# ---- a function -------------------------------------------------------------------------------------------------------
+# ---- a function -----------------------------------------------------------------------------------------------------
 
 
 def _function(name: str) -> Subject:
@@ -185,5 +187,3 @@ def _tokens(name: str, model: nn.Module, examples: int, length: int) -> Batch:
 def _resized(x: Any, examples: int) -> Any:
     """An input with so many examples."""
     return x.new_zeros((examples, *x.shape[1:])) if isinstance(x, torch.Tensor) and x.dim() else x
-
-

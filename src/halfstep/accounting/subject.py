@@ -23,6 +23,10 @@ class Batch:
         """What the model returns for it."""
         return model(*self.args, **dict(self.named), **more)
 
+    def without(self, name: str) -> Batch:
+        """The same but for that one."""
+        return Batch(self.args, tuple(pair for pair in self.named if pair[0] != name))
+
     @property
     def tensors(self) -> list[Tensor]:
         """All of its tensors."""

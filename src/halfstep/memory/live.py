@@ -32,7 +32,7 @@ class _Held:
     ref: weakref.ref[Any]
 
 
-class Live(TorchDispatchMode):
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it, every storage that torch's operators make or read is known: its bytes, its role, and from what it was
     computed. A tensor without memory (a FakeTensor) counts with the bytes that it stands for.
 
@@ -40,7 +40,7 @@ class Live(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._held: dict[int, _Held] = {}
         self._now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The bytes that one training step holds, by role: what stays between steps, what the backward pass waits for, the peak."""
+"""The bytes that one training step holds, by role: what stays, what the backward pass waits for, and the peak."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HISTORY = "_halfstep_scaling_"
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes by role, whole numbers. Those before `compute_copies` stay from step to step; the others live while a pass runs."""
+    """Bytes by role, whole numbers. Those before `compute_copies` stay from step to step, the others live in a pass."""
 
     weights: int
     """Parameters as stored, frozen ones too."""
@@ -82,9 +82,10 @@ def measure_step(
         loss = loss_of()
         live.settle(frozenset({"weights", "scales"}), "compute copies", "activations")
         copies, activations = live.bytes_of("compute copies"), live.bytes_of("activations") + live.bytes_of("batch")
-        hooks = [p.register_post_accumulate_grad_hook(_marker(live)) for p in model.parameters() if p.requires_grad]
+        trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
+        hooks = [parameter.register_post_accumulate_grad_hook(_marker(live)) for parameter in trained]
         try:
-            scale(loss).backward()
+            torch.autograd.backward(scale(loss))
         finally:
             for hook in hooks:
                 hook.remove()
