@@ -10,11 +10,11 @@ from halfstep.recipe import get_recipe
 from tiny import RECIPES, SCALED
 
 
-LARGE = [name for name in RECIPES if get_recipe(name).moment("exp_avg").smallest]
+LARGE = [name for name in RECIPES if get_recipe(name).moment("exp_avg").flat]
 
 
 def model_for(recipe: str):
-    """All kinds of parameters; where large ones, or the weights that rules round, are kept otherwise, only those."""
+    """All kinds of parameters; only large ones, of whole tiles, or those that rules round where these are apart."""
     if recipe in LARGE:
         return nn.Sequential(nn.Linear(128, 64, bias=False), nn.GELU(), nn.Linear(64, 64, bias=False)), torch.eye(128)
     if recipe in SCALED:
@@ -64,11 +64,11 @@ TABLE = {
     "bf16-stochastic": 12, "bf16-pure": 8, "fp16-pure": 8, "bf16-fp32grad": 14,
     "bf16-megatron": 18, "bf16-split": 14, "bf16-kahan": 14, "bf16-collage-light": 10, "bf16-collage-plus": 12,
     "bf16-truncate": 16, "fp16-accumulate": 16, "bf16-accumulate": 16,
-    "adamw-8bit": 10.03125, "fp16-static": 16, "fp16-lists": 16,
+    "adamw-8bit": 10.03125, "fp8-adam": 10.03125, "coat": 10.1875, "fp16-static": 16, "fp16-lists": 16,
     "fp8-delayed": 16, "fp8-delayed-megatron": 16,
     "fp8-current": 16, "fp8-rowwise": 16, "fp8-rowwise-gw-hp": 16, "fp8-block": 16, "mxfp8": 16, "mxfp8-floor": 16,
-    "fp8-amax": 12, "fp8-cscale": 12, "fp8-smooth-swiglu": 16, "fp8lm-o1": 11, "fp8lm-o2": 11,
-    "fp8lm-o3": 12,
+    "fp8-amax": 12, "fp8-cscale": 12, "fp8-smooth-swiglu": 16, "fp8lm-o1": 11, "fp8lm-o2": 6,
+    "fp8lm-o3": 7, "fp8-fishman": 10,
 }  # fmt: skip
 
 

@@ -5,8 +5,23 @@ from halfstep.optim.classes import Lamb, Lion
 from halfstep.optim.conversion import convert
 from halfstep.optim.loss_scale import LossScaler
 from halfstep.optim.lowbit import LowBit
+from halfstep.optim.lowbit_classes import AdamW8bit, AdamWFp8, CoatAdamW, LowBitAdamW
 from halfstep.optim.rules import rule_of, update_rules
 from halfstep.optim.update import Update
 
 
-__all__ = ["Lamb", "Lion", "LossScaler", "LowBit", "Update", "check_optimizer", "convert", "rule_of", "update_rules"]
+__all__ = [
+    "AdamW8bit",
+    "AdamWFp8",
+    "CoatAdamW",
+    "Lamb",
+    "Lion",
+    "LossScaler",
+    "LowBit",
+    "LowBitAdamW",
+    "Update",
+    "check_optimizer",
+    "convert",
+    "rule_of",
+    "update_rules",
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,8 +20,8 @@ from halfstep.optim.gradients import narrow_all
 from halfstep.optim.present import Present, Reference
 from halfstep.optim.rules.base import Step, UpdateRule
 from halfstep.optim.seeds import are_several, first_ranks
-from halfstep.optim.shards import is_spread, like, local, positions, spread_like
-from halfstep.optim.states import FORMATS, Kinds, adopt, foreign, kinds_of, labels, start
+from halfstep.optim.shards import is_spread, like, local, placed, positions, spread_like
+from halfstep.optim.states import FORMATS, Kinds, adopt, foreign, kinds_of, labels, start, widened
 from halfstep.optim.update import OWN, Update, move
 from halfstep.quant import derive_seed
 from halfstep.quant.masters import Master, get_master
@@ -68,7 +67,7 @@ class LowBit(torch.optim.Optimizer):
         self._agreed = False
         self._versions: dict[Tensor, int] = {}
         self._watch: Callable[[Update], None] | None = None
-        self._known_kinds: dict[tuple[tuple[str, ...], int], Kinds] = {}
+        self._known_kinds: dict[Any, Kinds] = {}
         super().__init__(groups, {"rounding_seed": seed})
 
     @contextmanager
@@ -190,16 +189,17 @@ class LowBit(torch.optim.Optimizer):
                 index += 1
         return loss
 
-    def _kinds(self, names: tuple[str, ...], size: int) -> Kinds:
-        """How the moments of those names of a parameter of that size are kept."""
-        if (names, size) not in self._known_kinds:
-            self._known_kinds[names, size] = kinds_of(self.recipe, names, size)
-        return self._known_kinds[names, size]
+    def _kinds(self, names: tuple[str, ...], parameter: Tensor | None) -> Kinds:
+        """How the moments of those names are kept: of this parameter, or of a large one."""
+        key = (names, parameter is None or (parameter.numel(), placed(parameter)))
+        if key not in self._known_kinds:
+            self._known_kinds[key] = kinds_of(self.recipe, names, parameter)
+        return self._known_kinds[key]
 
     def _name_formats(self) -> None:
         """Let the groups, which are saved, say how moments that are codes are kept."""
         for group in self.param_groups:
-            formats = labels(self._kinds(self.rule.moments(group), sys.maxsize)[0])
+            formats = labels(self._kinds(self.rule.moments(group), None)[0])
             if self.recipe.codes is not None and self.recipe.codes.master is not None:
                 for parameter in group["params"]:
                     formats |= labels(self._master_kind(parameter))
@@ -225,7 +225,7 @@ class LowBit(torch.optim.Optimizer):
         state: dict[str, Any] = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-        for name, kind in self._kinds(self.rule.moments(group), parameter.numel())[0].items():
+        for name, kind in self._kinds(self.rule.moments(group), parameter)[0].items():
             if state.get(name) is None:
                 state.update(start(kind, name, parameter))
         return state
@@ -241,7 +241,7 @@ class LowBit(torch.optim.Optimizer):
 
     def _update(self, parameter: Tensor, group: dict[str, Any], grad_scale: float, index: int) -> None:
         state, master = self._begun(parameter, group), self._master(parameter)
-        kinds, parts, coded = self._kinds(self.rule.moments(group), parameter.numel())
+        kinds, parts, coded = self._kinds(self.rule.moments(group), parameter)
         state["step"] += 1
         number, grad = int(state["step"]), like(parameter, master.gradient(_grad(parameter)))
         # Of a parameter that is spread over ranks, this one's part; whole where norms of the whole enter.
@@ -313,12 +313,27 @@ class LowBit(torch.optim.Optimizer):
     ) -> dict[str, Any]:
         """A parameter's saved state in this optimizer's dtypes, with the present master where it has none."""
         master, present = self._master(parameter), self.state.get(parameter, {})
-        kinds = self._kinds(self.rule.moments(group), parameter.numel())[0] | self._master_kind(parameter)
+        kinds = self._kinds(self.rule.moments(group), parameter)[0] | self._master_kind(parameter)
         state = adopt(saved, parameter, kinds, (get_master(self.recipe.master), master), formats, number)
         check_state(saved, self.rule, foreign(saved, self.recipe, master))
         if not master.keeps.keys() <= state.keys() and master.keeps.keys() <= present.keys():
             state.update({name: present[name] for name in master.keeps})
         return state
+
+    @torch.no_grad()
+    def float32_state_dict(self) -> dict[str, Any]:
+        """As `state_dict`, with all moments in float32 and no masters: for torch's optimizer with the same rule, or one
+        of ours in another format. What a master has beyond its weight, `full` alone gives.
+        """
+        saved, found = self.state_dict(), {}
+        for group, numbers in zip(self.param_groups, saved["param_groups"], strict=True):
+            for number in (FORMATS, "rounding_seed"):
+                numbers.pop(number, None)
+            for number, parameter in zip(numbers["params"], group["params"], strict=True):
+                if number in saved["state"]:
+                    kinds = self._kinds(self.rule.moments(group), parameter)[0]
+                    found[number] = widened(saved["state"][number], kinds, parameter)
+        return {**saved, "state": found}
 
     @torch.no_grad()
     def take_over(self, states: dict[Tensor, Any], masters: Mapping[nn.Parameter, Tensor]) -> None:

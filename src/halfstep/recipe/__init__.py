@@ -6,6 +6,7 @@ from halfstep.errors import RecipeError, unknown
 from halfstep.recipe import files
 from halfstep.recipe.data import from_data, to_data
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec
+from halfstep.recipe.saved import COAT, Saved
 from halfstep.recipe.spec import (
     MASTER,
     BytesPerParameter,
@@ -19,6 +20,7 @@ from halfstep.registry import collect
 
 
 __all__ = [
+    "COAT",
     "MASTER",
     "DTYPES",
     "AttentionSpec",
@@ -29,6 +31,7 @@ __all__ = [
     "Matmul",
     "Recipe",
     "Rule",
+    "Saved",
     "Storage",
     "from_data",
     "get_recipe",

@@ -14,6 +14,7 @@ from halfstep.errors import RecipeError, unknown
 from halfstep.quant.masters import get_master, list_masters
 from halfstep.quant.rounding import check_rounding
 from halfstep.recipe.products import AttentionSpec, LinearSpec, linear_text
+from halfstep.recipe.saved import Saved
 from halfstep.recipe.storage import DTYPES, Codes, Storage, get_storage
 
 
@@ -130,6 +131,8 @@ class Recipe:
     """How attention rounds the operands of its two products, where a module of torch's or ours forms them."""
     smooth_glu: str | None = None
     """Whether gated MLPs scale their product before the down-projection rounds it (a key of `SMOOTH_GLU`)."""
+    saved: Saved | None = None
+    """How what autograd keeps for the backward pass is stored, where not as it is."""
     aliases: tuple[str, ...] = ()
     """Other names, such as apex's optimization levels."""
     notes: tuple[str, ...] = ()
@@ -179,6 +182,12 @@ class Recipe:
             raise RecipeError(
                 f"recipe {self.name!r}: codes = {self.codes.weights} stores the weights that rules round, beside "
                 f"others in fp32; found {len(self.rules)} rules and weights in {self.weights}"
+            )
+        if self.saved is not None and self.saved.operands and not any(r.linear.input_codes for r in self.rules):
+            raise RecipeError(
+                f"recipe {self.name!r}: saved.operands keeps the codes that products round their inputs to, with one "
+                "scale a tensor and alike in both products that take the input, and no rule rounds them so: give such "
+                "a rule (as fp8-current has), or set operands to false"
             )
         if self.grads == self.weights:
             raise RecipeError(f"recipe {self.name!r}: grads = {self.grads!r} is the weights' format; leave it out")
@@ -250,6 +259,7 @@ class Recipe:
             ("loss scale", str(self.loss_scale or "none")),
             *([("gated MLPs", SMOOTH_GLU[self.smooth_glu])] if self.smooth_glu else []),
             *([("codes", str(self.codes))] if self.codes else []),
+            *([("saved", str(self.saved))] if self.saved else []),
             *self._kept(),
             *[(f"linear {rule.path!r}", linear_text(rule.linear)) for rule in self.rules if rule.linear.rounds],
             *self._attention(),
