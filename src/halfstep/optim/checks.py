@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import OptimizerError
+from halfstep.optim.projected import projected
 from halfstep.optim.rules import rule_of
 from halfstep.optim.rules.base import UpdateRule
-from halfstep.recipe import DTYPES
+from halfstep.recipe import DTYPES, Projection
 
 
 _WHY = {
@@ -32,11 +33,16 @@ Namer = Callable[[Tensor, int], str]
 """What to call a parameter, which has that number, in an error."""
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Any, str] | None = None) -> UpdateRule:
+def check_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Any, str] | None = None,
+    projections: Mapping[Any, Projection] | None = None,
+) -> UpdateRule:
     """The rule of a torch optimizer that `convert` can take. Nothing is changed.
 
     Args:
         names: of the parameters, for errors.
+        projections: of parameters that will be updated in a subspace, how.
 
     Raises:
         OptimizerError: its class, an option, a parameter or a state has no counterpart here.
@@ -45,6 +51,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Any, str] |
     check_parameters(optimizer.param_groups, lambda p, i: f"parameter {i}{_quoted(known.get(p))}")
     for state in optimizer.state.values():
         check_state(state, rule)
+    for parameter, projection in (projections or {}).items():
+        if projected(rule, projection, tuple(parameter.shape)) is not rule and optimizer.state.get(parameter):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} has moments of {known.get(parameter, 'a parameter')}, whose updates this "
+                "recipe takes in a subspace, where they have no place. Hand halfstep.prepare a new "
+                f"{type(optimizer).__name__}, or take a recipe without a projection"
+            )
     return rule
 
 

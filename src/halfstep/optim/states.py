@@ -13,36 +13,26 @@ from halfstep.ops import codes
 from halfstep.optim.shards import is_spread
 from halfstep.quant.description import label
 from halfstep.quant.masters import Master, get_master
-from halfstep.recipe import Recipe, Storage, is_master
+from halfstep.recipe import PROJECTOR, Recipe, Storage, is_master
 
 
 FORMATS = "state_formats"
 """The option of a parameter group that says how states that are codes are kept: `description.label`, by name."""
 
 
-Kinds = tuple[dict[str, Storage], tuple[str, ...], bool]
-"""How moments are kept, by name; the names of all tensors that they are kept in; whether any is codes."""
-
-
 # ---- moments --------------------------------------------------------------------------------------------------------
 
 
-def kinds_of(recipe: Recipe, names: tuple[str, ...], size: int) -> Kinds:
-    """How a recipe keeps the moments of those names of a parameter of that size."""
-    kinds = {name: recipe.moment(name, size) for name in names}
-    parts = tuple(part for name, kind in kinds.items() for part in kind.parts(name))
-    return kinds, parts, any(kind.dtype is None for kind in kinds.values())
-
-
-def start(kind: Storage, name: str, parameter: Tensor) -> dict[str, Tensor]:
-    """The tensors of a moment that is zero.
+def start(kind: Storage, name: str, parameter: Tensor, shape: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+    """The tensors of a moment that is zero, of that shape or the parameter's.
 
     Raises:
         OptimizerError: the parameter is spread over ranks, and the moment would be codes.
     """
+    like = parameter if shape is None or parameter.shape == shape else parameter.new_empty(shape)
     if kind.dtype is not None:
-        return {number: torch.zeros_like(parameter, dtype=kind.dtype) for number in kind.numbers(name)}
-    return encode(kind, name, torch.zeros_like(parameter, dtype=torch.float32))
+        return {number: torch.zeros_like(like, dtype=kind.dtype) for number in kind.numbers(name)}
+    return encode(kind, name, torch.zeros_like(like, dtype=torch.float32))
 
 
 def encode(kind: Storage, name: str, values: Tensor) -> dict[str, Tensor]:
@@ -77,6 +67,7 @@ def adopt(
     saved: Mapping[str, Any],
     parameter: Tensor,
     kinds: Mapping[str, Storage],
+    shapes: Mapping[str, tuple[int, ...]],
     masters: Iterable[Master],
     formats: Mapping[str, str] | None,
     number: object,
@@ -87,12 +78,15 @@ def adopt(
 
     Args:
         kinds: of the rule's moments, and of a master that takes updates in place of codes, by name.
+        shapes: of moments, where not the parameter's own.
         masters: whose tensors keep the dtypes that they have there.
         formats: what the saved groups say of states that are codes (`labels`).
 
     Raises:
-        OptimizerError: it belongs to a parameter of another shape, or holds codes of another format.
+        OptimizerError: it belongs to a parameter of another shape, holds codes of another format, or moments of a
+            subspace where the parameter has none, or the other way round.
     """
+    _check_subspace(saved, kinds, shapes, parameter, number)
     state: dict[str, Any] = {}
     keeps = {name: dtype for master in masters for name, dtype in master.keeps.items()}
     parts = {part for name, kind in kinds.items() for part in _every_part(kind, name)}
@@ -101,7 +95,8 @@ def adopt(
         raise OptimizerError(_other_codes(name, coded[name], "values", number))
     for name, kind in kinds.items():
         if isinstance(saved.get(name), Tensor):
-            state |= _kept(saved, name, kind, parameter, coded.get(name), number)
+            shape = shapes.get(name, tuple(parameter.shape))
+            state |= _kept(saved, name, kind, shape, parameter.device, coded.get(name), number)
     for name, value in saved.items():
         if name in parts:
             continue
@@ -111,7 +106,7 @@ def adopt(
         elif name == "step":
             state[name] = value.detach().to("cpu", torch.float32, copy=True)
         else:
-            _check_shape(value, parameter, name, number)
+            _check_shape(value, tuple(parameter.shape), name, number)
             state[name] = value.detach().to(parameter.device, keeps.get(name, value.dtype), copy=True)
     if "step" not in state and any(name in kinds for name in state):
         state["step"] = torch.ones((), dtype=torch.float32)
@@ -124,16 +119,22 @@ def _every_part(kind: Storage, name: str) -> tuple[str, ...]:
 
 
 def _kept(
-    saved: Mapping[str, Any], name: str, kind: Storage, parameter: Tensor, format: str | None, number: object
+    saved: Mapping[str, Any],
+    name: str,
+    kind: Storage,
+    shape: tuple[int, ...],
+    device: torch.device,
+    format: str | None,
+    number: object,
 ) -> dict[str, Tensor]:
     value: Tensor = saved[name]
     own = labels({name: kind}).get(name)
-    if value.dtype == torch.float32 and value.shape == parameter.shape and f"{name}_scale" not in saved:
+    if value.dtype == torch.float32 and tuple(value.shape) == shape and f"{name}_scale" not in saved:
         format = None  # a tensor too small to be codes
     if not value.is_floating_point() or format is not None or f"{name}_scale" in saved:
         if format is None or format != own:
             raise OptimizerError(_other_codes(name, format, kind, number))
-        expected = kind.layout(name, tuple(parameter.shape))
+        expected = kind.layout(name, shape)
         for part, (dtype, shape) in expected.items():
             found = saved.get(part)
             if not isinstance(found, Tensor) or (found.dtype, tuple(found.shape)) != (dtype, shape):
@@ -142,13 +143,13 @@ def _kept(
                     f"the state of parameter {number} holds {part} as {what}, expected {dtype} {shape}: it belongs to "
                     "another model"
                 )
-        return {part: saved[part].detach().to(parameter.device, copy=True) for part in expected}
-    _check_shape(value, parameter, name, number)
+        return {part: saved[part].detach().to(device, copy=True) for part in expected}
+    _check_shape(value, shape, name, number)
     twice = Storage(kind.quantizer, residual=True).numbers(name)
     found = {part: saved[part].detach() for part in twice if isinstance(saved.get(part), Tensor)}
     if kind.dtype is not None and found.keys() == set(kind.numbers(name)):
-        return {part: number.to(parameter.device, kind.dtype, copy=True) for part, number in found.items()}
-    numbers = [number.to(parameter.device, torch.float32) for number in found.values()]
+        return {part: number.to(device, kind.dtype, copy=True) for part, number in found.items()}
+    numbers = [number.to(device, torch.float32) for number in found.values()]
     return encode(kind, name, sum(numbers[1:], numbers[0]))
 
 
@@ -160,9 +161,39 @@ def _other_codes(name: str, format: str | None, kind: object, number: object) ->
     )
 
 
-def _check_shape(value: Tensor, parameter: Tensor, name: str, number: object) -> None:
-    if value.shape != parameter.shape and value.dim():
+def _check_shape(value: Tensor, shape: tuple[int, ...], name: str, number: object) -> None:
+    if tuple(value.shape) != shape and value.dim():
         raise OptimizerError(
             f"the state of parameter {number} holds {name} of shape {tuple(value.shape)}, "
-            f"expected {tuple(parameter.shape)}: it belongs to another model"
+            f"expected {shape}: it belongs to another model"
+        )
+
+
+def _check_subspace(
+    saved: Mapping[str, Any],
+    kinds: Mapping[str, Storage],
+    shapes: Mapping[str, tuple[int, ...]],
+    parameter: Tensor,
+    number: object,
+) -> None:
+    """Moments of a subspace are nothing without its projector, and a whole gradient's have no place in one."""
+    found, remedy = saved.get(PROJECTOR), "Resume as it was saved, or load the weights alone and start anew"
+    if found is not None and PROJECTOR not in kinds:
+        raise OptimizerError(
+            f"the state of parameter {number} holds moments in a subspace and its projector (GaLore), and here a "
+            f"parameter of shape {tuple(parameter.shape)} is not projected. {remedy}"
+        )
+    if PROJECTOR not in kinds or not any(name in saved for name in kinds):
+        return
+    if not isinstance(found, Tensor):
+        what = "none" if found is None else f"a {type(found).__name__}"
+        raise OptimizerError(
+            f"the state of parameter {number} holds moments of the whole gradient, and here a parameter of shape "
+            f"{tuple(parameter.shape)} is projected (GaLore): expected a projector of shape {shapes[PROJECTOR]}, found "
+            f"{what}. {remedy}"
+        )
+    if tuple(found.shape) != shapes[PROJECTOR]:
+        raise OptimizerError(
+            f"the state of parameter {number} holds a projector of shape {tuple(found.shape)}, expected "
+            f"{shapes[PROJECTOR]}: it was saved with another rank or side. {remedy}"
         )
