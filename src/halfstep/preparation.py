@@ -114,6 +114,13 @@ def optimize(
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Refuse, before anything is touched, what cannot be optimised as it is."""
+    if isinstance(optimizer, LowBit):
+        kind = type(optimizer).__name__
+        raise OptimizerError(
+            f"{kind} is halfstep's own and keeps its states already. Hand torch.optim.AdamW, Adam or SGD to "
+            f"halfstep.prepare, with a recipe that keeps moments so (halfstep recipes); or call halfstep.apply(model, "
+            f"recipe) and step this {kind} in the loop, with a halfstep.LossScaler where the recipe scales its loss"
+        )
     parameters = dict(model.named_parameters())
     names = {parameter: name for name, parameter in parameters.items()}
     check_optimizer(optimizer, names, projections(model, recipe))

@@ -9,12 +9,13 @@ import torch
 
 from families import for_each, slow_unless
 from halfstep import formats, ops
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, QuantizationError, RecipeError
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.description import describe, restore
 from halfstep.quant.quantizer import layout
 from halfstep.quant.scaling import StatefulScaling, _by_name, get_scaling
 from halfstep.quant.tile import ROW, TENSOR, Tile
+from halfstep.recipe import linear_spec
 from oracles.numbers import same_bits
 
 
@@ -86,6 +87,12 @@ def test_values_are_elements_times_the_stored_scale(rule):
         expected = layout(quantizer, (24, 40), torch.float32)
         assert {part: (t.dtype, tuple(t.shape)) for part, t in made.tensors.items()} == expected
         tile, rule = quantizer.scales.tile, quantizer.scales.rule
+        if not rule.linear:  # what takes its values for multiples fails, and does not go wrong
+            with pytest.raises(QuantizationError, match=r"not its elements times a scale: .* dequantize\(\)"):
+                rule.multiplier(made.tensors, quantizer.format)
+            with pytest.raises(RecipeError, match=f"an operand of a product in .* {rule.name} is for what is kept"):
+                linear_spec(weight=quantizer)
+            return
         multiplier = tile.spread(rule.multiplier(made.tensors, quantizer.format), 24, 40)
         assert (multiplier >= 0).all()
         if "zero_point" not in made.tensors:

@@ -11,11 +11,11 @@ from tiny import PROJECTED, RECIPES, SCALED
 
 
 MATRIX = (64, 64)
-LARGE = [name for name in RECIPES if get_recipe(name).moment("exp_avg").smallest]
+LARGE = [name for name in RECIPES if get_recipe(name).moment("exp_avg").flat]
 
 
 def model_for(recipe: str):
-    """All kinds of parameters; where large ones, or the weights that rules round, are kept otherwise, only those."""
+    """All kinds of parameters; only large ones, of whole tiles, or those that rules round where these are apart."""
     if recipe in PROJECTED:  # of what is projected, and not in few
         return nn.Linear(*MATRIX, bias=False), torch.eye(64)
     if recipe in LARGE:
@@ -67,11 +67,12 @@ TABLE = {
     "bf16-stochastic": 12, "bf16-pure": 8, "fp16-pure": 8, "bf16-fp32grad": 14,
     "bf16-megatron": 18, "bf16-split": 14, "bf16-kahan": 14, "bf16-collage-light": 10, "bf16-collage-plus": 12,
     "bf16-truncate": 16, "fp16-accumulate": 16, "bf16-accumulate": 16,
-    "adamw-8bit": 10.03125, "galore": 16, "galore-8bit": 10.03125, "galore-bf16": 10, "fp16-static": 16, "fp16-lists": 16,
+    "galore": 16, "galore-8bit": 10.03125, "galore-bf16": 10,
+    "adamw-8bit": 10.03125, "fp8-adam": 10.03125, "coat": 10.1875, "fp16-static": 16, "fp16-lists": 16,
     "fp8-delayed": 16, "fp8-delayed-megatron": 16,
     "fp8-current": 16, "fp8-rowwise": 16, "fp8-rowwise-gw-hp": 16, "fp8-block": 16, "mxfp8": 16, "mxfp8-floor": 16,
-    "fp8-amax": 12, "fp8-cscale": 12, "fp8-smooth-swiglu": 16, "fp8lm-o1": 11, "fp8lm-o2": 11,
-    "fp8lm-o3": 12,
+    "fp8-amax": 12, "fp8-cscale": 12, "fp8-smooth-swiglu": 16, "fp8lm-o1": 11, "fp8lm-o2": 6,
+    "fp8lm-o3": 7, "fp8-fishman": 10,
 }  # fmt: skip
 
 

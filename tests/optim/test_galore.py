@@ -16,7 +16,7 @@ from halfstep.memory import measure
 from halfstep.optim.projected import singular_vectors
 from halfstep.optim.rules.base import never
 from halfstep.recipe import PROJECTOR, Projection, Subspace, from_data, get_recipe, to_data
-from tiny import assert_same, batch, mlp, prepared, train
+from tiny import PROJECTED, assert_same, batch, mlp, prepared
 
 
 SHAPES = {"wide": (6, 10), "tall": (10, 6), "square": (7, 7)}
@@ -78,7 +78,8 @@ def test_adamw_is_algorithm_2(shape, side):
     torch.testing.assert_close(run(weight, optimizer, 11).detach().double(), wanted, rtol=0, atol=2e-5)
     own = Subspace(3, expected)
     state = optimizer.state[weight]
-    assert tuple(state[PROJECTOR].shape) == own.projector(shape) and tuple(state["exp_avg"].shape) == own.moment(shape)
+    assert tuple(state[PROJECTOR].shape) == own.projector(shape)
+    assert tuple(state["exp_avg"].shape) == own.moment(shape)
 
 
 def test_adam_adds_its_decay_to_the_gradient_before_the_projection():
@@ -94,7 +95,7 @@ def test_maximize_goes_the_other_way():
     torch.testing.assert_close(run(up, optimizer, 3) - start, start - run(down, other, 3), rtol=0, atol=1e-6)
 
 
-# ---- the acceptance tests of the paper's sheet ------------------------------------------------------------------------
+# ---- the acceptance tests of the paper's sheet ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -104,7 +105,7 @@ def test_of_full_rank_sgd_is_sgd_and_adam_is_not_adam(shape):
         weight, optimizer, _ = one(shape, full, build)
         plain, stock, _ = one(shape, "fp32", build)
         gap = float((run(weight, optimizer, 30) - run(plain, stock, 30)).detach().abs().max())
-        assert (gap < 1e-5) == same and (same or gap > 0.1), (build, gap)
+        assert gap < 1e-5 if same else gap > 0.1, (build, gap)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -173,12 +174,13 @@ def test_a_fixed_subspace_stalls_and_a_new_one_now_and_then_converges(build, lr)
             loss = (x @ weight.T - y).square().mean()
             weight.grad = torch.autograd.grad(loss * 4, weight)[0]
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         found[gap] = losses[-1] / losses[0]
-    assert found[10**6] > 0.2 and found[50] < 1e-4 and found[10] < 1e-4, found
+    assert found[10**6] > 0.2
+    assert max(found[50], found[10]) < 1e-4
 
 
-# ---- everything else of the optimizer ---------------------------------------------------------------------------------
+# ---- everything else of the optimizer -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("base", ["galore", "galore-8bit", "bf16-master", "bf16-kahan", "bf16-nomaster", "galore-bf16"])
@@ -195,7 +197,7 @@ def test_the_kernel_in_the_subspace_is_the_reference_bit_for_bit(base, build):
         found.append((weight.detach(), dict(optimizer.state[weight])))
     assert_same(*found)
     coded = base == "galore-8bit"
-    assert (found[0][1]["exp_avg"].dtype == torch.uint8) == coded and (not coded or "exp_avg_scale" in found[0][1])
+    assert (found[0][1]["exp_avg"].dtype == torch.uint8) == coded == ("exp_avg_scale" in found[0][1])
 
 
 def test_masters_take_the_small_steps():
@@ -239,12 +241,14 @@ def test_updates_are_watched():
 def test_vectors_kept_in_bf16_are_orthonormal_to_8_bits():
     recipe = replace(recipe_of(rank=8), moments=((PROJECTOR, "bf16"), ("*", "fp32")))
     weight, optimizer, _ = one((40, 60), recipe)
-    p = run(weight, optimizer, 1) is not None and optimizer.state[weight][PROJECTOR]
+    run(weight, optimizer, 1)
+    p = optimizer.state[weight][PROJECTOR]
     lost = float((p.float().T @ p.float() - torch.eye(8)).abs().max())
-    assert p.dtype == torch.bfloat16 and 0 < lost < 2.0**-8
+    assert p.dtype == torch.bfloat16
+    assert 0 < lost < 2.0**-8
 
 
-# ---- gradients that span nothing, or nothing that can be found ----------------------------------------------------------
+# ---- gradients that span nothing, or nothing that can be found ------------------------------------------------------
 
 
 def test_zeros_choose_no_subspace():
@@ -309,7 +313,7 @@ def test_vectors_that_are_not_found_leave_the_old_ones(monkeypatch):
     assert not torch.equal(optimizer.state[weight][PROJECTOR], old)
 
 
-# ---- which parameters ---------------------------------------------------------------------------------------------------
+# ---- which parameters -----------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -412,7 +416,7 @@ def galore_torch(monkeypatch):
 
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6)])
 def test_it_trains_as_galore_torch_does(shape, monkeypatch):
-    """Where eps is small beside sqrt(v), which galore-torch adds before it corrects the bias; signs of vectors cancel."""
+    """Up to eps, which galore-torch adds before it corrects the bias; the signs of vectors cancel."""
     theirs = galore_torch(monkeypatch)
     weight, optimizer, _ = one(shape, recipe_of(rank=3, gap=4), weight_decay=0.1)
     other = nn.Parameter(weight.detach().clone())
@@ -424,7 +428,7 @@ def test_it_trains_as_galore_torch_does(shape, monkeypatch):
     torch.testing.assert_close(run(weight, optimizer, 10).detach(), other.detach(), rtol=0, atol=1e-3)
 
 
-# ---- the record ---------------------------------------------------------------------------------------------------------
+# ---- the record -----------------------------------------------------------------------------------------------------
 
 
 def test_it_goes_through_data_and_back():
@@ -453,15 +457,16 @@ def test_values_that_mean_nothing(options, message):
 
 
 def test_what_a_recipe_cannot_keep_together():
-    with pytest.raises(RecipeError, match="projection with codes"):
+    with pytest.raises(RecipeError, match="projection, with codes = weights that rules round"):
         replace(get_recipe("fp8lm-o2"), name="made", projection=Projection())
-    with pytest.raises(RecipeError, match=r"moments: projector kept as .*put \('projector', 'fp32'\) before"):
+    with pytest.raises(
+        RecipeError, match=r"moments: projector kept as dynamic8.*expected .* vectors in fp32, bf16 or fp16"
+    ):
         replace(get_recipe("adamw-8bit"), name="made", projection=Projection())
 
 
 def test_the_recipe_shows_it():
-    shown = get_recipe("galore").describe()
-    assert "rank 128, at most 0.5 of the short side" in shown and "every 200" in shown
-    assert "of a 1024 x 4096 matrix, states 1.125" in " ".join(shown.split())
-    found = train(*prepared("galore"), steps=3)
-    assert found
+    assert "rank 128, at most 0.5 of the short side" in get_recipe("galore").describe()
+    for name in PROJECTED:
+        states = get_recipe(name).bytes_per_parameter(shape=(1024, 4096)).states
+        assert f"of a 1024 x 4096 matrix, states are {states:.4g}" in " ".join(get_recipe(name).describe().split())

@@ -13,7 +13,7 @@ from halfstep.errors import OptimizerError
 from halfstep.optim.projected import projected
 from halfstep.optim.rules import rule_of
 from halfstep.optim.rules.base import UpdateRule
-from halfstep.recipe import DTYPES, Projection
+from halfstep.recipe import DTYPES, PROJECTOR, Projection, Storage
 
 
 _WHY = {
@@ -113,6 +113,41 @@ def check_state(state: Mapping[str, Any], rule: UpdateRule, foreign: Iterable[st
                 f"the state holds {name!r}, which this recipe keeps nothing in: it was saved under another recipe. "
                 "Resume under that one, or load the weights alone and start the optimizer anew"
             )
+
+
+def check_subspace(
+    saved: Mapping[str, Any],
+    kinds: Mapping[str, Storage],
+    shapes: Mapping[str, tuple[int, ...]],
+    parameter: Tensor,
+    number: object,
+) -> None:
+    """Refuse a saved state of another subspace: moments are nothing without their projector, and those of the whole
+    gradient have no place in one.
+
+    Raises:
+        OptimizerError: it is.
+    """
+    found, remedy = saved.get(PROJECTOR), "Resume as it was saved, or load the weights alone and start anew"
+    if found is not None and PROJECTOR not in kinds:
+        raise OptimizerError(
+            f"the state of parameter {number} holds moments in a subspace and its projector (GaLore), and here a "
+            f"parameter of shape {tuple(parameter.shape)} is not projected. {remedy}"
+        )
+    if PROJECTOR not in kinds or not any(name in saved for name in kinds):
+        return
+    if not isinstance(found, Tensor):
+        what = "none" if found is None else f"a {type(found).__name__}"
+        raise OptimizerError(
+            f"the state of parameter {number} holds moments of the whole gradient, and here a parameter of shape "
+            f"{tuple(parameter.shape)} is projected (GaLore): expected a projector of shape {shapes[PROJECTOR]}, found "
+            f"{what}. {remedy}"
+        )
+    if tuple(found.shape) != shapes[PROJECTOR]:
+        raise OptimizerError(
+            f"the state of parameter {number} holds a projector of shape {tuple(found.shape)}, expected "
+            f"{shapes[PROJECTOR]}: it was saved with another rank or side. {remedy}"
+        )
 
 
 def warn_of_late(parameters: Sequence[str]) -> None:

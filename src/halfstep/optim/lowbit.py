@@ -45,6 +45,8 @@ class LowBit(Stored):
 
     _step_supports_amp_scaling = True
     takes_float32_gradients = True  # also of parameters in 16 bits: a loss scaler unscales and clips them there
+    per_layer: Any = None
+    """The `PerLayer` by which it steps in the backward pass."""
     awaits_scaler = False
     """Whether the recipe scales its loss and no scaler has been seen yet: a step without one warns, once."""
 
@@ -88,7 +90,7 @@ class LowBit(Stored):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's load_state_dict comes by here too, with less than a copy brings.
         absent: dict[str, Any] = {"_watch": None, "_present": None, "_process_group": None, "projections": {}}
-        begun = {"_agreed": False, "_versions": {}, "_plans": {}}
+        begun = {"_agreed": False, "_versions": {}, "_plans": {}, "per_layer": self.per_layer}
         super().__setstate__({**absent, **vars(self), **begun, **state})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -144,19 +146,27 @@ class LowBit(Stored):
                 "no parameter of this optimizer has a gradient. A model that fully_shard or a copy took over has other "
                 "parameters; under FSDP2 call halfstep.apply, shard, and build torch's optimizer on what came out"
             )
+        self.check()
+        self._start_late()
+        stepped = [(p, p.grad, group, i) for i, (p, group) in enumerate(self._all()) if p.grad is not None]
+        for parameter, grad, group, index in stepped:
+            self._look(parameter, group, index, grad, grad_scale)
+        for parameter, grad, group, index in stepped:
+            self._update(parameter, group, index, grad, grad_scale)
+        return loss
+
+    def check(self) -> None:
+        """What a step begins with: gradients and options are such that it can be taken.
+
+        Raises:
+            OptimizerError: as `step`.
+        """
         for group in self.param_groups:
             group.setdefault("rounding_seed", self.defaults["rounding_seed"])  # it came by way of the old optimizer
         check_parameters(self.param_groups, self._name)
         check_step(self.param_groups, self.rule, self._name)
         self.agree_on_the_seed()
         self._name_formats()
-        self._start_late()
-        stepped = [(p, group, i) for i, (p, group) in enumerate(self._all()) if p.grad is not None]
-        for parameter, group, index in stepped:
-            self._look(parameter, group, grad_scale, index)
-        for parameter, group, index in stepped:
-            self._update(parameter, group, grad_scale, index)
-        return loss
 
     def _all(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Every parameter, with its group."""
@@ -174,16 +184,20 @@ class LowBit(Stored):
         if late:
             warn_of_late(late)
 
-    def _look(self, parameter: Tensor, group: dict[str, Any], grad_scale: float, index: int) -> None:
+    def _look(
+        self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor, grad_scale: float = 1.0
+    ) -> None:
         """Let the rule see a gradient before any weight moves, where it wants to."""
         look = self.plan(parameter, group).rule.look
         if look is not None:
-            look(self._next(parameter, group, grad_scale, index), lambda: self._name(parameter, index))
+            look(self._next(parameter, group, index, grad, grad_scale), lambda: self._name(parameter, index))
 
-    def _next(self, parameter: Tensor, group: dict[str, Any], grad_scale: float, index: int) -> Step:
+    def _next(
+        self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor, grad_scale: float = 1.0
+    ) -> Step:
         """What the next update of a parameter takes."""
         state, master, plan = self._begun(parameter, group), self._master(parameter), self.plan(parameter, group)
-        number, grad = int(state["step"]) + 1, like(parameter, master.gradient(_grad(parameter)))
+        number, grad = int(state["step"]) + 1, like(parameter, master.gradient(grad))
         # Of a parameter that is spread over ranks, this one's part; whole where norms of the whole enter.
         weight, kept = local(parameter), {name: local(state[name]) for name in master.keeps}
         moments = {part: state[part] for part in plan.parts}
@@ -196,8 +210,10 @@ class LowBit(Stored):
                 master = replace(master, seed=seed, positions=positions(parameter))
         return Step(weight, master, kept, grad, moments, number, group, grad_scale, plan.kinds, plan.coded)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any], grad_scale: float, index: int) -> None:
-        step, rule = self._next(parameter, group, grad_scale, index), self.plan(parameter, group).rule
+    def _update(
+        self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor, grad_scale: float = 1.0
+    ) -> None:
+        step, rule = self._next(parameter, group, index, grad, grad_scale), self.plan(parameter, group).rule
         self.state[parameter]["step"] += 1
         if self._watch is None and rule.fused(step):
             torch.autograd.graph.increment_version(step.weight)
@@ -209,12 +225,33 @@ class LowBit(Stored):
         if step.master.costly:
             self._versions[parameter] = parameter._version
 
+    # ---- one parameter at a time, for `PerLayer` -----------------------------------------------------------------
+
+    def lowered(self, parameter: Tensor, group: dict[str, Any], index: int, first: bool) -> Tensor | None:
+        """A micro-batch's gradient in fewer numbers, if its rule can; the first one chooses the subspace."""
+        lower, grad = self.plan(parameter, group).rule.lower, parameter.grad
+        if lower is None or grad is None:
+            return None
+        if first:
+            self._look(parameter, group, index, grad)
+        return lower(self._next(parameter, group, index, grad))
+
+    def step_on(self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor) -> None:
+        """One update of one parameter, by a gradient or by what `lowered` made of it."""
+        if not self._master(parameter).keeps.keys() <= self.state.get(parameter, {}).keys():
+            self._start_late()
+        if grad.shape == parameter.shape:
+            self._look(parameter, group, index, grad)
+        self._update(parameter, group, index, grad)
+
+    @property
+    def several_ranks(self) -> bool:
+        """Whether several processes train together."""
+        return are_several(self._process_group)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that a clip moved to float32 are of their own dtype again."""
         super().zero_grad(set_to_none)
         narrow_all(self)
-
-
-def _grad(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+        if self.per_layer is not None:
+            self.per_layer.drop()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+
+from torch import Tensor
 
 from halfstep.optim.projected import projected
 from halfstep.optim.rules.base import Group, UpdateRule
+from halfstep.optim.states import kind_of
 from halfstep.recipe import Projection, Recipe, Storage
 
 
@@ -29,15 +31,16 @@ class Plan:
     """Whether any is codes."""
 
 
-def plan_of(rule: UpdateRule, recipe: Recipe, group: Group, shape: Shape, projection: Projection | None) -> Plan:
-    """The plan of a parameter of that shape.
+def plan_of(rule: UpdateRule, recipe: Recipe, group: Group, parameter: Tensor, projection: Projection | None) -> Plan:
+    """The plan of a parameter.
 
     Raises:
         OptimizerError, RecipeError: as `projected`.
     """
+    shape = tuple(parameter.shape)
     if projection is not None:
         rule = projected(rule, projection, shape)
     shapes = {name: rule.shape(name, shape) for name in rule.moments(group)}
-    kinds = {name: recipe.moment(name, prod(own)) for name, own in shapes.items()}
+    kinds = {name: kind_of(recipe, name, own, parameter) for name, own in shapes.items()}
     parts = tuple(part for name, kind in kinds.items() for part in kind.parts(name))
     return Plan(rule, kinds, shapes, parts, any(kind.dtype is None for kind in kinds.values()))

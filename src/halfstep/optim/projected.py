@@ -24,8 +24,8 @@ def projected(rule: UpdateRule, projection: Projection, shape: tuple[int, ...]) 
     """
     if rule.decay is None:
         raise OptimizerError(
-            f"a projection of {rule.name}, whose step hangs on norms or signs of the whole. Expected Adam, AdamW or SGD; "
-            "for others take a recipe without a projection"
+            f"a projection of {rule.name}, whose step hangs on norms or signs of the whole. Expected Adam, AdamW or "
+            "SGD; for others take a recipe without a projection"
         )
     subspace = projection.subspace(shape)
     if subspace is None:
@@ -38,6 +38,7 @@ def projected(rule: UpdateRule, projection: Projection, shape: tuple[int, ...]) 
         fused=own.fused,
         shape=own.shape,
         look=own.look,
+        lower=own.lower if own.shape("", shape) != shape else None,
         elementwise=False,
     )
 
@@ -95,6 +96,11 @@ class _Projected:
         else:
             projector.copy_(vectors)
 
+    def lower(self, step: Step) -> Tensor:
+        """R of the gradient."""
+        grad = step.grad.float()
+        return self.down(step.moments[PROJECTOR].float(), -grad if step.group.get("maximize") else grad)
+
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def update(self, weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Group) -> tuple[Tensor, Moments]:
@@ -121,6 +127,8 @@ class _Projected:
 
     def _low(self, weight: Tensor, grad: Tensor, projector: Tensor, group: Group) -> Tensor:
         l2, _ = _decay(self.rule, group)
+        if grad.shape != weight.shape:  # R already
+            return grad + self.down(projector, weight * l2) if l2 else grad
         grad = -grad if group.get("maximize") else grad
         return self.down(projector, grad + weight * l2 if l2 else grad)
 

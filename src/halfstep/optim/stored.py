@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from halfstep import ops
 from halfstep.errors import OptimizerError
 from halfstep.ops import CodeTensor
-from halfstep.optim.checks import check_state
+from halfstep.optim.checks import check_state, check_subspace
 from halfstep.optim.coded import CodedWeight
 from halfstep.optim.plan import Plan, plan_of
 from halfstep.optim.rules.base import UpdateRule
-from halfstep.optim.shards import local, spread_like
-from halfstep.optim.states import FORMATS, adopt, foreign, labels, start
+from halfstep.optim.shards import local, placed, spread_like
+from halfstep.optim.states import FORMATS, adopt, foreign, labels, start, widened
 from halfstep.optim.update import OWN
 from halfstep.quant.masters import Master, get_master
 from halfstep.recipe import MASTER, Projection, Recipe, Storage
@@ -49,9 +49,9 @@ class Stored(torch.optim.Optimizer):
     def plan(self, parameter: Tensor, group: Mapping[str, Any]) -> Plan:
         """How a parameter of that group is updated and kept."""
         shape, projection = tuple(parameter.shape), self._projection(parameter, group)
-        key = (id(self.rule), self.rule.moments(group), shape, projection)
+        key = (id(self.rule), self.rule.moments(group), shape, placed(parameter), projection)
         if key not in self._plans:
-            self._plans[key] = plan_of(self.rule, self.recipe, group, shape, projection)
+            self._plans[key] = plan_of(self.rule, self.recipe, group, parameter, projection)
         return self._plans[key]
 
     @torch.no_grad()
@@ -160,11 +160,31 @@ class Stored(torch.optim.Optimizer):
         master, present = self._master(parameter), self.state.get(parameter, {})
         plan, masters = self.plan(parameter, group), (get_master(self.recipe.master), master)
         kinds = {**plan.kinds, **self._master_kind(parameter)}
+        check_subspace(saved, plan.kinds, plan.shapes, parameter, number)
         state = adopt(saved, parameter, kinds, plan.shapes, masters, formats, number)
         check_state(saved, self.rule, foreign(saved, self.recipe, master))
         if not master.keeps.keys() <= state.keys() and master.keeps.keys() <= present.keys():
             state.update({name: present[name] for name in master.keeps})
         return state
+
+    @torch.no_grad()
+    def float32_state_dict(self) -> dict[str, Any]:
+        """As `state_dict`, with all moments in float32 and no masters: for torch's optimizer with the same rule, or one
+        of ours in another format. What a master has beyond its weight, `full` alone gives.
+
+        Raises:
+            OptimizerError: moments are of a subspace, which torch's optimizers have none of.
+        """
+        saved, found = self.state_dict(), {}
+        for group, numbers in zip(self.param_groups, saved["param_groups"], strict=True):
+            for number in (FORMATS, "rounding_seed"):
+                numbers.pop(number, None)
+            for number, parameter in zip(numbers["params"], group["params"], strict=True):
+                if number in saved["state"]:
+                    plan = self.plan(parameter, group)
+                    check_subspace(saved["state"][number], {}, {}, parameter, number)
+                    found[number] = widened(saved["state"][number], plan.kinds, parameter)
+        return {**saved, "state": found}
 
     @torch.no_grad()
     def take_over(self, states: dict[Tensor, Any], masters: Mapping[nn.Parameter, Tensor]) -> None:

@@ -26,7 +26,7 @@ from halfstep.quant.cast import (
 from halfstep.quant.pack import pack, packed_columns, unpack
 from halfstep.quant.rounding import check_rounding, draw_seed, noise_bits
 from halfstep.quant.scales import Scales
-from halfstep.quant.scaling import Scaling, StatefulScaling, get_scaling
+from halfstep.quant.scaling import NonlinearScaling, Scaling, StatefulScaling, get_scaling
 from halfstep.quant.tile import Tile
 
 
@@ -91,7 +91,10 @@ class Quantizer:
             kept = {"outlier_columns": columns, "outliers": matrix[:, columns]}
             wide = wide.index_fill(1, columns, 0.0)
         stored, multiplier = rule.scale(wide, tile, self.format)
-        quotient = _quotient(wide, tile.spread(multiplier, *wide.shape), rule).flatten()
+        if isinstance(rule, NonlinearScaling):
+            quotient = rule.elements(wide, stored, tile, self.format).flatten()
+        else:
+            quotient = _quotient(wide, tile.spread(multiplier, *wide.shape), rule).flatten()
         noise = None
         if self.rounding == "stochastic":
             noise = noise_bits(draw_seed(generator), 0, x.numel(), x.device)
@@ -163,8 +166,9 @@ class Quantized:
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         """The values, in `dtype` (the original's when None) and the original shape.
 
-        An element times its scale is formed in float32 (float64 for a float64 result), saturated to what the dtype
-        holds and rounded to it. Tiles whose scale is NaN give NaN.
+        An element times its scale is formed in float32 (float64 for a float64 result), or what a `NonlinearScaling`
+        makes of it, in float32; that is saturated to what the dtype holds and rounded to it. Tiles whose scale is NaN
+        give NaN.
         """
         result = prepare_out(self.shape, self.dtype, self.codes.device, out, dtype)
         rows, columns = self.matrix_shape
@@ -172,13 +176,17 @@ class Quantized:
         codes = unpack(self.codes, format.bits, columns, format.high_nibble_first)
         values = decode(codes, format, wide)
         if self.quantizer.scales is not None:
-            spread = self.quantizer.scales.tile.spread
+            tile, rule = self.quantizer.scales.tile, self.quantizer.scales.rule
             if "zero_point" in self.tensors:
-                values = values - spread(self.tensors["zero_point"], rows, columns)
-            multiplier = spread(self.quantizer.scales.rule.multiplier(self.tensors, format), rows, columns)
-            # A code that means a number other than 0 may stand in a tile without scale (a codebook's first entry).
+                values = values - tile.spread(self.tensors["zero_point"], rows, columns)
+            if isinstance(rule, NonlinearScaling):
+                values = rule.values(values.float(), self.tensors, tile, format).to(wide)
+            else:
+                multiplier = tile.spread(rule.multiplier(self.tensors, format), rows, columns)
+                # A code that means a number other than 0 may stand in a tile without scale (a codebook's first entry).
+                values = torch.where(multiplier == 0, 0.0, values * multiplier.to(wide))
             limit = torch.finfo(result.dtype).max
-            values = torch.where(multiplier == 0, 0.0, values * multiplier.to(wide)).clamp(-limit, limit)
+            values = values.clamp(-limit, limit)
         if "outliers" in self.tensors:
             values = values.index_copy(1, self.tensors["outlier_columns"], self.tensors["outliers"].to(wide))
         return result.copy_(values.view(self.shape))

@@ -41,11 +41,12 @@ class Tile:
         """How many tiles a matrix has, down and across."""
         return -(-rows // (self.rows or max(rows, 1))), -(-columns // (self.columns or max(columns, 1)))
 
-    def reduce(self, x: Tensor, how: str) -> Tensor:
-        """The `amax`, `amin` or `sum` of each tile: (tile rows, tile columns). A short tile is filled with 0."""
+    def reduce(self, x: Tensor, how: str, fill: float = 0.0) -> Tensor:
+        """The `amax`, `amin` or `sum` of each tile: (tile rows, tile columns). A short tile is filled with `fill`."""
         down, across = self.grid(*x.shape)
         high, wide = self.rows or max(x.shape[0], 1), self.columns or max(x.shape[1], 1)
-        padded = torch.nn.functional.pad(x, (0, across * wide - x.shape[1], 0, down * high - x.shape[0]))
+        beyond = (0, across * wide - x.shape[1], 0, down * high - x.shape[0])
+        padded = torch.nn.functional.pad(x, beyond, value=fill)
         return getattr(padded.view(down, high, across, wide), how)(dim=(1, 3))  # type: ignore[no-any-return]
 
     def spread(self, scales: Tensor, rows: int, columns: int) -> Tensor:

@@ -7,6 +7,7 @@ from halfstep.recipe import files
 from halfstep.recipe.data import from_data, to_data
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec
 from halfstep.recipe.projection import PROJECTOR, Projection, Subspace
+from halfstep.recipe.saved import COAT, Saved
 from halfstep.recipe.spec import (
     MASTER,
     BytesPerParameter,
@@ -20,6 +21,7 @@ from halfstep.registry import collect
 
 
 __all__ = [
+    "COAT",
     "MASTER",
     "DTYPES",
     "PROJECTOR",
@@ -32,6 +34,7 @@ __all__ = [
     "Projection",
     "Recipe",
     "Rule",
+    "Saved",
     "Storage",
     "Subspace",
     "from_data",

@@ -25,6 +25,7 @@ from halfstep.recipe.operands import (
 )
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
 from halfstep.recipe.projection import Projection
+from halfstep.recipe.saved import Saved
 from halfstep.recipe.spec import LossScale, Recipe, Rule
 from halfstep.recipe.storage import Codes, Storage
 
@@ -122,6 +123,20 @@ def _codes(data: Any) -> Codes | None:
         raise At(str(error), "codes", *[role for role in table if f"codes {role} =" in str(error)]) from error
 
 
+def _saved(data: Any) -> Saved | None:
+    if data == "none":
+        return None
+    table = _optional(data, "saved")
+    check_keys(table, tuple(field.name for field in fields(Saved)), "key of saved", "saved")
+    given: Data = {"operands": typed(table.get("operands", False), bool, "saved", "operands")}
+    if table.get("nonlinear", "none") != "none":
+        given["nonlinear"] = storage(table["nonlinear"], "saved", "nonlinear")
+    try:
+        return Saved(**given)
+    except RecipeError as error:
+        raise At(str(error), "saved") from error
+
+
 def _optional(data: Any, name: str) -> Data:
     if not isinstance(data, dict):
         raise At(f"{name} = {data!r} found; expected a table or 'none'", name)
@@ -172,6 +187,7 @@ _TABLES: dict[str, Callable[[Any], Any]] = {
     "loss_scale": _loss_scale,
     "codes": _codes,
     "projection": _projection,
+    "saved": _saved,
     "moments": _moments,
     "attention": _attention,
 }
@@ -191,10 +207,10 @@ def _linear(table: Mapping[str, Any], *path: str | int) -> LinearSpec:
         operands |= {(product, side): operand(sides[side], *path, product, side) for side in sides.keys() & _SIDES}
         if "accumulate" in sides:
             sums[product] = accumulator(sides["accumulate"], *path, product, "accumulate")
-    products = {
-        name: Matmul(operands.get((name, "lhs")), operands.get((name, "rhs")), sums[name]) for name in _PRODUCTS
-    }
     try:
+        products = {
+            name: Matmul(operands.get((name, "lhs")), operands.get((name, "rhs")), sums[name]) for name in _PRODUCTS
+        }
         return LinearSpec(**products)
     except RecipeError as error:
         raise At(str(error), *path) from error
@@ -214,6 +230,7 @@ def to_data(recipe: Recipe) -> Data:
     data |= {"loss_scale": asdict(recipe.loss_scale) if recipe.loss_scale else "none", "attention": "none"}
     data |= {"codes": _codes_data(recipe.codes), "moments": _moments_data(recipe.moments)}
     data["projection"] = "none" if recipe.projection is None else _plain_fields(recipe.projection)
+    data |= {"saved": _saved_data(recipe.saved)}
     keeps = recipe.rules[: len(KEEP)] == KEEP
     rules = [_rule_data(rule) for rule in recipe.rules[len(KEEP) if keeps else 0 :]]
     if recipe.attention is not None:
@@ -233,6 +250,13 @@ def _plain_fields(record: Projection) -> Data:
 def _codes_data(codes: Codes | None) -> str | Data:
     kinds = {} if codes is None else {field.name: getattr(codes, field.name) for field in fields(Codes)}
     return {role: "none" if kind is None else storage_data(kind) for role, kind in kinds.items()} or "none"
+
+
+def _saved_data(saved: Saved | None) -> str | Data:
+    if saved is None:
+        return "none"
+    nonlinear = "none" if saved.nonlinear is None else storage_data(saved.nonlinear)
+    return {"operands": saved.operands, "nonlinear": nonlinear}
 
 
 def _moments_data(moments: str | Storage | tuple[tuple[str, str | Storage], ...]) -> str | Data:

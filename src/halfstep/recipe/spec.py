@@ -16,6 +16,7 @@ from halfstep.quant.masters import get_master, list_masters
 from halfstep.quant.rounding import check_rounding
 from halfstep.recipe.products import AttentionSpec, LinearSpec, linear_text
 from halfstep.recipe.projection import PROJECTOR, Projection, Shape
+from halfstep.recipe.saved import Saved
 from halfstep.recipe.storage import DTYPES, Codes, Storage, get_storage
 
 
@@ -135,6 +136,8 @@ class Recipe:
     """How attention rounds the operands of its two products, where a module of torch's or ours forms them."""
     smooth_glu: str | None = None
     """Whether gated MLPs scale their product before the down-projection rounds it (a key of `SMOOTH_GLU`)."""
+    saved: Saved | None = None
+    """How what autograd keeps for the backward pass is stored, where not as it is."""
     aliases: tuple[str, ...] = ()
     """Other names, such as apex's optimization levels."""
     notes: tuple[str, ...] = ()
@@ -185,14 +188,16 @@ class Recipe:
                 f"recipe {self.name!r}: codes = {self.codes.weights} stores the weights that rules round, beside "
                 f"others in fp32; found {len(self.rules)} rules and weights in {self.weights}"
             )
-        if self.projection is not None and self.codes is not None:
+        if self.projection is not None and (self.codes is not None or self.moment(PROJECTOR).dtype is None):
             raise RecipeError(
-                f"recipe {self.name!r}: projection with codes, whose gradients are rounded; give one of them"
+                f"recipe {self.name!r}: projection, with codes = {self.codes} and moments: {PROJECTOR} kept as "
+                f"{self.moment(PROJECTOR)}; expected no codes, and vectors in fp32, bf16 or fp16, said first"
             )
-        if self.projection is not None and self.moment(PROJECTOR).dtype is None:
+        if self.saved is not None and self.saved.operands and not any(r.linear.input_codes for r in self.rules):
             raise RecipeError(
-                f"recipe {self.name!r}: moments: {PROJECTOR} kept as {self.moment(PROJECTOR)}; expected fp32, bf16 or "
-                f"fp16: put ('{PROJECTOR}', 'fp32') before the other moments"
+                f"recipe {self.name!r}: saved.operands keeps the codes that products round their inputs to, with one "
+                "scale a tensor and alike in both products that take the input, and no rule rounds them so: give such "
+                "a rule (as fp8-current has), or set operands to false"
             )
         if self.grads == self.weights:
             raise RecipeError(f"recipe {self.name!r}: grads = {self.grads!r} is the weights' format; leave it out")
@@ -257,12 +262,6 @@ class Recipe:
             return str(self.moments)
         return ", ".join(("others" if name == "*" else name) + f" {self.moment(name)}" for name, _ in self.moments)
 
-    def _projected_text(self) -> str:
-        if self.projection is None:
-            return ""
-        size = self.bytes_per_parameter(shape=(1024, 4096)).states
-        return f", where nothing is projected; of a 1024 x 4096 matrix, states {size:g}"
-
     def describe(self) -> str:
         """The whole recipe, one field a line, with the terms of its bytes per parameter."""
         rounding = f", update rounded {self.update_rounding}" if self.update_rounding != "nearest_even" else ""
@@ -278,11 +277,12 @@ class Recipe:
             ("loss scale", str(self.loss_scale or "none")),
             *([("gated MLPs", SMOOTH_GLU[self.smooth_glu])] if self.smooth_glu else []),
             *([("codes", str(self.codes))] if self.codes else []),
+            *([("saved", str(self.saved))] if self.saved else []),
             *self._kept(),
             *[(f"linear {rule.path!r}", linear_text(rule.linear)) for rule in self.rules if rule.linear.rounds],
             *self._attention(),
             *([("projection", str(self.projection))] if self.projection else []),
-            ("bytes/param", f"{self.bytes_per_parameter()}, with Adam{self._projected_text()}"),
+            ("bytes/param", f"{self.bytes_per_parameter()}, with Adam"),
             ("source", self.source),
             *[("note", note) for note in self.notes],
         ]

@@ -41,6 +41,7 @@ class Coded(NamedTuple):
         return (
             scales is not None
             and not scales.rule.two_level
+            and not scales.rule.narrow
             and quantizer.rounding == "nearest_even"
             and quantizer.format.bits == 8
             and (blocks.knows(quantizer, columns) or codebook.knows(quantizer, columns))

@@ -84,6 +84,8 @@ class UpdateRule:
     shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = own_shape
     """The shape of a moment of that name, of a weight of that shape."""
     look: Look | None = None
+    lower: Callable[[Step], Tensor] | None = None
+    """The gradient in fewer numbers, of which `update` takes the sum over micro-batches as well."""
 
     def check(self, group: Group) -> None:
         """Refuse options that have no counterpart here.

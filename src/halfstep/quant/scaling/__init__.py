@@ -1,4 +1,7 @@
-"""How the scale of a tile is chosen: one rule a file, found by name. A scale is always multiplied to get back."""
+"""How the scale of a tile is chosen: one rule a file, found by name.
+
+A scale is multiplied to get back, but for a `NonlinearScaling`, which says how it gets back.
+"""
 
 import json
 from dataclasses import replace
@@ -6,11 +9,11 @@ from functools import cache
 from typing import Any
 
 from halfstep.errors import QuantizationError, unknown
-from halfstep.quant.scaling.base import Scaling, StatefulScaling
+from halfstep.quant.scaling.base import NonlinearScaling, Scaling, StatefulScaling
 from halfstep.registry import collect
 
 
-__all__ = ["Scaling", "StatefulScaling", "from_text", "get_scaling", "named"]
+__all__ = ["NonlinearScaling", "Scaling", "StatefulScaling", "from_text", "get_scaling", "named"]
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from halfstep.errors import QuantizationError
 from halfstep.formats import Format
 from halfstep.quant.tile import Tile
 
@@ -41,6 +42,10 @@ class Scaling(ABC):
     """Whether the scale depends on the tensor at all."""
     quotient: ClassVar[bool] = False
     """Whether the scale is a tile's amax / max in float32, and kept so."""
+    linear: ClassVar[bool] = True
+    """Whether values are elements times the multiplier of their tile: not so of a `NonlinearScaling`."""
+    narrow: ClassVar[bool] = False
+    """Whether the scale is a tile's amax / max in float32, rounded to bfloat16 and kept so."""
     two_level: ClassVar[bool] = False
     """Whether the scales are e4m3(amax / max / tensor_scale), with tensor_scale = amax(x) / (448 * max) apart."""
 
@@ -48,7 +53,7 @@ class Scaling(ABC):
         """What kernels are told of a `scale` holds of that method: a class with another one says it anew."""
         super().__init_subclass__()
         if "scale" in vars(cls):
-            for name in {"quotient", "two_level", "power"} - vars(cls).keys():
+            for name in {"quotient", "narrow", "two_level", "power"} - vars(cls).keys():
                 setattr(cls, name, getattr(Scaling, name))
 
     def __str__(self) -> str:
@@ -91,6 +96,29 @@ class Scaling(ABC):
     def layout(self, grid: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Name, dtype and shape of every tensor stored for that grid of tiles."""
         return {"scale": (torch.float32, grid)}
+
+
+class NonlinearScaling(Scaling):
+    """A rule whose values are not multiples of their elements: it turns one into the other itself, both ways.
+
+    It serves what is kept and read back as values. The operands of products are elements times a scale, so no product
+    takes it. A NaN in the stored scale still says that a tile is lost.
+    """
+
+    linear = False
+
+    @abstractmethod
+    def elements(self, x: Tensor, stored: Stored, tile: Tile, element: Format) -> Tensor:
+        """What is rounded to the element format, of a (rows, columns) matrix; 0 in lost tiles."""
+
+    @abstractmethod
+    def values(self, elements: Tensor, stored: Stored, tile: Tile, element: Format) -> Tensor:
+        """The numbers that rounded elements, of that shape, stand for; NaN in lost tiles."""
+
+    def multiplier(self, stored: Stored, element: Format) -> Tensor:
+        raise QuantizationError(
+            f"the values of scale rule {self.name} are not its elements times a scale: read them with dequantize()"
+        )
 
 
 class StatefulScaling(Scaling):
