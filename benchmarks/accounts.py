@@ -9,11 +9,12 @@ import argparse
 from dataclasses import asdict, replace
 from typing import Any
 
+from halfstep.recipe.projection import PROJECTOR, Projection
+
 from halfstep.accounting import Account, account, load_subject, share
 from halfstep.lab.environment import environment
 from halfstep.quant import get_quantizer
-from halfstep.recipe import Recipe, get_recipe, get_storage
-from halfstep.recipe.projection import PROJECTOR, Projection
+from halfstep.recipe import Recipe, get_storage
 from harness import keep
 
 
@@ -41,7 +42,9 @@ def optimizers() -> dict[str, Any]:
                 "bytes_per_parameter": made.per_parameter,
                 "GiB": made.bytes.persistent / GIB,
             }
-            print(name, recipe, f"{made.per_parameter:.4g} bytes/param, {made.bytes.persistent / GIB:.2f} GiB", flush=True)
+            print(
+                name, recipe, f"{made.per_parameter:.4g} bytes/param, {made.bytes.persistent / GIB:.2f} GiB", flush=True
+            )
     return found
 
 

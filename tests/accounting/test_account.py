@@ -168,6 +168,14 @@ def block_parameters():
     return sum(p.numel() for p in GPT(64, 40, 2, 64, 4).blocks[0].parameters())
 
 
+def test_gradients_that_are_dropped_as_they_come():
+    counted, plain = (of(SUBJECTS["gpt"], "bf16-master", per_layer=each) for each in (True, False))
+    assert counted.gradients == 0
+    assert counted.persistent == plain.persistent - plain.gradients
+    assert counted.peak < plain.peak
+    assert counted.peak_gradients <= 2 * 64 * 256  # that of the largest matrix
+
+
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_checkpointing_is_what_it_is_for_real(how):
     subject = SUBJECTS["gpt"]
