@@ -21,6 +21,7 @@ from halfstep.memory import measure, measure_step
 from halfstep.quant.cast import shared_range
 from halfstep.quant.family import table
 from halfstep.recipe import Recipe, get_recipe
+from halfstep.recipe.saved import COAT
 from tiny import EVERY, SMOOTH, mostly_slow
 
 
@@ -131,6 +132,14 @@ def test_a_recipe_of_ones_own():
     assert counted.states == 4 * account(SUBJECTS["gpt"], own).parameters + 4 * tensors
 
 
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_what_a_recipe_saves_in_few_bits_is_counted_so(kind):
+    kept = replace(get_recipe("coat"), name="kept", saved=COAT)
+    plain = replace(kept, name="plain", saved=None)
+    counted, (_, _, measured) = of(SUBJECTS[kind], kept), real(SUBJECTS[kind], kept)
+    assert saved(counted) == saved(measured) < saved(of(SUBJECTS[kind], plain))
+
+
 def test_frozen_parameters_have_no_gradients_and_no_states():
     def build():
         model = GPT(64, 40, layers=1, width=64, heads=4)
@@ -157,6 +166,14 @@ def test_tied_weights_count_once():
 
 def block_parameters():
     return sum(p.numel() for p in GPT(64, 40, 2, 64, 4).blocks[0].parameters())
+
+
+def test_gradients_that_are_dropped_as_they_come():
+    counted, plain = (of(SUBJECTS["gpt"], "bf16-master", per_layer=each) for each in (True, False))
+    assert counted.gradients == 0
+    assert counted.persistent == plain.persistent - plain.gradients
+    assert counted.peak < plain.peak
+    assert counted.peak_gradients <= 2 * 64 * 256  # that of the largest matrix
 
 
 @pytest.mark.parametrize("how", ["selective", "full"])
@@ -233,7 +250,7 @@ def test_mistakes_are_named():
     with pytest.raises(AccountError, match="no list of alike blocks"):
         account(Subject("one", lambda: nn.Linear(8, 8), lambda m, b, s: Batch((torch.zeros(b, 8),))), "fp32",
                 checkpointing="full")  # fmt: skip
-    with pytest.raises(AccountError, match="calls no torch.nn.functional.scaled_dot_product_attention"):
+    with pytest.raises(AccountError, match=r"calls no torch\.nn\.functional\.scaled_dot_product_attention"):
         account(SUBJECTS["cnn"], "fp32", checkpointing="selective")
 
 

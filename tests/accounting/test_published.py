@@ -46,7 +46,7 @@ def test_megatrons_distributed_optimizer(recipe, model, optimizer, ranks):
 
 
 def test_hugging_faces_rules_a_parameter():
-    """transformers, model_memory_anatomy: 18 bytes for training in mixed precision with AdamW, 16-bit copies counted."""
+    """transformers, model_memory_anatomy: 18 bytes a parameter in mixed precision, with 16-bit copies."""
 
     def build():
         return nn.Sequential(nn.Embedding(1, 1000), nn.Linear(1000, 1000, bias=False))

@@ -59,6 +59,7 @@ def account(
     sequence: int | None = None,
     optimizer: str = "adamw",
     checkpointing: str = "none",
+    per_layer: bool = False,
 ) -> Account:
     """Build the model without memory, have it follow the recipe, run a forward and a backward pass, and count.
 
@@ -67,6 +68,7 @@ def account(
         batch, sequence: examples, and tokens in each (None: the subject's usual number).
         optimizer: a key of `OPTIMIZERS`.
         checkpointing: a key of `checkpointing.CHECKPOINTING`.
+        per_layer: the optimizer steps within the backward pass, and each gradient is dropped when it has arrived.
 
     Raises:
         AccountError: an unknown optimizer or checkpointing; a longer sequence than the model has positions for.
@@ -83,10 +85,12 @@ def account(
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         model, low_bit, scaler = prepare(wrapped, OPTIMIZERS[optimizer](trained), recipe, generator=0)
         if subject.batch is None:
-            found = measure_persistent(model, low_bit)
+            found = measure_persistent(model, low_bit, per_layer)
         else:
             data = subject.batch(model, batch, length)
-            found = measure_step(model, low_bit, lambda: loss_of(data.call(model), data), data.tensors, scaler.scale)
+            found = measure_step(
+                model, low_bit, lambda: loss_of(data.call(model), data), data.tensors, scaler.scale, per_layer
+            )
     counts = sum(p.numel() for p in parameters), sum(p.numel() for p in trained)
     return Account(recipe.name, *counts, found, subject.batch is not None)
 

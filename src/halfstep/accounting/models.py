@@ -23,6 +23,9 @@ from halfstep.registry import load_function
 USUAL = 2048
 """Tokens in an example, where a model takes as many and nobody says otherwise."""
 
+IMAGE = 224
+"""Height and width of images, where a config does not say."""
+
 _WITH_LABELS = ("LMHeadModel", "ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")
 
 
@@ -99,9 +102,9 @@ def _configured(folder: Path) -> Subject:
 def _built(name: str, kind: Any, config: Any, remarks: tuple[str, ...] = ()) -> Subject:
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
-    image = getattr(config, "image_size", None)
-    if isinstance(image, int) and getattr(kind, "main_input_name", "") == "pixel_values":
-        shape = (getattr(config, "num_channels", 3), image, image)
+    if getattr(kind, "main_input_name", "") == "pixel_values":
+        image = getattr(config, "image_size", IMAGE)
+        shape = (getattr(config, "num_channels", 3), *(image if isinstance(image, (list, tuple)) else (image, image)))
         return Subject(name, lambda: _new(kind, config), lambda m, b, s: _pixels(b, shape), remarks=remarks)
     labels = kind.__name__.endswith(_WITH_LABELS) and "labels" in inspect.signature(kind.forward).parameters
     more = ("labels",) if labels else ("decoder_input_ids",) if config.is_encoder_decoder else ()

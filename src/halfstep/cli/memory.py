@@ -31,6 +31,7 @@ class _Plan:
     sequence: int | None
     optimizer: str
     checkpointing: str
+    per_layer: bool
     ranks: int
     zero: int
     memory: int | None
@@ -59,6 +60,9 @@ def memory(
     checkpointing: Annotated[
         str, typer.Option(help="What is computed again in the backward pass: none, selective (attention) or full.")
     ] = "none",
+    per_layer: Annotated[
+        bool, typer.Option("--per-layer", help="The optimizer steps within the backward pass; no gradient stays.")
+    ] = False,
     device_memory: Annotated[
         str | None, typer.Option(help="Memory of a device with its unit, 80GB or 74GiB: the largest batch that fits.")
     ] = None,
@@ -80,8 +84,12 @@ def memory(
         limit = None if device_memory is None else bytes_from(device_memory)
         recipes = [get_recipe(name) for name in recipe or ["bf16-mixed"]]
         check_ranks(dp, zero)
+        if per_layer and dp > 1:
+            raise AccountError(
+                "--per-layer steps on a gradient as it arrives, before devices have added theirs up; leave --dp out"
+            )
         subject = load_subject(model)
-        plan = _Plan(batch, seq, optimizer, checkpointing, dp, zero, limit)
+        plan = _Plan(batch, seq, optimizer, checkpointing, per_layer, dp, zero, limit)
         if inference:
             found = [_inference(subject, each, plan, progress) for each in recipes]
         else:
@@ -101,8 +109,15 @@ def _training(subject: Subject, recipe: Any, plan: _Plan, progress: Any) -> dict
 
     def counted(batch: int) -> tuple[Account, Share]:
         progress(f"{recipe.name}: a batch of {batch}")
-        kinds = {"optimizer": plan.optimizer, "checkpointing": plan.checkpointing}
-        made = account(subject, recipe, batch=batch, sequence=plan.sequence, **kinds)
+        made = account(
+            subject,
+            recipe,
+            batch=batch,
+            sequence=plan.sequence,
+            optimizer=plan.optimizer,
+            checkpointing=plan.checkpointing,
+            per_layer=plan.per_layer,
+        )
         return made, share(made, plan.ranks, plan.zero)
 
     made, part = counted(plan.batch)
@@ -131,9 +146,9 @@ def _training(subject: Subject, recipe: Any, plan: _Plan, progress: Any) -> dict
 def _inference(subject: Subject, recipe: Any, plan: _Plan, progress: Any) -> dict[str, Any]:
     from halfstep.accounting import inference, largest
 
-    if plan.ranks > 1 or plan.zero or plan.checkpointing != "none":
+    if plan.ranks > 1 or plan.zero or plan.checkpointing != "none" or plan.per_layer:
         raise AccountError(
-            "--inference counts one device that trains nothing; leave --dp, --zero and --checkpointing out"
+            "--inference counts one device that trains nothing; leave --dp, --zero, --checkpointing and --per-layer out"
         )
 
     def counted(batch: int) -> Any:
@@ -159,6 +174,7 @@ def _show(subject: Subject, found: list[dict[str, Any]], plan: _Plan, inference:
             + (f", {frozen:,} of them frozen" if frozen else "")
             + f"; {examples}; {plan.optimizer}"
             + (f"; {plan.checkpointing} checkpointing" if plan.checkpointing != "none" else "")
+            + ("; steps within the backward pass" if plan.per_layer else "")
             + (f"; one of {plan.ranks} devices, ZeRO stage {plan.zero}" if plan.ranks > 1 else "")
         )
     else:

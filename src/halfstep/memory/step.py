@@ -57,6 +57,7 @@ def measure_step(
     loss_of: Callable[[], Tensor],
     batch: Any = (),
     scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+    per_layer: bool = False,
 ) -> StepBytes:
     """Run one forward and one backward pass and measure what they hold. Gradients that were there are dropped first.
 
@@ -69,6 +70,7 @@ def measure_step(
         loss_of: calls the model and returns the loss; what else it makes it must not keep.
         batch: the tensors that the model is called with, however nested.
         scale: the loss scaler's.
+        per_layer: drop each gradient when it has arrived, as an optimizer does that steps within the backward pass.
 
     Raises:
         RuntimeError: the loss requires no gradient.
@@ -83,7 +85,7 @@ def measure_step(
         live.settle(frozenset({"weights", "scales"}), "compute copies", "activations")
         copies, activations = live.bytes_of("compute copies"), live.bytes_of("activations") + live.bytes_of("batch")
         trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
-        hooks = [parameter.register_post_accumulate_grad_hook(_marker(live)) for parameter in trained]
+        hooks = [parameter.register_post_accumulate_grad_hook(_marker(live, per_layer)) for parameter in trained]
         try:
             torch.autograd.backward(scale(loss))
         finally:
@@ -99,10 +101,15 @@ def measure_step(
     )
 
 
-def measure_persistent(model: nn.Module, optimizer: torch.optim.Optimizer) -> StepBytes:
-    """What stays from step to step, without a pass: gradients are counted as they will be, by making them of zeros."""
+def measure_persistent(model: nn.Module, optimizer: torch.optim.Optimizer, per_layer: bool = False) -> StepBytes:
+    """What stays from step to step, without a pass: gradients are counted as they will be, by making them of zeros.
+
+    Args:
+        per_layer: as for `measure_step`: none stays.
+    """
     model.zero_grad()
-    grads = [torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None)) for p in model.parameters() if p.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and not per_layer]
+    grads = [torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None)) for parameter in trained]
     return _counted(_persistent(model, optimizer), grads)
 
 
@@ -135,12 +142,14 @@ def _is_scale(name: str) -> bool:
     return name.rpartition("_")[2] in ("scale", "point")
 
 
-def _marker(live: Live) -> Callable[[Tensor], None]:
+def _marker(live: Live, drop: bool) -> Callable[[Tensor], None]:
     """What tells that a gradient has arrived. A function of its own: it must not know the model."""
 
     def mark(parameter: Tensor) -> None:
         if parameter.grad is not None:
             live.give("gradients", [parameter.grad])
+            if drop:
+                parameter.grad = None
 
     return mark
 
