@@ -9,12 +9,11 @@ import argparse
 from dataclasses import asdict, replace
 from typing import Any
 
-from halfstep.recipe.projection import PROJECTOR, Projection
-
 from halfstep.accounting import Account, account, load_subject, share
 from halfstep.lab.environment import environment
 from halfstep.quant import get_quantizer
 from halfstep.recipe import Recipe, get_storage
+from halfstep.recipe.projection import PROJECTOR, Projection
 from harness import keep
 
 
