@@ -20,6 +20,11 @@ SIZES = {"1B": 1.0e9, "7B": 6.74e9, "13B": 13.0e9}
 DEVICES = (16, 24, 40, 80)
 """GiB."""
 GIB = 2**30
+MARKS = {"matches": "o", "cannot tell": "s", "degrades": "X", "diverged": "v"}
+MOST = 10
+"""Names shown of one column of the picture."""
+HEIGHT = 26.0
+"""Of a line of them, in pixels."""
 
 PAGE = """# Which optimizer fits my memory?
 
@@ -147,34 +152,57 @@ def line(name: str, row: Row, times: dict[str, float]) -> str:
 
 
 def plot(data: Figures, file: Path) -> None:
-    """Bytes a parameter against the loss beside fp32's; the area of a point is the time of a step."""
+    """Bytes a parameter against the loss beside fp32's, coloured by the time of a step; marks tell the verdict."""
+    rows = {name: row for name, row in data["rows"].items() if row["gap"] is not None}
     with matplotlib.rc_context(SETTINGS):
-        figure = new_figure(6.4, "Bytes a parameter against loss: every recipe on a small Llama")
+        figure = new_figure(5.2, "Bytes a parameter against loss, every recipe on a small Llama")
+        figure.set_size_inches(10.5, 5.2)
         axes = figure.add_subplot()
-        axes.set_yscale("symlog", linthresh=1.0)
+        axes.set_yscale("symlog", linthresh=1.0, linscale=2.0)
         axes.axhspan(-1, 1, color="#eef1f4", zorder=0)
-        for (x, y), names in _groups(data["rows"]).items():
-            for name in names:
-                row, time = data["rows"][name], data["times"].get(name, 1.0)
-                colour = {"matches": "#1f3b5c", "cannot tell": FAINT}.get(row["status"], "#c8663c")
-                place = [total(row)], [100 * row["gap"]]
-                axes.scatter(*place, s=16 * time, color=colour, alpha=0.7, linewidths=0, zorder=2)
-            text = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-            axes.annotate(text, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7, color=INK)
+        points = None
+        for status, mark in MARKS.items():
+            names = [name for name, row in rows.items() if row["status"] == status]
+            if names:
+                places = [total(rows[name]) for name in names], [100 * rows[name]["gap"] for name in names]
+                colours = [data["times"].get(name, 1.0) for name in names]
+                points = axes.scatter(
+                    *places, c=colours, cmap="viridis_r", vmin=0.8, vmax=3.0, marker=mark, s=36, label=status, zorder=3
+                )
+        axes.set_xlim(5.3, 20.8)
+        _label(axes, rows)
         axes.set_xlabel("bytes a parameter: weights, gradients, master, optimizer states")
         axes.set_ylabel("loss to fp32's, percent; linear within one")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}"))
         axes.grid(visible=True)
+        axes.legend(loc="upper right")
+        if points is not None:
+            figure.colorbar(points, ax=axes, label="time of a step, to fp32's", extend="max")
         file.write_bytes(png(figure))
 
 
-def _groups(rows: dict[str, Row]) -> dict[tuple[float, float], list[str]]:
-    """Recipes by where their label stands: those whose points lie close share one."""
-    found: dict[tuple[float, float], list[str]] = {}
-    for name, row in sorted(rows.items(), key=lambda item: (item[0] != "fp32", item[0])):
-        if row["gap"] is None:
-            continue
-        x, y = total(row), 100 * row["gap"]
-        near = next((p for p in found if abs(p[0] - x) < 0.6 and abs(p[1] - y) < 0.25 * max(1.0, abs(y))), (x, y))
-        found.setdefault(near, []).append(name)
-    return found
+def _label(axes: Any, rows: dict[str, Row]) -> None:
+    """Names to the right of their points, those of a column one above the other; of a crowded one, the outer ones."""
+    columns: dict[int, list[str]] = {}
+    for name, row in rows.items():
+        columns.setdefault(round(total(row)), []).append(name)
+    for names in columns.values():
+        names.sort(key=lambda name: rows[name]["gap"])
+        crowded = len(names) > MOST
+        shown = [*names[: MOST // 2], *names[-MOST // 2 :]] if crowded else names
+        ends = [axes.transData.transform((total(rows[name]), 100 * rows[name]["gap"])) for name in shown]
+        floor = ends[0][1] - HEIGHT * (len(shown) - 1) / 4
+        for number, (name, (x, y)) in enumerate(zip(shown, ends, strict=True)):
+            floor = max(floor, y)
+            text = axes.transData.inverted().transform((x + 28, floor))
+            floor += HEIGHT
+            note = f"{name} ... ({len(names) - MOST} between)" if crowded and number == MOST // 2 - 1 else name
+            axes.annotate(
+                note,
+                axes.transData.inverted().transform((x, y)),
+                xytext=text,
+                fontsize=7,
+                color=INK,
+                va="center",
+                arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.4, "shrinkB": 2},
+            )

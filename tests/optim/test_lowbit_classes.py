@@ -11,6 +11,7 @@ from torch import nn
 import halfstep
 from families import for_each
 from halfstep.errors import OptimizerError
+from halfstep.memory import measure
 from halfstep.optim import AdamW8bit, AdamWFp8, CoatAdamW, LowBitAdamW
 from halfstep.recipe import get_recipe, get_storage
 from tiny import assert_same, copied
@@ -208,3 +209,12 @@ def test_beside_a_models_recipe():
     optimizer = AdamW8bit(model.parameters(), lr=3e-3)
     losses = train(model, optimizer, 30)
     assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize(("kind", "size"), [(AdamW8bit, 2.03125), (AdamWFp8, 2.03125), (CoatAdamW, 2.1875)])
+def test_bytes_of_live_states(kind, size):
+    model = nn.Linear(256, 256, bias=False)
+    optimizer = kind(model.parameters())
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    assert measure(model, optimizer).states == size == get_recipe(kind.recipe_name).bytes_per_parameter().states

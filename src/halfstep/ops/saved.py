@@ -7,7 +7,6 @@ checkpointing around a model see codes, and a part that is computed again in the
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,11 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 from torch.utils.weak import TensorWeakRef
 
 from halfstep.ops.casts import decode, encode
 from halfstep.ops.codes import decode_parts, encode_parts
 from halfstep.ops.operand import Operand, carrier, operand
+from halfstep.ops.subclasses import foreign
 from halfstep.quant import Quantizer
 from halfstep.recipe import Saved, Storage
 
@@ -53,14 +54,14 @@ class Keeping:
         Products that round the same x alike, each by itself alone, share both.
         """
         key = (place_of(x), quantizer, dtype) if state is None and quantizer.rounding == "nearest_even" else None
-        found = self._find(key)
+        found = self.find(key)
         if found is not None:
-            codes, scale = found
-            return Operand(decode(codes, quantizer.format, carrier(quantizer.format, dtype)), scale), codes
+            codes = found["codes"]
+            return Operand(decode(codes, quantizer.format, carrier(quantizer.format, dtype)), found["scale"]), codes
         made = operand(rows, quantizer, dtype, state, record)
         codes = encode(made.values, quantizer.format)
         if key is not None and made.scale is not None:
-            self._note(key, _Entry(x, TensorWeakRef(codes), TensorWeakRef(made.scale)))
+            self.note(key, _Entry(x, {"codes": codes, "scale": made.scale}))
         return made, codes
 
     def around(self, x: Tensor) -> AbstractContextManager[Any]:
@@ -73,11 +74,11 @@ class Keeping:
         hooks = _Hooks(self, self.saved.nonlinear, x.shape, top)
         return saved_tensors_hooks(hooks.pack, hooks.unpack)
 
-    def _find(self, key: Hashable) -> tuple[Any, ...] | None:
+    def find(self, key: Hashable) -> dict[str, Tensor] | None:
         entry = self._kept.get(key)
         return None if entry is None else entry.found()
 
-    def _note(self, key: Hashable, entry: _Entry) -> None:
+    def note(self, key: Hashable, entry: _Entry) -> None:
         if len(self._kept) >= self._room:
             self._kept = {key: entry for key, entry in self._kept.items() if entry.found() is not None}
             self._room = max(_ROOM, 2 * len(self._kept))
@@ -90,20 +91,21 @@ class _Entry:
 
     __slots__ = ("kept", "source")
 
-    def __init__(self, source: Tensor, *kept: Callable[[], Any]) -> None:
+    def __init__(self, source: Tensor, kept: dict[str, Tensor]) -> None:
         self.source = StorageWeakRef(source.untyped_storage())  # type: ignore[no-untyped-call]
-        self.kept = kept
+        self.kept = {name: TensorWeakRef(part) for name, part in kept.items()}
 
-    def found(self) -> tuple[Any, ...] | None:
-        kept = tuple(reference() for reference in self.kept)
-        gone = self.source.expired() or any(each is None for each in kept)  # type: ignore[no-untyped-call]
-        return None if gone else kept
+    def found(self) -> dict[str, Tensor] | None:
+        if self.source.expired():  # type: ignore[no-untyped-call]
+            return None
+        kept = {name: part for name, reference in self.kept.items() if (part := reference()) is not None}
+        return kept if len(kept) == len(self.kept) else None
 
 
 class _Kept:
-    """A tensor in codes; or in another dtype."""
+    """A tensor in codes, or in another dtype: what the hooks around made of its parts."""
 
-    __slots__ = ("__weakref__", "dtype", "parts", "shape")
+    __slots__ = ("dtype", "parts", "shape")
 
     def __init__(self, parts: dict[str, Any], shape: torch.Size, dtype: torch.dtype) -> None:
         self.parts, self.shape, self.dtype = parts, shape, dtype
@@ -142,23 +144,15 @@ class _Hooks:
         self._part: Hook | None = getattr(around, "pack_part", None if outer is None else outer[0])
 
     def pack(self, x: Tensor) -> Any:
-        storage, keeping = self._storage, self._keeping
         if not self._takes(x):
             return Alone(x) if self._outer is None else self._outer[0](x)
-        key = (place_of(x), storage)
-        found = keeping._find(key)
-        if found is not None:
-            return found[0]
-        plain = x.detach()
-        if storage.dtype is not None:
-            parts = {"values": plain.to(storage.dtype)}
-        else:
-            parts = encode_parts(plain.reshape(storage.matrix(tuple(x.shape))), storage.quantizer)
-        if self._part is not None:
-            parts = {name: self._part(part) for name, part in parts.items()}
-        kept = _Kept(parts, x.shape, x.dtype)
-        keeping._note(key, _Entry(x, weakref.ref(kept)))
-        return kept
+        keeping, key = self._keeping, (place_of(x), self._storage)
+        parts = keeping.find(key)
+        if parts is None:
+            parts = self._made(x.detach())
+            keeping.note(key, _Entry(x, parts))
+        packed = parts if self._part is None else {name: self._part(part) for name, part in parts.items()}
+        return _Kept(packed, x.shape, x.dtype)
 
     def unpack(self, kept: Any) -> Tensor:
         if isinstance(kept, Alone):
@@ -173,10 +167,20 @@ class _Hooks:
         matrix = self._storage.matrix(tuple(kept.shape))
         return decode_parts(parts, self._storage.quantizer, matrix, kept.dtype).view(kept.shape)
 
+    def _made(self, x: Tensor) -> dict[str, Tensor]:
+        if self._storage.dtype is not None:
+            return {"values": x.to(self._storage.dtype)}
+        return encode_parts(x.reshape(self._storage.matrix(tuple(x.shape))), self._storage.quantizer)
+
     def _takes(self, x: Tensor) -> bool:
         """Whether it is a plain floating tensor that some operation made, of the module's shape, and in another dtype
         than it would be kept in."""
-        made = type(x) is Tensor and not (x.is_leaf and x.requires_grad) and x.layout == torch.strided
+        made = (
+            foreign(x) is None
+            and not isinstance(x, Parameter)
+            and not (x.is_leaf and x.requires_grad)
+            and x.layout == torch.strided
+        )
         fits = made and x.shape == self._shape and x.dtype in _FLOATS and x.dtype != self._storage.dtype
         return fits and x.numel() > 0 and 0 not in x.stride()
 
