@@ -18,6 +18,9 @@ FAST = {
     "bf16-stochastic", "fp8-delayed", "fp8-current", "mxfp8", "fp8-block", "fp8-amax", "fp8-smooth-swiglu",
     "fp8lm-o3",
 }  # fmt: skip
+PROJECTED = [
+    name for name in EVERY if recipe.get_recipe(name).projection
+]  # moments of subspaces, where others have none
 SCALED = [name for name in EVERY if recipe.get_recipe(name).codes]  # weights and gradients are codes
 BREAKS = {"fp16-pure"}  # documented to: the squares of small gradients become zero
 

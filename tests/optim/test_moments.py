@@ -254,11 +254,11 @@ def test_shards_have_whole_tiles_or_none():
         recipe = recipe_with(kind)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            kinds, _, _ = halfstep.optim.states.kinds_of(recipe, ("exp_avg",), whole)
-        assert kinds["exp_avg"] == (kind if expected else get_storage("fp32"))
+            found = halfstep.optim.states.kind_of(recipe, "exp_avg", (4, 32), whole)
+        assert found == (kind if expected else get_storage("fp32"))
         assert bool(said) != expected
     with pytest.raises(OptimizerError, match=r"shape \(4, 32\) would be kept as .*which needs the whole tensor"):
-        halfstep.optim.states.kinds_of(halfstep.get_recipe("fp8-fishman"), ("exp_avg",), whole)
+        halfstep.optim.states.kind_of(halfstep.get_recipe("fp8-fishman"), "exp_avg", (4, 32), whole)
     with pytest.raises(
         OptimizerError, match=r"m of a sharded parameter of shape \(4, 32\) was saved in another format"
     ):
@@ -294,6 +294,8 @@ ONE_PASS = {
     "absmax": (("exp_avg", blocked("e4m3fn", 256)), ("exp_avg_sq", blocked("e5m2", 128))),
     "integers": (("exp_avg", blocked("int8", 64)), ("exp_avg_sq", "fp32")),
     "rceil": (("*", blocked("e4m3fnuz", 16, "rceil")),),
+    "expansion": (("exp_avg", blocked("e4m3fn", 128, "expansion")), ("*", blocked("e5m2", 256, "expansion"))),
+    "in sixteenths": (("*", blocked("e4m3fn", 128, "expansion_sixteenths")),),
 }
 
 

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 from torch.utils.weak import TensorWeakRef
 
 from halfstep.ops.casts import decode, encode
 from halfstep.ops.codes import decode_parts, encode_parts
 from halfstep.ops.operand import Operand, carrier, operand
+from halfstep.ops.subclasses import foreign
 from halfstep.quant import Quantizer
 from halfstep.recipe import Saved, Storage
 
@@ -173,7 +175,12 @@ class _Hooks:
     def _takes(self, x: Tensor) -> bool:
         """Whether it is a plain floating tensor that some operation made, of the module's shape, and in another dtype
         than it would be kept in."""
-        made = type(x) is Tensor and not (x.is_leaf and x.requires_grad) and x.layout == torch.strided
+        made = (
+            foreign(x) is None
+            and not isinstance(x, Parameter)
+            and not (x.is_leaf and x.requires_grad)
+            and x.layout == torch.strided
+        )
         fits = made and x.shape == self._shape and x.dtype in _FLOATS and x.dtype != self._storage.dtype
         return fits and x.numel() > 0 and 0 not in x.stride()
 

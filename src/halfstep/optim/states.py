@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -23,25 +24,18 @@ FORMATS = "state_formats"
 _FLAT = ", flat"
 
 
-Kinds = tuple[dict[str, Storage], tuple[str, ...], bool]
-"""How moments are kept, by name; the names of all tensors that they are kept in; whether any is codes."""
-
-
 # ---- moments --------------------------------------------------------------------------------------------------------
 
 
-def kinds_of(recipe: Recipe, names: tuple[str, ...], parameter: Tensor | None = None) -> Kinds:
-    """How a recipe keeps the moments of those names: of a large parameter, or of this one. Where the parts of a
-    parameter that is spread over ranks are not whole tiles, they are kept in fp32, and a warning says so.
+def kind_of(recipe: Recipe, name: str, shape: tuple[int, ...], parameter: Tensor) -> Storage:
+    """How a recipe keeps a parameter's moment of that name and shape. Where the parts of one that is spread over ranks
+    are not whole tiles, it is kept in fp32, and a warning says so.
 
     Raises:
         OptimizerError: as `shard_codes.fits`.
     """
-    kinds = {name: recipe.moment(name, None if parameter is None else parameter.numel()) for name in names}
-    if parameter is not None and is_spread(parameter):
-        kinds = {name: _as_spread(kind, parameter) for name, kind in kinds.items()}
-    parts = tuple(part for name, kind in kinds.items() for part in kind.parts(name))
-    return kinds, parts, any(kind.dtype is None for kind in kinds.values())
+    kind = recipe.moment(name, prod(shape))
+    return _as_spread(kind, parameter) if is_spread(parameter) else kind
 
 
 def _as_spread(kind: Storage, parameter: Tensor) -> Storage:
@@ -55,13 +49,19 @@ def _as_spread(kind: Storage, parameter: Tensor) -> Storage:
     return get_storage("fp32")
 
 
-def start(kind: Storage, name: str, parameter: Tensor) -> dict[str, Tensor]:
-    """The tensors of a moment that is zero."""
+def start(kind: Storage, name: str, parameter: Tensor, shape: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+    """The tensors of a moment that is zero, of that shape or the parameter's."""
     if kind.dtype is None and is_spread(parameter):
         return shard_codes.start(kind, name, parameter)
+    like = _like(parameter, shape)
     if kind.dtype is not None:
-        return {number: torch.zeros_like(parameter, dtype=kind.dtype) for number in kind.numbers(name)}
-    return encode(kind, name, torch.zeros_like(parameter, dtype=torch.float32))
+        return {number: torch.zeros_like(like, dtype=kind.dtype) for number in kind.numbers(name)}
+    return encode(kind, name, torch.zeros_like(like, dtype=torch.float32))
+
+
+def _like(parameter: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+    """What a moment of that shape lies beside."""
+    return parameter if shape is None or parameter.shape == shape else parameter.detach().new_empty(shape)
 
 
 def encode(kind: Storage, name: str, values: Tensor) -> dict[str, Tensor]:
@@ -96,6 +96,7 @@ def adopt(
     saved: Mapping[str, Any],
     parameter: Tensor,
     kinds: Mapping[str, Storage],
+    shapes: Mapping[str, tuple[int, ...]],
     masters: Iterable[Master],
     formats: Mapping[str, str] | None,
     number: object,
@@ -106,6 +107,7 @@ def adopt(
 
     Args:
         kinds: of the rule's moments, and of a master that takes updates in place of codes, by name.
+        shapes: of moments, where not the parameter's own.
         masters: whose tensors keep the dtypes that they have there.
         formats: what the saved groups say of states that are codes (`labels`).
 
@@ -122,7 +124,8 @@ def adopt(
         raise OptimizerError(_other_codes(name, coded[name], "values", number))
     for name, kind in kinds.items():
         if isinstance(saved.get(name), Tensor):
-            state |= _kept(saved, name, kind, parameter, coded.get(name), number)
+            like = _like(parameter, shapes.get(name))
+            state |= _kept(saved, name, kind, like, coded.get(name), number)
     for name, value in saved.items():
         if name in parts:
             continue

@@ -48,7 +48,7 @@ def move(
     if written:
         ops.follow(master, weight, kept)
     full, before = master.read(weight, kept), master.value(weight, kept) if watch else None
-    values = {name: read(kind, name, moments, tuple(full.shape)) for name, kind in kinds.items()}
+    values = {name: read(kind, name, moments, rule.shape(name, tuple(full.shape))) for name, kind in kinds.items()}
     if watch is None and rule.fused(Step(full, OWN, {}, step.grad, values, step.number, step.group, step.grad_scale)):
         for name, kind in kinds.items():
             write(kind, name, moments, values[name])

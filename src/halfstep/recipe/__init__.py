@@ -6,6 +6,7 @@ from halfstep.errors import RecipeError, unknown
 from halfstep.recipe import files
 from halfstep.recipe.data import from_data, to_data
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec
+from halfstep.recipe.projection import PROJECTOR, Projection, Subspace
 from halfstep.recipe.saved import COAT, Saved
 from halfstep.recipe.spec import (
     MASTER,
@@ -23,16 +24,19 @@ __all__ = [
     "COAT",
     "MASTER",
     "DTYPES",
+    "PROJECTOR",
     "AttentionSpec",
     "BytesPerParameter",
     "Codes",
     "LinearSpec",
     "LossScale",
     "Matmul",
+    "Projection",
     "Recipe",
     "Rule",
     "Saved",
     "Storage",
+    "Subspace",
     "from_data",
     "get_recipe",
     "get_storage",

@@ -24,6 +24,7 @@ from halfstep.recipe.operands import (
     typed,
 )
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
+from halfstep.recipe.projection import Projection
 from halfstep.recipe.saved import Saved
 from halfstep.recipe.spec import LossScale, Recipe, Rule
 from halfstep.recipe.storage import Codes, Storage
@@ -92,6 +93,19 @@ def _loss_scale(data: Any) -> LossScale | None:
     hints = typing.get_type_hints(LossScale)
     check_keys(table, tuple(hints), "key of loss_scale", "loss_scale")
     return LossScale(**{key: typed(value, hints[key], "loss_scale", key) for key, value in table.items()})
+
+
+def _projection(data: Any) -> Projection | None:
+    if data == "none":
+        return None
+    table = _optional(data, "projection")
+    hints = typing.get_type_hints(Projection)
+    check_keys(table, tuple(hints), "key of projection", "projection")
+    given = {key: typed(value, hints[key], "projection", key) for key, value in table.items()}
+    try:
+        return Projection(**given)
+    except RecipeError as error:
+        raise At(str(error), "projection", *[key for key in given if f" {key}" in str(error)][:1]) from error
 
 
 def _codes(data: Any) -> Codes | None:
@@ -172,6 +186,7 @@ def _attention(data: Any) -> AttentionSpec | None:
 _TABLES: dict[str, Callable[[Any], Any]] = {
     "loss_scale": _loss_scale,
     "codes": _codes,
+    "projection": _projection,
     "saved": _saved,
     "moments": _moments,
     "attention": _attention,
@@ -214,6 +229,7 @@ def to_data(recipe: Recipe) -> Data:
     data: Data = {name: _plain(getattr(recipe, name)) for name in _TYPES if name in names}
     data |= {"loss_scale": asdict(recipe.loss_scale) if recipe.loss_scale else "none", "attention": "none"}
     data |= {"codes": _codes_data(recipe.codes), "moments": _moments_data(recipe.moments)}
+    data["projection"] = "none" if recipe.projection is None else _plain_fields(recipe.projection)
     data |= {"saved": _saved_data(recipe.saved)}
     keeps = recipe.rules[: len(KEEP)] == KEEP
     rules = [_rule_data(rule) for rule in recipe.rules[len(KEEP) if keeps else 0 :]]
@@ -225,6 +241,10 @@ def to_data(recipe: Recipe) -> Data:
 
 def _plain(value: Any) -> Any:
     return "none" if value is None else list(value) if isinstance(value, tuple) else value
+
+
+def _plain_fields(record: Projection) -> Data:
+    return {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
 
 
 def _codes_data(codes: Codes | None) -> str | Data:

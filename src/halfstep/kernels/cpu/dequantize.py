@@ -16,7 +16,8 @@ from halfstep.kernels.cpu import blocks, codebook, element_codes, packing
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload
 from halfstep.kernels.cpu.divided import scaled
-from halfstep.kernels.cpu.lanes import lanes, nearest_as
+from halfstep.kernels.cpu.element_codes import Decoding
+from halfstep.kernels.cpu.lanes import MAGNITUDE, lanes, nearest_as
 from halfstep.kernels.cpu.packing import unpack
 from halfstep.kernels.cpu.scales import power_bits
 from halfstep.quant.quantizer import Quantizer
@@ -80,6 +81,44 @@ def _numbers_piece(codes, scale, levels, out, meaning):
             out[j] = _restored(codes[j], s, meaning, out[j])
 
 
+@lanes("like")
+def _restored_half(code, scale, meaning, like):
+    return nearest_as(element_codes.half_of(code, Decoding(*meaning)) * scale, like)
+
+
+@lanes(types.uint8)
+def _larger_code(most, code, meaning):
+    return most.max(code & (Decoding(*meaning).sign_shift.constant(MAGNITUDE) >> Decoding(*meaning).sign_shift).to(8))
+
+
+@lanes(types.float32)
+def _half_scale(scale, most, meaning):
+    """What `half_of` a block's codes is multiplied by; 0 where that is not exact, or a code is larger than it takes."""
+    d, bits = Decoding(*meaning), scale.bits()
+    usual = ((bits - (64 << 23)) < 128 << 23).pick(bits + d.offset - (112 << 23), 0)
+    return (most.to(32) > d.half).pick(usual.constant(0), usual).float()
+
+
+@inner
+def _floats_piece(codes, scale, levels, out, meaning):
+    block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises
+    for b in range(scale.size):
+        s = scale[b]
+        start = b * block
+        most = np.uint8(0)
+        for i in range(block):
+            most = _larger_code(most, codes[start + i], meaning)
+        half = _half_scale(s, most, meaning)
+        if half > 0:
+            for i in range(block):
+                j = start + i
+                out[j] = _restored_half(codes[j], half, meaning, out[j])
+        else:
+            for i in range(block):
+                j = start + i
+                out[j] = _restored(codes[j], s, meaning, out[j])
+
+
 @inner
 def _table_piece(codes, scale, levels, out, table):
     block, mask = 1 << len(levels), np.uint8(table.size - 1)
@@ -100,6 +139,8 @@ def values_piece(codes, scale, levels, out, meaning):
 def _piece_overload(codes, scale, levels, out, meaning):
     if isinstance(meaning, types.Array):
         return lambda codes, scale, levels, out, meaning: _table_piece(codes, scale, levels, out, meaning)
+    if len(meaning) > 2:
+        return lambda codes, scale, levels, out, meaning: _floats_piece(codes, scale, levels, out, meaning)
     return lambda codes, scale, levels, out, meaning: _numbers_piece(codes, scale, levels, out, meaning)
 
 

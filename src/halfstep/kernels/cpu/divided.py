@@ -35,7 +35,10 @@ def element(value, scale, numbers, codes, cuts, keys, index, like):
     if like == types.uint8:
         if cuts is not None:
             return searched(over.float(), cuts, codes)
-        return element_codes.encoded(over, Rounding(*numbers), Coding(*codes), noise(keys, index)).to(8)
+        p, c = Rounding(*numbers), Coding(*codes)
+        if keys is None and p.add is None and c.complement is None:
+            return element_codes.encoded_number(over, p, c).to(8)
+        return element_codes.encoded(over, p, c, noise(keys, index)).to(8)
     if cuts is not None:
         rounded = looked_up(over.float(), cuts)
     else:

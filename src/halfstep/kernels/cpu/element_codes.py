@@ -96,6 +96,17 @@ def encoded(bits: Lane, p: Rounding, c: Coding, noise: Lane | None = None) -> La
     return _finish(bits, magnitude, (magnitude < p.min_normal).pick(fixed, (on_bits >> p.shift) - c.bias), p, c)
 
 
+def encoded_number(bits: Lane, p: Rounding, c: Coding) -> Lane:
+    """The same, to nearest, of what is not NaN, for floats that saturate and whose signs are alike: next to the power
+    of two whose last bit is a step, a float32 sum leaves the number of steps, and a magnitude held to the largest needs
+    no more looking at."""
+    magnitude = (bits & MAGNITUDE).min(p.largest)
+    binade = (magnitude & INFINITY).max(p.min_normal)
+    beside = binade + (p.magic - p.min_normal)
+    steps = (magnitude.float() + beside.float()).bits() - beside
+    return steps + ((binade - p.min_normal) >> p.shift) | (bits & SIGN) >> c.sign_shift
+
+
 def _finish(bits: Lane, magnitude: Lane, code: Lane, p: Rounding, c: Coding) -> Lane:
     sign = (bits & SIGN) >> c.sign_shift
     if c.complement is None:
@@ -129,6 +140,9 @@ class Decoding(NamedTuple):
     """What the code above the largest one stands for: infinity or NaN. Those above that are NaN."""
     nan: Any
     """A code, with its sign, that is NaN."""
+    half: Any
+    """Codes up to this one, without their signs, are a float16's upper bits, but for its larger range of exponents; 0
+    where none are."""
 
 
 @cache
@@ -148,8 +162,25 @@ def decoding_scalars(format: Float | Integer) -> Scalars:
         largest={"ieee": infinity - 1, "fn": magnitude - 1}.get(format.specials, magnitude),
         over=INFINITY if format.has_infinity else NAN,
         nan=1 << format.bits - 1 if format.specials == "fnuz" else elements._ALL,
+        half=_half_codes(format, infinity, magnitude),
     )
     return tuple(np.uint32(number & elements._ALL) for number in numbers)
+
+
+def _half_codes(format: Float, infinity: int, magnitude: int) -> int:
+    """The largest code that `half_of` may be given: all have their own meaning where it has float16's exponents."""
+    if format.exponent_bits > 5 or format.bits > 8 or format.specials == "fnuz":
+        return 0
+    if format.exponent_bits == 5:
+        return magnitude if format.specials == "ieee" else infinity - 1
+    return {"ieee": infinity - 1, "fn": magnitude - 1}.get(format.specials, magnitude)
+
+
+def half_of(code: Lane, d: Decoding) -> Lane:
+    """The value of a byte's code over 2^(15 - bias), a float32: not of codes above `d.half`."""
+    at_top = code.to(16) << (d.sign_shift - 16).to(16)
+    fewer = (d.sign_shift - d.shift - 3).to(16)  # bits of exponent than float16's
+    return ((at_top & 0x7FFF) >> fewer | at_top & 0x8000).half_to_float()
 
 
 def decoded(code: Lane, numbers: list[Lane]) -> Lane:

@@ -94,10 +94,30 @@ def largest_stored(x, levels):
     return one[:size]
 
 
+@lanes(types.uint32)
+def _larger(bits, stored):
+    return bits.max(bits_of(stored) & MAGNITUDE)
+
+
+@inner
+def _runs(x, levels, found):
+    """Of runs long enough that one maximum across a register, at the end of each, counts for little."""
+    run = 1 << levels
+    for b in range(found.size):
+        part = x[b * run : (b + 1) * run]
+        largest = np.uint32(0)
+        for i in range(part.size):
+            largest = _larger(largest, part[i])
+        found[b] = largest
+
+
 @inner
 def note_block_maxima(x, levels, found):
     """The same as float32 bits, to `found`."""
-    _to_bits(largest_stored(x, levels), found)
+    if levels >= 7:
+        _runs(x, levels, found)
+    else:
+        _to_bits(largest_stored(x, levels), found)
 
 
 @inner
