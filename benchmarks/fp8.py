@@ -34,7 +34,7 @@ from halfstep.tracking import OperandError, operand_errors
 from harness import RESULTS
 
 
-RECIPES = ("fp32", "bf16-mixed", "fp8-delayed", "fp8-delayed-megatron", "fp8-current", "mxfp8", "fp8-block", "fp8lm-o2")
+RECIPES = ("fp32", "bf16-mixed", "fp8-delayed", "fp8-delayed-megatron", "fp8-current", "mxfp8", "fp8-block", "fp8lm-o1")
 GATED = ("fp32", "bf16-mixed", "fp8-delayed", "fp8-smooth-swiglu")
 WATCHED = ("fp8-delayed", "fp8-current", "mxfp8", "fp8-block")
 HISTORIES = ("bf16-mixed", "fp8-delayed", "fp8-delayed-megatron")

@@ -85,6 +85,20 @@ def states() -> dict[str, Comparison]:
     return {"lm": Comparison(experiment, recipes, baseline="fp8lm-o1")}
 
 
+def pairs() -> dict[str, Comparison]:
+    """Fishman's recipe on a small Llama with float32 moments, and with the four pairs of FP8 formats for the two."""
+    base = get_recipe("fp8-smooth-swiglu")
+    current = Scales(TENSOR, get_scaling("current"))
+    e4m3, e5m2 = (get_storage(Quantizer(formats.get(name), scales=current)) for name in ("e4m3", "e5m2"))
+    formats_of = {"E4M3": e4m3, "E5M2": e5m2}
+    recipes = {base.name: base}
+    for first, m in formats_of.items():
+        for second, v in formats_of.items():
+            recipes[f"{first}, {second}"] = replace(base, moments=(("exp_avg", m), ("exp_avg_sq", v)))
+    experiment = experiment_for("lm", recipes=(base.name,), model="llama-tiny", steps=200, **{**_LEAN, "seeds": 6})
+    return {"lm": Comparison(experiment, recipes, baseline=base.name)}
+
+
 def sums() -> dict[str, Comparison]:
     """Products that add up in 16 bits, over up to 1024 terms (the weight gradients': 16 sequences of 64)."""
     return {"lm": named("lm", "fp32", "fp16-mixed", "fp16-accumulate", "bf16-accumulate", steps=300)}
@@ -118,6 +132,7 @@ GROUPS: dict[str, Callable[[], dict[str, Comparison]]] = {
     "betas": betas,
     "masters": masters,
     "states": states,
+    "pairs": pairs,
     "sums": sums,
     "window": window,
 }

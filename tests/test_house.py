@@ -17,7 +17,7 @@ FLOORS = {
     "ops": 3, "bits": 3, "memory": 3, "kb": 3,
     "nn": 4, "optim": 4, "inspection": 4, "comm": 4,
     "preparation": 5, "tracking": 5, "auditing": 5, "dist": 5,
-    "lab": 6, "probe": 6, "claims": 6,
+    "lab": 6, "probe": 6, "claims": 6, "accounting": 6,
     "cli": 7, "__main__": 7, "ui": 7, "integrations": 7, "__init__": 7,
 }  # fmt: skip
 SHARED = {"errors", "printable", "registry", "formats"}  # floor 0 is one room: plain data and its errors

@@ -18,6 +18,9 @@ FAST = {
     "bf16-stochastic", "fp8-delayed", "fp8-current", "mxfp8", "fp8-block", "fp8-amax", "fp8-smooth-swiglu",
     "fp8lm-o3",
 }  # fmt: skip
+PROJECTED = [
+    name for name in EVERY if recipe.get_recipe(name).projection
+]  # moments of subspaces, where others have none
 SCALED = [name for name in EVERY if recipe.get_recipe(name).codes]  # weights and gradients are codes
 BREAKS = {"fp16-pure"}  # documented to: the squares of small gradients become zero
 
@@ -119,3 +122,8 @@ def assert_same(actual, expected):
     """Equality of nested states, tensors bit for bit."""
     if not are_same(actual, expected):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def stored(recipe, name, values):
+    """What a recipe keeps of a moment: its numbers, or its codes."""
+    return ops.codes.store(recipe.moment(name, values.numel()), name, values)[name]

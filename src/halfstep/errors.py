@@ -10,6 +10,7 @@
     ├── DataError           (ValueError)    training data that is missing, too short, binary or not finite
     ├── RunError            (ValueError)    a run folder that cannot be used as asked
     ├── CheckpointError     (ValueError)    a checkpoint that is truncated, edited, or of something else
+    ├── AccountError        (ValueError)    an account of memory that cannot be made as asked
     ├── KnowledgeBaseError  (ValueError)    a knowledge base entry that breaks a rule, or an unclear question
     └── ClaimError          (ValueError)    a claim or check that is unknown, or a row that cannot be run as asked
 
@@ -58,6 +59,10 @@ class RunError(HalfstepError, ValueError):
 
 class CheckpointError(HalfstepError, ValueError):
     """A checkpoint is truncated, was edited, or belongs to something else."""
+
+
+class AccountError(HalfstepError, ValueError):
+    """An account of memory cannot be made as asked."""
 
 
 class KnowledgeBaseError(HalfstepError, ValueError):

@@ -17,6 +17,7 @@ from halfstep.nn.codes import hold
 from halfstep.nn.dtypes import storable
 from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
+from halfstep.nn.projections import projections
 from halfstep.nn.ranks import check_ranks
 from halfstep.nn.scaling import Scalings
 from halfstep.optim import LossScaler, LowBit, check_optimizer, convert
@@ -113,8 +114,16 @@ def optimize(
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Refuse, before anything is touched, what cannot be optimised as it is."""
+    if isinstance(optimizer, LowBit):
+        kind = type(optimizer).__name__
+        raise OptimizerError(
+            f"{kind} is halfstep's own and keeps its states already. Hand torch.optim.AdamW, Adam or SGD to "
+            f"halfstep.prepare, with a recipe that keeps moments so (halfstep recipes); or call halfstep.apply(model, "
+            f"recipe) and step this {kind} in the loop, with a halfstep.LossScaler where the recipe scales its loss"
+        )
     parameters = dict(model.named_parameters())
-    check_optimizer(optimizer, {parameter: name for name, parameter in parameters.items()})
+    names = {parameter: name for name, parameter in parameters.items()}
+    check_optimizer(optimizer, names, projections(model, recipe))
     trained = _trained(optimizer)
     if parameters and not trained & {*parameters.values()}:
         raise OptimizerError(
@@ -158,7 +167,8 @@ def _optimized(
     if recipe.codes is not None:
         hold(model, applied.rounded, recipe.codes)
     same_layers = groups[0] if groups[1] is None else groups[1]
-    low_bit = convert(optimizer, recipe, masters, generator, weakref.ref(model), same_layers)
+    projected = projections(model, recipe)
+    low_bit = convert(optimizer, recipe, masters, generator, weakref.ref(model), same_layers, projected)
     scalings.follow(low_bit)
     return low_bit, scaler
 

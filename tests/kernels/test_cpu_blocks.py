@@ -45,7 +45,7 @@ def assert_quantises(x, quantizer, seed=None):
     assert kernel.supports(x, quantizer)
     kernel.run(x, *how, tensors, seed)
     for name, tensor in expected.tensors.items():
-        if tensor.dtype == torch.float32:
+        if tensor.is_floating_point():
             same_bits(tensors[name], tensor)
         else:
             assert torch.equal(tensors[name], tensor), name
@@ -99,6 +99,13 @@ def test_powers_of_two_with_a_margin_or_a_carry_of_ones_own(rule):
 @pytest.mark.parametrize("name", ["uint4", "uint8", "int8"])
 def test_integers_with_and_without_sign(name):
     assert_quantises(hard(512), Quantizer(formats.get(name), scales=Scales(Tile(1, 64), get_scaling("absmax"))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [16, 128])
+def test_scales_in_bfloat16(columns, dtype):
+    rule = Scales(Tile(1, columns), get_scaling("absmax_bf16"))
+    assert_quantises(hard(512, dtype), Quantizer(formats.get("e4m3fn"), scales=rule))
 
 
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp4", "nvfp4", "fp8_1x128"])

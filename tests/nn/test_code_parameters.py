@@ -19,7 +19,6 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import halfstep
 from halfstep.errors import ModelError, OptimizerError, QuantizationError
 from halfstep.ops import CodeTensor
-from halfstep.recipe import MASTER
 from tiny import SCALED, adamw, assert_same, batch, copied, mlp, prepared, train
 
 
@@ -223,10 +222,7 @@ def test_the_optimizer_steps_on_after_revert(name):
     before, twin = values(model), mlp()
     twin.load_state_dict(before)
     stock = adamw(twin)
-    state = {number: dict(s) for number, s in copied(optimizer.state_dict())["state"].items()}
-    for each in state.values():
-        each.pop(MASTER, None), each.pop("master_scale", None)
-    stock.load_state_dict({"state": state, "param_groups": stock.state_dict()["param_groups"]})
+    stock.load_state_dict(copied(optimizer.float32_state_dict()))
     for each in (model, twin):
         backward(each)
     optimizer.step()

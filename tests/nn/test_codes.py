@@ -145,10 +145,11 @@ def test_the_step_in_one_pass_is_the_reference(name, kind):
     assert_same(*found)
 
 
-def test_levels_differ_from_plain_fp8_and_o3_rounds_as_o1_does():
-    """The E4M3 image of a scaled fp16 master is what O1's product rounds its fp16 weight to: bit for bit."""
+def test_levels_differ_from_plain_fp8_and_o3_rounds_as_o2_does():
+    """The E4M3 image of a scaled fp16 master is what O2's product rounds its fp16 weight to: bit for bit."""
     losses = {name: train(*prepared(name), 8) for name in ("fp8-delayed", *SCALED)}
-    assert losses["fp8lm-o1"] == losses["fp8lm-o2"] == losses["fp8lm-o3"] != losses["fp8-delayed"]
+    assert losses["fp8lm-o2"] == losses["fp8lm-o3"]
+    assert len({tuple(of) for of in losses.values()}) == 3
     apply_only = mlp()
     halfstep.apply(apply_only, "fp8lm-o1")
     assert {p.dtype for p in apply_only.parameters()} == {torch.float32}

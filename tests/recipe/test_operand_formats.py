@@ -13,6 +13,7 @@ FORMATS = {
     "fp8-delayed": HYBRID,  # Transformer Engine: E4M3 forward, E5M2 for gradients
     "fp8-delayed-megatron": HYBRID,
     "fp8-current": HYBRID,
+    "fp8-fishman": ("float8_e4m3", "float8_e4m3", "float8_e5m2"),
     "fp8-smooth-swiglu": ("float8_e4m3", "float8_e4m3", "float8_e5m2"),  # Gaudi's E4M3 has infinities
     "fp8-amax": FNUZ,  # Graphcore's
     "fp8-cscale": FNUZ,

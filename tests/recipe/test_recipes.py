@@ -34,6 +34,9 @@ BYTES = {
     "bf16-truncate": (4, 4, 0, 8, 2),
     "fp16-accumulate": (4, 4, 0, 8, 2),
     "adamw-8bit": (4, 4, 0, 2.03125, 2),
+    "galore": (4, 4, 0, 8, 2),
+    "galore-8bit": (4, 4, 0, 2.03125, 2),
+    "galore-bf16": (2, 2, 0, 6, 0),
     "fp8-adam": (4, 4, 0, 2.03125, 2),
     "coat": (4, 4, 0, 2.1875, 2),
     "bf16-accumulate": (4, 4, 0, 8, 2),
@@ -43,6 +46,7 @@ BYTES = {
     "fp8-delayed": (4, 4, 0, 8, 2),
     "fp8-delayed-megatron": (4, 4, 0, 8, 2),
     "fp8-smooth-swiglu": (4, 4, 0, 8, 2),
+    "fp8-fishman": (4, 4, 0, 2, 2),
     "fp8-current": (4, 4, 0, 8, 2),
     "fp8-rowwise": (4, 4, 0, 8, 2),
     "fp8-rowwise-gw-hp": (4, 4, 0, 8, 2),
@@ -52,8 +56,8 @@ BYTES = {
     "fp8-amax": (2, 2, 0, 8, 0),
     "fp8-cscale": (2, 2, 0, 8, 0),
     "fp8lm-o1": (2, 1, 0, 8, 2),
-    "fp8lm-o2": (2, 1, 0, 8, 2),
-    "fp8lm-o3": (1, 1, 2, 8, 2),
+    "fp8lm-o2": (2, 1, 0, 3, 2),
+    "fp8lm-o3": (1, 1, 2, 3, 2),
 }
 every_recipe = pytest.mark.parametrize("name", EVERY)
 
@@ -167,7 +171,8 @@ def test_fp8lm_shows_what_is_stored_and_what_comes_later(name):
     kept = f"{eight}; gradients {eight}, master {half}" if name == "fp8lm-o3" else f"{half}; gradients {eight}"
     assert f"weights that rules round: {kept}" in text
     assert "Later: the FP8 all-reduce." in text
-    assert ("Later: moments in E4M3 and scaled fp16" in text) == (name != "fp8lm-o1")
+    moments = f"exp_avg_sq {half}, exp_avg {eight}"
+    assert f"moments      {'fp32' if name == 'fp8lm-o1' else moments}\n" in text
 
 
 def test_the_description_shows_rules_and_scales():

@@ -15,6 +15,7 @@ from halfstep.cli.doctor import doctor
 from halfstep.cli.formats import formats
 from halfstep.cli.inspect import inspect
 from halfstep.cli.kb import kb
+from halfstep.cli.memory import memory
 from halfstep.cli.probe import probe
 from halfstep.cli.recipes import recipes
 from halfstep.cli.terminal import fail
@@ -56,6 +57,7 @@ app.command("doctor")(doctor)
 app.command("inspect")(inspect)
 app.command("diff")(diff)
 app.command("probe")(probe)
+app.command("memory")(memory)
 app.add_typer(formats, name="formats")
 app.add_typer(recipes, name="recipes")
 app.add_typer(kb, name="kb")

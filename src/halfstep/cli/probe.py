@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli.terminal import show_json, show_table
+from halfstep.cli.terminal import show_json, show_table, stages
 from halfstep.errors import KnowledgeBaseError, ModelError, RecipeError
 from halfstep.printable import printable
 
@@ -57,7 +56,7 @@ def probe(
     """
     _check(write_recipe, loss_scale)
     try:
-        with _stages() as progress:
+        with stages() as progress:
             progress("loading torch and the model")
             from halfstep.probe import probe_model
             from halfstep.probe.load import load_model
@@ -109,19 +108,6 @@ def _batches(loaded: Any, data: str | None, batches: int, batch: int, context: i
     corpus = load_corpus(data, 0)
     made, how = inputs.text_batches(corpus.train, loaded, batches, batch, context)
     return made, f"{data or 'the Python standard library'}, {how}"
-
-
-@contextmanager
-def _stages() -> Iterator[Callable[[str], None]]:
-    """Shows what is being done, on a terminal; elsewhere nothing."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda stage: None
-        return
-    with console.status("") as status:
-        yield lambda stage: status.update(f"{stage} ...")
 
 
 def _known(model: str, format: str) -> Verdict | None:

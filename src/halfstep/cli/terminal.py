@@ -76,3 +76,16 @@ def reading(total: int) -> Iterator[Callable[[int], None] | None]:
     with Progress("reading", *columns, console=console, transient=True) as bar:
         task = bar.add_task("reading", total=total)
         yield lambda count: bar.advance(task, count)
+
+
+@contextmanager
+def stages() -> Iterator[Callable[[str], None]]:
+    """Shows what is being done, on a terminal; elsewhere nothing."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda stage: None
+        return
+    with console.status("") as status:
+        yield lambda stage: status.update(f"{stage} ...")

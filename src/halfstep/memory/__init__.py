@@ -1,6 +1,12 @@
-"""What training keeps in memory, by role, and what a model does."""
+"""What training keeps in memory, by role, and what a model does; measured from live tensors."""
 
+from halfstep.memory.law import activation_bytes
+from halfstep.memory.live import Live, parts_of
 from halfstep.memory.measure import measure, stored_bytes
+from halfstep.memory.step import StepBytes, measure_persistent, measure_step
 
 
-__all__ = ["measure", "stored_bytes"]
+__all__ = [
+    "Live", "StepBytes", "activation_bytes", "measure", "measure_persistent", "measure_step",
+    "parts_of", "stored_bytes",
+]  # fmt: skip

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halfstep.memory.live import parts_of
 from halfstep.recipe import BytesPerParameter, is_master
 
 
@@ -41,19 +41,12 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> BytesPerParam
 
 def stored_bytes(model: nn.Module) -> int:
     """Bytes of every parameter and buffer of a model, each tensor once, however many names it has."""
-    return _bytes(part for tensor in (*model.parameters(), *model.buffers()) for part in _parts(tensor).values())
+    return _bytes(part for tensor in (*model.parameters(), *model.buffers()) for part in parts_of(tensor).values())
 
 
 def _counted(tensors: Iterable[Tensor]) -> int:
-    parts = (_parts(tensor) for tensor in tensors)
+    parts = (parts_of(tensor) for tensor in tensors)
     return _bytes(t for found in parts for name, t in found.items() if name != "scale" or t.numel() > 1)
-
-
-def _parts(tensor: Any) -> dict[str, Tensor]:
-    """The tensors with memory that one is made of, by name: itself, or codes and scales."""
-    if not hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "device_mesh"):
-        return {"": tensor}
-    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

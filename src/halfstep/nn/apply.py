@@ -20,8 +20,10 @@ from halfstep.nn.clock import Clock
 from halfstep.nn.codes import let_go
 from halfstep.nn.dtypes import check_grad_dtype, check_trained, count, storable, store
 from halfstep.nn.following import follow, part_of, unfollow
+from halfstep.nn.keeping import KEEPING
 from halfstep.nn.layers import Matched, ModuleFilter, match
 from halfstep.nn.ranks import check_ranks
+from halfstep.nn.savers import adopt_savers, find
 from halfstep.nn.scaling import Scalings, attach, detach
 from halfstep.recipe import DTYPES, LinearSpec, Recipe, get_recipe
 
@@ -41,6 +43,8 @@ class Report:
     """The modules that round the operands of attention's two products."""
     smoothed: tuple[str, ...] = ()
     """The gated MLPs whose product is scaled before the down-projection rounds it."""
+    saved: tuple[str, ...] = ()
+    """The modules of which autograd keeps what it saves in few bits, wholly or in part."""
 
     def __str__(self) -> str:
         lines = [f"recipe {self.recipe}"]
@@ -48,6 +52,7 @@ class Report:
         lines += [f"  products quantised: {path}" for path in self.quantized]
         lines += [f"  attention quantised: {path}" for path in self.attention]
         lines += [f"  gated product smoothed: {path}" for path in self.smoothed]
+        lines += [f"  saved in few bits: {path}" for path in self.saved]
         lines += [f"  kept as it was: {path}: {reason}" for path, reason in self.kept.items()]
         lines += ["  not seen: functional calls in the model's own code; they follow torch.autocast's lists"]
         return "\n".join(lines)
@@ -93,8 +98,13 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
         kept |= dict.fromkeys(stacks, "its weights and gradients stay as they are: one scale would serve all experts")
         rounded = {name: weight for name, weight in rounded.items() if name not in stacks}
     applied = Applied(recipe, autocast, before, DTYPES[recipe.grad_format], clock, tuple(rounded))
+    savers = {} if recipe.saved is None else find(model, recipe.saved, specs, matched.smoothed)
+    if recipe.saved is not None and not savers:
+        kept[type(model).__name__] = "no norm, activation function, gated MLP or rounded product to save in few bits"
     try:
         _adopt_layers(model, recipe, matched, specs, widened)
+        if recipe.saved is not None:
+            adopt_savers(model, recipe.saved, savers)
         attach(model, specs, {path: [weight.product for weight in weights[path]] for path in specs})
         follow(model, applied, _after_copy, widened.values())
     except BaseException:
@@ -104,7 +114,7 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
         store(parameter, DTYPES[recipe.weights], DTYPES[recipe.grad_format])
     if clock is not None:
         clock.begin(model)
-    return Report(recipe.name, count(model), tuple(specs), kept, matched.attends, matched.smoothed)
+    return Report(recipe.name, count(model), tuple(specs), kept, matched.attends, matched.smoothed, tuple(savers))
 
 
 def revert(model: nn.Module) -> None:
@@ -193,6 +203,7 @@ def _undo(model: nn.Module) -> None:
         release(module)
         vars(module).pop("_halfstep_linear", None)
         vars(module).pop(ATTRIBUTE, None)
+        vars(module).pop(KEEPING, None)
     detach(model)
     unfollow(model)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from halfstep import ops
 from halfstep.nn.following import part_of
+from halfstep.nn.keeping import KEEPING
 from halfstep.nn.quantized_weights import quantized_weight
 from halfstep.nn.scaling import states_of
 from halfstep.ops.linear import product_dtype
@@ -33,7 +34,8 @@ def product(
         part: of the layer's products, where it has several.
         channels: as `ops.linear` takes them.
     """
-    return ops.linear(x, weight, bias, spec_of(module), states_of(module, part), records(module), channels)
+    states, keeping = states_of(module, part), vars(module).get(KEEPING)
+    return ops.linear(x, weight, bias, spec_of(module), states, records(module), channels, keeping)
 
 
 def spec_of(module: Any) -> LinearSpec:

@@ -10,13 +10,14 @@ from halfstep.ops.linear import RoundedWeight, linear, rounded_weight
 from halfstep.ops.masters import follow
 from halfstep.ops.matmul import matmul
 from halfstep.ops.native import is_native_available
+from halfstep.ops.saved import Keeping
 from halfstep.ops.smooth_swiglu import channel_scale, smooth_channels, smooth_tokens, token_scale
 from halfstep.ops.snapshot import values_of
 
 
 __all__ = [
-    "CodeTensor", "Quantized", "RoundedWeight", "Window", "amax_of", "attention", "channel_scale", "convolution",
-    "decode", "decode_scaled", "encode", "encode_scaled", "fake_quantize", "follow", "is_native_available", "linear",
-    "load_quantized", "matmul", "quantize", "round_to", "rounded_attention", "rounded_weight", "save_quantized",
-    "smooth_channels", "smooth_tokens", "token_scale", "values_of",
+    "CodeTensor", "Keeping", "Quantized", "RoundedWeight", "Window", "amax_of", "attention", "channel_scale",
+    "convolution", "decode", "decode_scaled", "encode", "encode_scaled", "fake_quantize", "follow",
+    "is_native_available", "linear", "load_quantized", "matmul", "quantize", "round_to", "rounded_attention",
+    "rounded_weight", "save_quantized", "smooth_channels", "smooth_tokens", "token_scale", "values_of",
 ]  # fmt: skip

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from halfstep.errors import ModelError
 from halfstep.kernels import scaled_mm
+from halfstep.ops.casts import decode
 from halfstep.ops.matmul import matmul
 from halfstep.ops.once import Backwards, Once, once, run
-from halfstep.ops.operand import Operand, just_in_time, kept, operand, scale_of
+from halfstep.ops.operand import Operand, carrier, just_in_time, kept, operand, scale_of
 from halfstep.ops.plain import matrix, plain, unflatten
+from halfstep.ops.saved import Keeping
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import check_plain, foreign
 from halfstep.quant import Accumulator, Quantizer
@@ -43,6 +45,7 @@ def linear(
     states: States | None = None,
     record: bool = False,
     channels: Tensor | None = None,
+    keeping: Keeping | None = None,
 ) -> Tensor:
     """y = x w^T + b, whose forward product and whose two backward products round their operands as `spec` says.
 
@@ -57,6 +60,7 @@ def linear(
         record: raise this step's amaxes in the states. False for evaluation, which must not move them.
         channels: x comes multiplied by it, a power of two a channel (in); what x is rounded to is divided by it, which
             is exact, and the weight is rounded as it is.
+        keeping: where the recipe keeps `operands` in few bits: x is kept as its codes, and the weight is rounded again.
 
     Raises:
         ModelError: the weight is an `Operand` and x requires a gradient; a weight that is to be rounded is a shard, or
@@ -69,7 +73,8 @@ def linear(
     if spec.rounds:
         check_plain(weight)
         function = _Rounded if torch.compiler.is_compiling() else _Eager
-        options = spec, states or {}, record, channels, once_for_all
+        keeping = keeping if keeping is not None and _keeps(keeping) else None
+        options = spec, states or {}, record, channels, once_for_all, keeping
         return run(function, x, weight, bias, *options)[0]  # type: ignore[no-any-return]
     if channels is not None:
         x = x * channels.reciprocal().to(x.dtype)
@@ -98,6 +103,14 @@ def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a product of x: autocast's where it is on, else x's own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _keeps(keeping: Keeping) -> bool:
+    """Whether this call's operands are kept in few bits. A traced graph keeps what its compiler decides, and a
+    transform of torch.func what it will."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return keeping.saved.operands and torch.is_grad_enabled()
 
 
 def _infer(
@@ -137,33 +150,42 @@ class _Rounded(Once):
         record: bool,
         channels: Tensor | None,
         rounded: RoundedWeight | None,
+        keeping: Keeping | None,
     ) -> tuple[Tensor | None, ...]:
-        dtype, rows = product_dtype(x), matrix(x)
+        dtype, rows, codes = product_dtype(x), matrix(x), None
+        saved = spec.input_codes if keeping is not None and weight.requires_grad else None
         with torch.autocast(x.device.type, enabled=False):
-            lhs = operand(rows, spec.output.lhs, dtype, states.get("input"), record)
+            if keeping is not None and saved is not None:
+                lhs, codes = keeping.operand(x, rows, saved, dtype, states.get("input"), record)
+            else:
+                lhs = operand(rows, spec.output.lhs, dtype, states.get("input"), record)
             rhs = rounded.output if rounded else operand(weight, spec.output.rhs, dtype, states.get("weight"), record)
             y = _product(lhs.over(channels, dtype), rhs.t(), bias, dtype, spec.output.accumulate)
             # What a backward product takes as the forward did is kept so; what it rounds anew, as it came.
             x_kept = kept(lhs, rows, _down(spec.grad_weight.rhs), spec.output.lhs, dtype)
             later = _down(spec.grad_input.rhs)
-            weight_kept = (None, None) if rounded else kept(rhs, weight, later, spec.output.rhs, dtype)
-        return unflatten(y, x), y.new_zeros(()), *x_kept, *weight_kept
+            again = rounded is not None or (keeping is not None and _rounds_again(weight, spec))
+            weight_kept = (None, None) if again else kept(rhs, weight, later, spec.output.rhs, dtype)
+        return unflatten(y, x), y.new_zeros(()), x_kept[0] if codes is None else codes, x_kept[1], *weight_kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        x, weight, bias, ctx.spec, ctx.states, ctx.record, channels, ctx.rounded = inputs
+        x, weight, bias, ctx.spec, ctx.states, ctx.record, channels, ctx.rounded, keeping = inputs
         _, anchor, x_kept, x_scale, weight_kept, weight_scale = output
         ctx.dtype, ctx.shape = product_dtype(x), x.shape
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.mark_non_differentiable(*[saved for saved in output[2:] if saved is not None])
         ctx.set_materialize_grads(False)
         x_kept, weight_kept = x if x_kept is None else x_kept, weight if weight_kept is None else weight_kept
+        if keeping is not None and not weight.requires_grad:
+            x_kept = x_scale = None
+        ctx.again = keeping is not None and weight_kept is weight
         ctx.save_for_backward(anchor, x_kept, x_scale, weight_kept, weight_scale, channels)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         options = (ctx.needs_input_grad[:3], ctx.spec, ctx.states, ctx.record, ctx.dtype, ctx.shape, ctx.dtypes)
-        return *once(_form, grads[0], *ctx.saved_tensors, *options, ctx.rounded), *[None] * 5
+        return *once(_form, grads[0], *ctx.saved_tensors, *options, ctx.rounded, ctx.again), *[None] * 6
 
 
 class _Eager(Backwards, _Rounded):
@@ -173,7 +195,7 @@ class _Eager(Backwards, _Rounded):
 def _form(
     grad: Tensor,
     anchor: Tensor,
-    x: Tensor,
+    x: Tensor | None,
     x_scale: Tensor | None,
     weight: Tensor,
     weight_scale: Tensor | None,
@@ -186,9 +208,10 @@ def _form(
     shape: torch.Size,
     dtypes: tuple[torch.dtype, ...],
     rounded: RoundedWeight | None,
+    again: bool,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, weight and bias, as far as they are needed."""
-    rows, x = matrix(grad), matrix(x)
+    rows = matrix(grad)
     grad_x = grad_weight = grad_bias = None
     first, second = spec.grad_input, spec.grad_weight
     lhs: Operand | None = None
@@ -197,7 +220,7 @@ def _form(
             lhs = operand(rows, first.lhs, dtype, states.get("grad_output"), record)
             if rounded is not None:
                 rhs = rounded.grad_input
-            elif _down(first.rhs) != spec.output.rhs:
+            elif again or _down(first.rhs) != spec.output.rhs:
                 rhs = operand(weight, _down(first.rhs), dtype)
             else:
                 rhs = Operand(weight, weight_scale)
@@ -207,12 +230,32 @@ def _form(
         if needs[1]:
             if lhs is None or _down(second.lhs) != first.lhs:
                 lhs = operand(rows, _down(second.lhs), dtype, states.get("grad_output"), record)
+            assert x is not None
             anew = _down(second.rhs) != spec.output.lhs
+            x = matrix(x)
+            if not x.is_floating_point():
+                x = _decoded(x, spec, dtype)
             rhs = operand(x, _down(second.rhs), dtype) if anew else Operand(x, x_scale)
             grad_weight = _product(lhs.t(), rhs.over(channels, dtype), None, dtype, second.accumulate).to(dtypes[1])
         if needs[2]:
             grad_bias = rows.sum(0).to(dtypes[2])
     return grad_x, grad_weight, grad_bias
+
+
+def _decoded(codes: Tensor, spec: LinearSpec, dtype: torch.dtype) -> Tensor:
+    """What the forward multiplied by, from its codes."""
+    assert spec.input_codes is not None
+    format = spec.input_codes.format
+    return decode(codes, format, carrier(format, dtype))
+
+
+def _rounds_again(weight: Tensor, spec: LinearSpec) -> bool:
+    """Whether rounding a weight a second time gives what the first time gave, from memory that is there anyway."""
+    quantizer = spec.output.rhs
+    if quantizer is None or quantizer.stateful or quantizer.rounding == "stochastic":
+        return False
+    whole = weight if weight._base is None else weight._base
+    return whole.is_leaf and whole.requires_grad
 
 
 def _down(quantizer: Quantizer | None) -> Quantizer | None:

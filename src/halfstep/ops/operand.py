@@ -39,7 +39,7 @@ class Operand:
             return self
         if self.scale is not None and self.scale.dim():
             return Operand(self.values.float() * self.scale)
-        return Operand(self.values.to(_carrier(formats.get(self.values.dtype), dtype)), self.scale)
+        return Operand(self.values.to(carrier(formats.get(self.values.dtype), dtype)), self.scale)
 
     def over(self, powers: Tensor | None, dtype: torch.dtype) -> Operand:
         """The same with each column divided by a power of two, in a dtype that holds that; None divides by 1."""
@@ -74,12 +74,12 @@ def operand(
         return Operand(x.to(dtype))
     format, scales = quantizer.format, quantizer.scales
     if scales is None:
-        return Operand(values(x, quantizer, dtype=_carrier(format, dtype)))
+        return Operand(values(x, quantizer, dtype=carrier(format, dtype)))
     native = scaled_mm.native_dtype(quantizer, x.device)
     if scales.tile == TENSOR:
         factor, amax = _factor(x, format, scales.rule, state, record)
         if factor is not None:
-            rounded = round_scaled(x, factor, format, quantizer.rounding, _carrier(format, dtype), amax=amax)
+            rounded = round_scaled(x, factor, format, quantizer.rounding, carrier(format, dtype), amax=amax)
             return Operand(rounded if native is None else rounded.to(native), factor.reciprocal())
     elif native is not None:
         return _rows(x, quantizer, scales, native)
@@ -108,7 +108,7 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
     quantizer = quantized.quantizer
     format, scales = quantizer.format, quantizer.scales
     if scales is None:
-        return Operand(quantized.dequantize(_carrier(format, dtype)))
+        return Operand(quantized.dequantize(carrier(format, dtype)))
     native = scaled_mm.native_dtype(quantizer, quantized.codes.device)
     if native is not None:
         scale = scales.rule.multiplier(quantized.tensors, format).float()
@@ -116,7 +116,7 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
     if _is_whole(quantizer):
         unscaled = Quantized(Quantizer(format), quantized.shape, quantized.dtype, {"codes": quantized.codes})
         scale = scales.rule.multiplier(quantized.tensors, format).view(())
-        into = _carrier(format, dtype)
+        into = carrier(format, dtype)
         wide = carried.supports(into, quantized.codes.device)  # the product would widen them
         return Operand(unscaled.dequantize(torch.float32 if wide else into), scale)
     if scales.rule.two_level:
@@ -199,10 +199,10 @@ def _blocks(x: Tensor, quantizer: Quantizer, scales: Scales, dtype: torch.dtype)
     if down:  # kernels know tiles along rows, of a view too
         x, quantizer = x.t(), quantizer.down
     narrow = _narrow(quantizer.format, scales.rule, dtype, x.device)
-    carrier, may_be_subnormal = values_noted(x, quantizer, dtype=narrow)
-    if narrow == dtype and may_be_subnormal and _has_subnormals(carrier):
-        carrier = values(x, quantizer, dtype=torch.float32)
-    return Operand(carrier.t() if down else carrier)
+    made, may_be_subnormal = values_noted(x, quantizer, dtype=narrow)
+    if narrow == dtype and may_be_subnormal and _has_subnormals(made):
+        made = values(x, quantizer, dtype=torch.float32)
+    return Operand(made.t() if down else made)
 
 
 def _is_whole(quantizer: Quantizer) -> bool:
@@ -217,7 +217,7 @@ def _two_level(quantized: Quantized, dtype: torch.dtype) -> Operand:
     """The blocks' scales in the values, the tensor's apart."""
     scale = quantized.tensors["tensor_scale"]
     blocks = replace(quantized, tensors=quantized.tensors | {"tensor_scale": torch.ones_like(scale)})
-    return Operand(Quantized.dequantize(blocks, _carrier(quantized.quantizer.format, dtype, 4)), scale)
+    return Operand(Quantized.dequantize(blocks, carrier(quantized.quantizer.format, dtype, 4)), scale)
 
 
 def _narrow(format: Format, rule: Scaling, dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -234,7 +234,7 @@ def _has_subnormals(carrier: Tensor) -> bool:
     return bool(((magnitude < torch.finfo(carrier.dtype).smallest_normal) & (magnitude > 0)).any())
 
 
-def _carrier(format: Format, dtype: torch.dtype, scale_bits: int = 0) -> torch.dtype:
+def carrier(format: Format, dtype: torch.dtype, scale_bits: int = 0) -> torch.dtype:
     """`dtype` if it holds the format's values, times scales of so many significant bits, exactly; else float32."""
     if dtype == torch.float64:
         return dtype

@@ -3,10 +3,30 @@
 from halfstep.optim.checks import check_optimizer
 from halfstep.optim.classes import Lamb, Lion
 from halfstep.optim.conversion import convert
+from halfstep.optim.galore_classes import GaLoreAdamW, GaLoreAdamW8bit
 from halfstep.optim.loss_scale import LossScaler
 from halfstep.optim.lowbit import LowBit
+from halfstep.optim.lowbit_classes import AdamW8bit, AdamWFp8, CoatAdamW, LowBitAdamW
+from halfstep.optim.per_layer import PerLayer
 from halfstep.optim.rules import rule_of, update_rules
 from halfstep.optim.update import Update
 
 
-__all__ = ["Lamb", "Lion", "LossScaler", "LowBit", "Update", "check_optimizer", "convert", "rule_of", "update_rules"]
+__all__ = [
+    "AdamW8bit",
+    "AdamWFp8",
+    "CoatAdamW",
+    "GaLoreAdamW",
+    "GaLoreAdamW8bit",
+    "Lamb",
+    "Lion",
+    "LossScaler",
+    "LowBit",
+    "LowBitAdamW",
+    "PerLayer",
+    "Update",
+    "check_optimizer",
+    "convert",
+    "rule_of",
+    "update_rules",
+]

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import OptimizerError
+from halfstep.optim.projected import projected
 from halfstep.optim.rules import rule_of
 from halfstep.optim.rules.base import UpdateRule
-from halfstep.recipe import DTYPES
+from halfstep.recipe import DTYPES, PROJECTOR, Projection, Storage
 
 
 _WHY = {
@@ -32,11 +33,16 @@ Namer = Callable[[Tensor, int], str]
 """What to call a parameter, which has that number, in an error."""
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Any, str] | None = None) -> UpdateRule:
+def check_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Any, str] | None = None,
+    projections: Mapping[Any, Projection] | None = None,
+) -> UpdateRule:
     """The rule of a torch optimizer that `convert` can take. Nothing is changed.
 
     Args:
         names: of the parameters, for errors.
+        projections: of parameters that will be updated in a subspace, how.
 
     Raises:
         OptimizerError: its class, an option, a parameter or a state has no counterpart here.
@@ -45,6 +51,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Any, str] |
     check_parameters(optimizer.param_groups, lambda p, i: f"parameter {i}{_quoted(known.get(p))}")
     for state in optimizer.state.values():
         check_state(state, rule)
+    for parameter, projection in (projections or {}).items():
+        if projected(rule, projection, tuple(parameter.shape)) is not rule and optimizer.state.get(parameter):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} has moments of {known.get(parameter, 'a parameter')}, whose updates this "
+                "recipe takes in a subspace, where they have no place. Hand halfstep.prepare a new "
+                f"{type(optimizer).__name__}, or take a recipe without a projection"
+            )
     return rule
 
 
@@ -100,6 +113,41 @@ def check_state(state: Mapping[str, Any], rule: UpdateRule, foreign: Iterable[st
                 f"the state holds {name!r}, which this recipe keeps nothing in: it was saved under another recipe. "
                 "Resume under that one, or load the weights alone and start the optimizer anew"
             )
+
+
+def check_subspace(
+    saved: Mapping[str, Any],
+    kinds: Mapping[str, Storage],
+    shapes: Mapping[str, tuple[int, ...]],
+    parameter: Tensor,
+    number: object,
+) -> None:
+    """Refuse a saved state of another subspace: moments are nothing without their projector, and those of the whole
+    gradient have no place in one.
+
+    Raises:
+        OptimizerError: it is.
+    """
+    found, remedy = saved.get(PROJECTOR), "Resume as it was saved, or load the weights alone and start anew"
+    if found is not None and PROJECTOR not in kinds:
+        raise OptimizerError(
+            f"the state of parameter {number} holds moments in a subspace and its projector (GaLore), and here a "
+            f"parameter of shape {tuple(parameter.shape)} is not projected. {remedy}"
+        )
+    if PROJECTOR not in kinds or not any(name in saved for name in kinds):
+        return
+    if not isinstance(found, Tensor):
+        what = "none" if found is None else f"a {type(found).__name__}"
+        raise OptimizerError(
+            f"the state of parameter {number} holds moments of the whole gradient, and here a parameter of shape "
+            f"{tuple(parameter.shape)} is projected (GaLore): expected a projector of shape {shapes[PROJECTOR]}, found "
+            f"{what}. {remedy}"
+        )
+    if tuple(found.shape) != shapes[PROJECTOR]:
+        raise OptimizerError(
+            f"the state of parameter {number} holds a projector of shape {tuple(found.shape)}, expected "
+            f"{shapes[PROJECTOR]}: it was saved with another rank or side. {remedy}"
+        )
 
 
 def warn_of_late(parameters: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from halfstep.optim.classes import Lamb, Lion
 from halfstep.optim.lowbit import LowBit
 from halfstep.optim.present import Reference
 from halfstep.quant import draw_seed
-from halfstep.recipe import Recipe
+from halfstep.recipe import Projection, Recipe
 
 
 def convert(
@@ -24,6 +24,7 @@ def convert(
     generator: torch.Generator | int | None = None,
     model: Reference | None = None,
     process_group: Any = None,
+    projections: Mapping[nn.Parameter, Projection] | None = None,
 ) -> LowBit:
     """The optimizer that continues `optimizer` under a recipe: same groups, same moments, same step counts.
 
@@ -37,15 +38,16 @@ def convert(
             of the first one.
         model: a weak reference to the model: once parameters have left it, the others are not stepped on in silence.
         process_group: the processes that train together; None is the default group, where there is one.
+        projections: of parameters that are updated in a subspace of their gradients, how.
 
     Raises:
         OptimizerError: the class, an option, a parameter or a state cannot be expressed; the optimizer is left as it
             was.
     """
-    rule = check_optimizer(optimizer)
+    rule = check_optimizer(optimizer, projections=projections)
     # Drawn only where it is used: a recipe that rounds to nearest leaves the model's dropout masks as they were.
     seed = draw_seed(generator) if recipe.update_rounding == "stochastic" else 0
-    result = LowBit(list(optimizer.param_groups), rule, recipe, seed, model, process_group)
+    result = LowBit(list(optimizer.param_groups), rule, recipe, seed, model, process_group, projections)
     result.defaults = {**optimizer.defaults, **result.defaults}
     result.param_groups = optimizer.param_groups
     result.agree_on_the_seed()

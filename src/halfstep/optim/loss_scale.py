@@ -149,6 +149,11 @@ class LossScaler(DynamicScale):
             LossScaleError: called after step(); otherwise as `unscale_`.
         """
         optimizer, pending = self._of(optimizer)
+        if getattr(optimizer, "per_layer", None) is not None:
+            raise LossScaleError(
+                "clip_grad_norm_() of an optimizer that steps in the backward pass (PerLayer), which leaves no "
+                "gradients to take the norm of. Clip layer by layer: PerLayer(optimizer, max_norm=...)"
+            )
         if pending.stage == "stepped" and self._enabled:
             raise LossScaleError("clip_grad_norm_() after step(); call it between backward() and step()")
         if not self._grads(optimizer):

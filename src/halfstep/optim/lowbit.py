@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,26 +9,22 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from halfstep import ops
 from halfstep.errors import OptimizerError
-from halfstep.ops import CodeTensor
-from halfstep.optim.checks import UNSCALED, check_parameters, check_state, check_step, warn_of_late
-from halfstep.optim.coded import CodedWeight
+from halfstep.optim.checks import UNSCALED, check_parameters, check_step, warn_of_late
 from halfstep.optim.gradients import narrow_all
 from halfstep.optim.present import Present, Reference
 from halfstep.optim.rules.base import Step, UpdateRule
 from halfstep.optim.seeds import are_several, first_ranks
-from halfstep.optim.shards import is_spread, like, local, positions, spread_like
-from halfstep.optim.states import FORMATS, Kinds, adopt, foreign, kinds_of, labels, start
+from halfstep.optim.shards import is_spread, like, local, positions
+from halfstep.optim.stored import Stored
 from halfstep.optim.update import OWN, Update, move
 from halfstep.quant import derive_seed
-from halfstep.quant.masters import Master, get_master
-from halfstep.recipe import MASTER, Recipe, Storage
+from halfstep.recipe import Projection, Recipe
 
 
-class LowBit(torch.optim.Optimizer):
+class LowBit(Stored):
     """An update rule over weights and moments stored in few bits, with torch.optim's semantics.
 
     Each step decodes weight, gradient and moments to float32, applies the rule, and rounds each result once to
@@ -45,10 +40,13 @@ class LowBit(torch.optim.Optimizer):
 
     Args:
         model, process_group: as for `convert`.
+        projections: of parameters that are updated in a subspace, how.
     """
 
     _step_supports_amp_scaling = True
     takes_float32_gradients = True  # also of parameters in 16 bits: a loss scaler unscales and clips them there
+    per_layer: Any = None
+    """The `PerLayer` by which it steps in the backward pass."""
     awaits_scaler = False
     """Whether the recipe scales its loss and no scaler has been seen yet: a step without one warns, once."""
 
@@ -60,16 +58,14 @@ class LowBit(torch.optim.Optimizer):
         seed: int,
         model: Reference | None = None,
         process_group: Any = None,
+        projections: Mapping[Any, Projection] | None = None,
     ) -> None:
-        self.rule = rule
-        self.recipe = recipe
         self._present = Present(model) if model is not None else None
         self._process_group = process_group
         self._agreed = False
         self._versions: dict[Tensor, int] = {}
         self._watch: Callable[[Update], None] | None = None
-        self._known_kinds: dict[tuple[tuple[str, ...], int], Kinds] = {}
-        super().__init__(groups, {"rounding_seed": seed})
+        super().__init__(groups, rule, recipe, {"rounding_seed": seed}, projections)
 
     @contextmanager
     def watched(self, watch: Callable[[Update], None]) -> Iterator[None]:
@@ -80,47 +76,22 @@ class LowBit(torch.optim.Optimizer):
         finally:
             self._watch = None
 
-    @torch.no_grad()
-    def full(self, parameter: Tensor) -> Tensor:
-        """All that is stored of a parameter, its master included, as a float32 tensor of its own."""
-        master, state, weight = self._master(parameter), self.state.get(parameter, {}), local(parameter.detach())
-        if not master.keeps or not master.keeps.keys() <= state.keys():
-            return spread_like(master.stored(weight), parameter)
-        kept = {name: local(state[name]).clone() for name in master.keeps}
-        ops.follow(master, weight, kept)
-        return spread_like(master.value(weight, kept), parameter)
-
-    def _start(self, parameter: Tensor, full: Tensor | None) -> None:
-        """Start what is kept of a parameter from its float32 values, or from what is stored of it."""
-        master, weight = self._master(parameter), local(parameter)  # torch's views of a DTensor's bits are wrong
-        kept = master.start(weight, master.stored(weight) if full is None else local(full))
-        self.state[parameter].update({name: spread_like(value, parameter) for name, value in kept.items()})
-
-    def _master(self, weight: Tensor) -> Master:
-        """What takes the weight's update."""
-        if isinstance(weight, CodeTensor):
-            assert self.recipe.codes is not None
-            return CodedWeight("codes", self.recipe.codes)
-        name = None if weight.dtype == torch.float32 else self.recipe.master
-        return OWN if name is None else get_master(name)
-
-    def _master_kind(self, weight: Tensor) -> dict[str, Storage]:
-        """How the master of a weight that is codes is kept, if it has one."""
-        codes = self.recipe.codes
-        return {MASTER: codes.master} if codes and codes.master and isinstance(weight, CodeTensor) else {}
-
     def _name(self, parameter: Tensor, index: int) -> str:
         name = self._present.name(parameter) if self._present is not None else None
         return f"parameter {index}" + (f" ({name})" if name else "")
 
     def __getstate__(self) -> dict[str, Any]:
         # What a copy needs beside torch's own. Which model it belongs to and who trains with it, it does not know.
-        own = {"rule": self.rule, "recipe": self.recipe, "awaits_scaler": self.awaits_scaler}
+        own: dict[str, Any] = {"rule": self.rule, "recipe": self.recipe, "awaits_scaler": self.awaits_scaler}
+        held = {parameter for group in self.param_groups for parameter in group["params"]}
+        own["projections"] = {p: projection for p, projection in self.projections.items() if p in held}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        absent: dict[str, Any] = {"_watch": None, "_present": None, "_process_group": None, "_agreed": False}
-        super().__setstate__({**absent, "_versions": {}, "_known_kinds": {}, **state})
+        # torch's load_state_dict comes by here too, with less than a copy brings.
+        absent: dict[str, Any] = {"_watch": None, "_present": None, "_process_group": None, "projections": {}}
+        begun = {"_agreed": False, "_versions": {}, "_plans": {}, "per_layer": self.per_layer}
+        super().__setstate__({**absent, **vars(self), **begun, **state})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's; the recipe holds for the new parameters too.
@@ -175,43 +146,36 @@ class LowBit(torch.optim.Optimizer):
                 "no parameter of this optimizer has a gradient. A model that fully_shard or a copy took over has other "
                 "parameters; under FSDP2 call halfstep.apply, shard, and build torch's optimizer on what came out"
             )
+        self.check()
+        self._start_late()
+        stepped = [(p, p.grad, group, i) for i, (p, group) in enumerate(self._all()) if p.grad is not None]
+        for parameter, grad, group, index in stepped:
+            self._look(parameter, group, index, grad, grad_scale)
+        for parameter, grad, group, index in stepped:
+            self._update(parameter, group, index, grad, grad_scale)
+        return loss
+
+    def check(self) -> None:
+        """What a step begins with: gradients and options are such that it can be taken.
+
+        Raises:
+            OptimizerError: as `step`.
+        """
         for group in self.param_groups:
             group.setdefault("rounding_seed", self.defaults["rounding_seed"])  # it came by way of the old optimizer
         check_parameters(self.param_groups, self._name)
         check_step(self.param_groups, self.rule, self._name)
         self.agree_on_the_seed()
         self._name_formats()
-        self._start_late()
-        index = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group, grad_scale, index)
-                index += 1
-        return loss
 
-    def _kinds(self, names: tuple[str, ...], size: int) -> Kinds:
-        """How the moments of those names of a parameter of that size are kept."""
-        if (names, size) not in self._known_kinds:
-            self._known_kinds[names, size] = kinds_of(self.recipe, names, size)
-        return self._known_kinds[names, size]
-
-    def _name_formats(self) -> None:
-        """Let the groups, which are saved, say how moments that are codes are kept."""
-        for group in self.param_groups:
-            formats = labels(self._kinds(self.rule.moments(group), sys.maxsize)[0])
-            if self.recipe.codes is not None and self.recipe.codes.master is not None:
-                for parameter in group["params"]:
-                    formats |= labels(self._master_kind(parameter))
-            if formats:
-                group[FORMATS] = formats
-            else:
-                group.pop(FORMATS, None)
+    def _all(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Every parameter, with its group."""
+        return ((parameter, group) for group in self.param_groups for parameter in group["params"])
 
     def _start_late(self) -> None:
         """Start the masters of parameters that were frozen, or not here, when the others' were taken; say it, once."""
-        late, parameters = [], [p for group in self.param_groups for p in group["params"]]
-        for index, parameter in enumerate(parameters):
+        late = []
+        for index, (parameter, _) in enumerate(self._all()):
             master = self._master(parameter)
             if parameter.grad is None or master.keeps.keys() <= self.state.get(parameter, {}).keys():
                 continue
@@ -220,119 +184,74 @@ class LowBit(torch.optim.Optimizer):
         if late:
             warn_of_late(late)
 
-    def _begun(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameter's state, with a step count and moments of zero where there are none yet."""
-        state: dict[str, Any] = self.state[parameter]
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-        for name, kind in self._kinds(self.rule.moments(group), parameter.numel())[0].items():
-            if state.get(name) is None:
-                state.update(start(kind, name, parameter))
-        return state
+    def _look(
+        self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor, grad_scale: float = 1.0
+    ) -> None:
+        """Let the rule see a gradient before any weight moves, where it wants to."""
+        look = self.plan(parameter, group).rule.look
+        if look is not None:
+            look(self._next(parameter, group, index, grad, grad_scale), lambda: self._name(parameter, index))
 
-    def _begin(self) -> None:
-        """Begin the states of all parameters that are trained. torch.distributed.checkpoint loads into states that are
-        there: it takes an optimizer with any for one that has all, and makes one without take a step of zeros."""
-        self._name_formats()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad or self.state.get(parameter):
-                    self._begun(parameter, group)
-
-    def _update(self, parameter: Tensor, group: dict[str, Any], grad_scale: float, index: int) -> None:
-        state, master = self._begun(parameter, group), self._master(parameter)
-        kinds, parts, coded = self._kinds(self.rule.moments(group), parameter.numel())
-        state["step"] += 1
-        number, grad = int(state["step"]), like(parameter, master.gradient(_grad(parameter)))
+    def _next(
+        self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor, grad_scale: float = 1.0
+    ) -> Step:
+        """What the next update of a parameter takes."""
+        state, master, plan = self._begun(parameter, group), self._master(parameter), self.plan(parameter, group)
+        number, grad = int(state["step"]) + 1, like(parameter, master.gradient(grad))
         # Of a parameter that is spread over ranks, this one's part; whole where norms of the whole enter.
         weight, kept = local(parameter), {name: local(state[name]) for name in master.keeps}
-        moments = {part: state[part] for part in parts}
-        if self.rule.elementwise:
+        moments = {part: state[part] for part in plan.parts}
+        if plan.rule.elementwise:
             grad, moments = local(grad), {name: local(value) for name, value in moments.items()}
         if master is OWN and self.recipe.update_rounding != "nearest_even":
             master = replace(OWN, rounding=self.recipe.update_rounding)
             if master.rounding == "stochastic":
                 seed = derive_seed(group["rounding_seed"], number, index)
                 master = replace(master, seed=seed, positions=positions(parameter))
-        step = Step(weight, master, kept, grad, moments, number, group, grad_scale, kinds, coded)
-        if self._watch is None and self.rule.fused(step):
-            torch.autograd.graph.increment_version(weight)
+        return Step(weight, master, kept, grad, moments, number, group, grad_scale, plan.kinds, plan.coded)
+
+    def _update(
+        self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor, grad_scale: float = 1.0
+    ) -> None:
+        step, rule = self._next(parameter, group, index, grad, grad_scale), self.plan(parameter, group).rule
+        self.state[parameter]["step"] += 1
+        if self._watch is None and rule.fused(step):
+            torch.autograd.graph.increment_version(step.weight)
         else:
-            written = not master.costly or self._versions.get(parameter) != parameter._version
-            move(self.rule, step, parameter, written, self._watch)
+            written = not step.master.costly or self._versions.get(parameter) != parameter._version
+            move(rule, step, parameter, written, self._watch)
         if is_spread(parameter):
             torch.autograd.graph.increment_version(parameter)
-        if master.costly:
+        if step.master.costly:
             self._versions[parameter] = parameter._version
+
+    # ---- one parameter at a time, for `PerLayer` -----------------------------------------------------------------
+
+    def lowered(self, parameter: Tensor, group: dict[str, Any], index: int, first: bool) -> Tensor | None:
+        """A micro-batch's gradient in fewer numbers, if its rule can; the first one chooses the subspace."""
+        lower, grad = self.plan(parameter, group).rule.lower, parameter.grad
+        if lower is None or grad is None:
+            return None
+        if first:
+            self._look(parameter, group, index, grad)
+        return lower(self._next(parameter, group, index, grad))
+
+    def step_on(self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor) -> None:
+        """One update of one parameter, by a gradient or by what `lowered` made of it."""
+        if not self._master(parameter).keeps.keys() <= self.state.get(parameter, {}).keys():
+            self._start_late()
+        if grad.shape == parameter.shape:
+            self._look(parameter, group, index, grad)
+        self._update(parameter, group, index, grad)
+
+    @property
+    def several_ranks(self) -> bool:
+        """Whether several processes train together."""
+        return are_several(self._process_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that a clip moved to float32 are of their own dtype again."""
         super().zero_grad(set_to_none)
         narrow_all(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this class, or of the torch optimizer with the same rule, returned.
-
-        Moments and masters keep this optimizer's own dtypes: torch's loader would cast them to the parameter's.
-        A master copy that the state lacks (a torch optimizer has none) is the present one.
-
-        Raises:
-            OptimizerError: the groups differ; a state belongs to a parameter of another shape, or holds what this
-                optimizer would leave unused (AMSGrad's maximum, another recipe's master). Nothing was changed.
-        """
-        saved = [len(group["params"]) for group in state_dict["param_groups"]]
-        own = [len(group["params"]) for group in self.param_groups]
-        if saved != own:
-            raise OptimizerError(
-                f"the state holds parameter groups of sizes {saved}, this optimizer has {own}; "
-                "build the optimizer over the same parameters first"
-            )
-        states: dict[Tensor, dict[str, Any]] = {}
-        for group, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            self.rule.check(group)
-            for number, parameter in zip(group["params"], mine["params"], strict=True):
-                if number in state_dict["state"]:
-                    saved_state, options = state_dict["state"][number], {**mine, **group}
-                    states[parameter] = self._adopt(parameter, saved_state, options, number, group.get(FORMATS))
-        groups = self.param_groups
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.update(loaded)
-        self.param_groups = groups  # the same objects: a scheduler built before `convert` holds them
-        self.state.update(states)
-        self._begin()
-
-    @torch.no_grad()
-    def _adopt(
-        self,
-        parameter: Tensor,
-        saved: Mapping[str, Any],
-        group: Mapping[str, Any],
-        number: object,
-        formats: Mapping[str, str] | None = None,
-    ) -> dict[str, Any]:
-        """A parameter's saved state in this optimizer's dtypes, with the present master where it has none."""
-        master, present = self._master(parameter), self.state.get(parameter, {})
-        kinds = self._kinds(self.rule.moments(group), parameter.numel())[0] | self._master_kind(parameter)
-        state = adopt(saved, parameter, kinds, (get_master(self.recipe.master), master), formats, number)
-        check_state(saved, self.rule, foreign(saved, self.recipe, master))
-        if not master.keeps.keys() <= state.keys() and master.keeps.keys() <= present.keys():
-            state.update({name: present[name] for name in master.keeps})
-        return state
-
-    @torch.no_grad()
-    def take_over(self, states: dict[Tensor, Any], masters: Mapping[nn.Parameter, Tensor]) -> None:
-        """Empty a torch optimizer's states into this one, and start masters from float32 values."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter in states:
-                    self.state[parameter] = self._adopt(parameter, states[parameter], group, "?")
-        for parameter, full in masters.items():
-            self._start(parameter, full)
-        self._begin()
-        states.clear()
-
-
-def _grad(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+        if self.per_layer is not None:
+            self.per_layer.drop()

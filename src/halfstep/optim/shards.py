@@ -15,6 +15,12 @@ def is_spread(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
+def placed(tensor: Tensor) -> object:
+    """How it is spread, and its shape; None where it is not."""
+    spread: Any = tensor
+    return (spread.shape, spread.placements, spread.device_mesh.shape) if is_spread(tensor) else None
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part, sharing memory with the whole."""
     spread: Any = tensor

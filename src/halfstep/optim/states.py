@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -10,58 +12,75 @@ from torch import Tensor
 
 from halfstep.errors import OptimizerError
 from halfstep.ops import codes
-from halfstep.optim.shards import is_spread
-from halfstep.quant.description import label
+from halfstep.optim import shard_codes
+from halfstep.optim.shards import is_spread, local, spread_like
+from halfstep.quant.description import MALFORMED, from_label, label
 from halfstep.quant.masters import Master, get_master
-from halfstep.recipe import Recipe, Storage, is_master
+from halfstep.recipe import Recipe, Storage, get_storage, is_master
 
 
 FORMATS = "state_formats"
 """The option of a parameter group that says how states that are codes are kept: `description.label`, by name."""
-
-
-Kinds = tuple[dict[str, Storage], tuple[str, ...], bool]
-"""How moments are kept, by name; the names of all tensors that they are kept in; whether any is codes."""
+_FLAT = ", flat"
 
 
 # ---- moments --------------------------------------------------------------------------------------------------------
 
 
-def kinds_of(recipe: Recipe, names: tuple[str, ...], size: int) -> Kinds:
-    """How a recipe keeps the moments of those names of a parameter of that size."""
-    kinds = {name: recipe.moment(name, size) for name in names}
-    parts = tuple(part for name, kind in kinds.items() for part in kind.parts(name))
-    return kinds, parts, any(kind.dtype is None for kind in kinds.values())
-
-
-def start(kind: Storage, name: str, parameter: Tensor) -> dict[str, Tensor]:
-    """The tensors of a moment that is zero.
+def kind_of(recipe: Recipe, name: str, shape: tuple[int, ...], parameter: Tensor) -> Storage:
+    """How a recipe keeps a parameter's moment of that name and shape. Where the parts of one that is spread over ranks
+    are not whole tiles, it is kept in fp32, and a warning says so.
 
     Raises:
-        OptimizerError: the parameter is spread over ranks, and the moment would be codes.
+        OptimizerError: as `shard_codes.fits`.
     """
+    kind = recipe.moment(name, prod(shape))
+    return _as_spread(kind, parameter) if is_spread(parameter) else kind
+
+
+def _as_spread(kind: Storage, parameter: Tensor) -> Storage:
+    if kind.dtype is not None or shard_codes.fits(kind, parameter):
+        return kind
+    warnings.warn(
+        f"moments of sharded parameters of shape {tuple(parameter.shape)} are kept in fp32, not as {kind}: their rows "
+        "do not divide among the ranks into whole tiles",
+        stacklevel=2,
+    )
+    return get_storage("fp32")
+
+
+def start(kind: Storage, name: str, parameter: Tensor, shape: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+    """The tensors of a moment that is zero, of that shape or the parameter's."""
+    if kind.dtype is None and is_spread(parameter):
+        return shard_codes.start(kind, name, parameter)
+    like = _like(parameter, shape)
     if kind.dtype is not None:
-        return {number: torch.zeros_like(parameter, dtype=kind.dtype) for number in kind.numbers(name)}
-    return encode(kind, name, torch.zeros_like(parameter, dtype=torch.float32))
+        return {number: torch.zeros_like(like, dtype=kind.dtype) for number in kind.numbers(name)}
+    return encode(kind, name, torch.zeros_like(like, dtype=torch.float32))
+
+
+def _like(parameter: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+    """What a moment of that shape lies beside."""
+    return parameter if shape is None or parameter.shape == shape else parameter.detach().new_empty(shape)
 
 
 def encode(kind: Storage, name: str, values: Tensor) -> dict[str, Tensor]:
     """The tensors that float32 values are kept in.
 
     Raises:
-        OptimizerError: as `start`.
+        OptimizerError: the values are spread over ranks, and would be codes.
     """
     if kind.dtype is None and is_spread(values):
         raise OptimizerError(
-            f"moment {name!r} of a sharded parameter of shape {tuple(values.shape)} would be kept as {kind}: shards "
-            "have no tiles yet. Keep moments in fp32, bf16 or fp16 under fully_shard"
+            f"{name} of a sharded parameter of shape {tuple(values.shape)} was saved in another format, and would be "
+            f"rounded anew to {kind}. Load it on one rank, save it from there, and load that here"
         )
     return codes.store(kind, name, values)
 
 
 def labels(kinds: Mapping[str, Storage]) -> dict[str, str]:
     """What `FORMATS` says of states that are codes."""
-    return {n: label(k.quantizer) + ", flat" * k.flat for n, k in kinds.items() if k.dtype is None}
+    return {n: label(k.quantizer) + _FLAT * k.flat for n, k in kinds.items() if k.dtype is None}
 
 
 # ---- saved states ---------------------------------------------------------------------------------------------------
@@ -77,6 +96,7 @@ def adopt(
     saved: Mapping[str, Any],
     parameter: Tensor,
     kinds: Mapping[str, Storage],
+    shapes: Mapping[str, tuple[int, ...]],
     masters: Iterable[Master],
     formats: Mapping[str, str] | None,
     number: object,
@@ -87,6 +107,7 @@ def adopt(
 
     Args:
         kinds: of the rule's moments, and of a master that takes updates in place of codes, by name.
+        shapes: of moments, where not the parameter's own.
         masters: whose tensors keep the dtypes that they have there.
         formats: what the saved groups say of states that are codes (`labels`).
 
@@ -95,13 +116,16 @@ def adopt(
     """
     state: dict[str, Any] = {}
     keeps = {name: dtype for master in masters for name, dtype in master.keeps.items()}
-    parts = {part for name, kind in kinds.items() for part in _every_part(kind, name)}
     coded = {name: format for name, format in (formats or {}).items() if isinstance(saved.get(name), Tensor)}
+    sources = {name: _source(format, name, saved) for name, format in coded.items()}
+    made = [*kinds.items(), *((name, source) for name, source in sources.items() if source is not None)]
+    parts = {part for name, kind in made for part in _every_part(kind, name)}
     for name in coded.keys() - kinds.keys():
         raise OptimizerError(_other_codes(name, coded[name], "values", number))
     for name, kind in kinds.items():
         if isinstance(saved.get(name), Tensor):
-            state |= _kept(saved, name, kind, parameter, coded.get(name), number)
+            like = _like(parameter, shapes.get(name))
+            state |= _kept(saved, name, kind, like, coded.get(name), number)
     for name, value in saved.items():
         if name in parts:
             continue
@@ -131,9 +155,10 @@ def _kept(
     if value.dtype == torch.float32 and value.shape == parameter.shape and f"{name}_scale" not in saved:
         format = None  # a tensor too small to be codes
     if not value.is_floating_point() or format is not None or f"{name}_scale" in saved:
-        if format is None or format != own:
+        source = kind if format == own else _source(format, name, saved)
+        if format is None or source is None or (is_master(name) and format != own):
             raise OptimizerError(_other_codes(name, format, kind, number))
-        expected = kind.layout(name, tuple(parameter.shape))
+        expected = source.layout(name, tuple(parameter.shape))
         for part, (dtype, shape) in expected.items():
             found = saved.get(part)
             if not isinstance(found, Tensor) or (found.dtype, tuple(found.shape)) != (dtype, shape):
@@ -142,7 +167,12 @@ def _kept(
                     f"the state of parameter {number} holds {part} as {what}, expected {dtype} {shape}: it belongs to "
                     "another model"
                 )
-        return {part: saved[part].detach().to(parameter.device, copy=True) for part in expected}
+        parts = {part: saved[part].detach().to(parameter.device, copy=True) for part in expected}
+        if format == own:
+            return parts
+        if kind.dtype != torch.float32:
+            warnings.warn(f"{name} was saved as {source}, and is rounded anew to {kind}", stacklevel=2)
+        return encode(kind, name, codes.read(source, name, parts, tuple(parameter.shape)))
     _check_shape(value, parameter, name, number)
     twice = Storage(kind.quantizer, residual=True).numbers(name)
     found = {part: saved[part].detach() for part in twice if isinstance(saved.get(part), Tensor)}
@@ -150,6 +180,15 @@ def _kept(
         return {part: number.to(parameter.device, kind.dtype, copy=True) for part, number in found.items()}
     numbers = [number.to(parameter.device, torch.float32) for number in found.values()]
     return encode(kind, name, sum(numbers[1:], numbers[0]))
+
+
+def _source(format: str | None, name: str, saved: Mapping[str, Any]) -> Storage | None:
+    """How codes of another format were kept, as far as their label says."""
+    try:
+        quantizer = from_label((format or "").removesuffix(_FLAT))
+    except MALFORMED:
+        return None
+    return Storage(quantizer, residual=f"{name}_residual" in saved, flat=(format or "").endswith(_FLAT))
 
 
 def _other_codes(name: str, format: str | None, kind: object, number: object) -> str:
@@ -166,3 +205,14 @@ def _check_shape(value: Tensor, parameter: Tensor, name: str, number: object) ->
             f"the state of parameter {number} holds {name} of shape {tuple(value.shape)}, "
             f"expected {tuple(parameter.shape)}: it belongs to another model"
         )
+
+
+def widened(state: Mapping[str, Any], kinds: Mapping[str, Storage], parameter: Tensor) -> dict[str, Any]:
+    """A parameter's state with its moments in float32 and without what masters keep: as torch's optimizers have it."""
+    parts = {part for name, kind in kinds.items() for part in kind.parts(name)}
+    own = {name: local(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+    moments = {
+        name: spread_like(codes.read(kind, name, own, tuple(local(parameter).shape)).clone(), parameter)
+        for name, kind in kinds.items()
+    }
+    return {name: value for name, value in state.items() if name not in parts and not is_master(name)} | moments

@@ -53,7 +53,7 @@ def move(
     ):
         master.write(weight, kept, full)
         return
-    values = {name: read(kind, name, moments, tuple(full.shape)) for name, kind in kinds.items()}
+    values = {name: read(kind, name, moments, rule.shape(name, tuple(full.shape))) for name, kind in kinds.items()}
     if watch is None and rule.fused(Step(full, OWN, {}, step.grad, values, step.number, step.group, step.grad_scale)):
         for name, kind in kinds.items():
             write(kind, name, moments, values[name])

@@ -6,6 +6,8 @@ from halfstep.errors import RecipeError, unknown
 from halfstep.recipe import files
 from halfstep.recipe.data import from_data, to_data
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec
+from halfstep.recipe.projection import PROJECTOR, Projection, Subspace
+from halfstep.recipe.saved import COAT, Saved
 from halfstep.recipe.spec import (
     MASTER,
     BytesPerParameter,
@@ -19,17 +21,22 @@ from halfstep.registry import collect
 
 
 __all__ = [
+    "COAT",
     "MASTER",
     "DTYPES",
+    "PROJECTOR",
     "AttentionSpec",
     "BytesPerParameter",
     "Codes",
     "LinearSpec",
     "LossScale",
     "Matmul",
+    "Projection",
     "Recipe",
     "Rule",
+    "Saved",
     "Storage",
+    "Subspace",
     "from_data",
     "get_recipe",
     "get_storage",

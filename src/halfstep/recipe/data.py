@@ -24,6 +24,8 @@ from halfstep.recipe.operands import (
     typed,
 )
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
+from halfstep.recipe.projection import Projection
+from halfstep.recipe.saved import Saved
 from halfstep.recipe.spec import LossScale, Recipe, Rule
 from halfstep.recipe.storage import Codes, Storage
 
@@ -93,6 +95,19 @@ def _loss_scale(data: Any) -> LossScale | None:
     return LossScale(**{key: typed(value, hints[key], "loss_scale", key) for key, value in table.items()})
 
 
+def _projection(data: Any) -> Projection | None:
+    if data == "none":
+        return None
+    table = _optional(data, "projection")
+    hints = typing.get_type_hints(Projection)
+    check_keys(table, tuple(hints), "key of projection", "projection")
+    given = {key: typed(value, hints[key], "projection", key) for key, value in table.items()}
+    try:
+        return Projection(**given)
+    except RecipeError as error:
+        raise At(str(error), "projection", *[key for key in given if f" {key}" in str(error)][:1]) from error
+
+
 def _codes(data: Any) -> Codes | None:
     if data == "none":
         return None
@@ -106,6 +121,20 @@ def _codes(data: Any) -> Codes | None:
         return Codes(**kinds)  # type: ignore[arg-type]
     except RecipeError as error:
         raise At(str(error), "codes", *[role for role in table if f"codes {role} =" in str(error)]) from error
+
+
+def _saved(data: Any) -> Saved | None:
+    if data == "none":
+        return None
+    table = _optional(data, "saved")
+    check_keys(table, tuple(field.name for field in fields(Saved)), "key of saved", "saved")
+    given: Data = {"operands": typed(table.get("operands", False), bool, "saved", "operands")}
+    if table.get("nonlinear", "none") != "none":
+        given["nonlinear"] = storage(table["nonlinear"], "saved", "nonlinear")
+    try:
+        return Saved(**given)
+    except RecipeError as error:
+        raise At(str(error), "saved") from error
 
 
 def _optional(data: Any, name: str) -> Data:
@@ -157,6 +186,8 @@ def _attention(data: Any) -> AttentionSpec | None:
 _TABLES: dict[str, Callable[[Any], Any]] = {
     "loss_scale": _loss_scale,
     "codes": _codes,
+    "projection": _projection,
+    "saved": _saved,
     "moments": _moments,
     "attention": _attention,
 }
@@ -198,6 +229,8 @@ def to_data(recipe: Recipe) -> Data:
     data: Data = {name: _plain(getattr(recipe, name)) for name in _TYPES if name in names}
     data |= {"loss_scale": asdict(recipe.loss_scale) if recipe.loss_scale else "none", "attention": "none"}
     data |= {"codes": _codes_data(recipe.codes), "moments": _moments_data(recipe.moments)}
+    data["projection"] = "none" if recipe.projection is None else _plain_fields(recipe.projection)
+    data |= {"saved": _saved_data(recipe.saved)}
     keeps = recipe.rules[: len(KEEP)] == KEEP
     rules = [_rule_data(rule) for rule in recipe.rules[len(KEEP) if keeps else 0 :]]
     if recipe.attention is not None:
@@ -210,9 +243,20 @@ def _plain(value: Any) -> Any:
     return "none" if value is None else list(value) if isinstance(value, tuple) else value
 
 
+def _plain_fields(record: Projection) -> Data:
+    return {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
+
+
 def _codes_data(codes: Codes | None) -> str | Data:
     kinds = {} if codes is None else {field.name: getattr(codes, field.name) for field in fields(Codes)}
     return {role: "none" if kind is None else storage_data(kind) for role, kind in kinds.items()} or "none"
+
+
+def _saved_data(saved: Saved | None) -> str | Data:
+    if saved is None:
+        return "none"
+    nonlinear = "none" if saved.nonlinear is None else storage_data(saved.nonlinear)
+    return {"operands": saved.operands, "nonlinear": nonlinear}
 
 
 def _moments_data(moments: str | Storage | tuple[tuple[str, str | Storage], ...]) -> str | Data:

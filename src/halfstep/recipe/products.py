@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from halfstep.errors import RecipeError
 from halfstep.quant import Accumulator, Quantizer
+from halfstep.quant.tile import TENSOR
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,18 @@ class LinearSpec:
     def quantizers(self) -> tuple[Quantizer, ...]:
         """Those of the operands that are rounded, each once."""
         return tuple(dict.fromkeys(q for uses in self._uses().values() for q in uses if q is not None))
+
+    @cached_property
+    def input_codes(self) -> Quantizer | None:
+        """The quantizer of the input where its codes can stand for it in the backward pass: both products that take it
+        round it alike, with one scale a tensor that enters the product. None where they cannot."""
+        quantizer = self.output.lhs
+        if quantizer is None or quantizer.scales is None or self.grad_weight.rhs != quantizer:
+            return None
+        format, rule = quantizer.format, quantizer.scales.rule
+        whole = quantizer.stateful is not None or rule.factor(torch.ones(()), format) is not None
+        fits = quantizer.scales.tile == TENSOR and quantizer.outliers is None and format.bits == 8 and format.has_nan
+        return quantizer if whole and fits else None
 
     @property
     def rounds(self) -> bool:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 
 import torch
 
@@ -14,6 +15,8 @@ from halfstep.errors import RecipeError, unknown
 from halfstep.quant.masters import get_master, list_masters
 from halfstep.quant.rounding import check_rounding
 from halfstep.recipe.products import AttentionSpec, LinearSpec, linear_text
+from halfstep.recipe.projection import PROJECTOR, Projection, Shape
+from halfstep.recipe.saved import Saved
 from halfstep.recipe.storage import DTYPES, Codes, Storage, get_storage
 
 
@@ -121,6 +124,9 @@ class Recipe:
     codes: Codes | None = None
     """How the weights that rules round, their gradients and masters are kept, where not as `weights`, `grads` and
     `master` say."""
+    projection: Projection | None = None
+    """Which matrices are updated in a subspace of their gradients. Of `moments`, `projector` says how the vectors that
+    span it are kept."""
     float32_modules: tuple[str, ...] = ()
     """Modules that compute in float32 under autocast, with float32 weights: globs on their classes' names or paths."""
     float32_functions: tuple[str, ...] = ()
@@ -130,6 +136,8 @@ class Recipe:
     """How attention rounds the operands of its two products, where a module of torch's or ours forms them."""
     smooth_glu: str | None = None
     """Whether gated MLPs scale their product before the down-projection rounds it (a key of `SMOOTH_GLU`)."""
+    saved: Saved | None = None
+    """How what autograd keeps for the backward pass is stored, where not as it is."""
     aliases: tuple[str, ...] = ()
     """Other names, such as apex's optimization levels."""
     notes: tuple[str, ...] = ()
@@ -180,6 +188,17 @@ class Recipe:
                 f"recipe {self.name!r}: codes = {self.codes.weights} stores the weights that rules round, beside "
                 f"others in fp32; found {len(self.rules)} rules and weights in {self.weights}"
             )
+        if self.projection is not None and (self.codes is not None or self.moment(PROJECTOR).dtype is None):
+            raise RecipeError(
+                f"recipe {self.name!r}: projection, with codes = {self.codes} and moments: {PROJECTOR} kept as "
+                f"{self.moment(PROJECTOR)}; expected no codes, and vectors in fp32, bf16 or fp16, said first"
+            )
+        if self.saved is not None and self.saved.operands and not any(r.linear.input_codes for r in self.rules):
+            raise RecipeError(
+                f"recipe {self.name!r}: saved = {{operands = true}} keeps the codes that products round their inputs to, "
+                "with one scale a tensor and alike in both products that take the input, and no rule rounds them so: give such "
+                "a rule (as fp8-current has), or set operands to false"
+            )
         if self.grads == self.weights:
             raise RecipeError(f"recipe {self.name!r}: grads = {self.grads!r} is the weights' format; leave it out")
 
@@ -196,9 +215,12 @@ class Recipe:
         kind = get_storage(next((kind for glob, kind in self._moments() if fnmatchcase(name, glob)), "fp32"))
         return kind if size is None or size >= kind.smallest else get_storage("fp32")
 
-    def bytes_per_parameter(self, moments: Sequence[str] = ADAM) -> BytesPerParameter:
+    def bytes_per_parameter(self, moments: Sequence[str] = ADAM, shape: Shape | None = None) -> BytesPerParameter:
         """The bytes of one parameter by role, for an optimizer with those moments; scales of tiles count as if all
         tiles were whole.
+
+        With a `projection` they hang on the matrix: those of one of that `shape`; without a shape, those of a parameter
+        that is not projected, which are the most.
 
         With `codes`, of a weight that rules round, but for the scale of its tensor. Autocast keeps one compute copy
         of each fp32 weight that a product uses, dropped when the forward ends: that is `transient`, and at most its
@@ -215,6 +237,11 @@ class Recipe:
             grads = self.codes.grads.bytes if self.codes.grads else grads
             master = self.codes.master.bytes if self.codes.master else 0.0
         states = sum(self.moment(name).bytes for name in moments)
+        subspace = self.projection.subspace(shape) if self.projection and shape else None
+        if subspace is not None and shape is not None:
+            low = prod(subspace.moment(shape))
+            beside = prod(subspace.projector(shape)) * self.moment(PROJECTOR).bytes
+            states = (sum(self.moment(name, low).bytes for name in moments) * low + beside) / prod(shape)
         return BytesPerParameter(weights, grads, master, states, transient=casts)
 
     def _kept(self) -> list[tuple[str, str]]:
@@ -250,9 +277,11 @@ class Recipe:
             ("loss scale", str(self.loss_scale or "none")),
             *([("gated MLPs", SMOOTH_GLU[self.smooth_glu])] if self.smooth_glu else []),
             *([("codes", str(self.codes))] if self.codes else []),
+            *([("saved", str(self.saved))] if self.saved else []),
             *self._kept(),
             *[(f"linear {rule.path!r}", linear_text(rule.linear)) for rule in self.rules if rule.linear.rounds],
             *self._attention(),
+            *([("projection", str(self.projection))] if self.projection else []),
             ("bytes/param", f"{self.bytes_per_parameter()}, with Adam"),
             ("source", self.source),
             *[("note", note) for note in self.notes],

@@ -6,6 +6,7 @@ from halfstep.tracking.gradients import activation_gradients, activation_gradien
 from halfstep.tracking.histogram import exponents
 from halfstep.tracking.nonfinite import first_nonfinite, magnitude
 from halfstep.tracking.operands import OperandError, operand_error, operand_errors
+from halfstep.tracking.saved import SavedBytes, SavedRow, saving
 from halfstep.tracking.vanished import Zeros, vanished_states, zeros
 from halfstep.tracking.zeroed import share_lost, share_zeroed
 
@@ -15,6 +16,8 @@ __all__ = [
     "Arrivals",
     "ExponentHistogram",
     "OperandError",
+    "SavedBytes",
+    "SavedRow",
     "Zeros",
     "activation_gradients",
     "activation_gradients_by_module",
@@ -25,6 +28,7 @@ __all__ = [
     "magnitude",
     "operand_error",
     "operand_errors",
+    "saving",
     "share_lost",
     "share_zeroed",
     "vanished_states",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +35,8 @@ def vanished_states(optimizer: LowBit, gradients: Mapping[Tensor, Tensor]) -> di
     """By parameter and by the name of the state: where a state is zero although the gradient it has just taken is not.
 
     A moment that averages gradients, or their squares, is zero there because it left the range of its format: float32's
-    own too, for gradients below 1e-21 that are squared.
+    own too, for gradients below 1e-21 that are squared. Moments of a subspace have no elements of the gradient's, and
+    are left out.
 
     Args:
         gradients: by parameter, masks of the elements whose gradient was not zero in the step that was just taken.
@@ -46,15 +46,13 @@ def vanished_states(optimizer: LowBit, gradients: Mapping[Tensor, Tensor]) -> di
         for parameter in group["params"]:
             state, taken = optimizer.state.get(parameter, {}), gradients.get(parameter)
             if taken is not None and "step" in state:
+                plan = optimizer.plan(parameter, group)
                 found[parameter] = {
-                    name: _missing(_value(optimizer, name, state, parameter), taken)
-                    for name in optimizer.rule.moments(group)
+                    name: _missing(read(kind, name, state, plan.shapes[name]), taken)
+                    for name, kind in plan.kinds.items()
+                    if plan.rule is optimizer.rule
                 }
     return found
-
-
-def _value(optimizer: LowBit, name: str, state: Mapping[str, Any], parameter: Tensor) -> Tensor:
-    return read(optimizer.recipe.moment(name, parameter.numel()), name, state, tuple(parameter.shape))
 
 
 def _missing(value: Tensor, taken: Tensor) -> Zeros:

@@ -31,6 +31,7 @@ from halfstep.kernels.cpu.scales import (
     knows_rule,
     larger_finite,
     largest_stored,
+    narrow_scales,
     note_block_maxima,
     power_scalars,
     power_scales,
@@ -67,7 +68,8 @@ def supports(x: Tensor, quantizer: Quantizer) -> bool:
 
 def run(x: Tensor, format: Format, rounding: str, scales: Scales, tensors: dict[str, Tensor], seed: int | None) -> None:
     """Write what x is in these blocks to `tensors` (`codes`, `scale` ...), contiguous and of their layout."""
-    codes, stored = array(tensors["codes"]), tensors["scale"].view(-1).numpy()
+    scale = tensors["scale"]
+    codes, stored = array(tensors["codes"]), array(scale) if scales.rule.narrow else scale.view(-1).numpy()
     numbers, code_numbers = _numbers(format, rounding)
     target = (codes, numbers, code_numbers, cut_points(format, False), packing.shifts(format))
     _quantise(x, format, scales, target, stored, tensors.get("tensor_scale"), seed)
@@ -97,7 +99,8 @@ def run_values(x: Tensor, out: Tensor, format: Format, rounding: str, scales: Sc
         _power_values(x.numel(), array(x), levels(tile), powered, steps, found, array(out), numbers)
         return bool((found & TINY).any())
     target = (array(out), numbers, None, cut_points(format, True), None)
-    stored = np.empty(x.numel() // tile.columns, np.float32 if rule.quotient else np.uint8)
+    kind = np.float32 if rule.quotient else np.uint16 if rule.narrow else np.uint8
+    stored: Any = np.empty(x.numel() // tile.columns, kind)
     _quantise(x, format, scales, target, stored, None, seed)
     return True
 
@@ -116,6 +119,8 @@ def _quantise(
         _power(x.numel(), array(x), stored, above, power_scalars(element, rule), *target, keys)
     elif rule.quotient:
         _absmax(x.numel(), array(x), stored, above, largest, *target, keys)
+    elif rule.narrow:
+        _absmax_bf16(x.numel(), array(x), stored, above, largest, *target, keys)
     else:
         amax = np.empty(x.numel() >> len(above), np.uint32)
         worst = np.zeros(-(-x.numel() // CHUNK), np.uint32)
@@ -135,7 +140,7 @@ def _knows(format: Format, rounding: str, rule: Scaling) -> bool:
     if isinstance(format, Codebook):
         nearest = format.bits == 4 and rounding == "nearest_even" and format.ties == "lower"
         return nearest and knows_rule(format, rule) and not rule.exact
-    return knows_element(format) and knows_rule(format, rule)
+    return knows_element(format) and (rule.narrow or knows_rule(format, rule))
 
 
 @cache
@@ -206,6 +211,19 @@ def _absmax(x, stored, levels, largest, out, numbers, codes, cuts, shifts, seed)
         amax = block_maxima(x[a:b], len(levels))
         scale = stored[a >> len(levels) : b >> len(levels)]
         absmax_scales(amax, scale, largest)
+        part = place(out, a, b, shifts)
+        divided(x[a:b], scale, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
+        pack(part, out, a, b, shifts)
+
+
+@Kernel
+def _absmax_bf16(x, stored, levels, largest, out, numbers, codes, cuts, shifts, seed):
+    for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
+        a = chunk * CHUNK
+        b = min(a + CHUNK, x.size)
+        amax = block_maxima(x[a:b], len(levels))
+        scale = np.empty(amax.size, np.float32)
+        narrow_scales(amax, stored[a >> len(levels) : b >> len(levels)], scale, largest)
         part = place(out, a, b, shifts)
         divided(x[a:b], scale, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
         pack(part, out, a, b, shifts)

@@ -48,6 +48,7 @@ class Coded(NamedTuple):
         return (
             scales is not None
             and not scales.rule.two_level
+            and not scales.rule.narrow
             and quantizer.rounding == "nearest_even"
             and quantizer.format.bits == 8
             and any(kernel.knows(quantizer, columns) for kernel in (blocks, codebook, expansion))

@@ -36,7 +36,8 @@ def supports(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> b
 
 def run(tensors: dict[str, Tensor], out: Tensor, format: Format, scales: Scales) -> None:
     """Write the values of `tensors` (`codes`, `scale` ...), which have the layout of these scales, to `out`."""
-    stored = tensors["scale"].view(-1).numpy()
+    whole = tensors["scale"].view(-1)
+    stored = (whole.float() if scales.rule.narrow else whole).numpy()
     if scales.rule.exact:
         scale = np.empty(stored.size, np.uint32)
         _powers(stored.size, stored, scale)

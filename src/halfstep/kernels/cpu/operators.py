@@ -28,7 +28,7 @@ def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: 
         posit.run(x, out, format)
     elif cast.supports(x, out, format, rounding, overflow):
         cast.run(x, out, format, rounding, overflow, seed)
-    else:
+    elif not blank(x, out):
         quant.round_to(x, format, rounding, overflow, seed, out)
 
 
@@ -43,6 +43,8 @@ def round_scaled_into(
             low, high = torch.aminmax(x)  # one pass, at the speed of memory; abs().amax() would be two
             amax.copy_(torch.maximum(amax, torch.maximum(-low, high).float()))
         wide = torch.promote_types(x.dtype, torch.float32)
+        if blank(x, out):
+            return
         quant.round_to(x.to(wide) * factor.to(wide), format, rounding, "saturate", seed, out)
 
 
@@ -51,7 +53,8 @@ def encode_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow:
     if isinstance(format, Posit) and posit.supports_encode(x, out, format, rounding):
         posit.run_encode(x, out, format)
     elif not codes.supports(x, out, format, rounding, overflow):
-        out.copy_(quant.encode(x, format, rounding, overflow, seed))
+        if not blank(x, out):
+            out.copy_(quant.encode(x, format, rounding, overflow, seed))
     elif not codes.run(x, out, format, rounding, overflow, seed):
         raise no_code_for_nan(x, format)
 
@@ -59,7 +62,8 @@ def encode_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow:
 def decode_into(stored: Tensor, out: Tensor, format: Format) -> None:
     """`quant.decode` into `out`."""
     if not codes.supports_decode(stored, out, format):
-        out.copy_(quant.decode(stored, format, out.dtype))
+        if not blank(stored, out):
+            out.copy_(quant.decode(stored, format, out.dtype))
     elif not codes.run_decode(stored, out, format):
         raise no_such_code(stored, format)
 
@@ -78,7 +82,8 @@ def round_tiles_into(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | N
             return blocks.run_values(x, out, format, rounding, scales, seed)
         if tiles.supports(x, out, quantizer):
             return tiles.run(x, out, format, rounding, scales, seed)
-    dequantize_into(quantizer.quantize(x, seed), out)
+    if not blank(x, out):
+        dequantize_into(quantizer.quantize(x, seed), out)
     return True
 
 
@@ -103,8 +108,9 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
     if codebook.supports(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
         codebook.run(x, quantizer, tensors)
         return
-    for name, tensor in quantizer.quantize(x, seed).tensors.items():
-        tensors[name].copy_(tensor)
+    if not blank(x, *tensors.values()):
+        for name, tensor in quantizer.quantize(x, seed).tensors.items():
+            tensors[name].copy_(tensor)
 
 
 def dequantize_into(quantized: Quantized, out: Tensor) -> None:
@@ -119,7 +125,7 @@ def dequantize_into(quantized: Quantized, out: Tensor) -> None:
         dequantize.run(quantized.tensors, out, format, scales)
     elif scales is not None and tiles.supports_decode(quantized, out):
         tiles.run_decode(quantized, out, scales)
-    else:
+    elif not blank(quantized.codes, out):
         quant.Quantized.dequantize(quantized, out.dtype, out)
 
 
@@ -127,8 +133,18 @@ def accumulate_into(lhs: Tensor, rhs: Tensor, out: Tensor, accumulator: Accumula
     """`quant.accumulator.accumulate` into `out`, of zeros."""
     if accumulate.supports(lhs, rhs, out, accumulator):
         accumulate.run(lhs, rhs, out, accumulator)
-    else:
+    elif not blank(lhs, out):
         out.copy_(quant.accumulator.accumulate(lhs, rhs, accumulator))
+
+
+def blank(x: Tensor, *outs: Tensor) -> bool:
+    """Whether x has no values, as torch's FakeTensors have none: then there is nothing to compute, and whoever watches
+    operators is told that `outs` follow from x."""
+    if not hasattr(x, "fake_mode"):
+        return False
+    for out in outs:
+        FOLLOW(x, out)
+    return True
 
 
 # ---- the same as operators, for torch.compile -----------------------------------------------------------------------
@@ -191,3 +207,7 @@ for _schema, _function in _OPERATORS.items():
     _LIBRARY.define(_schema)
     _LIBRARY.impl(_schema.partition("(")[0], _function, "CompositeExplicitAutograd")
     _LIBRARY.impl(_schema.partition("(")[0], lambda *arguments: None, "Meta")
+_LIBRARY.define("follow(Tensor x, Tensor(a!) out) -> Tensor(a!)")
+_LIBRARY.impl("follow", lambda x, out: out, "CompositeExplicitAutograd")
+FOLLOW = torch.ops.halfstep.follow.default
+"""The operator of `blank`."""

@@ -14,7 +14,7 @@ from halfstep.kernels.cpu import element_codes
 from halfstep.kernels.cpu.compiled import inner
 from halfstep.kernels.cpu.element_codes import Coding
 from halfstep.kernels.cpu.elements import Rounding, Scalars
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, bits_of, lanes
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, bits_of, lanes, nearest_bf16
 from halfstep.quant.scaling import Scaling
 
 
@@ -156,6 +156,19 @@ def absmax_scale(amax, largest):
     return ((amax >= INFINITY).pick(amax.constant(NAN), amax)).float() / largest
 
 
+@lanes(types.uint16)
+def narrow_scale(amax, largest):
+    """amax / largest as the nearest bfloat16; NaN for a block with an infinity or NaN."""
+    quotient = (amax >= INFINITY).pick(amax.constant(NAN), amax).float() / largest
+    return nearest_bf16(quotient.bits())
+
+
+@lanes(types.float32)
+def narrow_multiplier(stored):
+    """A scale in bfloat16 as a float32."""
+    return bits_of(stored).float()
+
+
 @lanes(types.uint8)
 def two_level_code(amax, largest, tensor_scale, numbers, codes):
     """The E4M3 code of amax / largest / tensor_scale."""
@@ -195,6 +208,14 @@ def power_scales(amax, stored, bits, rule):
 def absmax_scales(amax, stored, largest):
     for i in range(amax.size):
         stored[i] = absmax_scale(amax[i], largest)
+
+
+@inner
+def narrow_scales(amax, stored, multiplier, largest):
+    for i in range(amax.size):
+        stored[i] = narrow_scale(amax[i], largest)
+    for i in range(amax.size):
+        multiplier[i] = narrow_multiplier(stored[i])
 
 
 @inner

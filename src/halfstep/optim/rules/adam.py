@@ -57,6 +57,10 @@ def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bo
     def is_decoupled(group: Group) -> bool:
         return bool(group.get("decoupled_weight_decay", decoupled))
 
+    def decay(group: Group) -> tuple[float, float]:
+        s = scalars(1, group, 1.0, is_decoupled(group))
+        return s.l2, s.keep
+
     def update(weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Group) -> tuple[Tensor, Moments]:
         return move(weight, grad, moments, scalars(step, group, 1.0, is_decoupled(group)))
 
@@ -68,9 +72,8 @@ def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bo
         numbers = scalars(step.number, step.group, step.grad_scale, is_decoupled(step.group))
         return kernel.run(*tensors, numbers, master.seed)
 
-    return UpdateRule(
-        name, torch_class, lambda group: ("exp_avg", "exp_avg_sq"), update, REFUSED, REFUSED_STATES, fused
-    )
+    names = ("exp_avg", "exp_avg_sq")
+    return UpdateRule(name, torch_class, lambda group: names, update, REFUSED, REFUSED_STATES, fused, decay=decay)
 
 
 def _as_kept(step: Step) -> dict[str, kernel.Moment]:

@@ -50,6 +50,15 @@ def never(step: Step) -> bool:
     return False
 
 
+Look = Callable[[Step, Callable[[], str]], None]
+"""What a rule does with a gradient before any weight moves, given what to call the parameter in an error."""
+
+
+def own_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a moment that is the weight's own."""
+    return shape
+
+
 @dataclass(frozen=True)
 class UpdateRule:
     """How a weight moves: `update(weight, grad, moments, step, group) -> (weight, moments)`, all in float32.
@@ -69,6 +78,14 @@ class UpdateRule:
     fused: Fused = never
     elementwise: bool = True
     """Whether an element moves by its own gradient and moments alone (not so where norms of tensors enter)."""
+    decay: Callable[[Group], tuple[float, float]] | None = None
+    """What of a weight is added to its gradient, and what the weight is multiplied by; the rest of a step hangs on
+    gradients alone. None where it does not, so that it cannot be taken in a subspace."""
+    shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = own_shape
+    """The shape of a moment of that name, of a weight of that shape."""
+    look: Look | None = None
+    lower: Callable[[Step], Tensor] | None = None
+    """The gradient in fewer numbers, of which `update` takes the sum over micro-batches as well."""
 
     def check(self, group: Group) -> None:
         """Refuse options that have no counterpart here.

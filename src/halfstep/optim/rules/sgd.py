@@ -31,4 +31,8 @@ def _update(weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Gr
     return weight - direction * lr, {"momentum_buffer": buffer}
 
 
-sgd = UpdateRule("sgd", torch.optim.SGD, _moments, _update, {"differentiable": "the update runs without autograd"})
+_REFUSED = {"differentiable": "the update runs without autograd"}
+
+sgd = UpdateRule(
+    "sgd", torch.optim.SGD, _moments, _update, _REFUSED, decay=lambda group: (float(group["weight_decay"]), 1.0)
+)

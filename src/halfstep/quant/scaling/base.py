@@ -44,6 +44,8 @@ class Scaling(ABC):
     """Whether the scale is a tile's amax / max in float32, and kept so."""
     linear: ClassVar[bool] = True
     """Whether values are elements times the multiplier of their tile: not so of a `NonlinearScaling`."""
+    narrow: ClassVar[bool] = False
+    """Whether the scale is a tile's amax / max in float32, rounded to bfloat16 and kept so."""
     two_level: ClassVar[bool] = False
     """Whether the scales are e4m3(amax / max / tensor_scale), with tensor_scale = amax(x) / (448 * max) apart."""
 
@@ -51,7 +53,7 @@ class Scaling(ABC):
         """What kernels are told of a `scale` holds of that method: a class with another one says it anew."""
         super().__init_subclass__()
         if "scale" in vars(cls):
-            for name in {"quotient", "two_level", "power"} - vars(cls).keys():
+            for name in {"quotient", "narrow", "two_level", "power"} - vars(cls).keys():
                 setattr(cls, name, getattr(Scaling, name))
 
     def __str__(self) -> str:

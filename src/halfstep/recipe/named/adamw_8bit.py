@@ -12,12 +12,16 @@ def _map(name: str) -> Storage:
     return get_storage(Quantizer(formats.get(name), scales=blocks), flat=True, smallest=4096)
 
 
+MAPS = (("exp_avg_sq", _map("dynamic8_unsigned")), ("*", _map("dynamic8")))
+"""How Adam's two moments are kept."""
+
+
 adamw_8bit = Recipe(
     name="adamw-8bit",
     summary="fp32 weights, products in bf16 by torch.autocast; moments in 8 bits, the dynamic maps in blocks of 256.",
     source="Dettmers et al. 2022, arXiv 2110.02861; bitsandbytes for the blocks of 256",
     compute="bf16",
-    moments=(("exp_avg_sq", _map("dynamic8_unsigned")), ("*", _map("dynamic8"))),
+    moments=MAPS,
     notes=(
         "tensors of fewer than 4096 elements keep fp32 moments, as in bitsandbytes",
         "bitsandbytes moves the code of a first moment that would change its sign; here it is the nearest",

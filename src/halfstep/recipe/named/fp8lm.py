@@ -26,7 +26,11 @@ _ALL = (
     "after their reduction. halfstep.apply alone rounds products.",
     "Later: the FP8 all-reduce. The paper adapts its factor to saturation; MS-AMP has a constant 1 / sqrt(ranks).",
 )
-_MOMENTS = "Later: moments in E4M3 and scaled fp16, which make the paper's 6 bytes of gradient, states and {what}."
+_MOMENTS = (("exp_avg_sq", get_storage(_HALF)), ("exp_avg", get_storage(_WEIGHT)))
+_SIX = (
+    "Gradient, moments and {what} are the paper's 6 bytes. Moments of biases, norms and embeddings are kept so "
+    "too; those of SGD and Lion have other names, and are fp32."
+)
 
 fp8lm_o1 = Recipe(
     name="fp8lm-o1",
@@ -40,23 +44,25 @@ fp8lm_o1 = Recipe(
 
 fp8lm_o2 = Recipe(
     name="fp8lm-o2",
-    summary="fp8lm-o1, whose moments will be E4M3 and scaled fp16: until then its numbers are fp8lm-o1's.",
+    summary="fp8lm-o1 with the first moment in E4M3 and the second in scaled fp16: 6 bytes in place of 16.",
     source="Peng et al. 2023 (FP8-LM), arXiv 2310.18313; MS-AMP, optimization level O2",
     compute="bf16",
+    moments=_MOMENTS,
     rules=_RULES,
     codes=Codes(weights=get_storage(_HALF), grads=get_storage(_WEIGHT)),
-    notes=(_MOMENTS.format(what="weight"), *_ALL),
+    notes=(_SIX.format(what="weight"), *_ALL),
 )
 
 fp8lm_o3 = Recipe(
     name="fp8lm-o3",
-    summary="E4M3 weights and weight gradients, with a scaled fp16 master that takes the update.",
+    summary="fp8lm-o2 with E4M3 weights beside a scaled fp16 master that takes the update.",
     source="Peng et al. 2023 (FP8-LM), arXiv 2310.18313; MS-AMP, optimization level O3",
     compute="bf16",
+    moments=_MOMENTS,
     rules=_RULES,
     codes=Codes(weights=get_storage(_WEIGHT), grads=get_storage(_WEIGHT), master=get_storage(_HALF)),
     notes=(
-        _MOMENTS.format(what="master"),
+        _SIX.format(what="master") + " The FP8 weight is a seventh.",
         "msamp.initialize takes O1 and O2 only; MS-AMP reaches O3 through DeepSpeed and Megatron-LM.",
         *_ALL,
     ),

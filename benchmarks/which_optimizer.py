@@ -1,0 +1,145 @@
+"""Every recipe on one small Llama: bytes a parameter, loss beside fp32's, time of a step. docs/which_optimizer.md.
+
+    python benchmarks/which_optimizer.py [--keep] [--out FOLDER] [--recipes A,B] [--times]
+    python benchmarks/which_optimizer.py --page
+
+--keep writes results/which_optimizer.json: of the recipes named, beside those that are there. An interrupted run goes
+on where it was. --times measures the times, which want a machine without neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import halfstep
+from halfstep.lab.data import VOCABULARY
+from halfstep.lab.environment import environment
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.models import build_model
+from halfstep.lab.tasks import experiment_for, get_task
+from halfstep.lab.verdict import difference
+from halfstep.memory import measure
+from halfstep.recipe import BytesPerParameter, Recipe, get_recipe, list_recipes
+from harness import RESULTS, keep, ratio, timings
+from losses import train
+from which_optimizer_page import page, plot
+
+
+DOCS = RESULTS.parent.parent / "docs"
+STEPS, SEEDS, ROUNDS = 200, 3, 9
+
+
+def experiment() -> Experiment:
+    """The runs: few steps, as every recipe is trained with every seed."""
+    return experiment_for(
+        "lm",
+        recipes=("fp32",),
+        model="llama-tiny",
+        steps=STEPS,
+        seeds=SEEDS,
+        validations=1,
+        statistics=1,
+        checkpoints=1,
+    )
+
+
+def recipe_of(name: str) -> Recipe:
+    """The recipe of that name. GaLore takes its step whole, since the learning rate here is that of the others."""
+    recipe = get_recipe(name)
+    return recipe if recipe.projection is None else replace(recipe, projection=replace(recipe.projection, scale=1.0))
+
+
+def bytes_of(name: str) -> BytesPerParameter:
+    """Bytes a parameter by role: of a large weight; where they depend on its shape, measured on the model at hand."""
+    recipe = get_recipe(name)
+    if recipe.projection is None:
+        return recipe.bytes_per_parameter()
+    training = Training(name)
+    training.backward()
+    return measure(training.model, training.optimizer)
+
+
+def rows(losses: dict[str, list[float | None]]) -> dict[str, dict[str, Any]]:
+    """By recipe: bytes a parameter by role, the losses, and the difference from fp32's."""
+    finals = {name: {n: v for n, v in enumerate(values) if v is not None} for name, values in losses.items()}
+    found = {}
+    for name, values in losses.items():
+        size, apart = bytes_of(name), difference(finals[name], finals["fp32"], same=name == "fp32")
+        lost = len(values) - len(finals[name])
+        found[name] = {
+            "losses": values,
+            "bytes": {"weights": size.weights, "grads": size.grads, "master": size.master, "states": size.states},
+            "status": "diverged" if lost else apart.status,
+            "gap": apart.gap,
+            "interval": None if apart.interval is None else [apart.interval.low, apart.interval.high],
+            "seeds_to_decide": apart.seeds_to_decide,
+        }
+    return found
+
+
+class Training:
+    """The model under a recipe, and a step of it: forward, backward, update."""
+
+    def __init__(self, name: str) -> None:
+        told = experiment()
+        task = get_task(told.task).open(told)
+        model = build_model(told.model, task.models(), seed=0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self.model, self.optimizer, self.scaler = halfstep.prepare(model, optimizer, recipe_of(name))
+        self.tokens = torch.randint(0, VOCABULARY, (told.batch, told.context))
+
+    def backward(self) -> None:
+        logits = self.model(self.tokens)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), self.tokens.flatten())
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        self.backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+def times(names: list[str]) -> dict[str, float]:
+    """By recipe: the time of a step as a multiple of fp32's in the same round, the median over rounds."""
+    seconds = timings({name: Training(name).step for name in names}, ROUNDS)
+    return {name: ratio(seconds, name, "fp32") for name in names}
+
+
+def main() -> None:
+    """Train what is named, or everything; write what is asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument(
+        "--page", action="store_true", help="write the page and the picture from the kept results alone"
+    )
+    parser.add_argument("--times", action="store_true")
+    parser.add_argument("--recipes", type=lambda text: text.split(","))
+    parser.add_argument("--out", type=Path, default=Path("runs/which_optimizer"))
+    asked = parser.parse_args()
+    file = RESULTS / "which_optimizer.json"
+    data: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"rows": {}, "times": {}}
+    if not asked.page:
+        names = ["fp32", *(name for name in asked.recipes or list_recipes() if name != "fp32")]
+        if asked.times:
+            data["times"] |= times(names)
+        else:
+            told = experiment()
+            data["rows"] |= rows(train(told, {name: recipe_of(name) for name in names}, asked.out))
+            data |= {"machine": environment(), "experiment": told.as_data()}
+        if asked.keep:
+            keep("which_optimizer", data)
+    if asked.page or asked.keep:
+        (DOCS / "which_optimizer.md").write_text(page(data))
+        plot(data, DOCS / "images" / "which_optimizer.png")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,135 @@
+"""The bytes of training by a recipe, by role: the recipe is run on tensors without memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from halfstep.accounting.blank import Blank
+from halfstep.accounting.checkpointing import checkpointed
+from halfstep.accounting.subject import Subject, loss_of
+from halfstep.errors import AccountError, HalfstepError, ModelError, unknown
+from halfstep.memory import StepBytes, measure_persistent, measure_step
+from halfstep.optim import Lamb, Lion
+from halfstep.preparation import prepare
+from halfstep.recipe import Recipe, get_recipe
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "lion": Lion,
+    "lamb": Lamb,
+}
+"""Optimizers by name; `sgd` has no momentum, and `momentum` is SGD with one."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """The bytes of one recipe on one device that holds everything."""
+
+    recipe: str
+    parameters: int
+    """How many there are; tied ones count once."""
+    trained: int
+    """How many of them have a gradient."""
+    bytes: StepBytes
+    passes: bool
+    """Whether a pass was run: where not, activations are unknown, and count nothing."""
+
+    @property
+    def per_parameter(self) -> float:
+        """Persistent bytes a parameter."""
+        return self.bytes.persistent / self.parameters
+
+
+def account(
+    subject: Subject,
+    recipe: str | Recipe,
+    *,
+    batch: int = 1,
+    sequence: int | None = None,
+    optimizer: str = "adamw",
+    checkpointing: str = "none",
+    per_layer: bool = False,
+) -> Account:
+    """Build the model without memory, have it follow the recipe, run a forward and a backward pass, and count.
+
+    Args:
+        recipe: a name, a file, or a `Recipe`: one's own too.
+        batch, sequence: examples, and tokens in each (None: the subject's usual number).
+        optimizer: a key of `OPTIMIZERS`.
+        checkpointing: a key of `checkpointing.CHECKPOINTING`.
+        per_layer: the optimizer steps within the backward pass, and each gradient is dropped when it has arrived.
+
+    Raises:
+        AccountError: an unknown optimizer or checkpointing; a longer sequence than the model has positions for.
+        RecipeError, ModelError, OptimizerError: as `halfstep.prepare`; a model that cannot be run without values.
+    """
+    recipe = get_recipe(recipe)
+    if optimizer not in OPTIMIZERS:
+        raise AccountError(unknown("optimizer", optimizer, OPTIMIZERS))
+    length = sequence_of(subject, sequence)
+    with blank(subject):
+        model = subject.build()
+        wrapped = checkpointed(model, checkpointing) if subject.batch is not None else model
+        parameters = list(model.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        model, low_bit, scaler = prepare(wrapped, OPTIMIZERS[optimizer](trained), recipe, generator=0)
+        if subject.batch is None:
+            found = measure_persistent(model, low_bit, per_layer)
+        else:
+            data = subject.batch(model, batch, length)
+            found = measure_step(
+                model, low_bit, lambda: loss_of(data.call(model), data), data.tensors, scaler.scale, per_layer
+            )
+    counts = sum(p.numel() for p in parameters), sum(p.numel() for p in trained)
+    return Account(recipe.name, *counts, found, subject.batch is not None)
+
+
+def sequence_of(subject: Subject, sequence: int | None) -> int:
+    """The number of tokens in an example.
+
+    Raises:
+        AccountError: the model has positions for fewer.
+    """
+    length = sequence or subject.sequence or 1
+    if subject.longest is not None and length > subject.longest:
+        raise AccountError(
+            f"--seq {length} given, and {subject.name} has positions for {subject.longest} tokens; give at most that"
+        )
+    return length
+
+
+@contextmanager
+def blank(subject: Subject) -> Iterator[None]:
+    """Tensors without memory while it lasts; what a model says while it is built is not for the reader of an account.
+
+    Raises:
+        ModelError: the model asks for values that decide what it does next, or fails.
+    """
+    try:
+        with Blank(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except HalfstepError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ModelError(
+            f"{subject.name} asks for values of tensors ({error}), and an account runs on tensors that have none: "
+            "measure the real model with halfstep.memory.measure_step"
+        ) from error
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise ModelError(
+            f"{subject.name} cannot be run on tensors without memory ({type(error).__name__}: {why[:300]}); build it "
+            "without loading weights, and see that it takes this batch"
+        ) from error

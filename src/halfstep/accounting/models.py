@@ -1,0 +1,192 @@
+"""MODEL of an account: an architecture by name, Hugging Face's config, the header of a checkpoint, or a function."""
+
+from __future__ import annotations
+
+import inspect
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.accounting.subject import Batch, Subject
+from halfstep.errors import ModelError, unknown
+from halfstep.inspection.opening import open_checkpoint
+from halfstep.registry import load_function
+
+
+USUAL = 2048
+"""Tokens in an example, where a model takes as many and nobody says otherwise."""
+
+IMAGE = 224
+"""Height and width of images, where a config does not say."""
+
+_WITH_LABELS = ("LMHeadModel", "ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")
+
+
+@cache
+def architectures() -> Mapping[str, Any]:
+    """The architectures that have a name, from architectures.toml."""
+    return tomllib.loads(files("halfstep.accounting").joinpath("architectures.toml").read_text(encoding="utf-8"))
+
+
+def load_subject(name: str) -> Subject:
+    """What `name` stands for: an architecture of `architectures()`; a folder or file of Hugging Face's with a
+    config.json; a checkpoint, of which the header is read; `module:function` or `file.py:function`.
+
+    A function takes no argument and returns a module, or a tuple of one and its inputs. It is called where tensors have
+    no memory, so it must not load weights.
+
+    Raises:
+        ModelError: nothing has that name; or transformers is not installed, and a config needs it.
+        CheckpointError: the checkpoint is broken.
+    """
+    if name in architectures():
+        return _named(name)
+    path = Path(name).expanduser()
+    if path.name == "config.json" and path.is_file():
+        return _configured(path.parent)
+    if path.is_dir() and (path / "config.json").is_file():
+        return _configured(path)
+    if path.exists():
+        return _stored(path)
+    if ":" in name:
+        return _function(name)
+    raise ModelError(
+        unknown("architecture", name, architectures())
+        + ". Or give a config.json, a folder that holds one, a safetensors file, or module:function"
+    )
+
+
+# ---- Hugging Face's -------------------------------------------------------------------------------------------------
+
+
+def _transformers(name: str) -> Any:
+    try:
+        return import_module("transformers")
+    except ImportError as error:
+        raise ModelError(
+            f"{name}: transformers builds it, which is not installed: pip install 'halfstep[hf]'; or give "
+            "module:function that builds the model"
+        ) from error
+
+
+def _named(name: str) -> Subject:
+    row, transformers = architectures()[name], _transformers(name)
+    config = transformers.AutoConfig.for_model(row["type"], **row["config"])
+    return _built(name, getattr(transformers, row["class"]), config, (f"{name}: {row['source']}",))
+
+
+def _configured(folder: Path) -> Subject:
+    transformers = _transformers(str(folder))
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise ModelError(f"{folder}: its config.json cannot be read ({type(error).__name__}: {why})") from error
+    names = config.architectures or []
+    kind = getattr(transformers, names[0], None) if names else None
+    if kind is None:
+        raise ModelError(
+            f"{folder}: config.json names the architecture {names or 'nothing'}, which transformers "
+            f"{transformers.__version__} does not have; give module:function that builds the model"
+        )
+    return _built(str(folder), kind, config)
+
+
+def _built(name: str, kind: Any, config: Any, remarks: tuple[str, ...] = ()) -> Subject:
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if getattr(kind, "main_input_name", "") == "pixel_values":
+        image = getattr(config, "image_size", IMAGE)
+        shape = (getattr(config, "num_channels", 3), *(image if isinstance(image, (list, tuple)) else (image, image)))
+        return Subject(name, lambda: _new(kind, config), lambda m, b, s: _pixels(b, shape), remarks=remarks)
+    labels = kind.__name__.endswith(_WITH_LABELS) and "labels" in inspect.signature(kind.forward).parameters
+    more = ("labels",) if labels else ("decoder_input_ids",) if config.is_encoder_decoder else ()
+
+    def batch(model: nn.Module, examples: int, length: int) -> Batch:
+        tokens = torch.zeros(examples, length, dtype=torch.int64)
+        return Batch(named=tuple(dict.fromkeys(("input_ids", *more), tokens).items()))
+
+    return Subject(name, lambda: _new(kind, config), batch, min(longest or USUAL, USUAL), longest, remarks)
+
+
+def _new(kind: Any, config: Any) -> nn.Module:
+    config.use_cache = False  # a training run keeps none
+    model: nn.Module = kind(config)
+    return model.train()
+
+
+def _pixels(examples: int, shape: tuple[int, ...]) -> Batch:
+    return Batch(named=(("pixel_values", torch.zeros(examples, *shape)),))
+
+
+# ---- a checkpoint's header ------------------------------------------------------------------------------------------
+
+
+def _stored(path: Path) -> Subject:
+    checkpoint = open_checkpoint(path)
+    shapes = {t.storage: t.shape for t in checkpoint.tensors if "float" in t.dtype}
+    others = len(checkpoint.tensors) - sum("float" in t.dtype for t in checkpoint.tensors)
+    if not shapes:
+        raise ModelError(f"{path} holds no floating-point tensor to train; give a checkpoint of a model's weights")
+
+    def build() -> nn.Module:
+        model = nn.Module()
+        model.tensors = nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in shapes.values())
+        return model
+
+    remarks = [
+        "a checkpoint has no forward pass: what activations take is unknown, and no layer is known to be rounded"
+    ]
+    if others:
+        remarks.append(f"{others} tensors that are no floating-point numbers are left out")
+    return Subject(str(path), build, remarks=tuple(remarks))
+
+
+# ---- a function -----------------------------------------------------------------------------------------------------
+
+
+def _function(name: str) -> Subject:
+    function = load_function(name, ModelError)
+    given: list[Any] = []
+
+    def build() -> nn.Module:
+        made = function()
+        model, *inputs = made if isinstance(made, tuple) and made else (made,)
+        if not isinstance(model, nn.Module):
+            raise ModelError(
+                f"{name}: the function returned {type(model).__name__}; expected a torch.nn.Module, or a tuple of one "
+                "and its inputs"
+            )
+        given[:] = inputs
+        return model.train()
+
+    def batch(model: nn.Module, examples: int, length: int) -> Batch:
+        if not given:
+            return _tokens(name, model, examples, length)
+        inputs = [_resized(x, examples) for x in given] if len(given) > 1 else given
+        if isinstance(given[0], Mapping):
+            return Batch(named=tuple((key, _resized(x, examples)) for key, x in given[0].items()))
+        return Batch(args=tuple(_resized(x, examples) for x in inputs))
+
+    return Subject(name, build, batch, USUAL // 2)
+
+
+def _tokens(name: str, model: nn.Module, examples: int, length: int) -> Batch:
+    if not any(isinstance(module, nn.Embedding) for module in model.modules()):
+        raise ModelError(
+            f"{name}: the model has no embedding of tokens, and what it takes is not known: have the function return "
+            "(model, inputs), tensors whose first dimension is the batch"
+        )
+    return Batch(args=(torch.zeros(examples, length, dtype=torch.int64),))
+
+
+def _resized(x: Any, examples: int) -> Any:
+    """An input with so many examples."""
+    return x.new_zeros((examples, *x.shape[1:])) if isinstance(x, torch.Tensor) and x.dim() else x

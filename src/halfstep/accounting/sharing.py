@@ -1,0 +1,93 @@
+"""What one of several devices holds: each role has its own divisor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfstep.accounting.account import Account
+from halfstep.errors import AccountError
+
+
+BUCKET = 500_000_000
+"""Elements of the buckets that gradients are reduced and weights gathered in. Source: DeepSpeed's defaults of
+`reduce_bucket_size` and `allgather_bucket_size`."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Bytes by role on one device, whole numbers; parts of a tensor are rounded up."""
+
+    weights: int
+    buffers: int
+    gradients: int
+    master: int
+    states: int
+    scales: int
+    communication: int
+    compute_copies: int
+    activations: int
+    peak: int
+
+    @property
+    def persistent(self) -> int:
+        """What is there between the backward pass and the step."""
+        model = self.weights + self.buffers + self.gradients + self.scales
+        return model + self.master + self.states + self.communication
+
+
+def check_ranks(ranks: int, zero: int) -> None:
+    """Refuse what `share` cannot divide by.
+
+    Raises:
+        AccountError: no such stage; fewer than one device; a stage with one device, which has nobody to share with.
+    """
+    if zero not in range(4):
+        raise AccountError(f"--zero {zero} given; expected a stage from 0 to 3")
+    if ranks < 1:
+        raise AccountError(f"--dp {ranks} given; expected a number of devices, at least 1")
+    if zero and ranks == 1:
+        raise AccountError(f"--zero {zero} shards over devices, and there is one: say over how many, such as --dp 8")
+
+
+def share(account: Account, ranks: int = 1, zero: int = 0) -> Share:
+    """What each of `ranks` devices holds that train on batches of their own.
+
+    Stage 0 copies everything; 1 shards masters and states, 2 gradients too, 3 weights too (ZeRO). Communication is what
+    gradients are reduced in: at stage 0 a copy of them (torch's DDP without `gradient_as_bucket_view`); from stage 1 on
+    buckets of `BUCKET` elements, for gradients and for weights that are gathered.
+
+    Raises:
+        AccountError: as `check_ranks`.
+
+    Source: Rajbhandari et al. 2020, arXiv 1910.02054, figure 1 and section 5.
+    """
+    check_ranks(ranks, zero)
+    held, parts = account.bytes, [ranks if zero >= stage else 1 for stage in (3, 2, 1)]
+    of_weights, of_gradients, of_states = parts
+
+    def divided(size: int, divisor: int) -> int:
+        return -(-size // divisor)
+
+    weights, scales = divided(held.weights, of_weights), divided(held.scales, of_weights)
+    master, states = divided(held.master, of_states), divided(held.states, of_states)
+    state_scales = divided(held.state_scales, of_states)
+    communication = _communication(account, ranks, zero)
+    fixed = held.weights + held.buffers + held.scales + held.master + held.states + held.state_scales
+    passing = max(0, held.peak - held.peak_gradients - fixed)
+    kept = weights + held.buffers + scales + master + states + state_scales + communication
+    gradients = divided(held.gradients, of_gradients)
+    peak = max(kept + divided(held.peak_gradients, of_gradients) + passing, kept + gradients)
+    return Share(
+        weights, held.buffers, gradients, master, states, scales + state_scales, communication, held.compute_copies,
+        held.activations, peak,
+    )  # fmt: skip
+
+
+def _communication(account: Account, ranks: int, zero: int) -> int:
+    if ranks == 1:
+        return 0
+    if zero == 0:
+        return account.bytes.gradients
+    reduced = account.bytes.gradients * min(account.trained, BUCKET) // max(1, account.trained)
+    gathered = account.bytes.weights * min(account.parameters, BUCKET) // account.parameters
+    return reduced + gathered

@@ -1,0 +1,54 @@
+"""Norms over the last dimensions and activation functions: what autograd saves of their inputs may live in few bits.
+
+torch's LayerNorm, RMSNorm, GELU and SiLU, and those of Hugging Face's models, which have forwards of their own. ReLU is
+left alone: its gradient asks which outputs are 0, and in few bits small ones would be.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.nn.keeping import around, storage_of
+from halfstep.ops import saved_traced
+
+
+_KINDS = (nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.SiLU)
+_NORMS = ("layernorm", "rmsnorm")
+_ACTIVATIONS = ("gelu", "silu")
+
+
+def fits(module: nn.Module) -> bool:
+    """Whether the module is one of these by its class, or by its class's name and make."""
+    if isinstance(module, torch.jit.ScriptModule) or next(module.children(), None) is not None:
+        return False
+    if isinstance(module, _KINDS):
+        return True
+    name, parameters = type(module).__name__.lower(), [p for p in module.parameters() if p is not None]
+    if name.endswith(_NORMS):
+        return all(p.dim() == 1 for p in parameters)
+    return not parameters and any(word in name for word in _ACTIVATIONS)
+
+
+def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The stock forward. In a traced graph torch's own kinds but RMSNorm have the same gradients; others are stock."""
+    x = args[0] if args else next(iter(kwargs.values()), None)
+    if torch.compiler.is_compiling():
+        return _traced(stock, module, *args, **kwargs)
+    with around(module, x):
+        return stock(module, *args, **kwargs)
+
+
+def _traced(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    storage = storage_of(module)
+    x = args[0] if len(args) == 1 and not kwargs else None
+    if storage is None or not isinstance(x, Tensor) or not x.requires_grad:
+        return stock(module, *args, **kwargs)
+    if isinstance(module, (nn.GELU, nn.SiLU)) and not getattr(module, "inplace", False):
+        return saved_traced.elementwise(lambda x: stock(module, x), x, storage)
+    if isinstance(module, nn.LayerNorm) and (module.weight is None or module.weight.dtype in (x.dtype, torch.float32)):
+        shape = list(module.normalized_shape)
+        return saved_traced.layer_norm(x, shape, module.weight, module.bias, module.eps, storage)
+    return stock(module, *args, **kwargs)

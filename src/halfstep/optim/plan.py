@@ -1,0 +1,46 @@
+"""How a parameter is updated and what is kept of it: from the rule, the recipe and the parameter's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from halfstep.optim.projected import projected
+from halfstep.optim.rules.base import Group, UpdateRule
+from halfstep.optim.states import kind_of
+from halfstep.recipe import Projection, Recipe, Storage
+
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How parameters of one shape are updated."""
+
+    rule: UpdateRule
+    kinds: Mapping[str, Storage]
+    """How the moments are kept, by name."""
+    shapes: Mapping[str, Shape]
+    """Their shapes."""
+    parts: tuple[str, ...]
+    """The names of all tensors that they are kept in."""
+    coded: bool
+    """Whether any is codes."""
+
+
+def plan_of(rule: UpdateRule, recipe: Recipe, group: Group, parameter: Tensor, projection: Projection | None) -> Plan:
+    """The plan of a parameter.
+
+    Raises:
+        OptimizerError, RecipeError: as `projected`.
+    """
+    shape = tuple(parameter.shape)
+    if projection is not None:
+        rule = projected(rule, projection, shape)
+    shapes = {name: rule.shape(name, shape) for name in rule.moments(group)}
+    kinds = {name: kind_of(recipe, name, own, parameter) for name, own in shapes.items()}
+    parts = tuple(part for name, kind in kinds.items() for part in kind.parts(name))
+    return Plan(rule, kinds, shapes, parts, any(kind.dtype is None for kind in kinds.values()))

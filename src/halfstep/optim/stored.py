@@ -1,0 +1,199 @@
+"""What an optimizer keeps of its parameters: moments, masters and step counts, begun, saved, loaded and taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep import ops
+from halfstep.errors import OptimizerError
+from halfstep.ops import CodeTensor
+from halfstep.optim.checks import check_state, check_subspace
+from halfstep.optim.coded import CodedWeight
+from halfstep.optim.plan import Plan, plan_of
+from halfstep.optim.rules.base import UpdateRule
+from halfstep.optim.shards import local, placed, spread_like
+from halfstep.optim.states import FORMATS, adopt, foreign, labels, start, widened
+from halfstep.optim.update import OWN
+from halfstep.quant.masters import Master, get_master
+from halfstep.recipe import MASTER, Projection, Recipe, Storage
+
+
+class Stored(torch.optim.Optimizer):
+    """The states of an optimizer: what its rule and its recipe say is kept of each parameter."""
+
+    rule: UpdateRule
+    recipe: Recipe
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        rule: UpdateRule,
+        recipe: Recipe,
+        defaults: dict[str, Any],
+        projections: Mapping[Any, Projection] | None = None,
+    ) -> None:
+        self.rule = rule
+        self.recipe = recipe
+        self.projections = dict(projections or {})
+        self._plans: dict[object, Plan] = {}
+        super().__init__(groups, defaults)
+
+    def _projection(self, parameter: Tensor, group: Mapping[str, Any]) -> Projection | None:
+        """How the updates of a parameter are projected."""
+        return self.projections.get(parameter)
+
+    def plan(self, parameter: Tensor, group: Mapping[str, Any]) -> Plan:
+        """How a parameter of that group is updated and kept."""
+        shape, projection = tuple(parameter.shape), self._projection(parameter, group)
+        key = (id(self.rule), self.rule.moments(group), shape, placed(parameter), projection)
+        if key not in self._plans:
+            self._plans[key] = plan_of(self.rule, self.recipe, group, parameter, projection)
+        return self._plans[key]
+
+    @torch.no_grad()
+    def full(self, parameter: Tensor) -> Tensor:
+        """All that is stored of a parameter, its master included, as a float32 tensor of its own."""
+        master, state, weight = self._master(parameter), self.state.get(parameter, {}), local(parameter.detach())
+        if not master.keeps or not master.keeps.keys() <= state.keys():
+            return spread_like(master.stored(weight), parameter)
+        kept = {name: local(state[name]).clone() for name in master.keeps}
+        ops.follow(master, weight, kept)
+        return spread_like(master.value(weight, kept), parameter)
+
+    def _start(self, parameter: Tensor, full: Tensor | None) -> None:
+        """Start what is kept of a parameter from its float32 values, or from what is stored of it."""
+        master, weight = self._master(parameter), local(parameter)  # torch's views of a DTensor's bits are wrong
+        kept = master.start(weight, master.stored(weight) if full is None else local(full))
+        self.state[parameter].update({name: spread_like(value, parameter) for name, value in kept.items()})
+
+    def _master(self, weight: Tensor) -> Master:
+        """What takes the weight's update."""
+        if isinstance(weight, CodeTensor):
+            assert self.recipe.codes is not None
+            return CodedWeight("codes", self.recipe.codes)
+        name = None if weight.dtype == torch.float32 else self.recipe.master
+        return OWN if name is None else get_master(name)
+
+    def _master_kind(self, weight: Tensor) -> dict[str, Storage]:
+        """How the master of a weight that is codes is kept, if it has one."""
+        codes = self.recipe.codes
+        return {MASTER: codes.master} if codes and codes.master and isinstance(weight, CodeTensor) else {}
+
+    def _name_formats(self) -> None:
+        """Let the groups, which are saved, say how moments that are codes are kept."""
+        for group in self.param_groups:
+            formats = labels({name: self.recipe.moment(name) for name in self.rule.moments(group)})
+            if self.recipe.codes is not None and self.recipe.codes.master is not None:
+                for parameter in group["params"]:
+                    formats |= labels(self._master_kind(parameter))
+            if formats:
+                group[FORMATS] = formats
+            else:
+                group.pop(FORMATS, None)
+
+    def _begun(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameter's state, with a step count and moments of zero where there are none yet."""
+        state: dict[str, Any] = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        plan = self.plan(parameter, group)
+        for name, kind in plan.kinds.items():
+            if state.get(name) is None:
+                state.update(start(kind, name, parameter, plan.shapes[name]))
+        return state
+
+    def _begin(self) -> None:
+        """Begin the states of all parameters that are trained. torch.distributed.checkpoint loads into states that are
+        there: it takes an optimizer with any for one that has all, and makes one without take a step of zeros."""
+        self._name_formats()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad or self.state.get(parameter):
+                    self._begun(parameter, group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this class, or of the torch optimizer with the same rule, returned.
+
+        Moments and masters keep this optimizer's own dtypes: torch's loader would cast them to the parameter's.
+        A master copy that the state lacks (a torch optimizer has none) is the present one.
+
+        Raises:
+            OptimizerError: the groups differ; a state belongs to a parameter of another shape, or holds what this
+                optimizer would leave unused (AMSGrad's maximum, another recipe's master). Nothing was changed.
+        """
+        saved = [len(group["params"]) for group in state_dict["param_groups"]]
+        own = [len(group["params"]) for group in self.param_groups]
+        if saved != own:
+            raise OptimizerError(
+                f"the state holds parameter groups of sizes {saved}, this optimizer has {own}; "
+                "build the optimizer over the same parameters first"
+            )
+        states: dict[Tensor, dict[str, Any]] = {}
+        for group, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            self.rule.check(group)
+            for number, parameter in zip(group["params"], mine["params"], strict=True):
+                if number in state_dict["state"]:
+                    saved_state, options = state_dict["state"][number], {**mine, **group}
+                    states[parameter] = self._adopt(parameter, saved_state, options, number, group.get(FORMATS))
+        groups = self.param_groups
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.update(loaded)
+        self.param_groups = groups  # the same objects: a scheduler built before `convert` holds them
+        self.state.update(states)
+        self._begin()
+
+    @torch.no_grad()
+    def _adopt(
+        self,
+        parameter: Tensor,
+        saved: Mapping[str, Any],
+        group: Mapping[str, Any],
+        number: object,
+        formats: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """A parameter's saved state in this optimizer's dtypes, with the present master where it has none."""
+        master, present = self._master(parameter), self.state.get(parameter, {})
+        plan, masters = self.plan(parameter, group), (get_master(self.recipe.master), master)
+        kinds = {**plan.kinds, **self._master_kind(parameter)}
+        check_subspace(saved, plan.kinds, plan.shapes, parameter, number)
+        state = adopt(saved, parameter, kinds, plan.shapes, masters, formats, number)
+        check_state(saved, self.rule, foreign(saved, self.recipe, master))
+        if not master.keeps.keys() <= state.keys() and master.keeps.keys() <= present.keys():
+            state.update({name: present[name] for name in master.keeps})
+        return state
+
+    @torch.no_grad()
+    def float32_state_dict(self) -> dict[str, Any]:
+        """As `state_dict`, with all moments in float32 and no masters: for torch's optimizer with the same rule, or one
+        of ours in another format. What a master has beyond its weight, `full` alone gives.
+
+        Raises:
+            OptimizerError: moments are of a subspace, which torch's optimizers have none of.
+        """
+        saved, found = self.state_dict(), {}
+        for group, numbers in zip(self.param_groups, saved["param_groups"], strict=True):
+            for number in (FORMATS, "rounding_seed"):
+                numbers.pop(number, None)
+            for number, parameter in zip(numbers["params"], group["params"], strict=True):
+                if number in saved["state"]:
+                    plan = self.plan(parameter, group)
+                    check_subspace(saved["state"][number], {}, {}, parameter, number)
+                    found[number] = widened(saved["state"][number], plan.kinds, parameter)
+        return {**saved, "state": found}
+
+    @torch.no_grad()
+    def take_over(self, states: dict[Tensor, Any], masters: Mapping[nn.Parameter, Tensor]) -> None:
+        """Empty a torch optimizer's states into this one, and start masters from float32 values."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in states:
+                    self.state[parameter] = self._adopt(parameter, states[parameter], group, "?")
+        for parameter, full in masters.items():
+            self._start(parameter, full)
+        self._begin()
+        states.clear()

@@ -1,0 +1,214 @@
+"""`halfstep memory` at the command line: tables, JSON, what fits, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from halfstep.accounting import bytes_from, largest
+from halfstep.errors import AccountError
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from halfstep.lab.models.gpt import GPT
+
+def gpt(): return GPT(64, 40, 2, 64, 4)
+def given(): return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 2)), torch.zeros(2, 3, 8, 8)
+def blind(): return nn.Linear(8, 8)
+def text(): return "a model"
+"""
+
+
+@pytest.fixture
+def memory(run, tmp_path, monkeypatch):
+    """Runs `halfstep memory MODEL ...` in a folder of its own; for a function, one of `own.py`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(SCRIPT)
+    return lambda model, *words: run("memory", f"own.py:{model}" if model in SCRIPT else model, *words)
+
+
+def as_data(result):
+    code, out, err = result
+    assert code in (0, 1), err
+    return json.loads(out)
+
+
+def cells(out):
+    """The numbers of each row of a table, by its title."""
+    rows = [line.rsplit("  ", 1) for line in out.splitlines() if "  " in line]
+    return {title.strip(): number.strip() for title, number in rows}
+
+
+def test_a_table_of_roles(memory):
+    code, out, _ = memory("gpt", "--batch", "3", "--seq", "33", "--recipe", "bf16-master")
+    assert code == 0
+    assert out.startswith("own.py:gpt: 110,848 parameters; a batch of 3 x 33 tokens; adamw\n")
+    found = cells(out)
+    assert found["weights"] == found["gradients"] == f"{2 * 110848 / 2**20:.2f}"
+    assert found["optimizer states"] == f"{(8 * 110848 + 4 * 28) / 2**20:.2f}"
+    assert found["persistent bytes a parameter"] == "16"
+    assert "compute copies of weights" not in found  # a row of zeros is left out
+    assert float(found["peak of a pass, in MB"]) == pytest.approx(1.048576 * float(found["peak of a pass"]), abs=0.02)
+
+
+def test_recipes_stand_side_by_side_and_in_json(memory):
+    options = ("--recipe", "fp32", "--recipe", "bf16-pure", "--batch", "2", "--seq", "16")
+    _, out, _ = memory("gpt", *options)
+    assert out.splitlines()[1].split() == ["MiB", "fp32", "bf16-pure"]
+    data = as_data(memory("gpt", *options, "--json"))
+    full, half = (row["bytes"] for row in data["recipes"])
+    assert full["weights"] == 2 * half["weights"] == 4 * 110848
+    assert full["persistent"] == sum(full[role] for role in ("weights", "gradients", "states"))
+    assert data["sequence"] == 16
+
+
+def test_devices_share(memory):
+    one, eight = (
+        as_data(memory("gpt", "--recipe", "bf16-master", "--seq", "16", *more, "--json"))["recipes"][0]["bytes"]
+        for more in ((), ("--dp", "8", "--zero", "2"))
+    )
+    assert eight["weights"] == one["weights"]
+    for role in ("gradients", "master", "states"):
+        assert eight[role] == -(-one[role] // 8)
+    _, out, _ = memory("gpt", "--seq", "16", "--dp", "8", "--zero", "3")
+    assert "one of 8 devices, ZeRO stage 3" in out
+    assert "persistent, all 8 devices" in out
+
+
+def test_the_largest_batch_fits_and_the_next_does_not(memory):
+    row = as_data(memory("gpt", "--seq", "16", "--device-memory", "8MB", "--json"))["recipes"][0]
+    found = row["largest_batch"]
+    peaks = [
+        as_data(memory("gpt", "--seq", "16", "--batch", str(batch), "--json"))["recipes"][0]["bytes"]["peak"]
+        for batch in (found, found + 1)
+    ]
+    assert peaks[0] <= 8_000_000 < peaks[1]
+    assert row["its_peak"] == peaks[0]
+
+
+def test_what_does_not_fit_exits_with_1(memory):
+    code, out, _ = memory("gpt", "--seq", "16", "--device-memory", "1MB")
+    assert code == 1
+    assert cells(out)["largest batch in 1MB"] == "none"
+
+
+@pytest.mark.parametrize("slope", [0, 1, 7, 1000])
+@pytest.mark.parametrize("start", [1, 5, 64])
+def test_largest_counts_few_batches(slope, start):
+    asked = []
+
+    def peak(batch):
+        asked.append(batch)
+        return 100 + slope * batch + batch // 3  # what is rounded up makes no straight line
+
+    found, its = largest(peak, 5000, (start, 100 + slope * start + start // 3))
+    assert its <= 5000 < 100 + slope * (found + 1) + (found + 1) // 3 or found == 0
+    assert len(asked) < 25
+
+
+def test_inputs_that_come_with_a_model(memory):
+    small, large = (
+        as_data(memory("given", "--batch", batch, "--json"))["recipes"][0]["bytes"]["activations"]
+        for batch in ("2", "4")
+    )
+    assert large - 4 == 2 * (small - 4)  # but for the loss
+
+
+def test_a_safetensors_file_tells_all_but_activations(memory, tmp_path):
+    save_file(
+        {"a": torch.zeros(64, 32, dtype=torch.bfloat16), "b": torch.zeros(7), "n": torch.arange(3)}, "w.safetensors"
+    )
+    code, out, _ = memory("w.safetensors", "--recipe", "bf16-nomaster")
+    assert code == 0
+    assert cells(out)["saved activations"] == cells(out)["peak of a pass"] == "unknown"
+    assert "what activations take is unknown" in out
+    data = as_data(memory("w.safetensors", "--recipe", "bf16-nomaster", "--json"))
+    assert data["recipes"][0]["bytes"]["weights"] == 2 * (64 * 32 + 7)
+    code, _, err = memory("w.safetensors", "--device-memory", "1GB")
+    assert code == 2
+    assert "a checkpoint has no forward pass" in err
+
+
+@pytest.fixture
+def config(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    kind = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=128, max_position_embeddings=48, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    kind.save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def test_a_config_is_enough(memory, config):
+    whole = as_data(memory(str(config), "--json"))
+    assert whole == {**as_data(memory(str(config / "config.json"), "--json")), "model": str(config)}
+    assert whole["recipes"][0]["bytes"]["weights"] == 4 * whole["recipes"][0]["parameters"]
+    code, _, err = memory(str(config), "--seq", "49")
+    assert code == 2
+    assert "has positions for 48 tokens" in err
+
+
+def test_inference_keeps_keys_and_values(memory, config):
+    data = as_data(memory(str(config), "--inference", "--batch", "3", "--seq", "40", "--recipe", "bf16-pure", "--json"))
+    found = data["recipes"][0]["bytes"]
+    assert found["kv_cache"] == 2 * 2 * 2 * 16 * 3 * 40 * 2  # both, layers, heads, their size, examples, tokens, bytes
+    assert found["persistent"] == found["weights"] + found["buffers"] + found["kv_cache"]
+    code, _, err = memory(str(config), "--inference", "--dp", "2")
+    assert code == 2
+    assert "trains nothing" in err
+
+
+def test_a_plot(memory):
+    pytest.importorskip("matplotlib")
+    assert memory("gpt", "--seq", "16", "--plot", "memory.png", "--device-memory", "8MB")[0] == 0
+    with open("memory.png", "rb") as file:
+        assert file.read(8) == b"\x89PNG\r\n\x1a\n"
+    code, _, err = memory("gpt", "--seq", "16", "--plot", "memory.nothing")
+    assert code == 2
+    assert "give a file such as memory.png" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("nothing-7b",), "unknown architecture 'nothing-7b'"),
+        (("own.py:none",), "unknown function 'none'"),
+        (("own.py:text",), "the function returned str; expected a torch.nn.Module"),
+        (("own.py:blind",), "what it takes is not known: have the function return (model, inputs)"),
+        (("own.py:gpt", "--recipe", "bf16-mastr"), "nearest: bf16-master"),
+        (("own.py:gpt", "--zero", "2"), "there is one: say over how many, such as --dp 8"),
+        (("own.py:gpt", "--zero", "5", "--dp", "2"), "expected a stage from 0 to 3"),
+        (("own.py:gpt", "--per-layer", "--dp", "2"), "before devices have added theirs up"),
+        (("own.py:gpt", "--optimizer", "adan"), "unknown optimizer 'adan'; nearest: adam"),
+        (("own.py:gpt", "--checkpointing", "some"), "unknown checkpointing 'some'"),
+        (("own.py:gpt", "--device-memory", "80"), "1 GB is 10^9 bytes, 1 GiB 2^30"),
+    ],
+)
+def test_mistakes_are_named(memory, words, message):
+    code, _, err = memory(*words)
+    assert code == 2
+    assert message in " ".join(err.split())
+
+
+def test_a_config_without_transformers_names_the_extra(memory, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, _, err = memory("llama-7b")
+    assert code == 2
+    assert "pip install 'halfstep[hf]'" in err
+
+
+@pytest.mark.parametrize(("text", "size"), [("80GB", 80 * 10**9), ("74.5 GiB", int(74.5 * 2**30)), ("1TB", 10**12)])
+def test_sizes_with_units(text, size):
+    assert bytes_from(text) == size
+
+
+@pytest.mark.parametrize("text", ["80", "80G", "GB", "0GB", "-1GB", "80gb"])
+def test_sizes_without_are_refused(text):
+    with pytest.raises(AccountError, match="1 GiB 2"):
+        bytes_from(text)

@@ -1,0 +1,278 @@
+"""GaLore's states: saved, loaded, copied and resumed bit for bit; refused where they have no place; equal on ranks."""
+
+import copy
+import io
+import pickle
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.errors import OptimizerError
+from halfstep.optim import GaLoreAdamW, GaLoreAdamW8bit
+from halfstep.recipe import PROJECTOR, Projection, get_recipe
+from tiny import PROJECTED, assert_same
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+rank, folder, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+sys.path[:0] = [tests, f'{tests}/optim']
+torch.set_num_threads(1)
+from test_galore_states import on_a_rank
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+torch.save(on_a_rank(rank), f"{folder}/{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+def net(width=12):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(9, width), nn.GELU(), nn.Linear(width, 7))
+
+
+def started(name="galore", width=12, build=torch.optim.AdamW, **options):
+    recipe = replace(get_recipe(name), name="made", projection=Projection(**{"gap": 3, **options}))
+    model = net(width)
+    return halfstep.prepare(model, build(model.parameters(), lr=0.01), recipe, generator=7)
+
+
+def trained(model, optimizer, scaler, start, steps, rank=0):
+    losses = []
+    for step in range(start, start + steps):
+        x = torch.randn(8, 9, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(x).square().mean()
+        scaler.scale(loss).backward()
+        scaler.clip_grad_norm_(optimizer, 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def through_a_file(data):
+    file = io.BytesIO()
+    torch.save(data, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("name", PROJECTED)
+@pytest.mark.parametrize("stop", range(8))
+def test_a_run_that_resumes_at_any_step_continues_bit_for_bit(name, stop, monkeypatch):
+    """Before, at and after a change of the subspace; nothing is decomposed that the whole run does not decompose."""
+    whole = started(name, width=160)
+    expected = trained(*whole, 0, 8)
+    model, optimizer, scaler = started(name, width=160)
+    found = trained(model, optimizer, scaler, 0, stop)
+    saved = through_a_file([model.state_dict(), optimizer.state_dict(), scaler.state_dict()])
+    again = started(name, width=160)
+    for part, state in zip(again, saved, strict=True):
+        if state:
+            part.load_state_dict(state)
+    made, stock = [], torch.linalg.svd
+    monkeypatch.setattr(torch.linalg, "svd", lambda *a, **k: made.append(1) or stock(*a, **k))
+    assert found + trained(*again, stop, 8 - stop) == expected
+    assert len(made) == 2 * sum(step % 3 == 0 for step in range(stop, 8))
+    assert_same(again[1].state_dict()["state"], whole[1].state_dict()["state"])
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_train_on(way):
+    first = started()
+    trained(*first, 0, 4)
+    second = copy.deepcopy(first) if way == "deepcopy" else pickle.loads(pickle.dumps(first))
+    assert trained(*first, 4, 4) == trained(*second, 4, 4)
+
+
+# ---- states of another kind -----------------------------------------------------------------------------------------
+
+
+def saved_by(optimizer_of):
+    model, optimizer, scaler = optimizer_of()
+    trained(model, optimizer, scaler, 0, 2)
+    return optimizer.state_dict()
+
+
+def whole():
+    model = net()
+    return halfstep.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), "bf16-mixed")
+
+
+OTHERS = {
+    "of the whole gradient": (started, whole, r"parameter 0 holds moments of the whole gradient.*found none"),
+    "in a subspace": (whole, started, r"parameter 0 holds moments in a subspace.*is not projected. Resume as it was"),
+    "of another rank": (started, lambda: started(rank=2), r"a projector of shape \(9, 2\), expected \(9, 4\)"),
+    "of another side": (started, lambda: started(side="long"), r"a projector of shape \(12, 4\), expected \(9, 4\)"),
+}
+
+
+@pytest.mark.parametrize(("into", "source", "message"), OTHERS.values(), ids=OTHERS)
+def test_states_that_have_no_place_are_refused_and_nothing_changes(into, source, message):
+    _, optimizer, _ = into()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(OptimizerError, match=message):
+        optimizer.load_state_dict(saved_by(source))
+    assert_same(optimizer.state_dict(), before)
+
+
+def test_torchs_states_and_galore_torchs_are_refused():
+    _, optimizer, _ = started()
+    stock = torch.optim.AdamW(net().parameters())
+    for parameter in stock.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    stock.step()
+    with pytest.raises(OptimizerError, match="holds moments of the whole gradient"):
+        optimizer.load_state_dict(stock.state_dict())
+    theirs = optimizer.state_dict()
+    theirs["state"][0] = {**theirs["state"][0], PROJECTOR: object()}
+    with pytest.raises(OptimizerError, match="found a object"):
+        optimizer.load_state_dict(theirs)
+
+
+def test_a_state_in_a_subspace_has_no_float32_form():
+    _, optimizer, _ = parts = started()
+    trained(*parts, 0, 1)
+    with pytest.raises(OptimizerError, match="holds moments in a subspace"):
+        optimizer.float32_state_dict()
+
+
+def test_moments_in_8_bits_load_from_fp32_ones_of_the_same_subspace():
+    parts = started("galore", width=1200, rank=4)
+    trained(*parts, 0, 2)
+    model, optimizer, scaler = started("galore-8bit", width=1200, rank=4)
+    model.load_state_dict(parts[0].state_dict())
+    optimizer.load_state_dict(parts[1].state_dict())
+    state = optimizer.state[model[0].weight]
+    assert state["exp_avg"].dtype == torch.uint8
+    assert_same(state[PROJECTOR], parts[1].state[parts[0][0].weight][PROJECTOR])
+    trained(model, optimizer, scaler, 2, 3)
+
+
+# ---- alone, by galore-torch's names ---------------------------------------------------------------------------------
+
+
+def groups_of(model, **options):
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    return [{"params": matrices, "rank": 4, **options}, {"params": others}]
+
+
+def in_a_strangers_loop(model, optimizer, steps, start=0):
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+    for step in range(start, start + steps):
+        x = torch.randn(8, 9, generator=torch.Generator().manual_seed(10 * step))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("build", [GaLoreAdamW, GaLoreAdamW8bit])
+def test_galore_by_its_own_name_is_the_recipe(build):
+    """Of the same rank, in the same loop; and it goes on where its state was saved."""
+    options = {"update_proj_gap": 3, "scale": 0.5, "proj_type": "std"}
+    model = net()
+    alone = build(groups_of(model, **options), lr=0.02, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    found = in_a_strangers_loop(model, alone, 5)
+    other = net()
+    made = replace(get_recipe("fp32"), name="made", projection=Projection(4, 3, 0.5, paths=("0", "2"), share=None))
+    stock = torch.optim.AdamW([{"params": g["params"]} for g in groups_of(other)], 0.02, (0.9, 0.99), 1e-8, 0.1)
+    other, prepared, _ = halfstep.prepare(other, stock, made)
+    assert_same(found, in_a_strangers_loop(other, prepared, 5))
+    third = net()
+    third.load_state_dict(model.state_dict())
+    resumed = build(groups_of(third, **{**options, "rank": 4}), lr=1.0)
+    resumed.load_state_dict(through_a_file(alone.state_dict()))
+    assert_same(in_a_strangers_loop(third, resumed, 4, 5), in_a_strangers_loop(model, alone, 4, 5))
+
+
+def test_without_a_rank_it_is_adamw():
+    model, other = net(), net()
+    found = in_a_strangers_loop(model, GaLoreAdamW(model.parameters(), lr=0.02), 3)
+    assert_same(
+        found,
+        in_a_strangers_loop(other, halfstep.optim.LowBitAdamW(other.parameters(), 0.02, eps=1e-6, weight_decay=0.0), 3),
+    )
+
+
+def test_large_moments_are_in_8_bits():
+    model = nn.Linear(128, 256, bias=False)
+    optimizer = GaLoreAdamW8bit([{"params": model.parameters(), "rank": 32}], lr=1e-3)
+    model(torch.randn(4, 128)).square().mean().backward()
+    optimizer.step()
+    state = optimizer.state[model.weight]
+    assert (state["exp_avg"].dtype, tuple(state["exp_avg"].shape)) == (torch.uint8, (1, 256 * 32))
+    assert (state[PROJECTOR].dtype, tuple(state[PROJECTOR].shape)) == (torch.float32, (128, 32))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 10}, r"parameter 0: rank = 10 of a matrix of shape \(12, 9\), which has 9"),
+        ({"rank": 0}, "projection rank = 0"),
+        ({"rank": None}, "projection rank = None; expected a whole number"),
+        ({"rank": 2.5}, "projection rank = 2.5; expected a whole number"),
+        ({"scale": "1"}, "projection scale = '1'; expected a number"),
+        ({"update_proj_gap": 0}, "projection gap = 0"),
+        ({"proj_type": "full"}, "unknown proj_type 'full'.*from both sides is not offered"),
+        ({"proj_type": "sdt"}, "unknown proj_type 'sdt'.*std"),
+    ],
+)
+def test_groups_that_mean_nothing(options, message):
+    with pytest.raises(OptimizerError, match=re.compile(message, re.S)):
+        GaLoreAdamW(groups_of(net(), **options))
+
+
+def test_what_is_no_matrix_has_no_rank():
+    optimizer = GaLoreAdamW(groups_of(net()))
+    for shape in ((5,), (2, 3, 4)):
+        with pytest.raises(
+            OptimizerError, match=r"parameter 4 of shape .* is in a group with a rank; expected matrices"
+        ):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(shape))], "rank": 2})
+        assert len(optimizer.param_groups) == 2
+    with pytest.raises(OptimizerError, match="correct_bias=False"):
+        GaLoreAdamW(groups_of(net()), correct_bias=False)
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def on_a_rank(rank):
+    found = {}
+    for name in PROJECTED:
+        model, optimizer, scaler = started(name)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        trained(wrapped, optimizer, scaler, 0, 7, rank)
+        found[name] = [p.detach() for p in model.parameters()], optimizer.state_dict()["state"]
+    try:
+        halfstep.optim.PerLayer(optimizer)
+    except OptimizerError as error:
+        found["per layer"] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder, tests = tmp_path_factory.mktemp("ranks"), str(Path(__file__).parent.parent)
+    command = [sys.executable, "-W", "ignore", "-c", RANK]
+    processes = [subprocess.Popen([*command, str(rank), str(folder), tests]) for rank in range(2)]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_ranks_end_with_the_same_bits_and_updates_layer_by_layer_are_refused(ranks):
+    for name in PROJECTED:
+        assert_same(ranks[0][name], ranks[1][name])
+    assert ranks[0]["per layer"].startswith("PerLayer with several ranks: a layer would step before DDP has summed")

@@ -1,0 +1,220 @@
+"""AdamW in few bits without `prepare`: in a stranger's loop, beside torch's, saved, loaded, cast and refused."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from families import for_each
+from halfstep.errors import OptimizerError
+from halfstep.memory import measure
+from halfstep.optim import AdamW8bit, AdamWFp8, CoatAdamW, LowBitAdamW
+from halfstep.recipe import get_recipe, get_storage
+from tiny import assert_same, copied
+
+
+CLASSES = {kind.__name__: kind for kind in (AdamW8bit, AdamWFp8, CoatAdamW)}
+every_class = for_each("kind", CLASSES.values())
+
+
+def net(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).to(dtype)
+
+
+def train(model, optimizer, steps, first=0, scheduler=None):
+    """Somebody's loop: clipping and a scheduler of torch's."""
+    losses = []
+    for step in range(first, first + steps):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
+        loss = (model(x.to(next(model.parameters()).dtype)).float() - x.roll(1, 1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@every_class
+def test_it_trains_as_its_recipe_does(kind):
+    model = net()
+    optimizer = kind(model.parameters(), lr=3e-3, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+    losses = train(model, optimizer, 30, scheduler=scheduler)
+    recipe = get_recipe(kind.recipe_name)
+    other = net()
+    stock = torch.optim.AdamW(other.parameters(), lr=3e-3, weight_decay=0.1)
+    plain = halfstep.Recipe(name="moments", summary="", source="", moments=recipe.moments)
+    other, prepared, _ = halfstep.prepare(other, stock, plain)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(prepared, 30)
+    assert train(other, prepared, 30, scheduler=schedule) == losses
+    assert losses[-1] < 0.9 * losses[0]
+    assert optimizer.state[model[0].weight]["exp_avg"].element_size() == 1
+
+
+def test_in_float32_it_is_torchs():
+    model, other = net(), net()
+    losses = train(model, LowBitAdamW(model.parameters(), moments="fp32"), 20)
+    assert losses == pytest.approx(train(other, torch.optim.AdamW(other.parameters()), 20), rel=1e-6)
+
+
+@every_class
+def test_states_go_to_torchs_optimizer_and_back(kind):
+    """From float32 moments once rounded, and to them exactly."""
+    model = net()
+    stock = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train(model, stock, 3)
+    optimizer = kind(model.parameters(), lr=1e-3)
+    optimizer.load_state_dict(stock.state_dict())
+    wide = optimizer.float32_state_dict()
+    for number, parameter in enumerate(model.parameters()):
+        for name in ("exp_avg", "exp_avg_sq"):
+            storage = optimizer.recipe.moment(name, parameter.numel())
+            exact = stock.state[parameter][name]
+            kept = halfstep.ops.codes.store(storage, name, exact)
+            assert_same(
+                wide["state"][number][name], halfstep.ops.codes.read(storage, name, kept, tuple(parameter.shape))
+            )
+    again = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    again.load_state_dict(wide)
+    assert_same(again.state[model[0].weight]["exp_avg"], wide["state"][0]["exp_avg"])
+    train(model, again, 1)
+    assert float(again.state[model[0].weight]["step"]) == 4
+
+
+@every_class
+def test_a_run_resumes_bit_for_bit_through_a_file(kind):
+    model = net()
+    optimizer = kind(model.parameters(), lr=3e-3)
+    train(model, optimizer, 3)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file)  # weights_only: plain tensors
+    other = net()
+    resumed = kind(other.parameters(), lr=1.0)
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    assert train(other, resumed, 3, 3) == train(model, optimizer, 3, 3)
+    assert_same(other.state_dict(), model.state_dict())
+
+
+@every_class
+def test_copies_step_alike(kind):
+    model = net()
+    optimizer = kind(model.parameters())
+    train(model, optimizer, 2)
+    twin, twins = copy.deepcopy((model, optimizer))
+    assert type(twins) is kind
+    assert train(twin, twins, 2, 2) == train(model, optimizer, 2, 2)
+
+
+@every_class
+def test_options_that_people_know(kind):
+    model = net()
+    groups = [{"params": [model[0].weight], "lr": 1e-2, "weight_decay": 0.0}, {"params": [model[2].weight]}]
+    optimizer = kind(groups, lr=1e-4, betas=(0.8, 0.9), eps=1e-6)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-4]
+    optimizer.add_param_group({"params": [model[2].bias]})
+    assert optimizer.param_groups[2]["betas"] == (0.8, 0.9)
+    train(model, optimizer, 2)
+    with pytest.raises(OptimizerError, match="amsgrad"):
+        kind(model.parameters(), amsgrad=True)
+    with pytest.raises(OptimizerError, match=r"parameter 0 \(weight\) is torch.float64.*convert it"):
+        kind(nn.Linear(3, 3).double().named_parameters())
+    with pytest.raises(OptimizerError, match=r"parameter 0 is torch.complex64: its imaginary part would be lost"):
+        kind([nn.Parameter(torch.zeros(4, dtype=torch.complex64))])
+
+
+def test_gradients_that_are_absent_or_sparse():
+    model = nn.ModuleDict(
+        {"used": nn.Linear(64, 64), "unused": nn.Linear(64, 64), "table": nn.Embedding(8, 4, sparse=True)}
+    )
+    optimizer = AdamW8bit(model["used"].parameters())
+    optimizer.add_param_group({"params": list(model["unused"].parameters())})
+    model["used"](torch.ones(1, 64)).sum().backward()
+    before = copied(dict(model["unused"].state_dict()))
+    optimizer.step()
+    assert_same(dict(model["unused"].state_dict()), before)
+    optimizer.add_param_group({"params": list(model["table"].parameters())})
+    model["table"](torch.tensor([1])).sum().backward()
+    with pytest.raises(OptimizerError, match=r"sparse_coo gradient.*Build its embedding with sparse=False"):
+        optimizer.step()
+
+
+def test_blocks_and_small_parameters():
+    model = net()
+    sizes = {}
+    for block in (64, 256):
+        optimizer = AdamW8bit(model.parameters(), block_size=block, min_8bit_size=6144)
+        train(model, optimizer, 1)
+        sizes[block] = optimizer.state[model[0].weight]["exp_avg_scale"].numel()
+        assert optimizer.state[model[0].bias]["exp_avg"].dtype == torch.float32
+    assert sizes == {64: 96, 256: 24}
+    with pytest.raises(halfstep.HalfstepError, match="tile"):
+        AdamW8bit(model.parameters(), block_size=-1)
+
+
+def test_what_16_bit_weights_lose_is_said():
+    with pytest.warns(UserWarning, match="AdamW8bit: parameters in torch.bfloat16 .* bf16_stochastic_round=True"):
+        AdamW8bit(net(torch.bfloat16).parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = net(torch.bfloat16)
+        optimizer = AdamW8bit(model.parameters(), lr=1e-3, bf16_stochastic_round=True, generator=3)
+        AdamW8bit(net().parameters())
+    losses = train(model, optimizer, 40)
+    assert losses[-1] < losses[0]
+    again = net(torch.bfloat16)
+    assert train(again, AdamW8bit(again.parameters(), bf16_stochastic_round=True, generator=3), 40) == losses
+
+
+def test_a_grad_scaler_of_torchs_divides_and_skips():
+    model = net()
+    optimizer = AdamW8bit(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    x = torch.ones(4, 64)
+    for bad in (False, True):
+        before = copied(dict(model.state_dict()))
+        scaler.scale(model(x).square().mean()).backward()
+        if bad:
+            model[0].weight.grad[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(before["0.weight"], model[0].weight) == bad
+    assert float(optimizer.state[model[0].weight]["step"]) == 1
+
+
+def test_a_description_of_how_moments_are_kept():
+    optimizer = LowBitAdamW(net().parameters(), moments=(("exp_avg", get_storage("mxfp8_e4m3")), ("*", "bf16")))
+    assert optimizer.recipe.moment("exp_avg").quantizer == halfstep.get_quantizer("mxfp8_e4m3")
+    with pytest.raises(halfstep.HalfstepError, match="unknown format 'fp9'"):
+        LowBitAdamW(net().parameters(), moments="fp9")
+
+
+def test_beside_a_models_recipe():
+    """`apply` rounds the products, and the optimizer is one's own; `prepare` refuses it and says so."""
+    model = net()
+    with pytest.raises(OptimizerError, match=r"AdamW8bit is halfstep's own.*or call halfstep.apply\(model, recipe\)"):
+        halfstep.prepare(model, AdamW8bit(model.parameters()), "fp8-current")
+    halfstep.apply(model, "fp8-current")
+    optimizer = AdamW8bit(model.parameters(), lr=3e-3)
+    losses = train(model, optimizer, 30)
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize(("kind", "size"), [(AdamW8bit, 2.03125), (AdamWFp8, 2.03125), (CoatAdamW, 2.1875)])
+def test_bytes_of_live_states(kind, size):
+    model = nn.Linear(256, 256, bias=False)
+    optimizer = kind(model.parameters())
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    assert measure(model, optimizer).states == size == get_recipe(kind.recipe_name).bytes_per_parameter().states
