@@ -102,14 +102,16 @@ def measure_step(
 
 
 def measure_persistent(model: nn.Module, optimizer: torch.optim.Optimizer, per_layer: bool = False) -> StepBytes:
-    """What stays from step to step, without a pass: gradients are counted as they will be, by making them of zeros.
+    """What stays from step to step, without a pass: gradients are made of zeros, and stay.
 
     Args:
         per_layer: as for `measure_step`: none stays.
     """
     model.zero_grad()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad and not per_layer]
-    grads = [torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None)) for parameter in trained]
+    if trained:  # as they accumulate, by the hooks that keep them in few bits
+        torch.autograd.backward(trained, [torch.zeros_like(parameter) for parameter in trained])
+    grads = [parameter.grad for parameter in trained if parameter.grad is not None]
     return _counted(_persistent(model, optimizer), grads)
 
 
