@@ -84,7 +84,7 @@ class _Projected:
             return  # it spans nothing: the next gradient's, or the old one
         try:
             vectors = singular_vectors(grad, self.subspace)
-        except RuntimeError as error:
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             if not begun:
                 raise OptimizerError(
                     f"{name()}: the singular vectors of its gradient of shape {tuple(grad.shape)} were not found "
@@ -142,7 +142,7 @@ def singular_vectors(grad: Tensor, subspace: Subspace) -> Tensor:
     largest magnitude, of equals the first, is positive.
 
     Raises:
-        RuntimeError: the decomposition did not converge.
+        torch.linalg.LinAlgError: the decomposition did not converge.
     """
     left, _, right = torch.linalg.svd(grad, full_matrices=False)
     vectors = left[:, : subspace.rank] if subspace.left else right[: subspace.rank].T
