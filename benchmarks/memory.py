@@ -2,11 +2,12 @@
 
 Counted, as papers count: weights, gradients, masters and optimizer states, measured on live tensors, and what autograd
 keeps at the end of a forward, every memory once (`tracking.saving`). As the system sees it: the largest resident set
-during a whole step after the first, above that of a process that trains a model of a few kilobytes in the same way, so that code,
-libraries and compiled kernels do not count. Children run with MALLOC_MMAP_THRESHOLD_=65536, by which glibc gives freed
-tensors back at once: what is resident is then what is alive.
+during a whole step after the first, above that of a process that trains a model of a few kilobytes in the same way, so
+that code, libraries and compiled kernels do not count. Children run with MALLOC_MMAP_THRESHOLD_=65536, by which glibc
+gives freed tensors back at once: what is resident is then what is alive.
 
     python benchmarks/memory.py                 # the memory
+    python benchmarks/memory.py --recipes bf16-mixed,coat    # of some; what is not measured again stays
     python benchmarks/memory.py --speed         # the time of a step
 """
 
@@ -20,6 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ from harness import RESULTS, Contender, race
 
 
 MODELS: dict[str, type[nn.Module]] = {"gpt-small": GPT, "llama-small": Llama}
-SIZE, CONTEXT, VOCABULARY = (6, 384, 6), 128, 256  # layers, width, heads: 10.7 million parameters
+SIZE, CONTEXT, VOCABULARY = (6, 384, 6), 64, 256  # layers, width, heads: 10.9 million parameters
 BATCHES = (8, 16, 32, 64)
 BASELINE = "bf16-mixed"
 RECIPES = ("bf16-mixed", "coat", "fp8lm-o2", "bf16-pure", "fp8-current", "adamw-8bit", "fp8-current saved as coat")
@@ -131,25 +133,25 @@ def counted(row: dict[str, Any]) -> int:
     return sum(row[role] for role in ("weights", "grads", "master", "states", "activations"))
 
 
-def memory_of(model: str) -> dict[str, Any]:
-    """Every recipe over batches, and what follows: ratios, crossings, the largest batch in the baseline's memory."""
-    found: dict[str, Any] = {}
-    for recipe in RECIPES:
-        idle = measured(model, recipe, 1, idle=True)["peak_bytes"]
-        rows = {}
-        for batch in BATCHES:
-            row = measured(model, recipe, batch)
-            row |= {"counted_bytes": counted(row), "above_idle_bytes": row["peak_bytes"] - idle}
-            rows[str(batch)] = row
-            print(f"{model} {recipe} batch {batch}: counted {row['counted_bytes'] / 2**20:.1f} MiB, "
-                  f"peak above idle {row['above_idle_bytes'] / 2**20:.1f} MiB", flush=True)  # fmt: skip
-        found[recipe] = {"idle_bytes": idle, "batches": rows, "tokens_where_activations_exceed_states": _crossing(rows)}
-    for recipe in RECIPES:
-        for batch in BATCHES:
-            row, base = found[recipe]["batches"][str(batch)], found[BASELINE]["batches"][str(batch)]
+def recipe_memory(model: str, recipe: str) -> dict[str, Any]:
+    """One recipe over batches."""
+    idle, rows = measured(model, recipe, 1, idle=True)["peak_bytes"], {}
+    for batch in BATCHES:
+        row = measured(model, recipe, batch)
+        row |= {"counted_bytes": counted(row), "above_idle_bytes": row["peak_bytes"] - idle}
+        rows[str(batch)] = row
+        print(f"{model} {recipe} batch {batch}: counted {row['counted_bytes'] / 2**20:.1f} MiB, "
+              f"peak above idle {row['above_idle_bytes'] / 2**20:.1f} MiB", flush=True)  # fmt: skip
+    return {"idle_bytes": idle, "batches": rows, "tokens_where_activations_exceed_states": _crossing(rows)}
+
+
+def compared(found: dict[str, Any]) -> None:
+    """Add the baseline's memory over each recipe's."""
+    for recipe in found.keys() & set(RECIPES):
+        for batch, row in found[recipe]["batches"].items():
+            base = found[BASELINE]["batches"][batch]
             row["counted_ratio"] = base["counted_bytes"] / row["counted_bytes"]
             row["above_idle_ratio"] = base["above_idle_bytes"] / row["above_idle_bytes"]
-    return {"recipes": found, "largest_batch": _largest(model, found)}
 
 
 def _crossing(rows: dict[str, Any]) -> int:
@@ -190,7 +192,8 @@ def speed(batch: int = 16, rounds: int = 9) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--speed", action="store_true")
-    parser.add_argument("--child", nargs=4)
+    parser.add_argument("--recipes", type=lambda names: names.split(","), default=RECIPES)
+    parser.add_argument("--child", nargs=4, help="what a process of its own measures: model, recipe, batch, idle")
     arguments = parser.parse_args()
     if arguments.child:
         model, recipe, batch, idle = arguments.child
@@ -202,11 +205,13 @@ def main() -> None:
     result |= {"context": CONTEXT, "layers_width_heads": SIZE}
     if arguments.speed:
         result["speed"] = speed()
-    else:
-        result["memory"] = {}
-        for model in MODELS:
-            result["memory"][model] = memory_of(model)
-            path.write_text(json.dumps(result, indent=2) + "\n")
+    for recipe, model in () if arguments.speed else product(arguments.recipes, MODELS):
+        found = result.setdefault("memory", {}).setdefault(model, {})
+        found[recipe] = recipe_memory(model, recipe)
+        compared(found)
+        if recipe == "coat":
+            found["largest_batch"] = _largest(model, found)
+        path.write_text(json.dumps(result, indent=2) + "\n")
     path.write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import halfstep
+from halfstep.lab.data import VOCABULARY
 from halfstep.lab.environment import environment
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.models import build_model
 from halfstep.lab.tasks import experiment_for, get_task
 from halfstep.lab.verdict import difference
-from halfstep.recipe import get_recipe, list_recipes
+from halfstep.memory import measure
+from halfstep.recipe import BytesPerParameter, Recipe, get_recipe, list_recipes
 from harness import RESULTS, keep, ratio, timings
 from losses import train
 from which_optimizer_page import page, plot
@@ -47,15 +49,28 @@ def experiment() -> Experiment:
     )
 
 
+def recipe_of(name: str) -> Recipe:
+    """The recipe of that name. GaLore takes its step whole, since the learning rate here is that of the others."""
+    recipe = get_recipe(name)
+    return recipe if recipe.projection is None else replace(recipe, projection=replace(recipe.projection, scale=1.0))
+
+
+def bytes_of(name: str) -> BytesPerParameter:
+    """Bytes a parameter by role: of a large weight; where they depend on its shape, measured on the model at hand."""
+    recipe = get_recipe(name)
+    if recipe.projection is None:
+        return recipe.bytes_per_parameter()
+    training = Training(name)
+    training.backward()
+    return measure(training.model, training.optimizer)
+
+
 def rows(losses: dict[str, list[float | None]]) -> dict[str, dict[str, Any]]:
     """By recipe: bytes a parameter by role, the losses, and the difference from fp32's."""
     finals = {name: {n: v for n, v in enumerate(values) if v is not None} for name, values in losses.items()}
     found = {}
     for name, values in losses.items():
-        size, apart = (
-            get_recipe(name).bytes_per_parameter(),
-            difference(finals[name], finals["fp32"], same=name == "fp32"),
-        )
+        size, apart = bytes_of(name), difference(finals[name], finals["fp32"], same=name == "fp32")
         lost = len(values) - len(finals[name])
         found[name] = {
             "losses": values,
@@ -68,28 +83,32 @@ def rows(losses: dict[str, list[float | None]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def stepping(name: str) -> Callable[[], object]:
-    """A training step of the model under a recipe: forward, backward, update."""
-    told = experiment()
-    task = get_task(told.task).open(told)
-    model = build_model(told.model, task.models(), seed=0)
-    model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4), name)
-    tokens = torch.randint(0, 256, (told.batch, told.context))
+class Training:
+    """The model under a recipe, and a step of it: forward, backward, update."""
 
-    def step() -> None:
-        logits = model(tokens)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+    def __init__(self, name: str) -> None:
+        told = experiment()
+        task = get_task(told.task).open(told)
+        model = build_model(told.model, task.models(), seed=0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self.model, self.optimizer, self.scaler = halfstep.prepare(model, optimizer, recipe_of(name))
+        self.tokens = torch.randint(0, VOCABULARY, (told.batch, told.context))
 
-    return step
+    def backward(self) -> None:
+        logits = self.model(self.tokens)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), self.tokens.flatten())
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        self.backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
 
 
 def times(names: list[str]) -> dict[str, float]:
     """By recipe: the time of a step as a multiple of fp32's in the same round, the median over rounds."""
-    seconds = timings({name: stepping(name) for name in names}, ROUNDS)
+    seconds = timings({name: Training(name).step for name in names}, ROUNDS)
     return {name: ratio(seconds, name, "fp32") for name in names}
 
 
@@ -112,7 +131,7 @@ def main() -> None:
             data["times"] |= times(names)
         else:
             told = experiment()
-            data["rows"] |= rows(train(told, {name: get_recipe(name) for name in names}, asked.out))
+            data["rows"] |= rows(train(told, {name: recipe_of(name) for name in names}, asked.out))
             data |= {"machine": environment(), "experiment": told.as_data()}
         if asked.keep:
             keep("which_optimizer", data)

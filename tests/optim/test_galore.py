@@ -344,6 +344,13 @@ def test_linear_layers_are_projected_and_heads_norms_and_embeddings_are_not():
     assert projected_in(Block(), recipe_of(rank=2, paths=("lm_head",))) == {"lm_head.weight"}
 
 
+def test_an_audit_says_what_is_projected_and_what_is_not():
+    model, optimizer, _ = halfstep.prepare(model := Block(), torch.optim.AdamW(model.parameters()), "galore")
+    (note,) = [found for found in halfstep.audit(model, optimizer).findings if found.what == "projected"]
+    assert note.tensors == ("attn.in_proj_weight", "attn.out_proj.weight", "mlp.0.weight", "mlp.2.weight")
+    assert note.text.endswith("(GaLore), others (embed.weight, lm_head.weight) as a whole")
+
+
 def test_parameters_that_come_later_are_projected_as_the_others():
     model = mlp()
     model[3].requires_grad_(False)

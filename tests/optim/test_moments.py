@@ -294,6 +294,8 @@ ONE_PASS = {
     "absmax": (("exp_avg", blocked("e4m3fn", 256)), ("exp_avg_sq", blocked("e5m2", 128))),
     "integers": (("exp_avg", blocked("int8", 64)), ("exp_avg_sq", "fp32")),
     "rceil": (("*", blocked("e4m3fnuz", 16, "rceil")),),
+    "expansion": (("exp_avg", blocked("e4m3fn", 128, "expansion")), ("*", blocked("e5m2", 256, "expansion"))),
+    "in sixteenths": (("*", blocked("e4m3fn", 128, "expansion_sixteenths")),),
 }
 
 

@@ -33,11 +33,14 @@ def one_step(model, optimizer):
 # ---- parameters ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize("name", ["fp32", "bf16-master", "fp8-current"])
-def test_parameters_replaced_after_prepare_are_refused(name):
+def test_parameters_replaced_after_prepare_are_refused(name, loaded):
     """As resize_token_embeddings and structured pruning replace them: the optimizer would go on with the old ones."""
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler, 1)
+    if loaded:
+        optimizer.load_state_dict(optimizer.state_dict())
     model[3].weight = nn.Parameter(model[3].weight.detach().clone())
     before = copied(optimizer.state_dict())
     with pytest.raises(OptimizerError, match=r"1 of this optimizer's 6 .* has 1 that .* \(3.weight\): build the optim"):

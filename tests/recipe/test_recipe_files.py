@@ -220,6 +220,15 @@ RULE = 'name = "mine"\n[[rules]]\npath = "a"\n[[rules]]\npath = "*"\n'
             "delayed scaling with history 0",
         ),
         (f'{RULE}input = {{format = "e4m3fn", tile = "row", scale = "delayed"}}', 6, "it keeps one scale a tensor"),
+        ('name = "mine"\n[saved]\noperand = true\n', 3, "unknown key of saved 'operand'; nearest: operands"),
+        ('name = "mine"\n[saved]\noperands = false\n', 2, "it keeps nothing; leave it out"),
+        ('name = "mine"\n[saved]\noperands = true\n', 2, "no rule rounds them so: give such a rule"),
+        ('name = "mine"\nbase = "mxfp8"\n[saved]\noperands = true\n', 3, "no rule rounds them so"),
+        (
+            'name = "mine"\n[saved]\nnonlinear = {format = "bf16", residual = true}\n',
+            2,
+            "are for what an optimizer keeps",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_line(written, text, line, words):

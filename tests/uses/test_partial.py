@@ -6,7 +6,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 from torch import nn
-from ways import Stock, apart, assert_like_fp32, both, prepare, sgd, step, steps, tolerance, values, way
+from ways import Stock, apart, assert_like_fp32, both, prepare, sgd, step, steps, tolerance, under, values, way
 
 import halfstep
 from halfstep.recipe import get_recipe
@@ -158,7 +158,7 @@ def test_several_optimizers(name):
     stock = model_for(name)
     model, start = copy.deepcopy(stock), values(stock)
     given = optimizers(model)
-    halfstep.apply(model, name)
+    halfstep.apply(model, under(name))
     converted = [halfstep.optimize(model, optimizer) for optimizer in given]
     both_steps(model, [optimizer for optimizer, _ in converted], converted[0][1])
     both_steps(stock, optimizers(stock), Stock())
@@ -170,7 +170,7 @@ def test_two_steps(name):
     """In two steps: `halfstep.apply(model, recipe)`, then `halfstep.optimize(model, optimizer)`, is `prepare`."""
     model = model_for(name)
     optimizer = sgd(model)
-    halfstep.apply(model, name)
+    halfstep.apply(model, under(name))
     optimizer, scaler = halfstep.optimize(model, optimizer, generator=3)
     torch.manual_seed(1)
     losses = steps(model, optimizer, scaler)

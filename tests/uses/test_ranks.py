@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from ways import Stock, assert_like_fp32, prepare, sgd, start_of, values, way
+from ways import Stock, assert_like_fp32, prepare, sgd, start_of, under, values, way
 
 import halfstep
 from halfstep.recipe import get_recipe
@@ -83,7 +83,7 @@ def sharded(name, rank):
     model = start_of(name)
     torch.manual_seed(1000 + rank)
     mesh = init_device_mesh("cpu", (2,))
-    halfstep.apply(model, name)
+    halfstep.apply(model, under(name))
     recipe = get_recipe(name)
     wide = recipe.grad_format == "fp32" != recipe.weights
     options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)} if wide else {}

@@ -3,7 +3,7 @@
 import copy
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -125,8 +125,16 @@ def sgd(model, lr=0.1, momentum=0.9, **options):
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr, momentum, **options)
 
 
+def under(name):
+    """The recipe. GaLore's has all of every gradient and its whole step: then plain SGD is what its update is."""
+    recipe = get_recipe(name)
+    if recipe.projection is None:
+        return recipe
+    return replace(recipe, projection=replace(recipe.projection, rank=10**6, share=1.0, scale=1.0))
+
+
 def prepare(name, model, optimizer=None, **options):
-    prepared = halfstep.prepare(model, optimizer or sgd(model), recipe=name, **{"generator": 3, **options})
+    prepared = halfstep.prepare(model, optimizer or sgd(model), recipe=under(name), **{"generator": 3, **options})
     return settled(*prepared)
 
 

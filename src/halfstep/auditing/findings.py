@@ -15,6 +15,7 @@ from halfstep.auditing.setup import Setup, kept_as
 from halfstep.bits.origin import stored_format
 from halfstep.bits.table import Table
 from halfstep.bits.verdict import percent
+from halfstep.recipe import PROJECTOR
 
 
 def find(setup: Setup, items: Sequence[Item], tables: Mapping[str, Table]) -> tuple[Finding, ...]:
@@ -29,6 +30,7 @@ def find(setup: Setup, items: Sequence[Item], tables: Mapping[str, Table]) -> tu
         _nonfinite(items),
         _mixed(items),
         _shared(items),
+        _projected(setup),
     )
     return tuple(sorted((one for found in looked for one in found), key=lambda one: one.level != "warning"))
 
@@ -146,6 +148,16 @@ def _mixed(items: Iterable[Item]) -> Iterator[Finding]:
             dtype, fewest = min(dtypes.items(), key=lambda pair: len(pair[1]))
             text = f"{kind} is not stored alike everywhere: {counts}. In {dtype}"
             yield Finding("note", "mixed states", text, tuple(item.name for item in fewest))
+
+
+def _projected(setup: Setup) -> Iterator[Finding]:
+    """Which matrices are updated in subspaces of their gradients, and which are not."""
+    names = [name for name, key, _ in setup.states if key == PROJECTOR]
+    if names:
+        whole = [name for name, p in setup.trained.items() if p.dim() == 2 and name not in names]
+        others = f", others ({', '.join(whole[:5])}{' ...' * (len(whole) > 5)}) as a whole" if whole else ""
+        text = f"matrices updated in subspaces of their gradients (GaLore){others}"
+        yield Finding("note", "projected", text, tuple(names))
 
 
 def _shared(items: Iterable[Item]) -> Iterator[Finding]:

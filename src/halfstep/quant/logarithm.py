@@ -5,6 +5,8 @@ What computes them elsewhere (`kernels.cpu.expansion`) takes the numbers from he
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,18 +38,19 @@ def log2(x: Tensor) -> Tensor:
     bits = x.view(torch.int32)
     exponent = (bits - HALF_ROOT) >> 23
     t = (bits - (exponent << 23)).view(torch.float32) - 1.0
-    return exponent.float() + _polynomial(LOG2, t) * t
+    return exponent.float() + polynomial(LOG2, t) * t
 
 
 def exp2(x: Tensor) -> Tensor:
     """2^x of float32 numbers in [-126, 127]; exact for whole ones. Within 1.3 ulps over all of them."""
     shifted = x + MAGIC
     power = (shifted.view(torch.int32) - MAGIC_BITS + 127) << 23
-    return _polynomial(EXP2, x - (shifted - MAGIC)) * power.view(torch.float32)
+    return polynomial(EXP2, x - (shifted - MAGIC)) * power.view(torch.float32)
 
 
-def _polynomial(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
-    total = torch.full_like(x, coefficients[-1])
-    for coefficient in reversed(coefficients[:-1]):
-        total = total * x + coefficient
-    return total
+def polynomial(coefficients: tuple[float, ...], x: Any) -> Any:
+    """The sum of coefficients times powers of x, a tensor or a lane of a kernel: from the last one down."""
+    total = x * coefficients[-1]
+    for coefficient in reversed(coefficients[1:-1]):
+        total = (total + coefficient) * x
+    return total + coefficients[0]

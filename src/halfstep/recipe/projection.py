@@ -66,10 +66,11 @@ class Projection:
 
     def __post_init__(self) -> None:
         for name in ("rank", "gap"):
-            if getattr(self, name) < 1:
-                raise RecipeError(f"projection {name} = {getattr(self, name)}; expected a whole number of at least 1")
-        if not 0 < self.scale < float("inf"):
-            raise RecipeError(f"projection scale = {self.scale}; expected a number above 0, such as 0.25")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise RecipeError(f"projection {name} = {value!r}; expected a whole number of at least 1")
+        if not isinstance(self.scale, int | float) or not 0 < self.scale < float("inf"):
+            raise RecipeError(f"projection scale = {self.scale!r}; expected a number above 0, such as 0.25")
         if self.share is not None and not 0 < self.share <= 1:
             raise RecipeError(f"projection share = {self.share}; expected a share of the short side, such as 0.5")
         if self.side not in SIDES:

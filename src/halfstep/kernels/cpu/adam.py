@@ -8,7 +8,6 @@ blocks are decoded and encoded chunk by chunk (`kernels.cpu.coded`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -129,6 +128,21 @@ def _decode(value):
     return bits_of(value).float()
 
 
+@lanes(types.float32)
+def first_moment(m, g, beta1, rest1):
+    return m * beta1 + g * rest1
+
+
+@lanes(types.float32)
+def second_moment(v, g, beta2, rest2):
+    return v * beta2 + g * g * rest2
+
+
+@lanes(types.float32)
+def moved_weight(weight, m, v, keep, step_size, rescale, eps):
+    return weight * keep - m / (v.sqrt() * rescale + eps) * step_size
+
+
 # A NaN that arithmetic returns is quiet: its upper half alone is one too, so it is enough not to round it.
 
 
@@ -223,12 +237,12 @@ def _update(
         g = _decode(grad[i]) * grad_scale
         if l2 is not None:
             g = g + full * l2
-        m = _decode(exp_avg[i]) * beta1 + g * rest1
+        m = first_moment(_decode(exp_avg[i]), g, beta1, rest1)
         v = _decode(exp_avg_sq[i])
         if exp_avg_sq_residual is not None:
             v = v + _decode(exp_avg_sq_residual[i])
-        v = v * beta2 + g * g * rest2
-        w = full * keep - m / (math.sqrt(v) * rescale + eps) * step_size
+        v = second_moment(v, g, beta2, rest2)
+        w = moved_weight(full, m, v, keep, step_size, rescale, eps)
         exp_avg[i] = _encode(m, exp_avg[i])
         exp_avg_sq[i] = _encode(v, exp_avg_sq[i])
         if exp_avg_sq_residual is not None:

@@ -9,18 +9,21 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numba import types
 from torch import Tensor
 
 from halfstep.formats import Codebook
-from halfstep.kernels.cpu import blocks, codebook, element_codes
+from halfstep.kernels.cpu import blocks, codebook, element_codes, expansion
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.codebook import encode_piece
 from halfstep.kernels.cpu.compiled import CHUNK, inner, inner_overload
 from halfstep.kernels.cpu.dequantize import meaning, powers_piece, values_piece
 from halfstep.kernels.cpu.divided import divided
+from halfstep.kernels.cpu.expansion import decode_groups, encode_groups
 from halfstep.kernels.cpu.scales import absmax_scales, block_maxima, power_scalars, power_scales
 from halfstep.quant import Quantizer
+from halfstep.quant.scaling.expansion import Expansion
 
 
 class Coded(NamedTuple):
@@ -44,7 +47,7 @@ class Coded(NamedTuple):
             and not scales.rule.narrow
             and quantizer.rounding == "nearest_even"
             and quantizer.format.bits == 8
-            and (blocks.knows(quantizer, columns) or codebook.knows(quantizer, columns))
+            and any(kernel.knows(quantizer, columns) for kernel in (blocks, codebook, expansion))
             and all(plain(part, part.dtype) for part in self.parts.values())
         )
 
@@ -52,15 +55,20 @@ class Coded(NamedTuple):
         """What a kernel takes for it: the codes, and six that are None where there is an array of numbers."""
         format, scales = self.quantizer.format, self.quantizer.scales
         assert scales is not None
+        if isinstance(scales.rule, Expansion):
+            kept = tuple(array(self.parts[part], torch.float32) for part in ("scale", "exponent", "center"))
+            rule, coding = expansion.scalars(format, scales.rule), element_codes.scalars(format, *_NEAREST)
+            return array(self.parts["codes"]), kept, blocks.levels(scales.tile), meaning(format), rule, *coding
         beside = self.parts["scale"].view(-1).numpy(), blocks.levels(scales.tile), meaning(format)
         if isinstance(format, Codebook):
             coding: Any = np.float32(format.max), None, codebook.search(format)
         else:
             scale_of = power_scalars(format, scales.rule) if scales.rule.exact else np.float32(format.max)
-            coding = scale_of, *element_codes.scalars(format, "nearest_even", "saturate")
+            coding = scale_of, *element_codes.scalars(format, *_NEAREST)
         return array(self.parts["codes"]), *beside, *coding
 
 
+_NEAREST = "nearest_even", "saturate"
 PLAIN = (None,) * 6
 """What stands beside an array of numbers."""
 
@@ -81,6 +89,8 @@ def closed(
 def _opened(kept, stored, levels, decoding, a, b):
     if isinstance(stored, types.NoneType):
         return lambda kept, stored, levels, decoding, a, b: kept[a:b]
+    if isinstance(stored, types.BaseTuple):
+        return lambda kept, stored, levels, decoding, a, b: _opened_groups(kept, stored, levels, decoding, a, b)
     return lambda kept, stored, levels, decoding, a, b: _decoded(
         kept[a:b], stored[a >> len(levels) : b >> len(levels)], levels, decoding
     )
@@ -90,6 +100,10 @@ def _opened(kept, stored, levels, decoding, a, b):
 def _closed(kept, stored, levels, scale_of, numbers, codes, values, a, b):
     if isinstance(stored, types.NoneType):
         return lambda kept, stored, levels, scale_of, numbers, codes, values, a, b: None
+    if isinstance(stored, types.BaseTuple):
+        return lambda kept, stored, levels, scale_of, numbers, codes, values, a, b: _closed_groups(
+            kept, stored, levels, scale_of, numbers, codes, values, a, b
+        )
     encode = _encode_powers if isinstance(scale_of, types.BaseTuple) else _encode_absmax
     if isinstance(numbers, types.NoneType):
         encode = _encode_places
@@ -144,3 +158,19 @@ def _encode_places(kept, stored, levels, scale_of, numbers, codes, values):
     x = values.view(np.uint32)
     absmax_scales(block_maxima(x, len(levels)), stored, scale_of)
     encode_piece(x, stored, levels, kept, codes[0], codes[1])
+
+
+@inner
+def _opened_groups(kept, stored, levels, decoding, a, b):
+    c, d = a >> len(levels), b >> len(levels)
+    values = np.empty(CHUNK, np.float32)[: b - a]
+    decode_groups(kept[a:b], stored[0][c:d], stored[1][c:d], stored[2][c:d], levels, values, decoding)
+    return values
+
+
+@inner
+def _closed_groups(kept, stored, levels, rule, numbers, codes, values, a, b):
+    c, d = a >> len(levels), b >> len(levels)
+    x = values.view(np.uint32)
+    amax = block_maxima(x, len(levels))
+    encode_groups(x, amax, stored[0][c:d], stored[1][c:d], stored[2][c:d], levels, kept[a:b], rule, numbers, codes)

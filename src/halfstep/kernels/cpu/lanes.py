@@ -67,6 +67,10 @@ class Lane:
         assert self.type == _FLOAT, "division is of floats"
         return self._operation(other, "", "fdiv")
 
+    def sqrt(self) -> Lane:
+        """The square root of a float, rounded once."""
+        return self._new(self.builder.call(self.builder.module.declare_intrinsic("llvm.sqrt", [_FLOAT]), [self.value]))
+
     def plus_square(self, other: Lane) -> Lane:
         """The sum of this float and another's square; a loop may add up in another order, in lanes, and round once."""
         square = self.builder.fmul(other.value, other.value, flags=("contract",))

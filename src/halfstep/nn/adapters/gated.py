@@ -5,13 +5,16 @@ Their forward is down_proj(act_fn(gate_proj(x)) * up_proj(x)).
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from halfstep import ops
 from halfstep.nn.adapters import linear
-from halfstep.nn.keeping import around
+from halfstep.nn.keeping import around, storage_of
+from halfstep.ops import saved_traced
 
 
 _PARTS = ("down_proj", "act_fn", "gate_proj", "up_proj")
@@ -41,15 +44,19 @@ def refusal(module: nn.Module) -> str | None:
 def kept(stock: Any, module: Any, x: Tensor) -> Tensor:
     """The stock forward, in whose middle what autograd saves may live in few bits."""
     gate, up = module.gate_proj(x), module.up_proj(x)
-    with around(module, gate):
-        hidden = module.act_fn(gate) * up
+    storage = storage_of(module)
+    if torch.compiler.is_compiling() and storage is not None:
+        hidden = saved_traced.multiplied(module.act_fn(gate), up, storage)
+    else:
+        with around(module, gate):
+            hidden = module.act_fn(gate) * up
     return module.down_proj(hidden)  # type: ignore[no-any-return]
 
 
 def by_channel(stock: Any, module: Any, x: Tensor) -> Tensor:
     """The stock forward with a power of two a channel before the down-projection, which divides by it once rounded."""
     gate, up = module.gate_proj(x), module.up_proj(x)
-    with around(module, gate):
+    with nullcontext() if torch.compiler.is_compiling() else around(module, gate):
         hidden, scale = ops.smooth_channels(gate, up, module.act_fn)
     return module.down_proj(hidden, channels=scale)  # type: ignore[no-any-return]
 
@@ -57,7 +64,7 @@ def by_channel(stock: Any, module: Any, x: Tensor) -> Tensor:
 def by_token(stock: Any, module: Any, x: Tensor) -> Tensor:
     """The stock forward with a scale a token before the down-projection, whose output is multiplied by it."""
     gate, up = module.gate_proj(x), module.up_proj(x)
-    with around(module, gate):
+    with nullcontext() if torch.compiler.is_compiling() else around(module, gate):
         hidden, scale = ops.smooth_tokens(gate, up, module.act_fn)
     return module.down_proj(hidden, tokens=scale)  # type: ignore[no-any-return]
 

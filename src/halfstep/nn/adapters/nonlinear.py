@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from halfstep.nn.keeping import around
+from halfstep.nn.keeping import around, storage_of
+from halfstep.ops import saved_traced
 
 
 _KINDS = (nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.SiLU)
@@ -32,7 +33,22 @@ def fits(module: nn.Module) -> bool:
 
 
 def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The stock forward."""
+    """The stock forward. In a traced graph torch's own kinds but RMSNorm have the same gradients; others are stock."""
     x = args[0] if args else next(iter(kwargs.values()), None)
+    if torch.compiler.is_compiling():
+        return _traced(stock, module, *args, **kwargs)
     with around(module, x):
         return stock(module, *args, **kwargs)
+
+
+def _traced(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    storage = storage_of(module)
+    x = args[0] if len(args) == 1 and not kwargs else None
+    if storage is None or not isinstance(x, Tensor) or not x.requires_grad:
+        return stock(module, *args, **kwargs)
+    if isinstance(module, (nn.GELU, nn.SiLU)) and not getattr(module, "inplace", False):
+        return saved_traced.elementwise(lambda x: stock(module, x), x, storage)
+    if isinstance(module, nn.LayerNorm) and (module.weight is None or module.weight.dtype in (x.dtype, torch.float32)):
+        shape = list(module.normalized_shape)
+        return saved_traced.layer_norm(x, shape, module.weight, module.bias, module.eps, storage)
+    return stock(module, *args, **kwargs)

@@ -1,0 +1,257 @@
+"""Range expansion in lanes: `quant.scaling.expansion`, bit for bit, on the polynomials of `quant.logarithm`.
+
+What a group's elements need is found for many groups at a time: one alone would wait for each of its operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from halfstep.formats import Float, Format
+from halfstep.kernels.cpu import element_codes
+from halfstep.kernels.cpu.blocks import LEVELS
+from halfstep.kernels.cpu.compiled import CHUNK, inner
+from halfstep.kernels.cpu.element_codes import Coding, Decoding
+from halfstep.kernels.cpu.elements import Rounding
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane, bits_of, lanes
+from halfstep.kernels.cpu.scales import knows as knows_element
+from halfstep.quant.logarithm import EXP2, HALF_ROOT, LOG2, MAGIC, MAGIC_BITS, polynomial
+from halfstep.quant.quantizer import Quantizer
+from halfstep.quant.scaling.expansion import LARGEST, SMALLEST, SPAN, Expansion, log2_of, log2_range
+
+
+LARGEST_FLOAT = 3.4028234663852886e38
+NOTHING = -126.0
+"""log2 of what rounds to no element: of a format whose range is at most 40 powers of two."""
+
+
+def knows(quantizer: Quantizer, columns: int) -> bool:
+    """Whether kernels do what this quantizer does to rows of that many columns."""
+    scales, format = quantizer.scales, quantizer.format
+    return (
+        scales is not None
+        and isinstance(scales.rule, Expansion)
+        and scales.tile.rows == 1
+        and scales.tile.columns in LEVELS
+        and columns % scales.tile.columns == 0
+        and isinstance(format, Float)
+        and knows_element(format)
+        and Decoding(*element_codes.decoding_scalars(format)).half > 0
+        and quantizer.rounding == "nearest_even"
+        and quantizer.outliers is None
+    )
+
+
+def scalars(element: Format, rule: Expansion) -> tuple[Any, Any, Any]:
+    """log2 of the range that a group is given, log2 of the largest element, and something where exponents are in
+    sixteenths."""
+    whole = np.float32(1) if rule.sixteenths else None
+    return np.float32(log2_range(element, rule.sixteenths)), np.float32(log2_of(element.max)), whole
+
+
+# ---- lanes ---------------------------------------------------------------------------------------------------------
+
+
+def log2(x: Lane) -> Lane:
+    """`quant.logarithm.log2`."""
+    bits = x.bits()
+    exponent = (bits - HALF_ROOT).shift_signed(23)
+    t = (bits - (exponent << 23)).float() - 1.0
+    return exponent.value_as_float() + polynomial(LOG2, t) * t
+
+
+def exp2(x: Lane) -> Lane:
+    """`quant.logarithm.exp2`."""
+    shifted = x + MAGIC
+    power = (shifted.bits() - (MAGIC_BITS - 127)) << 23
+    return polynomial(EXP2, x - (shifted - MAGIC)) * power.float()
+
+
+# A power is long in coming through its two polynomials. As two loops, the logarithm and the rest, more of them are under
+# way at a time.
+
+
+@lanes(types.float32)
+def _power_of_code(code, log_scale, root, decoding):
+    """log2 of a code's value over the center."""
+    d = Decoding(*decoding)
+    magnitude = code & (d.sign_shift.constant(MAGNITUDE) >> d.sign_shift).to(8)
+    element = element_codes.half_of(magnitude, d) * (d.offset + (15 << 23)).float()
+    return (log2(element) + log_scale) * root
+
+
+@lanes(types.float32)
+def _value(code, power, center, decoding):
+    d = Decoding(*decoding)
+    magnitude = code.to(32) & (d.sign_shift.constant(MAGNITUDE) >> d.sign_shift)
+    value = exp2(power) * center
+    value = (value > LARGEST_FLOAT).pick(value.constant(LARGEST_FLOAT), value)
+    value = magnitude.equals(0).pick(center * 0.0, value)
+    bits = (magnitude > d.half).pick(magnitude.constant(NAN), value.bits())
+    return (bits | (code.to(32) << d.sign_shift) & SIGN).float()
+
+
+@lanes(types.float32)
+def _power_of_element(value, log_scale, exponent, center):
+    """log2 of an element; far below every element for a ratio of 0."""
+    ratio = (bits_of(value) & MAGNITUDE).float() / center
+    power = exponent * log2(ratio) - log_scale
+    return ratio.equals(0.0).pick(power.constant(NOTHING), power)
+
+
+@lanes(types.uint8)
+def _code(value, power, log_scale, numbers, codes):
+    element = exp2(power).bits() | (bits_of(value) & SIGN)
+    code = element_codes.encoded_number(element, Rounding(*numbers), Coding(*codes))
+    return log_scale.is_nan().pick(code.constant(0), code).to(8)
+
+
+@lanes(types.uint32)
+def _less(least, bits):
+    """The smaller of a number and a magnitude's bits less 1: zero is the largest there."""
+    return least.min((bits & MAGNITUDE) - 1)
+
+
+def _ends(amax: Lane, least: Lane) -> tuple[Lane, Lane]:
+    """The largest and the smallest magnitude of a group; 1 of one that is lost, or of zeros."""
+    usual = (amax > 0) & (amax < INFINITY)
+    one = amax.constant(127 << 23)
+    largest = usual.pick(amax, one).float()
+    return largest, usual.pick(least + 1, one).float().max(largest * SPAN)
+
+
+@lanes(types.float32)
+def _span(amax, least):
+    largest, smallest = _ends(amax, least)
+    return log2(largest / smallest)
+
+
+@lanes(types.float32)
+def _exponent(span, rule):
+    exponent = (span.constant(1.0) / span * rule[0]).min(LARGEST)
+    if rule[2] is not None:
+        exponent = (exponent * 16.0).truncated().value_as_float() * 0.0625
+    return exponent.max(SMALLEST)
+
+
+@lanes(types.float32)
+def _center(amax, least, span):
+    return _ends(amax, least)[1] * exp2(span * 0.5)
+
+
+@lanes(types.float32)
+def _scale(amax, least, exponent, center, rule):
+    scale = exp2(exponent * log2(_ends(amax, least)[0] / center) - rule[1])
+    return (amax >= INFINITY).pick(amax.constant(NAN), scale.bits()).float()
+
+
+@lanes(types.float32)
+def _log_scale(scale):
+    """log2 of a scale; NaN of one that is NaN."""
+    return scale.is_nan().pick(scale, log2(scale))
+
+
+@lanes(types.float32)
+def _reciprocal(exponent):
+    return exponent.constant(1.0) / exponent
+
+
+@lanes(types.float32)
+def _center_or_nan(scale, center):
+    return scale.is_nan().pick(scale, center)
+
+
+# ---- many groups ---------------------------------------------------------------------------------------------------
+
+
+@inner
+def _prepared(scale, exponent, center, log_scale, root, middle):
+    """What `_value` needs of each group."""
+    for i in range(scale.size):
+        log_scale[i] = _log_scale(scale[i])
+    for i in range(scale.size):
+        root[i] = _reciprocal(exponent[i])
+    for i in range(scale.size):
+        middle[i] = _center_or_nan(scale[i], center[i])
+
+
+@inner
+def _values(codes, log_scale, root, center, levels, out, decoding):
+    block = codes.size // log_scale.size
+    for b in range(log_scale.size):
+        s, r = log_scale[b], root[b]
+        start = b * block
+        for i in range(block):
+            out[start + i] = _power_of_code(codes[start + i], s, r, decoding)
+    for b in range(log_scale.size):
+        c = center[b]
+        start = b * block
+        for i in range(block):
+            j = start + i
+            out[j] = _value(codes[j], out[j], c, decoding)
+
+
+@inner
+def decode_groups(codes, scale, exponent, center, levels, out, decoding):
+    """The values of whole groups, one code a byte."""
+    log_scale, root, middle = (
+        np.empty(scale.size, np.float32),
+        np.empty(scale.size, np.float32),
+        np.empty(scale.size, np.float32),
+    )
+    _prepared(scale, exponent, center, log_scale, root, middle)
+    _values(codes, log_scale, root, middle, levels, out, decoding)
+
+
+@inner
+def _note_least(x, levels, found):
+    run = 1 << len(levels)
+    for b in range(found.size):
+        part = x[b * run : (b + 1) * run]
+        least = np.uint32(0xFFFFFFFF)
+        for i in range(part.size):
+            least = _less(least, part[i])
+        found[b] = least
+
+
+@inner
+def _group_scales(amax, least, scale, exponent, center, span, rule):
+    for i in range(scale.size):
+        span[i] = _span(amax[i], least[i])
+    for i in range(scale.size):
+        exponent[i] = _exponent(span[i], rule)
+    for i in range(scale.size):
+        center[i] = _center(amax[i], least[i], span[i])
+    for i in range(scale.size):
+        scale[i] = _scale(amax[i], least[i], exponent[i], center[i], rule)
+    for i in range(scale.size):
+        span[i] = _log_scale(scale[i])
+
+
+@inner
+def _groups(x, log_scale, exponent, center, levels, out, numbers, codes):
+    block = x.size // log_scale.size
+    powers = np.empty(CHUNK, np.float32)[: x.size]
+    for b in range(log_scale.size):
+        s, k, c = log_scale[b], exponent[b], center[b]
+        start = b * block
+        for i in range(block):
+            powers[start + i] = _power_of_element(x[start + i], s, k, c)
+    for b in range(log_scale.size):
+        s = log_scale[b]
+        start = b * block
+        for i in range(block):
+            j = start + i
+            out[j] = _code(x[j], powers[j], s, numbers, codes)
+
+
+@inner
+def encode_groups(x, amax, scale, exponent, center, levels, out, rule, numbers, codes):
+    """Scales and codes of whole groups, given as float32 bits with their largest ones."""
+    least, span = np.empty(amax.size, np.uint32), np.empty(amax.size, np.float32)
+    _note_least(x, levels, least)
+    _group_scales(amax, least, scale, exponent, center, span, rule)
+    _groups(x, span, exponent, center, levels, out, numbers, codes)

@@ -1,0 +1,77 @@
+"""Gradients at the values of codes, in a graph that torch.compile traces, where no hooks run.
+
+What memory the graph takes is for its compiler to decide; its numbers are those of the eager model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.ops.casts import fake_quantize
+from halfstep.recipe import Storage
+
+
+def elementwise(function: Callable[[Tensor], Tensor], x: Tensor, storage: Storage) -> Tensor:
+    """function(x), whose gradient is that at what is kept of x."""
+    return _Instead.apply(function(x.detach()), function(_kept(x, storage)))  # type: ignore[no-any-return,no-untyped-call]
+
+
+def multiplied(x: Tensor, y: Tensor, storage: Storage) -> Tensor:
+    """x * y, whose gradients are those at what is kept of both."""
+    return _Instead.apply((x * y).detach(), _kept(x, storage) * _kept(y, storage))  # type: ignore[no-any-return,no-untyped-call]
+
+
+def layer_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, storage: Storage
+) -> Tensor:
+    """Layer normalisation, whose gradients are those at what is kept of x and at x's own mean and deviation."""
+    return _LayerNorm.apply(x, _kept(x.detach(), storage), weight, bias, shape, eps)[0]  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _kept(x: Tensor, storage: Storage) -> Tensor:
+    """What is kept of x; the gradient passes."""
+    if storage.dtype is not None:
+        return x.to(storage.dtype).to(x.dtype)
+    return fake_quantize(x.reshape(storage.matrix(tuple(x.shape))), storage.quantizer).view(x.shape)
+
+
+class _Instead(torch.autograd.Function):
+    """The first tensor, with the gradients of the second."""
+
+    @staticmethod
+    def forward(x: Tensor, other: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, grads[0]
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        x: Tensor, at: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int], eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.native_layer_norm(x, shape, weight, bias, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        _, at, weight, bias, ctx.shape, _ = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(at, *output[1:], weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        at, mean, rstd, weight, bias = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
+        form = torch.ops.aten.native_layer_norm_backward
+        x, grad_weight, grad_bias = form(grads[0], at, ctx.shape, mean, rstd, weight, bias, wanted)
+        return x, None, grad_weight, grad_bias, None, None
