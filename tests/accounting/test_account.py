@@ -71,7 +71,8 @@ def saved(bytes):
 @pytest.mark.parametrize("kind", SUBJECTS)
 @pytest.mark.parametrize("recipe", mostly_slow(EVERY))
 def test_accounts_equal_what_is_measured(recipe, kind):
-    subject = SUBJECTS["llama" if recipe in SMOOTH else kind]
+    unfit = recipe in SMOOTH or (kind == "cnn" and get_recipe(recipe).projection)  # no gated MLP; nothing to project
+    subject = SUBJECTS["llama" if unfit else kind]
     counted, (model, low_bit, measured) = of(subject, recipe), real(subject, recipe)
     assert persistent(counted) == persistent(measured) == persistent(of(replace(subject, batch=None), recipe))
     # torch's meta kernel has a 16-bit batch norm keep its mean and deviation in 16 bits, its CPU kernel in 32.
