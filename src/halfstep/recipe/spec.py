@@ -195,9 +195,9 @@ class Recipe:
             )
         if self.saved is not None and self.saved.operands and not any(r.linear.input_codes for r in self.rules):
             raise RecipeError(
-                f"recipe {self.name!r}: saved = {{operands = true}} keeps the codes that products round their inputs to, "
-                "with one scale a tensor and alike in both products that take the input, and no rule rounds them so: give such "
-                "a rule (as fp8-current has), or set operands to false"
+                f"recipe {self.name!r}: saved = {{operands = true}} keeps the codes that products round their inputs "
+                "to, with one scale a tensor and alike in both products that take the input, and no rule rounds them "
+                "so: give such a rule (as fp8-current has), or set operands to false"
             )
         if self.grads == self.weights:
             raise RecipeError(f"recipe {self.name!r}: grads = {self.grads!r} is the weights' format; leave it out")
