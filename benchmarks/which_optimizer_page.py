@@ -74,9 +74,12 @@ optimizer.step()
 torch.optim.AdamW(model.parameters()).load_state_dict(optimizer.float32_state_dict())
 ```
 
-States of torch's AdamW load into them, and states saved in one format load in another: a warning says what is rounded
-anew. Under `fully_shard` every rank keeps codes of its own part where the parts are whole tiles, and fp32 where they
-are not, with a warning.
+`GaLoreAdamW` and `GaLoreAdamW8bit` take galore-torch's groups ([recipes.md](recipes.md)) and keep mr + 2nr numbers of
+an m x n matrix, m <= n, at rank r.
+
+States of torch's AdamW load into the first three, and states saved in one format load in another: a warning says what
+is rounded anew. Under `fully_shard` every rank keeps codes of its own part where the parts are whole tiles, and fp32
+where they are not, with a warning.
 
 {machine}
 """
