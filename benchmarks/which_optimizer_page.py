@@ -153,7 +153,7 @@ def line(name: str, row: Row, times: dict[str, float]) -> str:
         gap = "-"
     else:
         ends = row["interval"]
-        gap = f"{row['gap']:+.2%}" + (f" ({ends[0]:+.2%} to {ends[1]:+.2%})" if ends else "")
+        gap = f"{row['gap']:+.2%}" + (f" ({ends['low']:+.2%} to {ends['high']:+.2%})" if ends else "")
     time = f"{times[name]:.2f}" if name in times else ""
     return f"| `{name}` | {total(row):.6g} | {roles} | {sizes} | {gap} | {row['status']} | {time} |"
 
