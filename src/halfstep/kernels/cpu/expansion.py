@@ -57,11 +57,12 @@ def scalars(element: Format, rule: Expansion) -> tuple[Any, Any, Any]:
 
 
 @cache
-def meaning(element: Float) -> tuple[Any, tuple[np.float32, ...]]:
-    """What decodes a code, and what the polynomial of `log2` gives for each significand of the format."""
+def meaning(element: Float) -> tuple[Any, ...]:
+    """What decodes a code; then what the polynomial of `log2` gives for each significand of the format. As one tuple,
+    since a parallel kernel takes none inside of another."""
     significands = torch.arange(1 << element.mantissa_bits, dtype=torch.float32) / (1 << element.mantissa_bits) + 1
     fractions = log2_fraction(significands)[1]
-    return element_codes.decoding_scalars(element), tuple(np.float32(fraction) for fraction in fractions.tolist())
+    return *element_codes.decoding_scalars(element), *(np.float32(fraction) for fraction in fractions.tolist())
 
 
 # ---- lanes ---------------------------------------------------------------------------------------------------------
@@ -94,9 +95,10 @@ def _log2_of_few_bits(x: Lane, fractions: list[Lane]) -> Lane:
 
 
 @runs
-def _value(code, log_scale, root, center, decoding, fractions):
+def _value(code, log_scale, root, center, meaning):
     """The value of a code."""
-    d = Decoding(*decoding)
+    count = len(Decoding._fields)
+    d, fractions = Decoding(*meaning[:count]), meaning[count:]
     magnitude = code.to(32) & (d.sign_shift.constant(MAGNITUDE) >> d.sign_shift)
     element = element_codes.half_of(magnitude.to(8), d) * (d.offset + (15 << 23)).float()
     value = exp2((_log2_of_few_bits(element, fractions) + log_scale) * root) * center
@@ -188,16 +190,16 @@ def _prepared(scale, exponent, center, log_scale, root, middle):
 
 
 @inner
-def _values(codes, log_scale, root, center, levels, out, decoding, fractions):
+def _values(codes, log_scale, root, center, levels, out, meaning):
     block, run = 1 << len(levels), length(levels)
     for b in range(log_scale.size):
         s, r, c = log_scale[b], root[b], center[b]
         for start in range(b * block, (b + 1) * block, run):
-            _value(out, start, levels, codes, s, r, c, decoding, fractions)
+            _value(out, start, levels, codes, s, r, c, meaning)
 
 
 @inner
-def decode_groups(codes, scale, exponent, center, levels, out, decoding):
+def decode_groups(codes, scale, exponent, center, levels, out, meaning):
     """The values of whole groups, one code a byte."""
     log_scale, root, middle = (
         np.empty(scale.size, np.float32),
@@ -205,7 +207,7 @@ def decode_groups(codes, scale, exponent, center, levels, out, decoding):
         np.empty(scale.size, np.float32),
     )
     _prepared(scale, exponent, center, log_scale, root, middle)
-    _values(codes, log_scale, root, middle, levels, out, decoding[0], decoding[1])
+    _values(codes, log_scale, root, middle, levels, out, meaning)
 
 
 @inner
