@@ -37,12 +37,12 @@ TUNED_RANK, TUNED_STEPS = 4, 200
 SWEEP, SEEDS = 100, (0, 1, 2)
 RATES = {
     "full": (1e-3, 3e-3, 1e-2),
-    "galore": (3e-3, 1e-2, 3e-2),
+    "galore": (3e-3, 1e-2, 3e-2, 1e-1),
     "galore-8bit": (),  # GaLore's
     "lora": (1e-3, 3e-3, 1e-2),
     "relora": (1e-3, 3e-3, 1e-2),
 }
-TUNED_RATES = {"full": (1e-4, 3e-4, 1e-3), "galore": (1e-3, 3e-3, 1e-2), "lora": (1e-3, 3e-3, 1e-2)}
+TUNED_RATES = {"full": (1e-4, 3e-4, 1e-3, 3e-3), "galore": (1e-3, 3e-3, 1e-2, 3e-2), "lora": (1e-3, 3e-3, 1e-2)}
 PACKAGES = ("asyncio", "email", "unittest", "xml", "multiprocessing", "importlib", "concurrent", "ctypes")
 
 

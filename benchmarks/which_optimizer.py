@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def rows(losses: dict[str, list[float | None]]) -> dict[str, dict[str, Any]]:
             "bytes": {"weights": size.weights, "grads": size.grads, "master": size.master, "states": size.states},
             "status": "diverged" if lost else apart.status,
             "gap": apart.gap,
-            "interval": None if apart.interval is None else [apart.interval.low, apart.interval.high],
+            "interval": None if apart.interval is None else asdict(apart.interval),
             "seeds_to_decide": apart.seeds_to_decide,
         }
     return found

@@ -23,7 +23,7 @@ GIB = 2**30
 MARKS = {"matches": "o", "cannot tell": "s", "degrades": "X", "diverged": "v"}
 MOST = 10
 """Names shown of one column of the picture."""
-HEIGHT = 26.0
+HEIGHT = 24.0
 """Of a line of them, in pixels."""
 
 PAGE = """# Which optimizer fits my memory?
@@ -48,7 +48,11 @@ a step of this model to fp32's on a CPU: it tells what emulation costs here, and
 {rows}
 
 GiB for models of 1, 6.74 and 13 billion parameters, all of them kept as a layer's weight is. Embeddings, norms and
-small tensors, which some recipes keep in fp32, take more.
+small tensors, which some recipes keep in fp32, take more. The bytes of `fp8lm-o1`, `-o2` and `-o3` are those of one
+rank: with several, gradients are in fp32 ([recipes.md](recipes.md)).
+
+GaLore's rows have a rank of half the model's width, and its step is taken whole, since the learning rate is that of the
+others. With a rate of its own it does better: [claims.md](claims.md) has that comparison, beside LoRA.
 
 ## Without a recipe
 
@@ -70,9 +74,12 @@ optimizer.step()
 torch.optim.AdamW(model.parameters()).load_state_dict(optimizer.float32_state_dict())
 ```
 
-States of torch's AdamW load into them, and states saved in one format load in another: a warning says what is rounded
-anew. Under `fully_shard` every rank keeps codes of its own part where the parts are whole tiles, and fp32 where they
-are not, with a warning.
+`GaLoreAdamW` and `GaLoreAdamW8bit` take galore-torch's groups ([recipes.md](recipes.md)) and keep mr + 2nr numbers of
+an m x n matrix, m <= n, at rank r.
+
+States of torch's AdamW load into the first three, and states saved in one format load in another: a warning says what
+is rounded anew. Under `fully_shard` every rank keeps codes of its own part where the parts are whole tiles, and fp32
+where they are not, with a warning.
 
 {machine}
 """
@@ -146,7 +153,7 @@ def line(name: str, row: Row, times: dict[str, float]) -> str:
         gap = "-"
     else:
         ends = row["interval"]
-        gap = f"{row['gap']:+.2%}" + (f" ({ends[0]:+.2%} to {ends[1]:+.2%})" if ends else "")
+        gap = f"{row['gap']:+.2%}" + (f" ({ends['low']:+.2%} to {ends['high']:+.2%})" if ends else "")
     time = f"{times[name]:.2f}" if name in times else ""
     return f"| `{name}` | {total(row):.6g} | {roles} | {sizes} | {gap} | {row['status']} | {time} |"
 
@@ -158,8 +165,8 @@ def plot(data: Figures, file: Path) -> None:
         figure = new_figure(5.2, "Bytes a parameter against loss, every recipe on a small Llama")
         figure.set_size_inches(10.5, 5.2)
         axes = figure.add_subplot()
-        axes.set_yscale("symlog", linthresh=1.0, linscale=2.0)
         axes.axhspan(-1, 1, color="#eef1f4", zorder=0)
+        axes.set_ylim(-0.4, 1.15 * max(100 * row["gap"] for row in rows.values()))
         points = None
         for status, mark in MARKS.items():
             names = [name for name, row in rows.items() if row["status"] == status]
@@ -172,10 +179,12 @@ def plot(data: Figures, file: Path) -> None:
         axes.set_xlim(5.3, 20.8)
         _label(axes, rows)
         axes.set_xlabel("bytes a parameter: weights, gradients, master, optimizer states")
-        axes.set_ylabel("loss to fp32's, percent; linear within one")
+        axes.set_ylabel("loss to fp32's, percent")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}"))
         axes.grid(visible=True)
         axes.legend(loc="upper right")
+        lost = [name for name, row in data["rows"].items() if row["status"] == "diverged"]
+        axes.text(0.01, 0.97, f"diverged: {', '.join(lost) or 'none'}", transform=axes.transAxes, fontsize=8)
         if points is not None:
             figure.colorbar(points, ax=axes, label="time of a step, to fp32's", extend="max")
         file.write_bytes(png(figure))

@@ -376,6 +376,13 @@ def test_what_cannot_be_projected_is_named_and_nothing_changes(options, message)
     assert [type(m) for m in model.modules()] == kinds
 
 
+def test_groups_of_galore_torch_are_not_ignored():
+    model = nn.Linear(8, 8)
+    groups = [{"params": [model.weight], "rank": 2, "update_proj_gap": 10}, {"params": [model.bias]}]
+    with pytest.raises(OptimizerError, match=r"group 0 of this AdamW has rank, update_proj_gap, which only GaLore's"):
+        halfstep.prepare(model, torch.optim.AdamW(groups), "galore")
+
+
 def test_a_model_without_linear_layers_is_refused():
     model = nn.Sequential(nn.Conv1d(2, 2, 3), nn.Linear(1, 5))
     with pytest.raises(RecipeError, match="'galore' projects the gradients of linear layers, and Sequential has none"):

@@ -172,6 +172,11 @@ def test_what_16_bit_weights_lose_is_said():
         AdamW8bit(net().parameters())
     losses = train(model, optimizer, 40)
     assert losses[-1] < losses[0]
+    late = net()
+    optimizer = AdamW8bit(late.parameters())
+    late.to(torch.bfloat16)
+    with pytest.warns(UserWarning, match="those below half a unit in the last place are lost"):
+        train(late, optimizer, 1)
     again = net(torch.bfloat16)
     assert train(again, AdamW8bit(again.parameters(), bf16_stochastic_round=True, generator=3), 40) == losses
 

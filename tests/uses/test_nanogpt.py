@@ -7,7 +7,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 from torch import nn
-from ways import apart, values, way
+from ways import apart, under, values, way
 
 import halfstep
 from tiny import SMOOTH, Gated, assert_same
@@ -156,7 +156,7 @@ ITERATIONS = 16
 def test_nanogpt(name):
     """nanoGPT's train.py: add `halfstep.prepare` after its optimizer and save the scaler's state; drop its autocast."""
     expected = Script(None, is_gated=name in SMOOTH).train(ITERATIONS)
-    losses = Script(name).train(ITERATIONS)
+    losses = Script(under(name), is_gated=name in SMOOTH).train(ITERATIONS)
     assert expected[-1] < 0.8 * expected[0]
     away = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
     assert away < (1e-4 if name == "fp32" else 0.25), f"{away:.3f} from fp32's loss"

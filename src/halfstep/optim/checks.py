@@ -49,6 +49,14 @@ def check_optimizer(
     """
     rule, known = rule_of(optimizer), names or {}
     check_parameters(optimizer.param_groups, lambda p, i: f"parameter {i}{_quoted(known.get(p))}")
+    for number, group in enumerate(optimizer.param_groups):
+        found = sorted({"rank", "update_proj_gap", "proj_type"} & group.keys())
+        if found:
+            raise OptimizerError(
+                f"parameter group {number} of this {type(optimizer).__name__} has {', '.join(found)}, which only "
+                "GaLore's optimizers read: hand the groups to halfstep.optim.GaLoreAdamW, which steps by itself, or "
+                "leave the options out and take a recipe with a projection ('galore')"
+            )
     for state in optimizer.state.values():
         check_state(state, rule)
     for parameter, projection in (projections or {}).items():

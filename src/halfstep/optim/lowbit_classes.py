@@ -42,6 +42,7 @@ class LowBitAdamW(LowBit):
 
     recipe_name: ClassVar = "bf16-mixed"
     """The recipe whose moments these are."""
+    _warned: frozenset[torch.dtype] = frozenset()
 
     def __init__(
         self,
@@ -68,6 +69,11 @@ class LowBitAdamW(LowBit):
         self.defaults = {**described.defaults, **self.defaults}
         self._warn_of_lost_updates()
 
+    def check(self) -> None:
+        """As `LowBit.check`; and says what weights lose that became 16-bit ones since the last step."""
+        super().check()
+        self._warn_of_lost_updates()
+
     def _name(self, parameter: Tensor, index: int) -> str:
         named = [name for group in self.param_groups for name in group.get("param_names", ())]
         return f"parameter {index}" + (f" ({named[index]})" if index < len(named) else "")
@@ -76,7 +82,8 @@ class LowBitAdamW(LowBit):
         dtypes = {p.dtype for group in self.param_groups for p in group["params"]} - {torch.float32}
         if self.recipe.update_rounding == "stochastic":
             dtypes.discard(torch.bfloat16)
-        for dtype in sorted(dtypes, key=str):
+        for dtype in sorted(dtypes - self._warned, key=str):
+            self._warned = self._warned | {dtype}
             remedy = "pass bf16_stochastic_round=True, or " if dtype == torch.bfloat16 else ""
             warnings.warn(
                 f"{type(self).__name__}: parameters in {dtype} take updates rounded to nearest, and those below half a "
