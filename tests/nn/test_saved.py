@@ -436,6 +436,7 @@ def test_smoothed_mlps_keep_their_product_in_groups_too():
     assert rows["1", "codes"] >= 2 * (inner + inner // 8)
 
 
+@pytest.mark.slow
 def test_a_traced_graph_has_the_eager_gradients():
     """Of torch's own kinds; norms with code of their own keep in it what they will."""
     torch._dynamo.reset()
