@@ -9,6 +9,7 @@ gives freed tensors back at once: what is resident is then what is alive.
     python benchmarks/memory.py                 # the memory
     python benchmarks/memory.py --recipes bf16-mixed,coat    # of some; what is not measured again stays
     python benchmarks/memory.py --speed         # the time of a step
+    python benchmarks/memory.py --page          # docs/memory.md's section "Measured", from what is kept
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfstep
+import memory_page
 from halfstep.lab.environment import environment
 from halfstep.lab.models.gpt import GPT
 from halfstep.lab.models.llama import Llama
@@ -43,7 +45,16 @@ MODELS: dict[str, type[nn.Module]] = {"gpt-small": GPT, "llama-small": Llama}
 SIZE, CONTEXT, VOCABULARY = (6, 384, 6), 64, 256  # layers, width, heads: 10.9 million parameters
 BATCHES = (8, 16, 32, 64)
 BASELINE = "bf16-mixed"
-RECIPES = ("bf16-mixed", "coat", "fp8lm-o2", "bf16-pure", "fp8-current", "adamw-8bit", "fp8-current saved as coat")
+RECIPES = (
+    BASELINE,
+    "coat",
+    "fp8lm-o2",
+    "bf16-pure",
+    "adamw-8bit",
+    "fp8-adam",
+    "fp8-current",
+    "fp8-current saved as coat",
+)
 
 
 def recipe_of(name: str) -> Recipe:
@@ -135,6 +146,7 @@ def counted(row: dict[str, Any]) -> int:
 
 def recipe_memory(model: str, recipe: str) -> dict[str, Any]:
     """One recipe over batches."""
+    measured(model, recipe, 1, idle=True)  # kernels are compiled: a compiler takes memory that would count as idle
     idle, rows = measured(model, recipe, 1, idle=True)["peak_bytes"], {}
     for batch in BATCHES:
         row = measured(model, recipe, batch)
@@ -193,8 +205,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--recipes", type=lambda names: names.split(","), default=RECIPES)
+    parser.add_argument("--models", type=lambda names: names.split(","), default=tuple(MODELS))
     parser.add_argument("--child", nargs=4, help="what a process of its own measures: model, recipe, batch, idle")
+    parser.add_argument("--page", action="store_true")
     arguments = parser.parse_args()
+    if arguments.page:
+        kept = [json.loads((RESULTS / f"{name}.json").read_text()) for name in ("memory", "finetune")]
+        memory_page.write(RESULTS.parent.parent / "docs" / "memory.md", memory_page.section(*kept))
+        return
     if arguments.child:
         model, recipe, batch, idle = arguments.child
         print(json.dumps(child(model, recipe, int(batch), bool(int(idle)))))
@@ -205,7 +223,7 @@ def main() -> None:
     result |= {"context": CONTEXT, "layers_width_heads": SIZE}
     if arguments.speed:
         result["speed"] = speed()
-    for recipe, model in () if arguments.speed else product(arguments.recipes, MODELS):
+    for recipe, model in () if arguments.speed else product(arguments.recipes, arguments.models):
         found = result.setdefault("memory", {}).setdefault(model, {})
         found[recipe] = recipe_memory(model, recipe)
         compared(found)

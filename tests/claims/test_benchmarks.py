@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_model
 
 from halfstep.lab.data import VOCABULARY
 from halfstep.lab.models.gpt import GPT
@@ -104,3 +106,30 @@ def test_what_is_said_of_both_betas_follows_from_the_gaps(load):
     assert "from fp32 and `bf16-collage-plus` +0.01%. In so few steps that still" in " ".join(both_betas(data(0.001)))
     assert "`bf16-collage-light` lies +5.00% from fp32" in " ".join(both_betas(data(0.05)))
     assert "That degrades" in " ".join(both_betas(data(0.05)))
+
+
+def test_what_is_apart_from_fp32_knows_which_way_is_worse(load):
+    apart = load("finetune").apart
+    losses = {"fp32": [2.0, 2.1, 2.2], "worse": [2.1, 2.2, 2.3], "lost": [2.0, None, 2.0]}
+    found = apart(losses)
+    assert set(found) == {"worse", "lost"}
+    assert found["lost"] == {"status": "diverged"}
+    assert found["worse"]["status"] == "degrades"
+    assert found["worse"]["gap"] == pytest.approx(0.1 / 2.1)
+    assert apart(losses, higher_is_better=True)["worse"]["gap"] == pytest.approx(-0.1 / 2.1)
+
+
+def test_a_fine_tuned_model_begins_with_the_weights_of_a_file(load, tmp_path):
+    experiment = experiment_for("lm", recipes=("fp32",), batch=2, context=8)
+    torch.manual_seed(5)
+    kept = GPT(VOCABULARY, 8, 2, 128, 4)
+    save_model(kept, str(tmp_path / "weights.safetensors"))
+    found = load("finetune").loaded(experiment, tmp_path / "weights.safetensors")
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), kept.parameters(), strict=True))
+
+
+def test_a_section_takes_the_place_of_the_one_that_was_there(load, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n## Measured\n\nold\n\n## After\n\nstays\n")
+    load("memory_page").write(page, "## Measured\n\nnew\n")
+    assert page.read_text() == "# A page\n\n## Measured\n\nnew\n\n## After\n\nstays\n"

@@ -1,7 +1,6 @@
 """What autograd keeps in few bits: which numbers change, which do not, and what is kept of what."""
 
 import copy
-import gc
 import pickle
 import warnings
 from dataclasses import replace
@@ -238,14 +237,13 @@ def test_memory_that_is_taken_again_is_not_taken_for_what_it_held():
     halfstep.apply(made, under(FP8, OPERANDS))
     halfstep.apply(twin, FP8)
     addresses, alive = set(), []
-    for number in range(50):
+    for number in range(20):
         x = torch.full((64, 64), float(number + 1))
         addresses.add(x.data_ptr())
         alive.append(made(x))
         assert torch.equal(alive[-1], twin(x)), number
         del x
-        gc.collect()
-    assert len(addresses) < 50, "no address came twice: the test shows nothing"
+    assert len(addresses) < 20, "no address came twice: the test shows nothing"
 
 
 def test_the_codes_of_what_was_written_to_are_made_anew():
@@ -438,18 +436,22 @@ def test_smoothed_mlps_keep_their_product_in_groups_too():
     assert rows["1", "codes"] >= 2 * (inner + inner // 8)
 
 
+@pytest.mark.slow
 def test_a_traced_graph_has_the_eager_gradients():
     """Of torch's own kinds; norms with code of their own keep in it what they will."""
     torch._dynamo.reset()
-    made, twin = model(), model()
+    made, twin = model()[:2], model()[:2]
     for each in (made, twin):
-        each[1].norm, each[2].norm = nn.LayerNorm(32), nn.Identity()
+        each[1].norm = nn.LayerNorm(32)
         halfstep.apply(each, under(FP8, COAT))
-    x, target = data()
-    F.mse_loss(made(x), target).backward()
+    x, _ = data()
+    made(x).square().mean().backward()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, as it traces
-        F.mse_loss(torch.compile(twin, backend="aot_eager", fullgraph=True)(x), target).backward()
+        torch.compile(twin, backend="aot_eager", fullgraph=True)(x).square().mean().backward()
     assert_same(grads(twin), grads(made))
     halfstep.revert(made)
-    assert error_of(gradients(FP8, made), grads(twin)) > 1e-4
+    made.zero_grad()
+    halfstep.apply(made, FP8)
+    made(x).square().mean().backward()
+    assert error_of(grads(made), grads(twin)) > 1e-4

@@ -1,0 +1,104 @@
+"""Captioning: a small vision-language model looks at a handwritten digit and spells its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfstep.lab.digits import load_digits
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.models.captioner import Captioner
+from halfstep.lab.task import Batch, Task, TaskSpec
+from halfstep.lab.tasks.vision import Vision
+
+
+_SIZES = {"captioner": (2, 64, 4), "captioner-wide": (3, 192, 6)}  # layers, width, heads
+_PAD, _START, _END = 0, 1, 2
+_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_LETTERS = "".join(sorted(set("".join(_NAMES))))
+_LONGEST = 6  # five letters, and the end
+
+
+def _row(name: str) -> list[int]:
+    """START, the letters, END, padding."""
+    row = [_START, *(_LETTERS.index(letter) + _END + 1 for letter in name), _END]
+    return row + [_PAD] * (_LONGEST + 1 - len(row))
+
+
+_SPELLED = [_row(name) for name in _NAMES]
+
+
+class Captioning(Task):
+    """The next letter of a digit's name: the mean cross-entropy in nats over the letters that are there.
+
+    A model takes images (batch, 1, 8, 8) float32 in [0, 1] and the letters so far (batch, time) int64, and returns
+    logits (batch, time, letters).
+    """
+
+    def __init__(self, digits: Vision) -> None:
+        self.digits = digits
+
+    def models(self) -> dict[str, Callable[[], nn.Module]]:
+        """captioner and captioner-wide: decoders that read 16 patches before the letters."""
+        size = _END + 1 + len(_LETTERS)
+        return {name: partial(Captioner, size, 8, _LONGEST, *shape) for name, shape in _SIZES.items()}
+
+    def batch(self, seed: int, step: int) -> Batch:
+        """Images as the task vision draws them."""
+        return _named(self.digits.batch(seed, step))
+
+    def held_out(self) -> list[Batch]:
+        """Every fifth image of the whole, as it is."""
+        return [_named(batch) for batch in self.digits.held_out()]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy, padding left out."""
+        logits = model(batch["images"], batch["letters"][:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch["letters"][:, 1:].flatten(), ignore_index=_PAD)
+
+    def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
+        """Accuracy: the share of held-out images whose name is spelled right, greedily, letter by letter."""
+        (batch,) = self.held_out()
+        images, names = batch["images"], batch["letters"]
+        text = names[:, :1]
+        for _ in range(_LONGEST):
+            text = torch.cat([text, model(images, text)[:, -1:].argmax(-1)], 1)
+        return float(((text == names) | (names == _PAD)).all(1).float().mean())
+
+    def by_heart(self) -> nn.Module:
+        """Spells the held-out names as they are."""
+        return _Speller(self.held_out()[0]["letters"])
+
+
+class _Speller(nn.Module):
+    def __init__(self, letters: Tensor) -> None:
+        super().__init__()
+        self.letters = letters
+
+    def forward(self, images: Tensor, text: Tensor) -> Tensor:
+        return F.one_hot(self.letters[:, 1 : text.shape[1] + 1], _END + 1 + len(_LETTERS)).float()
+
+
+def _named(batch: Batch) -> Batch:
+    return {"images": batch["images"], "letters": torch.tensor(_SPELLED)[batch["classes"]]}
+
+
+def _open(experiment: Experiment) -> Captioning:
+    return Captioning(Vision(*load_digits(), experiment.batch))
+
+
+captioning = TaskSpec(
+    name="captioning",
+    summary="a small vision-language model that spells the names of scikit-learn's digits (real images)",
+    facts=Facts(
+        metric=Metric("accuracy", higher_is_better=True, best=1.0, form="{:.2%}"),
+        unit="images",
+        defaults={"model": "captioner", "steps": 400, "batch": 64, "lr": 5e-3, "warmup": 40, "validations": 5},
+    ),
+    open=_open,
+)
