@@ -32,8 +32,8 @@ MAGIC, MAGIC_BITS = 12582912.0, 0x4B400000
 def log2(x: Tensor) -> Tensor:
     """log2 of positive normal float32 numbers; exact for powers of two.
 
-    Within 2.2 ulps over all of them (tests/exhaustive/logarithm.py). What is not positive, normal and finite gives a
-    number that means nothing.
+    Within 2.12 ulps over every 61st of them (tests/exhaustive/logarithm.py takes all). What is not positive, normal and
+    finite gives a number that means nothing.
     """
     exponent, fraction = log2_fraction(x)
     return exponent.float() + fraction
@@ -48,7 +48,7 @@ def log2_fraction(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def exp2(x: Tensor) -> Tensor:
-    """2^x of float32 numbers in [-126, 127]; exact for whole ones. Within 1.3 ulps over all of them."""
+    """2^x of float32 numbers in [-126, 127]; exact for whole ones. Within 1.19 ulps over every 61st."""
     shifted = x + MAGIC
     power = (shifted.view(torch.int32) - MAGIC_BITS + 127) << 23
     fraction: Tensor = polynomial(EXP2, x - (shifted - MAGIC))
