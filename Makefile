@@ -49,6 +49,8 @@ exhaustive: dev
 	$(BIN)/python tests/exhaustive/float32.py
 	$(BIN)/python tests/exhaustive/readers.py
 	$(BIN)/python tests/exhaustive/pairs.py
+	$(BIN)/python tests/exhaustive/logarithm.py
+	$(BIN)/python tests/exhaustive/signs.py
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/step.py --keep

@@ -112,7 +112,10 @@ def _failure(run: Callable[[], Any]) -> str | None:
 
 def report(name: str, question: str, rows: list[dict[str, Any]], rounds: int) -> None:
     """Print the rows; with --keep on the command line, keep them in results/NAME.json beside the machine's name."""
-    table = Table("contender", "median", "against", "ratio", "at most", title=question, title_justify="left", box=None)
+    heads = ["contender", "median", "against", "ratio", "at most"]
+    if any("state_bytes" in row for row in rows):
+        heads.append("state bytes a parameter")
+    table = Table(*heads, title=question, title_justify="left", box=None)
     for row in rows:
         if "failed" in row:
             table.add_row(row["name"], "does not run here", row["failed"])
@@ -124,6 +127,7 @@ def report(name: str, question: str, rows: list[dict[str, Any]], rounds: int) ->
             row.get("against", ""),
             f"{row['ratio']:.3f}" if "ratio" in row else "",
             "" if bar is None else f"{bar:g} {'met' if row['met'] else 'MISSED'}",
+            *([f"{row['state_bytes']:.4f}"] if "state_bytes" in row else []),
         )
     Console(width=120).print(table)
     if "--keep" in sys.argv:

@@ -1,9 +1,10 @@
-"""What an optimizer step costs in few bits, against torch's fused AdamW and 8-bit AdamW of others, in the same run."""
+"""What an optimizer step costs in few bits, and the bytes of its states, against other libraries in the same run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from importlib import import_module
 
 import torch
 from torch import nn
@@ -57,38 +58,73 @@ def coat_moments() -> Recipe:
     return replace(get_recipe("fp32"), name="moments", moments=get_recipe("coat").moments)
 
 
-def stepping(recipe: str | Recipe | None) -> Callable[[], object]:
+@dataclass
+class Step:
+    """A step of an optimizer that is made at the first call, where an error of what is not installed comes."""
+
+    made: Callable[[], torch.optim.Optimizer]
+    optimizer: torch.optim.Optimizer | None = None
+
+    def __call__(self) -> object:
+        if self.optimizer is None:
+            self.optimizer = self.made()
+        return self.optimizer.step()
+
+    def state_bytes(self) -> float:
+        """Bytes a parameter of what the optimizer keeps beside the weights: moments, masters, scales, projectors."""
+        assert self.optimizer is not None
+        kept = [value for state in self.optimizer.state.values() for value in state.values()]
+        return sum(map(live_bytes, kept)) / (TENSORS * SHAPE[0] * SHAPE[1])
+
+
+def live_bytes(value: object) -> int:
+    """The bytes of a state's tensors: those inside of a wrapper, or of an object that keeps some."""
+    if not isinstance(value, torch.Tensor):
+        return sum(map(live_bytes, vars(value).values())) if hasattr(value, "__dict__") else 0
+    if hasattr(value, "__tensor_flatten__"):
+        return sum(live_bytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    return value.numel() * value.element_size()
+
+
+def stepping(recipe: str | Recipe | None) -> Step:
     """The step of torch's fused AdamW (None) or of a recipe's optimizer."""
     model = Weights()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=recipe is None)
     if recipe is not None:
         _, optimizer, _ = halfstep.prepare(model, optimizer, recipe)
     model.with_gradients()
-    return optimizer.step
+    return Step(lambda: optimizer)
 
 
-def theirs(library: str, name: str) -> Callable[[], object]:
-    """The step of another library's AdamW; an error where it is not installed comes with the first call."""
-    steps: list[Callable[[], object]] = []
+def theirs(module: str, name: str) -> Step:
+    """The step of an AdamW by its name."""
+    return Step(lambda: getattr(import_module(module), name)(Weights().with_gradients().parameters(), lr=1e-4))
 
-    def step() -> object:
-        if not steps:
-            module = __import__(library, fromlist=["optim"]).optim
-            steps.append(getattr(module, name)(Weights().with_gradients().parameters(), lr=1e-4).step)
-        return steps[0]()
 
-    return step
+def projected(module: str, name: str) -> Step:
+    """The step of an AdamW in a subspace of the gradient, found anew every 200 steps: not in those that are timed."""
+
+    def made() -> torch.optim.Optimizer:
+        group = {"params": list(Weights().with_gradients().parameters()), "rank": 128}
+        usual = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+        found: torch.optim.Optimizer = getattr(import_module(module), name)([group | usual], lr=1e-4)
+        return found
+
+    return Step(made)
 
 
 def main() -> None:
     """Time one step of each, interleaved."""
     torch.manual_seed(0)
     fused, bits, fp8 = "torch fused AdamW, fp32", "bitsandbytes AdamW8bit", "torchao AdamWFp8"
+    galore, galore8 = "galore-torch GaLoreAdamW", "galore-torch GaLoreAdamW8bit"
     contenders = [Contender(fused, stepping(None))]
     contenders += [
-        Contender(bits, theirs("bitsandbytes", "AdamW8bit"), fused, is_peer=True),
-        Contender(fp8, theirs("torchao", "AdamWFp8"), fused, is_peer=True),
-        Contender("torchao AdamW8bit", theirs("torchao", "AdamW8bit"), fused, is_peer=True),
+        Contender(bits, theirs("bitsandbytes.optim", "AdamW8bit"), fused, is_peer=True),
+        Contender(fp8, theirs("torchao.optim", "AdamWFp8"), fused, is_peer=True),
+        Contender("torchao AdamW8bit", theirs("torchao.optim", "AdamW8bit"), fused, is_peer=True),
+        Contender(galore, projected("galore_torch", "GaLoreAdamW"), fused, is_peer=True),
+        Contender(galore8, projected("galore_torch", "GaLoreAdamW8bit"), fused, is_peer=True),
     ]
     contenders += [Contender(name, stepping(name), fused, bar) for name, bar in RECIPES.items()]
     eight, moments = stepping("adamw-8bit"), stepping(kept_as(blocks("e4m3fn"), blocks("e5m2")))
@@ -103,13 +139,17 @@ def main() -> None:
         Contender("E4M3 and scaled fp16: FP8-LM's", stepping(fp8lm), fused),
         Contender("E4M3 expanded in groups of 128: coat", stepping(coat_moments()), fused, 4.0),
     ]
+    for name in ("GaLoreAdamW", "GaLoreAdamW8bit"):
+        ours = projected("halfstep.optim", name)
+        contenders += [Contender(name, ours, fused), Contender(f"{name}, to galore-torch's", ours, galore)]
     size = TENSORS * SHAPE[0] * SHAPE[1] / 2**20
-    report(
-        "optimizer",
-        f"an AdamW step over {size:.0f}Mi parameters in {TENSORS} tensors",
-        race(contenders, ROUNDS),
-        ROUNDS,
-    )
+    rows = race(contenders, ROUNDS)
+    steps = {contender.name: contender.run for contender in contenders}
+    for row in rows:
+        step = steps[row["name"]]
+        if "failed" not in row and isinstance(step, Step):
+            row["state_bytes"] = step.state_bytes()
+    report("optimizer", f"an AdamW step over {size:.0f}Mi parameters in {TENSORS} tensors", rows, ROUNDS)
 
 
 if __name__ == "__main__":

@@ -332,6 +332,20 @@ def test_codes_in_blocks_advance_in_one_pass_bit_for_bit(moments, base):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
+def test_threads_change_no_bit_of_expanded_moments():
+    """The parallel kernel is compiled apart, and takes fewer kinds of arguments."""
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)  # the next test has its own again
+        torch.manual_seed(0)
+        model, optimizer, _ = prepared(recipe_with(ONE_PASS["in sixteenths"]), nn.Linear(512, 80, bias=False))
+        model.weight.grad = torch.randn(80, 512)
+        optimizer.step()
+        found.append([model.weight.detach(), *optimizer.state[model.weight].values()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 def eight_bit(smallest=0):
     """bitsandbytes' states: the dynamic maps, blocks of 256 of the tensor laid out flat."""
     options = {"flat": True, "smallest": smallest}

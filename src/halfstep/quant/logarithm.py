@@ -35,11 +35,16 @@ def log2(x: Tensor) -> Tensor:
     Within 2.2 ulps over all of them (tests/exhaustive/logarithm.py). What is not positive, normal and finite gives a
     number that means nothing.
     """
+    exponent, fraction = log2_fraction(x)
+    return exponent.float() + fraction
+
+
+def log2_fraction(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The whole number and the rest whose sum, rounded, is `log2`."""
     bits = x.view(torch.int32)
     exponent = (bits - HALF_ROOT) >> 23
     t = (bits - (exponent << 23)).view(torch.float32) - 1.0
-    fraction: Tensor = polynomial(LOG2, t) * t
-    return exponent.float() + fraction
+    return exponent, polynomial(LOG2, t) * t
 
 
 def exp2(x: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from halfstep.kernels.cpu.comparison import PIECE
 from halfstep.kernels.cpu.compiled import Kernel, inner
 from halfstep.kernels.cpu.element_codes import looked_up
 from halfstep.kernels.cpu.elements import Rounding
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, bits_of, fill, lanes
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, bits_of, lanes
+from halfstep.kernels.cpu.runs import fill
 
 
 # ---- one element ---------------------------------------------------------------------------------------------------

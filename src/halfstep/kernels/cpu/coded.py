@@ -78,7 +78,14 @@ class Coded(NamedTuple):
         if isinstance(scales.rule, Expansion):
             kept = tuple(array(self.parts[part], torch.float32) for part in ("scale", "exponent", "center"))
             rule, coding = expansion.scalars(format, scales.rule), element_codes.scalars(format, *_NEAREST)
-            return array(self.parts["codes"]), kept, blocks.levels(scales.tile), meaning(format), rule, *coding
+            return (
+                array(self.parts["codes"]),
+                kept,
+                blocks.levels(scales.tile),
+                expansion.meaning(format),
+                rule,
+                *coding,
+            )
         beside = self.parts["scale"].view(-1).numpy(), blocks.levels(scales.tile), meaning(format)
         if isinstance(format, Codebook):
             coding = np.float32(format.max), None, codebook.search(format)
@@ -198,5 +205,4 @@ def _opened_groups(kept, stored, levels, decoding, a, b):
 def _closed_groups(kept, stored, levels, rule, numbers, codes, values, a, b):
     c, d = a >> len(levels), b >> len(levels)
     x = values.view(np.uint32)
-    amax = block_maxima(x, len(levels))
-    encode_groups(x, amax, stored[0][c:d], stored[1][c:d], stored[2][c:d], levels, kept[a:b], rule, numbers, codes)
+    encode_groups(x, stored[0][c:d], stored[1][c:d], stored[2][c:d], levels, kept[a:b], rule, numbers, codes)

@@ -5,20 +5,24 @@ What a group's elements need is found for many groups at a time: one alone would
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from numba import types
 
 from halfstep.formats import Float, Format
 from halfstep.kernels.cpu import element_codes
 from halfstep.kernels.cpu.blocks import LEVELS
-from halfstep.kernels.cpu.compiled import CHUNK, inner
+from halfstep.kernels.cpu.compiled import inner
 from halfstep.kernels.cpu.element_codes import Coding, Decoding
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, SIGN, Lane, bits_of, lanes
+from halfstep.kernels.cpu.runs import length, runs
 from halfstep.kernels.cpu.scales import knows as knows_element
-from halfstep.quant.logarithm import EXP2, HALF_ROOT, LOG2, MAGIC, MAGIC_BITS, polynomial
+from halfstep.kernels.cpu.scales import larger
+from halfstep.quant.logarithm import EXP2, HALF_ROOT, LOG2, MAGIC, MAGIC_BITS, log2_fraction, polynomial
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling.expansion import LARGEST, SMALLEST, SPAN, Expansion, log2_of, log2_range
 
@@ -52,6 +56,15 @@ def scalars(element: Format, rule: Expansion) -> tuple[Any, Any, Any]:
     return np.float32(log2_range(element, rule.sixteenths)), np.float32(log2_of(element.max)), whole
 
 
+@cache
+def meaning(element: Float) -> tuple[Any, ...]:
+    """What decodes a code; then what the polynomial of `log2` gives for each significand of the format. As one tuple,
+    since a parallel kernel takes none inside of another."""
+    significands = torch.arange(1 << element.mantissa_bits, dtype=torch.float32) / (1 << element.mantissa_bits) + 1
+    fractions = log2_fraction(significands)[1]
+    return *element_codes.decoding_scalars(element), *(np.float32(fraction) for fraction in fractions.tolist())
+
+
 # ---- lanes ---------------------------------------------------------------------------------------------------------
 
 
@@ -70,41 +83,39 @@ def exp2(x: Lane) -> Lane:
     return polynomial(EXP2, x - (shifted - MAGIC)) * power.float()
 
 
-# A power is long in coming through its two polynomials. As two loops, the logarithm and the rest, more of them are
-# under way at a time.
+def _log2_of_few_bits(x: Lane, fractions: list[Lane]) -> Lane:
+    """`log2` of an element: what its polynomial gives for each significand is known, and one bit after the other of
+    the significand halves the choice."""
+    bits = x.bits()
+    exponent = (bits - HALF_ROOT).shift_signed(23)
+    for bit in range(24 - len(fractions).bit_length(), 23):
+        is_set = (bits & 1 << bit) > 0
+        fractions = [is_set.pick(above, below) for below, above in zip(fractions[::2], fractions[1::2], strict=True)]
+    return exponent.value_as_float() + fractions[0]
 
 
-@lanes(types.float32)
-def _power_of_code(code, log_scale, root, decoding):
-    """log2 of a code's value over the center."""
-    d = Decoding(*decoding)
-    magnitude = code & (d.sign_shift.constant(MAGNITUDE) >> d.sign_shift).to(8)
-    element = element_codes.half_of(magnitude, d) * (d.offset + (15 << 23)).float()
-    return (log2(element) + log_scale) * root
-
-
-@lanes(types.float32)
-def _value(code, power, center, decoding):
-    d = Decoding(*decoding)
+@runs
+def _value(code, log_scale, root, center, meaning):
+    """The value of a code."""
+    count = len(Decoding._fields)
+    d, fractions = Decoding(*meaning[:count]), meaning[count:]
     magnitude = code.to(32) & (d.sign_shift.constant(MAGNITUDE) >> d.sign_shift)
-    value = exp2(power) * center
+    element = element_codes.half_of(magnitude.to(8), d) * (d.offset + (15 << 23)).float()
+    value = exp2((_log2_of_few_bits(element, fractions) + log_scale) * root) * center
     value = (value > LARGEST_FLOAT).pick(value.constant(LARGEST_FLOAT), value)
     value = magnitude.equals(0).pick(center * 0.0, value)
     bits = (magnitude > d.half).pick(magnitude.constant(NAN), value.bits())
     return (bits | (code.to(32) << d.sign_shift) & SIGN).float()
 
 
-@lanes(types.float32)
-def _power_of_element(value, log_scale, exponent, center):
-    """log2 of an element; far below every element for a ratio of 0."""
-    ratio = (bits_of(value) & MAGNITUDE).float() / center
+@runs
+def _code(value, log_scale, exponent, center, numbers, codes):
+    """The code of an element: far below every one for a ratio of 0."""
+    bits = bits_of(value)
+    ratio = (bits & MAGNITUDE).float() / center
     power = exponent * log2(ratio) - log_scale
-    return ratio.equals(0.0).pick(power.constant(NOTHING), power)
-
-
-@lanes(types.uint8)
-def _code(value, power, log_scale, numbers, codes):
-    element = exp2(power).bits() | (bits_of(value) & SIGN)
+    power = ratio.equals(0.0).pick(power.constant(NOTHING), power)
+    element = exp2(power).bits() | (bits & SIGN)
     code = element_codes.encoded_number(element, Rounding(*numbers), Coding(*codes))
     return log_scale.is_nan().pick(code.constant(0), code).to(8)
 
@@ -179,23 +190,16 @@ def _prepared(scale, exponent, center, log_scale, root, middle):
 
 
 @inner
-def _values(codes, log_scale, root, center, levels, out, decoding):
-    block = codes.size // log_scale.size
+def _values(codes, log_scale, root, center, levels, out, meaning):
+    block, run = 1 << len(levels), length(levels)
     for b in range(log_scale.size):
-        s, r = log_scale[b], root[b]
-        start = b * block
-        for i in range(block):
-            out[start + i] = _power_of_code(codes[start + i], s, r, decoding)
-    for b in range(log_scale.size):
-        c = center[b]
-        start = b * block
-        for i in range(block):
-            j = start + i
-            out[j] = _value(codes[j], out[j], c, decoding)
+        s, r, c = log_scale[b], root[b], center[b]
+        for start in range(b * block, (b + 1) * block, run):
+            _value(out, start, levels, codes, s, r, c, meaning)
 
 
 @inner
-def decode_groups(codes, scale, exponent, center, levels, out, decoding):
+def decode_groups(codes, scale, exponent, center, levels, out, meaning):
     """The values of whole groups, one code a byte."""
     log_scale, root, middle = (
         np.empty(scale.size, np.float32),
@@ -203,18 +207,19 @@ def decode_groups(codes, scale, exponent, center, levels, out, decoding):
         np.empty(scale.size, np.float32),
     )
     _prepared(scale, exponent, center, log_scale, root, middle)
-    _values(codes, log_scale, root, middle, levels, out, decoding)
+    _values(codes, log_scale, root, middle, levels, out, meaning)
 
 
 @inner
-def _note_least(x, levels, found):
+def _note_ends(x, levels, amax, least):
     run = 1 << len(levels)
-    for b in range(found.size):
+    for b in range(amax.size):
         part = x[b * run : (b + 1) * run]
-        least = np.uint32(0xFFFFFFFF)
+        most, fewest = np.uint32(0), np.uint32(0xFFFFFFFF)
         for i in range(part.size):
-            least = _less(least, part[i])
-        found[b] = least
+            most = larger(most, part[i])
+            fewest = _less(fewest, part[i])
+        amax[b], least[b] = most, fewest
 
 
 @inner
@@ -233,25 +238,18 @@ def _group_scales(amax, least, scale, exponent, center, span, rule):
 
 @inner
 def _groups(x, log_scale, exponent, center, levels, out, numbers, codes):
-    block = x.size // log_scale.size
-    powers = np.empty(CHUNK, np.float32)[: x.size]
+    block, run = 1 << len(levels), length(levels)
     for b in range(log_scale.size):
         s, k, c = log_scale[b], exponent[b], center[b]
-        start = b * block
-        for i in range(block):
-            powers[start + i] = _power_of_element(x[start + i], s, k, c)
-    for b in range(log_scale.size):
-        s = log_scale[b]
-        start = b * block
-        for i in range(block):
-            j = start + i
-            out[j] = _code(x[j], powers[j], s, numbers, codes)
+        for start in range(b * block, (b + 1) * block, run):
+            _code(out, start, levels, x, s, k, c, numbers, codes)
 
 
 @inner
-def encode_groups(x, amax, scale, exponent, center, levels, out, rule, numbers, codes):
-    """Scales and codes of whole groups, given as float32 bits with their largest ones."""
-    least, span = np.empty(amax.size, np.uint32), np.empty(amax.size, np.float32)
-    _note_least(x, levels, least)
+def encode_groups(x, scale, exponent, center, levels, out, rule, numbers, codes):
+    """Scales and codes of whole groups, given as float32 bits."""
+    amax, least = np.empty(scale.size, np.uint32), np.empty(scale.size, np.uint32)
+    span = np.empty(scale.size, np.float32)
+    _note_ends(x, levels, amax, least)
     _group_scales(amax, least, scale, exponent, center, span, rule)
     _groups(x, span, exponent, center, levels, out, numbers, codes)

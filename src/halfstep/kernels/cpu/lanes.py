@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 
-_WIDTHS = {8: ir.IntType(8), 16: ir.IntType(16), 32: ir.IntType(32), 64: ir.IntType(64)}
+WIDTHS = {8: ir.IntType(8), 16: ir.IntType(16), 32: ir.IntType(32), 64: ir.IntType(64)}
 _FLOAT, _HALF = ir.FloatType(), ir.HalfType()
 
 
@@ -35,22 +35,35 @@ class Lane:
         """The LLVM type."""
         return self.value.type
 
+    @property
+    def is_float(self) -> bool:
+        """Whether it is a float32."""
+        return bool(self.type == self.as_many(_FLOAT))
+
+    def as_many(self, one: Any) -> Any:
+        """The LLVM type of as many of that type as this is."""
+        return one
+
     def _new(self, value: Any) -> Lane:
-        return Lane(self.builder, value)
+        return type(self)(self.builder, value)
 
     def _same(self, other: Lane | float) -> Any:
         """The LLVM value of `other`; a Python number becomes a constant of this lane's type."""
         if isinstance(other, Lane):
             assert other.type == self.type, f"{other.type} and {self.type}: convert one of them"
             return other.value
-        return ir.Constant(self.type, other)
+        return self.number(other)
+
+    def number(self, number: float) -> Any:
+        """The LLVM constant of this lane's type."""
+        return ir.Constant(self.type, number)
 
     def constant(self, number: float) -> Lane:
         """A constant of this lane's type."""
         return self._new(self._same(number))
 
     def _operation(self, other: Lane | float, integer: str, float_: str | None = None) -> Lane:
-        name = float_ if self.type == _FLOAT else integer
+        name = float_ if self.is_float else integer
         assert name is not None, f"no {integer} on floats"
         return self._new(getattr(self.builder, name)(self.value, self._same(other)))
 
@@ -64,7 +77,7 @@ class Lane:
         return self._operation(other, "mul", "fmul")
 
     def __truediv__(self, other: Lane | float) -> Lane:
-        assert self.type == _FLOAT, "division is of floats"
+        assert self.is_float, "division is of floats"
         return self._operation(other, "", "fdiv")
 
     def sqrt(self) -> Lane:
@@ -103,7 +116,7 @@ class Lane:
         return self._new(self.builder.not_(self.value))
 
     def _compare(self, sign: str, other: Lane | float) -> Lane:
-        compare = self.builder.fcmp_ordered if self.type == _FLOAT else self.builder.icmp_unsigned
+        compare = self.builder.fcmp_ordered if self.is_float else self.builder.icmp_unsigned
         return self._new(compare(sign, self.value, self._same(other)))
 
     def __lt__(self, other: Lane | float) -> Lane:
@@ -142,38 +155,43 @@ class Lane:
 
     def bits(self) -> Lane:
         """The 32 bits of a float."""
-        return self._new(self.builder.bitcast(self.value, _WIDTHS[32]))
+        return self._new(self.builder.bitcast(self.value, self.as_many(WIDTHS[32])))
 
     def float(self) -> Lane:
         """The float that has these 32 bits."""
-        return self._new(self.builder.bitcast(self.value, _FLOAT))
+        return self._new(self.builder.bitcast(self.value, self.as_many(_FLOAT)))
 
     def to(self, width: int) -> Lane:
         """The same whole number in another width; upper bits are cut, or zero. A truth value becomes 0 or 1."""
-        if self.type.width == width:
+        own = getattr(self.type, "element", self.type).width
+        if own == width:
             return self
-        convert = self.builder.trunc if width < self.type.width else self.builder.zext
-        return self._new(convert(self.value, _WIDTHS[width]))
+        convert = self.builder.trunc if width < own else self.builder.zext
+        return self._new(convert(self.value, self.as_many(WIDTHS[width])))
 
     def value_as_float(self) -> Lane:
         """A 32-bit whole number as a float. Below 2^31: the instruction for signed numbers, which every CPU has."""
-        return self._new(self.builder.sitofp(self.value, _FLOAT))
+        return self._new(self.builder.sitofp(self.value, self.as_many(_FLOAT)))
 
     def truncated(self) -> Lane:
         """A float in [0, 2^31) as a 32-bit whole number, its fraction dropped."""
-        return self._new(self.builder.fptosi(self.value, _WIDTHS[32]))
+        return self._new(self.builder.fptosi(self.value, self.as_many(WIDTHS[32])))
 
     def truncated_wide(self) -> Lane:
         """A float in [0, 2^32) as a 32-bit whole number, its fraction dropped."""
-        return self._new(self.builder.fptoui(self.value, _WIDTHS[32]))
+        return self._new(self.builder.fptoui(self.value, self.as_many(WIDTHS[32])))
 
     def half_to_float(self) -> Lane:
         """The value of 16 bits that are a float16's."""
-        return self._new(self.builder.fpext(self.builder.bitcast(self.value, _HALF), _FLOAT))
+        return self._new(
+            self.builder.fpext(self.builder.bitcast(self.value, self.as_many(_HALF)), self.as_many(_FLOAT))
+        )
 
     def float_to_half(self) -> Lane:
         """The 16 bits of the nearest float16."""
-        return self._new(self.builder.bitcast(self.builder.fptrunc(self.value, _HALF), _WIDTHS[16]))
+        return self._new(
+            self.builder.bitcast(self.builder.fptrunc(self.value, self.as_many(_HALF)), self.as_many(WIDTHS[16]))
+        )
 
 
 def lanes(result: Any) -> Callable[[Callable[..., Lane]], Any]:
@@ -230,25 +248,6 @@ def _trace(builder: Any, name: str, numba_type: Any, value: Any) -> Any:
         parts = list(numba_type)  # type: ignore[call-overload]
         return [_trace(builder, "", part, builder.extract_value(value, i)) for i, part in enumerate(parts)]
     return Lane(builder, value, numba_type)
-
-
-@intrinsic
-def fill(context: Any, array: Any, start: Any, value: Any, levels: Any) -> Any:
-    """In kernels: write `value` to 2^len(levels) elements from `start` on. LLVM would unroll a loop into scalars."""
-    count = 1 << len(levels)
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        data = context.make_array(array)(context, builder, values[0]).data
-        vector = ir.VectorType(values[2].type, count)
-        one = builder.insert_element(ir.Constant(vector, ir.Undefined), values[2], ir.Constant(_WIDTHS[32], 0))
-        mask = ir.Constant(ir.VectorType(_WIDTHS[32], count), None)
-        pointer = builder.bitcast(builder.gep(data, [values[1]]), vector.as_pointer())
-        builder.store(
-            builder.shuffle_vector(one, one, mask), pointer, align=values[2].type.get_abi_size(context.target_data)
-        )
-        return context.get_dummy_value()
-
-    return types.void(array, start, value, levels), code
 
 
 # ---- what every kernel does at its ends --------------------------------------------------------------------------

@@ -95,7 +95,8 @@ def largest_stored(x, levels):
 
 
 @lanes(types.uint32)
-def _larger(bits, stored):
+def larger(bits, stored):
+    """The larger of a magnitude's bits and those of a stored number's."""
     return bits.max(bits_of(stored) & MAGNITUDE)
 
 
@@ -107,7 +108,7 @@ def _runs(x, levels, found):
         part = x[b * run : (b + 1) * run]
         largest = np.uint32(0)
         for i in range(part.size):
-            largest = _larger(largest, part[i])
+            largest = larger(largest, part[i])
         found[b] = largest
 
 

@@ -24,6 +24,7 @@ adamw_8bit = Recipe(
     moments=MAPS,
     notes=(
         "tensors of fewer than 4096 elements keep fp32 moments, as in bitsandbytes",
-        "bitsandbytes moves the code of a first moment that would change its sign; here it is the nearest",
+        "Rounding to nearest changes no sign, since the map has 0: bitsandbytes' sign fix only moves negative first "
+        "moments whose nearest value is 0 to the negative value next to it, and here they become 0.",
     ),
 )
