@@ -10,6 +10,7 @@ writes results/finetune.json. An interrupted run goes on where it was.
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
@@ -25,7 +26,7 @@ from halfstep.lab.experiment import Experiment
 from halfstep.lab.metrics import read_metrics
 from halfstep.lab.models import build_model
 from halfstep.lab.tasks import experiment_for, get_task
-from halfstep.lab.verdict import Difference, difference, final_metric
+from halfstep.lab.verdict import difference, final_metric
 from halfstep.recipe import get_recipe
 from harness import keep
 from losses import Losses, train
@@ -67,13 +68,8 @@ def apart(values: Losses, higher_is_better: bool = False) -> dict[str, dict[str,
         if name == "fp32":
             continue
         told = difference(own, finals["fp32"], higher_is_better)
-        found[name] = _row(told) if len(own) == len(values[name]) else {"status": "diverged"}
+        found[name] = asdict(told) if len(own) == len(values[name]) else {"status": "diverged"}
     return found
-
-
-def _row(told: Difference) -> dict[str, Any]:
-    interval = None if told.interval is None else [told.interval.low, told.interval.high]
-    return {"status": told.status, "gap": told.gap, "interval": interval, "seeds_to_decide": told.seeds_to_decide}
 
 
 def fine_tuning(out: Path) -> dict[str, Any]:

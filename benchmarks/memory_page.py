@@ -43,7 +43,7 @@ def sizes(data: dict[str, Any]) -> Iterator[str]:
         context=data["context"], cpu=data["machine"]["cpu"], torch=data["machine"]["torch"],
     ))  # fmt: skip
     yield ""
-    batches = " | ".join(f"{kind}, {batch}" for kind in ("counted", "resident") for batch in SHOWN)
+    batches = " | ".join(f"{kind}, batch {batch}" for kind in ("counted", "resident") for batch in SHOWN)
     yield f"| model | recipe | {batches} |"
     yield "| --- | --- |" + " --- |" * 2 * len(SHOWN)
     for model, found in data["memory"].items():
@@ -117,7 +117,7 @@ def _against(row: dict[str, Any] | None) -> str:
         return "the baseline |"
     if row.get("gap") is None:
         return f"| {row['status']}"
-    ends = f" ({row['interval'][0]:+.2%} to {row['interval'][1]:+.2%})" if row["interval"] else ""
+    ends = f" ({row['interval']['low']:+.2%} to {row['interval']['high']:+.2%})" if row["interval"] else ""
     return f"{row['gap']:+.2%}{ends} | {row['status']}"
 
 
