@@ -223,3 +223,18 @@ def test_bytes_of_live_states(kind, size):
     model(torch.ones(1, 256)).sum().backward()
     optimizer.step()
     assert measure(model, optimizer).states == size == get_recipe(kind.recipe_name).bytes_per_parameter().states
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", get_recipe("adamw-8bit").moments, get_recipe("coat").moments])
+def test_a_state_that_somebody_cut_is_an_error_and_no_memory_is_read_beyond_it(moments):
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = LowBitAdamW(model.parameters(), moments=moments)
+    for _ in range(2):
+        model(torch.ones(1, 64)).sum().backward()
+        if optimizer.state:
+            state = optimizer.state[model.weight]
+            state["exp_avg"] = state["exp_avg"].flatten()[:128].clone()
+            with pytest.raises((RuntimeError, halfstep.HalfstepError)):
+                optimizer.step()
+        else:
+            optimizer.step()

@@ -73,13 +73,18 @@ def supports(
     for name, moment in moments.items():
         if isinstance(moment, Tensor):
             numbers[name] = moment
-        elif name not in _MOMENTS or not moment.supported or (moment.whole and not _forms_twice(master, moments)):
+        elif (
+            name not in _MOMENTS
+            or not moment.supported
+            or (moment.whole and not _forms_twice(master, moments))
+            or moment.parts["codes"].numel() != weight.numel()
+        ):
             return False
     tensors = [weight, grad, *kept.values(), *numbers.values()]
     return (
         master in KEPT
         and all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in tensors)
-        and all(t.layout == torch.strided and t.is_contiguous() for t in tensors)
+        and all(t.layout == torch.strided and t.is_contiguous() and t.numel() == weight.numel() for t in tensors)
         and all(t.dtype in _FLOATS for t in (weight, grad, *numbers.values()))
         and set(numbers) <= {"exp_avg", "exp_avg_sq", "exp_avg_sq_residual"}
         and (rounding == "nearest_even" or (rounding == "stochastic" and weight.dtype == torch.bfloat16))
