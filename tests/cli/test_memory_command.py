@@ -132,6 +132,18 @@ def test_a_safetensors_file_tells_all_but_activations(memory, tmp_path):
     assert "a checkpoint has no forward pass" in err
 
 
+def test_a_safetensors_file_under_recipes_that_round_layers(memory):
+    """What is kept does not hang on products; where it hangs on which matrices are layers', that is an error."""
+    save_file({"a": torch.zeros(64, 128)}, "w.safetensors")
+    kept = as_data(memory("w.safetensors", "--recipe", "coat", "--json"))["recipes"][0]["bytes"]
+    assert kept["weights"] == kept["gradients"] == 4 * 64 * 128
+    assert kept["states"] + kept["scales"] == 2.1875 * 64 * 128 + 4  # and the step's count
+    for recipe in ("fp8lm-o2", "galore"):
+        code, _, err = memory("w.safetensors", "--recipe", recipe)
+        assert code == 2
+        assert f"which of its matrices are linear layers', and recipe '{recipe}' keeps" in " ".join(err.split())
+
+
 @pytest.fixture
 def config(tmp_path):
     transformers = pytest.importorskip("transformers")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,13 +71,16 @@ def account(
         per_layer: the optimizer steps within the backward pass, and each gradient is dropped when it has arrived.
 
     Raises:
-        AccountError: an unknown optimizer or checkpointing; a longer sequence than the model has positions for.
+        AccountError: an unknown optimizer or checkpointing; a longer sequence than the model has positions for; a
+            recipe that keeps linear layers otherwise, of a checkpoint.
         RecipeError, ModelError, OptimizerError: as `halfstep.prepare`; a model that cannot be run without values.
     """
     recipe = get_recipe(recipe)
     if optimizer not in OPTIMIZERS:
         raise AccountError(unknown("optimizer", optimizer, OPTIMIZERS))
     length = sequence_of(subject, sequence)
+    if not subject.has_layers:
+        recipe = _without_layers(subject, recipe)
     with blank(subject):
         model = subject.build()
         wrapped = checkpointed(model, checkpointing) if subject.batch is not None else model
@@ -93,6 +96,16 @@ def account(
             )
     counts = sum(p.numel() for p in parameters), sum(p.numel() for p in trained)
     return Account(recipe.name, *counts, found, subject.batch is not None)
+
+
+def _without_layers(subject: Subject, recipe: Recipe) -> Recipe:
+    """What a recipe keeps of parameters alone, whose layers are not known: rounded products keep nothing."""
+    if recipe.codes is not None or recipe.projection is not None:
+        raise AccountError(
+            f"{subject.name} does not say which of its matrices are linear layers', and recipe {recipe.name!r} keeps "
+            "those otherwise than others; give the model's config.json or its folder, or module:function"
+        )
+    return replace(recipe, rules=(), attention=None, smooth_glu=None, saved=None)
 
 
 def sequence_of(subject: Subject, sequence: int | None) -> int:

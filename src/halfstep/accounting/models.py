@@ -146,7 +146,7 @@ def _stored(path: Path) -> Subject:
     ]
     if others:
         remarks.append(f"{others} tensors that are no floating-point numbers are left out")
-    return Subject(str(path), build, remarks=tuple(remarks))
+    return Subject(str(path), build, remarks=tuple(remarks), has_layers=False)
 
 
 # ---- a function -----------------------------------------------------------------------------------------------------

@@ -49,6 +49,8 @@ class Subject:
     longest: int | None = None
     """The most tokens that it has positions for."""
     remarks: tuple[str, ...] = ()
+    has_layers: bool = True
+    """Whether its modules are the model's own; else all that is known are parameters."""
 
 
 def loss_of(output: Any, batch: Batch) -> Tensor:
