@@ -22,6 +22,7 @@ from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_inlined
 from halfstep.kernels.cpu.divided import quotient
 from halfstep.kernels.cpu.element_codes import cut_points
 from halfstep.kernels.cpu.lanes import SIGN, Lane, bits_of, lanes
+from halfstep.kernels.cpu.runs import widest_registers
 from halfstep.kernels.cpu.scales import absmax_scales, block_maxima
 from halfstep.quant.quantizer import Quantizer
 
@@ -79,7 +80,7 @@ def search(format: Format) -> Search | None:
 
 
 def _lowest(keys: NDArray[Any]) -> NDArray[np.float32]:
-    """The smallest number whose `_ordered` bits begin so."""
+    """The smallest number whose ordered bits begin so."""
     above = keys >= 1 << 15
     upper = np.where(above, keys & 0x7FFF, keys ^ 0xFFFF).astype(np.uint32) << np.uint32(16)
     lowest = np.where(above, upper, upper | np.uint32(0xFFFF)).astype(np.uint32).view(np.float32)
@@ -90,49 +91,48 @@ def _lowest(keys: NDArray[Any]) -> NDArray[np.float32]:
 
 
 @lanes(types.uint32)
-def _quotient_bits(value: Lane, scale: Lane) -> Lane:
-    return quotient(bits_of(value), scale)
-
-
-def _ordered(bits: Lane) -> Lane:
-    """A float's bits, so that larger numbers have larger ones."""
+def _ordered_quotient(value: Lane, scale: Lane) -> Lane:
+    """The bits of value / scale, so that larger numbers have larger ones."""
+    bits = quotient(bits_of(value), scale)
     return (bits < SIGN).pick(bits | SIGN, ~bits)
 
 
 @lanes(types.uint16)
-def _key(bits: Lane) -> Lane:
-    return (_ordered(bits) >> 16).to(16)
+def _upper(bits: Lane) -> Lane:
+    return (bits >> 16).to(16)
+
+
+@lanes(types.uint32)
+def _carried(entry: Lane, bits: Lane) -> Lane:
+    """In the upper half the place of an entry, or the next one for a number above its cut."""
+    return entry + (bits & 0xFFFF)
 
 
 @lanes(types.uint8)
-def _place(entry: Lane, bits: Lane) -> Lane:
-    """The place of an entry, or the next one for a number above its cut."""
-    return ((entry + (_ordered(bits) & 0xFFFF)) >> 16).to(8)
+def _place(carried: Lane) -> Lane:
+    return (carried >> 16).to(8)
 
 
 @inner_inlined
-def place_of(places, bits):
-    """In kernels: how many cuts a number is above, given as its bits."""
-    return _place(places[_key(bits)], bits)
-
-
-@inner
-def _quotients(x, scale, levels, out):
-    block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises
-    for b in range(scale.size):
-        s = scale[b]
-        start = b * block
-        for i in range(block):
-            out[start + i] = _quotient_bits(x[start + i], s)
+def encode_block(x, a, size, scale, bits, places, out, b):
+    """A block of x, from a on, to the codes from b on. In three loops, by way of `bits`: of one, LLVM would take apart
+    the registers for every look-up and put them together again, which is twice the time."""
+    for i in range(size):
+        bits[i] = _ordered_quotient(x[a + i], scale)
+    for i in range(size):
+        bits[i] = _carried(places[_upper(bits[i])], bits[i])
+    for i in range(size):
+        out[b + i] = _place(bits[i])
 
 
 @inner
 def encode_piece(x, scale, levels, out, places):
     """Every element of some blocks, each with its scale."""
-    bits = np.empty(CHUNK, np.uint32)[: x.size]
-    _quotients(x, scale, levels, bits)
-    for i in range(bits.size):
-        out[i] = place_of(places, bits[i])
+    widest_registers()
+    block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises
+    bits = np.empty(block, np.uint32)
+    for b in range(scale.size):
+        encode_block(x, b * block, block, scale[b], bits, places, out, b * block)
 
 
 @Kernel

@@ -15,12 +15,12 @@ from numba import types
 
 from halfstep.kernels.cpu import element_codes
 from halfstep.kernels.cpu.adam_lanes import decode, encode
-from halfstep.kernels.cpu.codebook import place_of
+from halfstep.kernels.cpu.codebook import encode_block
 from halfstep.kernels.cpu.compiled import inner_overload
 from halfstep.kernels.cpu.dequantize import half_scale, larger_code
-from halfstep.kernels.cpu.divided import element, quotient, scaled
+from halfstep.kernels.cpu.divided import element, scaled
 from halfstep.kernels.cpu.element_codes import Decoding
-from halfstep.kernels.cpu.lanes import bits_of, lanes
+from halfstep.kernels.cpu.lanes import lanes
 
 
 def multiplier(kept: Any, start: Any, tile: Any, scale: Any, decoding: Any) -> Any:
@@ -67,7 +67,9 @@ def _open_tile(kept, start, tile, times, decoding, values):
 
     def looked_up(kept, start, tile, times, decoding, values):
         for i in range(size):
-            values[i] = _from_table(decoding[kept[start + i]], times)
+            values[i] = decoding[kept[start + i]]
+        for i in range(size):
+            values[i] = _from_table(values[i], times)
 
     def nothing(kept, start, tile, times, decoding, values):
         pass
@@ -119,11 +121,6 @@ def _multiplier(kept, start, tile, scale, decoding):
 # ---- encoding ------------------------------------------------------------------------------------------------------
 
 
-@lanes(types.uint32)
-def _quotient(value, scale):
-    return quotient(bits_of(value), scale)
-
-
 @inner_overload(encode_tile, inlined=True)
 def _encode_tile(values, scale, kept, start, tile, numbers, codes):
     size = 1 << len(tile)
@@ -136,10 +133,6 @@ def _encode_tile(values, scale, kept, start, tile, numbers, codes):
             kept[start : start + size] = 0
 
     def places(values, scale, kept, start, tile, numbers, codes):
-        bits = values.view(np.uint32)
-        for i in range(size):
-            bits[i] = _quotient(values[i], scale)
-        for i in range(size):
-            kept[start + i] = place_of(codes, bits[i])
+        encode_block(values, 0, size, scale, values.view(np.uint32), codes, kept, start)
 
     return places if isinstance(numbers, types.NoneType) else floats
