@@ -183,7 +183,8 @@ def half_of(code: Lane, d: Decoding) -> Lane:
     """The value of a byte's code over 2^(15 - bias), a float32: not of codes above `d.half`."""
     at_top = code.to(16) << (d.sign_shift - 16).to(16)
     fewer = (d.sign_shift - d.shift - 3).to(16)  # bits of exponent than float16's
-    return ((at_top & 0x7FFF) >> fewer | at_top & 0x8000).half_to_float()
+    kept = at_top.constant(0x7FFF) >> fewer | 0x8000
+    return (at_top.shift_signed(fewer) & kept).half_to_float()
 
 
 def decoded(code: Lane, numbers: list[Lane]) -> Lane:

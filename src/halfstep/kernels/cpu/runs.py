@@ -130,12 +130,13 @@ def fill(context: Any, array: Any, start: Any, value: Any, levels: Any) -> Any:
     return types.void(array, start, value, levels), code
 
 
-@intrinsic
-def widest_registers(context: Any) -> Any:
-    """In kernels: `vectorise_fully` for a function that has lanes only in what is inlined into it."""
-
+def _widest_registers(context: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         vectorise_fully(builder.function)
         return context.get_dummy_value()
 
     return types.void(), code
+
+
+widest_registers: Any = intrinsic(_widest_registers)
+"""In kernels: `vectorise_fully` for a function that has lanes only in what is inlined into it."""
