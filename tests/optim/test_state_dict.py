@@ -1,6 +1,7 @@
 """Saving and loading the optimizer: bit for bit, in its own dtypes, and from torch's."""
 
 import io
+import itertools
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from families import in_turn, slow_unless
 from halfstep.errors import OptimizerError
 from halfstep.quant.masters import get_master
 from halfstep.recipe import Recipe
@@ -148,8 +150,13 @@ def test_entries_that_nobody_overwrote_keep_their_finer_master():
     assert not torch.equal(before[1:], before[1:].bfloat16().float())
 
 
-@every_recipe
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(
+    ("name", "flat"),
+    slow_unless(
+        in_turn([*RECIPES, SMALL], [False, True]).__contains__, itertools.product([*RECIPES, SMALL], [False, True])
+    ),
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_distributed_checkpoints_of_optimizers_lose_nothing(name, flat):
     """Into an optimizer that has taken no step, and whose states torch would fill in by a step of zeros."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
