@@ -69,8 +69,14 @@ def test_a_round_trip_changes_no_bit_and_no_dtype(name):
             assert state["master"].dtype == (codes.master.scaled_dtype if codes else torch.float32)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in PROJECTED])  # these: test_galore_states.py
-@pytest.mark.parametrize("build", [adamw, lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)])
+WITH_MOMENTS = [adamw, lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)]
+UNPROJECTED = [name for name in RECIPES if name not in PROJECTED]  # the others: test_galore_states.py
+
+
+@pytest.mark.parametrize(
+    ("name", "build"),
+    slow_unless(in_turn(UNPROJECTED, WITH_MOMENTS).__contains__, itertools.product(UNPROJECTED, WITH_MOMENTS)),
+)
 def test_a_torch_optimizers_state_loads(name, build):
     stock = mlp()
     torchs = build(stock)
