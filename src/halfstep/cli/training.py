@@ -19,7 +19,9 @@ from halfstep.printable import printable
 
 Data = Annotated[
     str | None,
-    typer.Option(help="lm only: a text file, a folder or a glob; left out: the source of Python's standard library."),
+    typer.Option(
+        help="lm and mlm: a text file, a folder or a glob; left out: the source of Python's standard library."
+    ),
 ]
 _OWN = "Left out: the task's own"
 Task = Annotated[str | None, typer.Option(help=f"What to train on, lm if left out: {', '.join(list_tasks())}.")]
@@ -43,7 +45,7 @@ Model = Annotated[
     ),
 ]
 Batch = Annotated[int | None, typer.Option(help=f"Examples in a batch. {_OWN} (lm: {Experiment.batch}).")]
-Context = Annotated[int | None, typer.Option(help=f"lm only: bytes in a sequence. Left out: {Experiment.context}.")]
+Context = Annotated[int | None, typer.Option(help=f"lm and mlm: bytes in a sequence. Left out: {Experiment.context}.")]
 Rate = Annotated[
     float | None,
     typer.Option("--lr", help=f"Peak learning rate: a warm-up, then a cosine to zero. {_OWN} (lm: {Experiment.lr})."),
