@@ -22,6 +22,7 @@ from halfstep.nn.dtypes import check_grad_dtype, check_trained, count, storable,
 from halfstep.nn.following import follow, part_of, unfollow
 from halfstep.nn.keeping import KEEPING
 from halfstep.nn.layers import Matched, ModuleFilter, match
+from halfstep.nn.product import multipliers_of
 from halfstep.nn.ranks import check_ranks
 from halfstep.nn.savers import adopt_savers, find
 from halfstep.nn.scaling import Scalings, attach, detach
@@ -184,7 +185,8 @@ def _adopt_layers(
     for path, kind in matched.kinds.items():
         if path not in widened and (carries or path in specs.keys() | around | {*matched.attends}):
             module = model.get_submodule(path)
-            module._halfstep_linear = specs.get(path) or LinearSpec()  # type: ignore[assignment]
+            spec = specs.get(path) or LinearSpec()
+            module._halfstep_linear = spec.times(multipliers_of(module))  # type: ignore[assignment]
             adopt(module, kind.forward)
     for module in model.modules():
         if specs and encoder.fits(module):

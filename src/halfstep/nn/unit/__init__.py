@@ -1,0 +1,1 @@
+"""Unit scaling of an existing model, in place."""
