@@ -20,7 +20,7 @@ from halfstep.unit import get_constraint
 from halfstep.unit.constraint import Constraint
 
 
-_MIXES = ("product", "matmul", "norm", "attention", "embedding", "softmax", "parameter", "input")
+_MIXES = ("product", "linear", "matmul", "norm", "attention", "embedding", "softmax", "parameter", "input")
 """Kinds whose output is independent of each single element of their inputs, near enough."""
 
 
@@ -55,7 +55,7 @@ class Factors:
     # ---- what a pass begins with ------------------------------------------------------------------------------------
 
     def _parameter(self, node: Node) -> None:
-        node.outputs[0].square = 1.0 if len(node.outputs[0].shape) > 1 else None
+        """Its mean square is what it will be: 1 of a weight that is divided by its standard deviation."""
 
     def _input(self, node: Node) -> None:
         """Its mean square is what the traced batch had."""
@@ -71,6 +71,8 @@ class Factors:
         for i, slot in enumerate(node.slots):
             if slot == "weight":
                 betas[i] = rows**-0.5 / size
+                if self._is_free(node, i) and node.facts["leaf"].name != "convolution":
+                    node.facts["rows"] = rows
             elif slot == "bias":
                 bias = i
         if bias is not None and not self._is_free(node, bias):
@@ -83,6 +85,14 @@ class Factors:
         square = None if x.square is None else node.alpha**2 * fan_in * x.square
         _give(node, square)
 
+    def _linear(self, node: Node) -> None:
+        """A product that a module's own code forms."""
+        x, (fan_in, fan_out), rows = node.operands[0], node.facts["fans"], max(node.facts["rows"], 1)
+        self._resolve(node, fan_in**-0.5, {0: fan_out**-0.5} | {i: rows**-0.5 for i in range(1, len(node.operands))})
+        node.rule = "fan_in^-1/2; to the input fan_out^-1/2; to the weight rows^-1/2, at the traced size"
+        known = x.square is not None and node.operands[1].square is not None
+        _give(node, node.alpha**2 * fan_in * x.square * node.operands[1].square if known else None)  # type: ignore[operator]
+
     def _embedding(self, node: Node) -> None:
         table = node.operands[0]
         beta = math.sqrt(table.shape[0] / max(node.facts["lookups"], 1))
@@ -92,7 +102,7 @@ class Factors:
 
     def _norm(self, node: Node) -> None:
         for i, slot in enumerate(node.slots):
-            if isinstance(slot, str) and self._is_free(node, i):
+            if (isinstance(slot, str) or i > 0) and self._is_free(node, i):
                 rows = math.prod(node.outputs[0].shape) / max(math.prod(node.operands[i].shape), 1)
                 node.betas[i] = rows**-0.5
         node.rule = "1; to gain and bias rows^-1/2"
@@ -208,30 +218,16 @@ class Factors:
                 value.mask = mask
 
     def _skip(self, node: Node) -> int | None:
-        """Which of an addition's operands the other is computed from."""
+        """Which of an addition's operands is skipped to it: what the branch that the other one ends begins with."""
         bases = [_base(value) for value in node.operands]
+        if bases[0] is bases[1]:
+            raise self._refusal(node, "adds a tensor to a view or a dropout of itself")
         for skip, branch in ((0, 1), (1, 0)):
-            if bases[skip] is bases[branch]:
-                raise self._refusal(node, "adds a tensor to a view or a dropout of itself")
             if is_ancestor(bases[skip].producer, bases[branch].producer):
-                if bases[skip].producer is bases[branch].producer:
-                    return None
-                between = self._between(bases[skip], bases[branch])
-                return skip if between else None
+                inner = self._graph.inside(node, branch)
+                if any(_base(x) is bases[skip] for n in inner for x in n.operands):
+                    return skip
         return None
-
-    def _between(self, skip: Value, branch: Value) -> bool:
-        """Whether the branch is computed from the value itself, and not from a sibling of it."""
-        todo, seen = [branch], {id(branch)}
-        while todo:
-            value = todo.pop()
-            for operand in value.producer.operands:
-                if operand is skip:
-                    return True
-                if id(operand) not in seen and operand.producer.index >= skip.producer.index:
-                    seen.add(id(operand))
-                    todo.append(operand)
-        return False
 
     def _residual_add(self, node: Node, skip: int) -> None:
         branch = 1 - skip

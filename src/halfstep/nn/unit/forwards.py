@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halfstep.errors import ModelError
 from halfstep.nn.unit.steps import Own
 from halfstep.ops.scale import scale_backward, scaled
 
@@ -44,17 +45,43 @@ def own(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
-def product(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The layer's own adapter, out of sight of the module around it."""
-    with torch._C.DisableTorchFunction():
-        return stock(module, *args, **kwargs)
+@dataclass(frozen=True)
+class Shield:
+    """The members of a module that is one operation: the code of the module around it does not hear what it calls."""
+
+    beneath: bool = True
+
+    def __call__(self, stock: type[nn.Module]) -> dict[str, Any]:
+        call: Any = stock.__call__
+
+        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with torch._C.DisableTorchFunction():
+                return call(self, *args, **kwargs)
+
+        return {"__call__": __call__}
+
+
+@dataclass(frozen=True)
+class Unsaved:
+    """The members of a model that Hugging Face's readers would misread: its files would hold unit-scaled weights."""
+
+    beneath: bool = True
+
+    def __call__(self, stock: type[nn.Module]) -> dict[str, Any]:
+        def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            raise ModelError(
+                f"{type(self).__name__}.save_pretrained: the weights are unit-scaled, and a plain from_pretrained "
+                "would compute something else with them. Save model.state_dict() (torch.save, safetensors), and load "
+                "it into a model that halfstep.unit_scale was called on with inputs like these"
+            )
+
+        return {"save_pretrained": save_pretrained, "push_to_hub": save_pretrained}
 
 
 def one_input(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """An embedding's lookup, or a function of each element: both of its factors are its output's."""
     plan: Whole = vars(module)[UNIT]
-    with torch._C.DisableTorchFunction():
-        return scaled(stock(module, *args, **kwargs), plan.alpha, plan.backward[0])
+    return scaled(stock(module, *args, **kwargs), plan.alpha, plan.backward[0])
 
 
 def attention(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -62,29 +89,27 @@ def attention(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     plan: Whole = vars(module)[UNIT]
     names = ("query", "key", "value")
     given = {**dict(zip((*names, "mask", "is_causal"), args, strict=False)), **kwargs}
-    with torch._C.DisableTorchFunction():
-        for name, factor in zip(names, plan.backward, strict=True):
-            given[name] = scale_backward(given[name], factor / plan.alpha)
-        return stock(module, **given) * plan.alpha
+    for name, factor in zip(names, plan.backward, strict=True):
+        given[name] = scale_backward(given[name], factor / plan.alpha)
+    return stock(module, **given) * plan.alpha
 
 
 def norm(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     """The norm, whose gain and bias have gradients of unit size."""
     plan: Whole = vars(module)[UNIT]
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
-    with torch._C.DisableTorchFunction():
-        x = scale_backward(x, plan.backward[0])
-        weight, bias = (_parameter(module, name, x, plan) for name in ("weight", "bias"))
-        if plan.name == "layer_norm":
-            shape = getattr(module, "normalized_shape", x.shape[-1:])
-            return F.layer_norm(x, tuple(shape), weight, bias, plan.eps)
-        if plan.name == "rms_norm":
-            shape = getattr(module, "normalized_shape", x.shape[-1:])
-            eps = module.eps if isinstance(module, nn.RMSNorm) else plan.eps
-            return F.rms_norm(x, tuple(shape), weight, eps)
-        if plan.name == "group_norm":
-            return F.group_norm(x, module.num_groups, weight, bias, plan.eps)
-        return _batch_norm(module, x, weight, bias)
+    x = scale_backward(x, plan.backward[0])
+    weight, bias = (_parameter(module, name, x, plan) for name in ("weight", "bias"))
+    if plan.name == "layer_norm":
+        shape = getattr(module, "normalized_shape", x.shape[-1:])
+        return F.layer_norm(x, tuple(shape), weight, bias, plan.eps)
+    if plan.name == "rms_norm":
+        shape = getattr(module, "normalized_shape", x.shape[-1:])
+        eps = module.eps if isinstance(module, nn.RMSNorm) else plan.eps
+        return F.rms_norm(x, tuple(shape), weight, eps)
+    if plan.name == "group_norm":
+        return F.group_norm(x, module.num_groups, weight, bias, plan.eps)
+    return _batch_norm(module, x, weight, bias)
 
 
 def _parameter(module: Any, name: str, x: Tensor, plan: Whole) -> Tensor | None:

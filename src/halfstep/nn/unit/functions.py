@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -43,6 +42,7 @@ SAME = frozenset(("neg", "__neg__", "abs"))
 """Functions of one tensor that leave each element's magnitude."""
 
 JOINS = frozenset(("cat", "concat", "concatenate", "stack", "hstack", "vstack"))
+NORMS = frozenset(("layer_norm", "rms_norm", "group_norm", "batch_norm"))
 CHOICES = frozenset(("where", "masked_fill", "masked_fill_"))
 DETACHED = frozenset(("detach", "detach_", "data", "grad", "argmax", "argmin", "sign", "isinf", "isnan", "isfinite"))
 
@@ -101,6 +101,6 @@ def is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-def has_gradients(name: str) -> bool:
-    """Whether a gradient flows through what the function gives."""
-    return name not in DETACHED and torch.is_inference_mode_enabled() is False
+def counts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call computes with floating tensors, so that it may be one that is scaled."""
+    return any(map(is_floating, (*args[:3], *kwargs.values())))

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.errors import ModelError
-from halfstep.nn.unit.functions import canonical, is_floating, is_in_place, signature
+from halfstep.nn.unit.functions import canonical, counts, is_in_place, signature
 from halfstep.ops.scale import scale_backward, scaled
 
 
@@ -77,7 +77,7 @@ class Running(TorchFunctionMode):
             return func(*args, **kwargs)  # a factory: it may have a default device, which is another mode
         name = canonical(func, args)
         with torch._C.DisableTorchFunction():  # the modes of modules around this one do not hear of it
-            if name not in self._names or not any(map(is_floating, (*args[:3], *kwargs.values()))):
+            if name not in self._names or not counts(args, kwargs):
                 return func(*args, **kwargs)
             step = self._next(signature(name, args))
             return _RUN[step.kind](step, func, args, kwargs)
@@ -117,15 +117,12 @@ def _weighted(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     """w_a a + w_b b, with the gradients' own factors."""
     backward = dict(step.backward)
     a, b = args[:2]
-    flipped = getattr(func, "__name__", "") in ("__rsub__", "rsub")
-    (first, second), numbers, grads = (a, b), step.numbers, (backward.get(0, 1.0), backward.get(1, 1.0))
+    signs = (1.0, 1.0)
     if step.function == "sub":
-        sign = -1.0 if not flipped else 1.0
-        signs = (-sign, sign) if flipped else (1.0, -1.0)
-        signs = (-1.0, 1.0) if flipped else signs
-        numbers = numbers[0] * signs[0], numbers[1] * signs[1]
-        grads = grads[0] * signs[0], grads[1] * signs[1]
-    y = weighted_sum(first, second, numbers, grads)
+        signs = (-1.0, 1.0) if getattr(func, "__name__", "") == "__rsub__" else (1.0, -1.0)
+    numbers = step.numbers[0] * signs[0], step.numbers[1] * signs[1]
+    grads = backward.get(0, 1.0) * signs[0], backward.get(1, 1.0) * signs[1]
+    y = weighted_sum(a, b, numbers, grads)
     return a.copy_(y) if is_in_place(func) else y
 
 

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import ModelError
 from halfstep.nn.unit.functions import (
-    CHOICES, DETACHED, ELEMENTWISE, JOINS, SAME, VIEWS, canonical, is_floating, is_in_place, number, signature, tensors,
+    CHOICES, DETACHED, ELEMENTWISE, JOINS, NORMS, SAME, VIEWS, canonical, counts, is_floating, is_in_place, number,
+    signature, tensors,
 )  # fmt: skip
 from halfstep.nn.unit.graph import Graph, Node, Value
 from halfstep.nn.unit.leaves import Leaf, leaf_of
@@ -141,7 +142,11 @@ class _Recorder(TorchFunctionMode):
         found = [(i, self.values[id(x)]) for i, x in tensors(args, kwargs) if id(x) in self.values]
         own = [(name, self.values[id(p)]) for name, p in module.named_parameters(recurse=False)]
         if not found and leaf.kind != "embedding":
-            return
+            given = next((x for _, x in tensors(args, kwargs) if is_floating(x)), None)
+            if given is None or not own:
+                return
+            self.source("input", "constant", given)
+            found = [(0, self.values[id(given)])]
         facts: dict[str, Any] = {"leaf": leaf, "module": module}
         if leaf.kind == "attention":
             facts |= _attention_facts(*_bound(module, args, kwargs), p=getattr(module, "dropout", 0.0))
@@ -168,10 +173,13 @@ class _Recorder(TorchFunctionMode):
                 self._add("unknown", "assignment to elements", live, {}, args[0])
             return
         floats = [x for x in tree_leaves(output) if is_floating(x)]
-        if not live or not floats or name in DETACHED:
+        same = not in_place and all(any(x is y for _, y in given) for x in floats)  # it returned what it was given
+        if not live or not floats or name in DETACHED or same:
+            if counts(args, kwargs):  # told apart from the others when the code runs again
+                node = Node("constant", name, tuple(self._calls), [], [], len(self.nodes))
+                node.facts["signature"] = signature(name, args)
+                self.nodes.append(node)
             return
-        if not in_place and all(any(x is y for _, y in given) for x in floats):
-            return  # it returned what it was given
         constants = [x for _, x in given if id(x) not in self.values and is_floating(x)]
         kind, facts = _kind(func, name, args, kwargs, live, constants)
         facts |= {"signature": signature(name, args), "in_place": in_place, "func": func}
@@ -198,7 +206,7 @@ def _kind(
     constants: list[Tensor],
 ) -> tuple[str, dict[str, Any]]:
     """What unit scaling makes of a call of a function, and what it needs to know of it."""
-    if name in ("add", "sub") and kwargs.get("alpha", 1) == 1 and "out" not in kwargs:
+    if name in ("add", "sub") and len(args) == 2 and not kwargs:
         return "add", {"constant": _square(constants), "masks": _masks(constants)}
     if name == "mul" and "out" not in kwargs:
         return "mul", {"constant": _square(constants)}
@@ -206,6 +214,12 @@ def _kind(
         return "scale", {"factor": factor}
     if name == "matmul" and len(live) == 2:
         return "matmul", {"shared": args[0].shape[-1]}
+    if name == "linear" and len(live) > 1 and live[0][0] == 0:
+        return "linear", {"fans": args[1].shape[::-1], "rows": args[0].numel() // max(args[0].shape[-1], 1)}
+    if name in NORMS and live[0][0] == 0:
+        return "norm", {}
+    if name == "embedding":
+        return "embedding", {"lookups": args[0].numel()}
     if name == "softmax":
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         return "softmax", {"last": dim in (-1, args[0].dim() - 1)}
