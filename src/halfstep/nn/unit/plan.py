@@ -137,20 +137,20 @@ def _step(node: Node) -> Step | None:
             return _gradients(node, call, backward)
         return Step(PASSIVE, call, node.function)
     if node.kind in ("add", "sub") and node.weighted:
-        return Step("add", call, node.function, 1.0, backward, node.weighted)
+        return Step("add", call, node.function, 1.0, backward, node.facts["in_place"], node.weighted)
     if node.kind == "scale":
         factor = node.facts["factor"]
         total = node.betas[0] * abs(factor)
         if math.isclose(abs(factor) * node.alpha, 1) and (factor != 1 or not math.isclose(total, 1)):
             sign = math.copysign(1.0, factor)
-            return Step("scale", call, node.function, 1.0, ((slots[0], total),), (sign,))
+            return Step("scale", call, node.function, 1.0, ((slots[0], total),), False, (sign,))
     if node.kind == "matmul":
         return Step("matmul", call, node.function, node.alpha, backward)
     if node.kind == "attention":
         numbers = (node.facts["scale"],)
         if len(node.operands) > 3:
             numbers += (node.facts["bias"], node.betas[3] / node.alpha)  # type: ignore[assignment]
-        return Step("attention", call, node.function, node.alpha, backward, numbers)
+        return Step("attention", call, node.function, node.alpha, backward, False, numbers)
     if node.kind == "elementwise":
         return Step("elementwise", call, node.function, node.alpha, backward)
     return Step(PASSIVE, call, node.function) if plain else _gradients(node, call, backward)

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.errors import ModelError
-from halfstep.nn.unit.functions import canonical, counts, is_in_place, signature
+from halfstep.nn.unit.functions import canonical, counts, signature
 from halfstep.ops.scale import scale_backward, scaled
 
 
@@ -34,6 +34,8 @@ class Step:
     """What its output is multiplied by."""
     backward: tuple[tuple[int, float], ...] = ()
     """What the gradients of its operands are multiplied by in all, by their places among the arguments' leaves."""
+    in_place: bool = False
+    """Whether it writes to its first operand."""
     numbers: tuple[float, ...] = ()
     """Of an addition, the operands' factors; of attention, the scores' and the bias's."""
 
@@ -123,7 +125,7 @@ def _weighted(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     numbers = step.numbers[0] * signs[0], step.numbers[1] * signs[1]
     grads = backward.get(0, 1.0) * signs[0], backward.get(1, 1.0) * signs[1]
     y = weighted_sum(a, b, numbers, grads)
-    return a.copy_(y) if is_in_place(func) else y
+    return a.copy_(y) if step.in_place else y
 
 
 def _scale(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
