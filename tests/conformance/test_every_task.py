@@ -32,7 +32,11 @@ def task_or_skip(name):
 
 
 every_task = pytest.mark.parametrize("name", [task_or_skip(name) for name in TASKS])
-SMALL = {"lm": {"batch": 4, "context": 16}, "detection": {"batch": 2}}
+SMALL = {
+    "lm": {"batch": 4, "context": 16},
+    "mlm": {"batch": 4, "context": 16},
+    "detection": {"batch": 2},
+}
 
 
 @functools.cache
