@@ -7,7 +7,6 @@ from torch import Tensor
 from halfstep import ops
 from halfstep.recipe import AttentionSpec, LinearSpec, Matmul, Multiplier
 from halfstep.unit import factors
-from halfstep.unit.constant import constant
 
 
 def scaled_dot_product_attention(
@@ -40,7 +39,6 @@ def scaled_dot_product_attention(
     return ops.attention(query, key, value, is_causal, attn_mask, dropout_p, spec)
 
 
-@constant
 def multipliers(
     queries: int, keys: int, width: int, mult: float = 1.0, is_causal: bool = False, dropout: float = 0.0
 ) -> AttentionSpec:
