@@ -115,6 +115,7 @@ def test_the_labs_models_are_measured_on_their_tasks(scales, tmp_path):
         (["own.py:tokens", "--formats", "fp61"], "unknown format 'fp61'"),
         (["own.py:tokens", "--formats", ","], "no format given to hold the scales against"),
         (["own.py:tokens", "--plot", "x.xyz"], "cannot write 'x.xyz'"),
+        (["own.py:tokens", "--plot", "no/x.png"], "cannot write 'no/x.png': its folder does not exist"),
         (["weights.safetensors"], "is a checkpoint, which has no forward pass; give its config.json"),
     ],
 )

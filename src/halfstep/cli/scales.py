@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -56,6 +57,9 @@ def scales(
         names = [name.strip() for name in to.split(",") if name.strip()]
         if plot is not None:
             from halfstep.probe.spread_plot import figure, save
+
+            if not Path(plot).parent.is_dir():
+                raise ModelError(f"cannot write {plot!r}: its folder does not exist; name one that does")
         subject = _subject(model, task, data, _Sizes(batch, context, batches), seed)
         moments = [
             measured(

@@ -57,7 +57,7 @@ def figure(title: str, found: Sequence[tuple[str, Scales]]) -> Figure:
             _panel(axes, name, scales, low, high, room)
         handles, labels = panels[0].get_legend_handles_labels()
         drawn.legend(handles, labels, loc="outside lower center", ncols=len(KINDS), frameon=False)
-        drawn.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", color=_INK)
+        drawn.suptitle(_plain(title), x=0.01, ha="left", fontsize=11, fontweight="bold", color=_INK)
     return drawn
 
 
@@ -141,8 +141,12 @@ def _labels(scales: Scales, places: dict[str, int], room: float) -> dict[int, st
 
 def _short(name: str) -> str:
     """A path from a file as a figure can show it: of a long one the end."""
-    plain = "".join(c if c.isprintable() and ord(c) < 0x250 else "?" for c in name) or "the model"
+    plain = _plain(name) or "the model"
     return plain if len(plain) <= _LONG else "…" + plain[1 - _LONG :]
+
+
+def _plain(text: str) -> str:
+    return "".join(c if c.isprintable() and ord(c) < 0x250 else "?" for c in text)
 
 
 def _held(format: Format) -> tuple[float, float]:
