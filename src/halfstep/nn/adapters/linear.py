@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from halfstep.nn.adopt import beneath
 from halfstep.nn.product import product, weight_of
 from halfstep.nn.quantized_weights import Weight
 
@@ -13,7 +14,7 @@ NAME = "nn.Linear"
 
 def fits(module: nn.Module) -> bool:
     """Whether `forward` below may stand in for the module's own: not where a subclass or a patch has another."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+    return isinstance(module, nn.Linear) and beneath(module).forward is nn.Linear.forward and "forward" not in vars(module)
 
 
 def weights(module: nn.Module) -> tuple[Weight, ...]:
