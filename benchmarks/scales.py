@@ -1,4 +1,4 @@
-"""Where BERT-Large's tensors lie at random weights, and after one step: docs/scales.md.
+"""Where BERT-Large's tensors lie at random weights, and unit-scaled: docs/scales.md.
 
     python benchmarks/scales.py [--keep]
 
@@ -20,7 +20,7 @@ from harness import RESULTS
 
 
 PICTURE = RESULTS.parent.parent / "docs" / "images" / "scales_bert_large.png"
-WORDS = ["bert-large", "--batch", "2", "--context", "128", "--steps", "1"]
+WORDS = ["bert-large", "--batch", "2", "--context", "128", "--unit"]
 
 
 def measured(more: list[str]) -> dict[str, Any]:
@@ -65,13 +65,13 @@ def shares(scales: dict[str, Any], kind: str) -> dict[str, dict[str, float]]:
 
 def table(data: dict[str, Any]) -> str:
     """The shares of docs/scales.md."""
-    first = data["scales"][0]
-    names = first["formats"]
+    names = data["scales"][0]["formats"]
     heads = [f"{name.removeprefix('float8_')}: {what}" for name in names for what in ("zero", "subnormal")]
-    lines = [f"| values of | {' | '.join(heads)} |", "| --- " * (1 + len(heads)) + "|"]
-    for kind, found in first["shares"].items():
-        cells = [f"{found[name][what]:.1%}" for name in names for what in ("zero", "subnormal")]
-        lines.append(f"| {kind}s | {' | '.join(cells)} |")
+    lines = [f"| | values of | {' | '.join(heads)} |", "| --- " * (2 + len(heads)) + "|"]
+    for scales in data["scales"]:
+        for kind, found in scales["shares"].items():
+            cells = [f"{found[name][what]:.1%}" for name in names for what in ("zero", "subnormal")]
+            lines.append(f"| {scales['moment']} | {kind}s | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -16,6 +16,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -77,21 +78,24 @@ class Case:
     """Of the experiment."""
 
 
+UNIT = {"adamw": 2**4, "adam": 2**4, "lion": 2**4, "lamb": 1, "sgd": 2**4}
+"""By optimizer, how far the middle of the grid moves for unit-scaled models, whose weights are of size 1. LAMB's steps
+are in proportion to the weights already."""
 RATES = {"adamw": 2**-9, "adam": 2**-9, "sgd": 2**-2, "lion": 2**-12, "lamb": 2**-7}
 _LEAN = {"validations": 1, "statistics": 1, "checkpoints": 4}
 
 CASES = {
     "gpt": Case(
         "lm",
-        lambda: GPT(VOCABULARY, 64, layers=4, width=64, heads=2),
+        lambda: GPT(VOCABULARY, 64, layers=2, width=64, heads=2),
         RATES,
-        {**_LEAN, "batch": 256, "context": 64, "steps": 100, "warmup": 20},
+        {**_LEAN, "batch": 64, "context": 64, "steps": 100, "warmup": 20},
     ),
     "bert": Case(
         "mlm",
-        lambda: BERT(VOCABULARY + 1, 32, layers=2, width=128, heads=4),
+        lambda: BERT(VOCABULARY + 1, 32, layers=2, width=64, heads=2),
         RATES,
-        {**_LEAN, "batch": 64, "context": 32, "steps": 150, "warmup": 20},
+        {**_LEAN, "batch": 128, "context": 32, "steps": 100, "warmup": 20},
     ),
     "vision": Case("vision", None, {**RATES, "adamw": 2**-8}, {**_LEAN, "steps": 100}),
 }
@@ -143,13 +147,14 @@ def runs(
     name: str, optimizer: str, recipes: Sequence[str], octaves: Sequence[int], seeds: int, out: Path
 ) -> Iterator[Run]:
     """Train what is not trained yet of a case under an optimizer."""
-    case = CASES[name]
-    for octave in octaves:
-        asked = experiment(case, optimizer, case.rates[optimizer] * 2.0**octave, seeds)
-        folder = out / f"{name}-{optimizer}-{asked.lr:.3g}-{asked.key()[:8]}"
-        losses = train(asked, {recipe: recipe_of(recipe) for recipe in recipes}, folder, case.make)
+    case, known = CASES[name], {recipe: recipe_of(recipe) for recipe in recipes}
+    for octave, scaled in product(octaves, (False, True)):
+        some = {recipe: each for recipe, each in known.items() if each.unit_scaled == scaled}
+        rate = case.rates[optimizer] * 2.0**octave * (UNIT[optimizer] if scaled else 1)
+        asked = experiment(case, optimizer, rate, seeds)
+        losses = train(asked, some, out / f"{name}-{optimizer}-{rate:.3g}-{asked.key()[:8]}", case.make)
         for recipe, found in losses.items():
-            yield from (Run(name, optimizer, recipe, asked.lr, seed, loss) for seed, loss in enumerate(found))
+            yield from (Run(name, optimizer, recipe, rate, seed, loss) for seed, loss in enumerate(found))
 
 
 def best(found: Iterable[Run]) -> Best | None:

@@ -99,6 +99,29 @@ def test_the_labs_models_are_measured_on_their_tasks(scales, tmp_path):
     assert (code, "1 x 8 images of the task vision" in out) == (0, True)
 
 
+def test_unit_scaled_models_stand_beside_plain_ones(scales, config, tmp_path):
+    code, out, _ = scales("bert", "--batch", "8", "--context", "16", "--unit", "--steps", "1", "--json")
+    assert code == 0
+    found = json.loads(out)["scales"]
+    after = "after 1 step of AdamW at 0.0001"
+    assert [each["moment"] for each in found] == [
+        "at the start",
+        after,
+        "unit-scaled, at the start",
+        f"unit-scaled, {after}",
+    ]
+    deviations = {}
+    for place in (0, 2):
+        kept = tensors(out, place).items()
+        deviations[place] = {k: t["std"] for k, t in kept if k[0] != "weight gradient" and k[2] == "output"}
+    assert all(0.1 < std < 10 for std in deviations[2].values())
+    assert min(deviations[0].values()) < 1e-3
+    code, out, _ = scales("gpt-tiny", "--task", "lm", "--context", "16", "--unit", "--plot", "unit.png")
+    assert (code, "\nUnit-scaled, at the start: standard deviations\n" in out) == (0, True)
+    code, out, _ = scales("own.py:numbers", "--unit", "--json")
+    assert tensors(out, 1)["weight", "second", "weight"]["std"] == pytest.approx(1, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

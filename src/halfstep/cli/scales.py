@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +17,7 @@ from halfstep.printable import printable
 if TYPE_CHECKING:
     from torch import nn
 
+    from halfstep.lab.task import Task
     from halfstep.probe import Scales
 
 _FORMATS = "fp16,e4m3fn,e5m2"
@@ -44,6 +45,10 @@ def scales(
         int, typer.Option(min=0, help="Measure again after so many steps of AdamW, on the same batches.")
     ] = 0,
     lr: Annotated[float, typer.Option(min=0.0, help="Their learning rate.")] = 1e-4,
+    unit: Annotated[
+        bool,
+        typer.Option("--unit", help="Measure it unit-scaled as well (`halfstep.unit_scale`), side by side."),
+    ] = False,
     to: Annotated[str, typer.Option("--formats", help="Formats to hold the scales against.")] = _FORMATS,
     seed: Annotated[int, typer.Option(help="Of random weights and random data.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every tensor.")] = False,
@@ -61,23 +66,28 @@ def scales(
             if not Path(plot).parent.is_dir():
                 raise ModelError(f"cannot write {plot!r}: its folder does not exist; name one that does")
         subject = _subject(model, task, data, _Sizes(batch, context, batches), seed)
-        moments = [
-            measured(
-                subject.model,
-                subject.batches,
-                to=names,
-                loss=subject.loss,
-                steps=taken,
-                learning_rate=lr,
-                described=subject.words,
-                progress=progress,
-            )
-            for taken in dict.fromkeys((0, steps))
-        ]
+        moments = {}
+        for scaled in dict.fromkeys((False, unit)):
+            if scaled:
+                progress("unit-scaling")
+                subject.unit_scale()
+            for taken in dict.fromkeys((0, steps)):
+                found = measured(
+                    subject.model,
+                    subject.batches,
+                    to=names,
+                    loss=subject.loss,
+                    steps=taken,
+                    learning_rate=lr,
+                    described=subject.words,
+                    progress=progress,
+                )
+                moments[f"unit-scaled, {found.moment}" if scaled else found.moment] = found
     if plot is not None:
-        save(figure(f"{model}: standard deviations", [(each.moment, each) for each in moments]), plot)
+        save(figure(f"{model}: standard deviations", list(moments.items())), plot)
     if as_json:
-        show_json({"model": model, "scales": [each.as_data() for each in moments]})
+        found_data = [{"moment": moment, **found.as_data()} for moment, found in moments.items()]
+        show_json({"model": model, "scales": found_data})
     else:
         _show(moments)
 
@@ -103,7 +113,26 @@ class _Subject:
     batches: list[Any]
     words: str
     """What the batches are."""
-    loss: Callable[..., Any] | None = None
+    task: Task | None = None
+
+    @property
+    def loss(self) -> Callable[..., Any] | None:
+        """The task's loss; None for the model's own."""
+        return None if self.task is None else self.task.loss
+
+    def unit_scale(self) -> None:
+        """Unit-scale the model by its first batch."""
+        from halfstep import unit_scale
+        from halfstep.lab.unit import unit_scale_on
+        from halfstep.probe.batch import loss_of_output
+
+        batch = self.batches[0]
+        if self.task is not None:
+            unit_scale_on(self.model, self.task, batch)
+            return
+        named = dict(batch) if isinstance(batch, Mapping) else {}
+        args = () if named else tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        unit_scale(self.model, *args, loss=lambda output: loss_of_output(output)[0], **named)
 
 
 def _subject(name: str, task: str | None, data: str | None, sizes: _Sizes, seed: int) -> _Subject:
@@ -134,7 +163,7 @@ def _of_task(name: str, task: str, sizes: _Sizes, seed: int) -> _Subject:
     opened = spec.open(experiment_for(task, recipes=("fp32",), batch=sizes.batch, **context))
     batches = [opened.batch(seed, step) for step in range(1, sizes.batches + 1)]
     words = f"{sizes.batches} x {opened.count(batches[0])} {spec.facts.unit} of the task {task}"
-    return _Subject(build_model(name, opened.models(), seed), batches, words, opened.loss)
+    return _Subject(build_model(name, opened.models(), seed), batches, words, opened)
 
 
 def _of_function(name: str, given: _Given | None, sizes: _Sizes, seed: int) -> _Subject:
@@ -200,13 +229,13 @@ def _random(model: nn.Module, blank: Any, sizes: _Sizes, seed: int) -> _Given:
     return [filled() for _ in range(sizes.batches)], f"{sizes.batches} batches of {kind}"
 
 
-def _show(moments: list[Scales]) -> None:
+def _show(moments: Mapping[str, Scales]) -> None:
     from halfstep.probe.spread_table import deviations, shares
 
-    first = moments[0]
+    first = next(iter(moments.values()))
     typer.echo(printable(f"{first.model}, {first.parameters:,} parameters; {first.data}; loss: {first.loss}"))
-    for found in moments:
-        typer.echo(f"\n{found.moment[0].upper()}{found.moment[1:]}: standard deviations")
+    for moment, found in moments.items():
+        typer.echo(f"\n{moment[0].upper()}{moment[1:]}: standard deviations")
         columns, lines = deviations(found)
         show_table(columns, [tuple(map(printable, line)) for line in lines], right=columns[2:])
         typer.echo("\nof the values other than zero that become zero, that become subnormal; of all, that lie beyond:")

@@ -240,9 +240,8 @@ class _Gauge:
         if tensor.dim() == 0:
             return
         if site.backward:
-            # A product formed in the backward pass is part of a gradient; the gradient itself is seen as well.
             made = replace(site, role=site.role.removeprefix(GRADIENT), backward=False)
-            if made in self._held and site.role != made.role:
+            if made in self._held and made.role != "product":  # which are parts of gradients that are seen themselves
                 self._take(site, "activation gradient", tensor)
             return
         if self._versions.get(tensor) != tensor._version:
