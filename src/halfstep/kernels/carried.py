@@ -82,9 +82,15 @@ def _multiplied(lhs: Tensor, rhs: Tensor, bias: Tensor | None, alpha: float) -> 
     return torch.addmm(into, lhs, rhs, beta=beta, alpha=alpha)
 
 
-def run_stacked(lhs: Tensor, rhs: Tensor) -> Tensor:
-    """Stacks of matrices, (..., rows, shared) times (..., shared, columns), in float32 and left so."""
+def run_stacked(lhs: Tensor, rhs: Tensor, multiplier: float | None = None) -> Tensor:
+    """Stacks of matrices, (..., rows, shared) times (..., shared, columns), times multiplier, in float32, left so."""
     if lhs.device.type == "cuda" and lhs.dtype == rhs.dtype and lhs.dtype in _UNITS and lhs.dim() > 2:
         flat = torch.bmm(lhs.flatten(0, -3), rhs.flatten(0, -3), out_dtype=torch.float32)
+        flat = flat if multiplier is None else flat.mul_(multiplier)
         return flat.view(*lhs.shape[:-1], rhs.shape[-1])
-    return torch.matmul(lhs.float(), rhs.float())
+    if multiplier is None or lhs.dim() < 3:
+        product = torch.matmul(lhs.float(), rhs.float())
+        return product if multiplier is None else product.mul_(multiplier)
+    flat = [operand.float().reshape(-1, *operand.shape[-2:]) for operand in (lhs, rhs)]
+    product = torch.baddbmm(flat[0].new_zeros(()), *flat, beta=0, alpha=multiplier)
+    return product.view(*lhs.shape[:-1], rhs.shape[-1])

@@ -16,7 +16,7 @@ from halfstep.ops.casts import decode
 from halfstep.ops.matmul import matmul
 from halfstep.ops.once import Backwards, Once, once, run
 from halfstep.ops.operand import Operand, carrier, just_in_time, kept, operand, scale_of
-from halfstep.ops.plain import Factors, matrix, plain, unflatten
+from halfstep.ops.plain import factors_of, matrix, plain, unflatten
 from halfstep.ops.saved import Keeping
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import check_plain, foreign
@@ -87,18 +87,9 @@ def linear(
             )
         return F.linear(x, weight, bias)  # which its library has a way for
     dtype = product_dtype(x)
-    factors = _factors(x, weight, spec) if spec.multiplies else None
+    factors = factors_of(spec, x.numel() // max(x.shape[-1], 1), *weight.shape) if spec.multiplies else None
     with torch.autocast(x.device.type, enabled=False):
         return plain(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), factors)
-
-
-def _factors(x: Tensor, weight: Tensor, spec: LinearSpec) -> Factors:
-    """The numbers that y, and the gradients of x, weight and bias, are multiplied by."""
-    (out, fan_in), b = weight.shape, x.numel() // max(x.shape[-1], 1)
-    sizes = (b, fan_in, out), (b, out, fan_in), (out, b, fan_in), (out, b, 1)
-    products = spec.output, spec.grad_input, spec.grad_weight, spec.grad_weight
-    numbers = [1.0 if p.multiplier is None else p.multiplier.of(*size) for p, size in zip(products, sizes, strict=True)]
-    return numbers[0], numbers[1], numbers[2], numbers[3]
 
 
 def rounded_weight(

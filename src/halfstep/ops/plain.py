@@ -13,6 +13,7 @@ from torch import Tensor
 
 from halfstep.kernels import carried
 from halfstep.ops.matmul import matmul
+from halfstep.recipe import LinearSpec
 
 
 Factors = tuple[float, float, float, float]
@@ -28,14 +29,24 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, factors: Factor
     return function.apply(x, weight, bias, factors)  # type: ignore[no-any-return,no-untyped-call]
 
 
+def factors_of(spec: LinearSpec, rows: int, fan_out: int, fan_in: int) -> Factors | None:
+    """The numbers of a spec's multipliers for a layer's products with so many rows; None where it has none."""
+    if not spec.multiplies:
+        return None
+    sizes = (rows, fan_in, fan_out), (rows, fan_out, fan_in), (fan_out, rows, fan_in), (fan_out, rows, 1)
+    multipliers = [p.multiplier for p in (spec.output, spec.grad_input, spec.grad_weight, spec.grad_weight)]
+    found = [1.0 if m is None else m.of(*size) for m, size in zip(multipliers, sizes, strict=True)]
+    return found[0], found[1], found[2], found[3]
+
+
 def _alike(factor: float) -> Factors:
     """Those of a product with a factor, as its derivatives have them: its gradients have it too."""
     return factor, factor, factor, 1.0
 
 
-def plain_stacked(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def plain_stacked(x: Tensor, weight: Tensor, dtype: torch.dtype, factors: Factors | None = None) -> Tensor:
     """x (..., rows, in) times weight (..., out, in) transposed, both in `dtype`, in float32 and left so."""
-    return _Stacked.apply(x, weight, dtype)  # type: ignore[no-any-return,no-untyped-call]
+    return _Stacked.apply(x, weight, dtype, factors)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -103,22 +114,25 @@ class _Stacked(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, dtype: torch.dtype, factors: Factors | None) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             lhs, rhs = (matrix(operand).to(dtype).view(operand.shape) for operand in (x, weight))
-            return carried.run_stacked(lhs, rhs.mT)
+            return carried.run_stacked(lhs, rhs.mT, None if factors is None else factors[0])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, ctx.dtype = inputs
+        x, weight, ctx.dtype, ctx.factors = inputs
         ctx.save_for_backward(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        first = second = None
+        if ctx.factors is not None:
+            first, second = _alike(ctx.factors[1]), _alike(ctx.factors[2])
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = plain_stacked(grads[0], weight.mT, ctx.dtype).to(x.dtype)
+            grad_x = plain_stacked(grads[0], weight.mT, ctx.dtype, first).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = plain_stacked(grads[0].mT, x.mT, ctx.dtype).to(weight.dtype)
-        return grad_x, grad_weight, None
+            grad_weight = plain_stacked(grads[0].mT, x.mT, ctx.dtype, second).to(weight.dtype)
+        return grad_x, grad_weight, None, None

@@ -39,12 +39,12 @@ class Multiplier:
                 "rows, shared and columns, and a positive, finite constant"
             )
 
-    def of(self, rows: int, shared: int, columns: int) -> float:
+    def of(self, rows: float, shared: float, columns: float) -> float:
         """The number for a product of that size. A side without elements counts as one: there is nothing to scale."""
         number = self.constant
         for size, power in ((rows, self.rows), (shared, self.shared), (columns, self.columns)):
             if power:
-                number = number * max(size, 1) ** power
+                number = number * (size if size > 0 else 1) ** power
         return number
 
     def __str__(self) -> str:

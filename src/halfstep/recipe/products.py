@@ -152,6 +152,20 @@ class AttentionSpec:
                     "take scalings without a state (current, rceil, floor ...) and one scale a tensor, row or block"
                 )
 
+    @property
+    def rounds(self) -> bool:
+        """Whether any operand, or any sum, of the two is rounded."""
+        return self.scores.rounds or self.mix.rounds
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether any product of the two has a multiplier."""
+        return self.scores.multiplies or self.mix.multiplies
+
+    def times(self, multipliers: AttentionSpec) -> AttentionSpec:
+        """The operands of this one, and the multipliers of the other, as `LinearSpec.times`."""
+        return AttentionSpec(self.scores.times(multipliers.scores), self.mix.times(multipliers.mix))
+
 
 def linear_text(spec: LinearSpec) -> str:
     """The three products in a line, for `Recipe.describe`."""
