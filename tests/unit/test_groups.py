@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from torch import nn
+
 from halfstep.errors import ModelError, OptimizerError
 from halfstep.optim.classes import Lamb, Lion
 from halfstep.unit.decay import decouple_decay
@@ -11,7 +13,6 @@ from halfstep.unit.groups import parameter_groups
 from halfstep.unit.optimizers import optimizer_kind
 from halfstep.unit.parametrization import get_parametrization, list_parametrizations
 from halfstep.unit.roles import set_depth, set_roles
-from torch import nn
 
 
 def mlp(width, layers=2):
@@ -92,7 +93,7 @@ def test_sgd_follows_its_readouts_constraint():
         "head.bias": 3.0,
     }
     assert {key: tied[key][0] for key in expected} == expected
-    with pytest.raises(OptimizerError, match="no unit.LinearReadout was found"):
+    with pytest.raises(OptimizerError, match=r"no unit\.LinearReadout was found"):
         parameter_groups(model, torch.optim.SGD, lr=1.0)
     with pytest.raises(OptimizerError, match="Adam-like optimizers alone"):
         parameter_groups(model, torch.optim.SGD, lr=1.0, parametrization="munit")
@@ -179,7 +180,7 @@ def test_frozen_and_tied_parameters():
 
 def test_what_is_refused():
     model = mlp(8)
-    with pytest.raises(OptimizerError, match="unknown optimizer 'Muon'.*give optimizer='adamw' if its step stays"):
+    with pytest.raises(OptimizerError, match=r"unknown optimizer 'Muon'.*give optimizer='adamw' if its step stays"):
         parameter_groups(model, type("Muon", (torch.optim.Optimizer,), {}), lr=1.0)
     with pytest.raises(OptimizerError, match="an instance of SGD found; expected its class"):
         parameter_groups(model, torch.optim.SGD(model.parameters(), lr=1.0), lr=1.0)
@@ -199,7 +200,7 @@ def test_what_is_refused():
         parameter_groups(model, "adamw", lr=1.0, groups=model.parameters())
     with pytest.raises(ModelError, match="has no parameters to group"):
         parameter_groups(nn.ReLU(), "adamw", lr=1.0)
-    with pytest.raises(ModelError, match="no role is known of 0.weight"):
+    with pytest.raises(ModelError, match=r"no role is known of 0\.weight"):
         parameter_groups(nn.Sequential(nn.Linear(2, 2)), "adamw", lr=1.0)
     with pytest.raises(ModelError, match="unknown parametrization 'mup'; nearest: umup"):
         parameter_groups(model, "adamw", lr=1.0, parametrization="mup")

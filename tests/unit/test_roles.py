@@ -5,9 +5,10 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
+
 from halfstep.errors import ModelError
 from halfstep.unit.roles import Role, Tag, known_roles, roles, set_depth, set_roles, set_tag, tag_of
-from torch import nn
 
 
 def small():

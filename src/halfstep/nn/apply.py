@@ -26,6 +26,7 @@ from halfstep.nn.ranks import check_ranks
 from halfstep.nn.savers import adopt_savers, find
 from halfstep.nn.scaling import Scalings, attach, detach
 from halfstep.recipe import DTYPES, LinearSpec, Recipe, get_recipe
+from halfstep.unit import multipliers_of
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,8 @@ def _adopt_layers(
     for path, kind in matched.kinds.items():
         if path not in widened and (carries or path in specs.keys() | around | {*matched.attends}):
             module = model.get_submodule(path)
-            module._halfstep_linear = specs.get(path) or LinearSpec()  # type: ignore[assignment]
+            spec, factors = specs.get(path) or LinearSpec(), multipliers_of(module)
+            module._halfstep_linear = spec if factors is None else spec.times(factors)  # type: ignore[assignment]
             adopt(module, kind.forward)
     for module in model.modules():
         if specs and encoder.fits(module):

@@ -61,7 +61,8 @@ def parameter_groups(
     if meaning not in DECAYS:
         raise OptimizerError(unknown("decay", meaning, DECAYS))
     readout = readout_constraint if readout_constraint is not None else _readout(model)
-    given = [{"params": list(model.parameters())}] if groups is None else [_listed(group) for group in groups]
+    every: list[Mapping[str, Any]] = [{"params": model.parameters()}]
+    given = [_listed(group) for group in (every if groups is None else groups)]
     factors = _factors(model, given, lambda role: rule.lr(role, kind, readout))
     made: list[dict[str, Any]] = []
     for group in given:

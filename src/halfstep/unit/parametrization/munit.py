@@ -46,7 +46,7 @@ def _transfer(base_width: int, width: int) -> Callable[[Role, OptimizerKind, str
 
 munit = Parametrization(
     name="munit",
-    summary="Static factors alike in both directions; learning rate and decay found at a base width serve a larger one.",
+    summary="Static factors alike in both directions; learning rate and decay of a base width serve a larger one.",
     source="Narayan et al. 2025 (munit Scaling), arXiv 2502.05967, tables 2 and 6",
     multiplier=_multiplier,
     init=_init,

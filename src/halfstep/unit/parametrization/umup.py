@@ -10,7 +10,7 @@ def _multiplier(role: Role) -> float:
     """fan_in^-1/2 for matrices, 1 / fan_in for the readout."""
     if role.kind == "readout":
         return 1 / role.fan_in
-    return role.fan_in**-0.5 if role.kind in ("hidden", "input") else 1.0
+    return float(role.fan_in**-0.5) if role.kind in ("hidden", "input") else 1.0
 
 
 def _init(role: Role) -> float:
@@ -23,8 +23,8 @@ def _adam(role: Role) -> float:
     The embedding's is empirical; the official library could not derive it.
     """
     if role.kind == "hidden":
-        return role.fan_in**-0.5
-    return role.fan_out**-0.5 if role.kind == "embedding" else 1.0
+        return float(role.fan_in**-0.5)
+    return float(role.fan_out**-0.5) if role.kind == "embedding" else 1.0
 
 
 def _sgd(role: Role) -> float:
@@ -42,15 +42,16 @@ def _lr(role: Role, optimizer: OptimizerKind, readout: str | None) -> float:
 
     SGD behind an unconstrained readout sees gradients of unit scale, as Adam makes them: it follows Adam's rule.
     """
-    depth = 1.0 if role.depth is None else role.depth**-0.5
+    depth = 1.0 if role.depth is None else float(role.depth**-0.5)
     if optimizer.rule == "adam":
         return depth * _adam(role)
     if readout == "none":
         return depth * _adam(role)
     if readout == "to_output":
         return depth * _sgd(role)
+    found = readout or "unknown, as no unit.LinearReadout was found"
     raise OptimizerError(
-        f"SGD's rule hangs on the readout's constraint, which is {readout or 'unknown, as no unit.LinearReadout was found'}; "
+        f"SGD's rule hangs on the readout's constraint, which is {found}; "
         "expected 'none' or 'to_output': build the readout with one of them, or give readout_constraint="
     )
 
