@@ -67,6 +67,12 @@ def products(request, carry):
 
 
 @pytest.fixture
+def unrendered(monkeypatch):
+    """Reports build their figures, and write no pictures of them: most of a report's time."""
+    monkeypatch.setattr("halfstep.lab.report.page.png", lambda figure: b"no picture")
+
+
+@pytest.fixture
 def run(monkeypatch, capsys):
     """Runs `halfstep ARGUMENTS` in a terminal of 200 columns (or as told): exit code, standard output and error."""
 

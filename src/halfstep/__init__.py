@@ -54,6 +54,8 @@ _HOME = {
     "probe_model": "halfstep.probe",
     "quantize_model": "halfstep.nn",
     "revert": "halfstep.nn",
+    "UnitReport": "halfstep.nn",
+    "unit_scale": "halfstep.nn",
     "Quantized": "halfstep.ops",
     "decode": "halfstep.ops",
     "encode": "halfstep.ops",
@@ -72,6 +74,7 @@ __all__ = [
     "Quantizer",
     "Recipe",
     "Report",
+    "UnitReport",
     "advance",
     "apply",
     "audit",
@@ -97,6 +100,7 @@ __all__ = [
     "round_to",
     "save_quantized",
     "unit",
+    "unit_scale",
 ]
 
 

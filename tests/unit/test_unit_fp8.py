@@ -65,6 +65,7 @@ def test_a_readout_of_any_name_and_what_takes_the_data_are_kept():
 
 def test_models_without_roles_are_found_by_names():
     model = GPT(256, 16, 1, 64, 4)
+    halfstep.unit_scale(model, torch.randint(0, 256, (4, 16)))
     ends = {"blocks.0.attention.proj", "blocks.0.mlp.2"}
     every = rounded(model, "munit-fp8")
     halfstep.revert(model)

@@ -145,6 +145,8 @@ class Recipe:
     """Whether gated MLPs scale their product before the down-projection rounds it (a key of `SMOOTH_GLU`)."""
     saved: Saved | None = None
     """How what autograd keeps for the backward pass is stored, where not as it is."""
+    unit_scaled: bool = False
+    """Whether the model must be unit-scaled (`halfstep.unit_scale`), since nothing here scales anything."""
     aliases: tuple[str, ...] = ()
     """Other names, such as apex's optimization levels."""
     notes: tuple[str, ...] = ()
@@ -281,6 +283,7 @@ class Recipe:
             ("compute", "as stored" if self.compute == "fp32" else f"torch.autocast to {self.compute}"),
             *[("in fp32", ", ".join(widened))] * bool(widened),
             ("loss scale", str(self.loss_scale or "none")),
+            *([("model", "must be unit-scaled (halfstep.unit_scale)")] if self.unit_scaled else []),
             *([("gated MLPs", SMOOTH_GLU[self.smooth_glu])] if self.smooth_glu else []),
             *([("codes", str(self.codes))] if self.codes else []),
             *([("saved", str(self.saved))] if self.saved else []),

@@ -12,6 +12,7 @@ from halfstep.unit.losses import cross_entropy, mse_loss
 from halfstep.unit.modules import (
     GELU,
     MLP,
+    MULTIPLIERS,
     SAME,
     Attention,
     Conv1d,
@@ -41,13 +42,13 @@ from halfstep.unit.roles import KINDS, Role, Tag, roles, set_depth, set_roles, s
 
 
 __all__ = [
-    "DECAYS", "GELU", "KINDS", "MLP", "SAME", "Attention", "Calibration", "Conv1d", "Conv2d", "Dropout", "Embedding",
-    "GatedMLP", "LayerNorm", "Linear", "LinearReadout", "Parametrization", "RMSNorm", "ReLU", "Role", "SiLU", "Sigmoid",
-    "Softmax", "Stack", "Tag", "Tanh", "TransformerLayer", "TransformerStack", "add", "calibrate", "conv1d", "conv2d",
-    "cross_entropy", "decouple_decay", "dropout", "embedding", "equal_shares", "fixed", "gated_silu", "gelu",
-    "geometric_mean", "get_constraint", "get_parametrization", "layer_norm", "linear", "linear_readout",
-    "list_parametrizations", "matmul", "mse_loss", "multipliers_of", "none", "parameter_groups", "relu", "residual_add",
-    "residual_split", "rms_norm", "roles", "running_mean", "scale_backward", "scale_forward",
+    "DECAYS", "GELU", "KINDS", "MLP", "MULTIPLIERS", "SAME", "Attention", "Calibration", "Conv1d", "Conv2d", "Dropout",
+    "Embedding", "GatedMLP", "LayerNorm", "Linear", "LinearReadout", "Parametrization", "RMSNorm", "ReLU", "Role",
+    "SiLU", "Sigmoid", "Softmax", "Stack", "Tag", "Tanh", "TransformerLayer", "TransformerStack", "add", "calibrate",
+    "conv1d", "conv2d", "cross_entropy", "decouple_decay", "dropout", "embedding", "equal_shares", "fixed",
+    "gated_silu", "gelu", "geometric_mean", "get_constraint", "get_parametrization", "layer_norm", "linear",
+    "linear_readout", "list_parametrizations", "matmul", "mse_loss", "multipliers_of", "none", "parameter_groups",
+    "relu", "residual_add", "residual_split", "rms_norm", "roles", "running_mean", "scale_backward", "scale_forward",
     "scaled_dot_product_attention", "set_depth", "set_roles", "set_tag", "sigmoid", "silu", "softmax",
     "square_root_attention", "tag_of", "tanh", "to_grad_input", "to_output",
 ]  # fmt: skip

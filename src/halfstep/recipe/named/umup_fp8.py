@@ -30,10 +30,10 @@ umup_fp8 = Recipe(
     summary="E4M3 forward, E5M2 gradients, no scales; attention's output and the MLP's down-projection stay in bf16.",
     source="Blake et al. 2025 (u-muP), arXiv 2407.17465; Aleph-Alpha/scaling, its FP8 configuration",
     compute="bf16",
+    unit_scaled=True,
     rules=(*_OUTER, *_ENDS, *KEEP, Rule("*", _FP8)),
     notes=(
-        "Operands are clamped to the format's range and rounded: the model is to be of unit scale (halfstep.unit), or "
-        "small values become zero.",
+        "Operands are clamped to the format's range and rounded; small values become zero without unit scale.",
         "The layers in bf16 are found by their role (halfstep.unit), and in other models by the names they have there.",
         "About 70 % of the products of a block are then in FP8 where MLPs are gated, 58 % where they are not.",
     ),
@@ -44,10 +44,10 @@ munit_fp8 = Recipe(
     summary="E4M3 forward, E5M2 gradients, without any scale, in every hidden linear layer.",
     source="Narayan et al. 2025 (munit Scaling), arXiv 2502.05967, section 2 and table 6",
     compute="bf16",
+    unit_scaled=True,
     rules=(*_OUTER, *KEEP, Rule("*", _FP8)),
     notes=(
-        "Operands are clamped to the format's range and rounded: the model is to be of unit scale (halfstep.unit), or "
-        "small values become zero.",
+        "Operands are clamped to the format's range and rounded; small values become zero without unit scale.",
         "Embeddings, the readout, norms and attention's own products are in bf16 and float32, as autocast has them.",
     ),
 )

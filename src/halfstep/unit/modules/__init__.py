@@ -4,7 +4,7 @@ from halfstep.unit.modules.activations import GELU, Dropout, ReLU, Sigmoid, SiLU
 from halfstep.unit.modules.attention import Attention, square_root_attention
 from halfstep.unit.modules.convolution import Conv1d, Conv2d
 from halfstep.unit.modules.embedding import Embedding
-from halfstep.unit.modules.linear import SAME, Linear, LinearReadout, multipliers_of
+from halfstep.unit.modules.linear import MULTIPLIERS, SAME, Linear, LinearReadout, multipliers_of
 from halfstep.unit.modules.mlp import MLP, GatedMLP
 from halfstep.unit.modules.norms import LayerNorm, RMSNorm
 from halfstep.unit.modules.stack import Stack, TransformerStack
@@ -12,7 +12,7 @@ from halfstep.unit.modules.transformer import TransformerLayer
 
 
 __all__ = [
-    "GELU", "MLP", "SAME", "Attention", "Conv1d", "Conv2d", "Dropout", "Embedding", "GatedMLP", "LayerNorm", "Linear",
-    "LinearReadout", "RMSNorm", "ReLU", "SiLU", "Sigmoid", "Softmax", "Stack", "Tanh", "TransformerLayer",
-    "TransformerStack", "multipliers_of", "square_root_attention",
+    "GELU", "MLP", "MULTIPLIERS", "SAME", "Attention", "Conv1d", "Conv2d", "Dropout", "Embedding", "GatedMLP",
+    "LayerNorm", "Linear", "LinearReadout", "RMSNorm", "ReLU", "SiLU", "Sigmoid", "Softmax", "Stack", "Tanh",
+    "TransformerLayer", "TransformerStack", "multipliers_of", "square_root_attention",
 ]  # fmt: skip

@@ -18,11 +18,13 @@ SAME = "same"
 gradients, the weight's too, are then those of y = fan_in^-1/2 x w^T."""
 
 MULTIPLIERS = "_halfstep_multipliers"
+"""Where a layer that is unit-scaled has what its products are multiplied by, a `LinearSpec`."""
+_PLAIN = LinearSpec()
 
 
-def multipliers_of(module: nn.Module) -> LinearSpec | None:
-    """The factors of a layer's three products; None where it has none. A recipe's operands stand beside them."""
-    return vars(module).get(MULTIPLIERS)
+def multipliers_of(module: nn.Module) -> LinearSpec:
+    """What the products of a layer that is unit-scaled are multiplied by; an empty spec of another."""
+    return vars(module).get(MULTIPLIERS, _PLAIN)  # type: ignore[no-any-return]
 
 
 class Linear(nn.Linear):
