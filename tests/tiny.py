@@ -10,7 +10,9 @@ from halfstep import ops, recipe
 from oracles.numbers import identical
 
 
-EVERY = recipe.list_recipes()
+ALL = recipe.list_recipes()
+UNIT = [name for name in ALL if recipe.get_recipe(name).unit_scaled]  # these want unit-scaled models
+EVERY = [name for name in ALL if name not in UNIT]
 SMOOTH = [name for name in EVERY if recipe.get_recipe(name).smooth_glu]  # these want gated MLPs
 RECIPES = [name for name in EVERY if name not in SMOOTH]
 FAST = {

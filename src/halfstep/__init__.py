@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from halfstep import formats, kb, ops
+    from halfstep import formats, kb, ops, unit
     from halfstep.auditing.audit import audit
     from halfstep.errors import HalfstepError
     from halfstep.inspection import diff, inspect
@@ -54,6 +54,8 @@ _HOME = {
     "probe_model": "halfstep.probe",
     "quantize_model": "halfstep.nn",
     "revert": "halfstep.nn",
+    "UnitReport": "halfstep.nn",
+    "unit_scale": "halfstep.nn",
     "Quantized": "halfstep.ops",
     "decode": "halfstep.ops",
     "encode": "halfstep.ops",
@@ -72,6 +74,7 @@ __all__ = [
     "Quantizer",
     "Recipe",
     "Report",
+    "UnitReport",
     "advance",
     "apply",
     "audit",
@@ -96,6 +99,8 @@ __all__ = [
     "revert",
     "round_to",
     "save_quantized",
+    "unit",
+    "unit_scale",
 ]
 
 
@@ -104,7 +109,7 @@ def __getattr__(name: str) -> Any:
         # Kept: the next use finds it without this function.
         globals()[name] = getattr(import_module(_HOME[name]), name)
         return globals()[name]
-    if name in ("formats", "kb", "ops"):
+    if name in ("formats", "kb", "ops", "unit"):
         return import_module(f"halfstep.{name}")
     raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
 

@@ -6,13 +6,13 @@ import pytest
 
 from halfstep import get_recipe
 from halfstep.recipe import to_data
-from tiny import EVERY
+from tiny import ALL
 
 
 def test_recipes_lists_every_recipe(run):
     code, out, err = run("recipes")
     assert (code, err) == (0, "")
-    for name in EVERY:
+    for name in ALL:
         line = next(line for line in out.splitlines() if line.split()[0] == name)
         assert f" {get_recipe(name).bytes_per_parameter().total:g} " in line
 
@@ -20,10 +20,10 @@ def test_recipes_lists_every_recipe(run):
 def test_recipes_as_json(run):
     code, out, _ = run("recipes", "--json")
     assert code == 0
-    assert [recipe["name"] for recipe in json.loads(out)] == EVERY
+    assert [recipe["name"] for recipe in json.loads(out)] == ALL
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", ALL)
 def test_one_recipe_whole(run, name):
     code, out, err = run("recipes", "show", name)
     assert (code, err) == (0, "")

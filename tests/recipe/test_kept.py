@@ -8,12 +8,12 @@ import pytest
 
 from halfstep.recipe import get_recipe, list_recipes
 from halfstep.recipe.high_precision import ADAPTERS, HEADS, KEEP, ROUTERS
-from tiny import EVERY
+from tiny import ALL
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 TABLE, KEPT = PAGE.split("## What they keep")
-ROUNDING = [name for name in EVERY if any(rule.linear.rounds for rule in get_recipe(name).rules)]
+ROUNDING = [name for name in ALL if any(rule.linear.rounds for rule in get_recipe(name).rules)]
 
 
 def reason(path):

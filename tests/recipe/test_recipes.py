@@ -10,7 +10,7 @@ from halfstep import formats, get_recipe, list_recipes
 from halfstep.errors import QuantizationError, RecipeError
 from halfstep.quant import Quantizer
 from halfstep.recipe import Codes, LinearSpec, LossScale, Matmul, Recipe, Rule, get_storage
-from tiny import EVERY
+from tiny import ALL
 
 
 # weights, gradients, master, states, and the copies of a pass: bytes per parameter with Adam
@@ -19,6 +19,11 @@ BYTES = {
     "bf16-mixed": (4, 4, 0, 8, 2),
     "fp16-mixed": (4, 4, 0, 8, 2),
     "fp16-mixed-unscaled": (4, 4, 0, 8, 2),
+    "unit-fp16": (4, 4, 0, 8, 2),
+    "unit-fp8": (4, 4, 0, 8, 2),
+    "unit-fp8-e4m3": (4, 4, 0, 8, 2),
+    "unit-mxfp8": (4, 4, 0, 8, 2),
+    "unit-nvfp4": (4, 4, 0, 8, 2),
     "bf16-master": (2, 2, 4, 8, 0),
     "fp16-master": (2, 2, 4, 8, 0),
     "bf16-nomaster": (2, 2, 0, 8, 0),
@@ -53,13 +58,15 @@ BYTES = {
     "mxfp8": (4, 4, 0, 8, 2),
     "mxfp8-floor": (4, 4, 0, 8, 2),
     "fp8-block": (4, 4, 0, 8, 2),
+    "umup-fp8": (4, 4, 0, 8, 2),
+    "munit-fp8": (4, 4, 0, 8, 2),
     "fp8-amax": (2, 2, 0, 8, 0),
     "fp8-cscale": (2, 2, 0, 8, 0),
     "fp8lm-o1": (2, 1, 0, 8, 2),
     "fp8lm-o2": (2, 1, 0, 3, 2),
     "fp8lm-o3": (1, 1, 2, 3, 2),
 }
-every_recipe = pytest.mark.parametrize("name", EVERY)
+every_recipe = pytest.mark.parametrize("name", ALL)
 
 
 def made(**fields):
@@ -67,7 +74,7 @@ def made(**fields):
 
 
 def test_every_recipe_has_its_bytes_stated():
-    assert set(EVERY) == set(BYTES)
+    assert set(ALL) == set(BYTES)
 
 
 @every_recipe

@@ -36,28 +36,40 @@ def run(
     bias: Tensor | None = None,
     scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    multiplier: float | None = None,
 ) -> Tensor:
-    """lhs (rows, shared) times rhs (shared, columns), times scale, plus bias, in float32, then rounded to dtype."""
+    """lhs (rows, shared) times rhs (shared, columns), times scale and multiplier, plus bias, in float32, then rounded
+    to dtype."""
     dtype = dtype or lhs.dtype
     wide = torch.promote_types(torch.promote_types(lhs.dtype, rhs.dtype), torch.float32)
     lhs, rhs = lhs.to(wide), rhs.to(wide)
     if scale is None:
-        product = torch.mm(lhs, rhs) if bias is None else torch.addmm(bias.to(wide), lhs, rhs)
+        if multiplier is not None:
+            product = _multiplied(lhs, rhs, bias, multiplier)
+        else:
+            product = torch.mm(lhs, rhs) if bias is None else torch.addmm(bias.to(wide), lhs, rhs)
     else:
-        product = torch.mm(lhs, rhs).mul_(scale)
+        product = torch.mm(lhs, rhs).mul_(scale if multiplier is None else scale * multiplier)
         if bias is not None:
             product += bias
     return product.to(dtype)
 
 
-def run_native(lhs: Tensor, rhs: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
-    """The product on matrix units for lhs's dtype: the scale enters as the product's alpha, before its one rounding.
+def run_native(
+    lhs: Tensor, rhs: Tensor, bias: Tensor | None, scale: Tensor | None, multiplier: float | None = None
+) -> Tensor:
+    """The product on matrix units for lhs's dtype: scale and multiplier enter as the product's alpha, before its one
+    rounding.
 
-    A traced graph, and a GPU, which would have to wait for the number, take the product in float32 first.
+    Where the scale is a tensor, a traced graph, and a GPU, which would have to wait for the number, take the product in
+    float32 first.
     """
+    if scale is None:
+        return _multiplied(lhs, rhs, bias, 1.0 if multiplier is None else multiplier)
+    if multiplier is not None:
+        scale = scale * multiplier
     if lhs.device.type == "cpu" and not torch.compiler.is_compiling():
-        beta, into = (0, lhs.new_zeros(())) if bias is None else (1, bias.to(lhs.dtype))
-        return torch.addmm(into, lhs, rhs, beta=beta, alpha=float(scale))
+        return _multiplied(lhs, rhs, bias, float(scale))
     product = (
         torch.mm(lhs, rhs, out_dtype=torch.float32) if lhs.device.type == "cuda" else torch.mm(lhs.float(), rhs.float())
     )
@@ -65,9 +77,22 @@ def run_native(lhs: Tensor, rhs: Tensor, bias: Tensor | None, scale: Tensor) -> 
     return (product if bias is None else product + bias).to(lhs.dtype)
 
 
-def run_stacked(lhs: Tensor, rhs: Tensor) -> Tensor:
-    """Stacks of matrices, (..., rows, shared) times (..., shared, columns), in float32 and left so."""
+def _multiplied(lhs: Tensor, rhs: Tensor, bias: Tensor | None, alpha: float) -> Tensor:
+    beta, into = (0, lhs.new_zeros(())) if bias is None else (1, bias.to(lhs.dtype))
+    return torch.addmm(into, lhs, rhs, beta=beta, alpha=alpha)
+
+
+def run_stacked(lhs: Tensor, rhs: Tensor, multiplier: float | None = None) -> Tensor:
+    """Stacks of matrices, (..., rows, shared) times (..., shared, columns), times multiplier, in float32
+    (float64 where an operand is) and left so."""
     if lhs.device.type == "cuda" and lhs.dtype == rhs.dtype and lhs.dtype in _UNITS and lhs.dim() > 2:
         flat = torch.bmm(lhs.flatten(0, -3), rhs.flatten(0, -3), out_dtype=torch.float32)
+        flat = flat if multiplier is None else flat.mul_(multiplier)
         return flat.view(*lhs.shape[:-1], rhs.shape[-1])
-    return torch.matmul(lhs.float(), rhs.float())
+    wide = torch.promote_types(torch.promote_types(lhs.dtype, rhs.dtype), torch.float32)
+    if multiplier is None or lhs.dim() < 3:
+        product = torch.matmul(lhs.to(wide), rhs.to(wide))
+        return product if multiplier is None else product.mul_(multiplier)
+    first, second = (operand.to(wide).reshape(-1, *operand.shape[-2:]) for operand in (lhs, rhs))
+    product = torch.baddbmm(first.new_zeros(()), first, second, beta=0, alpha=multiplier)
+    return product.view(*lhs.shape[:-1], rhs.shape[-1])

@@ -88,14 +88,17 @@ def supports(lhs: Operand, rhs: Operand, dtype: torch.dtype) -> bool:
     )
 
 
-def run(lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """lhs (rows, shared) times rhs (shared, columns), each times its scale, plus bias, rounded to dtype.
+def run(lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, multiplier: float | None = None) -> Tensor:
+    """lhs (rows, shared) times rhs (shared, columns), each times its scale, times multiplier, plus bias, rounded to
+    dtype.
 
     The units sum in float32 registers of their own accuracy; torch is asked for the accurate accumulation, not for
     the fast one.
     """
     kinds: Any = F.ScalingType
     scales = [_scale(side) for side in (lhs, rhs)]
+    if multiplier is not None:
+        scales[0] = scales[0] * multiplier
     rows, columns = lhs.values.shape[0], rhs.values.shape[1]
     kind = kinds.TensorWise
     if any(scale.dim() for scale in scales):

@@ -21,7 +21,9 @@ from halfstep.lab.checkpoint import Training
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.look import Look, counted
 from halfstep.lab.metrics import MetricsFile, Row, read_metrics
+from halfstep.lab.optimizer import build_optimizer
 from halfstep.lab.task import Batch, Task, check_finite
+from halfstep.lab.unit import unit_scale_on
 from halfstep.memory import measure
 from halfstep.recipe import Recipe
 from halfstep.tracking import activation_gradients_by_module, first_nonfinite, magnitude
@@ -43,7 +45,10 @@ Watcher = Callable[[Progress], None]
 
 
 class Trainer:
-    """One run. Every number it writes depends on (experiment, recipe, seed) alone, so a resumed run repeats them."""
+    """One run. Every number it writes depends on (experiment, recipe, seed) alone, so a resumed run repeats them.
+
+    The learning rate is the experiment's: for a recipe with one of its own, give `experiment.alone(recipe)`.
+    """
 
     def __init__(
         self,
@@ -102,19 +107,17 @@ class Trainer:
             self.board.close()
 
     def _prepare(self) -> Training:
-        model = self.build(self.seed)
-        model.train()
-        decayed = [p for p in model.parameters() if p.dim() >= 2]
-        others = [p for p in model.parameters() if p.dim() < 2]
-        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=self.experiment.lr,
-            betas=self.experiment.betas,
-            weight_decay=self.experiment.weight_decay,
-        )
+        model = self._model()
+        optimizer = build_optimizer(self.experiment, model)
         torch.manual_seed(self.seed)
         return Training(*prepare(model, optimizer, self.recipe, generator=self.seed))
+
+    def _model(self) -> nn.Module:
+        """The model as it begins; unit-scaled where the recipe asks for that."""
+        model = self.build(self.seed).train()
+        if self.recipe.unit_scaled:
+            unit_scale_on(model, self.task, self.task.batch(self.seed, 1))
+        return model
 
     def _step(self, step: int) -> bool:
         """One update, written down; False if the run diverged in it."""
@@ -210,7 +213,7 @@ class Trainer:
     def _plain(self) -> nn.Module:
         """The model in float32, without the recipe, with the weights and buffers as they are."""
         model, optimizer, after = self.training.model, self.training.optimizer, torch.get_rng_state()
-        plain = self.build(self.seed).train()
+        plain = self._model()
         torch.set_rng_state(after)
         values = {name: optimizer.full(p) for name, p in model.named_parameters() if p.requires_grad}
         own = dict(plain.named_parameters()) | dict(plain.named_buffers())

@@ -5,9 +5,10 @@ from halfstep.nn.attention import DotProductAttention
 from halfstep.nn.following import following
 from halfstep.nn.quantized import quantize_model
 from halfstep.nn.smooth import measure_smooth_scales, merge_smooth_scales
+from halfstep.nn.unit import UnitReport, unit_scale
 
 
 __all__ = [
-    "DotProductAttention", "Report", "advance", "apply", "following", "measure_smooth_scales", "merge_smooth_scales",
-    "quantize_model", "revert",
+    "DotProductAttention", "Report", "UnitReport", "advance", "apply", "following", "measure_smooth_scales",
+    "merge_smooth_scales", "quantize_model", "revert", "unit_scale",
 ]  # fmt: skip

@@ -21,7 +21,13 @@ Members = Callable[[type[nn.Module]], dict[str, Any]]
 module: a function or a frozen dataclass of a module's top level."""
 
 
-def adopt(module: nn.Module, forward: Forward, on_copy: OnCopy | None = None, patchable: bool = False) -> None:
+def adopt(
+    module: nn.Module,
+    forward: Forward,
+    on_copy: OnCopy | None = None,
+    patchable: bool = False,
+    beneath: bool = False,
+) -> None:
     """Make `module` call `forward`, by giving it a subclass of its own class.
 
     Parameters, names, ties, hooks, state-dict keys and `isinstance` keep their identity; the class keeps its name,
@@ -32,8 +38,9 @@ def adopt(module: nn.Module, forward: Forward, on_copy: OnCopy | None = None, pa
         forward: a function of a module's top level.
         on_copy: called with every copy of the module, unpickled ones too, for what torch does not copy.
         patchable: a forward that somebody sets on the instance, before or later, is called through `forward` too.
+        beneath: `release` leaves it: it is what a recipe is laid upon (unit scaling).
     """
-    extend(module, _Calling(forward, on_copy, patchable))
+    extend(module, _Calling(forward, on_copy, patchable, beneath))
 
 
 def extend(module: nn.Module, members: Members) -> None:
@@ -42,8 +49,25 @@ def extend(module: nn.Module, members: Members) -> None:
 
 
 def release(module: nn.Module) -> None:
+    """Give `module` back the class it had before every `adopt` and `extend`, but for those that lie beneath."""
+    kind = type(module)
+    while (members := vars(kind).get("_halfstep_members")) is not None and not getattr(members, "beneath", False):
+        kind = vars(kind)["_halfstep_stock"]
+    module.__class__ = kind
+
+
+def release_all(module: nn.Module) -> None:
     """Give `module` back the class it had before every `adopt` and `extend`."""
     module.__class__ = stock_class(module)
+
+
+def beneath(module: nn.Module) -> type[nn.Module]:
+    """The module's class without what unit scaling laid over it: its forward is whoever's wrote the class, or a
+    recipe's."""
+    kind = type(module)
+    while getattr(vars(kind).get("_halfstep_members"), "beneath", False):
+        kind = vars(kind)["_halfstep_stock"]
+    return kind
 
 
 def stock_class(module: nn.Module) -> type[nn.Module]:
@@ -64,6 +88,7 @@ class _Calling:
     forward: Forward
     on_copy: OnCopy | None
     patchable: bool
+    beneath: bool
 
     def __call__(self, stock: type[nn.Module]) -> dict[str, Any]:
         forward, on_copy, stock_forward = self.forward, self.on_copy, stock.forward

@@ -25,7 +25,9 @@ from halfstep.nn.layers import Matched, ModuleFilter, match
 from halfstep.nn.ranks import check_ranks
 from halfstep.nn.savers import adopt_savers, find
 from halfstep.nn.scaling import Scalings, attach, detach
+from halfstep.nn.unit.scale import is_unit_scaled, revert_unit
 from halfstep.recipe import DTYPES, LinearSpec, Recipe, get_recipe
+from halfstep.unit import MULTIPLIERS, multipliers_of
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,14 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
 def revert(model: nn.Module) -> None:
     """Undo `apply`: every class, attribute and dtype is what it was. Bits that storing rounded away stay lost.
 
-    (`halfstep.prepare` keeps the full weights in the optimizer's state, as `master`.)
+    (`halfstep.prepare` keeps the full weights in the optimizer's state, as `master`.) Of a model that is unit-scaled
+    and follows no recipe, or no longer, it undoes `unit_scale`, whose weights come back within one rounding.
 
     Raises:
         RecipeError: the model follows no recipe, is quantised for inference, or has a part that was parametrized since.
     """
+    if "_halfstep" not in vars(model) and is_unit_scaled(model):
+        return revert_unit(model)
     applied = applied_to(model)
     if applied.quantized:
         raise RecipeError(
@@ -144,6 +149,7 @@ def revert(model: nn.Module) -> None:
     for name, dtype in applied.dtypes.items():
         if name in parameters:
             store(parameters[name], dtype)
+    return None
 
 
 def advance(model: nn.Module, *, skipped: bool = False, process_group: Any = None) -> None:
@@ -184,7 +190,8 @@ def _adopt_layers(
     for path, kind in matched.kinds.items():
         if path not in widened and (carries or path in specs.keys() | around | {*matched.attends}):
             module = model.get_submodule(path)
-            module._halfstep_linear = specs.get(path) or LinearSpec()  # type: ignore[assignment]
+            spec = specs.get(path) or LinearSpec()
+            module._halfstep_linear = spec.times(multipliers_of(module))  # type: ignore[assignment]
             adopt(module, kind.forward)
     for module in model.modules():
         if specs and encoder.fits(module):
@@ -241,6 +248,17 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
         raise RecipeError(
             f"{name}: its part {shared!r} follows the recipe of another model that it belongs to; halfstep.revert that "
             "one first, or apply one recipe to a module that holds both"
+        )
+    scaled = any(MULTIPLIERS in vars(module) for module in model.modules())
+    if recipe.unit_scaled and not scaled:
+        raise ModelError(
+            f"recipe {recipe.name!r} casts with scales of 1, for models whose tensors are of unit size, and {name} is "
+            "not unit-scaled: call halfstep.unit_scale(model, *inputs) first, or write it with halfstep.unit's modules"
+        )
+    if is_unit_scaled(model) and recipe.float32_functions:
+        raise RecipeError(
+            f"recipe {recipe.name!r} widens functions in the model's own code, which unit_scale has taken over in "
+            f"{name}; take a recipe without float32_functions, such as fp16-mixed"
         )
     if isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
         raise ModelError(f"{name} wraps a model; apply the recipe to the model first, then wrap it")

@@ -15,6 +15,7 @@ from halfstep.nn.scaling import states_of
 from halfstep.ops.linear import product_dtype
 from halfstep.ops.operand import Operand
 from halfstep.recipe import LinearSpec
+from halfstep.unit import MULTIPLIERS
 
 
 _PLAIN = LinearSpec()  # of a layer that no rule rounds and another's forward multiplies by
@@ -39,8 +40,9 @@ def product(
 
 
 def spec_of(module: Any) -> LinearSpec:
-    """How the layer's products round their operands."""
-    return vars(module).get("_halfstep_linear", _PLAIN)  # type: ignore[no-any-return]
+    """How the layer's products round their operands, and what they are multiplied by."""
+    own = vars(module)
+    return own.get("_halfstep_linear") or own.get(MULTIPLIERS, _PLAIN)  # type: ignore[no-any-return]
 
 
 def records(module: Any) -> bool:

@@ -4,20 +4,23 @@ from halfstep.ops.attention import attention, rounded_attention
 from halfstep.ops.casts import Quantized, amax_of, decode, encode, fake_quantize, quantize, round_to
 from halfstep.ops.code_tensor import CodeTensor
 from halfstep.ops.codes import decode_scaled, encode_scaled
-from halfstep.ops.convolution import Window, convolution
+from halfstep.ops.convolution import convolution
 from halfstep.ops.files import load_quantized, save_quantized
 from halfstep.ops.linear import RoundedWeight, linear, rounded_weight
 from halfstep.ops.masters import follow
 from halfstep.ops.matmul import matmul
 from halfstep.ops.native import is_native_available
 from halfstep.ops.saved import Keeping
+from halfstep.ops.scale import scale_backward, scale_forward
 from halfstep.ops.smooth_swiglu import channel_scale, smooth_channels, smooth_tokens, token_scale
 from halfstep.ops.snapshot import values_of
+from halfstep.ops.window import Window
 
 
 __all__ = [
     "CodeTensor", "Keeping", "Quantized", "RoundedWeight", "Window", "amax_of", "attention", "channel_scale",
     "convolution", "decode", "decode_scaled", "encode", "encode_scaled", "fake_quantize", "follow",
     "is_native_available", "linear", "load_quantized", "matmul", "quantize", "round_to", "rounded_attention",
-    "rounded_weight", "save_quantized", "smooth_channels", "smooth_tokens", "token_scale", "values_of",
+    "rounded_weight", "save_quantized", "scale_backward", "scale_forward",
+    "smooth_channels", "smooth_tokens", "token_scale", "values_of",
 ]  # fmt: skip

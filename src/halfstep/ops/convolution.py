@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.errors import ModelError, RecipeError
@@ -18,57 +16,8 @@ from halfstep.ops.operand import Operand, just_in_time, kept, scale_of
 from halfstep.ops.places import filters, places, rounded, turned
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import check_plain
+from halfstep.ops.window import Window, bias_gradient, multiplied
 from halfstep.recipe import LinearSpec
-
-
-@dataclass(frozen=True)
-class Window:
-    """How the filters of a convolution move over their input; the tuples have an entry a dimension of space."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    """Zeros on both sides."""
-    dilation: tuple[int, ...]
-    groups: int = 1
-    transposed: bool = False
-    output_padding: tuple[int, ...] = ()
-    """Of a transposed convolution."""
-    margins: tuple[int, ...] = ()
-    """What else is put around the input, first of all: widths as `torch.nn.functional.pad` takes them."""
-    mode: str = "constant"
-    """What stands in the margins: `pad`'s modes."""
-
-    def widened(self, x: Tensor) -> Tensor:
-        """The input with its margins."""
-        return F.pad(x, self.margins, self.mode) if any(self.margins) else x
-
-    def is_pointwise(self, weight: Tensor | Operand) -> bool:
-        """Whether each place of the output is a linear function of the same place of the input alone."""
-        sizes = (weight.values if isinstance(weight, Operand) else weight).shape[2:]
-        still = all(size == 1 for size in (*sizes, *self.stride)) and not any((*self.padding, *self.output_padding))
-        return still and self.groups == 1
-
-    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """torch's convolution of operands of one dtype."""
-        return torch.convolution(
-            x, weight, bias, self.stride, self.padding, self.dilation, self.transposed, self._beyond(), self.groups
-        )
-
-    def grad_input(self, grad: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-        """The gradient of an input of that shape."""
-        return self._backward(grad, grad.new_empty(shape), weight, 0)
-
-    def grad_weight(self, grad: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
-        """The gradient of a weight of that shape."""
-        return self._backward(grad, x, grad.new_empty(shape), 1)
-
-    def _backward(self, grad: Tensor, x: Tensor, weight: Tensor, which: int) -> Tensor:
-        window = (self.stride, self.padding, self.dilation, self.transposed, self._beyond(), self.groups)
-        wanted = [which == 0, which == 1, False]
-        return torch.ops.aten.convolution_backward(grad, x, weight, None, *window, wanted)[which]  # type: ignore[no-any-return]
-
-    def _beyond(self) -> tuple[int, ...]:
-        return self.output_padding or (0,) * len(self.stride)
 
 
 def convolution(
@@ -123,7 +72,7 @@ def convolution(
             f"a convolution of {channels} channels and {values.dim() - 2} dimensions of space found an input of shape "
             f"{tuple(x.shape)}; expected (batch, {channels}{', size' * (values.dim() - 2)}), or the same without batch"
         )
-    if window.is_pointwise(weight) and (spec.rounds or isinstance(weight, Operand)):
+    if window.is_pointwise(values.shape[2:]) and (spec.rounds or spec.multiplies or isinstance(weight, Operand)):
         row, last = _row(weight, window), window.widened(x).movedim(1, -1)
         return linear(last, row, bias, spec, states, record).movedim(-1, 1)
     if isinstance(weight, Operand):
@@ -135,9 +84,13 @@ def convolution(
         return run(function, window.widened(x), weight, bias, window, spec, states or {}, record)[0]  # type: ignore[no-any-return]
     dtype = product_dtype(x)
     wide = torch.float32 if carried.supports(dtype, x.device) else dtype
+    wide = torch.promote_types(wide, torch.float32) if spec.multiplies else wide
     with torch.autocast(x.device.type, enabled=False):
         x, weight = window.widened(x.to(dtype).to(wide)), weight.to(dtype).to(wide)
-        return window.apply(x, weight, None if bias is None else bias.to(dtype).to(wide)).to(dtype)
+        bias = None if bias is None else bias.to(dtype).to(wide)
+        return (multiplied(x, weight, bias, window, spec) if spec.multiplies else window.apply(x, weight, bias)).to(
+            dtype
+        )
 
 
 def _row(weight: Any, window: Window) -> Any:
@@ -157,7 +110,9 @@ def _infer(x: Tensor, weight: Operand, bias: Tensor | None, window: Window, spec
     dtype, quantizer = product_dtype(x), spec.output.lhs
     with torch.autocast(x.device.type, enabled=False):
         state = just_in_time(x, quantizer, states.get("input"))
-        return _product(window.apply, rounded(x, places(window.groups), quantizer, dtype, state), weight, bias, dtype)
+        lhs = rounded(x, places(window.groups), quantizer, dtype, state)
+        weight = weight.times(window.multiplier(spec.output, x.shape, weight.values.shape), dtype)
+        return _product(window.apply, lhs, weight, bias, dtype)
 
 
 class _Rounded(Once):
@@ -171,7 +126,8 @@ class _Rounded(Once):
         with torch.autocast(x.device.type, enabled=False):
             lhs = rounded(x, by_place, spec.output.lhs, dtype, states.get("input"), record)
             rhs = rounded(weight, by_filter, spec.output.rhs, dtype, states.get("weight"), record)
-            y = _product(window.apply, lhs, rhs, bias, dtype)
+            multiplier = window.multiplier(spec.output, x.shape, weight.shape)
+            y = _product(window.apply, lhs, rhs.times(multiplier, dtype), bias, dtype)
             x_kept = kept(lhs, x, turned(spec.grad_weight.rhs), spec.output.lhs, dtype)
             weight_kept = kept(rhs, weight, turned(spec.grad_input.rhs), spec.output.rhs, dtype)
         return y, y.new_zeros(()), *x_kept, *weight_kept
@@ -223,25 +179,35 @@ def _form(
             lhs = rounded(grad, by_place, first.lhs, dtype, state, record)
             anew = turned(first.rhs) != spec.output.rhs
             rhs = rounded(weight, by_filter.turned, first.rhs, dtype) if anew else Operand(weight, weight_scale)
+            rhs = rhs.times(window.multiplier(first, x.shape, weight.shape, "grad_input"), dtype)
             grad_x = _product(lambda a, b: window.grad_input(a, b, x.shape), lhs, rhs, None, dtype).to(dtypes[0])
         if needs[1]:
             if lhs is None or turned(second.lhs) != first.lhs:
                 lhs = rounded(grad, by_place.turned, second.lhs, dtype, state, record)
             anew = turned(second.rhs) != spec.output.lhs
             rhs = rounded(x, by_place.turned, second.rhs, dtype) if anew else Operand(x, x_scale)
-            grad_weight = _product(lambda a, b: window.grad_weight(a, b, weight.shape), lhs, rhs, None, dtype)
-            grad_weight = grad_weight.to(dtypes[1])
+            multiplier = window.multiplier(second, x.shape, weight.shape, "grad_weight")
+            operation = lambda a, b: window.grad_weight(a, b, weight.shape)  # noqa: E731
+            grad_weight = _product(operation, lhs, rhs, None, dtype, multiplier).to(dtypes[1])
         if needs[2]:
-            grad_bias = grad.sum((0, *range(2, grad.dim()))).to(dtypes[2])
+            multiplier = window.multiplier(second, x.shape, weight.shape, "grad_bias")
+            grad_bias = bias_gradient(grad, multiplier).to(dtypes[2])
     return grad_x, grad_weight, grad_bias
 
 
 def _product(
-    operation: Callable[..., Tensor], lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype
+    operation: Callable[..., Tensor],
+    lhs: Operand,
+    rhs: Operand,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    multiplier: float | None = None,
 ) -> Tensor:
     """operation(lhs, rhs) times the operands' scales, plus bias, rounded once, as `ops.matmul` forms a product."""
     lhs, rhs = lhs.widened(dtype), rhs.widened(dtype)
-    scale = scale_of(lhs, rhs)
+    scale: Tensor | float | None = scale_of(lhs, rhs)
+    if multiplier is not None:
+        scale = multiplier if scale is None else scale * multiplier
     wide = torch.promote_types(lhs.values.dtype, rhs.values.dtype)
     if scale is not None or wide != dtype or carried.supports(wide, lhs.values.device):
         wide = torch.promote_types(wide, torch.float32)

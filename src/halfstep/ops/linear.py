@@ -16,12 +16,12 @@ from halfstep.ops.casts import decode
 from halfstep.ops.matmul import matmul
 from halfstep.ops.once import Backwards, Once, once, run
 from halfstep.ops.operand import Operand, carrier, just_in_time, kept, operand, scale_of
-from halfstep.ops.plain import matrix, plain, unflatten
+from halfstep.ops.plain import factors_of, matrix, plain, unflatten
 from halfstep.ops.saved import Keeping
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import check_plain, foreign
-from halfstep.quant import Accumulator, Quantizer
-from halfstep.recipe import LinearSpec, Matmul
+from halfstep.quant import Quantizer
+from halfstep.recipe import LinearSpec, Matmul, Multiplier, linear_text
 
 
 States = Mapping[str, Tensor]
@@ -79,10 +79,17 @@ def linear(
     if channels is not None:
         x = x * channels.reciprocal().to(x.dtype)
     if not torch.compiler.is_compiling() and foreign(weight) is not None:
+        if spec.multiplies:
+            raise ModelError(
+                f"a weight of {type(weight).__name__}, another library's tensor, in a product with multipliers "
+                f"({linear_text(spec)}): its product has no place for them. Scale the model without that library's "
+                "weights, or leave this layer unscaled"
+            )
         return F.linear(x, weight, bias)  # which its library has a way for
     dtype = product_dtype(x)
+    factors = factors_of(spec, x.numel() // max(x.shape[-1], 1), *weight.shape) if spec.multiplies else None
     with torch.autocast(x.device.type, enabled=False):
-        return plain(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        return plain(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), factors)
 
 
 def rounded_weight(
@@ -129,7 +136,7 @@ def _infer(
     dtype, rows = product_dtype(x), matrix(x)
     with torch.autocast(x.device.type, enabled=False):
         lhs = operand(rows, product.lhs, dtype, just_in_time(rows, product.lhs, state)).over(channels, dtype)
-        y = _product(lhs, weight.t(), bias, dtype, product.accumulate)
+        y = _product(lhs, weight.t(), bias, dtype, product)
     return unflatten(y, x)
 
 
@@ -160,7 +167,7 @@ class _Rounded(Once):
             else:
                 lhs = operand(rows, spec.output.lhs, dtype, states.get("input"), record)
             rhs = rounded.output if rounded else operand(weight, spec.output.rhs, dtype, states.get("weight"), record)
-            y = _product(lhs.over(channels, dtype), rhs.t(), bias, dtype, spec.output.accumulate)
+            y = _product(lhs.over(channels, dtype), rhs.t(), bias, dtype, spec.output)
             # What a backward product takes as the forward did is kept so; what it rounds anew, as it came.
             x_kept = kept(lhs, rows, _down(spec.grad_weight.rhs), spec.output.lhs, dtype)
             later = _down(spec.grad_input.rhs)
@@ -224,7 +231,7 @@ def _form(
                 rhs = operand(weight, _down(first.rhs), dtype)
             else:
                 rhs = Operand(weight, weight_scale)
-            grad_x = _product(lhs, rhs, None, dtype, first.accumulate).view(shape).to(dtypes[0])
+            grad_x = _product(lhs, rhs, None, dtype, first).view(shape).to(dtypes[0])
             if channels is not None:
                 grad_x = grad_x * channels.reciprocal().to(grad_x.dtype)
         if needs[1]:
@@ -236,10 +243,18 @@ def _form(
             if not x.is_floating_point():
                 x = _decoded(x, spec, dtype)
             rhs = operand(x, _down(second.rhs), dtype) if anew else Operand(x, x_scale)
-            grad_weight = _product(lhs.t(), rhs.over(channels, dtype), None, dtype, second.accumulate).to(dtypes[1])
+            grad_weight = _product(lhs.t(), rhs.over(channels, dtype), None, dtype, second).to(dtypes[1])
         if needs[2]:
-            grad_bias = rows.sum(0).to(dtypes[2])
+            grad_bias = bias_gradient(rows, second.multiplier).to(dtypes[2])
     return grad_x, grad_weight, grad_bias
+
+
+def bias_gradient(rows: Tensor, multiplier: Multiplier | None) -> Tensor:
+    """The sum of the rows of dy (rows, out): the weight's product with one column of ones, and so its multiplier."""
+    if multiplier is None:
+        return rows.sum(0)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return rows.sum(0, dtype=wide).mul_(multiplier.of(rows.shape[1], rows.shape[0], 1))
 
 
 def _decoded(codes: Tensor, spec: LinearSpec, dtype: torch.dtype) -> Tensor:
@@ -263,10 +278,11 @@ def _down(quantizer: Quantizer | None) -> Quantizer | None:
     return None if quantizer is None else quantizer.down
 
 
-def _product(
-    lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, accumulate: Accumulator | None
-) -> Tensor:
-    if accumulate is None and scaled_mm.supports(lhs, rhs, dtype):
-        return scaled_mm.run(lhs, rhs, bias, dtype)
+def _product(lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, product: Matmul) -> Tensor:
+    multiplier = None
+    if product.multiplier is not None:
+        multiplier = product.multiplier.of(lhs.values.shape[0], lhs.values.shape[1], rhs.values.shape[1])
+    if product.accumulate is None and scaled_mm.supports(lhs, rhs, dtype):
+        return scaled_mm.run(lhs, rhs, bias, dtype, multiplier)
     lhs, rhs, bias = lhs.widened(dtype), rhs.widened(dtype), None if bias is None else bias.to(dtype)
-    return matmul(lhs.values, rhs.values, bias, scale_of(lhs, rhs), dtype, accumulate)
+    return matmul(lhs.values, rhs.values, bias, scale_of(lhs, rhs), dtype, product.accumulate, multiplier)

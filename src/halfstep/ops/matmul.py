@@ -15,14 +15,17 @@ def matmul(
     scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
     accumulate: Accumulator | None = None,
+    multiplier: float | None = None,
 ) -> Tensor:
-    """lhs (rows, shared) times rhs (shared, columns), accumulated in float32, times `scale`, plus bias, rounded once.
+    """lhs (rows, shared) times rhs (shared, columns), accumulated in float32, times `scale` and `multiplier`, plus
+    bias, rounded once.
 
     Args:
         lhs, rhs: of the dtypes that hold them exactly; the product takes the wider.
         bias: (columns).
         scale: a float32 scalar, applied before the result is rounded.
         dtype: of the result; lhs's own when None.
+        multiplier: a number beside the scale: known to whoever calls, so that nobody waits for it.
         accumulate: how the terms are summed, where not in float32; the scale, the bias and the last rounding come
             after that.
     """
@@ -30,13 +33,14 @@ def matmul(
     if accumulate is not None:
         product = accumulated(lhs.float(), rhs.float(), accumulate)
         product = product if scale is None else product * scale
+        product = product if multiplier is None else product * multiplier
         return (product if bias is None else product + bias).to(dtype)
     wide = torch.promote_types(lhs.dtype, rhs.dtype)
     if wide != dtype or carried.supports(wide, lhs.device):
-        return carried.run(lhs, rhs, bias, scale, dtype)
-    if scale is not None:
-        return carried.run_native(lhs, rhs, bias, scale)
+        return carried.run(lhs, rhs, bias, scale, dtype, multiplier)
     lhs, rhs = lhs.to(wide), rhs.to(wide)
+    if scale is not None or multiplier is not None:
+        return carried.run_native(lhs, rhs, bias, scale, multiplier)
     return torch.mm(lhs, rhs) if bias is None else torch.addmm(bias.to(dtype), lhs, rhs)
 
 

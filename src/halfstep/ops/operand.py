@@ -49,6 +49,15 @@ class Operand:
         values = wide.values.float() if wide.values.dtype == torch.float16 else wide.values
         return Operand(values * powers.reciprocal().to(values.dtype), wide.scale)
 
+    def times(self, factor: float | None, dtype: torch.dtype) -> Operand:
+        """The same times a number, for a product whose float32 sums would cost more to multiply; None is 1."""
+        if factor is None:
+            return self
+        wide = self.widened(dtype)
+        if wide.scale is not None:
+            return Operand(wide.values, wide.scale * factor)
+        return Operand(wide.values.to(torch.promote_types(wide.values.dtype, torch.float32)) * factor)
+
     def __getitem__(self, rows: slice) -> Operand:
         scale = self.scale
         return Operand(self.values[rows], scale[rows] if scale is not None and scale.dim() else scale)

@@ -11,7 +11,7 @@ from halfstep.kernels import carried
 from halfstep.ops.matmul import accumulated
 from halfstep.ops.once import Backwards, Once, once, run
 from halfstep.ops.operand import Operand, operand
-from halfstep.ops.plain import matrix, plain_stacked
+from halfstep.ops.plain import factors_of, matrix, plain_stacked
 from halfstep.recipe import LinearSpec, Matmul
 
 
@@ -26,7 +26,7 @@ def stacked_linear(x: Tensor, weight: Tensor, spec: LinearSpec, dtype: torch.dty
         dtype: of operands that are not rounded.
     """
     if not spec.rounds:
-        return plain_stacked(x, weight, dtype)
+        return plain_stacked(x, weight, dtype, factors_of(spec, x.shape[-2], *weight.shape[-2:]))
     function = _Rounded if torch.compiler.is_compiling() else _Eager
     return run(function, x, weight, spec, dtype)  # type: ignore[no-any-return]
 
@@ -67,10 +67,13 @@ def _product(lhs: Tensor, rhs: Tensor, matmul: Matmul, dtype: torch.dtype) -> Te
     """lhs (..., rows, shared) times rhs (..., columns, shared) transposed, both rounded along the shared dimension."""
     with torch.autocast(lhs.device.type, enabled=False):
         a, b = _operand(lhs, matmul.lhs, dtype), _operand(rhs, matmul.rhs, dtype)
+        times = matmul.multiplier
+        multiplier = None if times is None else times.of(lhs.shape[-2], lhs.shape[-1], rhs.shape[-2])
         if matmul.accumulate is None:
-            product = carried.run_stacked(a.values, b.values.mT)
+            product = carried.run_stacked(a.values, b.values.mT, multiplier)
         else:
             product = accumulated(a.values.float(), b.values.mT.float(), matmul.accumulate)
+            product = product if multiplier is None else product * multiplier
         for scale in (a.scale, b.scale):
             product = product if scale is None else product * scale
         return product

@@ -5,7 +5,8 @@ from functools import cache
 from halfstep.errors import RecipeError, unknown
 from halfstep.recipe import files
 from halfstep.recipe.data import from_data, to_data
-from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec
+from halfstep.recipe.multiplier import Multiplier
+from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec, linear_text
 from halfstep.recipe.projection import PROJECTOR, Projection, Subspace
 from halfstep.recipe.saved import COAT, Saved
 from halfstep.recipe.spec import (
@@ -31,6 +32,7 @@ __all__ = [
     "LinearSpec",
     "LossScale",
     "Matmul",
+    "Multiplier",
     "Projection",
     "Recipe",
     "Rule",
@@ -42,6 +44,7 @@ __all__ = [
     "get_storage",
     "is_master",
     "linear_spec",
+    "linear_text",
     "list_recipes",
     "to_data",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 from halfstep.errors import HalfstepError, RecipeError
 from halfstep.quant import Accumulator, Quantizer
 from halfstep.recipe.high_precision import KEEP
+from halfstep.recipe.multiplier import Multiplier
 from halfstep.recipe.operands import (
     At,
     Data,
@@ -156,14 +157,14 @@ def _moments(data: Any) -> str | tuple[tuple[str, str | Storage], ...]:
 def _rule(data: Any, number: int) -> Rule:
     path = ("rules", number)
     table = typed(data, dict, *path)
-    check_keys(table, ("path", "why", "optional", "accumulate", *_USES, *_PRODUCTS), "key of a rule", *path)
+    check_keys(table, (*sorted(_WORDS), "accumulate", *_USES, *_PRODUCTS), "key of a rule", *path)
     if "path" not in table:
         raise At("a rule without a path; expected a glob on module paths, such as '*' or '*.mlp.*'", *path)
-    words = {key: typed(table[key], bool if key == "optional" else str, *path, key) for key in table.keys() & _WORDS}
+    words = {key: typed(table[key], _WORDS[key], *path, key) for key in table.keys() & _WORDS.keys()}
     return Rule(linear=_linear(table, *path), **words)
 
 
-_WORDS = {"path", "why", "optional"}
+_WORDS: dict[str, Any] = {key: kind for key, kind in typing.get_type_hints(Rule).items() if key != "linear"}
 
 
 def _attention(data: Any) -> AttentionSpec | None:
@@ -198,20 +199,37 @@ def _linear(table: Mapping[str, Any], *path: str | int) -> LinearSpec:
     operands: dict[tuple[str, str], Quantizer] = {}
     every = accumulator(table["accumulate"], *path, "accumulate") if "accumulate" in table else None
     sums: dict[str, Accumulator | None] = dict.fromkeys(_PRODUCTS, every)
+    times: dict[str, Multiplier] = {}
     for name, uses in _USES.items():
         if name in table:
             operands |= dict.fromkeys(uses, operand(table[name], *path, name))
     for product in _PRODUCTS:
         sides = typed(table.get(product, {}), dict, *path, product)
-        check_keys(sides, ("lhs", "rhs", "accumulate"), f"operand of {product}", *path, product)
+        check_keys(sides, ("lhs", "rhs", "accumulate", "multiplier"), f"operand of {product}", *path, product)
         operands |= {(product, side): operand(sides[side], *path, product, side) for side in sides.keys() & _SIDES}
         if "accumulate" in sides:
             sums[product] = accumulator(sides["accumulate"], *path, product, "accumulate")
+        if "multiplier" in sides:
+            times[product] = _multiplier(sides["multiplier"], *path, product, "multiplier")
     try:
         products = {
-            name: Matmul(operands.get((name, "lhs")), operands.get((name, "rhs")), sums[name]) for name in _PRODUCTS
+            name: Matmul(operands.get((name, "lhs")), operands.get((name, "rhs")), sums[name], times.get(name))
+            for name in _PRODUCTS
         }
         return LinearSpec(**products)
+    except RecipeError as error:
+        raise At(str(error), *path) from error
+
+
+def _multiplier(data: Any, *path: str | int) -> Multiplier:
+    """A table of powers of the product's sizes, and a constant."""
+    table = typed(data, dict, *path)
+    hints = typing.get_type_hints(Multiplier)
+    check_keys(table, tuple(hints), "key of a multiplier", *path)
+    try:
+        return Multiplier(**{key: typed(value, float, *path, key) for key, value in table.items()})
+    except At:
+        raise
     except RecipeError as error:
         raise At(str(error), *path) from error
 
@@ -225,8 +243,7 @@ def to_data(recipe: Recipe) -> Data:
     Raises:
         RecipeError: it has a scaling of one's own, which data do not hold.
     """
-    names = _TYPES.keys() - _TABLES.keys() - {"rules"}
-    data: Data = {name: _plain(getattr(recipe, name)) for name in _TYPES if name in names}
+    data: Data = {name: _plain(getattr(recipe, name)) for name in _TYPES if name not in (*_TABLES, "rules")}
     data |= {"loss_scale": asdict(recipe.loss_scale) if recipe.loss_scale else "none", "attention": "none"}
     data |= {"codes": _codes_data(recipe.codes), "moments": _moments_data(recipe.moments)}
     data["projection"] = "none" if recipe.projection is None else _plain_fields(recipe.projection)
@@ -267,7 +284,7 @@ def _moments_data(moments: str | Storage | tuple[tuple[str, str | Storage], ...]
 
 
 def _rule_data(rule: Rule) -> Data:
-    return {"path": rule.path, "why": rule.why, "optional": rule.optional, **_linear_data(rule.linear)}
+    return {**{key: _plain(getattr(rule, key)) for key in _WORDS}, **_linear_data(rule.linear)}
 
 
 def _linear_data(spec: LinearSpec) -> Data:
@@ -277,5 +294,7 @@ def _linear_data(spec: LinearSpec) -> Data:
         sides = {side: quantizer_data(q) for side in _SIDES if (q := getattr(matmul, side)) is not None}
         if matmul.accumulate is not None:
             sides["accumulate"] = accumulator_data(matmul.accumulate)
+        if matmul.multiplier is not None:
+            sides["multiplier"] = asdict(matmul.multiplier)
         data |= {product: sides} if sides else {}
     return data

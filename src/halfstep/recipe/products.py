@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from halfstep.errors import RecipeError
 from halfstep.quant import Accumulator, Quantizer
 from halfstep.quant.tile import TENSOR
+from halfstep.recipe.multiplier import Multiplier
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Matmul:
     lhs: Quantizer | None = None
     rhs: Quantizer | None = None
     accumulate: Accumulator | None = None
+    multiplier: Multiplier | None = None
+    """What the product is multiplied by before it is rounded; None is 1."""
 
     def __post_init__(self) -> None:
         for quantizer in (self.lhs, self.rhs):
@@ -86,6 +89,29 @@ class LinearSpec:
         """Whether any product has an accumulator of its own."""
         return any(product.accumulate for product in (self.output, self.grad_input, self.grad_weight))
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether any product has a multiplier."""
+        return any(product.multiplier for product in (self.output, self.grad_input, self.grad_weight))
+
+    def times(self, multipliers: LinearSpec) -> LinearSpec:
+        """The operands of this one, and the multipliers of the other.
+
+        Raises:
+            RecipeError: both have multipliers.
+        """
+        if self.multiplies and multipliers.multiplies:
+            raise RecipeError(
+                f"two sets of multipliers for the same products: {linear_text(self)}; and {linear_text(multipliers)}. "
+                "Expected one: leave them out of the recipe's rule, or out of the layer"
+            )
+        given = multipliers if multipliers.multiplies else self
+        products = {
+            field.name: replace(getattr(self, field.name), multiplier=getattr(given, field.name).multiplier)
+            for field in fields(self)
+        }
+        return LinearSpec(**products)
+
     def _uses(self) -> dict[str, tuple[Quantizer | None, Quantizer | None]]:
         return {
             "input": (self.output.lhs, self.grad_weight.rhs),
@@ -126,6 +152,20 @@ class AttentionSpec:
                     "take scalings without a state (current, rceil, floor ...) and one scale a tensor, row or block"
                 )
 
+    @property
+    def rounds(self) -> bool:
+        """Whether any operand, or any sum, of the two is rounded."""
+        return self.scores.rounds or self.mix.rounds
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether any product of the two has a multiplier."""
+        return self.scores.multiplies or self.mix.multiplies
+
+    def times(self, multipliers: AttentionSpec) -> AttentionSpec:
+        """The operands of this one, and the multipliers of the other, as `LinearSpec.times`."""
+        return AttentionSpec(self.scores.times(multipliers.scores), self.mix.times(multipliers.mix))
+
 
 def linear_text(spec: LinearSpec) -> str:
     """The three products in a line, for `Recipe.describe`."""
@@ -137,7 +177,8 @@ def linear_text(spec: LinearSpec) -> str:
         return f"{quantizer.format.name} ({quantizer.scales}{rounding})"
 
     def sums(product: Matmul) -> str:
-        return f" ({product.accumulate})" if product.accumulate else ""
+        times = f" times {product.multiplier}" if product.multiplier else ""
+        return (f" ({product.accumulate})" if product.accumulate else "") + times
 
     products = {"output": spec.output, "grad_input": spec.grad_input, "grad_weight": spec.grad_weight}
     return ", ".join(f"{name} {side(p.lhs)} x {side(p.rhs)}{sums(p)}" for name, p in products.items())

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from halfstep.nn.adopt import beneath
 from halfstep.nn.product import product, weight_of
 from halfstep.nn.quantized_weights import Weight
 
@@ -14,7 +15,7 @@ NAME = "Conv1D"
 def fits(module: nn.Module) -> bool:
     """Whether the module is transformers' Conv1D, with its own forward."""
     stock: Any = next((kind for kind in type(module).__mro__ if _is_stock(kind)), None)
-    return stock is not None and type(module).forward is stock.forward and "forward" not in vars(module)
+    return stock is not None and beneath(module).forward is stock.forward and "forward" not in vars(module)
 
 
 def _is_stock(kind: Any) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfstep import ops
+from halfstep import ops, unit
+from halfstep.nn.adopt import beneath
 from halfstep.nn.product import records, spec_of, weight_of
 from halfstep.nn.quantized_weights import Weight
 from halfstep.nn.scaling import states_of
@@ -16,6 +17,7 @@ from halfstep.ops.places import filters
 
 NAME = "convolution"
 _KINDS: tuple[Any, ...] = (
+    unit.Conv1d, unit.Conv2d,
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 )  # fmt: skip
 _OWN = ("forward", "_conv_forward")  # what a subclass may compute otherwise
@@ -25,7 +27,7 @@ def fits(module: nn.Module) -> bool:
     """Whether `forward` below may stand in for the module's own: a subclass or a patch with another is left alone."""
     stock = next((kind for kind in _KINDS if isinstance(module, kind)), None)
     return stock is not None and all(
-        name not in vars(module) and getattr(type(module), name, None) is getattr(stock, name, None) for name in _OWN
+        name not in vars(module) and getattr(beneath(module), name, None) is getattr(stock, name, None) for name in _OWN
     )
 
 

@@ -1,0 +1,370 @@
+"""The factors of every operation of a traced model: what each needs, and what the graph lets it have.
+
+Every value carries its expected mean square from the model's inputs on. Operations that are scaled bring it to about 1,
+additions to 1 exactly; those between carry it along. An operation that is not known makes it unknown, which is refused
+where a residual addition would hang on it, and reported otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import nn
+
+from halfstep.errors import ModelError
+from halfstep.nn.unit.graph import Edge, Graph, Node, Value, is_ancestor
+from halfstep.nn.unit.leaves import measured
+from halfstep.nn.unit.attended import Attended
+from halfstep.unit import get_constraint
+from halfstep.unit.constraint import Constraint
+
+
+_MIXES = ("product", "linear", "matmul", "norm", "attention", "embedding", "softmax", "parameter", "input")
+"""Kinds whose output is independent of each single element of their inputs, near enough."""
+
+
+class Factors:
+    """Gives every node of a graph its factors.
+
+    Args:
+        constraint: how a tied group of factors becomes one.
+        residual: the share of variance that a residual branch has; None is a running mean over the branches.
+    """
+
+    def __init__(self, graph: Graph, constraint: str | Constraint | None, residual: float | None, name: str) -> None:
+        self._graph, self._rule, self._residual, self._model = graph, get_constraint(constraint), residual, name
+        self._cuts = graph.cut_edges()
+        self._attended = Attended()
+        self.residuals: list[Node] = []
+        for node in graph.living():
+            rule: Callable[[Node], None] = getattr(self, f"_{node.kind}")
+            rule(node)
+
+    def _is_free(self, node: Node, operand: int) -> bool:
+        return (node, operand) in self._cuts
+
+    def _resolve(self, node: Node, alpha: float, betas: dict[int, float]) -> None:
+        """Give the node its factors; those of edges that are no cut-edges become one with the output's."""
+        tied = [i for i in betas if not self._is_free(node, i)]
+        resolved = self._rule(alpha, *(betas[i] for i in tied))
+        node.alpha, node.tied = resolved[0], bool(tied)
+        for i, beta in (betas | dict(zip(tied, resolved[1:], strict=True))).items():
+            node.betas[i] = beta
+
+    # ---- what a pass begins with ------------------------------------------------------------------------------------
+
+    def _parameter(self, node: Node) -> None:
+        """Its mean square is what it will be: 1 of a weight that is divided by its standard deviation."""
+
+    def _input(self, node: Node) -> None:
+        """Its mean square is what the traced batch had."""
+
+    # ---- operations that are scaled ---------------------------------------------------------------------------------
+
+    def _product(self, node: Node) -> None:
+        x = node.operands[0]
+        fan_in, fan_out, rows = _fans(node)
+        size = math.sqrt(x.square) if x.producer.kind == "input" and x.square else 1.0
+        betas = {0: fan_out**-0.5}
+        bias = None
+        for i, slot in enumerate(node.slots):
+            if slot == "weight":
+                betas[i] = rows**-0.5 / size
+                if self._is_free(node, i) and node.facts["leaf"].name != "convolution":
+                    node.facts["rows"] = rows
+            elif slot == "bias":
+                bias = i
+        if bias is not None and not self._is_free(node, bias):
+            raise ModelError(
+                f"{self._model}.{node.path}: its bias is another layer's too, and its gradient cannot be the sum of "
+                "two that are scaled apart; give each layer a bias of its own, or none"
+            )
+        self._resolve(node, fan_in**-0.5 / size, betas)
+        node.rule = "fan_in^-1/2" + (f" / {size:.3g}" if size != 1 else "") + "; to the input fan_out^-1/2"
+        square = None if x.square is None else node.alpha**2 * fan_in * x.square
+        _give(node, square)
+
+    def _linear(self, node: Node) -> None:
+        """A product that a module's own code forms."""
+        x, (fan_in, fan_out), rows = node.operands[0], node.facts["fans"], max(node.facts["rows"], 1)
+        self._resolve(node, fan_in**-0.5, {0: fan_out**-0.5} | {i: rows**-0.5 for i in range(1, len(node.operands))})
+        node.rule = "fan_in^-1/2; to the input fan_out^-1/2; to the weight rows^-1/2, at the traced size"
+        known = x.square is not None and node.operands[1].square is not None
+        _give(node, node.alpha**2 * fan_in * x.square * node.operands[1].square if known else None)  # type: ignore[operator]
+
+    def _embedding(self, node: Node) -> None:
+        table = node.operands[0]
+        beta = math.sqrt(table.shape[0] / max(node.facts["lookups"], 1))
+        self._resolve(node, 1.0, {0: beta})
+        node.rule = "1; to the table (vocabulary / lookups)^1/2"
+        _give(node, node.alpha**2)
+
+    def _norm(self, node: Node) -> None:
+        for i, slot in enumerate(node.slots):
+            if (isinstance(slot, str) or i > 0) and self._is_free(node, i):
+                rows = math.prod(node.outputs[0].shape) / max(math.prod(node.operands[i].shape), 1)
+                node.betas[i] = rows**-0.5
+        node.rule = "1; to gain and bias rows^-1/2"
+        _give(node, 1.0)
+
+    def _elementwise(self, node: Node) -> None:
+        x = node.operands[0]
+        size = 1.0 if x.square is None else math.sqrt(x.square)
+        call = node.facts.get("call") or _forward_of(node.facts["module"])
+        deviation, slope, square = measured(call, size)
+        if not (deviation > 0 and slope > 0):
+            return self._unknown(node)
+        self._resolve(node, 1 / deviation, {0: 1 / slope})
+        node.rule = f"measured on N(0, {size:.3g}^2): 1 / {deviation:.4g}; to the input 1 / {slope:.4g}"
+        _give(node, node.alpha**2 * square)
+
+    def _scale(self, node: Node) -> None:
+        """A multiplication by a number is dropped: unit scaling sets the scale."""
+        x = node.operands[0]
+        if x.square is None:
+            return _give(node, None)
+        node.alpha = 1 / abs(node.facts["factor"])
+        node.betas[0] = node.alpha
+        node.rule = f"the factor {node.facts['factor']:.4g} is dropped"
+        return _carry(node, x, x.square)
+
+    def _matmul(self, node: Node) -> None:
+        a, b = node.operands
+        shared = node.facts["shared"]
+        size = 1.0
+        if a.weights and a.square is not None and b.square is not None:
+            size = math.sqrt(a.square * b.square)
+        node.alpha = 1 / (math.sqrt(shared) * size)
+        node.betas = [node.alpha, node.alpha]
+        node.tied = True
+        node.rule = "shared^-1/2" if size == 1 else "1 / the mixed values' size, at the traced length"
+        known = a.square is not None and b.square is not None
+        _give(node, node.alpha**2 * shared * a.square * b.square if known else None)  # type: ignore[operator]
+
+    def _softmax(self, node: Node) -> None:
+        scores = node.operands[0]
+        if not node.facts["last"] or scores.square is None:
+            return self._unknown(node)
+        energy = self._attended.energy(scores.shape, scores.square, scores.mask, causal=False)
+        _give(node, energy / max(scores.shape[-1], 1))
+        for value in node.outputs:
+            value.weights = True
+        node.rule = "its factor is in the product that follows"
+
+    def _attention(self, node: Node) -> None:
+        q, k, v, *bias = node.operands
+        facts = node.facts
+        if q.square is None or k.square is None or v.square is None or any(x.square is None for x in bias):
+            return self._unknown(node)
+        scores = q.square * k.square
+        facts["scale"] = facts["size"] ** -0.5
+        mask = facts["mask"]
+        if bias:
+            mask, shares = bias[0].mask, (math.sqrt(0.5 / scores), math.sqrt(0.5 / bias[0].square))  # type: ignore[operator]
+            facts["scale"] *= shares[0]
+            facts["bias"] = shares[1]
+            scores = 1.0
+        shape = (*q.shape[:-1], facts["sources"])
+        energy = self._attended.energy(shape, scores, mask, facts["causal"]) / (1 - facts["p"])
+        node.alpha = 1 / math.sqrt(energy * v.square)
+        node.betas = [node.alpha] * len(node.operands)
+        node.tied = True
+        node.rule = f"1 / the mixed values' size, at the traced length {facts['sources']}; logits by size^-1/2"
+        return _give(node, 1.0)
+
+    def _cross_entropy(self, node: Node) -> None:
+        facts = node.facts
+        if self._is_free(node, 0) and facts["classes"] > 1:
+            rows = facts["rows"] if facts["mean"] else 1
+            node.betas[0] = rows * facts["classes"] / math.sqrt(facts["classes"] - 1)
+            node.rule = "1; to the logits rows * classes / (classes - 1)^1/2"
+        _give(node, None)
+
+    # ---- additions --------------------------------------------------------------------------------------------------
+
+    def _add(self, node: Node) -> None:
+        if len(node.operands) == 1:
+            return self._shift(node)
+        a, b = node.operands
+        skip = self._skip(node)
+        if skip is not None:
+            return self._residual_add(node, skip)
+        if a.square is None or b.square is None:
+            return self._unknown(node)
+        if _line(a) & _line(b):  # a rotation, say: parts of one tensor, whose squares add up
+            return _carry(node, a, a.square + b.square)
+        shares = a.terms / (a.terms + b.terms), b.terms / (a.terms + b.terms)
+        node.weighted = math.sqrt(shares[0] / a.square), math.sqrt(shares[1] / b.square)
+        node.betas = list(node.weighted)
+        node.tied = True
+        for i, x in enumerate(node.operands):
+            broadcast = math.prod(node.outputs[0].shape) / max(math.prod(x.shape), 1)
+            if self._is_free(node, i) and broadcast > 1:
+                node.betas[i] = broadcast**-0.5
+        node.rule = f"shares of variance {shares[0]:.3g} and {shares[1]:.3g}"
+        _give(node, 1.0)
+        for value in node.outputs:
+            value.terms = a.terms + b.terms
+        return None
+
+    def _shift(self, node: Node) -> None:
+        """An addition of a constant."""
+        x, mask = node.operands[0], node.facts["masks"]
+        constant = 0.0 if mask is not None else node.facts["constant"] or 0.0
+        _carry(node, x, None if x.square is None else x.square + constant)
+        if mask is not None:
+            for value in node.outputs:
+                value.mask = mask
+
+    def _skip(self, node: Node) -> int | None:
+        """Which of an addition's operands is skipped to it: what the branch that the other one ends begins with."""
+        bases = [_base(value) for value in node.operands]
+        if bases[0] is bases[1]:
+            raise self._refusal(node, "adds a tensor to a view or a dropout of itself")
+        for skip, branch in ((0, 1), (1, 0)):
+            if is_ancestor(bases[skip].producer, bases[branch].producer):
+                inner = self._graph.inside(node, branch)
+                if any(_base(x) is bases[skip] for n in inner for x in n.operands):
+                    return skip
+        return None
+
+    def _residual_add(self, node: Node, skip: int) -> None:
+        branch = 1 - skip
+        a, b = node.operands[skip], node.operands[branch]
+        for value, what in ((a, "skipped value"), (b, "branch")):
+            if value.square is None:
+                raise self._refusal(node, f"is a residual addition whose {what} comes from {_blame(value)}")
+        if a.shape != b.shape:
+            raise self._refusal(node, f"adds {b.shape} to {a.shape} in a residual addition")
+        share = self._residual if self._residual is not None else b.terms / (a.depth + b.terms)
+        weights = [0.0, 0.0]
+        weights[skip], weights[branch] = math.sqrt((1 - share) / a.square), math.sqrt(share / b.square)  # type: ignore[operator]
+        node.weighted = weights[0], weights[1]
+        node.betas[skip], node.betas[branch] = weights[skip], 1.0
+        node.tied = True
+        inner = self._graph.inside(node, branch)
+        entries: list[Edge] = [(n, i) for n in inner for i, x in enumerate(n.operands) if x.producer not in inner]
+        if b.producer not in inner:
+            entries.append((node, branch))
+        node.facts["entries"] = [(n, i, weights[branch]) for n, i in entries]
+        node.facts["skip"] = skip
+        node.rule = f"residual, share of the branch {share:.3g}; its gradient is scaled where the branch begins"
+        self.residuals.append(node)
+        _give(node, 1.0)
+        for value in node.outputs:
+            value.depth = a.depth + b.terms
+
+    # ---- operations that carry --------------------------------------------------------------------------------------
+
+    _sub = _add
+
+    def _mul(self, node: Node) -> None:
+        if len(node.operands) == 1:
+            x, constant = node.operands[0], node.facts["constant"]
+            return _carry(node, x, None if x.square is None or constant is None else x.square * constant)
+        a, b = node.operands
+        if a.square is None or b.square is None or _elements(a) & _elements(b):
+            return self._unknown(node)
+        return _give(node, a.square * b.square)
+
+    def _join(self, node: Node) -> None:
+        counts = [math.prod(value.shape) for value in node.operands]
+        if any(value.square is None for value in node.operands):
+            return _give(node, None)
+        total = sum(count * x.square for count, x in zip(counts, node.operands, strict=True))  # type: ignore[operator,misc]
+        return _carry(node, node.operands[0], total / max(sum(counts), 1))
+
+    def _passive(self, node: Node) -> None:
+        _carry(node, node.operands[0], node.operands[0].square)
+        if node.facts.get("mask") is not None:
+            for value in node.outputs:
+                value.mask = node.facts["mask"]
+
+    def _dropout(self, node: Node) -> None:
+        x, p = node.operands[0], node.facts["p"]
+        _carry(node, x, None if x.square is None else x.square / (1 - p))
+
+    def _unknown(self, node: Node) -> None:
+        node.facts["unseen"] = True
+        _give(node, None)
+
+    def _refusal(self, node: Node, what: str) -> ModelError:
+        return ModelError(
+            f"{self._model}: {node.place} {what}, so its size at initialisation is not known, and the sum cannot be "
+            "weighted. Write that part with halfstep.unit's functions or modules, or with operations that unit_scale "
+            "knows; nothing was changed"
+        )
+
+
+def _give(node: Node, square: float | None) -> None:
+    for value in node.outputs:
+        value.square = square
+
+
+def _carry(node: Node, x: Value, square: float | None) -> None:
+    for value in node.outputs:
+        value.square, value.terms, value.depth = square, x.terms, x.depth
+        value.mask, value.weights = x.mask, x.weights
+
+
+def _base(value: Value) -> Value:
+    """The value that this one is a view, a cast or a dropout of."""
+    while value.producer.kind in ("passive", "dropout", "scale") and len(value.producer.operands) == 1:
+        value = value.producer.operands[0]
+    return value
+
+
+def _walk(value: Value, through: Callable[[Node], bool]) -> set[Value]:
+    """The values that this one is made of, where `through` says which nodes are looked through."""
+    found: set[Value] = set()
+    todo = [value]
+    while todo:
+        value = todo.pop()
+        if through(value.producer) and value.producer.operands:
+            todo += value.producer.operands
+        else:
+            found.add(value)
+    return found
+
+
+def _line(value: Value) -> set[Value]:
+    """The values that this one is a linear image of, element by element, where constants are the only factors."""
+    linear = ("passive", "dropout", "join", "scale")
+    return _walk(value, lambda n: n.kind in linear or (n.kind in ("mul", "add") and len(n.operands) == 1))
+
+
+def _elements(value: Value) -> set[Value]:
+    """The values whose single elements this one's hang on; parts of a split tensor are apart."""
+    parts = ("chunk", "split", "__getitem__", "unbind", "tensor_split", "split_with_sizes")
+    return _walk(value, lambda n: n.kind not in _MIXES and n.function not in parts)
+
+
+def _blame(value: Value) -> str:
+    """The operation that made a value's size unknown."""
+    while not value.producer.facts.get("unseen"):
+        behind = next((x for x in value.producer.operands if x.square is None), None)
+        if behind is None:
+            break
+        value = behind
+    return value.producer.place
+
+
+def _forward_of(module: nn.Module) -> Callable[..., object]:
+    return lambda z: type(module).forward(module, z)
+
+
+def _fans(node: Node) -> tuple[int, float, int]:
+    """Fan-in, fan-out and rows of a layer's product."""
+    module, weight = node.facts["module"], node.facts["module"].weight
+    if node.facts["leaf"].name == "convolution":
+        places = math.prod(node.outputs[0].shape[2:])
+        inside = max(math.prod(node.operands[0].shape[2:]), 1)
+        groups = module.groups
+        kernel = math.prod(weight.shape[2:])
+        fan_in, fan_out = module.in_channels // groups * kernel, module.out_channels // groups * kernel
+        if module.transposed:
+            return fan_in, fan_out, node.outputs[0].shape[0] * inside
+        return fan_in, fan_out * places / inside, node.outputs[0].shape[0] * places
+    out, fan_in = weight.shape if node.facts["leaf"].name != "Conv1D" else weight.shape[::-1]
+    return fan_in, out, math.prod(node.outputs[0].shape[:-1])

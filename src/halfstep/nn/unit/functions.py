@@ -1,0 +1,106 @@
+"""torch's functions by what unit scaling makes of them: one name for each operation, however it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+
+_NAMES = {
+    "add": ("add", "add_", "__add__", "__radd__", "__iadd__"),
+    "sub": ("sub", "sub_", "subtract", "__sub__", "__rsub__", "rsub", "__isub__"),
+    "mul": ("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"),
+    "div": ("div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"),
+    "matmul": ("matmul", "bmm", "__matmul__"),
+    "softmax": ("softmax", "_softmax"),
+    "dropout": ("dropout", "dropout_", "feature_dropout", "dropout1d", "dropout2d", "dropout3d"),
+}  # fmt: skip
+_CANONICAL = {name: canonical for canonical, names in _NAMES.items() for name in names}
+_SCALARS = {"add": "shift", "sub": "shift", "mul": "scale", "div": "scale"}
+"""What they are with a number."""
+
+ELEMENTWISE = frozenset(
+    ("celu", "elu", "gelu", "hardswish", "leaky_relu", "logsigmoid", "mish", "relu", "relu_", "relu6", "selu",
+     "sigmoid", "silu", "softplus", "softsign", "tanh")
+)  # fmt: skip
+"""Functions of one tensor, element by element."""
+
+VIEWS = frozenset(
+    ("T", "H", "mT", "mH", "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "transpose", "swapaxes",
+     "swapdims", "permute", "movedim", "contiguous", "chunk", "split", "split_with_sizes", "tensor_split", "unbind",
+     "__getitem__", "select", "narrow", "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to", "to", "type",
+     "type_as", "float", "half", "bfloat16", "clone", "t", "roll", "flip", "repeat", "repeat_interleave",
+     "index_select", "gather", "take_along_dim", "clamp", "real", "imag", "cuda", "cpu", "double", "requires_grad_",
+     "checkpoint_name", "tile", "masked_select")
+)  # fmt: skip
+"""Functions that leave the mean square of one tensor as it is, up to which elements are there."""
+
+SAME = frozenset(("neg", "__neg__", "abs"))
+"""Functions of one tensor that leave each element's magnitude."""
+
+JOINS = frozenset(("cat", "concat", "concatenate", "stack", "hstack", "vstack"))
+NORMS = frozenset(("layer_norm", "rms_norm", "group_norm", "batch_norm"))
+CHOICES = frozenset(("where", "masked_fill", "masked_fill_"))
+DETACHED = frozenset(("detach", "detach_", "data", "grad", "argmax", "argmin", "sign", "isinf", "isnan", "isfinite"))
+
+
+def raw_name(func: Callable[..., Any]) -> str:
+    """The name of a function as torch has it; of a property's getter, the property's."""
+    name: str = getattr(func, "__name__", type(func).__name__)
+    if name == "__get__":
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return name
+
+
+def canonical(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """One name for an operation, however it is written; `scale` and `shift` are by a number."""
+    name = _CANONICAL.get(raw_name(func)) or raw_name(func)
+    if name in _SCALARS and sum(isinstance(x, Tensor) and x.dim() > 0 for x in args[:2]) < 2:
+        return _SCALARS[name]
+    return name
+
+
+def is_in_place(func: Callable[..., Any]) -> bool:
+    """Whether it writes to its first argument."""
+    name = raw_name(func)
+    return name in ("__iadd__", "__isub__", "__imul__", "__itruediv__") or (
+        name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    )
+
+
+def tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[int, Tensor]]:
+    """The tensors among a call's arguments, by their place among its leaves."""
+    leaves = tree_leaves((args, dict(kwargs)))
+    return [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+
+
+def number(func: Callable[..., Any], args: tuple[Any, ...]) -> float | None:
+    """The number c of `x * c`, `c * x` or `x / c`, as what x is multiplied by; None of `c / x`."""
+    tensor, other = args[:2]
+    if not isinstance(tensor, Tensor) or (tensor.dim() == 0 and isinstance(other, Tensor)):
+        tensor, other = other, tensor
+        if _CANONICAL.get(raw_name(func)) == "div":
+            return None
+    value = float(other)
+    divides = _CANONICAL.get(raw_name(func)) == "div"
+    return (1 / value if value else None) if divides else value
+
+
+def signature(name: str, args: tuple[Any, ...]) -> str:
+    """The operation and how many dimensions its first operands have: what a call is recognised by."""
+    if name in ("add", "sub", "mul", "div"):
+        return f"{name} of {' and '.join(str(x.dim()) if isinstance(x, Tensor) else 's' for x in args[:2])} dimensions"
+    return name
+
+
+def is_floating(x: Any) -> bool:
+    """Whether it is a floating tensor."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def counts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call computes with floating tensors, so that it may be one that is scaled."""
+    return any(map(is_floating, (*args[:3], *kwargs.values())))

@@ -1,0 +1,178 @@
+"""The operations of one forward pass as a graph: what each takes and gives, and which edges are cut-edges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+
+SOURCES = ("parameter", "input")
+"""Kinds of nodes that only give a tensor."""
+
+
+@dataclass(eq=False)
+class Value:
+    """A floating tensor that a gradient may flow through."""
+
+    producer: Node
+    shape: tuple[int, ...]
+    square: float | None = None
+    """Its expected mean square at initialisation; None where that is not known."""
+    terms: int = 1
+    """How many terms an addition counts in it."""
+    depth: int = 1
+    """How many terms a residual addition counts in it, where it is what is skipped."""
+    mask: Any = None
+    """What masks it, where it is scores: False, or very negative, where there is no attention."""
+    weights: bool = False
+    """Whether it is what softmax gives over its last dimension."""
+    consumers: list[tuple[Node, int]] = field(default_factory=list)
+    """The nodes that take it, and as which of their operands."""
+    is_output: bool = False
+
+
+@dataclass(eq=False)
+class Node:
+    """One operation: a whole module, a function that a module's own code calls, a parameter or an input."""
+
+    kind: str
+    """What its factors follow from: `product`, `norm`, `add`, `scale` ...; `passive` or `unknown`."""
+    function: str
+    """The canonical name of the function, or the path of the whole module or parameter."""
+    calls: tuple[tuple[str, int], ...]
+    """The modules that were running, outermost first: path, and how many calls of modules came before."""
+    operands: list[Value]
+    slots: list[int | str]
+    """Where each operand stands among the arguments' leaves; a parameter's name within its module."""
+    index: int
+    facts: dict[str, Any] = field(default_factory=dict)
+    outputs: list[Value] = field(default_factory=list)
+    alive: bool = False
+    """Whether an output of the model hangs on it."""
+    alpha: float = 1.0
+    """What its output is multiplied by."""
+    betas: list[float] = field(default_factory=list)
+    """What the gradient of each operand is multiplied by, its own alpha included."""
+    gamma: float = 1.0
+    """What the gradient of its output is multiplied by before."""
+    weighted: tuple[float, float] | None = None
+    """Of an addition: what its two operands are multiplied by."""
+    tied: bool = False
+    """Whether the gradient of an operand takes the output's factor."""
+    rule: str = ""
+    """What the factors follow from, for the report."""
+
+    def __post_init__(self) -> None:
+        self.betas = [1.0] * len(self.operands)
+
+    @property
+    def path(self) -> str:
+        """The module whose code it is, or the whole module."""
+        return self.calls[-1][0] if self.calls else ""
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        where = self.path or "the model's own forward"
+        return where if self.facts.get("leaf") else f"{where}: {self.function}"
+
+
+Edge = tuple[Node, int]
+"""A node, and which of its operands."""
+
+
+@dataclass
+class Graph:
+    """The operations of one forward pass, in the order that they ran in."""
+
+    nodes: list[Node]
+    outputs: list[Value]
+
+    def __post_init__(self) -> None:
+        for value in self.outputs:
+            value.is_output = True
+        for node in reversed(self.nodes):
+            node.alive = any(v.is_output or any(c.alive for c, _ in v.consumers) for v in node.outputs)
+
+    def living(self) -> Iterator[Node]:
+        """The nodes that an output hangs on."""
+        return (node for node in self.nodes if node.alive)
+
+    def cut_edges(self) -> set[Edge]:
+        """The edges whose removal leaves the graph, taken as undirected, in two parts (Tarjan's bridges).
+
+        What the outputs go to, a loss, is a node of it too.
+        """
+        loss = len(self.nodes)
+        ends: list[tuple[int, int]] = []
+        names: list[Edge | None] = []
+        for node in self.living():
+            for i, value in enumerate(node.operands):
+                ends.append((value.producer.index, node.index))
+                names.append((node, i))
+        for value in self.outputs:
+            ends.append((value.producer.index, loss))
+            names.append(None)
+        return {edge for i in _bridges(loss + 1, ends) if (edge := names[i]) is not None}
+
+    def inside(self, node: Node, operand: int) -> set[Node]:
+        """The nodes all of whose paths to the model's outputs go through that operand: a residual branch."""
+        inner: set[Node] = set()
+        for candidate in reversed(self.nodes[: node.index]):
+            edges = [edge for value in candidate.outputs for edge in value.consumers if edge[0].alive]
+            out = any(value.is_output for value in candidate.outputs)
+            if edges and not out and all(c in inner or (c is node and k == operand) for c, k in edges):
+                inner.add(candidate)
+        return inner
+
+
+def is_ancestor(first: Node, second: Node) -> bool:
+    """Whether `second` hangs on what `first` gives, or is it."""
+    found, todo = {second}, [second]
+    while todo:
+        node = todo.pop()
+        if node is first:
+            return True
+        for value in node.operands:
+            if value.producer not in found and value.producer.index >= first.index:
+                found.add(value.producer)
+                todo.append(value.producer)
+    return False
+
+
+def _bridges(size: int, ends: list[tuple[int, int]]) -> list[int]:
+    """The edges, by number, that lie on no cycle. Source: Tarjan 1974."""
+    beside: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+    for edge, (u, v) in enumerate(ends):
+        beside[u].append((v, edge))
+        beside[v].append((u, edge))
+    entered, low = [-1] * size, [0] * size
+    bridges: list[int] = []
+    clock = 0
+    for root in range(size):
+        if entered[root] >= 0:
+            continue
+        entered[root] = low[root] = clock
+        clock += 1
+        stack = [(root, -1, iter(beside[root]))]
+        while stack:
+            u, by, rest = stack[-1]
+            for v, edge in rest:
+                if edge == by:
+                    continue
+                if entered[v] >= 0:
+                    low[u] = min(low[u], entered[v])
+                    continue
+                entered[v] = low[v] = clock
+                clock += 1
+                stack.append((v, edge, iter(beside[v])))
+                break
+            else:
+                stack.pop()
+                if stack:
+                    above = stack[-1][0]
+                    low[above] = min(low[above], low[u])
+                    if low[u] > entered[above]:
+                        bridges.append(by)
+    return bridges

@@ -1,0 +1,139 @@
+"""Modules that are one operation: layers, norms and activation functions, whoever wrote them.
+
+torch's own are known by their class. Others, Hugging Face's hand-written norms and activations, are called on numbers,
+and are what they compute; a name proves nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from halfstep.nn.adapters import conv1d, convolution, linear
+from halfstep.nn.attention import DotProductAttention
+
+
+PRODUCTS = (linear, conv1d, convolution)
+_BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_SILENT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.Identity, nn.Sequential)
+_SILENT_TOO = (nn.ModuleList, nn.ModuleDict, nn.Flatten, nn.Unflatten)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A module that is one operation."""
+
+    kind: str
+    """`product`, `embedding`, `norm`, `elementwise` or `attention`."""
+    name: str
+    """Which: of norms `layer_norm`, `rms_norm`, `group_norm` or `batch_norm`."""
+    eps: float = 0.0
+
+
+def leaf_of(module: nn.Module) -> Leaf | None:
+    """Which one operation the module is; None where it is more, or something else."""
+    stock = "forward" not in vars(module)
+    for kind in PRODUCTS:
+        if kind.fits(module):
+            return Leaf("product", kind.NAME)
+    if isinstance(module, nn.Embedding):
+        own = stock and type(module).forward is nn.Embedding.forward and module.max_norm is None
+        return Leaf("embedding", "embedding") if own else None
+    if isinstance(module, DotProductAttention):
+        return Leaf("attention", "scaled_dot_product_attention")
+    for norm, name in ((nn.LayerNorm, "layer_norm"), (nn.RMSNorm, "rms_norm"), (nn.GroupNorm, "group_norm")):
+        if isinstance(module, norm):
+            return Leaf("norm", name, module.eps or 0.0) if stock and type(module).forward is norm.forward else None
+    for norm in _BATCH_NORMS:
+        if isinstance(module, norm):
+            return Leaf("norm", "batch_norm", module.eps) if stock and type(module).forward is norm.forward else None
+    if isinstance(module, (*_SILENT, *_SILENT_TOO)) or next(module.children(), None) is not None:
+        return None
+    return _measured_norm(module) or _measured_elementwise(module)
+
+
+def _measured_norm(module: nn.Module) -> Leaf | None:
+    """A norm over the last dimension, by what it computes with random weights and inputs."""
+    parameters = {name: p for name, p in module.named_parameters() if p is not None}
+    if parameters.keys() not in ({"weight"}, {"weight", "bias"}) or any(p.dim() != 1 for p in parameters.values()):
+        return None
+    size, generator = parameters["weight"].numel(), torch.Generator().manual_seed(0)
+    draw = {name: torch.randn(size, generator=generator) for name in parameters}
+    small = torch.randn(3, 5, size, generator=generator)
+    inputs = small * 3 + 1, small * 1e-3
+    for eps in {v for v in vars(module).values() if isinstance(v, float) and 0 < v < 0.1}:
+        for name in ("layer_norm", "rms_norm"):
+            expected = [_norm(name, x, draw, eps) for x in inputs]
+            if expected[0] is not None and _computes(module, draw, inputs, expected):
+                return Leaf("norm", name, eps)
+    return None
+
+
+def _norm(name: str, x: Tensor, weights: dict[str, Tensor], eps: float) -> Tensor | None:
+    shape = (x.shape[-1],)
+    if name == "layer_norm":
+        return F.layer_norm(x, shape, weights["weight"], weights.get("bias"), eps)
+    return None if "bias" in weights else F.rms_norm(x, shape, weights["weight"], eps)
+
+
+def _computes(module: nn.Module, weights: dict[str, Tensor], inputs: Any, expected: Any) -> bool:
+    found = [_called(module, weights, x) for x in inputs]
+    return all(
+        isinstance(y, Tensor) and y.shape == z.shape and torch.allclose(y.float(), z, rtol=1e-4, atol=1e-5)
+        for y, z in zip(found, expected, strict=True)
+    )
+
+
+def _measured_elementwise(module: nn.Module) -> Leaf | None:
+    """A function of each element alone, by what it does to the same elements in another order and shape."""
+    if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
+        return None
+    x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(1))
+    first, again, other = (_called(module, {}, each) for each in (x, x, x.flatten()[order].view(4, 3, 8)))
+    if not all(isinstance(y, Tensor) and y.is_floating_point() for y in (first, again, other)):
+        return None
+    if first.shape != x.shape or other.shape != (4, 3, 8) or torch.equal(first, x) or not torch.equal(first, again):
+        return None
+    if not torch.allclose(first.flatten()[order], other.flatten(), rtol=1e-5, atol=1e-6):
+        return None
+    return Leaf("elementwise", type(module).__name__)
+
+
+def _called(module: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Any:
+    """What the module makes of numbers, without its hooks, its weights or anybody's random state."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        try:
+            return functional_call(_without_hooks(module), weights, (x.clone(),))
+        except Exception:  # whatever it is, it is no function of one tensor
+            return None
+
+
+def _without_hooks(module: nn.Module) -> nn.Module:
+    copy = module.__new__(type(module))
+    copy.__dict__.update(vars(module))
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        copy.__dict__[name] = {}
+    copy.__dict__["_parameters"] = dict(vars(module)["_parameters"])
+    return copy
+
+
+def measured(function: Any, size: float) -> tuple[float, float, float]:
+    """Of a function f of one number z of N(0, size^2): its standard deviation, the root mean square of its slope
+    and its mean square, by a sum over 2^14 quantiles in float64."""
+    count = 2**14
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        levels = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+        z = (torch.erfinv(2 * levels - 1) * math.sqrt(2) * size).float().requires_grad_()
+        y = function(z)
+        (slope,) = torch.autograd.grad(y.sum(), z)
+    y = y.detach().double()
+    mean, square = y.mean(), y.square().mean()
+    deviation = math.sqrt(max(float(square - mean.square()), 0.0))
+    return deviation, float(slope.double().square().mean().sqrt()), float(square)

@@ -1,0 +1,165 @@
+"""From a graph with factors to what each module is given: multipliers, whole-module factors, or steps of its own code."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from halfstep.errors import ModelError
+from halfstep.nn.unit.forwards import Whole
+from halfstep.nn.unit.graph import Graph, Node, Value
+from halfstep.nn.unit.steps import PASSIVE, Own, Step
+from halfstep.recipe import LinearSpec, Matmul, Multiplier
+
+
+@dataclass
+class Plan:
+    """What every module of a model is given, by path."""
+
+    products: dict[str, LinearSpec] = field(default_factory=dict)
+    whole: dict[str, tuple[str, Whole]] = field(default_factory=dict)
+    """The kind of each module that is one operation, and its factors."""
+    own: dict[str, Own] = field(default_factory=dict)
+
+
+def plan(graph: Graph, name: str) -> Plan:
+    """What every module of the traced model is given.
+
+    Raises:
+        ModelError: a module is called several times, and would have to compute otherwise each time.
+    """
+    made = Plan()
+    for node in graph.nodes:
+        if node.facts.get("leaf"):
+            _whole(made, node, name)
+    steps = {node: step for node in graph.nodes if not node.facts.get("leaf") and (step := _step(node)) is not None}
+    owners = {node.path for node, step in steps.items() if step.kind != PASSIVE}
+    by_call: dict[tuple[str, int], list[Step]] = {}
+    for node in graph.nodes:
+        for call in node.calls:
+            if call[0] in owners:
+                by_call.setdefault(call, [])
+        if node in steps and (call := next((c for c in reversed(node.calls) if c[0] in owners), None)) is not None:
+            by_call[call].append(steps[node])
+    for (path, _), found in by_call.items():
+        scaled = frozenset(step.function for step in found if step.kind != PASSIVE)
+        own = Own(path, tuple(step for step in found if step.function in scaled))
+        _once(made.own, path, own, name)
+    return made
+
+
+def entries(graph: Graph) -> None:
+    """Multiply the delayed factors of residual branches into the gradients where the branches begin.
+
+    In the backward pass a branch's factor stands before the branch instead of after it: what leaves it is the same,
+    and what is inside is of unit size.
+    """
+    for node in graph.living():
+        for consumer, operand, factor in node.facts.get("entries", ()):
+            consumer.betas[operand] *= factor
+
+
+def at_output(graph: Graph, factor: float, name: str) -> None:
+    """Multiply the gradient that comes to the model's output by a factor, in the operation that makes it.
+
+    Raises:
+        ModelError: several outputs, or one that the model computes with too.
+    """
+    values = [_made(value) for value in graph.outputs]
+    if len(values) != 1 or sum(c.alive for c, _ in values[0].consumers) + values[0].is_output > 1:
+        raise ModelError(
+            f"{name} has {len(values)} outputs that a loss is made of, or computes with them itself; a factor for the "
+            "loss's gradient needs one. Leave `loss` out, and scale the loss's gradient by halfstep.unit's losses"
+        )
+    node = values[0].producer
+    node.betas = [beta * factor for beta in node.betas]
+    node.gamma = factor
+
+
+def _made(value: Value) -> Value:
+    while value.producer.kind == "passive" and len(value.producer.operands) == 1:
+        behind = value.producer.operands[0]
+        if behind.is_output or sum(c.alive for c, _ in behind.consumers) > 1:
+            break
+        value = behind
+    return value
+
+
+def _once(table: dict[str, object], path: str, made: object, name: str) -> None:  # type: ignore[misc]
+    if table.setdefault(path, made) != made:
+        raise ModelError(
+            f"{name}: {path or 'the model'} is called several times in one forward pass, with other factors or other "
+            "code each time, and has one class. Give `residual` a fixed share of variance (0.5, say), so that the "
+            "factors of residual additions do not differ; or give each call a module of its own. Nothing was changed"
+        )
+
+
+def _whole(made: Plan, node: Node, name: str) -> None:
+    leaf = node.facts["leaf"]
+    if leaf.kind == "product":
+        _once(made.products, node.path, _multipliers(node), name)
+        return
+    inputs = [i for i, slot in enumerate(node.slots) if not isinstance(slot, str)]
+    backward = tuple(node.betas[i] for i in inputs) or tuple(node.betas)
+    free, beside = False, 1.0
+    if leaf.kind == "norm":
+        own = [i for i in range(len(node.slots)) if i not in inputs]
+        rows = [math.prod(node.outputs[0].shape) / max(math.prod(node.operands[i].shape), 1) for i in own]
+        free = bool(own) and math.isclose(node.betas[own[0]] / node.gamma, rows[0] ** -0.5) and rows[0] > 1
+        beside = node.betas[own[0]] * (rows[0] ** 0.5 if free else 1.0) if own else 1.0
+    whole = Whole(leaf.name, _short(node.alpha), tuple(map(_short, backward)), leaf.eps, free, _short(beside))
+    _once(made.whole, node.path, (leaf.kind, whole), name)
+
+
+def _multipliers(node: Node) -> LinearSpec:
+    """A layer's factors as its products': folded into them, they cost nothing."""
+    beta, rows = node.betas[node.slots.index("weight")], node.facts.get("rows")
+    weight = Multiplier(shared=-0.5, constant=_short(beta * rows**0.5)) if rows else Multiplier(constant=_short(beta))
+    output, grad_input = (Multiplier(constant=_short(factor)) for factor in (node.alpha, node.betas[0]))
+    return LinearSpec(Matmul(multiplier=output), Matmul(multiplier=grad_input), Matmul(multiplier=weight))
+
+
+def _short(factor: float) -> float:
+    """The factor without its last bits, which hang on the order in which it was computed."""
+    return float(f"{factor:.12g}")
+
+
+def _step(node: Node) -> Step | None:
+    """What is made of a function's call; None of what is no call."""
+    if "signature" not in node.facts:
+        return None
+    call = node.facts["signature"]
+    slots = [slot for slot in node.slots if isinstance(slot, int)]
+    backward = tuple(zip(slots, node.betas, strict=True))
+    plain = all(math.isclose(beta, node.alpha) for beta in node.betas) and node.alpha == 1
+    if not node.alive or node.kind == "constant" or node.facts.get("unseen"):
+        if any(beta != 1 for beta in node.betas):
+            return _gradients(node, call, backward)
+        return Step(PASSIVE, call, node.function)
+    if node.kind in ("add", "sub") and node.weighted:
+        return Step("add", call, node.function, 1.0, backward, node.facts["in_place"], node.weighted)
+    if node.kind == "scale":
+        factor = node.facts["factor"]
+        total = node.betas[0] * abs(factor)
+        if math.isclose(abs(factor) * node.alpha, 1) and (factor != 1 or not math.isclose(total, 1)):
+            sign = math.copysign(1.0, factor)
+            return Step("scale", call, node.function, 1.0, ((slots[0], total),), False, (sign,))
+    if node.kind == "matmul":
+        return Step("matmul", call, node.function, node.alpha, backward)
+    if node.kind == "attention":
+        numbers = (node.facts["scale"],)
+        if len(node.operands) > 3:
+            numbers += (node.facts["bias"], node.betas[3] / node.alpha)  # type: ignore[assignment]
+        return Step("attention", call, node.function, node.alpha, backward, False, numbers)
+    if node.kind == "elementwise":
+        return Step("elementwise", call, node.function, node.alpha, backward)
+    return Step(PASSIVE, call, node.function) if plain else _gradients(node, call, backward)
+
+
+def _gradients(node: Node, call: str, backward: tuple[tuple[int, float], ...]) -> Step:
+    if node.kind == "join":
+        raise ModelError(
+            f"{node.place}: a residual branch begins at a concatenation, where its gradient cannot be scaled; "
+            "nothing was changed"
+        )
+    return Step("gradients", call, node.function, node.alpha, backward)

@@ -1,0 +1,261 @@
+"""Unit-scale an existing model, in place, and undo it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_leaves, tree_map
+
+from halfstep.errors import ModelError, RecipeError
+from halfstep.nn.adopt import adopt, extend, is_covered, release_all
+from halfstep.nn.layers import KINDS
+from halfstep.nn.unit import weights
+from halfstep.nn.unit.factors import Factors
+from halfstep.nn.unit.forwards import UNIT, WHOLE, Shield, Unsaved, own
+from halfstep.nn.unit.functions import is_floating
+from halfstep.nn.unit.graph import Graph
+from halfstep.nn.unit.plan import Plan, at_output, entries, plan
+from halfstep.nn.unit.report import UnitReport, operations, unseen
+from halfstep.nn.unit.trace import trace
+from halfstep.unit import MULTIPLIERS
+from halfstep.unit.constraint import Constraint
+
+
+SCALED = "_halfstep_unit_scaled"
+"""Where a model that is unit-scaled has its `UnitScaled`."""
+
+
+@dataclass(frozen=True)
+class UnitScaled:
+    """What `unit_scale` leaves on a model's root."""
+
+    report: UnitReport
+    divided: weights.Divided
+
+
+def unit_scale(
+    model: nn.Module,
+    *inputs: Any,
+    constraint: str | Constraint | None = "geometric_mean",
+    residual: float | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    **named: Any,
+) -> UnitReport:
+    """Unit-scale a model in place: weights, activations and gradients begin with a standard deviation near 1.
+
+    One forward pass on the inputs is traced. Linear, convolutional and embedding layers, norms, activation functions,
+    attention and additions get factors forward and backward; a factor's place is inside of its operation, whoever
+    wrote that. Weights are divided by their standard deviation; biases become 0, gains 1. Parameters, names and
+    state-dict keys stay. A recipe is applied afterwards (`halfstep.prepare`); `halfstep.revert` undoes it.
+
+    The function that the model computes is another one than before, as it is for every model that is unit-scaled: train
+    it from its beginning, with a learning rate of its own. Factors that values are multiplied by are constants of the
+    traced shapes, attention's of the traced length, so that a model computes the same whatever it is given.
+
+    Args:
+        inputs, named: what the model is called with in training. A Hugging Face model's `dummy_inputs` if left out.
+        constraint: how a group of tied factors becomes one. Gradients of weights are those of the scaled function,
+            each times one positive constant, unless it is `none`.
+        residual: the share of variance that each residual branch has in its sum; None is a running mean over the
+            branches: 1/2, 1/3, 1/4 ...
+        loss: of what the model returns, the loss that is trained on, so that its gradient is brought to unit size at
+            the model's output. None: the gradient arrives as it is (halfstep.unit.cross_entropy's is of unit size).
+
+    Raises:
+        ModelError: no inputs; a weight without a standard deviation; a residual addition with an operand whose size is
+            not known, with the module and the operation. Nothing was changed.
+        RecipeError: the model follows a recipe, or is unit-scaled.
+
+    Source: Blake, Orr and Luschi 2023 (Unit Scaling); the residual scheme is its running mean, or its fixed one.
+    """
+    _check(model, residual)
+    name = type(model).__name__
+    args, kwargs = _inputs(model, inputs, named)
+    graph, output = trace(model, args, kwargs)
+    divided = _unit_parameters(model, graph)
+    deviations = weights.standard_deviations(divided, name)
+    for node in graph.nodes:
+        if node.kind == "parameter":
+            node.outputs[0].square = 1.0 if node.function in divided else None
+    factors = Factors(graph, constraint, residual, name)
+    entries(graph)
+    if loss is not None:
+        at_output(graph, 1 / _gradient(loss, output, name), name)
+    _check_finite(graph, name)
+    made = plan(graph, name)
+    vectors = _vectors(model, graph)
+    found = weights.divide(model, deviations, vectors)
+    _adopt(model, made)
+    notes = _notes(graph, bool(factors.residuals), loss is not None)
+    rule = getattr(constraint, "__name__", None) or str(constraint or "none")
+    shares = "a running mean" if residual is None else f"with a share of {residual:g}"
+    uncalled = tuple(
+        path for path, m in model.named_modules()
+        if any(kind.fits(m) for kind in KINDS) and path not in made.products
+    )  # fmt: skip
+    report = UnitReport(
+        name, rule, shares, operations(graph), deviations, tuple(found.vectors), unseen(graph), uncalled, notes
+    )
+    vars(model)[SCALED] = UnitScaled(report, found)
+    return report
+
+
+def revert_unit(model: nn.Module) -> None:
+    """Undo `unit_scale`: classes and attributes are what they were, and weights are multiplied by what they were
+    divided by, which is exact but for one rounding of their dtype.
+
+    Raises:
+        RecipeError: the model follows a recipe, or a part was given another class since.
+    """
+    if "_halfstep" in vars(model):
+        raise RecipeError(f"{type(model).__name__} follows a recipe; halfstep.revert it first")
+    scaled: UnitScaled = vars(model)[SCALED]
+    for path, module in model.named_modules():
+        if is_covered(module):
+            raise RecipeError(f"{path or type(model).__name__} was given another class since; take that away first")
+    for module in model.modules():
+        release_all(module)
+        for attribute in (UNIT, MULTIPLIERS, SCALED):
+            vars(module).pop(attribute, None)
+    weights.multiply(model, scaled.divided)
+
+
+def is_unit_scaled(model: nn.Module) -> bool:
+    """Whether `unit_scale` was called on the model."""
+    return SCALED in vars(model)
+
+
+def _check(model: nn.Module, residual: float | None) -> None:
+    name = type(model).__name__
+    if residual is not None and not 0 < residual < 1:
+        raise ModelError(f"residual = {residual!r}; expected a share of variance between 0 and 1, such as 0.5")
+    if isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        raise ModelError(f"{name} wraps a model; unit-scale the model first, then wrap it")
+    for path, module in model.named_modules():
+        where = f"its part {path!r}" if path else "it"
+        if "_halfstep" in vars(module):
+            raise RecipeError(f"{name}: {where} follows a recipe; halfstep.revert it, unit-scale, then apply it again")
+        if UNIT in vars(module) or MULTIPLIERS in vars(module):
+            raise RecipeError(f"{name}: {where} is unit-scaled already; halfstep.revert the model first")
+        if is_parametrized(module):
+            raise ModelError(f"{name}: {where} is parametrized, so that its weight is computed; remove that first")
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ModelError(f"{name} has no parameters; there is nothing to scale")
+    for path, parameter in parameters.items():
+        if parameter.is_meta:
+            raise ModelError(f"{name}: {path} is on the meta device; initialise the model first (to_empty, then init)")
+        if hasattr(parameter, "device_mesh"):
+            raise ModelError(f"{name}: {path} is sharded; unit-scale the model before fully_shard")
+
+
+def _inputs(model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if inputs or named:
+        return inputs, dict(named)
+    dummy = getattr(model, "dummy_inputs", None)
+    if isinstance(dummy, Mapping):
+        device = next(model.parameters()).device
+        return (), {key: x.to(device) if isinstance(x, Tensor) else x for key, x in dummy.items()}
+    raise ModelError(
+        f"{type(model).__name__}: unit_scale runs the model once to see what it computes; give it a batch, "
+        "unit_scale(model, *inputs), as training calls the model"
+    )
+
+
+def _unit_parameters(model: nn.Module, graph: Graph) -> dict[str, nn.Parameter]:
+    """The weights that are divided by their standard deviation."""
+    parameters = dict(model.named_parameters())
+    found: dict[str, nn.Parameter] = {}
+    for node in graph.living():
+        for slot, value in zip(node.slots, node.operands, strict=True):
+            source = value.producer
+            if source.kind != "parameter" or len(value.shape) < 2:
+                continue
+            leaf, parameter = node.facts.get("leaf"), parameters[source.function]
+            if leaf is not None and (slot != "weight" or leaf.kind == "norm"):
+                continue
+            if leaf is not None or float(parameter.detach().float().std()) > 0:
+                found[source.function] = parameter
+    return found
+
+
+def _vectors(model: nn.Module, graph: Graph) -> dict[str, float]:
+    """The biases and gains of layers and norms, and what they begin at."""
+    found: dict[str, float] = {}
+    for node in graph.living():
+        leaf = node.facts.get("leaf")
+        for slot, value in zip(node.slots, node.operands, strict=True):
+            if leaf is not None and slot == "bias":
+                found[value.producer.function] = 0.0
+            elif leaf is not None and leaf.kind == "norm" and slot == "weight":
+                found[value.producer.function] = 1.0
+    return found
+
+
+def _gradient(loss: Callable[[Any], Tensor], output: Any, name: str) -> float:
+    """The root mean square of a loss's gradient at what the model returned."""
+    def leaf(x: Any) -> Any:
+        return x.detach().clone().requires_grad_() if is_floating(x) else x
+
+    with torch.enable_grad():
+        copy = tree_map(leaf, output)
+        leaves = [x for x in tree_leaves(copy) if is_floating(x)]
+        grads = torch.autograd.grad(loss(copy), leaves, allow_unused=True)
+    found = [grad.double().square().sum() / grad.numel() for grad in grads if grad is not None]
+    size = math.sqrt(float(sum(found)) / max(len(found), 1)) if found else 0.0
+    if not 0 < size < math.inf:
+        raise ModelError(
+            f"{name}: the gradient of the loss at the model's output has a root mean square of {size}; expected a "
+            "positive, finite number. Give `loss` as a function of what the model returns"
+        )
+    return size
+
+
+def _check_finite(graph: Graph, name: str) -> None:
+    for node in graph.living():
+        numbers = (node.alpha, *node.betas, *(node.weighted or ()))
+        if not all(math.isfinite(x) and x > 0 for x in numbers):
+            raise ModelError(
+                f"{name}: {node.place} would have the factors {numbers}; expected positive, finite ones: the traced "
+                "batch gives it nothing to scale. Give unit_scale a batch like those of training; nothing was changed"
+            )
+
+
+def _adopt(model: nn.Module, made: Plan) -> None:
+    modules = dict(model.named_modules())
+    for path, spec in made.products.items():
+        module = modules[path]
+        kind = next(kind for kind in KINDS if kind.fits(module))
+        vars(module)[MULTIPLIERS] = spec
+        adopt(module, kind.forward, beneath=True)
+        extend(module, Shield())
+    for path, (kind, whole) in made.whole.items():
+        vars(modules[path])[UNIT] = whole
+        adopt(modules[path], WHOLE[kind], beneath=True)
+        extend(modules[path], Shield())
+    for path, steps in made.own.items():
+        vars(modules[path])[UNIT] = steps
+        adopt(modules[path], own, beneath=True)
+    for module in modules.values():
+        if hasattr(module, "save_pretrained"):
+            extend(module, Unsaved())
+
+
+def _notes(graph: Graph, residual: bool, loss: bool) -> tuple[str, ...]:
+    notes = []
+    kinds = {node.kind for node in graph.living()}
+    if "attention" in kinds or "matmul" in kinds:
+        notes.append("attention: scores by size^-1/2, whatever factor the code has; its output's factor is that of the "
+                     "traced length and mask")  # fmt: skip
+    if not residual:
+        notes.append("no residual addition was found")
+    if not loss and "cross_entropy" not in kinds:
+        notes.append("the loss is not seen: its gradient arrives at the model's output as it is; give `loss`, or take "
+                     "halfstep.unit's losses, whose gradients are of unit size")  # fmt: skip
+    return tuple(notes)

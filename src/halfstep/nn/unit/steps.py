@@ -1,0 +1,222 @@
+"""What a module's own code computes, call by call, and what unit scaling makes of each call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from halfstep.errors import ModelError
+from halfstep.nn.unit.functions import canonical, counts, signature
+from halfstep.ops.scale import scale_backward, scaled
+
+
+PASSIVE = "passive"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a torch function, in the order that a module's own code makes them."""
+
+    kind: str
+    """What is made of it; `passive` is left alone."""
+    call: str
+    """What it is recognised by (`functions.signature`)."""
+    function: str
+    """Its canonical name."""
+    alpha: float = 1.0
+    """What its output is multiplied by."""
+    backward: tuple[tuple[int, float], ...] = ()
+    """What the gradients of its operands are multiplied by in all, by their places among the arguments' leaves."""
+    in_place: bool = False
+    """Whether it writes to its first operand."""
+    numbers: tuple[float, ...] = ()
+    """Of an addition, the operands' factors; of attention, the scores' and the bias's."""
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it changes values, and not gradients alone."""
+        return self.kind != PASSIVE and (self.alpha != 1 or bool(self.numbers))
+
+
+@dataclass(frozen=True)
+class Own:
+    """The calls that a module's own code makes, those of its children left out."""
+
+    path: str
+    steps: tuple[Step, ...]
+
+    def mode(self) -> Running:
+        """For one call of the module."""
+        grad = torch.is_grad_enabled()
+        return Running(self, frozenset(s.function for s in self.steps if s.is_forward or (grad and s.kind != PASSIVE)))
+
+
+class Running(TorchFunctionMode):
+    """Within it, the functions that a module's own code calls are scaled, as its list of steps says.
+
+    Each call of a module has its own, so that activation checkpointing, which calls the module again, is right too.
+
+    Raises:
+        ModelError: the code calls other functions, or in another order, than it did when it was traced.
+    """
+
+    def __init__(self, own: Own, names: frozenset[str]) -> None:
+        super().__init__()
+        self._own, self._names, self._grad, self._at = own, names, torch.is_grad_enabled(), 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not any(isinstance(x, (Tensor, tuple, list)) for x in args) and not kwargs.get("input", None) is not None:
+            return func(*args, **kwargs)  # a factory: it may have a default device, which is another mode
+        name = canonical(func, args)
+        with torch._C.DisableTorchFunction():  # the modes of modules around this one do not hear of it
+            if name not in self._names or not counts(args, kwargs):
+                return func(*args, **kwargs)
+            step = self._next(signature(name, args))
+            return _RUN[step.kind](step, func, args, kwargs)
+
+    def _next(self, call: str) -> Step:
+        for i in range(self._at, len(self._own.steps)):
+            step = self._own.steps[i]
+            if step.call == call:
+                self._at = i + 1
+                return step
+            if not self._may_skip(step):
+                raise self._other(f"it calls {call}", step.call)
+        raise self._other(f"it calls {call}", "nothing more of that kind")
+
+    def _may_skip(self, step: Step) -> bool:
+        return step.kind == PASSIVE or step.function not in self._names or not (self._grad or step.is_forward)
+
+    def finish(self) -> None:
+        """The module's forward has returned: nothing that is scaled may be missing."""
+        for step in self._own.steps[self._at :]:
+            if not self._may_skip(step):
+                raise self._other("it ended", step.call)
+
+    def _other(self, found: str, expected: str) -> ModelError:
+        return ModelError(
+            f"{self._own.path or 'the model'}: its code computes otherwise than when halfstep.unit_scale traced it: "
+            f"{found} where the trace has {expected}. Its control flow hangs on its inputs or modes: revert the model, "
+            "and give unit_scale inputs like those it is called with (masks, labels)"
+        )
+
+
+def _passive(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _weighted(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """w_a a + w_b b, with the gradients' own factors."""
+    backward = dict(step.backward)
+    a, b = args[:2]
+    signs = (1.0, 1.0)
+    if step.function == "sub":
+        signs = (-1.0, 1.0) if getattr(func, "__name__", "") == "__rsub__" else (1.0, -1.0)
+    numbers = step.numbers[0] * signs[0], step.numbers[1] * signs[1]
+    grads = backward.get(0, 1.0) * signs[0], backward.get(1, 1.0) * signs[1]
+    y = weighted_sum(a, b, numbers, grads)
+    return a.copy_(y) if step.in_place else y
+
+
+def _scale(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A multiplication by a number keeps the number's sign alone."""
+    x = next(x for x in args[:2] if isinstance(x, Tensor) and (x.dim() > 0 or not isinstance(args[1], Tensor)))
+    sign = step.numbers[0]
+    return scaled(x, sign, sign * (step.backward[0][1] if step.backward else 1.0))
+
+
+def _matmul(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    backward = dict(step.backward)
+    a, b = args[:2]
+    output = math.prod(a.shape[:-1]) * b.shape[-1]
+    a, b = scale_backward(a, backward.get(0, step.alpha) / step.alpha), scale_backward(
+        b, backward.get(1, step.alpha) / step.alpha
+    )
+    least = min(a.numel(), b.numel(), output)  # one pass over the smallest of the three
+    if least == a.numel():
+        return func(a * step.alpha, b, *args[2:], **kwargs)
+    if least == b.numel():
+        return func(a, b * step.alpha, *args[2:], **kwargs)
+    return func(a, b, *args[2:], **kwargs) * step.alpha
+
+
+def _attention(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    alpha, backward = step.alpha, dict(step.backward)
+    for i, name in enumerate(names[:3]):
+        given[name] = scale_backward(given[name], backward.get(i, alpha) / alpha)
+    if len(step.numbers) > 1:
+        given["attn_mask"] = scaled(given["attn_mask"], step.numbers[1], step.numbers[1] * step.numbers[2])
+    y = func(**{**given, "scale": step.numbers[0]})
+    return y * alpha
+
+
+def _elementwise(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return scaled(func(*args, **kwargs), step.alpha, step.backward[0][1])
+
+
+def _gradients(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The function as it is, with factors on its operands' gradients."""
+    leaves, tree = tree_flatten((args, dict(kwargs)))
+    for place, factor in step.backward:
+        leaves[place] = scale_backward(leaves[place], factor / step.alpha)
+    args, kwargs = tree_unflatten(leaves, tree)
+    y = func(*args, **kwargs)
+    return y if step.alpha == 1 else y * step.alpha
+
+
+_RUN: dict[str, Callable[..., Any]] = {
+    PASSIVE: _passive,
+    "add": _weighted,
+    "scale": _scale,
+    "matmul": _matmul,
+    "attention": _attention,
+    "elementwise": _elementwise,
+    "gradients": _gradients,
+}
+
+
+def weighted_sum(a: Tensor, b: Tensor, forward: tuple[float, float], backward: tuple[float, float]) -> Tensor:
+    """forward[0] a + forward[1] b; the gradients of a and b are multiplied by `backward` instead.
+
+    Factors of 1 in the backward pass cost nothing.
+    """
+    return _Weighted.apply(a, b, forward, backward)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Weighted(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, forward: tuple[float, float], backward: tuple[float, float]) -> Tensor:
+        return torch.add(a * forward[0], b, alpha=forward[1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b, _, ctx.factors = inputs
+        ctx.kinds = (a.shape, a.dtype), (b.shape, b.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        found = [
+            _summed(grad, shape, factor).to(dtype) if needed else None
+            for (shape, dtype), factor, needed in zip(ctx.kinds, ctx.factors, ctx.needs_input_grad[:2], strict=True)
+        ]
+        return (*found, None, None)
+
+
+def _summed(grad: Tensor, shape: torch.Size, factor: float) -> Tensor:
+    summed = grad if grad.shape == shape else grad.sum_to_size(shape)
+    return summed if factor == 1 else summed * factor

@@ -1,0 +1,298 @@
+"""One forward pass of a model, written down as a graph of operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from halfstep.errors import ModelError
+from halfstep.nn.unit.functions import (
+    CHOICES, DETACHED, ELEMENTWISE, JOINS, NORMS, SAME, VIEWS, canonical, counts, is_floating, is_in_place, number,
+    signature, tensors,
+)  # fmt: skip
+from halfstep.nn.unit.graph import Graph, Node, Value
+from halfstep.nn.unit.leaves import Leaf, leaf_of
+
+
+_MASKED = 1e4
+"""A constant that reaches beyond it is a mask."""
+
+
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Graph, Any]:
+    """The operations of one forward pass in training mode, and what the model returned.
+
+    Modes, buffers and random state are what they were. Nothing has a gradient.
+    """
+    recorder = _Recorder(model)
+    with _unchanged(model), torch.no_grad():
+        for x in tree_leaves((args, dict(kwargs))):
+            if is_floating(x):
+                recorder.source("input", "input", x)
+        with recorder.modules(model), recorder:
+            output = model(*args, **kwargs)
+    found = [recorder.values[id(x)] for x in _outputs(output) if id(x) in recorder.values]
+    if not found:
+        raise ModelError(
+            f"{type(model).__name__} returned {type(output).__name__} without a floating tensor that hangs on its "
+            "parameters; expected its logits or its loss. Give unit_scale what the model is trained with"
+        )
+    return Graph(recorder.nodes, list(dict.fromkeys(found))), output
+
+
+def _outputs(output: Any) -> list[Any]:
+    """The tensors that a loss is made of: the loss where the model gives one, else all, but for caches."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, Mapping):
+        if isinstance(output.get("loss"), Tensor):
+            return [output["loss"]]
+        if isinstance(output.get("logits"), Tensor):
+            return [output["logits"]]
+        return [x for name, part in output.items() if "past_key" not in name for x in _outputs(part)]
+    if isinstance(output, (tuple, list)):
+        return [x for part in output for x in _outputs(part)]
+    return []
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Within it the model is in training mode; after it, its modes, buffers and the random state are what they were."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            model.train()
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for name, buffer in model.named_buffers():
+            if name in buffers and buffer.shape == buffers[name].shape:
+                buffer.copy_(buffers[name])
+
+
+class _Recorder(TorchFunctionMode):
+    """Writes down every call of torch's functions that a gradient would flow through."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self.values: dict[int, Value] = {}
+        self._kept: list[Any] = []  # so that no id comes back
+        self._calls: list[tuple[str, int]] = []
+        self._serial = 0
+        self._silent = 0
+        self._leaves = {path: leaf for path, m in model.named_modules() if (leaf := leaf_of(m)) is not None}
+        for name, parameter in model.named_parameters():
+            self.source("parameter", name, parameter)
+
+    def source(self, kind: str, name: str, x: Tensor) -> None:
+        """A tensor that the pass begins with."""
+        node = Node(kind, name, (), [], [], len(self.nodes))
+        square = float(x.detach().double().square().mean()) if kind == "input" and x.numel() and not x.is_meta else None
+        self._give(node, x, square)
+        self.nodes.append(node)
+
+    def _give(self, node: Node, x: Tensor, square: float | None = None) -> None:
+        value = Value(node, tuple(x.shape), square)
+        node.outputs.append(value)
+        self.values[id(x)] = value
+        self._kept.append(x)
+
+    @contextmanager
+    def modules(self, model: nn.Module) -> Iterator[None]:
+        """Within it, calls of the model's modules are seen."""
+        handles = []
+        for path, module in model.named_modules():
+            before, after = self._hooks(path, module)
+            handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hooks(self, path: str, module: nn.Module) -> tuple[Callable[..., None], Callable[..., None]]:
+        leaf = self._leaves.get(path)
+
+        def before(_: Any, args: Any, kwargs: Any) -> None:
+            self._serial += 1
+            self._calls.append((path, self._serial))
+            self._silent += leaf is not None
+
+        def after(_: Any, args: Any, kwargs: Any, output: Any) -> None:
+            if leaf is not None:
+                self._silent -= 1
+                if self._silent == 0 and isinstance(output, Tensor):
+                    with torch._C.DisableTorchFunction():
+                        self._leaf(module, leaf, args, kwargs, output)
+            self._calls.pop()
+
+        return before, after
+
+    def _leaf(self, module: nn.Module, leaf: Leaf, args: Any, kwargs: Any, output: Tensor) -> None:
+        found = [(i, self.values[id(x)]) for i, x in tensors(args, kwargs) if id(x) in self.values]
+        own = [(name, self.values[id(p)]) for name, p in module.named_parameters(recurse=False)]
+        if not found and leaf.kind != "embedding":
+            given = next((x for _, x in tensors(args, kwargs) if is_floating(x)), None)
+            if given is None or not own:
+                return
+            self.source("input", "constant", given)
+            found = [(0, self.values[id(given)])]
+        facts: dict[str, Any] = {"leaf": leaf, "module": module}
+        if leaf.kind == "attention":
+            facts |= _attention_facts(*_bound(module, args, kwargs), p=getattr(module, "dropout", 0.0))
+        if leaf.kind == "embedding":
+            facts["lookups"] = (args[0] if args else next(iter(kwargs.values()))).numel()
+        self._add(leaf.kind, leaf.name, [*found, *own], facts, output)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if not self._silent:
+            self._record(func, args, kwargs, output)
+        return output
+
+    def _record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        name = canonical(func, args)
+        given = [(i, x) for i, x in tensors(args, kwargs)]
+        live = [(i, self.values[id(x)]) for i, x in given if id(x) in self.values]
+        in_place = is_in_place(func)
+        if name == "__setitem__":
+            if live:
+                self._add("unknown", "assignment to elements", live, {}, args[0])
+            return
+        floats = [x for x in tree_leaves(output) if is_floating(x)]
+        same = not in_place and all(any(x is y for _, y in given) for x in floats)  # it returned what it was given
+        if not live or not floats or name in DETACHED or same:
+            if counts(args, kwargs):  # told apart from the others when the code runs again
+                node = Node("constant", name, tuple(self._calls), [], [], len(self.nodes))
+                node.facts["signature"] = signature(name, args)
+                self.nodes.append(node)
+            return
+        constants = [x for _, x in given if id(x) not in self.values and is_floating(x)]
+        kind, facts = _kind(func, name, args, kwargs, live, constants)
+        facts |= {"signature": signature(name, args), "in_place": in_place, "func": func}
+        self._add(kind, name, live, facts, *floats)
+
+    def _add(
+        self, kind: str, name: str, live: list[tuple[Any, Value]], facts: dict[str, Any], *outputs: Tensor
+    ) -> None:
+        operands, slots = [value for _, value in live], [slot for slot, _ in live]
+        node = Node(kind, name, tuple(self._calls), operands, slots, len(self.nodes), facts)
+        self.nodes.append(node)
+        for i, value in enumerate(operands):
+            value.consumers.append((node, i))
+        for x in outputs:
+            self._give(node, x)
+
+
+def _kind(
+    func: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    live: list[tuple[int, Value]],
+    constants: list[Tensor],
+) -> tuple[str, dict[str, Any]]:
+    """What unit scaling makes of a call of a function, and what it needs to know of it."""
+    if name in ("add", "sub") and len(args) == 2 and not kwargs:
+        return "add", {"constant": _square(constants), "masks": _masks(constants)}
+    if name == "mul" and "out" not in kwargs:
+        return "mul", {"constant": _square(constants)}
+    if name == "scale" and (factor := number(func, args)):
+        return "scale", {"factor": factor}
+    if name == "matmul" and len(live) == 2:
+        return "matmul", {"shared": args[0].shape[-1]}
+    if name == "linear" and len(live) > 1 and live[0][0] == 0:
+        return "linear", {"fans": args[1].shape[::-1], "rows": args[0].numel() // max(args[0].shape[-1], 1)}
+    if name in NORMS and live[0][0] == 0:
+        return "norm", {}
+    if name == "embedding":
+        return "embedding", {"lookups": args[0].numel()}
+    if name == "softmax":
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        return "softmax", {"last": dim in (-1, args[0].dim() - 1)}
+    if name == "scaled_dot_product_attention":
+        return "attention", _attention_facts(*_sdpa(*args, **kwargs))
+    if name == "cross_entropy":
+        return "cross_entropy", _loss_facts(*args, **kwargs)
+    if name in ELEMENTWISE and len(live) == 1:
+        return "elementwise", {"call": lambda z: func(z, *args[1:], **{**kwargs, **_plain(kwargs)})}
+    if name == "dropout":
+        return "dropout", _dropout(*args, **kwargs)
+    if name in CHOICES and len(live) == 1:
+        return "passive", {"mask": _choice(name, args, live[0][0])}
+    if (name in VIEWS or name in SAME or name == "shift") and len(live) == 1:
+        return "passive", {}
+    return ("join", {}) if name in JOINS else ("unknown", {})
+
+
+def _choice(name: str, args: tuple[Any, ...], slot: int) -> Tensor | None:
+    """Where the living operand is what is chosen."""
+    if name == "where" and isinstance(args[0], Tensor):
+        return args[0] if slot == 1 else ~args[0]
+    return ~args[1] if isinstance(args[1], Tensor) and args[1].dtype == torch.bool else None
+
+
+def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {"inplace": False} if "inplace" in kwargs else {}
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> dict[str, Any]:
+    return {"p": p if training else 0.0}
+
+
+def _loss_facts(input: Tensor, target: Tensor, *_: Any, **kwargs: Any) -> dict[str, Any]:
+    ignored = int((target == kwargs.get("ignore_index", -100)).sum()) if not target.is_floating_point() else 0
+    classes = input.shape[1] if input.dim() > 1 else input.shape[0]
+    rows = max(input.numel() // classes - ignored, 1)
+    return {"classes": classes, "rows": rows, "mean": kwargs.get("reduction", "mean") == "mean"}
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> tuple[Any, ...]:
+    return query, key, value, attn_mask, is_causal, dropout_p
+
+
+def _bound(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    def call(query: Any, key: Any, value: Any, mask: Any = None, is_causal: bool = False) -> tuple[Any, ...]:
+        return query, key, value, mask, is_causal
+
+    return call(*args, **kwargs)
+
+
+def _attention_facts(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, p: float = 0.0
+) -> dict[str, Any]:
+    sizes = {"size": query.shape[-1], "times": query.shape[-2], "sources": key.shape[-2]}
+    return {**sizes, "mask": mask, "causal": is_causal, "p": p}
+
+
+def _square(constants: list[Tensor]) -> float | None:
+    """The mean square of a constant operand; None where there is none."""
+    return float(constants[0].double().square().mean()) if constants else None
+
+
+def _masks(constants: list[Tensor]) -> Tensor | None:
+    """The constant operand where it is a mask."""
+    if constants and constants[0].numel() and not float(constants[0].double().abs().max()) < _MASKED:
+        return constants[0]
+    return None

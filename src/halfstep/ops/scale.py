@@ -1,0 +1,77 @@
+"""The two verbs of unit scaling: a factor on the values alone, or on the gradient alone.
+
+Source: Blake, Orr and Luschi 2023 (Unit Scaling), section 4: a scaled operation multiplies its output by one constant,
+and the gradient of each of its inputs by another.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import ModelError
+
+
+def scale_forward(x: Tensor, factor: float) -> Tensor:
+    """x times the factor; its gradient is that of the product, as it comes. A factor of 1 returns x itself.
+
+    Raises:
+        ModelError: x is not floating, or the factor not finite.
+    """
+    return scaled(x, factor, 1.0)
+
+
+def scale_backward(x: Tensor, factor: float) -> Tensor:
+    """x as it is; its gradient is multiplied by the factor. A factor of 1 returns x itself.
+
+    The result shares x's memory: torch refuses to write to it in place.
+
+    Raises:
+        ModelError: x is not floating, or the factor not finite.
+    """
+    return scaled(x, 1.0, factor)
+
+
+def scaled(x: Tensor, forward: float, backward: float) -> Tensor:
+    """x times `forward`, whose gradient is multiplied by `backward`.
+
+    Forward-mode derivatives go by `forward`, which is what the values do; a second derivative by `backward`.
+    """
+    if forward == 1 and backward == 1:
+        return x
+    if not (x.is_floating_point() or x.is_complex()):
+        raise ModelError(
+            f"a tensor of {x.dtype} to be scaled; expected a floating one: it has no gradient and no scale"
+        )
+    if not torch.compiler.is_compiling() and not (math.isfinite(forward) and math.isfinite(backward)):
+        raise ModelError(f"factors {forward} and {backward} to scale by; expected finite numbers")
+    function = _Traced if torch.compiler.is_compiling() else _Scaled
+    return function.apply(x, forward, backward)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Traced(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, forward: float, backward: float) -> Tensor:
+        return x.view_as(x) if forward == 1 else x * forward
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.forward_factor, ctx.backward_factor = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return (grads[0] if ctx.backward_factor == 1 else grads[0] * ctx.backward_factor), None, None
+
+
+class _Scaled(_Traced):
+    """With forward mode: torch.compile traces no function that has a `jvp`."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        tangent: Tensor = tangents[0]
+        return tangent.view_as(tangent) if ctx.forward_factor == 1 else tangent * ctx.forward_factor
