@@ -149,3 +149,15 @@ def test_refuses_what_it_does_not_know():
     listed = Quantizer(formats.get("nf4"), scales=Scales(Tile(1, 32), get_scaling("rceil")))
     assert not kernel.supports(x, listed)
     same_bits(values(x + 0.3, listed), listed.quantize(x + 0.3).dequantize())
+
+
+def test_every_code_of_a_byte_is_decoded_as_the_reference_decodes_it():
+    """Alone in its block, so that no other code sends the block another way: infinities and NaN among them."""
+    for name, scale in itertools.product(("e4m3fn", "e5m2", "e4m3fnuz"), (1e-40, 1e-30, 1.0, 1e30, 1e36)):
+        quantizer = Quantizer(formats.get(name), scales=Scales(Tile(1, 16), get_scaling("absmax")))
+        quantized = quantizer.quantize(torch.ones(256, 16))
+        quantized.tensors["codes"].view(torch.uint8)[:, 3] = torch.arange(256, dtype=torch.uint8)
+        quantized.tensors["scale"].fill_(scale)
+        out = torch.empty(256, 16)
+        dequantize.run(quantized.tensors, out, quantizer.format, quantizer.scales)
+        same_bits(out, quantized.dequantize(torch.float32))
