@@ -94,8 +94,8 @@ CASES = {
     "bert": Case(
         "mlm",
         lambda: BERT(VOCABULARY + 1, 32, layers=2, width=64, heads=2),
-        RATES,
-        {**_LEAN, "batch": 128, "context": 32, "steps": 100, "warmup": 20},
+        {**RATES, "adamw": 2**-8},
+        {**_LEAN, "batch": 256, "context": 32, "steps": 150, "warmup": 20},
     ),
     "vision": Case("vision", None, {**RATES, "adamw": 2**-8}, {**_LEAN, "steps": 100}),
 }
