@@ -40,6 +40,7 @@ def pytest_collection():
         gc.enable()
         gc.collect()
         gc.freeze()
+        gc.set_threshold(50_000, 20, 50)  # compilers make garbage by the million, and next to none of it in cycles
 
 
 @pytest.fixture(autouse=True)

@@ -79,7 +79,7 @@ TABLE = {
     "galore": 16, "galore-8bit": 10.03125, "galore-bf16": 10,
     "adamw-8bit": 10.03125, "fp8-adam": 10.03125, "coat": 10.1875, "fp16-static": 16, "fp16-lists": 16,
     "fp8-delayed": 16, "fp8-delayed-megatron": 16,
-    "fp8-current": 16, "fp8-rowwise": 16, "fp8-rowwise-gw-hp": 16, "fp8-block": 16, "mxfp8": 16, "mxfp8-floor": 16,
+    "fp8-current": 16, "fp8-rowwise": 16, "fp8-rowwise-gw-hp": 16, "fp8-block": 16, "umup-fp8": 16, "munit-fp8": 16, "mxfp8": 16, "mxfp8-floor": 16,
     "fp8-amax": 12, "fp8-cscale": 12, "fp8-smooth-swiglu": 16, "fp8lm-o1": 11, "fp8lm-o2": 6,
     "fp8lm-o3": 7, "fp8-fishman": 10,
     "unit-fp16": 16, "unit-fp8": 16, "unit-fp8-e4m3": 16, "unit-mxfp8": 16, "unit-nvfp4": 16,

@@ -113,7 +113,7 @@ def test_activations(name, mult, rule, rows):
     z = torch.randn(200_000, dtype=torch.float64, requires_grad=True)
     raw = getattr(torch.nn.functional, name)(z * options.get("mult", 1.0)) / options.get("mult", 1.0)
     (slope,) = torch.autograd.grad(raw.sum(), z)
-    ideal = 1 / float(raw.std()), 1 / float(slope.square().mean().sqrt())
+    ideal = 1 / float(raw.detach().std()), 1 / float(slope.square().mean().sqrt())
     assert_sizes(sizes(op, torch.randn(rows, 512)), predicted(rule, *ideal))
 
 
@@ -129,11 +129,11 @@ def test_gated_silu(mult, rule, rows):
     assert_sizes(sizes(op, torch.randn(rows, 512), torch.randn(rows, 512)), predicted(rule, *factors.gated_silu(mult)))
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(size=st.integers(2, 200), mult=st.floats(0.25, 3.0), rule=st.sampled_from(list(RULES)))
 def test_softmax(size, mult, rule):
     torch.manual_seed(size)
-    rows = 200_000 // size
+    rows = 40_000 // size
     ideal = factors.softmax(size, mult)
     assert_sizes(sizes(lambda x: unit.softmax(x, -1, mult=mult, constraint=None), torch.randn(rows, size)), [1, 1])
     op = lambda x: unit.softmax(x, 0, mult=mult, constraint=rule)  # noqa: E731
@@ -150,7 +150,7 @@ def test_softmax(size, mult, rule):
 def test_attention_is_of_unit_size_on_the_average_and_so_is_the_gradient_of_its_values(queries, width, causal, dropout):
     assert "attention" in EXCEPTIONS
     torch.manual_seed(queries)
-    q, k, v = (torch.randn(16, 4, queries, width) for _ in range(3))
+    q, k, v = (torch.randn(8, 4, queries, width) for _ in range(3))
     op = lambda q, k, v: unit.scaled_dot_product_attention(q, k, v, None, dropout, causal)  # noqa: E731
     y, dq, dk, dv = sizes(op, q, k, v)
     assert_sizes([y, dv], [1, 1])

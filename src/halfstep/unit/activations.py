@@ -68,13 +68,12 @@ def softmax(
     """softmax(mult x) along `dim`, of unit size about its mean: a temperature of 1 / mult.
 
     16-bit inputs are exponentiated, summed and scaled in float32: unscaled, 1 / size may be too small for fp16. Under
-    autocast the result is float32, as torch's is.
+    autocast the result is of the dtype that torch's has.
     """
     size = input.shape[dim] if input.dim() else 1
     output, grad = get_constraint(constraint)(*factors.softmax(size, mult))
-    if dtype is None:
-        under_autocast = torch.is_autocast_enabled(input.device.type) and input.itemsize < 4
-        dtype = torch.float32 if under_autocast else input.dtype
+    if dtype is None:  # autocast's, where it is on: its lists differ from device to device
+        dtype = torch.softmax(input.new_empty(1), 0).dtype
     x = input if mult == 1 else input.to(torch.promote_types(input.dtype, torch.float32)) * mult
     with torch.autocast(input.device.type, enabled=False):
         return _Softmax.apply(x, dim, dtype, output, grad)  # type: ignore[no-any-return,no-untyped-call]
@@ -113,13 +112,20 @@ def _gradient(grad: Tensor, kept: Tensor, name: str, mult: float, output: float)
             x = kept if mult == 1 else kept * mult
             return _aten.gelu_backward(grad, x, approximate="none" if name == "gelu" else "tanh")  # type: ignore[no-any-return]
         case "silu":
-            return _aten.silu_backward(grad, kept if mult == 1 else kept * mult)  # type: ignore[no-any-return]
+            return _silu_gradient(grad, kept if mult == 1 else kept * mult)
         case "relu":
             return _aten.threshold_backward(grad, kept, 0)  # type: ignore[no-any-return]
         case "tanh":
             return _aten.tanh_backward(grad, kept / output)  # type: ignore[no-any-return]
         case _:
             return _aten.sigmoid_backward(grad, kept / output)  # type: ignore[no-any-return]
+
+
+def _silu_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return _aten.silu_backward(grad, x)  # type: ignore[no-any-return]
+    share = torch.sigmoid(x)  # torch's kernel has no derivative
+    return grad * share * (1 + x * (1 - share))
 
 
 class _Activation(torch.autograd.Function):
@@ -170,7 +176,7 @@ class _Gated(torch.autograd.Function):
             gated = F.silu(inner) if torch.is_grad_enabled() else gated  # for a derivative of this gradient
             grad_x = _product(grads[0], gated, ctx.grad_x / ctx.mult)
         if ctx.needs_input_grad[1]:
-            grad_gate = _aten.silu_backward(_product(grads[0], x, ctx.grad_gate), inner)
+            grad_gate = _silu_gradient(_product(grads[0], x, ctx.grad_gate), inner)
         return grad_x, grad_gate, None, None, None, None
 
 

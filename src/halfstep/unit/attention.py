@@ -7,7 +7,6 @@ from torch import Tensor
 from halfstep import ops
 from halfstep.recipe import AttentionSpec, LinearSpec, Matmul, Multiplier
 from halfstep.unit import factors
-from halfstep.unit.constant import constant
 
 
 def scaled_dot_product_attention(
@@ -36,16 +35,23 @@ def scaled_dot_product_attention(
     if enable_gqa and query.shape[-3] != key.shape[-3]:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
     sizes = query.shape[-2], key.shape[-2], query.shape[-1]
-    spec = multipliers(*sizes, mult, is_causal or is_causal_mask, dropout_p)
-    return ops.attention(query, key, value, is_causal, attn_mask, dropout_p, spec)
+    numbers = products(*sizes, mult, is_causal or is_causal_mask, dropout_p)
+    scores, mix = ((number, number, number, 1.0) for number in numbers)
+    return ops.attention(query, key, value, is_causal, attn_mask, dropout_p, factors=(scores, mix))
 
 
-@constant
+def products(
+    queries: int, keys: int, width: int, mult: float = 1.0, is_causal: bool = False, dropout: float = 0.0
+) -> tuple[float, float]:
+    """What attention's scores are multiplied by beside 1 / sqrt(d), which makes it mult / d, and what the mixed values
+    are: `factors.attention`; forward and backward."""
+    return mult * max(width, 1) ** -0.5, factors.attention(queries, keys, width, mult, is_causal, dropout)
+
+
 def multipliers(
     queries: int, keys: int, width: int, mult: float = 1.0, is_causal: bool = False, dropout: float = 0.0
 ) -> AttentionSpec:
-    """The multipliers of attention's products beside its 1 / sqrt(d), which with them is mult / d: the one factor is on
-    the mixed values forward and backward, and so on all gradients."""
-    temperature = Matmul(multiplier=Multiplier(constant=mult * max(width, 1) ** -0.5))
-    whole = Matmul(multiplier=Multiplier(constant=factors.attention(queries, keys, width, mult, is_causal, dropout)))
-    return AttentionSpec(LinearSpec(temperature, temperature, temperature), LinearSpec(whole, whole, whole))
+    """`products` as a spec, whose operands a recipe may round."""
+    numbers = products(queries, keys, width, mult, is_causal, dropout)
+    scores, mix = (LinearSpec(*[Matmul(multiplier=Multiplier(constant=number))] * 3) for number in numbers)
+    return AttentionSpec(scores, mix)

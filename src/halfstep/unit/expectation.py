@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 
 Array = NDArray[np.float64]
-_Z: Array = np.linspace(-14.0, 14.0, 2801)
-_WEIGHTS: Array = np.exp(-_Z * _Z / 2) * 0.01 / math.sqrt(2 * math.pi)
-_STEP = 0.05  # of log t
+_Z: Array = np.linspace(-14.0, 14.0, 1401)
+_WEIGHTS: Array = np.exp(-_Z * _Z / 2) * 0.02 / math.sqrt(2 * math.pi)
+_STEP = 0.1  # of log t
 
 
 def expectation(function: Callable[[Array], Any]) -> float:
@@ -38,10 +38,10 @@ class Softmax:
         lowest, highest = -math.log(longest) - 9 * spread - 14, 10 * spread + 6
         log_t = np.arange(lowest, highest, _STEP)
         t, exponentials = np.exp(log_t), np.exp(spread * _Z)
-        damped = np.exp(-t[:, None] * exponentials)
+        lost = -np.expm1(-t[:, None] * exponentials)
         self.t: Array = t
-        self.missing: Array = -np.expm1(-t[:, None] * exponentials) @ _WEIGHTS  # 1 - E[e^(-t e^(m z))]
-        self.powers: list[Array] = [damped @ (_WEIGHTS * exponentials**k) for k in range(5)]
+        self.missing: Array = lost @ _WEIGHTS  # 1 - E[e^(-t e^(m z))]
+        self.powers: list[Array] = [(1 - lost) @ (_WEIGHTS * exponentials**k) for k in range(5)]
 
     def _integral(self, k: int, terms: Array) -> float:
         return float(np.sum(self.t**k * terms)) * _STEP / math.gamma(k)

@@ -13,7 +13,7 @@ from halfstep.errors import ModelError
 from halfstep.recipe import LinearSpec, Matmul, Multiplier
 from halfstep.unit.activation_factors import activation, gated_silu
 from halfstep.unit.constant import constant
-from halfstep.unit.constraint import Constraint, get_constraint
+from halfstep.unit.constraint import RULES, Constraint, get_constraint
 from halfstep.unit.expectation import Softmax
 
 
@@ -23,7 +23,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-@constant
 def linear(constraint: str | Constraint | None = "to_output", readout: bool = False) -> LinearSpec:
     """The multipliers of a linear layer's products: output m^-1/2, gradient of the input n^-1/2, of the weight and of
     the bias b^-1/2, since each is a sum of so many products. A readout's output has m^-1, which u-muP asks for.
@@ -35,7 +34,12 @@ def linear(constraint: str | Constraint | None = "to_output", readout: bool = Fa
     >>> print(linear("geometric_mean").output.multiplier, "and", linear().grad_input.multiplier)
     shared^-0.25 columns^-0.25 and columns^-0.5
     """
-    output, grad_input = _powers(get_constraint(constraint), 1.0 if readout else 0.5, 0.5)
+    known = _LINEAR.get((constraint or "none", readout)) if not callable(constraint) else None
+    return _linear(get_constraint(constraint), readout) if known is None else known
+
+
+def _linear(constraint: Constraint, readout: bool) -> LinearSpec:
+    output, grad_input = _powers(constraint, 1.0 if readout else 0.5, 0.5)
     return LinearSpec(
         Matmul(multiplier=Multiplier(shared=-output[0], columns=-output[1])),
         Matmul(multiplier=Multiplier(columns=-grad_input[0], shared=-grad_input[1])),
@@ -61,6 +65,10 @@ def _powers(constraint: Constraint, fan_in: float, fan_out: float) -> tuple[tupl
             "its sizes. Take geometric_mean, to_output or to_grad_input"
         )
     return tuple((fan_in * a, fan_out * b) for a, b in shares)
+
+
+_LINEAR = {(rule.__name__, readout): _linear(rule, readout) for rule in RULES for readout in (False, True)}
+"""Of the rules that have names, made once: whoever traces a model finds them."""
 
 
 def matmul(rows: float, shared: float, columns: float, copies: float = 1.0) -> tuple[float, float, float]:
