@@ -14,7 +14,9 @@ NAME = "nn.Linear"
 
 def fits(module: nn.Module) -> bool:
     """Whether `forward` below may stand in for the module's own: not where a subclass or a patch has another."""
-    return isinstance(module, nn.Linear) and beneath(module).forward is nn.Linear.forward and "forward" not in vars(module)
+    return (
+        isinstance(module, nn.Linear) and beneath(module).forward is nn.Linear.forward and "forward" not in vars(module)
+    )
 
 
 def weights(module: nn.Module) -> tuple[Weight, ...]:
