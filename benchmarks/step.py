@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torchao.quantization import quantize_
 from unit_scaling.transforms import simulate_fp8
 
 import halfstep
+from halfstep import unit
 from halfstep.lab.models.gpt import GPT, Attention
 from harness import Contender, race, report
 
@@ -29,6 +31,73 @@ _BLOCKS = {"torch.autocast bf16": 1.3, "torchao mxfp8, emulated": 1 / 3, "halfst
 RECIPES = {"fp8-current": _TENSORWISE, "fp8-delayed": _TENSORWISE, "mxfp8": _BLOCKS, "fp8-block": _BLOCKS}
 """The peers of each recipe, and at most what share of their time it should take."""
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH, ROUNDS = 6, 384, 6, 256, 8, 9
+
+
+class Plain:
+    """torch's functions, by the names that `halfstep.unit` has them under."""
+
+    linear, gelu, layer_norm, embedding = map(staticmethod, (F.linear, F.gelu, F.layer_norm, F.embedding))
+    cross_entropy, scaled_dot_product_attention = map(staticmethod, (F.cross_entropy, F.scaled_dot_product_attention))
+    linear_readout = linear
+
+    @staticmethod
+    def residual_split(x: Tensor, *, ratio: float) -> tuple[Tensor, Tensor]:
+        """The same tensor twice."""
+        return x, x
+
+    @staticmethod
+    def residual_add(branch: Tensor, skip: Tensor, *, ratio: float) -> Tensor:
+        """The sum."""
+        return skip + branch
+
+
+class Written(nn.Module):
+    """A GPT written with functions of either kind: torch's, or the unit-scaled ones."""
+
+    def __init__(self, functions: Any) -> None:
+        super().__init__()
+        self.functions = functions
+        sizes = {
+            "qkv": (3 * WIDTH, WIDTH),
+            "proj": (WIDTH, WIDTH),
+            "up": (4 * WIDTH, WIDTH),
+            "down": (WIDTH, 4 * WIDTH),
+        }
+        scale = 0.02 if functions is Plain else 1.0
+        make = lambda *shape: nn.Parameter(torch.randn(*shape) * scale)  # noqa: E731
+        self.tokens, self.places, self.head = make(256, WIDTH), make(CONTEXT, WIDTH), make(256, WIDTH)
+        blocks = [nn.ParameterDict({name: make(*shape) for name, shape in sizes.items()}) for _ in range(LAYERS)]
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The loss."""
+        f, (batch, time) = self.functions, tokens.shape
+        x = f.embedding(tokens, self.tokens) + f.embedding(torch.arange(time), self.places)
+        for block in self.blocks:
+            branch, skip = f.residual_split(x, ratio=0.5)
+            qkv = f.linear(f.layer_norm(branch, (WIDTH,)), block["qkv"])
+            q, k, v = qkv.view(batch, time, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+            mixed = f.scaled_dot_product_attention(q, k, v, is_causal=True)
+            branch = f.linear(mixed.transpose(1, 2).reshape(batch, time, WIDTH), block["proj"])
+            x = f.residual_add(branch, skip, ratio=0.5)
+            branch, skip = f.residual_split(x, ratio=0.5)
+            branch = f.linear(f.gelu(f.linear(f.layer_norm(branch, (WIDTH,)), block["up"])), block["down"])
+            x = f.residual_add(branch, skip, ratio=0.5)
+        logits = f.linear_readout(f.layer_norm(x, (WIDTH,)), self.head)
+        return f.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def written(functions: Any, tokens: Tensor) -> Callable[[], None]:
+    """A step of such a model in float32, with torch's fused AdamW."""
+    model = Written(functions)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step() -> None:
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 class PlainAttention(Attention):
@@ -111,6 +180,10 @@ def main() -> None:
         Contender("torchao float8, emulated", plain(float8(copy.deepcopy(model)), tokens, None), is_peer=True),
         Contender("torchao mxfp8, emulated", plain(mxfp8(copy.deepcopy(model)), tokens, None), is_peer=True),
         Contender("unit-scaling simulate_fp8", plain(simulate_fp8(copy.deepcopy(model)), tokens, None), is_peer=True),
+    ]
+    contenders += [
+        Contender("written with torch", written(Plain, tokens)),
+        Contender("written with halfstep.unit", written(unit, tokens), "written with torch", 1.05),
     ]
     for recipe, bars in RECIPES.items():
         step = prepared(model, tokens, recipe)

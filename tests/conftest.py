@@ -40,6 +40,7 @@ def pytest_collection():
         gc.enable()
         gc.collect()
         gc.freeze()
+        gc.set_threshold(50_000, 20, 50)  # compilers make garbage by the million, and next to none of it in cycles
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +65,12 @@ def carry(monkeypatch):
 def products(request, carry):
     """Both kinds of CPU, on any: 16-bit products are torch's own, or carried. What uses it is marked `cpu`."""
     carry(*([] if request.param == "own" else [torch.bfloat16, torch.float16]))
+
+
+@pytest.fixture
+def unrendered(monkeypatch):
+    """Reports build their figures, and write no pictures of them: most of a report's time."""
+    monkeypatch.setattr("halfstep.lab.report.page.png", lambda figure: b"no picture")
 
 
 @pytest.fixture

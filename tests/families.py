@@ -28,6 +28,15 @@ def slow_unless(fast, members):
     ]
 
 
+def in_turn(*families):
+    """Cases of the families' product: each member of the longest once, with the others' in turn.
+
+    For `slow_unless`, where the paths of one family do not hang on another's: every member of each is in a fast test.
+    """
+    turns = range(max(map(len, families)))
+    return [tuple(family[turn % len(family)] for family in families) for turn in turns]
+
+
 def for_each(names, members, ids=str):
     """As `pytest.mark.parametrize`, in a single test: quicker by far where a member takes milliseconds.
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from families import for_each
+from families import for_each, in_turn
 
 
 def test_an_error_names_every_member_that_fails():
@@ -45,3 +45,8 @@ def test_a_loop_over_nothing_is_an_error():
         for_each("file", [])
     with pytest.raises(AssertionError, match="takes no file"):
         for_each("file", [1])(lambda other: None)
+
+
+def test_every_member_of_every_family_has_a_turn():
+    assert in_turn("abc", [1, 2], [None]) == [("a", 1, None), ("b", 2, None), ("c", 1, None)]
+    assert in_turn([1], "ab") == [(1, "a"), (1, "b")]

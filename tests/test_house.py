@@ -36,8 +36,13 @@ def tree(file):
     return ast.parse(file.read_text())
 
 
+@functools.cache
+def walked(file):
+    return list(ast.walk(tree(file)))
+
+
 def nodes(file, *kinds):
-    return [node for node in ast.walk(tree(file)) if isinstance(node, kinds)]
+    return [node for node in walked(file) if isinstance(node, kinds)]
 
 
 def imported(node):

@@ -1,6 +1,7 @@
 """Accounts against the same step on real tensors, for every recipe on three architectures."""
 
 import gc
+import itertools
 from dataclasses import astuple, replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfstep
+from families import in_turn, slow_unless
 from halfstep.accounting import OPTIMIZERS, Batch, Subject, account, load_subject
 from halfstep.accounting.blank import Blank
 from halfstep.accounting.checkpointing import checkpointed
@@ -22,7 +24,7 @@ from halfstep.quant.cast import shared_range
 from halfstep.quant.family import table
 from halfstep.recipe import Recipe, get_recipe
 from halfstep.recipe.saved import COAT
-from tiny import EVERY, FAST, SMOOTH, mostly_slow
+from tiny import EVERY, FAST, SMOOTH
 
 
 EXAMPLES, LENGTH = 3, 33
@@ -68,8 +70,10 @@ def saved(bytes):
     return bytes.compute_copies + bytes.activations
 
 
-@pytest.mark.parametrize("kind", SUBJECTS)
-@pytest.mark.parametrize("recipe", mostly_slow(EVERY))
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    slow_unless(in_turn(sorted(FAST), [*SUBJECTS]).__contains__, itertools.product(EVERY, SUBJECTS)),
+)
 def test_accounts_equal_what_is_measured(recipe, kind):
     unfit = recipe in SMOOTH or (kind == "cnn" and get_recipe(recipe).projection)  # no gated MLP; nothing to project
     subject = SUBJECTS["llama" if unfit else kind]

@@ -12,6 +12,7 @@ import pytest
 from halfstep.cli.app import main
 
 
+pytestmark = pytest.mark.usefixtures("unrendered")  # a command that renders them: lab/test_llama.py
 SMALL = ["--seeds", "1", "--steps", "6", "--batch", "2", "--context", "16", "--model", "tiny_models:model"]
 MODEL = """
 from torch import nn
@@ -131,7 +132,7 @@ def test_train_names_its_folder_and_prints_a_table(place, halfstep):
         (["compare", "--data", "nowhere"], "nowhere: no such file or folder"),
         (["compare", "--model", "tiny_models:modell"], "tiny_models: unknown function 'modell'; nearest: model"),
         (
-            ["compare", "--model", "tiny_models:other", "--out", "o"],
+            ["compare", "--model", "tiny_models:other", "--out", "o", "--data", "text.txt"],
             "tiny_models:other: on the first batch it raised",
         ),
         (

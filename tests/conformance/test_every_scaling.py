@@ -1,13 +1,14 @@
 """What holds of every scale rule, over formats and tiles: a new rule is tested by being in its folder."""
 
 import contextlib
+import itertools
 import json
 import math
 
 import pytest
 import torch
 
-from families import for_each, slow_unless
+from families import for_each, in_turn
 from halfstep import formats, ops
 from halfstep.errors import HalfstepError, QuantizationError, RecipeError
 from halfstep.quant import Quantizer, Scales
@@ -26,15 +27,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 every_rule = pytest.mark.parametrize("rule", RULES)
 
 
-def quantizers(rule):
-    """The rule over formats and tiles, as far as it takes them."""
+def quantizers(rule, pairs=None):
+    """The rule over formats and tiles, or some pairs of them, as far as it takes them."""
     found = []
-    for format in FORMATS:
-        for tile in TILES:
-            quantizer = Quantizer(formats.get(format), scales=Scales(tile, get_scaling(rule)))
-            with contextlib.suppress(HalfstepError):  # a rule may be for some formats, or some tiles
-                quantizer(torch.ones(2, 2))
-                found.append((f"{format}, {tile}", quantizer))
+    for format, tile in pairs or itertools.product(FORMATS, TILES):
+        quantizer = Quantizer(formats.get(format), scales=Scales(tile, get_scaling(rule)))
+        with contextlib.suppress(HalfstepError):  # a rule may be for some formats, or some tiles
+            quantizer(torch.ones(2, 2))
+            found.append((f"{format}, {tile}", quantizer))
     assert found, f"{rule} takes none of {FORMATS} in {[str(tile) for tile in TILES]}"
     return found
 
@@ -44,9 +44,13 @@ def draw(*shape):
 
 
 @every_rule
-@pytest.mark.parametrize("dtype", slow_unless(lambda d: d == torch.float32, DTYPES))
-def test_kernels_and_codes_give_the_values_of_the_reference(rule, dtype):
-    @for_each("name, quantizer", quantizers(rule), ids=lambda member: member[0])
+@pytest.mark.parametrize(
+    ("dtype", "pairs"),  # each pair has kernels of its own to compile
+    [(torch.float32, in_turn(FORMATS, TILES)), *(pytest.param(d, None, marks=pytest.mark.slow) for d in DTYPES)],
+    ids=["in turn", *map(str, DTYPES)],
+)
+def test_kernels_and_codes_give_the_values_of_the_reference(rule, dtype, pairs):
+    @for_each("name, quantizer", quantizers(rule, pairs), ids=lambda member: member[0])
     def check(name, quantizer):
         for shape in ((24, 40), (5, 7), (1, 1), (3,), (0, 4), (2, 8, 16)):
             x = draw(*shape).to(dtype)

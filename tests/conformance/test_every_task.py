@@ -1,6 +1,7 @@
 """The checks that every task must pass."""
 
 import functools
+import itertools
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from families import in_turn
 from halfstep.errors import RunError
 from halfstep.lab.facts import Facts, list_tasks
 from halfstep.lab.metrics import TIMINGS, read_metrics
@@ -30,7 +32,11 @@ def task_or_skip(name):
 
 
 every_task = pytest.mark.parametrize("name", [task_or_skip(name) for name in TASKS])
-SMALL = {"lm": {"batch": 4, "context": 16}, "detection": {"batch": 2}}
+SMALL = {
+    "lm": {"batch": 4, "context": 16},
+    "mlm": {"batch": 4, "context": 16},
+    "detection": {"batch": 2},
+}
 
 
 @functools.cache
@@ -130,8 +136,19 @@ def test_a_run_stopped_and_resumed_repeats_its_numbers(name, tmp_path, monkeypat
     assert all("metric" in row for row in whole if row["kind"] == "validation")
 
 
-@every_task
-@pytest.mark.parametrize("recipe", ["fp32", "bf16-mixed"])
+LEARNS = ["fp32", "bf16-mixed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        pytest.param(
+            *case,
+            marks=[*task_or_skip(case[0]).marks, *([] if case in in_turn(TASKS, LEARNS) else [pytest.mark.slow])],
+        )
+        for case in itertools.product(TASKS, LEARNS)
+    ],
+)
 def test_the_loss_of_a_repeated_batch_falls(name, recipe, tmp_path, monkeypatch):
     task, experiment = opened(name)
     if name == "gan":

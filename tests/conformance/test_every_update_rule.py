@@ -1,11 +1,13 @@
 """What holds of every update rule: a pure, elementwise function, the same through the optimizer and alone."""
 
 import inspect
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
+from families import in_turn, slow_unless
 from halfstep.optim import convert, update_rules
 from halfstep.optim.rules.base import never
 from halfstep.recipe import Recipe, get_recipe
@@ -116,9 +118,15 @@ def test_the_optimizer_applies_the_rule(rule, fused, shape):
     assert optimizer.state[parameter]["step"] == 3
 
 
+ROUNDINGS = ["nearest_even", "nearest_away", "toward_zero", "stochastic"]
+WEIGHTS = ["fp16", "bf16"]
+
+
 @every_rule
-@pytest.mark.parametrize("weights", ["bf16", "fp16"])
-@pytest.mark.parametrize("rounding", ["nearest_even", "nearest_away", "toward_zero", "stochastic"])
+@pytest.mark.parametrize(
+    ("rounding", "weights"),
+    slow_unless(in_turn(ROUNDINGS, WEIGHTS).__contains__, itertools.product(ROUNDINGS, WEIGHTS)),
+)
 def test_every_rounding_of_the_update_gives_a_neighbour(rule, weights, rounding):
     """Whatever the rounding, the stored weight is one of the two around the float32 update."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[weights]

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import halfstep
-from families import slow_unless
+from families import in_turn, slow_unless
 from halfstep.recipe import DTYPES, get_recipe
 from tiny import BREAKS, FAST, RECIPES, assert_same
 
@@ -31,10 +31,11 @@ MODELS = {
     "t5": (T5ForConditionalGeneration, T5),
 }
 every_model = pytest.mark.parametrize("kind", MODELS)
-# One model for each recipe of the fast tests, in turn; all of them with all recipes are slow tests.
-IN_TURN = set(zip(itertools.cycle(MODELS), [name for name in RECIPES if name in FAST]))
 every_pair = pytest.mark.parametrize(
-    ("kind", "name"), slow_unless(IN_TURN.__contains__, itertools.product(MODELS, RECIPES))
+    ("kind", "name"),
+    slow_unless(
+        in_turn([*MODELS], [name for name in RECIPES if name in FAST]).__contains__, itertools.product(MODELS, RECIPES)
+    ),
 )
 TIED = {
     "gpt2": ("lm_head", "transformer.wte"),

@@ -13,6 +13,7 @@ import torch
 from families import for_each, slow_unless
 from halfstep import round_to
 from halfstep.kernels.cpu import adam as kernel
+from halfstep.kernels.cpu.adam_update import update
 from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
 from halfstep.optim import convert
 from halfstep.optim.rules.adam import move
@@ -186,7 +187,7 @@ def test_it_is_the_equation():
 @numba.njit
 def one_chunk(*arguments):
     """What only kernels call has no way in from Python."""
-    kernel._update(*arguments)
+    update(*arguments)
 
 
 @pytest.mark.parametrize("start", [0, 2**32 - CHUNK, 2**32, 5 * 2**32 + 3 * CHUNK, 2**46])
@@ -207,6 +208,7 @@ def test_noise_is_that_of_the_reference_at_any_index(start, seed):
         *arrays,
         *numbers,
         chunk_keys(seed_keys(seed), start // CHUNK),
+        0,
     )
     bits = weight.view(torch.int32).long() & 0xFFFFFFFF
     rounded = (bits + (noise_bits(seed, start, n) >> 16) >> 16 << 16).to(torch.int32)

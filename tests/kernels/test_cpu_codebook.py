@@ -1,9 +1,12 @@
 """Codebooks of 8 bits in blocks: the reference, bit for bit, at every cut."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
+from families import in_turn, slow_unless
 from halfstep import formats, quantize
 from halfstep.formats import Codebook
 from halfstep.kernels.cpu import codebook as kernel
@@ -40,9 +43,12 @@ def test_every_cut_and_its_neighbours(name):
     assert_quantises(torch.from_numpy(blocks.astype(np.float32)), blocked(name))
 
 
-@pytest.mark.parametrize("name", MAPS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("columns", [16, 256])
+FAMILIES = MAPS, (torch.float32, torch.bfloat16, torch.float16), (16, 256)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "columns"), slow_unless(in_turn(*FAMILIES).__contains__, itertools.product(*FAMILIES))
+)
 def test_hard_values(name, dtype, columns):
     assert_quantises(hard(512, dtype), blocked(name, columns))
 

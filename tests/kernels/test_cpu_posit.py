@@ -33,7 +33,7 @@ def test_values(name, dtype):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     slow_unless(
-        lambda case: case[1] != torch.float16 or case[0] == "posit8_2",  # another kernel to compile for each container
+        lambda case: case[1] == torch.float32 or case[0] == "posit8_2",  # another kernel to compile for each container
         itertools.product(NAMES, [torch.float32, torch.bfloat16, torch.float16]),
     ),
 )

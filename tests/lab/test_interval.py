@@ -13,6 +13,7 @@ from halfstep.lab.verdict import DEGRADES, MATCHES, UNDECIDED, difference
 
 MARGIN = 0.01
 TRIALS = 2000
+every_count = pytest.mark.parametrize("seeds", [2, 3, 5, 8])
 
 
 @pytest.mark.parametrize(("degrees", "printed"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (30, 2.042)])
@@ -71,13 +72,13 @@ def rates(true_gap, seeds, between=0.05, within=0.004, pairs=None):
     return held, {s: sum(one.status == s for one in found) / TRIALS for s in (MATCHES, DEGRADES, UNDECIDED)}
 
 
-@pytest.mark.parametrize("seeds", [2, 3, 5, 8])
+@every_count
 def test_the_interval_holds_the_true_difference_as_often_as_it_says(seeds):
     held, _ = rates(0.003, seeds)
     assert held == pytest.approx(LEVEL, abs=4 * math.sqrt(LEVEL * (1 - LEVEL) / TRIALS))
 
 
-@pytest.mark.parametrize("seeds", [2, 3, 5, 8])
+@every_count
 def test_at_the_margin_a_match_and_a_degradation_are_as_rare_as_stated(seeds):
     """The worst case: a recipe that loses just the margin. Four standard errors are allowed to the simulation."""
     each = (1 - LEVEL) / 2

@@ -67,11 +67,6 @@ def coarse(monkeypatch):
     monkeypatch.setattr(style, "_DPI", 50)
 
 
-@pytest.fixture
-def unrendered(monkeypatch):
-    monkeypatch.setattr(pages, "png", lambda figure: b"no picture")
-
-
 def test_the_page_states_every_verdict_and_the_rule(usual):
     folder, page = usual
     for words in (*USUAL, "the baseline", "matches", "degrades", "diverged at step 2", "(gradient)", rule()):

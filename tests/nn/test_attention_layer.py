@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import halfstep
+from families import in_turn, slow_unless
 from halfstep import formats
 from halfstep.nn.adapters import attention
 from halfstep.nn.adopt import adopt, release
@@ -78,8 +79,12 @@ def outcome(module, arguments, options):
     return output, weights, [p.grad for p in module.parameters()]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("kind", ["self", "memory", "apart"])
+KINDS = ["memory", "self", "apart"]
+
+
+@pytest.mark.parametrize(
+    ("option", "kind"), slow_unless(in_turn([*OPTIONS], KINDS).__contains__, itertools.product(OPTIONS, KINDS))
+)
 def test_without_rounding_it_is_torchs_own(option, kind):
     """Bit for bit, in float32, in training; every mask, with and without weights.
 

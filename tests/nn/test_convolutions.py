@@ -270,7 +270,7 @@ def test_quantised_for_inference_it_computes_what_evaluation_does_and_says_what_
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "fp8-block"])
+@pytest.mark.parametrize("name", slow_unless("fp8-delayed".__eq__, ["fp8-current", "fp8-delayed", "fp8-block"]))
 def test_compiled_it_is_the_same(name):
     torch._dynamo.reset()
     plain, compiled = prepared(name, Net()), prepared(name, Net())

@@ -10,7 +10,7 @@ import halfstep
 from halfstep import ops
 from halfstep.errors import ModelError
 from halfstep.recipe import LinearSpec, get_recipe
-from tiny import RECIPES, batch, mlp, prepared
+from tiny import RECIPES, batch, mlp, mostly_slow, prepared
 
 
 ROUNDS = {name for name in RECIPES if any(rule.linear.rounds for rule in get_recipe(name).rules)}
@@ -89,7 +89,7 @@ def steps(name, model, **options):
 
 
 @pytest.mark.usefixtures("products")
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", mostly_slow(RECIPES))
 def test_a_frozen_base_stays_and_what_is_beside_it_trains(name):
     model = adapted()
     weight = model.base.weight

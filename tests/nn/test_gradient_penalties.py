@@ -9,7 +9,7 @@ import halfstep
 from families import slow_unless
 from halfstep import recipe
 from halfstep.errors import RecipeError
-from tiny import RECIPES, assert_same
+from tiny import RECIPES, assert_same, mostly_slow
 
 
 ROUNDS = {n for n in RECIPES if any(rule.linear.rounds for rule in recipe.get_recipe(n).rules)}
@@ -87,7 +87,7 @@ def values(model):
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", mostly_slow(RECIPES))
 def test_torch_func_goes_through_a_prepared_model(name):
     stock, model, x = critic(), critic(), torch.randn(6, 2)
     halfstep.apply(model.eval(), name)  # no training loop, in which scaling states would move

@@ -11,7 +11,7 @@ from families import for_each
 from halfstep import formats, ops
 from halfstep.quant import Quantizer
 from halfstep.recipe import DTYPES, LinearSpec, Matmul, Recipe, Rule, get_recipe
-from tiny import RECIPES, adamw, assert_same, batch, mlp, prepared, train
+from tiny import RECIPES, adamw, assert_same, batch, mlp, mostly_slow, prepared, train
 
 
 FP8 = Quantizer(formats.get("e4m3fn"))
@@ -22,7 +22,7 @@ def made(*rules, **fields):
     return Recipe("made", "", "", rules=rules, **fields)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", mostly_slow(RECIPES))
 def test_batch_norm_stays_float32_and_trains(name):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4))
@@ -68,7 +68,7 @@ NORMS = [
 ]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", mostly_slow(RECIPES))
 @for_each("norm", NORMS)
 def test_a_wider_input_to_a_norm_with_16_bit_weights(name, norm):
     torch.manual_seed(0)
@@ -185,7 +185,7 @@ def test_the_error_stays_small_in_a_transformer_layer():
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", mostly_slow(RECIPES))
 @for_each("sizes, shape", [((0, 3), (4, 0)), ((3, 0), (4, 3)), ((3, 2), (0, 3)), ((3, 2), (3,)), ((3, 2), (2, 0, 3))])
 def test_layers_without_inputs_or_outputs_and_empty_batches_are_as_stock_ones(name, sizes, shape):
     def layers():

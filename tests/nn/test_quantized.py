@@ -376,6 +376,7 @@ def test_scales_that_somebody_narrowed_are_noticed():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+@pytest.mark.parametrize("products", slow_unless("carried".__eq__, ["own", "carried"]), indirect=True)
 @pytest.mark.parametrize("name", slow_unless("fp8-block".__eq__, ["fp8-current", "fp8-delayed", "mxfp8", "fp8-block"]))
 def test_a_traced_graph_gives_the_same(name):
     torch._dynamo.reset()

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
-from families import for_each
+from families import for_each, slow_unless
 from halfstep import formats, ops, recipe
 from halfstep.errors import ModelError, RecipeError
 from halfstep.quant import Quantizer
@@ -266,18 +266,18 @@ def test_quantised_for_inference_it_computes_what_evaluation_does_and_says_what_
     assert {"weight_ih_codes", "weight_hh_codes"} <= dict(model.cell.named_buffers()).keys()
 
 
-@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed"])
+@pytest.mark.parametrize("name", slow_unless("fp8-delayed".__eq__, ["fp8-current", "fp8-delayed"]))
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 def test_a_compiled_cell_is_the_same(name):
     class Cells(nn.Module):
         def __init__(self):
             super().__init__()
             torch.manual_seed(0)
-            self.cell, self.head = nn.LSTMCell(2, 6), nn.Linear(6, 4)
+            self.cell, self.head = nn.LSTMCell(4, 6), nn.Linear(6, 4)
 
         def forward(self, x):
             state = None
-            for step in x.view(-1, 4, 2).unbind(1):
+            for step in x.view(-1, 2, 4).unbind(1):
                 state = self.cell(step, state)
             return self.head(state[0])
 

@@ -1,6 +1,7 @@
 """Saving and loading the optimizer: bit for bit, in its own dtypes, and from torch's."""
 
 import io
+import itertools
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from families import in_turn, slow_unless
 from halfstep.errors import OptimizerError
 from halfstep.quant.masters import get_master
 from halfstep.recipe import Recipe
@@ -67,8 +69,14 @@ def test_a_round_trip_changes_no_bit_and_no_dtype(name):
             assert state["master"].dtype == (codes.master.scaled_dtype if codes else torch.float32)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in PROJECTED])  # these: test_galore_states.py
-@pytest.mark.parametrize("build", [adamw, lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)])
+WITH_MOMENTS = [adamw, lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)]
+UNPROJECTED = [name for name in RECIPES if name not in PROJECTED]  # the others: test_galore_states.py
+
+
+@pytest.mark.parametrize(
+    ("name", "build"),
+    slow_unless(in_turn(UNPROJECTED, WITH_MOMENTS).__contains__, itertools.product(UNPROJECTED, WITH_MOMENTS)),
+)
 def test_a_torch_optimizers_state_loads(name, build):
     stock = mlp()
     torchs = build(stock)
@@ -148,8 +156,13 @@ def test_entries_that_nobody_overwrote_keep_their_finer_master():
     assert not torch.equal(before[1:], before[1:].bfloat16().float())
 
 
-@every_recipe
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(
+    ("name", "flat"),
+    slow_unless(
+        in_turn([*RECIPES, SMALL], [False, True]).__contains__, itertools.product([*RECIPES, SMALL], [False, True])
+    ),
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_distributed_checkpoints_of_optimizers_lose_nothing(name, flat):
     """Into an optimizer that has taken no step, and whose states torch would fill in by a step of zeros."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)

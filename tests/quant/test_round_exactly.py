@@ -1,11 +1,14 @@
 """round_to is rounding by definition: for every 16-bit input, at every boundary, from float64 in one step."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from families import in_turn, slow_unless
 from halfstep import formats
 from halfstep.quant import round_to
 from oracles import formats as oracle
@@ -17,8 +20,12 @@ every_wide = pytest.mark.parametrize("name", oracle.WIDE)
 every_format = pytest.mark.parametrize("name", oracle.NAMES)
 every_rounding = pytest.mark.parametrize("rounding", oracle.MODES)
 every_overflow = pytest.mark.parametrize("overflow", oracle.OVERFLOWS)
-half_precision = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-full_precision = pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
+HALF, WIDE = [torch.bfloat16, torch.float16], [np.float32, np.float64]
+half_precision = pytest.mark.parametrize("dtype", HALF, ids=str)
+every_16_bits = pytest.mark.parametrize(
+    ("dtype", "overflow"),
+    slow_unless(in_turn(HALF, oracle.OVERFLOWS).__contains__, product(HALF, oracle.OVERFLOWS)),
+)
 
 
 def expected(name, x, rounding, overflow):
@@ -30,8 +37,7 @@ def test_every_named_format_has_an_oracle():
 
 
 @every_listed
-@half_precision
-@every_overflow
+@every_16_bits
 def test_every_16_bit_value(name, dtype, overflow):
     x = every_16_bit_value(dtype)
     for rounding in oracle.MODES:
@@ -70,8 +76,9 @@ def test_some_16_bit_values_in_wide_formats(name, dtype, rounding, overflow):
 
 
 @every_format
-@full_precision
-@every_overflow
+@pytest.mark.parametrize(
+    ("dtype", "overflow"), slow_unless(in_turn(WIDE, oracle.OVERFLOWS).__contains__, product(WIDE, oracle.OVERFLOWS))
+)
 def test_boundaries(name, dtype, overflow):
     """Every value and cut with its neighbours, the ends of format and dtype, signed zeros, infinities, NaN."""
     x = torch.from_numpy(hard_inputs(name, dtype))

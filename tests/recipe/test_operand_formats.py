@@ -20,6 +20,8 @@ FORMATS = {
     "fp8-rowwise": E4M3,
     "fp8-rowwise-gw-hp": E4M3,
     "fp8-block": E4M3,
+    "umup-fp8": HYBRID,
+    "munit-fp8": HYBRID,
     "mxfp8": E4M3,
     "mxfp8-floor": E4M3,
     "fp8lm-o1": HYBRID,

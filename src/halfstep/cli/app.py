@@ -18,6 +18,7 @@ from halfstep.cli.kb import kb
 from halfstep.cli.memory import memory
 from halfstep.cli.probe import probe
 from halfstep.cli.recipes import recipes
+from halfstep.cli.scales import scales
 from halfstep.cli.terminal import fail
 from halfstep.cli.train import train
 from halfstep.errors import HalfstepError
@@ -57,6 +58,7 @@ app.command("doctor")(doctor)
 app.command("inspect")(inspect)
 app.command("diff")(diff)
 app.command("probe")(probe)
+app.command("scales")(scales)
 app.command("memory")(memory)
 app.add_typer(formats, name="formats")
 app.add_typer(recipes, name="recipes")

@@ -19,7 +19,9 @@ from halfstep.printable import printable
 
 Data = Annotated[
     str | None,
-    typer.Option(help="lm only: a text file, a folder or a glob; left out: the source of Python's standard library."),
+    typer.Option(
+        help="lm and mlm: a text file, a folder or a glob; left out: the source of Python's standard library."
+    ),
 ]
 _OWN = "Left out: the task's own"
 Task = Annotated[str | None, typer.Option(help=f"What to train on, lm if left out: {', '.join(list_tasks())}.")]
@@ -43,10 +45,24 @@ Model = Annotated[
     ),
 ]
 Batch = Annotated[int | None, typer.Option(help=f"Examples in a batch. {_OWN} (lm: {Experiment.batch}).")]
-Context = Annotated[int | None, typer.Option(help=f"lm only: bytes in a sequence. Left out: {Experiment.context}.")]
+Context = Annotated[int | None, typer.Option(help=f"lm and mlm: bytes in a sequence. Left out: {Experiment.context}.")]
 Rate = Annotated[
     float | None,
     typer.Option("--lr", help=f"Peak learning rate: a warm-up, then a cosine to zero. {_OWN} (lm: {Experiment.lr})."),
+]
+RecipeRates = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe-lr",
+        help="Peak learning rates of recipes that do not take --lr, separated by commas: unit-fp16=0.02,unit-fp8=0.02.",
+    ),
+]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        help="An update rule: adamw if left out; adam, sgd, lion, lamb. Each wants an --lr of its own. Adam and SGD "
+        "train without weight decay."
+    ),
 ]
 Out = Annotated[Path | None, typer.Option(help="The run folder; left out: a new one under runs/.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
@@ -101,8 +117,31 @@ def _asked(ctx: typer.Context) -> dict[str, Any]:
 def _given(ctx: typer.Context) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(Experiment)}
     given = {name: value for name, value in ctx.params.items() if name in known and value is not None}
-    given["recipes"] = tuple(recipe.strip() for recipe in given["recipes"].split(",") if recipe.strip())
+    given["recipes"] = _parts(given["recipes"])
+    if "recipe_lr" in given:
+        given["recipe_lr"] = _rates(given["recipe_lr"])
     return given
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _rates(text: str) -> dict[str, float]:
+    """`unit-fp16=0.02,unit-fp8=0.01` as learning rates by recipe."""
+    rates: dict[str, float] = {}
+    for part in _parts(text):
+        recipe, _, rate = part.rpartition("=")
+        try:
+            if not recipe or recipe in rates:
+                raise ValueError
+            rates[recipe] = float(rate)
+        except ValueError:
+            raise RunError(
+                f"--recipe-lr {text}: found {part!r}; expected each recipe once with its learning rate, as in "
+                "unit-fp16=0.02"
+            ) from None
+    return rates
 
 
 def _recorded(ctx: typer.Context, out: Path) -> Experiment:
@@ -129,6 +168,7 @@ def _show(summary: dict[str, Any]) -> None:
     from halfstep.lab.facts import Metric
 
     metric = Metric(**summary["metric"]) if summary["metric"] else None
+    rates = summary.get("learning_rates")
     rows = []
     for verdict in summary["verdicts"]:
         size = verdict["bytes_per_parameter"]
@@ -139,6 +179,7 @@ def _show(summary: dict[str, Any]) -> None:
                 str(verdict["seeds"]),
                 _number(verdict["final_loss"], "{:#.5g}"),
                 *([metric.show(verdict["final_metric"])] if metric else []),
+                *([f"{rates[verdict['recipe']]:g}"] if rates else []),
                 *_differences(verdict),
                 _number(verdict["ms_per_step"], "{:.0f}"),
                 "-" if size is None else f"{sum(size[r] for r in ('weights', 'grads', 'master', 'states')):g}",
@@ -150,6 +191,7 @@ def _show(summary: dict[str, Any]) -> None:
         "seeds",
         "final loss",
         *([metric.name] if metric else []),
+        *(["peak lr"] if rates else []),
         "to fp32, same seed",
         interval,
         "ms/step",

@@ -83,14 +83,16 @@ def _multiplied(lhs: Tensor, rhs: Tensor, bias: Tensor | None, alpha: float) -> 
 
 
 def run_stacked(lhs: Tensor, rhs: Tensor, multiplier: float | None = None) -> Tensor:
-    """Stacks of matrices, (..., rows, shared) times (..., shared, columns), times multiplier, in float32, left so."""
+    """Stacks of matrices, (..., rows, shared) times (..., shared, columns), times multiplier, in float32
+    (float64 where an operand is) and left so."""
     if lhs.device.type == "cuda" and lhs.dtype == rhs.dtype and lhs.dtype in _UNITS and lhs.dim() > 2:
         flat = torch.bmm(lhs.flatten(0, -3), rhs.flatten(0, -3), out_dtype=torch.float32)
         flat = flat if multiplier is None else flat.mul_(multiplier)
         return flat.view(*lhs.shape[:-1], rhs.shape[-1])
+    wide = torch.promote_types(torch.promote_types(lhs.dtype, rhs.dtype), torch.float32)
     if multiplier is None or lhs.dim() < 3:
-        product = torch.matmul(lhs.float(), rhs.float())
+        product = torch.matmul(lhs.to(wide), rhs.to(wide))
         return product if multiplier is None else product.mul_(multiplier)
-    flat = [operand.float().reshape(-1, *operand.shape[-2:]) for operand in (lhs, rhs)]
-    product = torch.baddbmm(flat[0].new_zeros(()), *flat, beta=0, alpha=multiplier)
+    first, second = (operand.to(wide).reshape(-1, *operand.shape[-2:]) for operand in (lhs, rhs))
+    product = torch.baddbmm(first.new_zeros(()), first, second, beta=0, alpha=multiplier)
     return product.view(*lhs.shape[:-1], rhs.shape[-1])

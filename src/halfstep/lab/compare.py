@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import traceback
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,13 @@ from halfstep.lab.experiment import Experiment
 from halfstep.lab.folder import RunFolder, read_json
 from halfstep.lab.metrics import TIMINGS, MetricsFile, read_metrics
 from halfstep.lab.models import build_model
+from halfstep.lab.optimizer import build_optimizer
 from halfstep.lab.task import Task
 from halfstep.lab.tasks import get_task
 from halfstep.lab.train import Trainer, Watcher
 from halfstep.nn.layers import match
+from halfstep.nn.projections import projections
+from halfstep.optim import check_optimizer
 from halfstep.recipe import Recipe, from_data, get_recipe, list_recipes, to_data
 from halfstep.recipe.files import is_reference
 
@@ -40,16 +42,19 @@ def open_experiment(
         recipes: recipes of the caller's own, by name; other names are what `halfstep.get_recipe` takes.
 
     Raises:
-        RecipeError, DataError, ModelError, RunError: as their docstrings say. Nothing was written.
+        RecipeError, DataError, ModelError, OptimizerError, RunError: as their docstrings say. Nothing was written.
     """
     known = _resolve(experiment, recipes or {}, RunFolder(path) if resume else None)
-    experiment = replace(experiment, recipes=tuple(known))
+    experiment = experiment.named(dict(zip(experiment.recipes, known, strict=True)))
     recorded = RunFolder.resume(path, experiment) if resume else None
     spec = get_task(experiment.task)
     task = spec.open(experiment)
     model = build_model(experiment.model, task.models(), seed=0)
-    for recipe in known.values():
-        match(model, recipe, None)  # a recipe that fits no layer of it is refused before anything is written
+    optimizer = build_optimizer(experiment, model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for recipe in known.values():  # one that fits no layer, or not the optimizer, is refused before anything is written
+        match(model, recipe, None)
+        check_optimizer(optimizer, names, projections(model, recipe))
     if ":" in experiment.model:
         _try(model, task, experiment.model)
     digest = task.digest()
@@ -152,7 +157,8 @@ class Comparison:
             path = self.folder.run(recipe, seed)
             if recipe == _BASELINE and seed > 0:  # the first is trained here and now, for its timings
                 self._take_baseline(path, seed)
-            trainer = Trainer(self.experiment, self.recipes[recipe], seed, self.task, self._build, path, watch)
+            alone = self.experiment.alone(recipe)
+            trainer = Trainer(alone, self.recipes[recipe], seed, self.task, self._build, path, watch)
             try:
                 trainer.run()
             except (HalfstepError, OSError, SafetensorError):
@@ -173,7 +179,9 @@ class Comparison:
     def _cached(self, seed: int) -> Path:
         """Where the fp32 baseline of this experiment, data and machine is kept, beside the run folders."""
         where = read_json(self.folder.environment_file)
-        key = self.experiment.key(self._digest, [where[name] for name in ("torch", "cpu", "gpu", "threads")])
+        key = self.experiment.alone(_BASELINE).key(
+            self._digest, [where[name] for name in ("torch", "cpu", "gpu", "threads")]
+        )
         return self.folder.path.parent / ".baselines" / key / f"seed-{seed}.jsonl"
 
     def _take_baseline(self, path: Path, seed: int) -> None:

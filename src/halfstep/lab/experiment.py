@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from halfstep.errors import RunError
+from halfstep.errors import RunError, unknown
+
+
+_LATER: dict[str, Any] = {"optimizer": "adamw", "recipe_lr": {}}
+"""Fields that older experiments lack. Data leave them out at these values, so that older runs keep their names."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One model on one task under several recipes, all else equal.
+    """One model on one task under several recipes, all else equal but for what `recipe_lr` says.
 
     A seed fixes the first weights and the order of the batches, for every recipe alike.
     """
@@ -35,9 +40,15 @@ class Experiment:
     context: int = 64
     lr: float = 1e-3
     """The peak learning rate: reached after the warm-up, then a cosine towards zero."""
+    recipe_lr: Mapping[str, float] = field(default_factory=dict)
+    """By recipe, the peak learning rate of those that do not take `lr`."""
+    optimizer: str = "adamw"
+    """An update rule: see `halfstep.optim.update_rules()`."""
     warmup: int = 30
     betas: tuple[float, float] = (0.9, 0.95)
+    """Where the optimizer has a momentum instead, it is the first."""
     weight_decay: float = 0.1
+    """Of optimizers that decay the weights. Adam and SGD, which would add it to the gradient, train without."""
     clip: float = 1.0
     validations: int = 10
     """How many times the held-out loss is measured, the last time after the last step."""
@@ -66,6 +77,35 @@ class Experiment:
             raise RunError("no recipe given; name at least one, or see `halfstep recipes`")
         if len(set(self.recipes)) != len(self.recipes):
             raise RunError(f"a recipe is named twice in {', '.join(self.recipes)}; name each once")
+        for recipe, rate in self.recipe_lr.items():
+            if not 0 < rate < math.inf:
+                raise RunError(f"a learning rate of {rate} given for recipe {recipe!r}; expected a positive number")
+
+    def alone(self, recipe: str) -> Experiment:
+        """The experiment as one recipe trains in it: with its own learning rate, where it has one."""
+        return replace(self, recipes=(recipe,), lr=self.recipe_lr.get(recipe, self.lr), recipe_lr={})
+
+    def named(self, names: Mapping[str, str]) -> Experiment:
+        """The same, its recipes called by their names.
+
+        Args:
+            names: by what was asked for (which may be a file), the recipe's name.
+
+        Raises:
+            RunError: a learning rate is given twice, or for a recipe that takes no part.
+        """
+        rates: dict[str, float] = {}
+        for asked, rate in self.recipe_lr.items():
+            name = names.get(asked, asked)
+            if name not in names.values():
+                raise RunError(
+                    f"a learning rate of its own was given for a recipe that takes no part: "
+                    f"{unknown('recipe', asked, names.values())}"
+                )
+            if name in rates:
+                raise RunError(f"recipe {name!r} was given two learning rates, {rates[name]} and {rate}; give one")
+            rates[name] = rate
+        return replace(self, recipes=tuple(names.values()), recipe_lr=rates)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, from 1: a linear warm-up, then a cosine that is zero one step after the last."""
@@ -89,7 +129,8 @@ class Experiment:
 
     def as_data(self) -> dict[str, Any]:
         """For JSON."""
-        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+        data: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return {name: value for name, value in data.items() if name not in _LATER or value != _LATER[name]}
 
     def key(self, *more: object) -> str:
         """A name for everything that fixes a run's numbers, whatever the recipes and the number of seeds."""

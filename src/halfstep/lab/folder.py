@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,8 @@ class RunFolder:
             RunError: there is no experiment, or it is another one; the first difference is named.
         """
         folder = cls(path)
-        recorded = folder.experiment().as_data()
-        for name, value in experiment.as_data().items():
+        recorded = asdict(folder.experiment())
+        for name, value in asdict(experiment).items():
             if recorded[name] != value and not (name in _SEEDS and value > recorded[name]):
                 raise RunError(
                     f"{path} holds another experiment: its {name} is {recorded[name]!r}, {value!r} was asked for. "

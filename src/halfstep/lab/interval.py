@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 
 LEVEL = 0.95
@@ -76,6 +77,7 @@ def pairs_to_decide(mean: float, spread: float, margin: float) -> int | None:
     return count
 
 
+@cache
 def t_quantile(probability: float, degrees: int) -> float:
     """The quantile of Student's t distribution, for a probability of at least one half and whole degrees of freedom.
 

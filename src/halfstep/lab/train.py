@@ -21,6 +21,7 @@ from halfstep.lab.checkpoint import Training
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.look import Look, counted
 from halfstep.lab.metrics import MetricsFile, Row, read_metrics
+from halfstep.lab.optimizer import build_optimizer
 from halfstep.lab.task import Batch, Task, check_finite
 from halfstep.lab.unit import unit_scale_on
 from halfstep.memory import measure
@@ -44,7 +45,10 @@ Watcher = Callable[[Progress], None]
 
 
 class Trainer:
-    """One run. Every number it writes depends on (experiment, recipe, seed) alone, so a resumed run repeats them."""
+    """One run. Every number it writes depends on (experiment, recipe, seed) alone, so a resumed run repeats them.
+
+    The learning rate is the experiment's: for a recipe with one of its own, give `experiment.alone(recipe)`.
+    """
 
     def __init__(
         self,
@@ -104,15 +108,7 @@ class Trainer:
 
     def _prepare(self) -> Training:
         model = self._model()
-        decayed = [p for p in model.parameters() if p.dim() >= 2]
-        others = [p for p in model.parameters() if p.dim() < 2]
-        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=self.experiment.lr,
-            betas=self.experiment.betas,
-            weight_decay=self.experiment.weight_decay,
-        )
+        optimizer = build_optimizer(self.experiment, model)
         torch.manual_seed(self.seed)
         return Training(*prepare(model, optimizer, self.recipe, generator=self.seed))
 

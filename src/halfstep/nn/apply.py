@@ -22,12 +22,12 @@ from halfstep.nn.dtypes import check_grad_dtype, check_trained, count, storable,
 from halfstep.nn.following import follow, part_of, unfollow
 from halfstep.nn.keeping import KEEPING
 from halfstep.nn.layers import Matched, ModuleFilter, match
-from halfstep.nn.product import MULTIPLIERS, multipliers_of
 from halfstep.nn.ranks import check_ranks
 from halfstep.nn.savers import adopt_savers, find
 from halfstep.nn.scaling import Scalings, attach, detach
 from halfstep.nn.unit.scale import is_unit_scaled, revert_unit
 from halfstep.recipe import DTYPES, LinearSpec, Recipe, get_recipe
+from halfstep.unit import MULTIPLIERS, multipliers_of
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,18 @@ from typing import Any, Protocol
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from halfstep.errors import ModelError, RecipeError
+from halfstep.errors import ModelError, RecipeError, unknown
 from halfstep.nn.adapters import attention, cell, conv1d, convolution, experts, gated, linear, recurrent
 from halfstep.nn.attention import DotProductAttention
 from halfstep.nn.quantized_weights import Weight
 from halfstep.ops.subclasses import foreign
-from halfstep.recipe import LinearSpec, Recipe
+from halfstep.recipe import LinearSpec, Recipe, Rule
+from halfstep.unit import KINDS as KINDS_OF_ROLES
+from halfstep.unit import tag_of
 
 
+BRANCH_END = "branch_end"
+"""What a rule calls the role of the last layer of a residual branch."""
 ModuleFilter = Callable[[nn.Module, str], bool]
 
 
@@ -77,7 +81,8 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
     specs: dict[str, LinearSpec] = {}
     kept: dict[str, str] = {}
     for rule in recipe.rules:
-        hits = [path for path in kinds if path not in specs | kept and fnmatchcase(path, rule.path)]
+        _check_role(recipe, rule)
+        hits = [path for path in kinds if path not in specs | kept and _matches(model, path, rule, kinds[path])]
         if rule.linear.rounds:
             for path in [path for path in hits if path in chosen and path in others]:
                 raise ModelError(
@@ -93,12 +98,12 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
         else:
             kept |= dict.fromkeys(hits, rule.why or "kept by the recipe")
         for path, why in refused.items():
-            if path not in kept and fnmatchcase(path, rule.path):
+            if path not in kept and _matches(model, path, rule):
                 kept[path] = why if rule.linear.rounds else rule.why or "kept by the recipe"
         if not hits and not rule.optional:
             near = get_close_matches(rule.path, kinds, n=3, cutoff=0.0)
             raise RecipeError(
-                f"recipe {recipe.name!r}: rule {rule.path!r} matched no layer whose products a rule can round. "
+                f"recipe {recipe.name!r}: rule {rule.where!r} matched no layer whose products a rule can round. "
                 f"Nearest: {', '.join(near) or 'the model has none (linear, convolutional, recurrent, attention)'}"
             )
     if specs and not chosen & specs.keys():
@@ -112,6 +117,25 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
         smoothed, rough = _gated(model, recipe, specs)
         kept |= rough
     return Matched(kinds, specs, kept, smoothed, _attends(model, recipe))
+
+
+def _check_role(recipe: Recipe, rule: Rule) -> None:
+    """Refuse a rule for a role that there is not."""
+    known = (*KINDS_OF_ROLES, BRANCH_END)
+    if rule.role is not None and rule.role not in known:
+        raise RecipeError(f"recipe {recipe.name!r}: {unknown('role of a rule', rule.role, known)}")
+
+
+def _matches(model: nn.Module, path: str, rule: Rule, kind: Kind | None = None) -> bool:
+    """Whether a rule means that layer."""
+    if not fnmatchcase(path, rule.path):
+        return False
+    if rule.role is None:
+        return True
+    module = model.get_submodule(path)
+    names = ("weight",) if kind is None else tuple(weight.name for weight in kind.weights(module))
+    tags = [tag for name in names if (tag := tag_of(module, name)) is not None]
+    return any(tag.ends_branch if rule.role == BRANCH_END else tag.kind == rule.role for tag in tags)
 
 
 def _sorted(model: nn.Module) -> tuple[dict[str, Kind], dict[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfstep import ops
 from halfstep.nn.following import part_of
@@ -15,10 +15,9 @@ from halfstep.nn.scaling import states_of
 from halfstep.ops.linear import product_dtype
 from halfstep.ops.operand import Operand
 from halfstep.recipe import LinearSpec
+from halfstep.unit import MULTIPLIERS
 
 
-MULTIPLIERS = "_halfstep_multipliers"
-"""Where a layer that is unit-scaled has what its products are multiplied by, a `LinearSpec`."""
 _PLAIN = LinearSpec()  # of a layer that no rule rounds and another's forward multiplies by
 
 
@@ -44,11 +43,6 @@ def spec_of(module: Any) -> LinearSpec:
     """How the layer's products round their operands, and what they are multiplied by."""
     own = vars(module)
     return own.get("_halfstep_linear") or own.get(MULTIPLIERS, _PLAIN)  # type: ignore[no-any-return]
-
-
-def multipliers_of(module: nn.Module) -> LinearSpec:
-    """What the products of a layer that is unit-scaled are multiplied by; an empty spec of another."""
-    return vars(module).get(MULTIPLIERS, _PLAIN)  # type: ignore[no-any-return]
 
 
 def records(module: Any) -> bool:

@@ -7,10 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.kernels import carried
-from halfstep.ops.plain import factors_of
+from halfstep.ops.plain import Factors, factors_of
 from halfstep.ops.scale import scale_backward, scaled
 from halfstep.ops.stacks import stacked_linear
 from halfstep.recipe import AttentionSpec
+
+
+_ONE: Factors = (1.0, 1.0, 1.0, 1.0)
 
 
 def attention(
@@ -21,6 +24,7 @@ def attention(
     mask: Tensor | None = None,
     dropout: float = 0.0,
     spec: AttentionSpec | None = None,
+    factors: tuple[Factors, Factors] | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(d) + mask) v for q, k, v of shape (batch, heads, time, d), in autocast's dtype where it is
     on.
@@ -34,37 +38,44 @@ def attention(
         dropout: the probability with which a weight becomes zero.
         spec: how the operands of the two products are rounded; scores and softmax are then float32. Multipliers stand
             beside 1 / sqrt(d).
+        factors: instead of a spec that rounds nothing, the numbers of its multipliers: of scores, and of the mix.
     """
     device = query.device
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else query.dtype
     if spec is not None and (spec.rounds or not spec.multiplies):
         with torch.autocast(device.type, enabled=False):
             return rounded_attention(query, key, value, is_causal, mask, dropout, spec, dtype)[0].to(dtype)
+    if spec is not None:
+        queries, keys, width = query.shape[-2], key.shape[-2], query.shape[-1]
+        scores, mix = (
+            factors_of(spec.scores, queries, keys, width),
+            factors_of(spec.mix, queries, value.shape[-1], keys),
+        )
+        factors = scores or _ONE, mix or _ONE
     scale = None
     if not carried.supports(dtype, device):
-        if spec is not None:
-            query, key, value, scale = _multiplied(query, key, value, spec)
+        if factors is not None:
+            query, key, value, scale = _multiplied(query, key, value, *factors)
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, scale=scale)
     with torch.autocast(device.type, enabled=False):
         q, k, v = (operand.to(dtype).float() for operand in (query, key, value))
         mask = mask.float() if mask is not None and mask.is_floating_point() else mask
-        if spec is not None:
-            q, k, v, scale = _multiplied(q, k, v, spec)
+        if factors is not None:
+            q, k, v, scale = _multiplied(q, k, v, *factors)
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=scale).to(dtype)
 
 
-def _multiplied(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Inputs and the scale of the scores with which torch's attention has the multipliers of the spec's products.
+def _multiplied(
+    query: Tensor, key: Tensor, value: Tensor, scores: Factors, mix: Factors
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Inputs and the scale of the scores with which torch's attention has these factors on its products.
 
     That of the mixed values is on the values, whence it is on all gradients as well; only what differs from it is a
     factor on a gradient alone.
     """
-    queries, width, keys = query.shape[-2], query.shape[-1], key.shape[-2]
-    scores = factors_of(spec.scores, queries, keys, width) or (1.0, 1.0, 1.0, 1.0)
-    mix = factors_of(spec.mix, queries, value.shape[-1], keys) or (1.0, 1.0, 1.0, 1.0)
     weights = mix[1] / mix[0] / scores[0]
     query, key = scale_backward(query, weights * scores[1]), scale_backward(key, weights * scores[2])
-    return query, key, scaled(value, mix[0], mix[2]), width**-0.5 * scores[0]
+    return query, key, scaled(value, mix[0], mix[2]), query.shape[-1] ** -0.5 * scores[0]
 
 
 def rounded_attention(

@@ -68,7 +68,7 @@ def _product(lhs: Tensor, rhs: Tensor, matmul: Matmul, dtype: torch.dtype) -> Te
     with torch.autocast(lhs.device.type, enabled=False):
         a, b = _operand(lhs, matmul.lhs, dtype), _operand(rhs, matmul.rhs, dtype)
         times = matmul.multiplier
-        multiplier = None if times is None else times.of(*lhs.shape[-2:], rhs.shape[-2])
+        multiplier = None if times is None else times.of(lhs.shape[-2], lhs.shape[-1], rhs.shape[-2])
         if matmul.accumulate is None:
             product = carried.run_stacked(a.values, b.values.mT, multiplier)
         else:

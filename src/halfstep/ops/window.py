@@ -70,7 +70,7 @@ class Window:
             return None
         before, beyond = math.prod(x[2:]), math.prod(self._places(x[2:], weight[2:]))
         taps, moved = math.prod(weight[2:]), math.prod(self.stride)
-        fan_in, fan_out = weight[1] * taps, weight[0] / self.groups * taps / moved
+        fan_in, fan_out = float(weight[1] * taps), weight[0] / self.groups * taps / moved
         places, terms, channels = x[0] * beyond, x[0] * beyond, weight[0]
         if self.transposed:
             fan_in, fan_out = fan_out, fan_in

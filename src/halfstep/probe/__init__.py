@@ -2,9 +2,22 @@
 
 from halfstep.probe.probe import probe_model
 from halfstep.probe.report import Conditions, ProbeReport
+from halfstep.probe.spread import Scales, Spread, scales
 from halfstep.probe.target import Target, target
 from halfstep.probe.trial import Failure, Trial
 from halfstep.probe.window import Window
 
 
-__all__ = ["Conditions", "Failure", "ProbeReport", "Target", "Trial", "Window", "probe_model", "target"]
+__all__ = [
+    "Conditions",
+    "Failure",
+    "ProbeReport",
+    "Scales",
+    "Spread",
+    "Target",
+    "Trial",
+    "Window",
+    "probe_model",
+    "scales",
+    "target",
+]

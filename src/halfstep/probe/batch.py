@@ -50,17 +50,21 @@ def loss_of(model: nn.Module, batch: Batch, own: Loss | None) -> tuple[Tensor, s
     if own is not None:
         loss, words = own(model, batch), "the given one"
     else:
-        output = call(model, batch)
-        given = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if given is None and isinstance(output, Tensor) and output.dim() == 0:
-            given = output
-        loss, words = (given, "the model's own") if isinstance(given, Tensor) else (_stand_in(output), _STAND_IN)
+        loss, words = loss_of_output(call(model, batch))
     if not (isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1):
         raise ModelError(
             f"{type(model).__name__} gives no loss to send back on a batch of {described(batch)}: nothing of what it "
             "returns carries a gradient. Give a model that returns a differentiable floating tensor, or a `loss`"
         )
     return loss.reshape(()), words
+
+
+def loss_of_output(output: Any) -> tuple[Tensor | None, str]:
+    """The loss in what a model returned, or a stand-in, as `loss_of` says; None where nothing carries a gradient."""
+    given = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if given is None and isinstance(output, Tensor) and output.dim() == 0:
+        given = output
+    return (given, "the model's own") if isinstance(given, Tensor) else (_stand_in(output), _STAND_IN)
 
 
 def _stand_in(output: Any) -> Tensor | None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import nn
 
-from halfstep.errors import DataError, FormatError, ModelError
+from halfstep.errors import DataError, FormatError
+from halfstep.probe.aside import copied, unchanged_generators
 from halfstep.probe.batch import Batch, Loss, moved
 from halfstep.probe.cast import cast_trial
 from halfstep.probe.measure import Meter, train
@@ -75,13 +72,13 @@ def probe_model(
         raise FormatError(f"torch casts no model to {goal.format.name}: expected fp16 or bf16 with cast_as='half'")
     if not data:
         raise DataError("no batches to run the model on; expected at least one")
-    own, frozen = _copied(model), not any(p.requires_grad for p in model.parameters())
+    own, frozen = copied(model).float().eval(), not any(p.requires_grad for p in model.parameters())
     if frozen:
         for parameter in own.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
     device = next(own.parameters()).device
     batches = [moved(batch, device) for batch in data]
-    with _unchanged_generators(device):
+    with unchanged_generators(device):
         meter = Meter(goal.limits)
         progress("measuring ranges in float32")
         meter.run(own, batches, loss)
@@ -139,31 +136,6 @@ def _search(own: nn.Module, report: ProbeReport, goal: Target, run: Callable[[Re
         if not found.counts.beyond and found.site.role != "input" and found.site.module in leaves
     ]
     return suggest(own, (goal.recipe, *goal.others) if goal.stored else goal.others, lossy, run, report.trial)
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    name = type(model).__name__
-    if not any(True for _ in model.parameters()):
-        raise ModelError(f"{name} has no parameters; there is nothing to probe")
-    try:
-        own = copy.deepcopy(model)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"{name} cannot be copied ({error}), and a probe runs copies; give a model that can"
-        ) from error
-    own.zero_grad()
-    return own.float().eval()
-
-
-@contextmanager
-def _unchanged_generators(device: torch.device) -> Iterator[None]:
-    kept, numpys = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(kept)
-        np.random.set_state(numpys)
 
 
 def _tokens(batches: Sequence[Batch]) -> int | None:

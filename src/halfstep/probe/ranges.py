@@ -11,7 +11,7 @@ from torch import Tensor
 from halfstep.bits.limits import Limits
 
 
-_MASK = torch.finfo(torch.float32).max  # attention masks add minus this, or minus infinity: no activation
+MASK = torch.finfo(torch.float32).max  # attention masks add minus this, or minus infinity: no activation
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def count(x: Tensor, limits: Limits) -> Counts:
     if size.numel() == 0:
         return Counts()
     low, high = map(float, torch.aminmax(size))
-    if low <= -_MASK:
-        size = size[size > -_MASK]
+    if low <= -MASK:
+        size = size[size > -MASK]
         low = float(size.min()) if size.numel() else 0.0
     size = size.abs()
     largest = math.nan if math.isnan(low + high) else max(-low, high) if size.numel() else 0.0

@@ -157,14 +157,14 @@ def _moments(data: Any) -> str | tuple[tuple[str, str | Storage], ...]:
 def _rule(data: Any, number: int) -> Rule:
     path = ("rules", number)
     table = typed(data, dict, *path)
-    check_keys(table, ("path", "why", "optional", "accumulate", *_USES, *_PRODUCTS), "key of a rule", *path)
+    check_keys(table, (*sorted(_WORDS), "accumulate", *_USES, *_PRODUCTS), "key of a rule", *path)
     if "path" not in table:
         raise At("a rule without a path; expected a glob on module paths, such as '*' or '*.mlp.*'", *path)
-    words = {key: typed(table[key], bool if key == "optional" else str, *path, key) for key in table.keys() & _WORDS}
+    words = {key: typed(table[key], _WORDS[key], *path, key) for key in table.keys() & _WORDS.keys()}
     return Rule(linear=_linear(table, *path), **words)
 
 
-_WORDS = {"path", "why", "optional"}
+_WORDS: dict[str, Any] = {key: kind for key, kind in typing.get_type_hints(Rule).items() if key != "linear"}
 
 
 def _attention(data: Any) -> AttentionSpec | None:
@@ -243,8 +243,7 @@ def to_data(recipe: Recipe) -> Data:
     Raises:
         RecipeError: it has a scaling of one's own, which data do not hold.
     """
-    names = _TYPES.keys() - _TABLES.keys() - {"rules"}
-    data: Data = {name: _plain(getattr(recipe, name)) for name in _TYPES if name in names}
+    data: Data = {name: _plain(getattr(recipe, name)) for name in _TYPES if name not in (*_TABLES, "rules")}
     data |= {"loss_scale": asdict(recipe.loss_scale) if recipe.loss_scale else "none", "attention": "none"}
     data |= {"codes": _codes_data(recipe.codes), "moments": _moments_data(recipe.moments)}
     data["projection"] = "none" if recipe.projection is None else _plain_fields(recipe.projection)
@@ -285,7 +284,7 @@ def _moments_data(moments: str | Storage | tuple[tuple[str, str | Storage], ...]
 
 
 def _rule_data(rule: Rule) -> Data:
-    return {"path": rule.path, "why": rule.why, "optional": rule.optional, **_linear_data(rule.linear)}
+    return {**{key: _plain(getattr(rule, key)) for key in _WORDS}, **_linear_data(rule.linear)}
 
 
 def _linear_data(spec: LinearSpec) -> Data:

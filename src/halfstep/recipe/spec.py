@@ -44,7 +44,8 @@ SMOOTH_GLU = {
 class Rule:
     """Layers whose module path matches the glob `path` round their products as `linear` says; the first match wins.
 
-    Linear, convolutional and recurrent ones, and attention's projections: `nn.layers.KINDS`.
+    Linear, convolutional and recurrent ones, and attention's projections: `nn.layers.KINDS`. With a `role` only those
+    whose weight has it (`halfstep.unit`): `readout`, `input` ..., or `branch_end`, the last of a residual branch.
 
     A rule that matches no layer is an error, unless it is `optional`. A rule whose spec rounds nothing keeps its
     layers in the recipe's compute dtype; `why` then says why.
@@ -54,6 +55,12 @@ class Rule:
     linear: LinearSpec
     optional: bool = False
     why: str = ""
+    role: str | None = None
+
+    @property
+    def where(self) -> str:
+        """Path and role, in words."""
+        return self.path if self.role is None else f"{self.path} with role {self.role}"
 
 
 @dataclass(frozen=True)
@@ -147,8 +154,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for role in ("weights", "grads", "compute"):
-            name = getattr(self, role)
-            if name is not None and name not in DTYPES:
+            if (name := getattr(self, role)) is not None and name not in DTYPES:
                 raise RecipeError(f"recipe {self.name!r}: {role} = {name!r}; tensors are stored as {', '.join(DTYPES)}")
         for name, _ in self._moments():
             try:
@@ -251,7 +257,7 @@ class Recipe:
         reasons: dict[str, list[str]] = {}
         for rule in self.rules:
             if not rule.linear.rounds:
-                reasons.setdefault(rule.why or "by rule", []).append(rule.path)
+                reasons.setdefault(rule.why or "by rule", []).append(rule.where)
         return [("kept", f"{why}: {', '.join(paths)}") for why, paths in reasons.items()]
 
     def _attention(self) -> list[tuple[str, str]]:
@@ -282,7 +288,7 @@ class Recipe:
             *([("codes", str(self.codes))] if self.codes else []),
             *([("saved", str(self.saved))] if self.saved else []),
             *self._kept(),
-            *[(f"linear {rule.path!r}", linear_text(rule.linear)) for rule in self.rules if rule.linear.rounds],
+            *[(f"linear {rule.where!r}", linear_text(rule.linear)) for rule in self.rules if rule.linear.rounds],
             *self._attention(),
             *([("projection", str(self.projection))] if self.projection else []),
             ("bytes/param", f"{self.bytes_per_parameter()}, with Adam"),

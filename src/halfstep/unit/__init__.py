@@ -1,11 +1,54 @@
 """Unit scaling: operations whose outputs and gradients are of unit size at initialisation, whatever their shapes."""
 
 from halfstep.ops.scale import scale_backward, scale_forward
+from halfstep.unit.activations import gated_silu, gelu, relu, sigmoid, silu, softmax, tanh
+from halfstep.unit.attention import scaled_dot_product_attention
+from halfstep.unit.calibration import Calibration, calibrate
 from halfstep.unit.constraint import geometric_mean, get_constraint, none, to_grad_input, to_output
-from halfstep.unit.products import linear, linear_readout
+from halfstep.unit.decay import decouple_decay
+from halfstep.unit.groups import parameter_groups
+from halfstep.unit.layers import add, dropout, embedding, layer_norm, residual_add, residual_split, rms_norm
+from halfstep.unit.losses import cross_entropy, mse_loss
+from halfstep.unit.modules import (
+    GELU,
+    MLP,
+    MULTIPLIERS,
+    SAME,
+    Attention,
+    Conv1d,
+    Conv2d,
+    Dropout,
+    Embedding,
+    GatedMLP,
+    LayerNorm,
+    Linear,
+    LinearReadout,
+    ReLU,
+    RMSNorm,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Stack,
+    Tanh,
+    TransformerLayer,
+    TransformerStack,
+    multipliers_of,
+    square_root_attention,
+)
+from halfstep.unit.parametrization import DECAYS, Parametrization, get_parametrization, list_parametrizations
+from halfstep.unit.products import conv1d, conv2d, linear, linear_readout, matmul
+from halfstep.unit.residual import equal_shares, fixed, running_mean
+from halfstep.unit.roles import KINDS, Role, Tag, roles, set_depth, set_roles, set_tag, tag_of
 
 
 __all__ = [
-    "geometric_mean", "get_constraint", "linear", "linear_readout", "none", "scale_backward", "scale_forward",
-    "to_grad_input", "to_output",
+    "DECAYS", "GELU", "KINDS", "MLP", "MULTIPLIERS", "SAME", "Attention", "Calibration", "Conv1d", "Conv2d", "Dropout",
+    "Embedding", "GatedMLP", "LayerNorm", "Linear", "LinearReadout", "Parametrization", "RMSNorm", "ReLU", "Role",
+    "SiLU", "Sigmoid", "Softmax", "Stack", "Tag", "Tanh", "TransformerLayer", "TransformerStack", "add", "calibrate",
+    "conv1d", "conv2d", "cross_entropy", "decouple_decay", "dropout", "embedding", "equal_shares", "fixed",
+    "gated_silu", "gelu", "geometric_mean", "get_constraint", "get_parametrization", "layer_norm", "linear",
+    "linear_readout", "list_parametrizations", "matmul", "mse_loss", "multipliers_of", "none", "parameter_groups",
+    "relu", "residual_add", "residual_split", "rms_norm", "roles", "running_mean", "scale_backward", "scale_forward",
+    "scaled_dot_product_attention", "set_depth", "set_roles", "set_tag", "sigmoid", "silu", "softmax",
+    "square_root_attention", "tag_of", "tanh", "to_grad_input", "to_output",
 ]  # fmt: skip

@@ -55,7 +55,8 @@ def to_grad_input(output: float, *grad_inputs: float) -> tuple[float, ...]:
     return (math.prod(grad_inputs) ** (1 / max(len(grad_inputs), 1)),) * (1 + len(grad_inputs))
 
 
-_RULES: dict[str, Constraint] = {rule.__name__: rule for rule in (none, geometric_mean, to_output, to_grad_input)}  # type: ignore[attr-defined,unused-ignore]
+RULES = none, geometric_mean, to_output, to_grad_input
+_RULES: dict[str, Constraint] = {rule.__name__: rule for rule in RULES}
 
 
 def get_constraint(name: str | Constraint | None) -> Constraint:

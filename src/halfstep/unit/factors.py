@@ -8,14 +8,21 @@ mean square is. b is the number of rows, m the fan-in, n the fan-out.
 from __future__ import annotations
 
 import math
-from functools import cache
 
 from halfstep.errors import ModelError
 from halfstep.recipe import LinearSpec, Matmul, Multiplier
-from halfstep.unit.constraint import Constraint, get_constraint
+from halfstep.unit.activation_factors import activation, gated_silu
+from halfstep.unit.constant import constant
+from halfstep.unit.constraint import RULES, Constraint, get_constraint
+from halfstep.unit.expectation import Softmax
 
 
-@cache
+__all__ = [
+    "activation", "add", "attention", "cross_entropy", "dropout", "embedding", "gated_silu", "linear", "matmul",
+    "mse_loss", "norm", "residual", "softmax",
+]  # fmt: skip
+
+
 def linear(constraint: str | Constraint | None = "to_output", readout: bool = False) -> LinearSpec:
     """The multipliers of a linear layer's products: output m^-1/2, gradient of the input n^-1/2, of the weight and of
     the bias b^-1/2, since each is a sum of so many products. A readout's output has m^-1, which u-muP asks for.
@@ -27,7 +34,12 @@ def linear(constraint: str | Constraint | None = "to_output", readout: bool = Fa
     >>> print(linear("geometric_mean").output.multiplier, "and", linear().grad_input.multiplier)
     shared^-0.25 columns^-0.25 and columns^-0.5
     """
-    output, grad_input = _powers(get_constraint(constraint), 1.0 if readout else 0.5, 0.5)
+    known = _LINEAR.get((constraint or "none", readout)) if not callable(constraint) else None
+    return _linear(get_constraint(constraint), readout) if known is None else known
+
+
+def _linear(constraint: Constraint, readout: bool) -> LinearSpec:
+    output, grad_input = _powers(constraint, 1.0 if readout else 0.5, 0.5)
     return LinearSpec(
         Matmul(multiplier=Multiplier(shared=-output[0], columns=-output[1])),
         Matmul(multiplier=Multiplier(columns=-grad_input[0], shared=-grad_input[1])),
@@ -53,3 +65,153 @@ def _powers(constraint: Constraint, fan_in: float, fan_out: float) -> tuple[tupl
             "its sizes. Take geometric_mean, to_output or to_grad_input"
         )
     return tuple((fan_in * a, fan_out * b) for a, b in shares)
+
+
+_LINEAR = {(rule.__name__, readout): _linear(rule, readout) for rule in RULES for readout in (False, True)}
+"""Of the rules that have names, made once: whoever traces a model finds them."""
+
+
+def matmul(rows: float, shared: float, columns: float, copies: float = 1.0) -> tuple[float, float, float]:
+    """Of (rows, shared) x (shared, columns): output shared^-1/2, left gradient columns^-1/2, right gradient rows^-1/2.
+
+    Args:
+        copies: how many products share the right side, whose gradient is the sum of theirs.
+    """
+    return max(shared, 1) ** -0.5, max(columns, 1) ** -0.5, max(rows * copies, 1) ** -0.5
+
+
+@constant
+def softmax(size: int, mult: float = 1.0) -> tuple[float, float]:
+    """Of softmax(mult x) over `size` elements, and of its gradient: 1 / std(p), 1 / rms(dx), integrated.
+
+    The table of Blake et al. 2023 has `size` for both, the order of magnitude; for many elements and mult 1 they are
+    size / sqrt(e - 1) and size / sqrt(e). Over one element softmax is constant: 1 and 1.
+
+    >>> [round(factor / 1000, 3) for factor in softmax(1000)]
+    [0.767, 0.612]
+    """
+    _check_spread("softmax", mult)
+    if size < 2:
+        return 1.0, 1.0
+    moments = Softmax(mult, size)
+    return (moments.moment(2, size) - size**-2) ** -0.5, 1 / (mult * moments.gradient(size) ** 0.5)
+
+
+@constant
+def attention(
+    queries: int, keys: int, width: int, mult: float = 1.0, is_causal: bool = False, dropout: float = 0.0
+) -> float:
+    """The one factor of softmax(mult q k^T / width) v, of its output and of the gradients of q, k and v.
+
+    A mix of values of N(0, 1) has the variance E[sum p^2] / (1 - dropout), of logits of the standard deviation
+    mult / sqrt(width), taken as normal. Causal attention mixes i values at place i, and the factor is for the mean of
+    the variance over places: no constant makes each of them of unit size, and the first is the largest.
+
+    For flat logits the variance is 1 / keys, and causal H(keys) / keys with the harmonic number H, for which the
+    library has the logarithm.
+
+    >>> round(attention(256, 256, 64), 2), round(attention(256, 256, 64, is_causal=True), 2)
+    (15.88, 6.43)
+    """
+    spread = mult / max(width, 1) ** 0.5
+    _check_spread("attention", spread)
+    if not 0 <= dropout < 1 or keys < 1 or queries < 1:
+        return 1.0
+    moments = Softmax(spread, keys)
+    if not is_causal:
+        variance = moments.squares(keys)
+    else:
+        below = min(queries, keys)
+        variance = (moments.squares_up_to(below) + (queries - below) * moments.squares(keys)) / queries
+    return float(((1 - dropout) / variance) ** 0.5)
+
+
+def _check_spread(name: str, spread: float) -> None:
+    if not 1e-3 <= spread <= 10:
+        raise ModelError(
+            f"{name} of logits whose standard deviation would be {spread:g}; expected between 0.001 and 10: below, all "
+            "weights are alike, and above, one of them is 1. Take another mult"
+        )
+
+
+def embedding(rows: int, lookups: int) -> float:
+    """Of the gradient of a table of so many rows: sqrt(rows / lookups), a row being looked up lookups / rows times.
+
+    A row that `padding_idx` names has no gradient and moves no other's factor.
+    """
+    return math.sqrt(max(rows, 1) / max(lookups, 1))
+
+
+def norm(rows: int) -> float:
+    """Of the gradients of a norm's weight and bias: rows^-1/2. Output and input's gradient are of unit size already."""
+    return 1 / math.sqrt(max(rows, 1))
+
+
+def dropout(p: float) -> float:
+    """Of dropout's output and of its gradient: sqrt(1 - p), since torch divides what is left by 1 - p."""
+    if not 0 <= p <= 1:
+        raise ModelError(f"dropout with p = {p}; expected a probability between 0 and 1")
+    return math.sqrt(1 - p)
+
+
+def add(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[float, float, float]:
+    """Of a sum of tensors of these shapes: output 2^-1/2; gradients copies^-1/2, where an input's element goes to so
+    many of the output. Where one has a single element the output's is 1: a shift changes no deviation.
+    """
+    whole = math.prod(_broadcast(first, second))
+    copies = [whole / max(math.prod(shape), 1) for shape in (first, second)]
+    output = 1.0 if 1 in (math.prod(first), math.prod(second)) and whole > 1 else 2**-0.5
+    return output, max(copies[0], 1) ** -0.5, max(copies[1], 1) ** -0.5
+
+
+def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> list[int]:
+    dims = max(len(first), len(second))
+    padded = [(1,) * (dims - len(shape)) + tuple(shape) for shape in (first, second)]
+    return [b if a == 1 else a for a, b in zip(*padded, strict=True)]
+
+
+def residual(variance_fraction: float | None = None, ratio: float | None = None) -> tuple[float, float]:
+    """The weights of branch and skip, whose squares add up to 1.
+
+    Args:
+        variance_fraction: tau of the 2023 paper and of munit scaling: sqrt(tau) branch + sqrt(1 - tau) skip.
+        ratio: tau of u-muP, of standard deviations: (tau branch + skip) / sqrt(1 + tau^2).
+
+    Raises:
+        ModelError: both are given, or none; or one that is no fraction, or no ratio.
+    """
+    if (variance_fraction is None) == (ratio is None):
+        raise ModelError(
+            f"variance_fraction = {variance_fraction} and ratio = {ratio} of a residual; expected one of them: "
+            "variance_fraction = 0.5 and ratio = 1 both weigh branch and skip alike"
+        )
+    if ratio is not None:
+        if not 0 <= ratio < math.inf:
+            raise ModelError(f"ratio = {ratio} of a residual; expected a finite number that is not negative")
+        whole = math.hypot(1.0, ratio)
+        return ratio / whole, 1 / whole
+    assert variance_fraction is not None
+    if not 0 <= variance_fraction <= 1:
+        raise ModelError(f"variance_fraction = {variance_fraction} of a residual; expected a number from 0 to 1")
+    return variance_fraction**0.5, (1 - variance_fraction) ** 0.5
+
+
+def cross_entropy(classes: int, label_smoothing: float = 0.0) -> float:
+    """Of the gradient of logits, of a loss that is summed: classes / sqrt(classes - 1) / (1 - label_smoothing).
+
+    At equal logits the gradient is (1 / classes - target), whose root mean square that is the inverse of.
+
+    Raises:
+        ModelError: one class, or labels smoothed to nothing, whose gradient is zero.
+    """
+    if classes < 2 or not 0 <= label_smoothing < 1:
+        raise ModelError(
+            f"cross-entropy over {classes} classes with label_smoothing = {label_smoothing}, whose gradient is zero or "
+            "nothing; expected two classes or more, and a smoothing from 0 up to but not 1"
+        )
+    return classes / math.sqrt(classes - 1) / (1 - label_smoothing)
+
+
+def mse_loss() -> float:
+    """Of the gradients of input and target, of a loss that is summed: 8^-1/2, that of 2 (x - t) being sqrt(8)."""
+    return 8**-0.5

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
 from halfstep import ops
+from halfstep.errors import ModelError
+from halfstep.ops.linear import product_dtype
+from halfstep.ops.plain import plain, plain_stacked
 from halfstep.unit import factors
-from halfstep.unit.constraint import Constraint
+from halfstep.unit.constraint import Constraint, get_constraint
 
 
 def linear(
@@ -28,3 +34,96 @@ def linear_readout(
     Source: u-muP, Blake et al. 2025.
     """
     return ops.linear(input, weight, bias, factors.linear(constraint, readout=True))
+
+
+def matmul(input: Tensor, other: Tensor, constraint: str | Constraint | None = "to_output") -> Tensor:
+    """x y for x (..., rows, shared), y (..., shared, columns) of unit size; neither is a weight (for which: `linear`).
+
+    Where fewer matrices y than x are multiplied, or the other way, they are broadcast as by `torch.matmul`.
+
+    Raises:
+        ModelError: one of them is a vector, or their sizes do not fit.
+    """
+    if input.dim() < 2 or other.dim() < 2 or input.shape[-1] != other.shape[-2]:
+        raise ModelError(
+            f"a product of tensors of shapes {tuple(input.shape)} and {tuple(other.shape)}; expected "
+            "(..., rows, shared) and (..., shared, columns)"
+        )
+    batch = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])  # type: ignore[no-untyped-call]
+    whole = math.prod(batch)
+    copies = [whole / max(math.prod(x.shape[:-2]), 1) for x in (input, other)]
+    sizes = input.shape[-2], input.shape[-1], other.shape[-1]
+    output, left, right = factors.matmul(*sizes, copies=copies[1])
+    left *= max(copies[0], 1) ** -0.5
+    output, left, right = get_constraint(constraint)(output, left, right)
+    numbers = output, left, right, 1.0
+    dtype = product_dtype(input)
+    with torch.autocast(input.device.type, enabled=False):
+        if other.dim() == 2:
+            return plain(input.to(dtype), other.to(dtype).mT, None, numbers)
+        x, y = (operand.expand(*batch, *operand.shape[-2:]) for operand in (input, other))
+        return plain_stacked(x, y.mT, dtype, numbers).to(dtype)
+
+
+def conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] | str = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+    constraint: str | Constraint | None = "to_output",
+) -> Tensor:
+    """torch's conv1d of unit size: fan-in is in / groups times the window, fan-out is out / groups times the window
+    over the stride. Zeros of the padding count as terms: with a short input the edges make the output smaller."""
+    return _convolution(input, weight, bias, stride, padding, dilation, groups, constraint, 1)
+
+
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] | str = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+    constraint: str | Constraint | None = "to_output",
+) -> Tensor:
+    """torch's conv2d of unit size; as `conv1d`."""
+    return _convolution(input, weight, bias, stride, padding, dilation, groups, constraint, 2)
+
+
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: int | tuple[int, ...],
+    padding: int | tuple[int, ...] | str,
+    dilation: int | tuple[int, ...],
+    groups: int,
+    constraint: str | Constraint | None,
+    dims: int,
+) -> Tensor:
+    if weight.dim() != dims + 2:
+        raise ModelError(
+            f"conv{dims}d with a weight of shape {tuple(weight.shape)}; expected (out, in / groups{', size' * dims})"
+        )
+    dilations, margins = _each(dilation, dims), [0] * 2 * dims
+    if padding == "same":
+        if any(step != 1 for step in _each(stride, dims)):
+            raise ModelError(f"padding = 'same' with stride = {stride}; expected a stride of 1, or a number of zeros")
+        for dim, (size, step) in enumerate(zip(weight.shape[2:], dilations, strict=True)):
+            total = step * (size - 1)
+            margins[2 * (dims - 1 - dim) : 2 * (dims - dim)] = [total // 2, total - total // 2]
+    elif isinstance(padding, str) and padding != "valid":
+        raise ModelError(f"padding = {padding!r} found; expected a number of zeros, 'same' or 'valid'")
+    zeros = (0,) * dims if isinstance(padding, str) else _each(padding, dims)
+    window = ops.Window(_each(stride, dims), zeros, dilations, groups, margins=tuple(margins))
+    return ops.convolution(x, weight, bias, window, factors.linear(constraint))
+
+
+def _each(value: int | tuple[int, ...], dims: int) -> tuple[int, ...]:
+    """One number a dimension of space."""
+    values = (value,) * dims if isinstance(value, int) else tuple(value)
+    return values * dims if len(values) == 1 else values

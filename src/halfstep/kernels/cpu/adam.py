@@ -3,7 +3,7 @@
 Per element: decode to float32, update, round, store. The arithmetic is `optim.rules.adam` operation by operation, so
 the results are equal bit for bit (no fast-math, no contraction). A tensor's dtype travels in its numpy type, as numpy
 has no bfloat16: float32 is itself, bfloat16 is viewed as uint16, float16 as int16. Moments that are codes of 8 bits in
-blocks are decoded and encoded chunk by chunk (`kernels.cpu.coded`).
+tiles alike are read and written tile by tile (`kernels.cpu.tiled`), others chunk by chunk (`kernels.cpu.coded`).
 """
 
 from __future__ import annotations
@@ -12,33 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from halfstep.kernels.cpu import coded, whole
-from halfstep.kernels.cpu.adam_lanes import (
-    as_bf16,
-    bf16_difference,
-    bf16_sum,
-    decode,
-    encode,
-    encode_stochastic,
-    first_moment,
-    joined,
-    lower_half,
-    moved_weight,
-    nearest_bf16_value,
-    second_moment,
-    upper_half,
-)
+from halfstep.kernels.cpu.adam_update import note_largest, step
 from halfstep.kernels.cpu.arrays import array
-from halfstep.kernels.cpu.coded import Coded, closed, opened
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, piece
-from halfstep.kernels.cpu.masters import KEPT, PLAIN, beside, image_or_own
-from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
-from halfstep.kernels.cpu.whole import larger
+from halfstep.kernels.cpu.coded import Coded
+from halfstep.kernels.cpu.compiled import CHUNK
+from halfstep.kernels.cpu.masters import KEPT, PLAIN
+from halfstep.kernels.cpu.noise import seed_keys
 
 
 Moment = Tensor | Coded
@@ -120,17 +104,17 @@ def run(
     factors: dict[str, Tensor] = {}
     if wholes:
         found = np.zeros((-(-weight.numel() // CHUNK), 2), np.uint32)
-        _note_largest(weight.numel(), _array(weight), _array(grad), *_both(moments, {}), *numbers[:6], found)
+        note_largest(weight.numel(), _array(weight), _array(grad), *_both(moments, {}), *numbers[:6], found)
         for name, amax in zip(_MOMENTS, found.max(0, initial=0).view(np.float32), strict=True):
             if name in wholes:
                 factor = whole.factor(moments[name].quantizer, amax)  # type: ignore[union-attr]
                 if factor is None:
                     return False
                 factors[name] = factor
-    _step(
+    step(
         weight.numel(), _array(weight), tuple(beside), _array(grad), *_both(moments, factors),
         None if residual is None else _array(residual), *numbers,
-        seed_keys(seed),
+        seed_keys(seed), _tile(moments),
     )  # fmt: skip
     for name, factor in factors.items():
         moments[name].parts["scale"].copy_(factor.reciprocal())  # type: ignore[union-attr]
@@ -147,119 +131,15 @@ def _both(moments: Mapping[str, Moment], factors: Mapping[str, Tensor]) -> list[
     return both
 
 
+def _tile(moments: Mapping[str, Moment]) -> Any:
+    """The tile of both moments, as `blocks.levels`, where they advance a tile at a time (`tiled`); else None."""
+    tiles = {moment.tile if isinstance(moment, Coded) else None for moment in moments.values()}
+    return tiles.pop() if len(tiles) == 1 else None
+
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALARS = ("grad_scale", "beta1", "beta2", "l2", "keep", "step_size", "rescale", "eps")
 
 
 def _array(tensor: Any) -> Any:
     return array(tensor, PLAIN[tensor.dtype])
-
-
-# ---- the update ------------------------------------------------------------------------------------------------
-
-
-@inner
-def _update(
-    weight, master, low, compensation, residual, grad, exp_avg, exp_avg_sq, exp_avg_sq_residual,
-    grad_scale, beta1, rest1, beta2, rest2, l2, keep, step_size, rescale, eps,
-    keys,
-):  # fmt: skip
-    """One chunk. numba drops the branches on what is None when it compiles."""
-    for i in range(weight.size):
-        if master is not None:
-            full = image_or_own(weight[i], master[i])
-        elif low is not None:
-            full = joined(weight[i], low[i])
-        else:
-            full = decode(weight[i])
-            if residual is not None:
-                rest = decode(beside(weight[i], residual[i]))
-                full = full + rest
-        g = decode(grad[i]) * grad_scale
-        if l2 is not None:
-            g = g + full * l2
-        m = first_moment(decode(exp_avg[i]), g, beta1, rest1)
-        v = decode(exp_avg_sq[i])
-        if exp_avg_sq_residual is not None:
-            v = v + decode(exp_avg_sq_residual[i])
-        v = second_moment(v, g, beta2, rest2)
-        w = moved_weight(full, m, v, keep, step_size, rescale, eps)
-        exp_avg[i] = encode(m, exp_avg[i])
-        exp_avg_sq[i] = encode(v, exp_avg_sq[i])
-        if exp_avg_sq_residual is not None:
-            exp_avg_sq_residual[i] = encode(v - decode(exp_avg_sq[i]), exp_avg_sq_residual[i])
-        if low is not None:
-            low[i] = lower_half(w)
-            weight[i] = upper_half(w)
-        elif compensation is not None:
-            c = bf16_sum(decode(beside(weight[i], compensation[i])), nearest_bf16_value(w - full))
-            moved = bf16_sum(full, c)
-            compensation[i] = as_bf16(bf16_sum(c, bf16_difference(full, moved)))
-            weight[i] = as_bf16(moved)
-        elif residual is not None:
-            high = decode(weight[i])
-            u = nearest_bf16_value(w - full)
-            total = bf16_sum(high, u)
-            rest = bf16_sum(rest, bf16_difference(u, bf16_difference(total, high)))
-            grown = bf16_sum(total, rest)
-            residual[i] = as_bf16(bf16_difference(rest, bf16_difference(grown, total)))
-            weight[i] = as_bf16(grown)
-        else:
-            if master is not None:
-                master[i] = w
-            if keys is None:
-                weight[i] = encode(w, weight[i])
-            else:
-                weight[i] = encode_stochastic(w, i, keys)
-
-
-@Kernel
-def _step(
-    weight, kept, grad,
-    exp_avg, scale1, levels1, decoding1, scale_of1, numbers1, codes1,
-    exp_avg_sq, scale2, levels2, decoding2, scale_of2, numbers2, codes2, exp_avg_sq_residual,
-    grad_scale, beta1, rest1, beta2, rest2, l2, keep, step_size, rescale, eps,
-    seed,
-):  # fmt: skip
-    master, low, compensation, residual = kept
-    for chunk in numba.prange((weight.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, weight.size)
-        first = opened(exp_avg, scale1, levels1, decoding1, a, b)
-        second = opened(exp_avg_sq, scale2, levels2, decoding2, a, b)
-        _update(
-            weight[a:b], piece(master, a, b), piece(low, a, b), piece(compensation, a, b), piece(residual, a, b),
-            grad[a:b], first, second, piece(exp_avg_sq_residual, a, b),
-            grad_scale, beta1, rest1, beta2, rest2, l2, keep, step_size, rescale, eps,
-            chunk_keys(seed, chunk),
-        )  # fmt: skip
-        closed(exp_avg, scale1, levels1, scale_of1, numbers1, codes1, first, a, b)
-        closed(exp_avg_sq, scale2, levels2, scale_of2, numbers2, codes2, second, a, b)
-
-
-@inner
-def _largest(weight, grad, exp_avg, exp_avg_sq, grad_scale, beta1, rest1, beta2, rest2, l2, found):
-    """The bits of the largest magnitudes of the new moments."""
-    first, second = np.uint32(0), np.uint32(0)
-    for i in range(weight.size):
-        g = decode(grad[i]) * grad_scale
-        if l2 is not None:
-            g = g + decode(weight[i]) * l2
-        first = larger(first, first_moment(decode(exp_avg[i]), g, beta1, rest1))
-        second = larger(second, second_moment(decode(exp_avg_sq[i]), g, beta2, rest2))
-    found[0], found[1] = first, second
-
-
-@Kernel
-def _note_largest(
-    weight, grad,
-    exp_avg, scale1, levels1, decoding1, scale_of1, numbers1, codes1,
-    exp_avg_sq, scale2, levels2, decoding2, scale_of2, numbers2, codes2,
-    grad_scale, beta1, rest1, beta2, rest2, l2, found,
-):  # fmt: skip
-    for chunk in numba.prange((weight.size + CHUNK - 1) // CHUNK):
-        a = chunk * CHUNK
-        b = min(a + CHUNK, weight.size)
-        first = opened(exp_avg, scale1, levels1, decoding1, a, b)
-        second = opened(exp_avg_sq, scale2, levels2, decoding2, a, b)
-        _largest(weight[a:b], grad[a:b], first, second, grad_scale, beta1, rest1, beta2, rest2, l2, found[chunk])

@@ -1,6 +1,7 @@
 """Codebooks of 8 bits in absmax blocks, such as the dynamic map of 8-bit optimizers: `quant.Quantizer`, bit for bit.
 
-A code is found by the upper 16 bits of its quotient, which leave at most two neighbours, and the cut between them.
+A code is found by the upper 16 bits of its quotient, which leave at most two neighbours, and by the lower 16 bits of
+the cut between them. One entry of a table has both: adding the quotient's own lower bits to it carries above the cut.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from torch import Tensor
 from halfstep.formats import Codebook, Format
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.blocks import LEVELS, levels
-from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
+from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_inlined
 from halfstep.kernels.cpu.divided import quotient
 from halfstep.kernels.cpu.element_codes import cut_points
 from halfstep.kernels.cpu.lanes import SIGN, Lane, bits_of, lanes
+from halfstep.kernels.cpu.runs import widest_registers
 from halfstep.kernels.cpu.scales import absmax_scales, block_maxima
 from halfstep.quant.quantizer import Quantizer
 
 
-Search = tuple[NDArray[np.uint8], NDArray[np.float32]]
-"""By the upper 16 bits of a number, in the order of numbers: how many cuts are below all that have them. The cuts."""
+Search = NDArray[np.uint32]
+"""By the upper 16 bits of a number, in the order of numbers: how many cuts are below all that have them, times 2^16,
+and what carries when a number above the next cut adds its lower half."""
 
 
 def knows(quantizer: Quantizer, columns: int) -> bool:
@@ -58,22 +61,26 @@ def run(x: Tensor, quantizer: Quantizer, tensors: dict[str, Tensor]) -> None:
     assert scales is not None
     assert found is not None
     stored, largest = tensors["scale"].view(-1).numpy(), np.float32(quantizer.format.max)
-    _encode(x.numel(), array(x), stored, levels(scales.tile), largest, array(tensors["codes"]), *found)
+    _encode(x.numel(), array(x), stored, levels(scales.tile), largest, array(tensors["codes"]), found)
 
 
 @cache
 def search(format: Format) -> Search | None:
     """None where codes are not in the order of their values, or two cuts lie so near that the upper 16 bits of a number
     do not tell them apart."""
-    cuts, values = np.array(cut_points(format, False), np.float32), format.values()
+    cuts, values = np.array(cut_points(format, False), np.float32) + np.float32(0), format.values()  # -0 is +0
     places = np.searchsorted(cuts, _lowest(np.arange(1 << 16)), side="left")
     if (np.diff(places, append=len(cuts)) > 1).any() or any(format.decode(c) != v for c, v in enumerate(values)):
         return None
-    return places.astype(np.uint8), np.append(cuts, np.float32(np.inf))
+    found = places.astype(np.uint32) << np.uint32(16)
+    bits = cuts.view(np.uint32)
+    ordered = np.where(bits >> np.uint32(31), ~bits, bits | np.uint32(SIGN))
+    found[ordered >> 16] += 0xFFFF - (ordered & 0xFFFF)
+    return found
 
 
 def _lowest(keys: NDArray[Any]) -> NDArray[np.float32]:
-    """The smallest number whose `_key` that is."""
+    """The smallest number whose ordered bits begin so."""
     above = keys >= 1 << 15
     upper = np.where(above, keys & 0x7FFF, keys ^ 0xFFFF).astype(np.uint32) << np.uint32(16)
     lowest = np.where(above, upper, upper | np.uint32(0xFFFF)).astype(np.uint32).view(np.float32)
@@ -84,47 +91,55 @@ def _lowest(keys: NDArray[Any]) -> NDArray[np.float32]:
 
 
 @lanes(types.uint32)
-def _quotient_bits(value: Lane, scale: Lane) -> Lane:
-    return quotient(bits_of(value), scale)
+def _ordered_quotient(value: Lane, scale: Lane) -> Lane:
+    """The bits of value / scale, so that larger numbers have larger ones."""
+    bits = quotient(bits_of(value), scale)
+    return (bits < SIGN).pick(bits | SIGN, ~bits)
 
 
 @lanes(types.uint16)
-def _key(bits: Lane) -> Lane:
-    """The upper half of a float's bits, so that larger numbers have larger ones."""
-    return ((bits < SIGN).pick(bits | SIGN, ~bits) >> 16).to(16)
+def _upper(bits: Lane) -> Lane:
+    return (bits >> 16).to(16)
+
+
+@lanes(types.uint32)
+def _carried(entry: Lane, bits: Lane) -> Lane:
+    """In the upper half the place of an entry, or the next one for a number above its cut."""
+    return entry + (bits & 0xFFFF)
 
 
 @lanes(types.uint8)
-def _above(place: Lane, bits: Lane, cut: Lane) -> Lane:
-    """The place, or the next one for a number above its cut."""
-    return place + (bits.float() > cut).to(8)
+def _place(carried: Lane) -> Lane:
+    return (carried >> 16).to(8)
+
+
+@inner_inlined
+def encode_block(x, a, size, scale, bits, places, out, b):
+    """A block of x, from a on, to the codes from b on. In three loops, by way of `bits`: of one, LLVM would take apart
+    the registers for every look-up and put them together again, which is twice the time."""
+    for i in range(size):
+        bits[i] = _ordered_quotient(x[a + i], scale)
+    for i in range(size):
+        bits[i] = _carried(places[_upper(bits[i])], bits[i])
+    for i in range(size):
+        out[b + i] = _place(bits[i])
 
 
 @inner
-def _quotients(x, scale, levels, out):
-    block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises
-    for b in range(scale.size):
-        s = scale[b]
-        start = b * block
-        for i in range(block):
-            out[start + i] = _quotient_bits(x[start + i], s)
-
-
-@inner
-def encode_piece(x, scale, levels, out, places, cuts):
+def encode_piece(x, scale, levels, out, places):
     """Every element of some blocks, each with its scale."""
-    bits = np.empty(CHUNK, np.uint32)[: x.size]
-    _quotients(x, scale, levels, bits)
-    for i in range(bits.size):
-        place = places[_key(bits[i])]
-        out[i] = _above(place, bits[i], cuts[place])
+    widest_registers()
+    block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises
+    bits = np.empty(block, np.uint32)
+    for b in range(scale.size):
+        encode_block(x, b * block, block, scale[b], bits, places, out, b * block)
 
 
 @Kernel
-def _encode(x, stored, levels, largest, out, places, cuts):
+def _encode(x, stored, levels, largest, out, places):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
         scale = stored[a >> len(levels) : b >> len(levels)]
         absmax_scales(block_maxima(x[a:b], len(levels)), scale, largest)
-        encode_piece(x[a:b], scale, levels, out[a:b], places, cuts)
+        encode_piece(x[a:b], scale, levels, out[a:b], places)

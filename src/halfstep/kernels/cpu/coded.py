@@ -13,7 +13,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from halfstep.formats import Codebook
+from halfstep.formats import Codebook, Float
 from halfstep.kernels.cpu import blocks, codebook, element_codes, expansion, whole
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.codebook import encode_piece
@@ -59,6 +59,15 @@ class Coded(NamedTuple):
     def whole(self) -> bool:
         """Whether one scale multiplies all of it, so that its codes cannot be written before all has been seen."""
         return whole.is_whole(self.quantizer)
+
+    @property
+    def tile(self) -> tuple[np.uint32, ...] | None:
+        """`blocks.levels` of its tiles where kernels read and write it a tile at a time (`tiled`): codes of floats, or
+        places in a codebook, under scales that are the largest magnitude over the largest element."""
+        scales = self.quantizer.scales
+        if scales is None or not scales.rule.quotient or not isinstance(self.quantizer.format, Float | Codebook):
+            return None
+        return blocks.levels(scales.tile)
 
     def arguments(self, factor: float = 1.0) -> tuple[Any, ...]:
         """What a kernel takes for it: the codes, and six that are None where there is an array of numbers.
@@ -190,7 +199,7 @@ def _encode_absmax(kept, stored, levels, scale_of, numbers, codes, values):
 def _encode_places(kept, stored, levels, scale_of, numbers, codes, values):
     x = values.view(np.uint32)
     absmax_scales(block_maxima(x, len(levels)), stored, scale_of)
-    encode_piece(x, stored, levels, kept, codes[0], codes[1])
+    encode_piece(x, stored, levels, kept, codes)
 
 
 @inner

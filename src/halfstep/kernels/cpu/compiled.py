@@ -76,6 +76,7 @@ class _OptimisedPartCompiler(_PartCompiler):
 
 _NO_CALLS_FROM_C: Any = {"no_cfunc_wrapper": True}
 _PART: Any = {"no_cpython_wrapper": True, **_NO_CALLS_FROM_C, "pipeline_class": _PartCompiler}
+_INLINED: Any = {"forceinline": True, **_PART}
 
 
 def inner(function: Callable[..., Any]) -> Any:
@@ -88,9 +89,15 @@ def inner_optimised(function: Callable[..., Any]) -> Any:
     return numba.njit(function, error_model="numpy", **{**_PART, "pipeline_class": _OptimisedPartCompiler})
 
 
-def inner_overload(function: Callable[..., Any]) -> Any:
+def inner_inlined(function: Callable[..., Any]) -> Any:
+    """The same, inlined wherever it is called: for what a loop does to an element or to a tile, where a call would cost
+    as much (dozens of arguments on the stack, and an atomic count for every slice)."""
+    return numba.njit(function, error_model="numpy", **_INLINED)
+
+
+def inner_overload(function: Callable[..., Any], inlined: bool = False) -> Any:
     """`numba.extending.overload` of a function that kernels alone call."""
-    return overload(function, jit_options=_PART)
+    return overload(function, jit_options=_INLINED if inlined else _PART)
 
 
 def piece(array, start, stop):

@@ -87,16 +87,18 @@ def _restored_half(code, scale, meaning, like):
 
 
 @lanes(types.uint8)
-def _larger_code(most, code, meaning):
+def larger_code(most, code, meaning):
     return most.max(code & (Decoding(*meaning).sign_shift.constant(MAGNITUDE) >> Decoding(*meaning).sign_shift).to(8))
 
 
 @lanes(types.float32)
-def _half_scale(scale, most, meaning):
-    """What `half_of` a block's codes is multiplied by; 0 where that is not exact, or a code is larger than it takes."""
+def half_scale(scale, most, meaning):
+    """What `half_of` a block's codes is multiplied by; 0 where that is not exact, or a code is not a finite number."""
     d, bits = Decoding(*meaning), scale.bits()
-    usual = ((bits - (64 << 23)) < 128 << 23).pick(bits + d.offset - (112 << 23), 0)
-    return (most.to(32) > d.half).pick(usual.constant(0), usual).float()
+    times = bits + d.offset - (112 << 23)
+    usual = ((bits - (1 << 23)) < 226 << 23) & ((times - (1 << 23)) < 226 << 23)  # normal numbers up to 2^100
+    known = usual & (most.to(32) <= d.half.min(d.largest)) & (d.half > 0)
+    return known.pick(times, 0).float()
 
 
 @inner
@@ -107,8 +109,8 @@ def _floats_piece(codes, scale, levels, out, meaning):
         start = b * block
         most = np.uint8(0)
         for i in range(block):
-            most = _larger_code(most, codes[start + i], meaning)
-        half = _half_scale(s, most, meaning)
+            most = larger_code(most, codes[start + i], meaning)
+        half = half_scale(s, most, meaning)
         if half > 0:
             for i in range(block):
                 j = start + i

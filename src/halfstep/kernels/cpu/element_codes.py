@@ -97,14 +97,17 @@ def encoded(bits: Lane, p: Rounding, c: Coding, noise: Lane | None = None) -> La
 
 
 def encoded_number(bits: Lane, p: Rounding, c: Coding) -> Lane:
-    """The same, to nearest, of what is not NaN, for floats that saturate and whose signs are alike: next to the power
-    of two whose last bit is a step, a float32 sum leaves the number of steps, and a magnitude held to the largest needs
-    no more looking at."""
+    """The same in the lower 8 bits, to nearest, of what is not NaN, for floats that saturate and whose signs are alike:
+    next to 1.5 times the power of two whose last bit is a step, a float32 sum leaves the number of steps, and a
+    magnitude held to the largest needs no more looking at. What the binade's own code exceeds its place by is an even
+    number of steps, which the sum takes off too."""
     magnitude = (bits & MAGNITUDE).min(p.largest)
     binade = (magnitude & INFINITY).max(p.min_normal)
-    beside = binade + (p.magic - p.min_normal)
-    steps = (magnitude.float() + beside.float()).bits() - beside
-    return steps + ((binade - p.min_normal) >> p.shift) | (bits & SIGN) >> c.sign_shift
+    below = p.magic.constant(256) - ((p.min_normal >> p.shift) & 0xFF)
+    beside = binade + (p.magic - p.min_normal + (1 << 22) + below)
+    steps = (magnitude.float() + beside.float()).bits() + (binade >> p.shift)
+    sign = c.sign_shift.constant(SIGN) >> c.sign_shift
+    return (steps & (sign - 1)) | ((bits >> c.sign_shift) & sign)
 
 
 def _finish(bits: Lane, magnitude: Lane, code: Lane, p: Rounding, c: Coding) -> Lane:
@@ -180,7 +183,8 @@ def half_of(code: Lane, d: Decoding) -> Lane:
     """The value of a byte's code over 2^(15 - bias), a float32: not of codes above `d.half`."""
     at_top = code.to(16) << (d.sign_shift - 16).to(16)
     fewer = (d.sign_shift - d.shift - 3).to(16)  # bits of exponent than float16's
-    return ((at_top & 0x7FFF) >> fewer | at_top & 0x8000).half_to_float()
+    kept = at_top.constant(0x7FFF) >> fewer | 0x8000
+    return (at_top.shift_signed(fewer) & kept).half_to_float()
 
 
 def decoded(code: Lane, numbers: list[Lane]) -> Lane:

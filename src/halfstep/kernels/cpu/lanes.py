@@ -233,9 +233,11 @@ def vectorise_fully(function: Any) -> None:
     """Let a function's loops use the widest registers: left alone, LLVM takes half of AVX-512, a third slower here.
 
     llvmlite knows the attributes of LLVM without a value only, so this one is put into its set directly. The function
-    is not inlined, for it would lose the attribute: it works on a chunk, and a call costs nothing beside that.
+    is not inlined, for it would lose the attribute: it works on a chunk, and a call costs nothing beside that. One that
+    is inlined everywhere (`compiled.inner_inlined`) has the attribute of its caller.
     """
-    function.attributes.add("noinline")
+    if "alwaysinline" not in function.attributes:
+        function.attributes.add("noinline")
     set.add(function.attributes, '"prefer-vector-width"="512"')
 
 

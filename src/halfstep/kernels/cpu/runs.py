@@ -128,3 +128,15 @@ def fill(context: Any, array: Any, start: Any, value: Any, levels: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, start, value, levels), code
+
+
+def _widest_registers(context: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        vectorise_fully(builder.function)
+        return context.get_dummy_value()
+
+    return types.void(), code
+
+
+widest_registers: Any = intrinsic(_widest_registers)
+"""In kernels: `vectorise_fully` for a function that has lanes only in what is inlined into it."""

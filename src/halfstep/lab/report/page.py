@@ -35,7 +35,10 @@ PICTURES: tuple[Callable[[Results], Picture], ...] = (
 """The plots in the page's order."""
 
 _SIGNS = {MATCHES: ("good", "✓"), DEGRADES: ("poor", "▲"), DIVERGED: ("bad", "✕"), UNDECIDED: ("open", "?")}
-_OPTIONS = ("task", "data", "steps", "seeds", "baseline_seeds", "margin", "model", "batch", "context", "lr")
+_OPTIONS = (
+    *("task", "data", "steps", "seeds", "baseline_seeds", "margin", "model", "batch", "context"),
+    *("lr", "recipe_lr", "optimizer"),
+)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ def _page(results: Results, pictures: list[tuple[Picture, str | None]]) -> str:
         rule=rule(results.facts.metric, results.experiment.margin),
         loss_unit=results.facts.loss_unit,
         metric=results.facts.metric,
+        learning_rates=results.learning_rates,
         band=None if band is None else f"{band.mean:#.5g} ± {band.half_width / 2:#.3g} over {band.seeds} seeds",
         lines=[_line(results, verdict) for verdict in results.verdicts],
         explanations=[(v.recipe, v.explanation) for v in results.verdicts if v.explanation],
@@ -117,8 +121,9 @@ def _line(results: Results, verdict: RecipeVerdict) -> _Line:
             f"; {enough(verdict.interval, verdict.seeds_to_decide)}" if verdict.status == UNDECIDED else ""
         )
     ratio, size = results.slowdown(verdict), verdict.bytes_per_parameter
-    metric, interval = results.facts.metric, verdict.interval
+    metric, interval, rates = results.facts.metric, verdict.interval, results.learning_rates
     numbers = (
+        *((f"{rates[verdict.recipe]:g}",) if rates else ()),
         _number(verdict.final_loss, "{:#.5g}"),
         *(() if metric is None else (metric.show(verdict.final_metric).replace("-", "–"),)),
         "–" if verdict.paired_gap is None or verdict.recipe == BASELINE else signed(verdict.paired_gap),
@@ -137,13 +142,15 @@ def command(experiment: Experiment, path: Path, defaults: Mapping[str, Any] | No
     Args:
         defaults: what the experiment's task sets otherwise than `Experiment` does.
     """
-    usual = {f.name: f.default for f in fields(Experiment)} | _tuples(defaults or {})
+    usual = {f.name: f.default for f in fields(Experiment)} | {"recipe_lr": {}} | _tuples(defaults or {})
     changed = {name: value for name in usual if (value := getattr(experiment, name)) != usual[name]}
     recipes = changed.pop("recipes")
     if any(name not in _OPTIONS for name in changed):
         return None
+    if "recipe_lr" in changed:
+        changed["recipe_lr"] = ",".join(f"{recipe}={rate}" for recipe, rate in experiment.recipe_lr.items())
     words = ["halfstep", "compare", "--recipes", ",".join(recipes)]
-    if len(recipes) == 1 and experiment.baseline_seeds == experiment.seeds:
+    if len(recipes) == 1 and "recipe_lr" not in changed and experiment.baseline_seeds == experiment.seeds:
         words = ["halfstep", "train", "--recipe", recipes[0]]
         changed = {name: value for name, value in changed.items() if name not in ("seeds", "baseline_seeds")}
         changed |= {} if experiment.seeds == 1 else {"seeds": experiment.seeds}

@@ -49,6 +49,12 @@ class Results:
         """The verdict on fp32, None where it takes no part."""
         return next((v for v in self.verdicts if v.recipe == BASELINE), None)
 
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """The peak learning rate by recipe; empty where all have the same."""
+        own, usual = self.experiment.recipe_lr, self.experiment.lr
+        return {v.recipe: own.get(v.recipe, usual) for v in self.verdicts} if own else {}
+
     def with_status(self, status: str) -> list[str]:
         """The recipes with that verdict, fp32 left out."""
         return [v.recipe for v in self.verdicts if v.status == status and v.recipe != BASELINE]
@@ -85,6 +91,7 @@ class Results:
         """The data of summary.json."""
         return {
             "experiment": self.name,
+            **({"learning_rates": self.learning_rates} if self.learning_rates else {}),
             "rule": rule(self.facts.metric, self.experiment.margin),
             "margin": self.experiment.margin,
             "metric": asdict(self.facts.metric) if self.facts.metric else None,

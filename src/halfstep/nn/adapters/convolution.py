@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfstep import ops
+from halfstep import ops, unit
 from halfstep.nn.adopt import beneath
 from halfstep.nn.product import records, spec_of, weight_of
 from halfstep.nn.quantized_weights import Weight
@@ -17,6 +17,7 @@ from halfstep.ops.places import filters
 
 NAME = "convolution"
 _KINDS: tuple[Any, ...] = (
+    unit.Conv1d, unit.Conv2d,
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 )  # fmt: skip
 _OWN = ("forward", "_conv_forward")  # what a subclass may compute otherwise

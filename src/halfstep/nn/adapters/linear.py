@@ -1,9 +1,10 @@
-"""`nn.Linear`: its three products round their operands."""
+"""`nn.Linear`, and `unit.Linear`, which is one with factors: its three products round their operands."""
 
 from typing import Any
 
 from torch import Tensor, nn
 
+from halfstep import unit
 from halfstep.nn.adopt import beneath
 from halfstep.nn.product import product, weight_of
 from halfstep.nn.quantized_weights import Weight
@@ -14,9 +15,8 @@ NAME = "nn.Linear"
 
 def fits(module: nn.Module) -> bool:
     """Whether `forward` below may stand in for the module's own: not where a subclass or a patch has another."""
-    return (
-        isinstance(module, nn.Linear) and beneath(module).forward is nn.Linear.forward and "forward" not in vars(module)
-    )
+    known = nn.Linear.forward, unit.Linear.forward
+    return isinstance(module, nn.Linear) and beneath(module).forward in known and "forward" not in vars(module)
 
 
 def weights(module: nn.Module) -> tuple[Weight, ...]:

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.adopt import adopt, extend, is_covered, release_all
 from halfstep.nn.layers import KINDS
-from halfstep.nn.product import MULTIPLIERS
 from halfstep.nn.unit import weights
 from halfstep.nn.unit.factors import Factors
 from halfstep.nn.unit.forwards import UNIT, WHOLE, Shield, Unsaved, own
@@ -24,6 +23,7 @@ from halfstep.nn.unit.graph import Graph
 from halfstep.nn.unit.plan import Plan, at_output, entries, plan
 from halfstep.nn.unit.report import UnitReport, operations, unseen
 from halfstep.nn.unit.trace import trace
+from halfstep.unit import MULTIPLIERS
 from halfstep.unit.constraint import Constraint
 
 
@@ -142,7 +142,9 @@ def _check(model: nn.Module, residual: float | None) -> None:
         if "_halfstep" in vars(module):
             raise RecipeError(f"{name}: {where} follows a recipe; halfstep.revert it, unit-scale, then apply it again")
         if UNIT in vars(module) or MULTIPLIERS in vars(module):
-            raise RecipeError(f"{name}: {where} is unit-scaled already; halfstep.revert the model first")
+            raise RecipeError(
+                f"{name}: {where} is unit-scaled already (halfstep.revert undoes unit_scale), or is halfstep.unit's own"
+            )
         if is_parametrized(module):
             raise ModelError(f"{name}: {where} is parametrized, so that its weight is computed; remove that first")
     parameters = dict(model.named_parameters())

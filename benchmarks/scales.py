@@ -1,0 +1,92 @@
+"""Where BERT-Large's tensors lie at random weights, and unit-scaled: docs/scales.md.
+
+    python benchmarks/scales.py [--keep]
+
+--keep writes results/scales.json, in which the like modules of all blocks are one row, and the picture of that page.
+It takes 8 GB of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from typing import Any
+
+from halfstep.lab.environment import environment
+from halfstep.probe.spread import KINDS
+from harness import RESULTS
+
+
+PICTURE = RESULTS.parent.parent / "docs" / "images" / "scales_bert_large.png"
+WORDS = ["bert-large", "--batch", "2", "--context", "128", "--unit"]
+
+
+def measured(more: list[str]) -> dict[str, Any]:
+    """What the command says, every tensor."""
+    command = [sys.executable, "-m", "halfstep", "scales", *WORDS, "--json", *more]
+    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return found
+
+
+def folded(scales: dict[str, Any]) -> dict[str, Any]:
+    """One moment's scales with the like modules of all blocks in one row, and the shares of each kind of tensor."""
+    rows: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for tensor in scales["tensors"]:
+        rows.setdefault((tensor["folded"], tensor["tensor"], tensor["kind"]), []).append(tensor)
+    told = {name: value for name, value in scales.items() if name != "tensors"}
+    table = [
+        {
+            "module": module,
+            "tensor": tensor,
+            "kind": kind,
+            "tensors": len(found),
+            "smallest_std": float(f"{min(each['std'] for each in found):.4g}"),
+            "largest_std": float(f"{max(each['std'] for each in found):.4g}"),
+        }
+        for (module, tensor, kind), found in rows.items()
+    ]
+    return told | {"shares": {kind: shares(scales, kind) for kind in KINDS}, "rows": table}
+
+
+def shares(scales: dict[str, Any], kind: str) -> dict[str, dict[str, float]]:
+    """By format, what becomes of the values of a kind of tensor: the mean over its values, zeros counted in."""
+    found = [tensor for tensor in scales["tensors"] if tensor["kind"] == kind]
+    values = sum(tensor["values"] for tensor in found)
+    return {
+        name: {
+            what: float(f"{sum(t['values'] * t['formats'][name][what] for t in found) / values:.4g}")
+            for what in ("zero", "subnormal", "beyond")
+        }
+        for name in scales["formats"]
+    }
+
+
+def table(data: dict[str, Any]) -> str:
+    """The shares of docs/scales.md."""
+    names = data["scales"][0]["formats"]
+    heads = [f"{name.removeprefix('float8_')}: {what}" for name in names for what in ("zero", "subnormal")]
+    lines = [f"| | values of | {' | '.join(heads)} |", "| --- " * (2 + len(heads)) + "|"]
+    for scales in data["scales"]:
+        for kind, found in scales["shares"].items():
+            cells = [f"{found[name][what]:.1%}" for name in names for what in ("zero", "subnormal")]
+            lines.append(f"| {scales['moment']} | {kind}s | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run, print, and with --keep write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", action="store_true")
+    asked = parser.parse_args()
+    found = measured(["--plot", str(PICTURE)] if asked.keep else [])
+    command = " ".join(["halfstep scales", *WORDS])
+    data = {"machine": environment(), "command": command, "scales": [folded(each) for each in found["scales"]]}
+    print(table(data))
+    if asked.keep:
+        (RESULTS / "scales.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

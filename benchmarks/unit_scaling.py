@@ -1,0 +1,260 @@
+"""Final losses over a grid of learning rates: fp32, 16 bits and FP8, with and without unit scaling.
+
+    python benchmarks/unit_scaling.py [--cases gpt,bert] [--optimizers adamw] [--recipes fp32,...] [--seeds 3]
+        [--octaves -1,0,1] [--out FOLDER] [--keep] [--plot]
+    python benchmarks/unit_scaling.py --table
+
+A run is (case, optimizer, recipe, learning rate, seed); one that has ended in --out is read, and one that was killed
+goes on. --keep writes results/unit_scaling.json: the runs made, beside those that are there. --plot draws
+docs/images/unit_scaling_CASE.png of what was kept. With fewer than three seeds there are no verdicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from halfstep import formats
+from halfstep.lab.data import VOCABULARY
+from halfstep.lab.environment import environment
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.models.bert import BERT
+from halfstep.lab.models.gpt import GPT
+from halfstep.lab.tasks import experiment_for
+from halfstep.lab.verdict import difference
+from halfstep.quant import Quantizer
+from halfstep.recipe import Recipe, Rule, get_recipe, linear_spec
+from halfstep.recipe.high_precision import KEEP
+from harness import RESULTS
+from losses import train
+from unit_scaling_plot import picture
+
+
+IMAGES = RESULTS.parent.parent / "docs" / "images"
+KEPT = RESULTS / "unit_scaling.json"
+ENOUGH = 3
+"""Seeds, before a verdict is given."""
+
+
+def plain_fp8() -> Recipe:
+    """The control: inputs and weights in E4M3, gradients in E5M2, by plain casts; the rest in fp16, no loss scale.
+
+    `fp8-cscale` is none: it has a loss scale of 512, keeps its weights in fp16, and takes the fnuz formats.
+    """
+    e4m3, e5m2 = Quantizer(formats.get("e4m3fn")), Quantizer(formats.get("e5m2"))
+    return Recipe(
+        "fp8-plain",
+        summary="fp16-mixed-unscaled whose linear layers round inputs and weights to E4M3, gradients to E5M2.",
+        source="the control of Blake et al. 2023, arXiv 2303.11257",
+        compute="fp16",
+        rules=(*KEEP, Rule("*", linear_spec(input=e4m3, weight=e4m3, grad_output=e5m2))),
+    )
+
+
+def recipe_of(name: str) -> Recipe:
+    """The control, or the recipe of that name."""
+    own = plain_fp8()
+    return own if name == own.name else get_recipe(name)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a task, and the learning rates that stand in the middle of each grid."""
+
+    task: str
+    make: Callable[[], nn.Module] | None
+    """None takes the task's own model."""
+    rates: Mapping[str, float]
+    """By optimizer."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Of the experiment."""
+
+
+UNIT = {"adamw": 2**4, "adam": 2**4, "lion": 2**4, "lamb": 1, "sgd": 2**4}
+"""By optimizer, how far the middle of the grid moves for unit-scaled models, whose weights are of size 1. LAMB's steps
+are in proportion to the weights already."""
+RATES = {"adamw": 2**-9, "adam": 2**-9, "sgd": 2**-2, "lion": 2**-12, "lamb": 2**-7}
+_LEAN = {"validations": 1, "statistics": 1, "checkpoints": 4}
+
+CASES = {
+    "gpt": Case(
+        "lm",
+        lambda: GPT(VOCABULARY, 64, layers=2, width=64, heads=2),
+        RATES,
+        {**_LEAN, "batch": 64, "context": 64, "steps": 100, "warmup": 20},
+    ),
+    "bert": Case(
+        "mlm",
+        lambda: BERT(VOCABULARY + 1, 32, layers=2, width=64, heads=2),
+        RATES,
+        {**_LEAN, "batch": 128, "context": 32, "steps": 100, "warmup": 20},
+    ),
+    "vision": Case("vision", None, {**RATES, "adamw": 2**-8}, {**_LEAN, "steps": 100}),
+}
+
+
+@dataclass(frozen=True, order=True)
+class Run:
+    """One run, and the loss that it ended with; None where it diverged."""
+
+    case: str
+    optimizer: str
+    recipe: str
+    lr: float
+    seed: int
+    loss: float | None = field(compare=False)
+
+    @property
+    def key(self) -> tuple[str, str, str, float, int]:
+        """What it is a run of."""
+        return self.case, self.optimizer, self.recipe, self.lr, self.seed
+
+
+@dataclass(frozen=True)
+class Best:
+    """How a recipe does at the learning rate that is best for it."""
+
+    lr: float
+    losses: Mapping[int, float]
+    """By seed."""
+    at_edge: bool
+    """Whether the best rate is the smallest or the largest that was tried: a better one may lie beyond."""
+    runs: int
+    diverged: int
+
+    @property
+    def mean(self) -> float:
+        """The mean over seeds."""
+        return statistics.fmean(self.losses.values())
+
+
+def experiment(case: Case, optimizer: str, lr: float, seeds: int) -> Experiment:
+    """The experiment of one point of the grid."""
+    return experiment_for(
+        case.task, recipes=("fp32",), optimizer=optimizer, lr=lr, seeds=seeds, baseline_seeds=seeds, **case.fields
+    )
+
+
+def runs(
+    name: str, optimizer: str, recipes: Sequence[str], octaves: Sequence[int], seeds: int, out: Path
+) -> Iterator[Run]:
+    """Train what is not trained yet of a case under an optimizer."""
+    case, known = CASES[name], {recipe: recipe_of(recipe) for recipe in recipes}
+    for octave, scaled in product(octaves, (False, True)):
+        some = {recipe: each for recipe, each in known.items() if each.unit_scaled == scaled}
+        rate = case.rates[optimizer] * 2.0**octave * (UNIT[optimizer] if scaled else 1)
+        asked = experiment(case, optimizer, rate, seeds)
+        losses = train(asked, some, out / f"{name}-{optimizer}-{rate:.3g}-{asked.key()[:8]}", case.make)
+        for recipe, found in losses.items():
+            yield from (Run(name, optimizer, recipe, rate, seed, loss) for seed, loss in enumerate(found))
+
+
+def best(found: Iterable[Run]) -> Best | None:
+    """Of one recipe's runs, those at the rate whose mean loss is the smallest among rates where no seed diverged.
+
+    None where a seed diverged at every rate.
+    """
+    by_rate: dict[float, dict[int, float | None]] = {}
+    for run in found:
+        by_rate.setdefault(run.lr, {})[run.seed] = run.loss
+    most = max(map(len, by_rate.values()), default=0)
+    whole = {
+        rate: {seed: loss for seed, loss in losses.items() if loss is not None}
+        for rate, losses in by_rate.items()
+        if len(losses) == most and None not in losses.values()
+    }
+    if not whole:
+        return None
+    rate = min(whole, key=lambda each: statistics.fmean(whole[each].values()))
+    every = [loss for losses in by_rate.values() for loss in losses.values()]
+    return Best(rate, whole[rate], rate in (min(by_rate), max(by_rate)), len(every), every.count(None))
+
+
+def verdict(found: Best | None, fp32: Best | None) -> str:
+    """The recipe at its best rate against fp32 at its own, as `halfstep compare` judges; nothing under three seeds."""
+    if found is None:
+        return "diverged at every rate"
+    if fp32 is None or len(found.losses.keys() & fp32.losses.keys()) < ENOUGH:
+        return "no verdict: fewer than three seeds"
+    apart = difference(found.losses, fp32.losses, same=found.losses == fp32.losses)
+    return f"{apart.status} ({apart.gap:+.2%})"
+
+
+def grouped(found: Iterable[Run]) -> dict[tuple[str, str], dict[str, list[Run]]]:
+    """The runs by case and optimizer, then by recipe, fp32 first."""
+    groups: dict[tuple[str, str], dict[str, list[Run]]] = {}
+    for run in sorted(found, key=lambda run: (run.case, run.optimizer, run.recipe != "fp32", run)):
+        groups.setdefault((run.case, run.optimizer), {}).setdefault(run.recipe, []).append(run)
+    return groups
+
+
+def table(found: Iterable[Run]) -> str:
+    """Every recipe at its best learning rate, a row each."""
+    lines = [
+        "| case | optimizer | recipe | best rate | loss | verdict | runs |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for (case, optimizer), recipes in grouped(found).items():
+        at = {recipe: best(each) for recipe, each in recipes.items()}
+        for recipe, each in at.items():
+            words = "the baseline" if recipe == "fp32" else verdict(each, at.get("fp32"))
+            rate = "" if each is None else f"{each.lr:.3g}{', at the edge' if each.at_edge else ''}"
+            loss = "" if each is None else f"{each.mean:.4f}"
+            counted = len(recipes[recipe])
+            lines.append(f"| {case} | {optimizer} | `{recipe}` | {rate} | {loss} | {words} | {counted} |")
+    return "\n".join(lines) + "\n"
+
+
+def kept() -> list[Run]:
+    """The runs of results/unit_scaling.json."""
+    return [Run(**run) for run in json.loads(KEPT.read_text())["runs"]] if KEPT.is_file() else []
+
+
+def keep(found: Sequence[Run]) -> None:
+    """Write runs beside those that are kept of other points of the grid."""
+    every = {run.key: run for run in [*kept(), *found]}
+    cases = {name: dict(case.fields) | {"task": case.task} for name, case in CASES.items()}
+    data = {"machine": environment(), "cases": cases, "runs": [vars(run) for _, run in sorted(every.items())]}
+    KEPT.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def main() -> None:
+    """Run, print, and write what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="gpt,bert")
+    parser.add_argument("--optimizers", default="adamw")
+    parser.add_argument("--recipes", default="fp32,fp16-mixed-unscaled,fp8-plain")
+    parser.add_argument("--seeds", type=int, default=ENOUGH)
+    parser.add_argument("--octaves", default="-1,0,1", help="the grid: powers of two around each case's rate")
+    parser.add_argument("--out", type=Path, default=Path("runs/unit_scaling"))
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--plot", action="store_true")
+    parser.add_argument("--table", action="store_true", help="print the table of what was kept; nothing is trained")
+    asked = parser.parse_args()
+    if asked.table:
+        print(table(kept()))
+        return
+    found: list[Run] = []
+    octaves = [int(octave) for octave in asked.octaves.split(",")]
+    for case in asked.cases.split(","):
+        for optimizer in asked.optimizers.split(","):
+            found += runs(case, optimizer, asked.recipes.split(","), octaves, asked.seeds, asked.out)
+            if asked.keep:
+                keep(found)
+    print(table(found))
+    if asked.plot:
+        for case in asked.cases.split(","):
+            drawn = {optimizer: recipes for (each, optimizer), recipes in grouped(kept()).items() if each == case}
+            picture(case, drawn).savefig(IMAGES / f"unit_scaling_{case}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""`halfstep scales`: how far the values of every tensor of a training step spread, beside what formats hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from halfstep.cli.terminal import show_json, show_table, stages
+from halfstep.errors import DataError, ModelError
+from halfstep.printable import printable
+
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from halfstep.lab.task import Task
+    from halfstep.probe import Scales
+
+_FORMATS = "fp16,e4m3fn,e5m2"
+
+
+def scales(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A config.json or its folder, or an architecture's name (bert-large, llama-7b ...), built with random "
+            "weights; module:function or file.py:function; with --task a model of the task."
+        ),
+    ],
+    task: Annotated[
+        str | None,
+        typer.Option(help="A task, whose data and loss are taken: lm, mlm, vision ... (`halfstep compare`)."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Tensors in .safetensors or .pt; left out: random tokens, or the task's own.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Examples in a batch.")] = 4,
+    context: Annotated[int, typer.Option(min=1, help="Tokens in an example.")] = 128,
+    batches: Annotated[int, typer.Option(min=1, help="Batches to measure and to train on.")] = 1,
+    steps: Annotated[
+        int, typer.Option(min=0, help="Measure again after so many steps of AdamW, on the same batches.")
+    ] = 0,
+    lr: Annotated[float, typer.Option(min=0.0, help="Their learning rate.")] = 1e-4,
+    unit: Annotated[
+        bool,
+        typer.Option("--unit", help="Measure it unit-scaled as well (`halfstep.unit_scale`), side by side."),
+    ] = False,
+    to: Annotated[str, typer.Option("--formats", help="Formats to hold the scales against.")] = _FORMATS,
+    seed: Annotated[int, typer.Option(help="Of random weights and random data.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every tensor.")] = False,
+    plot: Annotated[str | None, typer.Option(help="Draw it to this file: scales.png, scales.svg.")] = None,
+) -> None:
+    """The standard deviation of every activation, weight and gradient of MODEL, beside the ranges of formats."""
+    with stages() as progress:
+        progress("loading torch and the model")
+        from halfstep.probe import scales as measured
+
+        names = [name.strip() for name in to.split(",") if name.strip()]
+        if plot is not None:
+            from halfstep.probe.spread_plot import figure, save
+
+            if not Path(plot).parent.is_dir():
+                raise ModelError(f"cannot write {plot!r}: its folder does not exist; name one that does")
+        subject = _subject(model, task, data, _Sizes(batch, context, batches), seed)
+        moments = {}
+        for scaled in dict.fromkeys((False, unit)):
+            if scaled:
+                progress("unit-scaling")
+                subject.unit_scale()
+            for taken in dict.fromkeys((0, steps)):
+                found = measured(
+                    subject.model,
+                    subject.batches,
+                    to=names,
+                    loss=subject.loss,
+                    steps=taken,
+                    learning_rate=lr,
+                    described=subject.words,
+                    progress=progress,
+                )
+                moments[f"unit-scaled, {found.moment}" if scaled else found.moment] = found
+    if plot is not None:
+        save(figure(f"{model}: standard deviations", list(moments.items())), plot)
+    if as_json:
+        found_data = [{"moment": moment, **found.as_data()} for moment, found in moments.items()]
+        show_json({"model": model, "scales": found_data})
+    else:
+        _show(moments)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """How much to run the model on."""
+
+    batch: int
+    context: int
+    batches: int
+
+
+_Given = tuple[list[Any], str]
+"""Batches, and what they are in words."""
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A model, and what to run it on."""
+
+    model: nn.Module
+    batches: list[Any]
+    words: str
+    """What the batches are."""
+    task: Task | None = None
+
+    @property
+    def loss(self) -> Callable[..., Any] | None:
+        """The task's loss; None for the model's own."""
+        return None if self.task is None else self.task.loss
+
+    def unit_scale(self) -> None:
+        """Unit-scale the model by its first batch."""
+        from halfstep import unit_scale
+        from halfstep.lab.unit import unit_scale_on
+        from halfstep.probe.batch import loss_of_output
+
+        batch = self.batches[0]
+        if self.task is not None:
+            unit_scale_on(self.model, self.task, batch)
+            return
+        named = dict(batch) if isinstance(batch, Mapping) else {}
+        args = () if named else tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        unit_scale(self.model, *args, loss=lambda output: loss_of_output(output)[0], **named)
+
+
+def _subject(name: str, task: str | None, data: str | None, sizes: _Sizes, seed: int) -> _Subject:
+    """What MODEL and --data stand for.
+
+    Raises:
+        ModelError, DataError, RunError: there is no such model, data or task.
+    """
+    from halfstep.probe import inputs
+
+    if task is not None:
+        if data is not None:
+            raise DataError(f"--task {task} brings its own data; leave --data out, or --task")
+        return _of_task(name, task, sizes, seed)
+    if data is not None and not inputs.is_tensor_file(data):
+        raise DataError(f"{data}: expected tensors in .safetensors or .pt, by the names of the model's arguments")
+    given = None if data is None else (inputs.tensor_batches(data), f"the tensors in {data}")
+    return (_of_function if ":" in name else _of_config)(name, given, sizes, seed)
+
+
+def _of_task(name: str, task: str, sizes: _Sizes, seed: int) -> _Subject:
+    """A model of a task, with the task's batches and loss."""
+    from halfstep.lab.models import build_model
+    from halfstep.lab.tasks import experiment_for, get_task
+
+    spec = get_task(task)
+    context = {"context": sizes.context} if "context" in spec.options else {}
+    opened = spec.open(experiment_for(task, recipes=("fp32",), batch=sizes.batch, **context))
+    batches = [opened.batch(seed, step) for step in range(1, sizes.batches + 1)]
+    words = f"{sizes.batches} x {opened.count(batches[0])} {spec.facts.unit} of the task {task}"
+    return _Subject(build_model(name, opened.models(), seed), batches, words, opened)
+
+
+def _of_function(name: str, given: _Given | None, sizes: _Sizes, seed: int) -> _Subject:
+    """What a function returns: a model, with the inputs that come with it, or random tokens."""
+    import torch
+
+    from halfstep.probe.load import load_model
+
+    torch.manual_seed(seed)
+    loaded = load_model(name)
+    if given is None and loaded.inputs:
+        given = list(loaded.inputs), "the inputs that came with the model"
+    blank = torch.zeros(sizes.batch, sizes.context, dtype=torch.int64)
+    return _Subject(loaded.model, *(given or _random(loaded.model, blank, sizes, seed)))
+
+
+def _of_config(name: str, given: _Given | None, sizes: _Sizes, seed: int) -> _Subject:
+    """A model built of a config, with random weights and inputs."""
+    import torch
+
+    from halfstep.accounting import load_subject
+
+    subject = load_subject(name)
+    if subject.batch is None:
+        raise ModelError(
+            f"{name} is a checkpoint, which has no forward pass; give its config.json, or module:function that builds "
+            "the model and loads it"
+        )
+    torch.manual_seed(seed)
+    model = subject.build()
+    sizes = replace(sizes, context=min(sizes.context, subject.longest or sizes.context))
+    blank = subject.batch(model, sizes.batch, sizes.context)
+    return _Subject(model, *(given or _random(model, dict(blank.named) if blank.named else blank.args, sizes, seed)))
+
+
+def _random(model: nn.Module, blank: Any, sizes: _Sizes, seed: int) -> _Given:
+    """Batches like a blank one, of random tokens or normal numbers; arguments that are one tensor stay one."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    generator = torch.Generator().manual_seed(seed)
+
+    def filled() -> Any:
+        made: dict[int, Any] = {}
+
+        def fill(x: Any) -> Any:
+            if id(x) not in made:
+                floating = x.is_floating_point()
+                if not floating and not tables:
+                    raise ModelError(
+                        f"{type(model).__name__} has no embedding of tokens, and what it takes is not known; give "
+                        "--data, or have the function return (model, inputs)"
+                    )
+                drawn = torch.randn if floating else torch.randint
+                size = (x.shape,) if floating else (tables[0], x.shape)
+                made[id(x)] = drawn(*size, generator=generator)
+            return made[id(x)]
+
+        return tree_map(fill, blank)
+
+    kind = f"random tokens, {sizes.batch} x {sizes.context}" if tables else "random normal numbers"
+    return [filled() for _ in range(sizes.batches)], f"{sizes.batches} batches of {kind}"
+
+
+def _show(moments: Mapping[str, Scales]) -> None:
+    from halfstep.probe.spread_table import deviations, shares
+
+    first = next(iter(moments.values()))
+    typer.echo(printable(f"{first.model}, {first.parameters:,} parameters; {first.data}; loss: {first.loss}"))
+    for moment, found in moments.items():
+        typer.echo(f"\n{moment[0].upper()}{moment[1:]}: standard deviations")
+        columns, lines = deviations(found)
+        show_table(columns, [tuple(map(printable, line)) for line in lines], right=columns[2:])
+        typer.echo("\nof the values other than zero that become zero, that become subnormal; of all, that lie beyond:")
+        columns, lines = shares(found)
+        show_table(columns, lines, right=columns[1:])

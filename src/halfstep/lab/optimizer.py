@@ -1,0 +1,46 @@
+"""The optimizer of an experiment, over the parameters of a model."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.errors import RunError, unknown
+from halfstep.lab.experiment import Experiment
+from halfstep.optim import update_rules
+
+
+def build_optimizer(experiment: Experiment, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that `experiment.optimizer` names, for `halfstep.prepare`: matrices decay, vectors do not.
+
+    Where it has betas they are the experiment's; where it has a momentum it is the first of them. Decay that would be
+    added to the gradient is left out: Adam would divide it by the size of the gradient, and so a loss scale or a
+    weight's scale would change what it does.
+
+    Raises:
+        RunError: no update rule has that name; the nearest ones are shown.
+    """
+    rules = update_rules()
+    if experiment.optimizer not in rules:
+        raise RunError(unknown("optimizer", experiment.optimizer, rules))
+    rule = rules[experiment.optimizer]
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    offered = {
+        "lr": experiment.lr,
+        "betas": experiment.betas,
+        "momentum": experiment.betas[0],
+        "weight_decay": experiment.weight_decay,
+    }
+    taken = inspect.signature(rule.torch_class).parameters
+    options = {name: value for name, value in offered.items() if name in taken}
+    make: Any = rule.torch_class
+    optimizer: torch.optim.Optimizer = make([group for group in groups if group["params"]], **options)
+    for group in optimizer.param_groups:
+        if rule.decay is not None and rule.decay(group)[0]:
+            group["weight_decay"] = 0.0
+    return optimizer

@@ -1,0 +1,141 @@
+"""Masked language modelling: a small BERT fills in the bytes of a text that were masked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfstep.errors import DataError, ModelError
+from halfstep.lab.data import VOCABULARY, Corpus, load_corpus
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.facts import Facts, Metric
+from halfstep.lab.models.bert import BERT
+from halfstep.lab.task import Batch, Task, TaskSpec, stream
+
+
+_SIZES = {"bert-tiny": (2, 128, 4), "bert-small": (6, 384, 6)}  # layers, width, heads
+_MASK = VOCABULARY
+"""The token that stands for a masked byte."""
+_TOKENS = VOCABULARY + 1
+_SHARE = 0.15
+_NO_TARGET = -100
+
+
+class MaskedLanguageModelling(Task):
+    """Fill in masked bytes: the mean cross-entropy in nats over the places that were chosen.
+
+    15% of the places of each window are chosen, the same number in all; of those, 80% hold the mask's token, 10% a
+    random byte and 10% the byte itself. A model takes tokens (batch, time) int64 and returns logits (batch, time, 257),
+    bare or as `.logits`.
+
+    Source: Devlin et al. 2019, arXiv 1810.04805, section 3.1, on bytes in the place of word pieces.
+    """
+
+    def __init__(self, corpus: Corpus, batch: int, context: int, validation_batches: int = 8) -> None:
+        """Raises DataError: 15% of the context is less than half a place."""
+        self.corpus = corpus
+        self.size = batch
+        self.context = context
+        self.validation_batches = validation_batches
+        self.chosen = round(_SHARE * context)
+        if self.chosen == 0:
+            raise DataError(f"context = {context} given; 15% of it is no place to mask. Give at least 4")
+
+    def models(self) -> dict[str, Callable[[], nn.Module]]:
+        """Two BERTs."""
+        return {name: partial(BERT, _TOKENS, self.context, *size) for name, size in _SIZES.items()}
+
+    def batch(self, seed: int, step: int) -> Batch:
+        """Windows at uniform random places of the training part, masked anew."""
+        generator = stream(seed, step)
+        limit = len(self.corpus.train) - self.context + 1
+        starts = torch.randint(0, limit, (self.size,), generator=generator)
+        return self._masked("train", starts, generator)
+
+    def held_out(self) -> list[Batch]:
+        """Windows spread evenly over the held-out part, masked the same each time."""
+        generator = stream(-1, 0)
+        limit = len(self.corpus.held_out) - self.context
+        count = self.validation_batches * self.size
+        starts = torch.arange(count) * limit // count
+        return [self._masked("held_out", piece, generator) for piece in starts.view(-1, self.size)]
+
+    def _masked(self, split: str, starts: Tensor, generator: torch.Generator) -> Batch:
+        text = self.corpus.windows(split, starts, self.context)
+        order = torch.rand(text.shape, generator=generator).argsort(dim=1)
+        chosen = torch.zeros_like(text, dtype=torch.bool).scatter_(1, order[:, : self.chosen], True)
+        kind = torch.rand(text.shape, generator=generator)
+        other = torch.randint(0, VOCABULARY, text.shape, generator=generator)
+        shown = torch.where(kind < 0.8, _MASK, torch.where(kind < 0.9, other, text))
+        return {
+            "tokens": torch.where(chosen, shown, text),
+            "targets": torch.where(chosen, text, _NO_TARGET),
+        }
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy of the model's logits at the places that were chosen."""
+        logits, targets = _logits(model, batch["tokens"]).flatten(0, 1), batch["targets"].flatten()
+        return F.cross_entropy(logits, targets, ignore_index=_NO_TARGET)
+
+    def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
+        """Masked accuracy: the share of the chosen places whose likeliest token is the byte that was there."""
+        right = 0
+        for batch in self.held_out():
+            right += int((_logits(model, batch["tokens"]).argmax(-1) == batch["targets"]).sum())
+        return right / (self.validation_batches * self.size * self.chosen)
+
+    def by_heart(self) -> nn.Module:
+        """Knows the held-out windows."""
+        return _Reader(self.held_out())
+
+    def count(self, batch: Batch) -> int:
+        """Tokens."""
+        return batch["tokens"].numel()
+
+    def digest(self) -> str:
+        """The corpus's."""
+        return self.corpus.digest
+
+
+class _Reader(nn.Module):
+    def __init__(self, batches: list[Batch]) -> None:
+        super().__init__()
+        self.batches = batches
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        known = next(batch for batch in self.batches if torch.equal(batch["tokens"], tokens))
+        return F.one_hot(known["targets"].clamp(min=0), _TOKENS).float()
+
+
+def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    output: Any = model(tokens)
+    logits = getattr(output, "logits", output)
+    expected = (*tokens.shape, _TOKENS)
+    if not isinstance(logits, Tensor) or logits.shape != expected:
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
+        raise ModelError(
+            f"the model returned {found}; expected logits of shape {expected}, one a byte value and one for the mask"
+        )
+    return logits
+
+
+def _open(experiment: Experiment) -> MaskedLanguageModelling:
+    corpus = load_corpus(experiment.data, experiment.context)
+    return MaskedLanguageModelling(corpus, experiment.batch, experiment.context)
+
+
+mlm = TaskSpec(
+    name="mlm",
+    summary="a small BERT that fills in masked bytes: text of your own, or the Python standard library",
+    facts=Facts(
+        metric=Metric("masked accuracy", higher_is_better=True, best=1.0, form="{:.1%}"),
+        defaults={"model": "bert-tiny"},
+    ),
+    open=_open,
+    options=("data", "context"),
+)

@@ -1,0 +1,280 @@
+"""How far the values of every tensor of a training step spread: standard deviations, beside what formats hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from halfstep import formats
+from halfstep.bits.limits import Limits, limits_of
+from halfstep.errors import DataError, FormatError
+from halfstep.probe.aside import copied, unchanged_generators
+from halfstep.probe.batch import Batch, Loss, loss_of, moved
+from halfstep.probe.data import finite
+from halfstep.probe.measure import blocks, train
+from halfstep.probe.observe import observed
+from halfstep.probe.ranges import MASK, Counts, Range, Site, count
+from halfstep.probe.trial import parameter_site
+from halfstep.recipe import DTYPES
+
+
+FORMATS = ("fp16", "e4m3fn", "e5m2")
+KINDS = ("activation", "activation gradient", "weight", "weight gradient")
+GRADIENT = "gradient of the "
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The first two moments of some values: how many there are, their mean, the sum of squares about it."""
+
+    values: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def __add__(self, other: Moments) -> Moments:
+        """Those of both together.
+
+        Source: Chan, Golub and LeVeque 1983, on updating variances.
+        """
+        values = self.values + other.values
+        if not values:
+            return self
+        apart = other.mean - self.mean
+        squares = self.squares + other.squares + apart * apart * self.values * other.values / values
+        return Moments(values, self.mean + apart * other.values / values, squares)
+
+    @property
+    def std(self) -> float:
+        """The standard deviation: the root of the mean square about the mean."""
+        return math.sqrt(self.squares / self.values) if self.values else 0.0
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One tensor of a step, over all batches."""
+
+    site: Site
+    kind: str
+    """One of `KINDS`."""
+    folded: str
+    """The module's path, with a star for the number of a repeated block."""
+    moments: Moments
+    ranges: tuple[Range, ...]
+    """What each format makes of it, in the order of the formats."""
+
+    @property
+    def std(self) -> float:
+        """Its standard deviation; NaN where a value is infinite or NaN."""
+        return self.moments.std
+
+    def as_data(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "module": self.site.module,
+            "folded": self.folded,
+            "class": self.site.kind,
+            "tensor": self.site.role.removeprefix(GRADIENT),
+            "kind": self.kind,
+            "values": self.moments.values,
+            "mean": finite(self.moments.mean),
+            "std": finite(self.std),
+            "largest": finite(self.ranges[0].counts.largest),
+            "formats": {
+                found.limits.format.name: {
+                    "beyond": found.share_beyond,
+                    "subnormal": found.share_subnormal,
+                    "zero": found.share_vanished,
+                }
+                for found in self.ranges
+            },
+        }
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Every tensor of a training step: activations and their gradients in the order of execution, then weights."""
+
+    model: str
+    """The model's class."""
+    parameters: int
+    data: str
+    """What it was measured on, in words."""
+    loss: str
+    """Which loss was sent back, in words."""
+    steps: int
+    """How many optimizer steps were taken before."""
+    learning_rate: float
+    formats: tuple[str, ...]
+    spreads: tuple[Spread, ...]
+
+    def of(self, kind: str) -> list[Spread]:
+        """The tensors of one of `KINDS`."""
+        return [spread for spread in self.spreads if spread.kind == kind]
+
+    @property
+    def moment(self) -> str:
+        """When it was, in words."""
+        steps = f"{self.steps} step{'s' if self.steps > 1 else ''}"
+        return f"after {steps} of AdamW at {self.learning_rate:g}" if self.steps else "at the start"
+
+    def as_data(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "model": self.model,
+            "parameters": self.parameters,
+            "data": self.data,
+            "loss": self.loss,
+            "steps": self.steps,
+            "learning_rate": self.learning_rate if self.steps else None,
+            "formats": list(self.formats),
+            "tensors": [spread.as_data() for spread in self.spreads],
+        }
+
+
+def scales(
+    model: nn.Module,
+    data: Sequence[Batch],
+    *,
+    to: Sequence[object] = FORMATS,
+    loss: Loss | None = None,
+    steps: int = 0,
+    learning_rate: float = 1e-4,
+    described: str = "the batches given",
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Scales:
+    """The standard deviation of every activation, weight and gradient of a step, and what formats make of them.
+
+    Runs a copy of the model as it is, whatever recipe it follows, in training mode; the model and the random generators
+    are left as they were. A tensor that several modules hand on counts once, where it is seen first. Of what a module
+    computes inside, the products and the logits of fused attention are seen.
+
+    Args:
+        data: batches; a mapping gives the model's arguments by name, a tuple by position, a tensor is the only one.
+        to: formats: names, `Format`s or dtypes. fp16, bf16 and fp32 overflow; others saturate, as quantizers do.
+        loss: loss(model, batch) to send back; None takes the model's own, or a stand-in (`batch.loss_of`).
+        steps: how many steps of AdamW at `learning_rate` are taken before, over the batches in turn.
+        described: what the data are, for the report.
+        progress: called with what is being done.
+
+    Raises:
+        FormatError: unknown format, one for blocks or without negative values, or none.
+        DataError: no batches.
+        ModelError: the model has no parameters, cannot be copied, does not take the data, or gives no loss.
+    """
+    limits = [_limits(each) for each in to]
+    if not limits:
+        raise FormatError("no format given to hold the scales against; expected at least one, such as 'fp16'")
+    if not data:
+        raise DataError("no batches to run the model on; expected at least one")
+    own = copied(model)
+    device = next(own.parameters()).device
+    batches = [moved(batch, device) for batch in data]
+    with unchanged_generators(device):
+        torch.manual_seed(0)
+        if steps:
+            train(own, batches, loss, steps, learning_rate, progress)
+        own.train()
+        progress("measuring")
+        gauge = _Gauge(own, limits)
+        words = [gauge.run(batch, loss) for batch in batches]
+    return Scales(
+        model=type(model).__name__,
+        parameters=sum(p.numel() for p in model.parameters()),
+        data=described,
+        loss=words[0],
+        steps=steps,
+        learning_rate=learning_rate,
+        formats=tuple(each.format.name for each in limits),
+        spreads=tuple(gauge.spreads()),
+    )
+
+
+@dataclass
+class _Held:
+    """What is known of one tensor so far."""
+
+    kind: str
+    moments: Moments = field(default_factory=Moments)
+    counts: list[Counts] = field(default_factory=list)
+
+
+class _Gauge:
+    """Gathers the moments and counts of every tensor over passes."""
+
+    def __init__(self, model: nn.Module, limits: Sequence[Limits]) -> None:
+        self._model = model
+        self._limits = limits
+        self._held: dict[Site, _Held] = {}
+        self._versions: Any = WeakIdKeyDictionary()
+        """Of the tensors that were seen, as they then were."""
+
+    def run(self, batch: Batch, loss: Loss | None) -> str:
+        """One step over a batch, without an update; which loss was sent back."""
+        self._model.zero_grad()
+        with observed(self._model, self._see):
+            value, words = loss_of(self._model, batch, loss)
+            value.backward()  # type: ignore[no-untyped-call]
+        kinds = {path: type(module).__name__ for path, module in self._model.named_modules()}
+        for name, parameter in self._model.named_parameters():
+            if parameter.is_floating_point():
+                self._take(parameter_site(name, kinds, False), "weight", parameter)
+                if parameter.grad is not None:
+                    self._take(parameter_site(name, kinds, True), "weight gradient", parameter.grad)
+        self._model.zero_grad()
+        return words
+
+    def spreads(self) -> Iterable[Spread]:
+        """All of it: what is activated and its gradients in the order of execution, then weights and theirs."""
+        repeated = blocks(self._model)
+        for order, (site, held) in enumerate(self._held.items()):
+            ranges = (Range(site, order, *pair) for pair in zip(held.counts, self._limits, strict=True))
+            yield Spread(site, held.kind, _folded(site.module, repeated), held.moments, tuple(ranges))
+
+    def _see(self, site: Site, tensor: Tensor) -> None:
+        if tensor.dim() == 0:
+            return
+        if site.backward:
+            made = replace(site, role=site.role.removeprefix(GRADIENT), backward=False)
+            if made in self._held and made.role != "product":  # which are parts of gradients that are seen themselves
+                self._take(site, "activation gradient", tensor)
+            return
+        if self._versions.get(tensor) != tensor._version:
+            self._versions[tensor] = tensor._version
+            self._take(site, "activation", tensor)
+
+    def _take(self, site: Site, kind: str, tensor: Tensor) -> None:
+        held = self._held.setdefault(site, _Held(kind, counts=[Counts()] * len(self._limits)))
+        held.moments += moments(tensor)
+        held.counts = [one + count(tensor, each) for one, each in zip(held.counts, self._limits, strict=True)]
+
+
+@torch.no_grad()
+def moments(x: Tensor) -> Moments:
+    """Of a floating tensor, in float32; what masks attention is no value."""
+    values = x.detach().float().reshape(-1)
+    if values.numel() and float(values.min()) <= -MASK:
+        values = values[~(values <= -MASK)]
+    if not values.numel():
+        return Moments()
+    variance, mean = torch.var_mean(values, correction=0)
+    return Moments(values.numel(), float(mean), float(variance) * values.numel())
+
+
+def _limits(to: object) -> Limits:
+    format = formats.get(to)
+    if not format.signed:
+        raise FormatError(f"{format.name} has no negative values; give one that can hold activations, such as e4m3fn")
+    return limits_of(format, stored=format.name in DTYPES)
+
+
+def _folded(path: str, repeated: set[str]) -> str:
+    """The path with a star for the last part of every repeated block that it leads through."""
+    parts = path.split(".")
+    places = (".".join(parts[: i + 1]) in repeated for i in range(len(parts)))
+    return ".".join("*" if again else part for part, again in zip(parts, places, strict=True))

@@ -1,0 +1,166 @@
+"""Standard deviations of every tensor of a step, in the order of execution, against the ranges of formats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from halfstep import formats
+from halfstep.errors import ModelError
+from halfstep.formats import Format
+from halfstep.probe.spread import KINDS, Scales, Spread
+
+
+try:
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    raise ModelError(
+        f"plots are drawn with {error.name}, which is not installed; install it with pip install 'halfstep[lab]', or "
+        "ask for --json"
+    ) from error
+
+
+_INK, _FAINT = "#1d2228", "#6b737c"
+_BANDS = ("#e9edf1", "#d3dce4", "#bccad6", "#a5b7c7")
+_LOOKS = {
+    "activation": ("#0072b2", "o"), "activation gradient": ("#d55e00", "v"),
+    "weight": ("#111111", "s"), "weight gradient": ("#cc3399", "D"),
+}  # fmt: skip
+_GAP = 9.5
+"""Points between two labels, at least."""
+_MANY = 60
+"""From so many modules on blocks are labelled, not modules."""
+_LONG = 34
+
+
+def figure(title: str, found: Sequence[tuple[str, Scales]]) -> Figure:
+    """A panel for each of the scales, side by side: log2 of standard deviations, the first tensor on top.
+
+    Behind them, as bands, what each format holds from its smallest subnormal to its largest number; darker lines stand
+    at its smallest normal number. Tensors without a spread (zeros, or one value) have no place.
+
+    Args:
+        found: with what to call each panel.
+    """
+    with rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.usetex": False, "text.parse_math": False}):
+        depth = max(len(_places(scales)) for _, scales in found)
+        height = min(11.0, 2.4 + 0.16 * depth)
+        drawn = Figure(figsize=(2.2 + 4.6 * len(found), height), dpi=160, layout="constrained")
+        FigureCanvasAgg(drawn)
+        panels = drawn.subplots(1, len(found), sharex=True, squeeze=False)[0]
+        low, high = _ends([scales for _, scales in found])
+        for axes, (name, scales) in zip(panels, found, strict=True):
+            room = 0.8 * 72 * height / len(_places(scales))
+            _panel(axes, name, scales, low, high, room)
+        handles, labels = panels[0].get_legend_handles_labels()
+        drawn.legend(handles, labels, loc="outside lower center", ncols=len(KINDS), frameon=False)
+        drawn.suptitle(_plain(title), x=0.01, ha="left", fontsize=11, fontweight="bold", color=_INK)
+    return drawn
+
+
+def save(drawn: Any, path: str) -> None:
+    """Write a figure to a file, as its ending says.
+
+    Raises:
+        ModelError: matplotlib knows no such ending, or the file cannot be written.
+    """
+    try:
+        drawn.savefig(path)
+    except (ValueError, OSError) as error:
+        raise ModelError(f"cannot write {path!r} ({error}); give a file such as scales.png or scales.svg") from error
+
+
+def _panel(axes: Any, name: str, scales: Scales, low: float, high: float, room: float) -> None:
+    places = _places(scales)
+    bottom = len(places)
+    kept = sorted(map(formats.get, scales.formats), key=_width, reverse=True)
+    for number, format in enumerate(kept):
+        first, last = _held(format)
+        axes.axvspan(first, last, color=_BANDS[min(number, len(_BANDS) - 1)], linewidth=0, zorder=0)
+    strip = bottom * 0.022 + 0.45  # the height of a line of words above the first tensor
+    for number, format in enumerate(kept):
+        first, last = _held(format)
+        height = -strip * (1.2 * (len(kept) - number) + 0.4)
+        normal = math.log2(getattr(format, "min_normal", format.smallest))
+        axes.plot([normal, last], [height, height], color=_INK, linewidth=2.4, solid_capstyle="butt", zorder=3)
+        axes.plot([first, normal], [height, height], color=_INK, linewidth=1, linestyle=(0, (2, 1.5)), zorder=3)
+        axes.text(
+            last + 0.6, height, format.name.removeprefix("float8_"), va="center", ha="left", fontsize=8, color=_INK
+        )
+        axes.axvline(normal, color=_FAINT, linewidth=0.6, linestyle=":", zorder=1)
+    for kind in KINDS:
+        colour, marker = _LOOKS[kind]
+        shown = _shown(scales, kind)
+        x, y = [math.log2(spread.std) for spread in shown], [places[spread.site.module] for spread in shown]
+        size = 20 if bottom < 80 else 9
+        axes.scatter(x, y, size, color=colour, marker=marker, linewidths=0, alpha=0.85, label=kind, zorder=4)
+    axes.set_ylim(bottom + 0.5, -strip * (1.2 * len(kept) + 1.1))
+    axes.set_xlim(low, high)
+    axes.set_title(name, loc="left", fontsize=9, color=_INK)
+    axes.set_xlabel("log2 of the standard deviation")
+    axes.spines[["top", "right"]].set_visible(False)
+    ticks = _labels(scales, places, room)
+    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=7.5)
+    axes.tick_params(axis="y", length=2)
+
+
+def _places(scales: Scales) -> dict[str, int]:
+    """The height of each module: its place in the order of execution."""
+    places: dict[str, int] = {}
+    for spread in scales.spreads:
+        places.setdefault(spread.site.module, len(places))
+    return places
+
+
+def _shown(scales: Scales, kind: str) -> list[Spread]:
+    return [spread for spread in scales.of(kind) if 0 < spread.std < math.inf]
+
+
+def _labels(scales: Scales, places: dict[str, int], room: float) -> dict[int, str]:
+    """What stands beside each height: a module's path, and of repeated blocks the block's beside its first module.
+
+    Args:
+        room: points for a module.
+    """
+    folded = {spread.site.module: spread.folded for spread in scales.spreads}
+    labels: dict[int, str] = {}
+    seen: set[str] = set()
+    for module, place in places.items():
+        repeated = folded[module].split(".").count("*") > 0
+        depth = folded[module].split(".").index("*") + 1 if repeated else None
+        name = ".".join(module.split(".")[:depth]) if len(places) > _MANY else module
+        near = labels and (place - max(labels)) * room < _GAP
+        if name not in seen and not near:
+            labels[place] = _short(name)
+        seen.add(name)
+    return labels
+
+
+def _short(name: str) -> str:
+    """A path from a file as a figure can show it: of a long one the end."""
+    plain = _plain(name) or "the model"
+    return plain if len(plain) <= _LONG else "…" + plain[1 - _LONG :]
+
+
+def _plain(text: str) -> str:
+    return "".join(c if c.isprintable() and ord(c) < 0x250 else "?" for c in text)
+
+
+def _held(format: Format) -> tuple[float, float]:
+    """log2 of the smallest and of the largest number of a format."""
+    return math.log2(format.smallest), math.log2(format.max)
+
+
+def _width(format: Format) -> float:
+    first, last = _held(format)
+    return last - first
+
+
+def _ends(found: Sequence[Scales]) -> tuple[float, float]:
+    """The ends of the axis: all formats and all points, and room for the formats' names."""
+    points = [math.log2(s.std) for scales in found for kind in KINDS for s in _shown(scales, kind)]
+    held = [end for scales in found for name in scales.formats for end in _held(formats.get(name))]
+    return min(points + held) - 1.5, max(points + held) + 6

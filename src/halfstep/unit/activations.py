@@ -1,0 +1,206 @@
+"""Functions of unit size from numbers to numbers, and softmax: one kernel forward and one backward, scaled in place.
+
+Each is one autograd function: its forward multiplies its own fresh result, its backward its own fresh gradient, while
+they are at hand. What is kept for the backward pass is what torch keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfstep.unit import factors
+from halfstep.unit.constraint import Constraint, get_constraint
+
+
+_aten: Any = torch.ops.aten
+
+
+def gelu(
+    input: Tensor, approximate: str = "none", *, mult: float = 1.0, constraint: str | Constraint | None = "to_output"
+) -> Tensor:
+    """gelu(mult x) / mult of unit size."""
+    name = "gelu" if approximate == "none" else f"gelu_{approximate}"
+    return _activation(input, name, mult, constraint)
+
+
+def silu(input: Tensor, *, mult: float = 1.0, constraint: str | Constraint | None = "to_output") -> Tensor:
+    """silu(mult x) / mult = x sigmoid(mult x) of unit size."""
+    return _activation(input, "silu", mult, constraint)
+
+
+def relu(input: Tensor, *, constraint: str | Constraint | None = "to_output") -> Tensor:
+    """relu(x) of unit size."""
+    return _activation(input, "relu", 1.0, constraint)
+
+
+def tanh(input: Tensor, *, mult: float = 1.0, constraint: str | Constraint | None = "to_output") -> Tensor:
+    """tanh(mult x) / mult of unit size."""
+    return _activation(input, "tanh", mult, constraint)
+
+
+def sigmoid(input: Tensor, *, mult: float = 1.0, constraint: str | Constraint | None = "to_output") -> Tensor:
+    """sigmoid(mult x) / mult of unit size about its mean, which is not zero."""
+    return _activation(input, "sigmoid", mult, constraint)
+
+
+def gated_silu(
+    input: Tensor, gate: Tensor, *, mult: float = 1.0, constraint: str | Constraint | None = "to_output"
+) -> Tensor:
+    """x silu(mult gate) / mult of unit size: the product of a SwiGLU."""
+    output, *grads = get_constraint(constraint)(*factors.gated_silu(mult))
+    if input.shape != gate.shape:
+        input, gate = torch.broadcast_tensors(input, gate)  # type: ignore[no-untyped-call]
+    return _Gated.apply(input, gate, mult, output / mult, *grads)[0]  # type: ignore[no-any-return,no-untyped-call]
+
+
+def softmax(
+    input: Tensor,
+    dim: int,
+    dtype: torch.dtype | None = None,
+    *,
+    mult: float = 1.0,
+    constraint: str | Constraint | None = "to_output",
+) -> Tensor:
+    """softmax(mult x) along `dim`, of unit size about its mean: a temperature of 1 / mult.
+
+    16-bit inputs are exponentiated, summed and scaled in float32: unscaled, 1 / size may be too small for fp16. Under
+    autocast the result is of the dtype that torch's has.
+    """
+    size = input.shape[dim] if input.dim() else 1
+    output, grad = get_constraint(constraint)(*factors.softmax(size, mult))
+    if dtype is None:  # autocast's, where it is on: its lists differ from device to device
+        dtype = torch.softmax(input.new_empty(1), 0).dtype
+    x = input if mult == 1 else input.to(torch.promote_types(input.dtype, torch.float32)) * mult
+    with torch.autocast(input.device.type, enabled=False):
+        return _Softmax.apply(x, dim, dtype, output, grad)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _activation(x: Tensor, name: str, mult: float, constraint: str | Constraint | None) -> Tensor:
+    output, grad = get_constraint(constraint)(*factors.activation(name, mult))
+    return _Activation.apply(x, name, mult, output / mult, grad)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    """A fresh tensor times a number: in place, where nobody takes its derivative."""
+    return x * factor if torch.is_grad_enabled() else x.mul_(factor)
+
+
+def _value(x: Tensor, name: str) -> Tensor:
+    match name:
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "silu":
+            return F.silu(x)
+        case "relu":
+            return F.relu(x)
+        case "tanh":
+            return torch.tanh(x)
+        case _:
+            return torch.sigmoid(x)
+
+
+def _gradient(grad: Tensor, kept: Tensor, name: str, mult: float, output: float) -> Tensor:
+    """f'(mult x) times grad, of what was kept: x, or the scaled result of the functions that torch keeps that of."""
+    match name:
+        case "gelu" | "gelu_tanh":
+            x = kept if mult == 1 else kept * mult
+            return _aten.gelu_backward(grad, x, approximate="none" if name == "gelu" else "tanh")  # type: ignore[no-any-return]
+        case "silu":
+            return _silu_gradient(grad, kept if mult == 1 else kept * mult)
+        case "relu":
+            return _aten.threshold_backward(grad, kept, 0)  # type: ignore[no-any-return]
+        case "tanh":
+            return _aten.tanh_backward(grad, kept / output)  # type: ignore[no-any-return]
+        case _:
+            return _aten.sigmoid_backward(grad, kept / output)  # type: ignore[no-any-return]
+
+
+def _silu_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return _aten.silu_backward(grad, x)  # type: ignore[no-any-return]
+    share = torch.sigmoid(x)  # torch's kernel has no derivative
+    return grad * share * (1 + x * (1 - share))
+
+
+class _Activation(torch.autograd.Function):
+    """f(mult x) times `output`, whose gradient is f'(mult x) times `grad`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, name: str, mult: float, output: float, grad: float) -> Tensor:
+        return _times(_value(x if mult == 1 else x * mult, name), output)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.name, ctx.mult, ctx.output, ctx.grad = inputs
+        ctx.save_for_backward(x if ctx.name in ("gelu", "gelu_tanh", "silu") else output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = ctx.saved_tensors
+        found = _gradient(grads[0], kept, ctx.name, ctx.mult, ctx.output)
+        return _times(found, ctx.grad), None, None, None, None
+
+
+class _Gated(torch.autograd.Function):
+    """x silu(mult gate) times `output`, with factors of their own on its gradients: each is part of a product."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, gate: Tensor, mult: float, output: float, grad_x: float, grad_gate: float
+    ) -> tuple[Tensor, Tensor]:
+        gated = F.silu(gate if mult == 1 else gate * mult)
+        return _product(gated, x, output), gated
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, gate, ctx.mult, _, ctx.grad_x, ctx.grad_gate = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(x, gate, output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, gated = ctx.saved_tensors
+        inner = gate if ctx.mult == 1 else gate * ctx.mult
+        grad_x = grad_gate = None
+        if ctx.needs_input_grad[0]:
+            gated = F.silu(inner) if torch.is_grad_enabled() else gated  # for a derivative of this gradient
+            grad_x = _product(grads[0], gated, ctx.grad_x / ctx.mult)
+        if ctx.needs_input_grad[1]:
+            grad_gate = _silu_gradient(_product(grads[0], x, ctx.grad_gate), inner)
+        return grad_x, grad_gate, None, None, None, None
+
+
+def _product(x: Tensor, y: Tensor, factor: float) -> Tensor:
+    return torch.addcmul(x.new_zeros(()), x, y, value=factor)
+
+
+class _Softmax(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, dim: int, dtype: torch.dtype, output: float, grad: float) -> Tensor:
+        wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
+        return _times(torch.softmax(x, dim, dtype=wide), output).to(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.dim, _, ctx.output, ctx.grad = inputs
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wide = torch.promote_types(torch.promote_types(ctx.dtype, grads[0].dtype), torch.float32)
+        weights = ctx.saved_tensors[0].to(wide) / ctx.output
+        found = _aten._softmax_backward_data(grads[0].to(wide), weights, ctx.dim, wide)
+        return _times(found, ctx.grad).to(ctx.dtype), None, None, None, None

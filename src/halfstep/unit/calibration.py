@@ -1,0 +1,118 @@
+"""Factors measured: what an operation's algebra would give, without the algebra."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import ModelError
+from halfstep.ops.scale import scale_backward, scale_forward
+from halfstep.unit.constraint import Constraint, get_constraint
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """An operation's factors, and how far each may be off."""
+
+    op: Callable[..., Tensor]
+    output: float
+    """The inverse of the standard deviation of the operation's output."""
+    grad_inputs: tuple[float | None, ...]
+    """The inverse of the root mean square of each input's gradient; None where it has none."""
+    errors: tuple[float, ...]
+    """The relative standard errors of these factors, from the spread of the runs: infinite after a single one."""
+
+    def __call__(self, *inputs: Any, constraint: str | Constraint | None = "to_output", **options: Any) -> Tensor:
+        """The operation with its factors on its output and on its inputs' gradients, tied by the constraint.
+
+        An input without a factor, and all `options`, go through as they are.
+        """
+        if len(inputs) != len(self.grad_inputs):
+            raise ModelError(f"{len(inputs)} inputs of an operation that was calibrated with {len(self.grad_inputs)}")
+        found = [factor for factor in self.grad_inputs if factor is not None]
+        output, *grads = get_constraint(constraint)(self.output, *found)
+        factors = iter(grads)
+        scaled = [
+            x if factor is None else scale_backward(x, next(factors))
+            for x, factor in zip(inputs, self.grad_inputs, strict=True)
+        ]
+        return scale_forward(self.op(*scaled, **options), output)
+
+
+def calibrate(
+    op: Callable[..., Tensor],
+    shapes: Sequence[Sequence[int] | Tensor],
+    *,
+    runs: int = 16,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Calibration:
+    """Measure the factors of `op` on inputs and an output gradient of N(0, 1).
+
+    The calibration is the operation with its factors:
+
+    >>> square = calibrate(lambda x: x * x, [(64, 64)])
+    >>> round(square.output, 1), round(square.grad_inputs[0], 1)
+    (0.7, 0.5)
+    >>> square(torch.ones(3))
+    tensor([0.7022, 0.7022, 0.7022])
+
+    Args:
+        op: takes as many tensors as there are shapes, and returns one.
+        shapes: an input's shape, or a tensor that is passed as it is (indices, a mask) and has no factor.
+        runs: how often it is run, each time with other numbers; a factor is that of the mean square over all.
+        seed: of the numbers, and of what `op` draws itself; torch's own generator is left as it was.
+
+    Raises:
+        ModelError: an output that is no floating tensor, is not finite, or has no spread; an input whose gradient is
+            zero, or is missing.
+    """
+    if runs < 1:
+        raise ModelError(f"runs = {runs}; expected one or more")
+    devices = [device] if torch.device(device).type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.enable_grad(), torch.autocast(torch.device(device).type, enabled=False):
+        torch.manual_seed(seed)
+        squares = torch.stack([_squares(op, shapes, dtype, device) for _ in range(runs)])
+    mean = squares.mean(0)
+    deviation = squares.std(0) if runs > 1 else torch.full_like(mean, torch.inf)
+    numbers = mean.rsqrt().tolist()
+    errors = (deviation / mean / 2 / runs**0.5).tolist()
+    grads = iter(numbers[1:])
+    given = tuple(None if isinstance(shape, Tensor) else next(grads) for shape in shapes)
+    return Calibration(op, numbers[0], given, tuple(errors))
+
+
+def _gradients(output: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """Those of the leaves for an output gradient of N(0, 1); None for one that the output does not hang on."""
+    if not leaves or not output.requires_grad:
+        return (None,) * len(leaves)
+    return torch.autograd.grad(output, leaves, torch.randn_like(output), allow_unused=True)
+
+
+def _squares(
+    op: Callable[..., Tensor], shapes: Sequence[Sequence[int] | Tensor], dtype: torch.dtype, device: str | torch.device
+) -> Tensor:
+    """The variance of the output and the mean square of each gradient, in float64."""
+    inputs = [
+        s if isinstance(s, Tensor) else torch.randn(tuple(s), device=device).to(dtype).requires_grad_() for s in shapes
+    ]
+    output = op(*inputs)
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        raise ModelError(f"an operation to be calibrated gave {type(output).__name__}; expected one floating tensor")
+    leaves = [x for x, s in zip(inputs, shapes, strict=True) if not isinstance(s, Tensor)]
+    grads = _gradients(output, leaves)
+    squares = [output.detach().double().var(correction=0)]
+    squares += [torch.zeros((), dtype=torch.float64) if g is None else g.double().square().mean() for g in grads]
+    found = torch.stack([square.cpu() for square in squares])
+    if not bool(torch.isfinite(found).all() and (found > 0).all()):
+        raise ModelError(
+            f"an operation to be calibrated gave an output of variance {found[0]:g} and gradients of mean squares "
+            f"{[float(f'{square:g}') for square in found[1:]]}; expected positive, finite numbers: pass inputs that it "
+            "does not use, or that have no gradient, as tensors"
+        )
+    return found

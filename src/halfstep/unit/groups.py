@@ -1,0 +1,145 @@
+"""Parameter groups whose learning rates and decays follow the roles of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import ModelError, OptimizerError, unknown
+from halfstep.unit.optimizers import OptimizerKind, optimizer_kind
+from halfstep.unit.parametrization import DECAYS, Parametrization, get_parametrization
+from halfstep.unit.roles import Role, known_roles, no_role
+
+
+READOUT = "_halfstep_readout_constraint"
+"""Where a readout keeps the name of its constraint, which SGD's rule hangs on."""
+
+
+def parameter_groups(
+    model: nn.Module,
+    optimizer: type[torch.optim.Optimizer] | str,
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    parametrization: str | Parametrization = "umup",
+    decay: str | None = None,
+    groups: Iterable[Mapping[str, Any]] | None = None,
+    readout_constraint: str | None = None,
+) -> list[dict[str, Any]]:
+    """Groups for any optimizer of torch's or halfstep's, each of parameters with one learning rate and one decay.
+
+    A parameter's learning rate is `lr` times the parametrization's factor for its role (`unit.roles`). Schedulers
+    multiply it further, as they do any group's. A frozen parameter is in a group too, if its role is known.
+
+    Args:
+        optimizer: its class or name; what is not known is refused (`OptimizerError`), with what to say instead.
+        weight_decay: as `decay` says; biases and gains have it too, unless `groups` says otherwise.
+        parametrization: a name (`standard`, `umup`, `munit`), or what `unit.get_parametrization` returns.
+        decay: what `weight_decay` means, `coupled`, `independent` or `decoupled` (`unit.DECAYS`); None: as the
+            parametrization has it. After `decoupled` call `unit.decouple_decay(optimizer)`.
+        groups: groups that there are already: `params` and options. Each is split by factors and keeps its options;
+            its `lr` and `weight_decay` stand before those given here. None: all parameters of the model.
+        readout_constraint: for SGD, where the model has no `unit.LinearReadout` that tells.
+
+    Raises:
+        ModelError: a parameter whose role nothing tells; a tied one whose roles want two learning rates; one of
+            `groups` that is not the model's; an empty model.
+        OptimizerError: an unknown optimizer, or one that the parametrization or the decay has no rule for; a learning
+            rate that is not positive.
+
+    >>> model = nn.Sequential(nn.Linear(4, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 2))
+    >>> from halfstep.unit import set_roles
+    >>> set_roles(model, {"0.weight": "input", "2.weight": "hidden", "4.weight": "readout"})
+    >>> [(len(g["params"]), g["lr"]) for g in parameter_groups(model, torch.optim.AdamW, lr=0.5)]
+    [(5, 0.5), (1, 0.03125)]
+    """
+    kind, rule = optimizer_kind(optimizer), get_parametrization(parametrization)
+    meaning = rule.decay if decay is None else decay
+    if meaning not in DECAYS:
+        raise OptimizerError(unknown("decay", meaning, DECAYS))
+    readout = readout_constraint if readout_constraint is not None else _readout(model)
+    every: list[Mapping[str, Any]] = [{"params": model.parameters()}]
+    given = [_listed(group) for group in (every if groups is None else groups)]
+    factors = _factors(model, given, lambda role: rule.lr(role, kind, readout))
+    made: list[dict[str, Any]] = []
+    for group in given:
+        options = {key: value for key, value in group.items() if key not in ("params", "lr", "weight_decay")}
+        rate, strength = group.get("lr", lr), float(group.get("weight_decay", weight_decay))
+        _check(rate, strength, meaning, kind, optimizer)
+        split: dict[float, list[Tensor]] = {}
+        for parameter in group["params"]:
+            if parameter in factors:
+                split.setdefault(factors[parameter], []).append(parameter)
+        for factor, parameters in split.items():
+            own = rate * factor
+            decays = {"weight_decay": strength if meaning == "coupled" else strength / float(own)}
+            if meaning == "decoupled":
+                decays["decay_per_step"] = strength
+            made.append({"params": parameters, "lr": own, **decays, **options})
+    return made
+
+
+def _listed(group: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(group, Mapping) or "params" not in group:
+        raise OptimizerError(
+            f"a group of type {type(group).__name__} found; expected {{'params': [...], ...}}, as torch takes them; "
+            "for all parameters of the model leave groups out"
+        )
+    params = group["params"]
+    return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
+
+
+def _factors(model: nn.Module, groups: list[dict[str, Any]], factor: Any) -> dict[Tensor, float]:
+    """Each parameter's factor; none of a frozen parameter whose role nothing tells."""
+    known, missing = known_roles(model)
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    wanted = [parameter for group in groups for parameter in group["params"]]
+    if not wanted:
+        raise ModelError(f"{type(model).__name__} has no parameters to group; build its layers first")
+    strangers = sum(parameter not in names for parameter in wanted)
+    if strangers:
+        raise ModelError(
+            f"{strangers} of the parameters in groups are not {type(model).__name__}'s, which knows their roles: give "
+            "the model that has them all, or take them out and add them to what comes back"
+        )
+    if len(set(wanted)) < len(wanted):
+        raise ModelError("a parameter stands in two groups; give it once")
+    unsaid = [name for p in wanted for name in names[p] if name in missing and p.requires_grad]
+    if unsaid:
+        raise ModelError(no_role(unsaid))
+    return {p: _one(names[p], known, factor) for p in wanted if all(name in known for name in names[p])}
+
+
+def _one(names: list[str], known: Mapping[str, Role], factor: Any) -> float:
+    found = {name: float(factor(known[name])) for name in names}
+    if len(set(found.values())) > 1:
+        said = ", ".join(f"{name} ({known[name].kind}) {value:g}" for name, value in found.items())
+        raise ModelError(
+            f"a tied parameter has roles with different learning-rate factors: {said}. Untie it, or give it one role: "
+            f"halfstep.unit.set_roles(model, {{{', '.join(f'{name!r}: {known[names[0]].kind!r}' for name in names)}}})"
+        )
+    return next(iter(found.values()))
+
+
+def _readout(model: nn.Module) -> str | None:
+    """The constraint that the model's readouts name; None where there is none, or they differ."""
+    named = {vars(module)[READOUT] for module in model.modules() if READOUT in vars(module)}
+    return named.pop() if len(named) == 1 else None
+
+
+def _check(rate: Any, strength: float, meaning: str, kind: OptimizerKind, optimizer: Any) -> None:
+    if not float(rate) > 0:
+        raise OptimizerError(f"lr = {rate} given; expected a positive number, the peak of the schedule")
+    if strength < 0:
+        raise OptimizerError(f"weight_decay = {strength} given; expected a number of at least 0")
+    if strength and meaning != "coupled" and not kind.decoupled:
+        name = optimizer if isinstance(optimizer, str) else optimizer.__name__
+        raise OptimizerError(
+            f"{name} adds weight decay to the gradient and normalises both, so that no decay is {meaning} of the "
+            "learning rate: take AdamW, or weight_decay=0, or decay='coupled'"
+        )

@@ -1,0 +1,152 @@
+"""What stands between products, of unit size: norms, embeddings, dropout, sums and residuals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfstep.errors import ModelError
+from halfstep.ops.scale import scale_backward, scaled
+from halfstep.unit import factors
+from halfstep.unit.constraint import Constraint, get_constraint
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """torch's layer norm, which is of unit size: the gradients of weight and bias have a factor of rows^-1/2."""
+    factor = factors.norm(_rows(input, normalized_shape))
+    weight, bias = (None if part is None else scale_backward(part, factor) for part in (weight, bias))
+    return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """torch's RMS norm, which is of unit size: the gradient of the weight has a factor of rows^-1/2. The mean square is
+    taken in float32."""
+    factor = factors.norm(_rows(input, normalized_shape))
+    weight = None if weight is None else scale_backward(weight, factor)
+    return F.rms_norm(input, list(normalized_shape), weight, eps)
+
+
+def _rows(x: Tensor, shape: Sequence[int]) -> int:
+    return x.numel() // max(math.prod(shape), 1)
+
+
+def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, sparse: bool = False) -> Tensor:
+    """Rows of a table: the gradient of the table has a factor of sqrt(rows / lookups).
+
+    The factor is on the gradient of what was looked up or of the table, whichever is smaller.
+    """
+    factor = factors.embedding(weight.shape[0], input.numel())
+    if sparse or input.numel() < weight.shape[0]:
+        return scale_backward(F.embedding(input, weight, padding_idx, sparse=sparse), factor)
+    return F.embedding(input, scale_backward(weight, factor), padding_idx)
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    """Dropout of unit size: elements of x, or zeros, divided by sqrt(1 - p); in evaluation x itself."""
+    factor = factors.dropout(p)
+    if not training or p == 0:
+        return input
+    if p == 1:
+        return input * 0.0
+    return input * torch.empty_like(input).bernoulli_(1 - p).mul_(1 / factor)
+
+
+def add(input: Tensor | float, other: Tensor | float, constraint: str | Constraint | None = "to_output") -> Tensor:
+    """(x + y) / sqrt(2); a number, or a tensor of one element, shifts x and leaves its size."""
+    if not isinstance(input, Tensor) or not isinstance(other, Tensor):
+        return torch.add(input, other)
+    output, *grads = get_constraint(constraint)(*factors.add(tuple(input.shape), tuple(other.shape)))
+    if grads[0] == grads[1] == output and input.shape == other.shape:
+        return _Sum.apply(input, other, output, output, output)  # type: ignore[no-any-return,no-untyped-call]
+    return scaled(torch.add(scale_backward(input, grads[0]), scale_backward(other, grads[1])), output, 1.0)
+
+
+def residual_split(
+    input: Tensor, *, variance_fraction: float | None = None, ratio: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """x as (branch, skip); their gradients are added with the weights of `residual_add`.
+
+    The branch's weight stands after the branch forward and before it backward, so that gradients inside are of unit
+    size and x's is that of the weighted sum all the same.
+
+    Args:
+        variance_fraction, ratio: one of them; see `factors.residual`.
+    """
+    branch, skip = factors.residual(variance_fraction, ratio)
+    return _Split.apply(input, branch, skip)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def residual_add(
+    branch: Tensor, skip: Tensor, *, variance_fraction: float | None = None, ratio: float | None = None
+) -> Tensor:
+    """The weighted sum of what `residual_split` gave, after the branch; both get the sum's gradient as it is.
+
+    Args:
+        variance_fraction, ratio: as of the split.
+
+    Raises:
+        ModelError: branch and skip have different shapes.
+    """
+    if branch.shape != skip.shape:
+        raise ModelError(
+            f"a residual's branch of shape {tuple(branch.shape)} and skip of {tuple(skip.shape)}; expected the same"
+        )
+    weights = factors.residual(variance_fraction, ratio)
+    return _Sum.apply(branch, skip, *weights, 1.0)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Sum(torch.autograd.Function):
+    """a x + b y, whose gradients are both `grad` times the sum's."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, a: float, b: float, grad: float) -> Tensor:
+        if a == b:
+            return torch.add(x, y).mul_(a)
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        return torch.mul(y, b).to(dtype).add_(x, alpha=a)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, y, *_, ctx.grad = inputs
+        ctx.dtypes = x.dtype, y.dtype
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0] if ctx.grad == 1 else grads[0] * ctx.grad
+        return grad.to(ctx.dtypes[0]), grad.to(ctx.dtypes[1]), None, None, None
+
+
+class _Split(torch.autograd.Function):
+    """x twice, whose gradient is a times the first's and b times the second's."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, a: float, b: float) -> tuple[Tensor, Tensor]:
+        return x.view_as(x), x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _, ctx.a, ctx.b = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        branch, skip = grads
+        if torch.is_grad_enabled():
+            return branch * ctx.a + skip * ctx.b, None, None
+        return torch.mul(skip, ctx.b).add_(branch, alpha=ctx.a), None, None

@@ -1,0 +1,18 @@
+"""Modules to write unit-scaled models from: torch's layers by name, arguments and state-dict keys, of unit scale."""
+
+from halfstep.unit.modules.activations import GELU, Dropout, ReLU, Sigmoid, SiLU, Softmax, Tanh
+from halfstep.unit.modules.attention import Attention, square_root_attention
+from halfstep.unit.modules.convolution import Conv1d, Conv2d
+from halfstep.unit.modules.embedding import Embedding
+from halfstep.unit.modules.linear import MULTIPLIERS, SAME, Linear, LinearReadout, multipliers_of
+from halfstep.unit.modules.mlp import MLP, GatedMLP
+from halfstep.unit.modules.norms import LayerNorm, RMSNorm
+from halfstep.unit.modules.stack import Stack, TransformerStack
+from halfstep.unit.modules.transformer import TransformerLayer
+
+
+__all__ = [
+    "GELU", "MLP", "MULTIPLIERS", "SAME", "Attention", "Conv1d", "Conv2d", "Dropout", "Embedding", "GatedMLP",
+    "LayerNorm", "Linear", "LinearReadout", "RMSNorm", "ReLU", "SiLU", "Sigmoid", "Softmax", "Stack", "Tanh",
+    "TransformerLayer", "TransformerStack", "multipliers_of", "square_root_attention",
+]  # fmt: skip

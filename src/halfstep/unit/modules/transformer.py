@@ -1,0 +1,93 @@
+"""A transformer's block: attention and an MLP, each on a weighted residual branch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from halfstep.errors import ModelError, unknown
+from halfstep.unit.layers import residual_add, residual_split
+from halfstep.unit.modules.activations import Dropout
+from halfstep.unit.modules.attention import Attention
+from halfstep.unit.modules.linear import SAME
+from halfstep.unit.modules.mlp import MLP, GatedMLP
+from halfstep.unit.modules.norms import LayerNorm, RMSNorm
+
+
+PLACES = {
+    "pre": "x + f(norm(x)): GPT-2, Llama; u-muP",
+    "post": "norm(x + f(x)): the first transformers, BERT",
+    "res-post": "x + norm(f(x)): Swin-v2; munit scaling",
+}
+_NORMS = {"layer": LayerNorm, "rms": RMSNorm}
+_MLPS = {"gated": GatedMLP, "gelu": MLP}
+
+
+class TransformerLayer(nn.Module):
+    """Attention, then an MLP; every sum is weighted so that it keeps the variance.
+
+    Args:
+        ratios: of attention's branch and of the MLP's beside the stream (`unit.equal_shares` and its kin).
+        place: where the norms stand (`PLACES`).
+        norm: `rms` or `layer`, without gain and bias unless `affine`.
+        mlp: `gated` or `gelu`.
+        hidden: the MLP's; None: 4 width.
+        is_causal: attend to the present and the past alone.
+        dropout: of attention's weights and of both branches.
+        mult: the temperature of attention's logits, mult q k^T / (width / heads).
+        square_root: attention's weights are the square root of softmax's (`unit.Attention`).
+        bias: whether linear layers add one.
+        constraint: of the layers; `unit.SAME` for munit scaling.
+
+    Raises:
+        ModelError: a name that there is not; heads that do not divide the width.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        ratios: tuple[float, float] = (0.5, 0.5),
+        place: str = "pre",
+        norm: str = "rms",
+        affine: bool = False,
+        mlp: str = "gated",
+        hidden: int | None = None,
+        is_causal: bool = True,
+        dropout: float = 0.0,
+        mult: float = 1.0,
+        square_root: bool = False,
+        bias: bool = False,
+        constraint: str = "to_output",
+        **factory: Any,
+    ) -> None:
+        super().__init__()
+        for kind, name, known in (("place", place, PLACES), ("norm", norm, _NORMS), ("mlp", mlp, _MLPS)):
+            if name not in known:
+                raise ModelError(unknown(f"{kind} of a transformer's layer", name, known))
+        self.ratios, self.place = ratios, place
+        make = _NORMS[norm]
+        self.attention_norm = make(width, elementwise_affine=affine, **factory)
+        self.attention = Attention(
+            width, heads, is_causal=is_causal, dropout=dropout, mult=mult, square_root=square_root,
+            bias=bias, constraint=constraint, **factory,
+        )  # fmt: skip
+        self.mlp_norm = make(width, elementwise_affine=affine, **factory)
+        self.mlp = _MLPS[mlp](
+            width, hidden, bias=bias, constraint=constraint if constraint == SAME else None, **factory
+        )
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(batch, time, width) -> the same shape; the mask is added to attention's logits, or says where to attend."""
+        x = self._branch(x, lambda x: self.attention(x, mask), self.attention_norm, self.ratios[0])
+        return self._branch(x, self.mlp, self.mlp_norm, self.ratios[1])
+
+    def _branch(self, x: Tensor, layer: Any, norm: nn.Module, ratio: float) -> Tensor:
+        branch, skip = residual_split(x, ratio=ratio)
+        branch = layer(norm(branch) if self.place == "pre" else branch)
+        branch = self.dropout(norm(branch) if self.place == "res-post" else branch)
+        x = residual_add(branch, skip, ratio=ratio)
+        return norm(x) if self.place == "post" else x

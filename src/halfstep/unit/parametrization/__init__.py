@@ -1,0 +1,51 @@
+"""Parametrizations, one a file, found by name."""
+
+from dataclasses import replace
+from functools import cache
+
+from halfstep.errors import ModelError, unknown
+from halfstep.registry import collect
+from halfstep.unit.parametrization.base import DECAYS, Parametrization
+
+
+__all__ = ["DECAYS", "Parametrization", "get_parametrization", "list_parametrizations"]
+
+
+@cache
+def _by_name() -> dict[str, Parametrization]:
+    return collect("halfstep.unit.parametrization", Parametrization)
+
+
+def list_parametrizations() -> tuple[str, ...]:
+    """Their names."""
+    return tuple(sorted(_by_name()))
+
+
+def get_parametrization(
+    name: str | Parametrization, base_width: int | None = None, width: int | None = None
+) -> Parametrization:
+    """The parametrization of that name; one that is given is returned as it is, but for the widths.
+
+    Args:
+        base_width, width: the model's width that the learning rate was found at, and that of this model; both or
+            neither. Where a rule has such a base (munit's), hidden matrices learn with sqrt(base_width / width) of it.
+
+    Raises:
+        ModelError: an unknown name; one width alone, or no positive ones; widths for a rule without a base.
+
+    >>> get_parametrization("umup").decay
+    'independent'
+    """
+    if not isinstance(name, Parametrization) and name not in _by_name():
+        raise ModelError(unknown("parametrization", name, _by_name()))
+    found = name if isinstance(name, Parametrization) else _by_name()[name]
+    if base_width is None and width is None:
+        return found
+    if base_width is None or width is None or base_width < 1 or width < 1:
+        raise ModelError(f"base_width = {base_width}, width = {width} given; expected both, positive, or neither")
+    if found.transfer is None:
+        raise ModelError(
+            f"base_width = {base_width} given with {found.name!r}, whose rule has no base: leave both widths out, or "
+            "take 'munit'"
+        )
+    return replace(found, lr=found.transfer(base_width, width))

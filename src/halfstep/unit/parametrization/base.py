@@ -1,0 +1,40 @@
+"""What a parametrization is: a weight's factor in the product, its scale at the start, and its learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from halfstep.unit.optimizers import OptimizerKind
+from halfstep.unit.roles import Role
+
+
+DECAYS = {
+    "coupled": "a step takes lr * weight_decay of a weight, with the group's learning rate: torch's own",
+    "independent": "a step at the peak learning rate takes weight_decay of a weight, and follows the schedule",
+    "decoupled": "every step takes weight_decay of a weight, whatever the learning rate (`unit.decouple_decay`)",
+}
+
+
+@dataclass(frozen=True)
+class Parametrization:
+    """W = A w, with w ~ N(0, B^2) at the start, and steps of w of C times the learning rate, each by the role.
+
+    Training with an Adam-like optimizer stays the same under A <- A t, B <- B / t, C <- C / t.
+    """
+
+    name: str
+    summary: str
+    source: str
+    multiplier: Callable[[Role], float]
+    """A."""
+    init: Callable[[Role], float]
+    """B."""
+    lr: Callable[[Role, OptimizerKind, str | None], float]
+    """C, given the optimizer and the readout's constraint (None: unknown).
+
+    Raises an OptimizerError where the source has no rule for that optimizer."""
+    decay: str = "coupled"
+    """How weight decay is meant (`DECAYS`)."""
+    transfer: Callable[[int, int], Callable[[Role, OptimizerKind, str | None], float]] | None = None
+    """C relative to a base width, given that and the model's width; None: the rule has no base."""

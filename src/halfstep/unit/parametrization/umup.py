@@ -1,0 +1,67 @@
+"""u-muP: the maximal update parametrization on unit scaling."""
+
+from halfstep.errors import OptimizerError
+from halfstep.unit.optimizers import OptimizerKind
+from halfstep.unit.parametrization.base import Parametrization
+from halfstep.unit.roles import Role
+
+
+def _multiplier(role: Role) -> float:
+    """fan_in^-1/2 for matrices, 1 / fan_in for the readout."""
+    if role.kind == "readout":
+        return 1 / role.fan_in
+    return float(role.fan_in**-0.5) if role.kind in ("hidden", "input") else 1.0
+
+
+def _init(role: Role) -> float:
+    return 0.0 if role.kind == "bias" else 1.0
+
+
+def _adam(role: Role) -> float:
+    """hidden: fan_in^-1/2; embedding: fan_out^-1/2, the model's width; input, readout, gains and biases: 1.
+
+    The embedding's is empirical; the official library could not derive it.
+    """
+    if role.kind == "hidden":
+        return float(role.fan_in**-0.5)
+    return float(role.fan_out**-0.5) if role.kind == "embedding" else 1.0
+
+
+def _sgd(role: Role) -> float:
+    """SGD behind a readout whose gradient is tied to its output, and so falls with the width:
+    sqrt(fan_in) for matrices (of an embedding: the width), their elements for gains and biases, 1 for the readout."""
+    if role.kind in ("hidden", "input"):
+        return float(role.fan_in**0.5)
+    if role.kind == "embedding":
+        return float(role.fan_out**0.5)
+    return 1.0 if role.kind == "readout" else float(role.fan_in)
+
+
+def _lr(role: Role, optimizer: OptimizerKind, readout: str | None) -> float:
+    """By the optimizer's rule, and depth^-1/2 for what stands in a residual stack.
+
+    SGD behind an unconstrained readout sees gradients of unit scale, as Adam makes them: it follows Adam's rule.
+    """
+    depth = 1.0 if role.depth is None else float(role.depth**-0.5)
+    if optimizer.rule == "adam":
+        return depth * _adam(role)
+    if readout == "none":
+        return depth * _adam(role)
+    if readout == "to_output":
+        return depth * _sgd(role)
+    found = readout or "unknown, as no unit.LinearReadout was found"
+    raise OptimizerError(
+        f"SGD's rule hangs on the readout's constraint, which is {found}; "
+        "expected 'none' or 'to_output': build the readout with one of them, or give readout_constraint="
+    )
+
+
+umup = Parametrization(
+    name="umup",
+    summary="Unit-scaled muP: no base width, no initial scale; the learning rate is the one thing to sweep.",
+    source="Blake et al. 2025, arXiv 2407.17465; graphcore-research/unit-scaling, optim.py; Aleph-Alpha/scaling",
+    multiplier=_multiplier,
+    init=_init,
+    lr=_lr,
+    decay="independent",
+)

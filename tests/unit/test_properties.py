@@ -1,0 +1,209 @@
+"""Every operation is of unit size, or of the size that its rule says, over random shapes."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfstep import unit
+from halfstep.unit import factors
+
+
+SIZES = st.integers(24, 160)
+RULES = {
+    "none": lambda output, *grads: (output, *grads),
+    "geometric_mean": lambda *f: (math.prod(f) ** (1 / len(f)),) * len(f),
+    "to_output": lambda output, *grads: (output,) * (1 + len(grads)),
+    "to_grad_input": lambda output, *grads: (math.prod(grads) ** (1 / len(grads)),) * (1 + len(grads)),
+}
+"""The rules once more, written out."""
+
+EXCEPTIONS = {
+    "attention": "one factor for all: q and k have gradients as small as softmax's derivative is",
+    "add to a number": "a shift has no factor",
+    "readout": "its output is of size fan_in^-1/2, which u-muP asks for",
+}
+"""All that is not of unit size when nothing is tied, and why; each has a test of its own below."""
+
+
+def sizes(op, *tensors, grads=True):
+    """The deviation of the output, and the root mean square of each input's gradient."""
+    leaves = [t.requires_grad_() for t in tensors]
+    y = op(*leaves)
+    found = torch.autograd.grad(y, leaves, torch.randn_like(y))
+    return [float(y.detach().double().std()), *[float(g.double().square().mean().sqrt()) for g in found]]
+
+
+def predicted(rule, *ideal):
+    """What size an output and tied gradients have under a rule, whose ideal factors these are."""
+    return [factor / alone for factor, alone in zip(RULES[rule](*ideal), ideal, strict=True)]
+
+
+def assert_sizes(found, expected):
+    assert found == pytest.approx(expected, rel=0.1)
+
+
+@settings(max_examples=30)
+@given(b=st.integers(80, 300), m=SIZES, n=SIZES, rule=st.sampled_from(list(RULES)))
+def test_linear(b, m, n, rule):
+    torch.manual_seed(b + m + n)
+    op = lambda x, w: unit.linear(x, w, constraint=rule)  # noqa: E731
+    assert_sizes(sizes(op, torch.randn(b, m), torch.randn(n, m)), [*predicted(rule, m**-0.5, n**-0.5), 1])
+
+
+@settings(max_examples=10)
+@given(b=st.integers(80, 300), m=SIZES, n=SIZES)
+def test_a_readout_is_smaller_by_the_root_of_its_fan_in(b, m, n):
+    assert "readout" in EXCEPTIONS
+    torch.manual_seed(b + m + n)
+    assert_sizes(sizes(unit.linear_readout, torch.randn(b, m), torch.randn(n, m)), [m**-0.5, 1, 1])
+
+
+@settings(max_examples=20)
+@given(
+    rows=SIZES, shared=SIZES, columns=SIZES, rule=st.sampled_from(list(RULES)), shape=st.sampled_from(["2", "3", "b"])
+)
+def test_matmul(rows, shared, columns, rule, shape):
+    torch.manual_seed(rows + shared)
+    first, second = {"2": ((), ()), "3": ((3,), (3,)), "b": ((3,), ())}[shape]
+    copies = 3 if shape == "b" else 1
+    op = lambda x, y: unit.matmul(x, y, constraint=rule)  # noqa: E731
+    ideal = shared**-0.5, columns**-0.5, (rows * copies) ** -0.5
+    assert_sizes(
+        sizes(op, torch.randn(*first, rows, shared), torch.randn(*second, shared, columns)), predicted(rule, *ideal)
+    )
+
+
+@settings(max_examples=20)
+@given(
+    channels=st.sampled_from([8, 12, 32]),
+    out=st.sampled_from([16, 24]),
+    groups=st.sampled_from([1, 2, 4]),
+    kernel=st.integers(1, 5),
+    stride=st.integers(1, 2),
+    dims=st.integers(1, 2),
+    rule=st.sampled_from(list(RULES)),
+)
+def test_convolutions_without_padding_inside_of_their_edges(channels, out, groups, kernel, stride, dims, rule):
+    torch.manual_seed(channels + out + kernel)
+    size = 2 * (24 if dims == 2 else 300) + kernel
+    function = unit.conv1d if dims == 1 else unit.conv2d
+    op = lambda x, w: function(x, w, stride=stride, groups=groups, constraint=rule)  # noqa: E731
+    x, w = torch.randn(4, channels, *[size] * dims), torch.randn(out, channels // groups, *[kernel] * dims)
+    ideal = (channels // groups * kernel**dims) ** -0.5, (out // groups * (kernel / stride) ** dims) ** -0.5
+    y, dx, dw = sizes(op, x, w)
+    expected = predicted(rule, *ideal)
+    assert_sizes([y, dw], [expected[0], 1])
+    assert dx == pytest.approx(expected[1], rel=0.1 + 0.1 * (dims * kernel > 4))  # edges see fewer places
+
+
+@settings(max_examples=40)
+@given(
+    name=st.sampled_from(["gelu", "silu", "relu", "tanh", "sigmoid"]),
+    mult=st.floats(0.25, 4.0),
+    rule=st.sampled_from(list(RULES)),
+    rows=SIZES,
+)
+def test_activations(name, mult, rule, rows):
+    torch.manual_seed(rows)
+    options = {} if name == "relu" else {"mult": mult}
+    op = lambda x: getattr(unit, name)(x, constraint=rule, **options)  # noqa: E731
+    z = torch.randn(200_000, dtype=torch.float64, requires_grad=True)
+    raw = getattr(torch.nn.functional, name)(z * options.get("mult", 1.0)) / options.get("mult", 1.0)
+    (slope,) = torch.autograd.grad(raw.sum(), z)
+    ideal = 1 / float(raw.detach().std()), 1 / float(slope.square().mean().sqrt())
+    assert_sizes(sizes(op, torch.randn(rows, 512)), predicted(rule, *ideal))
+
+
+@settings(max_examples=20)
+@given(mult=st.floats(0.25, 4.0), rule=st.sampled_from(list(RULES)), rows=SIZES)
+def test_gated_silu(mult, rule, rows):
+    torch.manual_seed(rows)
+    op = lambda x, g: unit.gated_silu(x, g, mult=mult, constraint=rule)  # noqa: E731
+    free = sizes(
+        lambda x, g: unit.gated_silu(x, g, mult=mult, constraint=None), torch.randn(rows, 512), torch.randn(rows, 512)
+    )
+    assert_sizes(free, [1, 1, 1])
+    assert_sizes(sizes(op, torch.randn(rows, 512), torch.randn(rows, 512)), predicted(rule, *factors.gated_silu(mult)))
+
+
+@settings(max_examples=12)
+@given(size=st.integers(2, 200), mult=st.floats(0.25, 3.0), rule=st.sampled_from(list(RULES)))
+def test_softmax(size, mult, rule):
+    torch.manual_seed(size)
+    rows = 40_000 // size
+    ideal = factors.softmax(size, mult)
+    assert_sizes(sizes(lambda x: unit.softmax(x, -1, mult=mult, constraint=None), torch.randn(rows, size)), [1, 1])
+    op = lambda x: unit.softmax(x, 0, mult=mult, constraint=rule)  # noqa: E731
+    assert_sizes(sizes(op, torch.randn(size, rows)), predicted(rule, *ideal))
+
+
+@settings(max_examples=15)
+@given(
+    queries=st.integers(16, 128),
+    width=st.sampled_from([16, 32, 64]),
+    causal=st.booleans(),
+    dropout=st.sampled_from([0, 0.2]),
+)
+def test_attention_is_of_unit_size_on_the_average_and_so_is_the_gradient_of_its_values(queries, width, causal, dropout):
+    assert "attention" in EXCEPTIONS
+    torch.manual_seed(queries)
+    q, k, v = (torch.randn(8, 4, queries, width) for _ in range(3))
+    op = lambda q, k, v: unit.scaled_dot_product_attention(q, k, v, None, dropout, causal)  # noqa: E731
+    y, dq, dk, dv = sizes(op, q, k, v)
+    assert_sizes([y, dv], [1, 1])
+    assert max(dq, dk) < 1
+
+
+@settings(max_examples=15)
+@given(rows=st.integers(50, 200), width=SIZES, p=st.floats(0.0, 0.9))
+def test_norms_dropout_and_residuals(rows, width, p):
+    torch.manual_seed(rows)
+    x = torch.randn(rows, width)
+    for norm in (unit.layer_norm, unit.rms_norm):
+        assert_sizes(sizes(lambda x, norm=norm: norm(x, (width,)), x.clone()), [1, 1])
+    assert_sizes(sizes(lambda x: unit.dropout(x, p), torch.randn(rows, 512)), [1, 1])
+    residual = lambda x, y: unit.residual_add(x, y, variance_fraction=p)  # noqa: E731
+    assert_sizes(sizes(residual, x.clone(), torch.randn(rows, width)), [1, 1, 1])
+    both = lambda x: sum(unit.residual_split(x, ratio=p))  # noqa: E731
+    assert float(sizes(both, x.clone())[1]) == pytest.approx((1 + p) / (1 + p * p) ** 0.5, rel=0.1)
+
+
+@settings(max_examples=15)
+@given(rows=st.integers(50, 200), width=SIZES, rule=st.sampled_from(list(RULES)))
+def test_sums(rows, width, rule):
+    torch.manual_seed(rows)
+    op = lambda x, y: unit.add(x, y, constraint=rule)  # noqa: E731
+    assert_sizes(sizes(op, torch.randn(rows, width), torch.randn(rows, width)), predicted(rule, 2**-0.5, 1, 1))
+    found = sizes(op, torch.randn(rows, 2000), torch.randn(2000))
+    assert_sizes(found, predicted(rule, 2**-0.5, 1, rows**-0.5))
+    assert "add to a number" in EXCEPTIONS
+    assert_sizes(sizes(lambda x: unit.add(x, 3.0), torch.randn(rows, width)), [1, 1])
+
+
+@settings(max_examples=15)
+@given(
+    classes=st.integers(2, 300),
+    batch=st.integers(1, 50),
+    smoothing=st.floats(0, 0.9),
+    reduction=st.sampled_from(["mean", "sum"]),
+)
+def test_losses_have_gradients_of_unit_size_whatever_they_reduce(classes, batch, smoothing, reduction):
+    torch.manual_seed(classes)
+    logits = torch.zeros(batch, classes, requires_grad=True)
+    target = torch.randint(classes, (batch,))
+    unit.cross_entropy(logits, target, reduction=reduction, label_smoothing=smoothing).backward()
+    assert float(logits.grad.square().mean().sqrt()) == pytest.approx(1, rel=1e-3)
+    x, t = (torch.randn(batch, 2000, requires_grad=True) for _ in range(2))
+    unit.mse_loss(x, t, reduction=reduction).backward()
+    assert [float(z.grad.square().mean().sqrt()) for z in (x, t)] == pytest.approx([1, 1], rel=0.1)
+
+
+@settings(max_examples=10)
+@given(rows=st.integers(20, 300), lookups=st.integers(1000, 4000))
+def test_embeddings(rows, lookups):
+    torch.manual_seed(rows)
+    index = torch.randint(rows, (lookups,))
+    assert_sizes(sizes(lambda w: unit.embedding(index, w), torch.randn(rows, 64)), [1, 1])
