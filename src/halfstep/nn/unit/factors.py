@@ -353,10 +353,9 @@ def _elements(value: Value) -> set[Value]:
 
 
 def _blame(value: Value) -> str:
-    """The operation that made a value's size unknown."""
-    while not value.producer.facts.get("unseen"):
-        behind = next((x for x in value.producer.operands if x.square is None), None)
-        if behind is None:
+    """The first operation that made a value's size unknown."""
+    while (behind := next((x for x in value.producer.operands if x.square is None), None)) is not None:
+        if not behind.producer.operands:
             break
         value = behind
     return value.producer.place

@@ -12,7 +12,7 @@ SOURCES = ("parameter", "input")
 """Kinds of nodes that only give a tensor."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Value:
     """A floating tensor that a gradient may flow through."""
 
@@ -33,7 +33,7 @@ class Value:
     is_output: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Node:
     """One operation: a whole module, a function that a module's own code calls, a parameter or an input."""
 
@@ -83,7 +83,7 @@ Edge = tuple[Node, int]
 """A node, and which of its operands."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Graph:
     """The operations of one forward pass, in the order that they ran in."""
 
