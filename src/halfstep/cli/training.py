@@ -40,7 +40,7 @@ Margin = Annotated[
 Model = Annotated[
     str | None,
     typer.Option(
-        help="A model of the task (lm: gpt-tiny, gpt-small, llama-tiny, llama-small), or your own as "
+        help="A model of the task (lm: gpt-tiny, gpt-small, llama-tiny, llama-small, unit-gpt-tiny, munit-gpt-tiny), or your own as "
         f"module:function or file.py:function. {_OWN} first."
     ),
 ]
