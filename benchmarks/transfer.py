@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transfer_page import page
 
 from halfstep import unit
 from halfstep.lab.data import VOCABULARY, load_corpus
@@ -32,6 +31,7 @@ from halfstep.lab.models.unit_gpt import UnitGPT
 from halfstep.lab.task import stream
 from halfstep.lab.tasks.lm import LanguageModelling
 from harness import RESULTS, keep
+from transfer_page import page
 
 
 PARAMETRIZATIONS = ("standard", "umup", "munit")

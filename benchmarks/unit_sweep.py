@@ -83,8 +83,8 @@ UNIT = {"adamw": 2**4, "adam": 2**4, "lion": 2**4, "lamb": 1, "sgd": 2**4}
 are in proportion to the weights already."""
 RATES = {"adamw": 2**-9, "adam": 2**-9, "sgd": 2**-2, "lion": 2**-12, "lamb": 2**-7}
 _LEAN = {"validations": 1, "statistics": 1, "checkpoints": 4, "clip": 1e9}
-"""Nothing is clipped: unit-scaled gradients of weights are of size 1 each, and a clip to a norm of 1 would divide every one
-of them by the root of their number, in each step by another."""
+"""Nothing is clipped: unit-scaled gradients of weights are of size 1 each, and a clip to a norm of 1 would divide them
+by the root of their number, in each step by another."""
 
 # Gradients shrink with batch x context, which a mean loss divides by: 16,384 and 8,192 tokens make those of queries and
 # keys zero in fp16 at the start, so that attention learns late.

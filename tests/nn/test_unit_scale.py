@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from unit_scaled import off_direction, passes, sizes
 
 import halfstep
 from halfstep.errors import ModelError, RecipeError
@@ -18,6 +17,7 @@ from halfstep.lab.models.llama import Llama
 from halfstep.lab.models.seq2seq import Seq2Seq
 from halfstep.nn.unit.graph import _bridges
 from tiny import UNIT
+from unit_scaled import off_direction, passes, sizes
 
 
 TOKENS = torch.randint(0, 97, (8, 32), generator=torch.Generator().manual_seed(0))
