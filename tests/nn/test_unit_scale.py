@@ -103,6 +103,25 @@ def test_the_branch_alone_is_tied():
     assert factors["branch"] == pytest.approx(32**-0.5 * 0.5**0.5 / _size_of_tanh(), rel=1e-3)
 
 
+class SharedDropout(Skip):
+    """The branch, and what comes before it, drop by one module."""
+
+    def __init__(self, begins):
+        super().__init__()
+        self.drop, self.begins = nn.Dropout(0.1), begins
+
+    def forward(self, x):
+        x = self.first(x)
+        branch = self.branch(self.drop(x) if self.begins else x)
+        return self.last(self.drop(x + self.drop(branch)))
+
+
+def test_a_branch_does_not_end_where_a_module_is_called_again():
+    reports = [halfstep.unit_scale(SharedDropout(begins), torch.randn(64, 16)) for begins in (False, True)]
+    shares = [[op.rule[:33] for op in report.operations if op.rule.startswith("residual")] for report in reports]
+    assert shares == [["residual, share of the branch 0.5"]] * 2
+
+
 def _size_of_tanh():
     """The size of what the branch adds: tanh's two factors, tied, times its output's root mean square."""
     z = torch.randn(10**6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -122,16 +122,27 @@ class Graph:
     def inside(self, node: Node, operand: int) -> set[Node]:
         """The nodes all of whose paths to the model's outputs go through that operand: a residual branch.
 
-        Modules that are called several times are left out, since their calls may lie in several branches.
+        A branch does not begin in a module that is called several times: its other calls may lie elsewhere.
         """
+        outside: set[Node] = set()
+        while True:
+            inner = self._inside(node, operand, outside)
+            begins = {n for n in inner if self._is_repeated(n) and any(x.producer not in inner for x in n.operands)}
+            if not begins:
+                return inner
+            outside |= begins
+
+    def _inside(self, node: Node, operand: int, outside: set[Node]) -> set[Node]:
         inner: set[Node] = set()
         for candidate in reversed(self.nodes[: node.index]):
             edges = [edge for value in candidate.outputs for edge in value.consumers if edge[0].alive]
-            out = any(value.is_output for value in candidate.outputs)
-            out = out or any(path in self._repeated for path, _ in candidate.calls)
+            out = candidate in outside or any(value.is_output for value in candidate.outputs)
             if edges and not out and all(c in inner or (c is node and k == operand) for c, k in edges):
                 inner.add(candidate)
         return inner
+
+    def _is_repeated(self, node: Node) -> bool:
+        return any(path in self._repeated for path, _ in node.calls)
 
 
 def is_ancestor(first: Node, second: Node) -> bool:
