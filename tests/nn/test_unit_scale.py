@@ -167,6 +167,27 @@ def test_a_copy_a_pickle_and_a_resumed_model_are_the_same_bit_for_bit(name):
         assert all(torch.equal(grad, found[key]) for key, grad in grads.items())
 
 
+def test_the_weights_of_a_plain_model_are_not_loaded_in_silence():
+    torch.manual_seed(0)
+    model = GPT(97, 32, 1, 32, 2)
+    plain = copy.deepcopy(model.state_dict())
+    halfstep.unit_scale(model, TOKENS)
+    with pytest.warns(UserWarning, match=r"unit-scaled, and 7 of its 7 weights \(token.weight ...\) were loaded"):
+        model.load_state_dict(plain)
+    halfstep.revert(model)
+    model.load_state_dict(plain)
+    halfstep.unit_scale(model, TOKENS)
+    for copied in (model, copy.deepcopy(model), torch.load(_saved(model), weights_only=False)):
+        copied.load_state_dict(copy.deepcopy(model.state_dict()))  # no warning, which is an error here
+
+
+def _saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return file
+
+
 @every_model
 def test_revert_gives_back_classes_keys_and_weights(name):
     torch.manual_seed(0)

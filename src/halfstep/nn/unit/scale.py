@@ -23,12 +23,9 @@ from halfstep.nn.unit.graph import Graph
 from halfstep.nn.unit.plan import Plan, at_output, entries, plan
 from halfstep.nn.unit.report import UnitReport, operations, unseen
 from halfstep.nn.unit.trace import trace
+from halfstep.nn.unit.weights import SCALED
 from halfstep.unit import MULTIPLIERS
 from halfstep.unit.constraint import Constraint
-
-
-SCALED = "_halfstep_unit_scaled"
-"""Where a model that is unit-scaled has its `UnitScaled`."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +100,7 @@ def unit_scale(
         name, rule, shares, operations(graph), deviations, tuple(found.vectors), unseen(graph), uncalled, notes
     )
     setattr(model, SCALED, UnitScaled(report, found))
+    extend(model, weights.Loading())
     return report
 
 
