@@ -51,7 +51,7 @@ def folded(scales: dict[str, Any]) -> dict[str, Any]:
 
 
 def shares(scales: dict[str, Any], kind: str) -> dict[str, dict[str, float]]:
-    """By format, what becomes of the values of a kind of tensor: the mean over its values, zeros counted in."""
+    """By format, what becomes of the values of a kind of tensor: the mean over tensors, weighted by their sizes."""
     found = [tensor for tensor in scales["tensors"] if tensor["kind"] == kind]
     values = sum(tensor["values"] for tensor in found)
     return {

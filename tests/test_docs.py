@@ -126,6 +126,7 @@ def test_figures_of_the_front_page_are_those_of_the_pages_behind_it():
         ("inference.md", "inference", "table", "inference.json"),
         ("benchmarks.md", "quantize_tables", "markdown", "quantize.json"),
         ("inspect.md", "inspect_page", "speed", ""),
+        ("scales.md", "scales", "table", "scales.json"),
         ("memory.md", "memory_page", "section", "memory.json finetune.json"),
     ],
 )

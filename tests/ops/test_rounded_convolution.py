@@ -17,6 +17,8 @@ from tiny import assert_same
 
 SPECS = {name: rules[-1].linear for name in recipe.list_recipes() if (rules := recipe.get_recipe(name).rules)}
 ROUNDING = [name for name, spec in SPECS.items() if spec.rounds and not spec.accumulates]
+REPEATED = [name for name in ROUNDING if all(q.rounding != "stochastic" for q in SPECS[name].quantizers)]
+"""Whose rounding draws nothing, so that two orders of a tensor's elements are rounded alike."""
 POINT = Window((1, 1), (0, 0), (1, 1))
 CASES = {
     "3x3": (Window((1, 1), (1, 1), (1, 1)), (2, 40, 5, 4), (6, 40, 3, 3)),
@@ -145,7 +147,7 @@ def test_a_convolution_of_one_place_is_the_linear_layer_of_its_channels_bit_for_
     assert_same(*outcomes)
 
 
-@for_each("name", ROUNDING)
+@for_each("name", REPEATED)
 def test_around_one_place_the_sum_over_a_window_is_the_linear_layer_too(name):
     """The general path: a 3x3 filter of zeros but for its centre, whole numbers whose sums are exact in any order."""
     spec = SPECS[name]

@@ -99,7 +99,7 @@ def test_a_recipe_describes_every_part(name):
     for words in (name, recipe.source, "weights", "moments", "bytes/param", "= ", "loss scale"):
         assert words in text
     assert ("autocast to" in text) == (recipe.compute != "fp32")
-    assert ("rounded stochastic" in text) == (recipe.update_rounding == "stochastic")
+    assert ("update rounded stochastic" in text) == (recipe.update_rounding == "stochastic")
     assert max(map(len, recipe.describe().splitlines())) < 140
 
 

@@ -174,3 +174,9 @@ def test_logits_fall_with_the_root_of_the_width_before_training():
         for width in (64, 1024)
     )
     assert math.log2(small / large) == pytest.approx(2.0, abs=0.25)
+
+
+def test_without_residual_branches_umup_and_munit_are_one_formula():
+    """Their gradients differ by a constant a layer, which Adam does not see."""
+    found = torch.tensor([[sizes_after(64, name, 0.05, 5)] for name in ("umup", "munit")])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=0)

@@ -226,7 +226,8 @@ def _random(model: nn.Module, blank: Any, sizes: _Sizes, seed: int) -> _Given:
         return tree_map(fill, blank)
 
     kind = f"random tokens, {sizes.batch} x {sizes.context}" if tables else "random normal numbers"
-    return [filled() for _ in range(sizes.batches)], f"{sizes.batches} batches of {kind}"
+    number = f"{sizes.batches} batch{'es' if sizes.batches > 1 else ''}"
+    return [filled() for _ in range(sizes.batches)], f"{number} of {kind}"
 
 
 def _show(moments: Mapping[str, Scales]) -> None:

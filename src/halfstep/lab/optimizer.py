@@ -11,6 +11,7 @@ from torch import nn
 from halfstep.errors import RunError, unknown
 from halfstep.lab.experiment import Experiment
 from halfstep.optim import update_rules
+from halfstep.unit import parameter_groups
 
 
 def build_optimizer(experiment: Experiment, model: nn.Module) -> torch.optim.Optimizer:
@@ -19,6 +20,9 @@ def build_optimizer(experiment: Experiment, model: nn.Module) -> torch.optim.Opt
     Where it has betas they are the experiment's; where it has a momentum it is the first of them. Decay that would be
     added to the gradient is left out: Adam would divide it by the size of the gradient, and so a loss scale or a
     weight's scale would change what it does.
+
+    A model with a `parametrization` (`lab.models.unit_gpt`) has groups with their own learning rates, and in each, as
+    `factor`, what the experiment's is multiplied by.
 
     Raises:
         RunError: no update rule has that name; the nearest ones are shown.
@@ -36,10 +40,16 @@ def build_optimizer(experiment: Experiment, model: nn.Module) -> torch.optim.Opt
         "momentum": experiment.betas[0],
         "weight_decay": experiment.weight_decay,
     }
+    groups = [group for group in groups if group["params"]]
+    if isinstance(named := getattr(model, "parametrization", None), str):
+        scaled = {"lr": experiment.lr, "weight_decay": experiment.weight_decay, "decay": "coupled"}
+        groups = parameter_groups(model, rule.torch_class, groups=groups, parametrization=named, **scaled)  # type: ignore[arg-type]
+        for group in groups:
+            group["factor"] = group["lr"] / experiment.lr
     taken = inspect.signature(rule.torch_class).parameters
     options = {name: value for name, value in offered.items() if name in taken}
     make: Any = rule.torch_class
-    optimizer: torch.optim.Optimizer = make([group for group in groups if group["params"]], **options)
+    optimizer: torch.optim.Optimizer = make(groups, **options)
     for group in optimizer.param_groups:
         if rule.decay is not None and rule.decay(group)[0]:
             group["weight_decay"] = 0.0

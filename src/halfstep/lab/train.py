@@ -27,6 +27,7 @@ from halfstep.lab.unit import unit_scale_on
 from halfstep.memory import measure
 from halfstep.recipe import Recipe
 from halfstep.tracking import activation_gradients_by_module, first_nonfinite, magnitude
+from halfstep.unit import multipliers_of
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Trainer:
     def _model(self) -> nn.Module:
         """The model as it begins; unit-scaled where the recipe asks for that."""
         model = self.build(self.seed).train()
-        if self.recipe.unit_scaled:
+        if self.recipe.unit_scaled and not any(multipliers_of(module).multiplies for module in model.modules()):
             unit_scale_on(model, self.task, self.task.batch(self.seed, 1))
         return model
 
@@ -123,7 +124,7 @@ class Trainer:
         """One update, written down; False if the run diverged in it."""
         model, optimizer, scaler = self.training.model, self.training.optimizer, self.training.scaler
         for group in optimizer.param_groups:
-            group["lr"] = self.experiment.learning_rate(step)
+            group["lr"] = self.experiment.learning_rate(step) * group.get("factor", 1.0)
         batch = self.task.batch(self.seed, step)
         check_finite(batch, step)
         looking = self.experiment.due(step, self.experiment.statistics)

@@ -100,14 +100,15 @@ class LinearSpec:
         Raises:
             RecipeError: both have multipliers.
         """
-        if self.multiplies and multipliers.multiplies:
+        if not multipliers.multiplies:
+            return self
+        if self.multiplies:
             raise RecipeError(
                 f"two sets of multipliers for the same products: {linear_text(self)}; and {linear_text(multipliers)}. "
                 "Expected one: leave them out of the recipe's rule, or out of the layer"
             )
-        given = multipliers if multipliers.multiplies else self
         products = {
-            field.name: replace(getattr(self, field.name), multiplier=getattr(given, field.name).multiplier)
+            field.name: replace(getattr(self, field.name), multiplier=getattr(multipliers, field.name).multiplier)
             for field in fields(self)
         }
         return LinearSpec(**products)

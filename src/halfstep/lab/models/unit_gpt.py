@@ -42,6 +42,7 @@ class UnitGPT(nn.Module):
             raise ModelError(unknown("parametrization of a UnitGPT", parametrization, _FAMILIES))
         options = _FAMILIES[parametrization](width // heads)
         readout = unit.SAME if parametrization == "munit" else "none"
+        self.parametrization = parametrization
         self.token = unit.Embedding(vocabulary, width)
         self.position = unit.Embedding(context, width)
         self.blocks = unit.TransformerStack(layers, width, heads, norm="layer", mlp="gelu", is_causal=True, **options)

@@ -17,6 +17,7 @@ from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.models.gpt import GPT
 from halfstep.lab.models.llama import Llama
+from halfstep.lab.models.unit_gpt import UnitGPT
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
 
 
@@ -25,6 +26,10 @@ _MODELS: dict[str, tuple[Callable[..., nn.Module], int, int, int]] = {  # layers
     "gpt-small": (GPT, 6, 384, 6),
     "llama-tiny": (Llama, 2, 128, 4),
     "llama-small": (Llama, 6, 384, 6),
+    "unit-gpt-tiny": (UnitGPT, 2, 128, 4),
+    "unit-gpt-small": (UnitGPT, 6, 384, 6),
+    "munit-gpt-tiny": (partial(UnitGPT, parametrization="munit"), 2, 128, 4),
+    "munit-gpt-small": (partial(UnitGPT, parametrization="munit"), 6, 384, 6),
 }
 
 
@@ -41,7 +46,7 @@ class LanguageModelling(Task):
         self.validation_batches = validation_batches
 
     def models(self) -> dict[str, Callable[[], nn.Module]]:
-        """Two GPTs, and two Llamas, whose MLPs are gated."""
+        """Two GPTs, and two Llamas, whose MLPs are gated; GPTs of unit scale, under u-muP and munit scaling."""
         return {name: partial(kind, VOCABULARY, self.context, *size) for name, (kind, *size) in _MODELS.items()}
 
     def batch(self, seed: int, step: int) -> Batch:

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from torch import nn
 
 from halfstep.errors import ModelError
+from halfstep.nn.unit.attended import Attended
 from halfstep.nn.unit.graph import Edge, Graph, Node, Value, is_ancestor
 from halfstep.nn.unit.leaves import measured
-from halfstep.nn.unit.attended import Attended
 from halfstep.unit import get_constraint
 from halfstep.unit.constraint import Constraint
 
@@ -88,10 +88,12 @@ class Factors:
     def _linear(self, node: Node) -> None:
         """A product that a module's own code forms."""
         x, (fan_in, fan_out), rows = node.operands[0], node.facts["fans"], max(node.facts["rows"], 1)
-        self._resolve(node, fan_in**-0.5, {0: fan_out**-0.5} | {i: rows**-0.5 for i in range(1, len(node.operands))})
+        self._resolve(
+            node, fan_in**-0.5, {0: fan_out**-0.5} | dict.fromkeys(range(1, len(node.operands)), rows ** (-0.5))
+        )
         node.rule = "fan_in^-1/2; to the input fan_out^-1/2; to the weight rows^-1/2, at the traced size"
         known = x.square is not None and node.operands[1].square is not None
-        _give(node, node.alpha**2 * fan_in * x.square * node.operands[1].square if known else None)  # type: ignore[operator]
+        _give(node, node.alpha**2 * fan_in * x.square * node.operands[1].square if known else None)
 
     def _embedding(self, node: Node) -> None:
         table = node.operands[0]
@@ -117,7 +119,16 @@ class Factors:
             return self._unknown(node)
         self._resolve(node, 1 / deviation, {0: 1 / slope})
         node.rule = f"measured on N(0, {size:.3g}^2): 1 / {deviation:.4g}; to the input 1 / {slope:.4g}"
-        _give(node, node.alpha**2 * square)
+        return _give(node, node.alpha**2 * square)
+
+    def _mean(self, node: Node) -> None:
+        """How large a mean is hangs on what its terms have in common, which is not known; its gradient is a share."""
+        if self._is_free(node, 0):
+            node.betas[0] = float(node.facts["count"])
+            node.rule = "1, and of unknown size; to the input the number of terms"
+        else:
+            node.facts["unseen"] = True
+        _give(node, None)
 
     def _scale(self, node: Node) -> None:
         """A multiplication by a number is dropped: unit scaling sets the scale."""
@@ -140,7 +151,7 @@ class Factors:
         node.tied = True
         node.rule = "shared^-1/2" if size == 1 else "1 / the mixed values' size, at the traced length"
         known = a.square is not None and b.square is not None
-        _give(node, node.alpha**2 * shared * a.square * b.square if known else None)  # type: ignore[operator]
+        _give(node, node.alpha**2 * shared * a.square * b.square if known else None)
 
     def _softmax(self, node: Node) -> None:
         scores = node.operands[0]
@@ -151,6 +162,7 @@ class Factors:
         for value in node.outputs:
             value.weights = True
         node.rule = "its factor is in the product that follows"
+        return None
 
     def _attention(self, node: Node) -> None:
         q, k, v, *bias = node.operands
@@ -341,10 +353,9 @@ def _elements(value: Value) -> set[Value]:
 
 
 def _blame(value: Value) -> str:
-    """The operation that made a value's size unknown."""
-    while not value.producer.facts.get("unseen"):
-        behind = next((x for x in value.producer.operands if x.square is None), None)
-        if behind is None:
+    """The first operation that made a value's size unknown."""
+    while (behind := next((x for x in value.producer.operands if x.square is None), None)) is not None:
+        if not behind.producer.operands:
             break
         value = behind
     return value.producer.place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ SOURCES = ("parameter", "input")
 """Kinds of nodes that only give a tensor."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Value:
     """A floating tensor that a gradient may flow through."""
 
@@ -32,7 +33,7 @@ class Value:
     is_output: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Node:
     """One operation: a whole module, a function that a module's own code calls, a parameter or an input."""
 
@@ -82,7 +83,7 @@ Edge = tuple[Node, int]
 """A node, and which of its operands."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Graph:
     """The operations of one forward pass, in the order that they ran in."""
 
@@ -94,6 +95,8 @@ class Graph:
             value.is_output = True
         for node in reversed(self.nodes):
             node.alive = any(v.is_output or any(c.alive for c, _ in v.consumers) for v in node.outputs)
+        calls = {call for node in self.nodes for call in node.calls}
+        self._repeated = {path for path, count in Counter(path for path, _ in calls).items() if count > 1}
 
     def living(self) -> Iterator[Node]:
         """The nodes that an output hangs on."""
@@ -117,14 +120,29 @@ class Graph:
         return {edge for i in _bridges(loss + 1, ends) if (edge := names[i]) is not None}
 
     def inside(self, node: Node, operand: int) -> set[Node]:
-        """The nodes all of whose paths to the model's outputs go through that operand: a residual branch."""
+        """The nodes all of whose paths to the model's outputs go through that operand: a residual branch.
+
+        A branch does not begin in a module that is called several times: its other calls may lie elsewhere.
+        """
+        outside: set[Node] = set()
+        while True:
+            inner = self._inside(node, operand, outside)
+            begins = {n for n in inner if self._is_repeated(n) and any(x.producer not in inner for x in n.operands)}
+            if not begins:
+                return inner
+            outside |= begins
+
+    def _inside(self, node: Node, operand: int, outside: set[Node]) -> set[Node]:
         inner: set[Node] = set()
         for candidate in reversed(self.nodes[: node.index]):
             edges = [edge for value in candidate.outputs for edge in value.consumers if edge[0].alive]
-            out = any(value.is_output for value in candidate.outputs)
+            out = candidate in outside or any(value.is_output for value in candidate.outputs)
             if edges and not out and all(c in inner or (c is node and k == operand) for c, k in edges):
                 inner.add(candidate)
         return inner
+
+    def _is_repeated(self, node: Node) -> bool:
+        return any(path in self._repeated for path, _ in node.calls)
 
 
 def is_ancestor(first: Node, second: Node) -> bool:

@@ -20,7 +20,10 @@ from halfstep.nn.attention import DotProductAttention
 
 
 PRODUCTS = (linear, conv1d, convolution)
-_BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_NORMS: dict[type[nn.Module], str] = {
+    nn.LayerNorm: "layer_norm", nn.RMSNorm: "rms_norm", nn.GroupNorm: "group_norm", nn.BatchNorm1d: "batch_norm",
+    nn.BatchNorm2d: "batch_norm", nn.BatchNorm3d: "batch_norm",
+}  # fmt: skip
 _SILENT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.Identity, nn.Sequential)
 _SILENT_TOO = (nn.ModuleList, nn.ModuleDict, nn.Flatten, nn.Unflatten)
 
@@ -43,16 +46,14 @@ def leaf_of(module: nn.Module) -> Leaf | None:
         if kind.fits(module):
             return Leaf("product", kind.NAME)
     if isinstance(module, nn.Embedding):
-        own = stock and type(module).forward is nn.Embedding.forward and module.max_norm is None
-        return Leaf("embedding", "embedding") if own else None
+        plain = stock and type(module).forward is nn.Embedding.forward and module.max_norm is None
+        return Leaf("embedding", "embedding") if plain else None
     if isinstance(module, DotProductAttention):
         return Leaf("attention", "scaled_dot_product_attention")
-    for norm, name in ((nn.LayerNorm, "layer_norm"), (nn.RMSNorm, "rms_norm"), (nn.GroupNorm, "group_norm")):
+    for norm, name in _NORMS.items():
         if isinstance(module, norm):
-            return Leaf("norm", name, module.eps or 0.0) if stock and type(module).forward is norm.forward else None
-    for norm in _BATCH_NORMS:
-        if isinstance(module, norm):
-            return Leaf("norm", "batch_norm", module.eps) if stock and type(module).forward is norm.forward else None
+            own: Any = module
+            return Leaf("norm", name, own.eps or 0.0) if stock and type(module).forward is norm.forward else None
     if isinstance(module, (*_SILENT, *_SILENT_TOO)) or next(module.children(), None) is not None:
         return None
     return _measured_norm(module) or _measured_elementwise(module)

@@ -1,15 +1,19 @@
-"""From a graph with factors to what each module is given: multipliers, whole-module factors, or steps of its own code."""
+"""From a graph with factors to what each module is given: multipliers, factors, or steps of its own code."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from halfstep.errors import ModelError
 from halfstep.nn.unit.forwards import Whole
 from halfstep.nn.unit.graph import Graph, Node, Value
 from halfstep.nn.unit.steps import PASSIVE, Own, Step
 from halfstep.recipe import LinearSpec, Matmul, Multiplier
+
+
+_Made = TypeVar("_Made")
 
 
 @dataclass
@@ -39,8 +43,9 @@ def plan(graph: Graph, name: str) -> Plan:
         for call in node.calls:
             if call[0] in owners:
                 by_call.setdefault(call, [])
-        if node in steps and (call := next((c for c in reversed(node.calls) if c[0] in owners), None)) is not None:
-            by_call[call].append(steps[node])
+        owner = next((call for call in reversed(node.calls) if call[0] in owners), None)
+        if node in steps and owner is not None:
+            by_call[owner].append(steps[node])
     for (path, _), found in by_call.items():
         scaled = frozenset(step.function for step in found if step.kind != PASSIVE)
         own = Own(path, tuple(step for step in found if step.function in scaled))
@@ -85,7 +90,7 @@ def _made(value: Value) -> Value:
     return value
 
 
-def _once(table: dict[str, object], path: str, made: object, name: str) -> None:  # type: ignore[misc]
+def _once(table: dict[str, _Made], path: str, made: _Made, name: str) -> None:
     if table.setdefault(path, made) != made:
         raise ModelError(
             f"{name}: {path or 'the model'} is called several times in one forward pass, with other factors or other "

@@ -23,12 +23,9 @@ from halfstep.nn.unit.graph import Graph
 from halfstep.nn.unit.plan import Plan, at_output, entries, plan
 from halfstep.nn.unit.report import UnitReport, operations, unseen
 from halfstep.nn.unit.trace import trace
+from halfstep.nn.unit.weights import SCALED
 from halfstep.unit import MULTIPLIERS
 from halfstep.unit.constraint import Constraint
-
-
-SCALED = "_halfstep_unit_scaled"
-"""Where a model that is unit-scaled has its `UnitScaled`."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,8 @@ def unit_scale(
     report = UnitReport(
         name, rule, shares, operations(graph), deviations, tuple(found.vectors), unseen(graph), uncalled, notes
     )
-    vars(model)[SCALED] = UnitScaled(report, found)
+    setattr(model, SCALED, UnitScaled(report, found))
+    extend(model, weights.Loading())
     return report
 
 
@@ -142,7 +140,9 @@ def _check(model: nn.Module, residual: float | None) -> None:
         if "_halfstep" in vars(module):
             raise RecipeError(f"{name}: {where} follows a recipe; halfstep.revert it, unit-scale, then apply it again")
         if UNIT in vars(module) or MULTIPLIERS in vars(module):
-            raise RecipeError(f"{name}: {where} is unit-scaled already; halfstep.revert the model first")
+            raise RecipeError(
+                f"{name}: {where} is unit-scaled already (halfstep.revert undoes unit_scale), or is halfstep.unit's own"
+            )
         if is_parametrized(module):
             raise ModelError(f"{name}: {where} is parametrized, so that its weight is computed; remove that first")
     parameters = dict(model.named_parameters())
@@ -155,7 +155,9 @@ def _check(model: nn.Module, residual: float | None) -> None:
             raise ModelError(f"{name}: {path} is sharded; unit-scale the model before fully_shard")
 
 
-def _inputs(model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _inputs(
+    model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if inputs or named:
         return inputs, dict(named)
     dummy = getattr(model, "dummy_inputs", None)
@@ -200,6 +202,7 @@ def _vectors(model: nn.Module, graph: Graph) -> dict[str, float]:
 
 def _gradient(loss: Callable[[Any], Tensor], output: Any, name: str) -> float:
     """The root mean square of a loss's gradient at what the model returned."""
+
     def leaf(x: Any) -> Any:
         return x.detach().clone().requires_grad_() if is_floating(x) else x
 
@@ -228,19 +231,19 @@ def _check_finite(graph: Graph, name: str) -> None:
 
 
 def _adopt(model: nn.Module, made: Plan) -> None:
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
     for path, spec in made.products.items():
         module = modules[path]
         kind = next(kind for kind in KINDS if kind.fits(module))
-        vars(module)[MULTIPLIERS] = spec
+        setattr(module, MULTIPLIERS, spec)
         adopt(module, kind.forward, beneath=True)
         extend(module, Shield())
-    for path, (kind, whole) in made.whole.items():
-        vars(modules[path])[UNIT] = whole
-        adopt(modules[path], WHOLE[kind], beneath=True)
+    for path, (operation, whole) in made.whole.items():
+        setattr(modules[path], UNIT, whole)
+        adopt(modules[path], WHOLE[operation], beneath=True)
         extend(modules[path], Shield())
     for path, steps in made.own.items():
-        vars(modules[path])[UNIT] = steps
+        setattr(modules[path], UNIT, steps)
         adopt(modules[path], own, beneath=True)
     for module in modules.values():
         if hasattr(module, "save_pretrained"):

@@ -139,8 +139,9 @@ def _matmul(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     backward = dict(step.backward)
     a, b = args[:2]
     output = math.prod(a.shape[:-1]) * b.shape[-1]
-    a, b = scale_backward(a, backward.get(0, step.alpha) / step.alpha), scale_backward(
-        b, backward.get(1, step.alpha) / step.alpha
+    a, b = (
+        scale_backward(a, backward.get(0, step.alpha) / step.alpha),
+        scale_backward(b, backward.get(1, step.alpha) / step.alpha),
     )
     least = min(a.numel(), b.numel(), output)  # one pass over the smallest of the three
     if least == a.numel():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +14,20 @@ from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import ModelError
 from halfstep.nn.unit.functions import (
-    CHOICES, DETACHED, ELEMENTWISE, JOINS, NORMS, SAME, VIEWS, canonical, counts, is_floating, is_in_place, number,
-    signature, tensors,
+    CHOICES,
+    DETACHED,
+    ELEMENTWISE,
+    JOINS,
+    NORMS,
+    SAME,
+    VIEWS,
+    canonical,
+    counts,
+    is_floating,
+    is_in_place,
+    number,
+    signature,
+    tensors,
 )  # fmt: skip
 from halfstep.nn.unit.graph import Graph, Node, Value
 from halfstep.nn.unit.leaves import Leaf, leaf_of
@@ -34,7 +47,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         for x in tree_leaves((args, dict(kwargs))):
             if is_floating(x):
                 recorder.source("input", "input", x)
-        with recorder.modules(model), recorder:
+        with recorder.modules(model), recorder, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # activation checkpointing
             output = model(*args, **kwargs)
     found = [recorder.values[id(x)] for x in _outputs(output) if id(x) in recorder.values]
     if not found:
@@ -149,7 +163,7 @@ class _Recorder(TorchFunctionMode):
             found = [(0, self.values[id(given)])]
         facts: dict[str, Any] = {"leaf": leaf, "module": module}
         if leaf.kind == "attention":
-            facts |= _attention_facts(*_bound(module, args, kwargs), p=getattr(module, "dropout", 0.0))
+            facts |= _attention_facts(*_bound(module, args, kwargs))
         if leaf.kind == "embedding":
             facts["lookups"] = (args[0] if args else next(iter(kwargs.values()))).numel()
         self._add(leaf.kind, leaf.name, [*found, *own], facts, output)
@@ -181,7 +195,7 @@ class _Recorder(TorchFunctionMode):
                 self.nodes.append(node)
             return
         constants = [x for _, x in given if id(x) not in self.values and is_floating(x)]
-        kind, facts = _kind(func, name, args, kwargs, live, constants)
+        kind, facts = _kind(func, name, args, kwargs, live, constants, output)
         facts |= {"signature": signature(name, args), "in_place": in_place, "func": func}
         self._add(kind, name, live, facts, *floats)
 
@@ -204,6 +218,7 @@ def _kind(
     kwargs: Mapping[str, Any],
     live: list[tuple[int, Value]],
     constants: list[Tensor],
+    output: Any,
 ) -> tuple[str, dict[str, Any]]:
     """What unit scaling makes of a call of a function, and what it needs to know of it."""
     if name in ("add", "sub") and len(args) == 2 and not kwargs:
@@ -229,6 +244,8 @@ def _kind(
         return "cross_entropy", _loss_facts(*args, **kwargs)
     if name in ELEMENTWISE and len(live) == 1:
         return "elementwise", {"call": lambda z: func(z, *args[1:], **{**kwargs, **_plain(kwargs)})}
+    if name == "mean":
+        return "mean", {"count": args[0].numel() / max(output.numel(), 1)}
     if name == "dropout":
         return "dropout", _dropout(*args, **kwargs)
     if name in CHOICES and len(live) == 1:
@@ -274,13 +291,13 @@ def _sdpa(
 
 def _bound(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
     def call(query: Any, key: Any, value: Any, mask: Any = None, is_causal: bool = False) -> tuple[Any, ...]:
-        return query, key, value, mask, is_causal
+        return query, key, value, mask, is_causal, getattr(module, "dropout", 0.0)
 
     return call(*args, **kwargs)
 
 
 def _attention_facts(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, p: float = 0.0
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, p: float
 ) -> dict[str, Any]:
     sizes = {"size": query.shape[-1], "times": query.shape[-2], "sources": key.shape[-2]}
     return {**sizes, "mask": mask, "causal": is_causal, "p": p}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
+
+
+SCALED = "_halfstep_unit_scaled"
+"""Where a model that is unit-scaled has what `unit_scale` left on it, with its `Divided` as `divided`."""
 
 
 @dataclass(frozen=True)
@@ -65,3 +71,41 @@ def multiply(model: nn.Module, divided: Divided) -> None:
     for name, offset in divided.vectors.items():
         if name in parameters:
             parameters[name].add_(offset.to(parameters[name].device))
+
+
+def plain_ones(model: nn.Module, divided: Divided) -> list[str]:
+    """The weights that are nearer in size to what they were divided by than to 1, where those two are far apart."""
+    parameters = dict(model.named_parameters())
+    found = []
+    for name, deviation in divided.weights.items():
+        parameter = parameters.get(name)
+        if parameter is None or parameter.is_meta or 0.5 < deviation < 2:
+            continue
+        size = float(parameter.detach().double().std(correction=0))
+        if 0 < size < math.inf and abs(math.log(size / deviation)) < abs(math.log(size)):
+            found.append(name)
+    return found
+
+
+@dataclass(frozen=True)
+class Loading:
+    """The members of a root that says so where it was given the weights of a model that is not unit-scaled."""
+
+    beneath: bool = True
+
+    def __call__(self, stock: type[nn.Module]) -> dict[str, Any]:
+        load: Any = stock.load_state_dict
+
+        def load_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            loaded, divided = load(module, *args, **kwargs), vars(module)[SCALED].divided
+            if plain := plain_ones(module, divided):
+                warnings.warn(
+                    f"{type(module).__name__} is unit-scaled, and {len(plain)} of its {len(divided.weights)} "
+                    f"weights ({plain[0]} ...) were loaded in the size that they had before: a state dict of a model "
+                    "that is not unit-scaled? With such weights it computes something else. Load them first "
+                    "(halfstep.revert(model) undoes unit_scale), then call unit_scale",
+                    stacklevel=2,
+                )
+            return loaded
+
+        return {"load_state_dict": load_state_dict}

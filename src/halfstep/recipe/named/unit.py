@@ -49,7 +49,7 @@ unit_mxfp8 = _recipe(
 
 unit_nvfp4 = _recipe(
     "unit-nvfp4",
-    "A unit-scaled model whose products are in NVFP4, gradients rounded stochastically; the rest is fp16.",
+    "A unit-scaled model whose products are in NVFP4, its gradients by stochastic rounding; the rest is fp16.",
     linear_spec(input=_nv, weight=_nv, grad_output=_stochastic),
     "The paper has no FP4.",
 )

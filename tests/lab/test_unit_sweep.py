@@ -1,4 +1,4 @@
-"""The sweep of benchmarks/unit_scaling.py: what it says of losses that are known, and what its control is."""
+"""The sweep of benchmarks/unit_sweep.py: what it says of losses that are known, and what its control is."""
 
 import importlib
 import json
@@ -18,7 +18,7 @@ from halfstep.recipe import from_data, get_recipe, to_data
 @pytest.fixture
 def sweep(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    return importlib.import_module("unit_scaling")
+    return importlib.import_module("unit_sweep")
 
 
 def losses(sweep, recipe, table):

@@ -1,12 +1,12 @@
 """Final losses over a grid of learning rates: fp32, 16 bits and FP8, with and without unit scaling.
 
-    python benchmarks/unit_scaling.py [--cases gpt,bert] [--optimizers adamw] [--recipes fp32,...] [--seeds 3]
+    python benchmarks/unit_sweep.py [--cases gpt,bert] [--optimizers adamw] [--recipes fp32,...] [--seeds 3]
         [--octaves -1,0,1] [--out FOLDER] [--keep] [--plot]
-    python benchmarks/unit_scaling.py --table
+    python benchmarks/unit_sweep.py --table
 
 A run is (case, optimizer, recipe, learning rate, seed); one that has ended in --out is read, and one that was killed
-goes on. --keep writes results/unit_scaling.json: the runs made, beside those that are there. --plot draws
-docs/images/unit_scaling_CASE.png of what was kept. With fewer than three seeds there are no verdicts.
+goes on. --keep writes results/unit_sweep.json: the runs made, beside those that are there. --plot draws
+docs/images/unit_sweep_CASE.png of what was kept. With fewer than three seeds there are no verdicts.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from halfstep.recipe import Recipe, Rule, get_recipe, linear_spec
 from halfstep.recipe.high_precision import KEEP
 from harness import RESULTS
 from losses import train
-from unit_scaling_plot import picture
+from unit_sweep_plot import picture
 
 
 IMAGES = RESULTS.parent.parent / "docs" / "images"
-KEPT = RESULTS / "unit_scaling.json"
+KEPT = RESULTS / "unit_sweep.json"
 ENOUGH = 3
 """Seeds, before a verdict is given."""
 
@@ -82,20 +82,24 @@ UNIT = {"adamw": 2**4, "adam": 2**4, "lion": 2**4, "lamb": 1, "sgd": 2**4}
 """By optimizer, how far the middle of the grid moves for unit-scaled models, whose weights are of size 1. LAMB's steps
 are in proportion to the weights already."""
 RATES = {"adamw": 2**-9, "adam": 2**-9, "sgd": 2**-2, "lion": 2**-12, "lamb": 2**-7}
-_LEAN = {"validations": 1, "statistics": 1, "checkpoints": 4}
+_LEAN = {"validations": 1, "statistics": 1, "checkpoints": 4, "clip": 1e9}
+"""Nothing is clipped: unit-scaled gradients of weights are of size 1 each, and a clip to a norm of 1 would divide them
+by the root of their number, in each step by another."""
 
+# Gradients shrink with batch x context, which a mean loss divides by: 16,384 and 8,192 tokens make those of queries and
+# keys zero in fp16 at the start, so that attention learns late.
 CASES = {
     "gpt": Case(
         "lm",
-        lambda: GPT(VOCABULARY, 64, layers=2, width=64, heads=2),
-        RATES,
-        {**_LEAN, "batch": 64, "context": 64, "steps": 100, "warmup": 20},
+        lambda: GPT(VOCABULARY, 32, layers=2, width=32, heads=2),
+        {**RATES, "adamw": 2**-7},
+        {**_LEAN, "batch": 512, "context": 32, "steps": 120, "warmup": 30},
     ),
     "bert": Case(
         "mlm",
         lambda: BERT(VOCABULARY + 1, 32, layers=2, width=64, heads=2),
-        RATES,
-        {**_LEAN, "batch": 128, "context": 32, "steps": 100, "warmup": 20},
+        {**RATES, "adamw": 2**-8},
+        {**_LEAN, "batch": 256, "context": 32, "steps": 150, "warmup": 20},
     ),
     "vision": Case("vision", None, {**RATES, "adamw": 2**-8}, {**_LEAN, "steps": 100}),
 }
@@ -214,7 +218,7 @@ def table(found: Iterable[Run]) -> str:
 
 
 def kept() -> list[Run]:
-    """The runs of results/unit_scaling.json."""
+    """The runs of results/unit_sweep.json."""
     return [Run(**run) for run in json.loads(KEPT.read_text())["runs"]] if KEPT.is_file() else []
 
 
@@ -234,7 +238,7 @@ def main() -> None:
     parser.add_argument("--recipes", default="fp32,fp16-mixed-unscaled,fp8-plain")
     parser.add_argument("--seeds", type=int, default=ENOUGH)
     parser.add_argument("--octaves", default="-1,0,1", help="the grid: powers of two around each case's rate")
-    parser.add_argument("--out", type=Path, default=Path("runs/unit_scaling"))
+    parser.add_argument("--out", type=Path, default=Path("runs/unit_sweep"))
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--plot", action="store_true")
     parser.add_argument("--table", action="store_true", help="print the table of what was kept; nothing is trained")
@@ -253,7 +257,7 @@ def main() -> None:
     if asked.plot:
         for case in asked.cases.split(","):
             drawn = {optimizer: recipes for (each, optimizer), recipes in grouped(kept()).items() if each == case}
-            picture(case, drawn).savefig(IMAGES / f"unit_scaling_{case}.png")
+            picture(case, drawn).savefig(IMAGES / f"unit_sweep_{case}.png")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,164 @@
+"""`halfstep.unit_scale` on Hugging Face's GPT-2, Llama, BERT and T5: true gradients, sizes, generation, refusals."""
+
+import pytest
+import torch
+
+import halfstep
+from halfstep.errors import ModelError
+from unit_scaled import off_direction, passes, sizes
+
+
+transformers = pytest.importorskip("transformers")
+IDS = torch.randint(3, 97, (8, 24), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(IDS)
+MASK[0, 18:] = 0
+
+
+def built(name, attention="sdpa", dropout=0.0, layers=2):
+    """A small model with random weights, and what it is called with."""
+    torch.manual_seed(0)
+    common = {"vocab_size": 97, "attn_implementation": attention}
+    if name == "gpt2":
+        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+        config = transformers.GPT2Config(n_positions=32, n_embd=64, n_layer=layers, n_head=4, **common, **drops)
+        return transformers.GPT2LMHeadModel(config), {"input_ids": IDS}
+    if name == "llama":
+        config = transformers.LlamaConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, attention_dropout=dropout, **common,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config), {"input_ids": IDS}
+    if name == "bert":
+        config = transformers.BertConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **common,
+        )  # fmt: skip
+        return transformers.BertForMaskedLM(config), {"input_ids": IDS, "token_type_ids": IDS % 2}
+    config = transformers.T5Config(
+        d_model=64, d_ff=128, d_kv=16, num_layers=layers, num_heads=4, dropout_rate=dropout,
+        decoder_start_token_id=0, **common,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config), {"input_ids": IDS, "decoder_input_ids": IDS.flip(0)}
+
+
+NAMES = ("gpt2", "llama", "bert", "t5")
+EACH = [(name, attention) for name in NAMES for attention in ("sdpa", "eager")]
+every_model = pytest.mark.parametrize(("name", "attention"), EACH)
+
+
+# Llama's own softmax is in float32, whatever its inputs, and its differences are no slopes; it is compared below.
+@pytest.mark.parametrize(("name", "attention"), [each for each in EACH if each != ("llama", "eager")])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_are_multiples_of_the_true_ones(name, attention, masked):
+    model, inputs = built(name, attention, layers=2 if masked else 1)
+    inputs |= {"attention_mask": MASK} if masked else {}
+    if name == "t5":  # whose ReLU's slopes are no differences
+        for module in model.modules():
+            if isinstance(getattr(module, "act", None), torch.nn.ReLU):
+                module.act = torch.nn.GELU()
+    halfstep.unit_scale(model, **inputs)
+    found = off_direction(model.double().train(), (), inputs)
+    assert max(found.values()) < 1e-6, found
+
+
+@every_model
+def test_sizes_are_near_1_at_initialisation(name, attention):
+    """Within 1/3 and 3 forward; what reaches queries and keys is less, as attention itself makes it."""
+    model, inputs = built(name, attention, dropout=0.1)
+    halfstep.unit_scale(model.train(), attention_mask=MASK, **inputs)
+    values, grads, weights = sizes(model, (), {"attention_mask": MASK, **inputs})
+    assert all(1 / 3 <= size <= 3 for size in values.values()), values
+    assert sum(0.8 <= size <= 1.25 for size in values.values()) >= 0.5 * len(values), values
+    attended = ("query", "key", ".q", ".k", "bias", ".q.weight", ".k.weight")
+    for found in (grads, weights):
+        assert all(1 / 20 <= size <= 3 for size in found.values()), found
+        others = {path: size for path, size in found.items() if not any(part in path for part in attended)}
+        assert all(1 / 10 <= size <= 3 for size in others.values()), others
+
+
+@pytest.mark.parametrize("name", NAMES[:3])  # T5's masks are two things, whose factors are measured apart
+def test_eager_and_fused_attention_are_one_function(name):
+    outputs = []
+    for attention in ("sdpa", "eager"):
+        model, inputs = built(name, attention)
+        halfstep.unit_scale(model, attention_mask=MASK, **inputs)
+        outputs.append(passes(model.train(), (), {"attention_mask": MASK, **inputs}))
+    (output, grads), (other, found) = outputs
+    seen = MASK.bool()
+    assert torch.allclose(output[seen], other[seen], rtol=1e-4, atol=1e-4)
+    largest = max(float(grad.abs().max()) for grad in grads.values())
+    assert all(torch.allclose(grad, found[key], rtol=1e-3, atol=1e-4 * largest) for key, grad in grads.items())
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")  # transformers' own name for it
+@every_model
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_is_the_same(name, attention, reentrant):
+    model, inputs = built(name, attention)
+    halfstep.unit_scale(model.train(), **inputs)
+    output, grads = passes(model, (), inputs)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    again, found = passes(model, (), inputs)
+    assert torch.allclose(again, output, rtol=1e-5, atol=1e-5)  # transformers leaves the cache out
+    largest = max(float(grad.abs().max()) for grad in grads.values())
+    assert all(torch.allclose(grad, found[key], rtol=1e-5, atol=1e-6 * largest) for key, grad in grads.items())
+
+
+@pytest.mark.parametrize(("name", "attention"), [each for each in EACH if each[0] != "bert"])
+def test_a_cache_generates_what_the_whole_sequence_does(name, attention):
+    model, inputs = built(name, attention)
+    halfstep.unit_scale(model, **inputs)
+    model.eval()
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    cached = model.generate(IDS[:2, :6], use_cache=True, **options)
+    whole = model.generate(IDS[:2, :6], use_cache=False, **options)
+    assert torch.equal(cached, whole)
+
+
+def test_a_loss_of_the_models_own_has_gradients_of_unit_size():
+    model, inputs = built("bert")
+    report = halfstep.unit_scale(model.train(), labels=IDS, **inputs)
+    assert [op.name for op in report.operations][-1] == "cross_entropy"
+    seen = []
+    model.cls.predictions.decoder.register_forward_hook(
+        lambda module, given, output: (
+            output.register_hook(lambda grad: seen.append(float(grad.square().mean().sqrt()))) and None
+        )
+    )
+    model(labels=IDS, **inputs).loss.backward()
+    assert seen[0] == pytest.approx(1, rel=0.4)
+
+
+def test_saving_as_pretrained_is_refused_and_comes_back(tmp_path):
+    model, inputs = built("gpt2")
+    halfstep.unit_scale(model, **inputs)
+    for part in (model, model.transformer):
+        with pytest.raises(ModelError, match=r"the weights are unit-scaled, .* Save model.state_dict\(\)"):
+            part.save_pretrained(tmp_path)
+    halfstep.revert(model)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").exists()
+
+
+def test_dummy_inputs_stand_in_for_a_batch():
+    model, _ = built("llama")
+    report = halfstep.unit_scale(model)
+    assert "at the traced length" in str(report)
+    assert "lm_head: nn.Linear" in str(report)
+
+
+def test_hand_written_norms_are_known_by_what_they_compute():
+    model, inputs = built("t5")
+    report = halfstep.unit_scale(model, **inputs)
+    assert sum(op.name == "rms_norm" for op in report.operations) == 5 * 2 + 2
+    model, inputs = built("t5")
+
+    class Doubled(type(model.encoder.final_layer_norm)):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model.encoder.final_layer_norm.__class__ = Doubled
+    with pytest.raises(ModelError, match=r"branch comes from encoder\.final_layer_norm: "):
+        halfstep.unit_scale(model, **inputs)
