@@ -161,3 +161,24 @@ def test_every_code_of_a_byte_is_decoded_as_the_reference_decodes_it():
         out = torch.empty(256, 16)
         dequantize.run(quantized.tensors, out, quantizer.format, quantizer.scales)
         same_bits(out, quantized.dequantize(torch.float32))
+
+
+def test_finite_codes_under_any_scale_are_decoded_as_the_reference_decodes_them():
+    """A chunk whose scales are normal numbers, or 0; one with others too; one with NaN: each may go another way."""
+    generator = torch.Generator().manual_seed(0)
+    usual, others = [0.0, 1e-30, 2.0**-7, 3.3, 1e25], [1e30, 1e36, 1e-38, 1e-40]
+    for name in ("e4m3fn", "e5m2", "e3m4", "e2m1"):
+        format = formats.get(name)
+        quantizer = Quantizer(format, scales=Scales(Tile(1, 16), get_scaling("absmax")))
+        quantized = quantizer.quantize(torch.ones(3 * CHUNK // 64, 64))
+        finite = torch.tensor([code for code in format.codes() if math.isfinite(format.decode(code))])
+        codes = finite[torch.randint(len(finite), (3 * CHUNK,), generator=generator)].to(torch.uint8)
+        packed = codes if format.bits == 8 else codes[::2] | codes[1::2] << 4
+        quantized.tensors["codes"].view(-1).view(torch.uint8).copy_(packed)
+        scale = quantized.tensors["scale"].view(3, -1)
+        for part, kinds in zip(scale, (usual, usual + others, [*usual, math.nan]), strict=True):
+            part.copy_(torch.tensor(kinds)[torch.randint(len(kinds), part.shape, generator=generator)])
+        for dtype in (torch.float32, torch.bfloat16):
+            out = torch.empty(quantized.shape, dtype=dtype)
+            dequantize.run(quantized.tensors, out, format, quantizer.scales)
+            same_bits(out, quantized.dequantize(dtype))

@@ -346,7 +346,14 @@ def test_codes_in_blocks_advance_in_one_pass_bit_for_bit(moments, base):
 
 @pytest.mark.parametrize(
     ("moments", "base"),
-    [("absmax in tiles alike", "fp32"), ("absmax in tiles alike", "bf16-stochastic"), ("dynamic maps", "fp32")],
+    [("absmax in tiles alike", "fp32"), ("absmax in tiles alike", "bf16-stochastic"), ("dynamic maps", "fp32")]
+    + [
+        pytest.param(
+            moments, base, marks=() if moments != "dynamic maps" and base == "bf16-kahan" else pytest.mark.slow
+        )
+        for moments in ("absmax in tiles alike", "dynamic maps")
+        for base in ("bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-light")
+    ],
 )
 def test_unusual_tiles_advance_bit_for_bit(moments, base):
     """Codes that are NaN, negative zeros, and scales of any size, in the middle of a chunk: what follows it too."""
@@ -356,12 +363,15 @@ def test_unusual_tiles_advance_bit_for_bit(moments, base):
         model, optimizer, _ = prepared(
             recipe_with(ONE_PASS[moments], base), nn.Linear(512, 80, bias=False), generator=0
         )
-        if not fused:
-            optimizer.rule = replace(optimizer.rule, fused=never)
+        own, seen = optimizer.rule.fused if fused else never, []
+        optimizer.rule = replace(
+            optimizer.rule, fused=lambda step, own=own, seen=seen: seen.append(own(step)) or seen[-1]
+        )
         weight = model.weight
         for step in range(3):
             weight.grad = torch.randn(80, 512).to(weight.dtype)
             optimizer.step()
+            assert seen[-1] is fused
             for name in ("exp_avg", "exp_avg_sq") if step < 2 else ():
                 codes, scale = optimizer.state[weight][name].view(torch.uint8), optimizer.state[weight][name + "_scale"]
                 codes[10, 256:] = torch.arange(256, dtype=torch.uint8)

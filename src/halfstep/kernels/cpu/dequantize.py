@@ -17,9 +17,9 @@ from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner, inner_overload
 from halfstep.kernels.cpu.divided import scaled
 from halfstep.kernels.cpu.element_codes import Decoding
-from halfstep.kernels.cpu.lanes import MAGNITUDE, lanes, nearest_as
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, lanes, nearest_as
 from halfstep.kernels.cpu.packing import unpack
-from halfstep.kernels.cpu.scales import power_bits
+from halfstep.kernels.cpu.scales import larger, power_bits
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scales import Scales
 
@@ -93,32 +93,48 @@ def larger_code(most, code, meaning):
 
 @lanes(types.float32)
 def half_scale(scale, most, meaning):
-    """What `half_of` a block's codes is multiplied by; 0 where that is not exact, or a code is not a finite number."""
+    """What `half_of` a block's codes is multiplied by, 0 for zeros; NaN where it is not exact, or a code not finite."""
     d, bits = Decoding(*meaning), scale.bits()
     times = bits + d.offset - (112 << 23)
     usual = ((bits - (1 << 23)) < 226 << 23) & ((times - (1 << 23)) < 226 << 23)  # normal numbers up to 2^100
-    known = usual & (most.to(32) <= d.half.min(d.largest)) & (d.half > 0)
-    return known.pick(times, 0).float()
+    known = (usual | bits.equals(0)) & (most.to(32) <= d.half.min(d.largest)) & (d.half > 0)
+    return known.pick(bits.equals(0).pick(bits, times), NAN).float()
 
 
 @inner
-def _floats_piece(codes, scale, levels, out, meaning):
-    block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises
+def _half_scales(codes, scale, meaning, times):
+    """`half_scale` of many blocks. Whether none is NaN."""
+    most = np.uint8(0)
+    for i in range(codes.size):
+        most = larger_code(most, codes[i], meaning)
+    largest = np.uint32(0)
     for b in range(scale.size):
-        s = scale[b]
+        times[b] = half_scale(scale[b], most, meaning)
+        largest = larger(largest, times[b])
+    return largest < INFINITY
+
+
+@inner
+def _halves_piece(codes, times, levels, out, meaning):
+    block = 1 << len(levels)  # known when this is compiled: a loop of fixed length vectorises
+    for b in range(times.size):
+        half = times[b]
         start = b * block
-        most = np.uint8(0)
-        for i in range(block):
-            most = larger_code(most, codes[start + i], meaning)
-        half = half_scale(s, most, meaning)
         if half > 0:
             for i in range(block):
                 j = start + i
                 out[j] = _restored_half(codes[j], half, meaning, out[j])
-        else:
-            for i in range(block):
-                j = start + i
-                out[j] = _restored(codes[j], s, meaning, out[j])
+        else:  # zeros, whatever the codes mean
+            out[start : start + block] = 0
+
+
+@inner
+def _floats_piece(codes, scale, levels, out, meaning):
+    times = np.empty(scale.size, np.float32)
+    if _half_scales(codes, scale, meaning, times):
+        _halves_piece(codes, times, levels, out, meaning)
+    else:
+        _numbers_piece(codes, scale, levels, out, meaning)
 
 
 @inner
