@@ -1,6 +1,6 @@
 """Whether the best learning rate stays where it is as a model grows wider. docs/parametrizations.md.
 
-    python benchmarks/transfer.py [--keep] [--only gpt,mlp] [--parametrizations umup] [--widths 64,128]
+    python benchmarks/transfer.py [--only gpt,mlp] [--parametrizations umup] [--widths 64,128]
     python benchmarks/transfer.py --page
 
 A GPT of 2 layers on the lab's text and an MLP of 4 matrices on its digits, under the standard parametrization, u-muP

@@ -44,25 +44,31 @@ ENOUGH = 3
 """Seeds, before a verdict is given."""
 
 
-def plain_fp8() -> Recipe:
-    """The control: inputs and weights in E4M3, gradients in E5M2, by plain casts; the rest in fp16, no loss scale.
+def controls() -> dict[str, Recipe]:
+    """Recipes that only this comparison needs.
 
-    `fp8-cscale` is none: it has a loss scale of 512, keeps its weights in fp16, and takes the fnuz formats.
+    `fp8-plain`: inputs and weights in E4M3, gradients in E5M2, by plain casts; the rest in fp16, no loss scale.
+    `fp8-cscale` is no such control: it has a loss scale of 512, keeps its weights in fp16, and takes the fnuz formats.
+
+    `unit-fp32`: what the model that is unit-scaled reaches where nothing is rounded.
     """
     e4m3, e5m2 = Quantizer(formats.get("e4m3fn")), Quantizer(formats.get("e5m2"))
-    return Recipe(
+    source = "a control of Blake et al. 2023, arXiv 2303.11257"
+    plain = Recipe(
         "fp8-plain",
         summary="fp16-mixed-unscaled whose linear layers round inputs and weights to E4M3, gradients to E5M2.",
-        source="the control of Blake et al. 2023, arXiv 2303.11257",
+        source=source,
         compute="fp16",
         rules=(*KEEP, Rule("*", linear_spec(input=e4m3, weight=e4m3, grad_output=e5m2))),
     )
+    whole = Recipe("unit-fp32", summary="A unit-scaled model in fp32.", source=source, unit_scaled=True)
+    return {recipe.name: recipe for recipe in (plain, whole)}
 
 
 def recipe_of(name: str) -> Recipe:
-    """The control, or the recipe of that name."""
-    own = plain_fp8()
-    return own if name == own.name else get_recipe(name)
+    """A control, or the recipe of that name."""
+    own = controls()
+    return own[name] if name in own else get_recipe(name)
 
 
 @dataclass(frozen=True)
@@ -210,6 +216,8 @@ def table(found: Iterable[Run]) -> str:
         at = {recipe: best(each) for recipe, each in recipes.items()}
         for recipe, each in at.items():
             words = "the baseline" if recipe == "fp32" else verdict(each, at.get("fp32"))
+            if recipe.startswith("unit-") and recipe != (whole := "unit-fp32") and whole in at:
+                words += f"; to {whole}: {verdict(each, at[whole])}"
             rate = "" if each is None else f"{each.lr:.3g}{', at the edge' if each.at_edge else ''}"
             loss = "" if each is None else f"{each.mean:.4f}"
             counted = len(recipes[recipe])
@@ -235,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="gpt,bert")
     parser.add_argument("--optimizers", default="adamw")
-    parser.add_argument("--recipes", default="fp32,fp16-mixed-unscaled,fp8-plain")
+    parser.add_argument("--recipes", default="fp32,fp16-mixed-unscaled,fp8-plain,unit-fp32,unit-fp16,unit-fp8")
     parser.add_argument("--seeds", type=int, default=ENOUGH)
     parser.add_argument("--octaves", default="-1,0,1", help="the grid: powers of two around each case's rate")
     parser.add_argument("--out", type=Path, default=Path("runs/unit_sweep"))

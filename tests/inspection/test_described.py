@@ -91,11 +91,17 @@ ABLE = [
 def test_a_quantised_model_is_named(tmp_path, name):
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     smooth = {"smooth": {}} if get_recipe(name).smooth_glu == "channel" else {}
+    if get_recipe(name).unit_scaled:
+        halfstep.unit_scale(model, torch.randn(8, 64))
     halfstep.quantize_model(model, name, **smooth)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     torch.save(model.state_dict(), tmp_path / "model.pt")
     quantizer = next(r.linear.output.rhs for r in get_recipe(name).rules if r.linear.output.rhs)
-    parts = [t for key, t in model.state_dict().items() if key.endswith(("weight_codes", "weight_scale"))]
+    parts = [
+        t
+        for key, t in model.state_dict().items()
+        if key.endswith(("weight_codes", "weight_scale", "weight_tensor_scale"))
+    ]
     for file in ("model.safetensors", "model.pt"):
         report = halfstep.inspect(tmp_path / file)
         assert report.findings == ()

@@ -1,9 +1,11 @@
-"""What a recipe asks of training on several ranks that torch's data parallelism does not do."""
+"""What recipes and unit scaling ask of training on several ranks that torch's data parallelism does not do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 
+import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.errors import ModelError
@@ -30,3 +32,29 @@ def check_ranks(recipe: Recipe, parameters: Iterable[Tensor]) -> None:
         "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)): the sharded fp32 "
         "weights are the master, and gradients accumulate in fp32"
     )
+
+
+def check_factors(model: str, factors: Mapping[str, tuple[float, ...]]) -> None:
+    """Called on every rank of the default group before a model is unit-scaled, with the factors of each operation.
+
+    What a factor takes from the traced batch (the size of its numbers, a mask, the loss) must be alike where the same
+    model is trained. Ranks with other operations have another model, and are left alone.
+
+    Raises:
+        ModelError: on all of those ranks, if they have the same operations and other factors.
+    """
+    if ranks() < 2:
+        return
+    everyone: list[Mapping[str, tuple[float, ...]] | None] = [None] * ranks()
+    dist.all_gather_object(everyone, dict(factors))
+    for rank, others in enumerate(everyone):
+        if others is None or others.keys() != factors.keys():
+            continue
+        for place, mine in factors.items():
+            theirs = others[place]
+            if not all(math.isclose(x, y, rel_tol=1e-4) for x, y in zip(mine, theirs, strict=True)):
+                raise ModelError(
+                    f"{model}: {place} has the factors {theirs} on rank {rank} and {mine} on rank {dist.get_rank()}: "
+                    "each rank traced a batch of its own. Call unit_scale with the same batch on all of them "
+                    "(torch.distributed.broadcast it from one); nothing was changed"
+                )

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.adopt import adopt, extend, is_covered, release_all
 from halfstep.nn.layers import KINDS
+from halfstep.nn.ranks import check_factors
 from halfstep.nn.unit import weights
 from halfstep.nn.unit.factors import Factors
 from halfstep.nn.unit.forwards import UNIT, WHOLE, Shield, Unsaved, own
@@ -66,7 +67,7 @@ def unit_scale(
 
     Raises:
         ModelError: no inputs; a weight without a standard deviation; a residual addition with an operand whose size is
-            not known, with the module and the operation. Nothing was changed.
+            not known, with the module and the operation; ranks that were given other batches. Nothing was changed.
         RecipeError: the model follows a recipe, or is unit-scaled.
 
     Source: Blake, Orr and Luschi 2023 (Unit Scaling); the residual scheme is its running mean, or its fixed one.
@@ -85,6 +86,7 @@ def unit_scale(
     if loss is not None:
         at_output(graph, 1 / _gradient(loss, output, name), name)
     _check_finite(graph, name)
+    check_factors(name, {f"{n.index} {n.place}": (n.alpha, *n.betas, *(n.weighted or ())) for n in graph.living()})
     made = plan(graph, name)
     vectors = _vectors(model, graph)
     found = weights.divide(model, deviations, vectors)

@@ -1,0 +1,109 @@
+"""A unit-scaled model on two ranks: DDP's gradients are one process's, and other batches are refused."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import halfstep
+from halfstep.errors import ModelError
+from tiny import assert_same
+
+
+pytestmark = pytest.mark.slow
+RANK = """
+import sys, torch, torch.distributed as dist
+rank, folder, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+sys.path[:0] = [tests, f'{tests}/nn']
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+from test_unit_ranks import refusal, under_ddp
+torch.save((under_ddp(rank), refusal(rank)), f"{folder}/{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+class Block(nn.Module):
+    """A layer, and a residual branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.branch, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(x + F.gelu(self.branch(x)))
+
+
+def rows(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(6, 8, generator=generator), torch.randn(6, 4, generator=generator)
+
+
+def scaled():
+    torch.manual_seed(0)
+    model = Block()
+    halfstep.unit_scale(model, rows(0)[0], loss=lambda y: F.mse_loss(y, rows(0)[1]))
+    return halfstep.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), recipe="unit-fp8")
+
+
+def under_ddp(rank):
+    model, optimizer, scaler = scaled()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    for step in range(3):
+        x, y = rows(10 * step + rank)
+        F.mse_loss(wrapped(x), y).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def refusal(rank):
+    model = Block()
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        halfstep.unit_scale(model, rows(rank)[0])
+    except ModelError as error:
+        assert_same(before, [p.detach() for p in model.parameters()])
+        return str(error)
+    return ""
+
+
+def in_one_process():
+    model, optimizer, scaler = scaled()
+    for step in range(3):
+        both = []
+        for rank in (0, 1):
+            x, y = rows(10 * step + rank)
+            both.append(torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters())))
+        for parameter, *grads in zip(model.parameters(), *both, strict=True):
+            parameter.grad = grads[0] / 2 + grads[1] / 2
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder, tests = tmp_path_factory.mktemp("ranks"), str(Path(__file__).parent.parent)
+    command = [sys.executable, "-W", "ignore", "-c", RANK]
+    started = [subprocess.Popen([*command, str(rank), str(folder), tests]) for rank in (0, 1)]
+    assert [process.wait(timeout=300) for process in started] == [0, 0]
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+def test_ddp_is_one_process_bit_for_bit(ranks):
+    expected = in_one_process()
+    for weights, _ in ranks:
+        assert_same(weights, expected)
+
+
+def test_ranks_with_other_batches_are_refused_on_all(ranks):
+    for _, words in ranks:
+        assert "each rank traced a batch of its own" in words
