@@ -105,7 +105,7 @@ CASES = {
         "mlm",
         lambda: BERT(VOCABULARY + 1, 32, layers=2, width=64, heads=2),
         {**RATES, "adamw": 2**-8},
-        {**_LEAN, "batch": 256, "context": 32, "steps": 150, "warmup": 20},
+        {**_LEAN, "batch": 256, "context": 32, "steps": 400, "warmup": 20},
     ),
     "vision": Case("vision", None, {**RATES, "adamw": 2**-8}, {**_LEAN, "steps": 100}),
 }
@@ -225,6 +225,20 @@ def table(found: Iterable[Run]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def summary(found: Iterable[Run]) -> dict[str, dict[str, float]]:
+    """Every recipe at its best learning rate, and with three seeds its mean loss relative to fp32's and to unit-fp32's,
+    each at its own best."""
+    rows: dict[str, dict[str, float]] = {}
+    for (case, optimizer), recipes in grouped(found).items():
+        at = {recipe: each for recipe, runs in recipes.items() if (each := best(runs)) is not None}
+        for recipe, each in at.items():
+            row = rows[f"{case} {optimizer} {recipe}"] = {"lr": each.lr, "loss": each.mean}
+            for base in ("fp32", "unit-fp32"):
+                if base in at and len(each.losses.keys() & at[base].losses.keys()) >= ENOUGH:
+                    row[f"to {base}"] = each.mean / at[base].mean - 1
+    return rows
+
+
 def kept() -> list[Run]:
     """The runs of results/unit_sweep.json."""
     return [Run(**run) for run in json.loads(KEPT.read_text())["runs"]] if KEPT.is_file() else []
@@ -234,7 +248,12 @@ def keep(found: Sequence[Run]) -> None:
     """Write runs beside those that are kept of other points of the grid."""
     every = {run.key: run for run in [*kept(), *found]}
     cases = {name: dict(case.fields) | {"task": case.task} for name, case in CASES.items()}
-    data = {"machine": environment(), "cases": cases, "runs": [vars(run) for _, run in sorted(every.items())]}
+    data = {
+        "machine": environment(),
+        "cases": cases,
+        "best": summary(every.values()),
+        "runs": [vars(run) for _, run in sorted(every.items())],
+    }
     KEPT.write_text(json.dumps(data, indent=2) + "\n")
 
 
