@@ -14,9 +14,28 @@ from halfstep.unit.roles import Tag, set_tag
 
 
 class _Conv(nn.modules.conv._ConvNd):
-    """What both have: factors, unit variance, and padding."""
+    """What both have: factors, unit variance, and padding. torch's class comes after it, whose `__init__` it calls."""
 
-    def _begin(self, constraint: str, role: str) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+        bias: bool = False,
+        padding_mode: Any = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        constraint: str = "to_output",
+        role: str = "hidden",
+    ) -> None:
+        stock: Any = super().__init__
+        where = stride, padding, dilation, groups
+        stock(in_channels, out_channels, kernel_size, *where, bias, padding_mode, device, dtype)
         self.constraint = constraint
         setattr(self, MULTIPLIERS, factors.linear(constraint))
         set_tag(self, "weight", Tag(role))
@@ -40,27 +59,6 @@ class Conv1d(_Conv, nn.Conv1d):
     Arguments as torch's; `constraint` and `role` as of `unit.Linear`.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Any,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-        bias: bool = False,
-        padding_mode: Any = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        constraint: str = "to_output",
-        role: str = "hidden",
-    ) -> None:
-        where = stride, padding, dilation, groups
-        nn.Conv1d.__init__(self, in_channels, out_channels, kernel_size, *where, bias, padding_mode, device, dtype)
-        self._begin(constraint, role)
-
     def forward(self, input: Tensor) -> Tensor:
         """(batch, in, time) -> (batch, out, time)"""
         return self._convolved(conv1d, input)
@@ -68,27 +66,6 @@ class Conv1d(_Conv, nn.Conv1d):
 
 class Conv2d(_Conv, nn.Conv2d):
     """nn.Conv2d as `unit.Conv1d`."""
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Any,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-        bias: bool = False,
-        padding_mode: Any = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        constraint: str = "to_output",
-        role: str = "hidden",
-    ) -> None:
-        where = stride, padding, dilation, groups
-        nn.Conv2d.__init__(self, in_channels, out_channels, kernel_size, *where, bias, padding_mode, device, dtype)
-        self._begin(constraint, role)
 
     def forward(self, input: Tensor) -> Tensor:
         """(batch, in, height, width) -> (batch, out, height, width)"""
