@@ -172,13 +172,14 @@ def test_the_command_line_takes_both(given, run, tmp_path):
     (tmp_path / "mine.toml").write_text(RECIPE)
     options = ["--data", "text.txt", "--model", "small_models.py:model", "--steps", "3", "--batch", "2"]
     options += ["--context", "16", "--seeds", "1", "--baseline-seeds", "1", "--optimizer", "sgd", "--lr", "0.1"]
-    asked = ["--recipes", "fp32,mine.toml", *options, "--recipe-lr", "mine.toml=0.2", "--out", "x"]
+    asked = ["--recipes", "fp32,mine.toml", *options, "--recipe-lr", "mine.toml=0.2"]
+    asked += ["--recipe-lr", "fp32=0.05", "--out", "x"]
     code, out, error = run("compare", *asked)
     assert code == 0, error
     assert re.search(r"peak.*\n.* lr ", out)
     assert re.search(r"mine .* 0\.2 ", out)
     written = json.loads((tmp_path / "x" / "experiment.json").read_text())["experiment"]
-    assert (written["optimizer"], written["recipe_lr"]) == ("sgd", {"mine": 0.2})
+    assert (written["optimizer"], written["recipe_lr"]) == ("sgd", {"mine": 0.2, "fp32": 0.05})
     assert run("compare", *asked, "--resume")[0] == 0
     assert run("compare", "--out", "x", "--resume")[0] == 0
     code, _, error = run("compare", "--out", "x", "--resume", "--optimizer", "adam")

@@ -51,10 +51,11 @@ Rate = Annotated[
     typer.Option("--lr", help=f"Peak learning rate: a warm-up, then a cosine to zero. {_OWN} (lm: {Experiment.lr})."),
 ]
 RecipeRates = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--recipe-lr",
-        help="Peak learning rates of recipes that do not take --lr, separated by commas: unit-fp16=0.02,unit-fp8=0.02.",
+        help="Peak learning rates of recipes that do not take --lr, by commas or by giving the option again: "
+        "unit-fp16=0.02,unit-fp8=0.02.",
     ),
 ]
 Optimizer = Annotated[
@@ -118,8 +119,8 @@ def _given(ctx: typer.Context) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(Experiment)}
     given = {name: value for name, value in ctx.params.items() if name in known and value is not None}
     given["recipes"] = _parts(given["recipes"])
-    if "recipe_lr" in given:
-        given["recipe_lr"] = _rates(given["recipe_lr"])
+    if rates := given.pop("recipe_lr", None):
+        given["recipe_lr"] = _rates(",".join(rates))
     return given
 
 

@@ -283,7 +283,7 @@ class Recipe:
             ("compute", "as stored" if self.compute == "fp32" else f"torch.autocast to {self.compute}"),
             *[("in fp32", ", ".join(widened))] * bool(widened),
             ("loss scale", str(self.loss_scale or "none")),
-            *([("model", "unit-scaled, by halfstep.unit_scale or as it is written (halfstep.unit)")] if self.unit_scaled else []),
+            *([("model", "unit-scaled: by halfstep.unit_scale, or written so")] if self.unit_scaled else []),
             *([("gated MLPs", SMOOTH_GLU[self.smooth_glu])] if self.smooth_glu else []),
             *([("codes", str(self.codes))] if self.codes else []),
             *([("saved", str(self.saved))] if self.saved else []),
