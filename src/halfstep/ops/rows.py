@@ -21,10 +21,7 @@ def rounded_rows(
     """
     scales, format = quantizer.scales, quantizer.format
     assert scales is not None
-    by_row = scales.tile == ROW
-    if bounds is not None and bounds.shape[1] > 1 and not by_row:
-        x, bounds = operators.clamped(x, bounds), None
-    factor = scales.rule.factor(_amax(x.detach(), bounds, 1 if by_row else 0), format)
+    factor = scales.rule.factor(operators.amax(x.detach(), bounds, 1 if scales.tile == ROW else 0), format)
     assert factor is not None
     steps = quantizer.steps
     if steps is None and dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -34,11 +31,3 @@ def rounded_rows(
     seed = seed_of(quantizer.rounding, None)
     made = operators.round_rows(x.detach(), bounds, factor, format, quantizer.rounding, seed, steps, into)
     return made, None if steps is None else factor.reciprocal() / steps
-
-
-def _amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor:
-    """The largest magnitude of each row or column between the bounds: clamping keeps the order, so its ends suffice."""
-    low = high = x.new_zeros([1 if i == dim else size for i, size in enumerate(x.shape)])
-    if x.numel():
-        low, high = torch.aminmax(x, dim=dim, keepdim=True)
-    return torch.maximum(-operators.clamped(low, bounds), operators.clamped(high, bounds)).float()

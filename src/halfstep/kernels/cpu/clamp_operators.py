@@ -44,6 +44,20 @@ def bounds_into(x: Tensor, out: Tensor, clamp: Clamp) -> None:
         out.copy_(clamp.bounds(x))
 
 
+def amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor:
+    """The largest magnitude of each row (dim 1) or column (dim 0) between the bounds; NaN where a number or a bound
+    is."""
+    if not torch.compiler.is_compiling() and rows.supports_amax(x, bounds):
+        return rows.run_amax(x, bounds, dim)
+    low = high = x.new_zeros([1 if i == dim else size for i, size in enumerate(x.shape)])
+    if x.numel() and not (dim == 1 or bounds is None or bounds.shape[1] == 1):
+        x, bounds = clamped(x, bounds), None
+    if x.numel():
+        low, high = torch.aminmax(x, dim=dim, keepdim=True)
+    # Clamping keeps the order, so what becomes of the ends suffices.
+    return torch.maximum(-clamped(low, bounds), clamped(high, bounds)).float()
+
+
 def round_rows(
     x: Tensor, bounds: Tensor | None, factor: Tensor, format: Format, rounding: str, seed: int | None,
     steps: int | None, dtype: torch.dtype,

@@ -18,6 +18,7 @@ from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import MAGNITUDE, bits_of, lanes, nearest_as, stored_as
 
 
+_TALL = 256  # rows that a thread takes at a time, for the columns' maxima
 _OUTS = (torch.int8, torch.float32, torch.bfloat16)
 
 
@@ -49,6 +50,24 @@ def run(
         _by_row(x.numel(), *given, np.float32(steps), numbers, _matrix(out))
     else:
         _by_column(x.numel(), *given, np.float32(steps), numbers, _matrix(out))
+
+
+def supports_amax(x: Tensor, bounds: Tensor | None) -> bool:
+    """Whether `run_amax` can read these."""
+    return plain(x) and x.dim() == 2 and x.numel() > 0 and (bounds is None or bounds.dtype == torch.float32)
+
+
+def run_amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor:
+    """The largest magnitude of each row (dim 1: (rows, 1)) or column ((1, columns)) between the bounds, in float32; NaN
+    where a number or a bound is."""
+    limits = _limits(bounds, x.shape[0])
+    if dim == 1:
+        out = torch.empty(x.shape[0], 1)
+        _row_amax(x.numel(), _matrix(x), limits, array(out))
+        return out
+    found = torch.zeros(-(-x.shape[0] // _TALL), x.shape[1])
+    _column_amax(x.numel(), _matrix(x), limits, _matrix(found), _TALL)
+    return found.amax(0, keepdim=True)
 
 
 def supports_beyond(x: Tensor, bounds: Tensor) -> bool:
@@ -85,6 +104,49 @@ def _numbers(x: Tensor) -> Any:
 def _limits(bounds: Tensor | None, rows: int) -> Any:
     """A row's bounds in each row, or None."""
     return None if bounds is None else _numbers(bounds.expand(2, rows)).reshape(2, rows)
+
+
+@lanes(types.uint32)
+def _larger_between(most, value, low, high):
+    number = bits_of(value).float()
+    if low is not None:
+        number = (number > high).pick(high, number)
+        number = (number < low).pick(low, number)
+        number = low.is_nan().pick(low, number)
+    return most.max(number.bits() & MAGNITUDE)
+
+
+@inner
+def _amax_of(x, low, high):
+    most = np.uint32(0)
+    for i in range(x.size):
+        most = _larger_between(most, x[i], low, high)
+    return most
+
+
+@inner
+def _amax_each(x, low, high, most):
+    for i in range(x.size):
+        most[i] = _larger_between(most[i], x[i], low, high)
+
+
+@Kernel
+def _row_amax(x, limits, out):
+    for r in numba.prange(x.shape[0]):
+        if limits is None:
+            out[r] = _amax_of(x[r], None, None)
+        else:
+            out[r] = _amax_of(x[r], limits[0, r], limits[1, r])
+
+
+@Kernel
+def _column_amax(x, limits, found, tall):
+    for part in numba.prange(found.shape[0]):
+        for r in range(part * tall, min((part + 1) * tall, x.shape[0])):
+            if limits is None:
+                _amax_each(x[r], None, None, found[part])
+            else:
+                _amax_each(x[r], limits[0, r], limits[1, r], found[part])
 
 
 @lanes("like")
