@@ -7,7 +7,7 @@ over. Scales of blocks as small as the rotation gain nothing by that: a block's 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -66,6 +66,12 @@ class Hadamard:
             return ()
         assert isinstance(self.seed, int)
         return tuple(1.0 - 2.0 * (derive_seed(self.seed, i) >> 63) for i in range(self.size))
+
+    @property
+    def still(self) -> Hadamard:
+        """This transform; where its signs are drawn anew, one whose signs stay: for whoever only looks, and draws
+        nothing from a run's generator."""
+        return replace(self, seed=0) if self.seed == ANEW else self
 
     def signs(self, device: torch.device | str | None = None) -> Tensor:
         """s, float32 (size): for both operands of one product, since another call may draw others."""
