@@ -19,8 +19,9 @@ Cases = dict[str, dict[str, Any]]
 def judged(cases: Cases) -> dict[str, dict[str, Any]]:
     """By case: mean loss and verdict, its difference to fp32 and to its base, each with the ends of its interval.
 
-    Fewer than three seeds are given no verdict but `cannot tell`. Of the difference to the base the word is `worse`
-    where its whole interval lies above 0, and `better` where all of it lies below.
+    A case of which a run diverged has no other figure. Fewer than three seeds are given no verdict but `cannot tell`.
+    Of the difference to the base the word is `worse` where its whole interval lies above 0, and `better` where all of
+    it lies below.
     """
     return {name: _judged(name, case, cases) for name, case in cases.items()}
 
@@ -37,7 +38,7 @@ def diverged(case: dict[str, Any]) -> dict[int, int]:
 
 
 def _judged(name: str, case: dict[str, Any], cases: Cases) -> dict[str, Any]:
-    own, fp32 = finals(case), finals(cases[case["baseline"]])
+    own, fp32 = {} if diverged(case) else finals(case), finals(cases[case["baseline"]])
     to_fp32 = difference(own, fp32, same=name == case["baseline"])
     pairs = len(own.keys() & fp32.keys())
     status = to_fp32.status if pairs >= ENOUGH else UNDECIDED if pairs else MISSING
