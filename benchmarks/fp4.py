@@ -60,7 +60,7 @@ def experiment(case: Case) -> Experiment:
         recipes=("fp32",),
         steps=1000,
         warmup=50,
-        lr=2e-3,
+        lr=1e-3,
         batch=16,
         context=64,
         validations=20,
