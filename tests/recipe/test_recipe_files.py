@@ -227,7 +227,7 @@ RULE = 'name = "mine"\n[[rules]]\npath = "a"\n[[rules]]\npath = "*"\n'
         (f'{RULE}weight = {{format = "fp4", estimator = {{k = 0.5}}}}', 6, "an estimator with k = 0.5; expected"),
         (f'{RULE}weight = {{format = "mxfp4", clamp = {{quantile = 2}}}}', 6, "a clamp at quantile 2.0; expected"),
         (f'{RULE}weight = {{format = "fp4", clamp = {{}}}}', 6, "clamp 0.99, compensated with scales = None"),
-        (f'{RULE}input = {{format = "fp4", estimator = {{}}}}', 5, "estimator k=5 cap=3 for input: expected one for"),
+        (f'{RULE}input = {{format = "fp4", estimator = {{}}}}', 4, "estimator k=5 cap=3 for input: expected one for"),
         (
             f'{RULE}[rules.input]\nformat = "e4m3fn"\nscale = "rceil margin=2"',
             8,
