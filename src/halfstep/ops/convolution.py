@@ -10,8 +10,9 @@ from torch import Tensor
 
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
+from halfstep.ops.function import run
 from halfstep.ops.linear import States, linear, product_dtype
-from halfstep.ops.once import Backwards, Once, once, run
+from halfstep.ops.once import Backwards, Once, once
 from halfstep.ops.operand import Operand, just_in_time, kept, scale_of
 from halfstep.ops.places import filters, places, rounded
 from halfstep.ops.snapshot import values_of

@@ -13,8 +13,9 @@ from torch import Tensor
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import scaled_mm
 from halfstep.ops.casts import decode
+from halfstep.ops.function import run
 from halfstep.ops.matmul import matmul
-from halfstep.ops.once import Backwards, Once, once, run
+from halfstep.ops.once import Backwards, Once, once
 from halfstep.ops.operand import Operand, carrier, just_in_time, kept, operand, scale_of, signs_of
 from halfstep.ops.plain import factors_of, matrix, plain, unflatten
 from halfstep.ops.saved import Keeping
