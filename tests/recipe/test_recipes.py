@@ -53,6 +53,8 @@ BYTES = {
     "fp8-smooth-swiglu": (4, 4, 0, 8, 2),
     "fp8-fishman": (4, 4, 0, 2, 2),
     "fp8-current": (4, 4, 0, 8, 2),
+    "fp4-zhou-dgrad-fp8": (4, 4, 0, 8, 2),
+    "fp4-zhou-dgrad-bf16": (4, 4, 0, 8, 2),
     "fp8-rowwise": (4, 4, 0, 8, 2),
     "fp8-rowwise-gw-hp": (4, 4, 0, 8, 2),
     "mxfp8": (4, 4, 0, 8, 2),
