@@ -15,7 +15,6 @@ from halfstep.kernels import carried
 from halfstep.nn.adapters import bag, encoder, foreign, gated, lstm, norm, spectral, wide
 from halfstep.nn.adopt import adopt, is_covered, release
 from halfstep.nn.applied import Applied, applied_to
-from halfstep.nn.attention import ATTRIBUTE
 from halfstep.nn.clock import Clock
 from halfstep.nn.codes import let_go
 from halfstep.nn.dtypes import check_grad_dtype, check_trained, count, storable, store
@@ -26,6 +25,7 @@ from halfstep.nn.ranks import check_ranks
 from halfstep.nn.savers import adopt_savers, find
 from halfstep.nn.scaling import Scalings, attach, detach
 from halfstep.nn.unit.scale import is_unit_scaled, revert_unit
+from halfstep.ops.attention import ATTRIBUTE
 from halfstep.recipe import DTYPES, LinearSpec, Recipe, get_recipe
 from halfstep.unit import MULTIPLIERS, multipliers_of
 
