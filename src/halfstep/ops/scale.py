@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import ModelError
+from halfstep.ops.function import run
 
 
 def scale_forward(x: Tensor, factor: float) -> Tensor:
@@ -49,7 +50,7 @@ def scaled(x: Tensor, forward: float, backward: float) -> Tensor:
     if not torch.compiler.is_compiling() and not (math.isfinite(forward) and math.isfinite(backward)):
         raise ModelError(f"factors {forward} and {backward} to scale by; expected finite numbers")
     function = _Traced if torch.compiler.is_compiling() else _Scaled
-    return function.apply(x, forward, backward)  # type: ignore[no-any-return,no-untyped-call]
+    return run(function, x, forward, backward)  # type: ignore[no-any-return]
 
 
 class _Traced(torch.autograd.Function):

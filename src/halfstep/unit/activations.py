@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfstep.ops.function import run
 from halfstep.unit import factors
 from halfstep.unit.constraint import Constraint, get_constraint
 
@@ -54,7 +55,7 @@ def gated_silu(
     output, *grads = get_constraint(constraint)(*factors.gated_silu(mult))
     if input.shape != gate.shape:
         input, gate = torch.broadcast_tensors(input, gate)  # type: ignore[no-untyped-call]
-    return _Gated.apply(input, gate, mult, output / mult, *grads)[0]  # type: ignore[no-any-return,no-untyped-call]
+    return run(_Gated, input, gate, mult, output / mult, *grads)[0]  # type: ignore[no-any-return]
 
 
 def softmax(
@@ -76,12 +77,12 @@ def softmax(
         dtype = torch.softmax(input.new_empty(1), 0).dtype
     x = input if mult == 1 else input.to(torch.promote_types(input.dtype, torch.float32)) * mult
     with torch.autocast(input.device.type, enabled=False):
-        return _Softmax.apply(x, dim, dtype, output, grad)  # type: ignore[no-any-return,no-untyped-call]
+        return run(_Softmax, x, dim, dtype, output, grad)  # type: ignore[no-any-return]
 
 
 def _activation(x: Tensor, name: str, mult: float, constraint: str | Constraint | None) -> Tensor:
     output, grad = get_constraint(constraint)(*factors.activation(name, mult))
-    return _Activation.apply(x, name, mult, output / mult, grad)  # type: ignore[no-any-return,no-untyped-call]
+    return run(_Activation, x, name, mult, output / mult, grad)  # type: ignore[no-any-return]
 
 
 def _times(x: Tensor, factor: float) -> Tensor:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.errors import ModelError
+from halfstep.ops.function import run
 from halfstep.ops.scale import scale_backward, scaled
 from halfstep.unit import factors
 from halfstep.unit.constraint import Constraint, get_constraint
@@ -70,7 +71,7 @@ def add(input: Tensor | float, other: Tensor | float, constraint: str | Constrai
         return torch.add(input, other)
     output, *grads = get_constraint(constraint)(*factors.add(tuple(input.shape), tuple(other.shape)))
     if grads[0] == grads[1] == output and input.shape == other.shape:
-        return _Sum.apply(input, other, output, output, output)  # type: ignore[no-any-return,no-untyped-call]
+        return run(_Sum, input, other, output, output, output)  # type: ignore[no-any-return]
     return scaled(torch.add(scale_backward(input, grads[0]), scale_backward(other, grads[1])), output, 1.0)
 
 
@@ -86,7 +87,7 @@ def residual_split(
         variance_fraction, ratio: one of them; see `factors.residual`.
     """
     branch, skip = factors.residual(variance_fraction, ratio)
-    return _Split.apply(input, branch, skip)  # type: ignore[no-any-return,no-untyped-call]
+    return run(_Split, input, branch, skip)  # type: ignore[no-any-return]
 
 
 def residual_add(
@@ -105,7 +106,7 @@ def residual_add(
             f"a residual's branch of shape {tuple(branch.shape)} and skip of {tuple(skip.shape)}; expected the same"
         )
     weights = factors.residual(variance_fraction, ratio)
-    return _Sum.apply(branch, skip, *weights, 1.0)  # type: ignore[no-any-return,no-untyped-call]
+    return run(_Sum, branch, skip, *weights, 1.0)  # type: ignore[no-any-return]
 
 
 class _Sum(torch.autograd.Function):

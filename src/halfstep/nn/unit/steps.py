@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.errors import ModelError
 from halfstep.nn.unit.functions import canonical, counts, signature
+from halfstep.ops.function import run
 from halfstep.ops.scale import scale_backward, scaled
 
 
@@ -193,7 +194,7 @@ def weighted_sum(a: Tensor, b: Tensor, forward: tuple[float, float], backward: t
 
     Factors of 1 in the backward pass cost nothing.
     """
-    return _Weighted.apply(a, b, forward, backward)  # type: ignore[no-any-return,no-untyped-call]
+    return run(_Weighted, a, b, forward, backward)  # type: ignore[no-any-return]
 
 
 class _Weighted(torch.autograd.Function):

@@ -1,0 +1,32 @@
+"""Autograd functions in torch's two parts, `forward` and `setup_context`, called at the price of those in one."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+
+def run(function: type[torch.autograd.Function], *inputs: Any) -> Any:
+    """`function.apply`. Where no transform of `torch.func` is at work, by a function whose forward keeps what its
+    backward takes: torch binds the arguments of the other kind by their signature, at each call."""
+    direct = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    return (_direct(function) if direct else function).apply(*inputs)
+
+
+def is_derived() -> bool:
+    """Within a backward pass: whether somebody may take the derivative of what it computes."""
+    return torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+
+
+@cache
+def _direct(function: Any) -> Any:
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = function.forward(*inputs)
+        function.setup_context(ctx, inputs, output)
+        return output
+
+    members = {"forward": forward, "backward": function.backward, "jvp": function.jvp}
+    wrapped = {name: staticmethod(member) for name, member in members.items()}
+    return type(function.__name__, (torch.autograd.Function,), wrapped)
