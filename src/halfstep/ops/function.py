@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+
+
+_NOTHING = nullcontext()
 
 
 def run(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     """`function.apply`. Where no transform of `torch.func` is at work, by a function whose forward keeps what its
     backward takes: torch binds the arguments of the other kind by their signature, at each call."""
     direct = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
-    return (_direct(function) if direct else function).apply(*inputs)  # type: ignore[no-untyped-call]
+    return (_direct(function) if direct else function).apply(*inputs)
 
 
 def is_derived() -> bool:
     """Within a backward pass: whether somebody may take the derivative of what it computes."""
     return torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Within it autocast is off on x's device: it is entered where it is on, since that takes as long as a function."""
+    on = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if on else _NOTHING
 
 
 @cache

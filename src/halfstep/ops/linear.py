@@ -13,7 +13,7 @@ from torch import Tensor
 from halfstep.errors import ModelError
 from halfstep.kernels import scaled_mm
 from halfstep.ops.casts import decode
-from halfstep.ops.function import run
+from halfstep.ops.function import no_autocast, run
 from halfstep.ops.matmul import matmul
 from halfstep.ops.once import Backwards, Once, once
 from halfstep.ops.operand import Operand, carrier, just_in_time, kept, operand, scale_of
@@ -89,8 +89,9 @@ def linear(
         return F.linear(x, weight, bias)  # which its library has a way for
     dtype = product_dtype(x)
     factors = factors_of(spec, x.numel() // max(x.shape[-1], 1), *weight.shape) if spec.multiplies else None
-    with torch.autocast(x.device.type, enabled=False):
-        return plain(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), factors)
+    with no_autocast(x):
+        x, weight = (operand if operand.dtype == dtype else operand.to(dtype) for operand in (x, weight))
+        return plain(x, weight, None if bias is None else bias.to(dtype), factors)
 
 
 def rounded_weight(
