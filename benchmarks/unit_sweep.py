@@ -15,7 +15,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from halfstep.lab.models.gpt import GPT
 from halfstep.lab.tasks import experiment_for
 from halfstep.lab.verdict import difference
 from halfstep.quant import Quantizer
-from halfstep.recipe import Recipe, Rule, get_recipe, linear_spec
+from halfstep.recipe import LossScale, Recipe, Rule, get_recipe, linear_spec
 from halfstep.recipe.high_precision import KEEP
 from harness import RESULTS
 from losses import train
@@ -42,6 +42,8 @@ IMAGES = RESULTS.parent.parent / "docs" / "images"
 KEPT = RESULTS / "unit_sweep.json"
 ENOUGH = 3
 """Seeds, before a verdict is given."""
+EXPONENTS = range(4, 25, 4)
+"""Of the constant loss scales that are searched."""
 
 
 def controls() -> dict[str, Recipe]:
@@ -51,6 +53,8 @@ def controls() -> dict[str, Recipe]:
     `fp8-cscale` is no such control: it has a loss scale of 512, keeps its weights in fp16, and takes the fnuz formats.
 
     `unit-fp32`: what the model that is unit-scaled reaches where nothing is rounded.
+
+    `fp16-scale-N`: fp16 with a constant loss scale of 2^N, a run of the search that unit scaling does without.
     """
     e4m3, e5m2 = Quantizer(formats.get("e4m3fn")), Quantizer(formats.get("e5m2"))
     source = "a control of Blake et al. 2023, arXiv 2303.11257"
@@ -62,7 +66,11 @@ def controls() -> dict[str, Recipe]:
         rules=(*KEEP, Rule("*", linear_spec(input=e4m3, weight=e4m3, grad_output=e5m2))),
     )
     whole = Recipe("unit-fp32", summary="A unit-scaled model in fp32.", source=source, unit_scaled=True)
-    return {recipe.name: recipe for recipe in (plain, whole)}
+    scaled = (
+        replace(get_recipe("fp16-static"), name=f"fp16-scale-{power}", loss_scale=LossScale(2.0**power, dynamic=False))
+        for power in EXPONENTS
+    )
+    return {recipe.name: recipe for recipe in (plain, whole, *scaled)}
 
 
 def recipe_of(name: str) -> Recipe:

@@ -24,6 +24,8 @@ from halfstep.unit import tag_of
 BRANCH_END = "branch_end"
 """What a rule calls the role of the last layer of a residual branch."""
 ModuleFilter = Callable[[nn.Module, str], bool]
+_ACCUMULATES = "a convolution, whose sums are torch's own; the rule's products accumulate"
+_ROTATES = "a convolution, whose window would mix what a Hadamard transform of the rule's products rotates"
 
 
 class Kind(Protocol):
@@ -90,10 +92,9 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
                     "apply the recipe before another library quantises the model, keep these layers by module_filter, "
                     "or take a recipe without rules, such as bf16-mixed"
                 )
-            whole = {
-                path for path in hits if rule.linear.accumulates and _filters(model.get_submodule(path), kinds[path])
-            }
-            kept |= dict.fromkeys(whole, "a convolution, whose sums are torch's own; the rule's products accumulate")
+            why = _ACCUMULATES if rule.linear.accumulates else _ROTATES if rule.linear.rotates else ""
+            whole = {path for path in hits if why and _filters(model.get_submodule(path), kinds[path])}
+            kept |= dict.fromkeys(whole, why)
             specs |= {path: rule.linear for path in hits if path not in whole}
         else:
             kept |= dict.fromkeys(hits, rule.why or "kept by the recipe")

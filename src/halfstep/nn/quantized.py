@@ -49,7 +49,8 @@ def quantize_model(
         What was quantised, and what was kept and why.
 
     Raises:
-        RecipeError: the recipe rounds no weights; the model follows another, or is quantised already; as `apply`.
+        RecipeError: the recipe rounds no weights, or rotates its forward products; the model follows another, or is
+            quantised already; as `apply`.
         ModelError: gradients that no step has used; as `apply`.
     """
     recipe = get_recipe(recipe)
@@ -161,6 +162,11 @@ def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None
         raise RecipeError(
             f"recipe {recipe.name!r} rounds no weights in its forward products, so there is nothing to keep in fewer "
             f"bits; these do: {able}"
+        )
+    if any(rule.linear.output.hadamard for rule in recipe.rules):
+        raise RecipeError(
+            f"recipe {recipe.name!r} rotates its forward products (hadamard), and codes of rotated weights would give "
+            "values that are not the model's: quantise it under a recipe whose output products have no hadamard"
         )
     found = vars(model).get("_halfstep")
     if found is not None and found.quantized:

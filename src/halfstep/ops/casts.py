@@ -60,7 +60,8 @@ def round_to(
         x: any shape, float32, bfloat16, float16 or float64.
         format: a name or alias (`"bf16"`, `"e4m3fn"`, `"posit16_1"`, `"e5m4"`; blocks: `"mxfp4"`, `"nvfp4"`, `"nf4"`
             ...), a `torch.dtype`, a `Format` or a `BlockFormat`.
-        rounding: `nearest_even`, `nearest_away`, `toward_zero`, `up`, `down` or `stochastic`.
+        rounding: `nearest_even`, `nearest_away`, `nearest_up` (ties to the upper value), `toward_zero`, `up`, `down`
+            or `stochastic`.
         overflow: `saturate` gives ± the largest value that both the format and the result's dtype hold, for infinities
             too; `ieee` gives infinity, or NaN where the format has no infinity (except that `toward_zero` takes finite
             values no further than the largest). A format with neither saturates in both; the fnuz formats and posits

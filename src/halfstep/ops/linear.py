@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.errors import ModelError
+from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import scaled_mm
 from halfstep.ops.casts import decode
 from halfstep.ops.matmul import matmul
 from halfstep.ops.once import Backwards, Once, once, run
-from halfstep.ops.operand import Operand, carrier, just_in_time, kept, operand, scale_of
+from halfstep.ops.operand import Operand, carrier, just_in_time, kept, operand, scale_of, signs_of
 from halfstep.ops.plain import factors_of, matrix, plain, unflatten
 from halfstep.ops.saved import Keeping
 from halfstep.ops.snapshot import values_of
@@ -35,6 +35,8 @@ class RoundedWeight:
     weight: Tensor
     output: Operand
     grad_input: Operand
+    signs: tuple[Tensor | None, Tensor | None] = (None, None)
+    """Of the rotations of the two products."""
 
 
 def linear(
@@ -65,7 +67,14 @@ def linear(
     Raises:
         ModelError: the weight is an `Operand` and x requires a gradient; a weight that is to be rounded is a shard, or
             another library's tensor.
+        RecipeError: `channels` beside a Hadamard transform of the forward product, which mixes them.
     """
+    if channels is not None and spec.output.hadamard is not None:
+        raise RecipeError(
+            f"hadamard = {spec.output.hadamard} of a forward product whose input comes multiplied channel by channel "
+            "(smooth_glu = 'channel'): it mixes the channels. Rotate the backward products alone, or take "
+            "smooth_glu = 'token'"
+        )
     if isinstance(weight, Operand):
         return _infer(x, weight, bias, spec.output, (states or {}).get("input"), channels)
     once_for_all = weight if isinstance(weight, RoundedWeight) else None
@@ -98,12 +107,12 @@ def rounded_weight(
     """A weight (out, in) for several calls of `linear` whose products run in `dtype`, rounded once for all of them."""
     check_plain(weight)
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-        output, later = (
-            operand(weight, spec.output.rhs, dtype, (states or {}).get("weight"), record),
-            spec.grad_input.rhs,
-        )
-        same = _down(later) == spec.output.rhs
-        return RoundedWeight(weight, output, output if same else operand(weight, _down(later), dtype))
+        signs, later = signs_of(spec.output, weight, weight), signs_of(spec.grad_input, weight, weight)
+        output = operand(weight, spec.output.rhs, dtype, (states or {}).get("weight"), record, signs)
+        if "weight" not in spec.anew:
+            return RoundedWeight(weight, output, output)
+        grad_input = operand(weight, _down(spec.grad_input.rhs), dtype, signs=later, dim=0)
+        return RoundedWeight(weight, output, grad_input, (signs, later))
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -136,7 +145,7 @@ def _infer(
     dtype, rows = product_dtype(x), matrix(x)
     with torch.autocast(x.device.type, enabled=False):
         lhs = operand(rows, product.lhs, dtype, just_in_time(rows, product.lhs, state)).over(channels, dtype)
-        y = _product(lhs, weight.t(), bias, dtype, product)
+        y = _product(lhs, weight.t(), bias, dtype, product, rows.shape[1])
     return unflatten(y, x)
 
 
@@ -161,18 +170,23 @@ class _Rounded(Once):
     ) -> tuple[Tensor | None, ...]:
         dtype, rows, codes = product_dtype(x), matrix(x), None
         saved = spec.input_codes if keeping is not None and weight.requires_grad else None
+        signs = rounded.signs[0] if rounded is not None else signs_of(spec.output, x, weight)
         with torch.autocast(x.device.type, enabled=False):
             if keeping is not None and saved is not None:
                 lhs, codes = keeping.operand(x, rows, saved, dtype, states.get("input"), record)
             else:
-                lhs = operand(rows, spec.output.lhs, dtype, states.get("input"), record)
-            rhs = rounded.output if rounded else operand(weight, spec.output.rhs, dtype, states.get("weight"), record)
-            y = _product(lhs.over(channels, dtype), rhs.t(), bias, dtype, spec.output)
+                lhs = operand(rows, spec.output.lhs, dtype, states.get("input"), record, signs)
+            if rounded is not None:
+                rhs = rounded.output
+            else:
+                rhs = operand(weight, spec.output.rhs, dtype, states.get("weight"), record, signs)
+            y = _product(lhs.over(channels, dtype), rhs.t(), bias, dtype, spec.output, rows.shape[1])
             # What a backward product takes as the forward did is kept so; what it rounds anew, as it came.
-            x_kept = kept(lhs, rows, _down(spec.grad_weight.rhs), spec.output.lhs, dtype)
-            later = _down(spec.grad_input.rhs)
+            x_kept = kept(lhs, rows, spec.grad_weight.rhs, "input" in spec.anew, dtype)
             again = rounded is not None or (keeping is not None and _rounds_again(weight, spec))
-            weight_kept = (None, None) if again else kept(rhs, weight, later, spec.output.rhs, dtype)
+            weight_kept = (
+                (None, None) if again else kept(rhs, weight, spec.grad_input.rhs, "weight" in spec.anew, dtype)
+            )
         return unflatten(y, x), y.new_zeros(()), x_kept[0] if codes is None else codes, x_kept[1], *weight_kept
 
     @staticmethod
@@ -224,26 +238,28 @@ def _form(
     lhs: Operand | None = None
     with torch.autocast(rows.device.type, enabled=False):
         if needs[0]:
-            lhs = operand(rows, first.lhs, dtype, states.get("grad_output"), record)
+            signs = rounded.signs[1] if rounded is not None else signs_of(first, rows, weight)
+            lhs = operand(rows, first.lhs, dtype, states.get("grad_output"), record, signs)
             if rounded is not None:
                 rhs = rounded.grad_input
-            elif again or _down(first.rhs) != spec.output.rhs:
-                rhs = operand(weight, _down(first.rhs), dtype)
+            elif again or "weight" in spec.anew:
+                rhs = operand(weight, _down(first.rhs), dtype, signs=signs, dim=0)
             else:
                 rhs = Operand(weight, weight_scale)
-            grad_x = _product(lhs, rhs, None, dtype, first).view(shape).to(dtypes[0])
+            grad_x = _product(lhs, rhs, None, dtype, first, rows.shape[1]).view(shape).to(dtypes[0])
             if channels is not None:
                 grad_x = grad_x * channels.reciprocal().to(grad_x.dtype)
         if needs[1]:
-            if lhs is None or _down(second.lhs) != first.lhs:
-                lhs = operand(rows, _down(second.lhs), dtype, states.get("grad_output"), record)
             assert x is not None
-            anew = _down(second.rhs) != spec.output.lhs
             x = matrix(x)
+            signs = signs_of(second, rows, x)
+            if lhs is None or "grad_output" in spec.anew:
+                lhs = operand(rows, _down(second.lhs), dtype, states.get("grad_output"), record, signs, 0)
             if not x.is_floating_point():
                 x = _decoded(x, spec, dtype)
-            rhs = operand(x, _down(second.rhs), dtype) if anew else Operand(x, x_scale)
-            grad_weight = _product(lhs.t(), rhs.over(channels, dtype), None, dtype, second).to(dtypes[1])
+            anew = "input" in spec.anew
+            rhs = operand(x, _down(second.rhs), dtype, signs=signs, dim=0) if anew else Operand(x, x_scale)
+            grad_weight = _product(lhs.t(), rhs.over(channels, dtype), None, dtype, second, len(rows)).to(dtypes[1])
         if needs[2]:
             grad_bias = bias_gradient(rows, second.multiplier).to(dtypes[2])
     return grad_x, grad_weight, grad_bias
@@ -278,10 +294,13 @@ def _down(quantizer: Quantizer | None) -> Quantizer | None:
     return None if quantizer is None else quantizer.down
 
 
-def _product(lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, product: Matmul) -> Tensor:
+def _product(
+    lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, product: Matmul, shared: int
+) -> Tensor:
+    """lhs times rhs. A rotation fills their `shared` dimension up to whole blocks, no more for a multiplier."""
     multiplier = None
     if product.multiplier is not None:
-        multiplier = product.multiplier.of(lhs.values.shape[0], lhs.values.shape[1], rhs.values.shape[1])
+        multiplier = product.multiplier.of(lhs.values.shape[0], shared, rhs.values.shape[1])
     if product.accumulate is None and scaled_mm.supports(lhs, rhs, dtype):
         return scaled_mm.run(lhs, rhs, bias, dtype, multiplier)
     lhs, rhs, bias = lhs.widened(dtype), rhs.widened(dtype), None if bias is None else bias.to(dtype)

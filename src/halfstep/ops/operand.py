@@ -12,9 +12,11 @@ from halfstep.errors import RecipeError
 from halfstep.formats import Format
 from halfstep.kernels import carried, scaled_mm
 from halfstep.ops.casts import Quantized, amax_of, quantize, round_scaled, values, values_noted
-from halfstep.quant import Quantizer, Scales, Scaling, Tile
+from halfstep.quant import Quantizer, Scales, Scaling, Tile, rotate
+from halfstep.quant.hadamard import ANEW
 from halfstep.quant.scaling import StatefulScaling, get_scaling
 from halfstep.quant.tile import ROW, TENSOR
+from halfstep.recipe import Matmul
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +70,13 @@ class Operand:
 
 
 def operand(
-    x: Tensor, quantizer: Quantizer | None, dtype: torch.dtype, state: Tensor | None = None, record: bool = False
+    x: Tensor,
+    quantizer: Quantizer | None,
+    dtype: torch.dtype,
+    state: Tensor | None = None,
+    record: bool = False,
+    signs: Tensor | None = None,
+    dim: int = 1,
 ) -> Operand:
     """The matrix `x` as one side of a product whose result comes in `dtype`.
 
@@ -78,7 +86,11 @@ def operand(
         dtype: the dtype that the product computes in, where values fit it exactly.
         state: of a stateful scaling (`quant.scaling.delayed`).
         record: raise the amax of x in the state.
+        signs: of a Hadamard transform (`quant.rotate`) of the shared dimension, before x is rounded: None is none.
+        dim: which of the two is the shared one, for a transform.
     """
+    if signs is not None:
+        x = rotate(x, signs, dim)
     if quantizer is None:
         return Operand(x.to(dtype))
     format, scales = quantizer.format, quantizer.scales
@@ -95,6 +107,18 @@ def operand(
     if scales.rule.two_level:
         return _two_level(quantize(x, quantizer), dtype)
     return _blocks(x, quantizer, scales, dtype)
+
+
+def signs_of(product: Matmul, lhs: Tensor, rhs: Tensor) -> Tensor | None:
+    """The signs that rotate both operands of a product of these two; None where nothing is rotated."""
+    hadamard = product.hadamard
+    if hadamard is None:
+        return None
+    if hadamard.seed != ANEW or not torch.compiler.is_compiling():
+        return hadamard.signs(lhs.device)
+    out = lhs.new_empty(hadamard.size, dtype=torch.float32)
+    torch.ops.halfstep.draw_signs(lhs, rhs, out)
+    return out
 
 
 def stored(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> Quantized:
@@ -147,11 +171,11 @@ def just_in_time(x: Tensor, quantizer: Quantizer | None, state: Tensor | None) -
 
 
 def kept(
-    used: Operand, x: Tensor, later: Quantizer | None, now: Quantizer | None, dtype: torch.dtype
+    used: Operand, x: Tensor, later: Quantizer | None, anew: bool, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Values and scale of what a backward product takes of x, which the forward used as `used`; None for the values
-    where these are the input as it came."""
-    saved = used if later == now else Operand(x.to(dtype)) if later is None else Operand(x)
+    """Values and scale of what a backward product takes of x, which the forward used as `used` and the backward rounds
+    with `later`, anew or not; None for the values where these are the input as it came."""
+    saved = used if not anew else Operand(x.to(dtype)) if later is None else Operand(x)
     return None if saved.values is x else saved.values, saved.scale
 
 

@@ -62,11 +62,6 @@ def filters(groups: int, transposed: bool) -> Layout:
     return Layout(groups, True, transposed)
 
 
-def turned(quantizer: Quantizer | None) -> Quantizer | None:
-    """The quantizer as it is seen from the product whose shared dimension is the other one."""
-    return None if quantizer is None else quantizer.down
-
-
 def rounded(
     x: Tensor,
     layout: Layout,

@@ -9,7 +9,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from halfstep.errors import HalfstepError, RecipeError
-from halfstep.quant import Accumulator, Quantizer
+from halfstep.quant import Accumulator, Hadamard, Quantizer
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.multiplier import Multiplier
 from halfstep.recipe.operands import (
@@ -18,6 +18,8 @@ from halfstep.recipe.operands import (
     accumulator,
     accumulator_data,
     check_keys,
+    hadamard,
+    hadamard_data,
     operand,
     quantizer_data,
     storage,
@@ -200,20 +202,25 @@ def _linear(table: Mapping[str, Any], *path: str | int) -> LinearSpec:
     every = accumulator(table["accumulate"], *path, "accumulate") if "accumulate" in table else None
     sums: dict[str, Accumulator | None] = dict.fromkeys(_PRODUCTS, every)
     times: dict[str, Multiplier] = {}
+    turns: dict[str, Hadamard | None] = {}
     for name, uses in _USES.items():
         if name in table:
             operands |= dict.fromkeys(uses, operand(table[name], *path, name))
     for product in _PRODUCTS:
         sides = typed(table.get(product, {}), dict, *path, product)
-        check_keys(sides, ("lhs", "rhs", "accumulate", "multiplier"), f"operand of {product}", *path, product)
+        check_keys(sides, (*_SIDES, "accumulate", "multiplier", "hadamard"), f"operand of {product}", *path, product)
         operands |= {(product, side): operand(sides[side], *path, product, side) for side in sides.keys() & _SIDES}
         if "accumulate" in sides:
             sums[product] = accumulator(sides["accumulate"], *path, product, "accumulate")
         if "multiplier" in sides:
             times[product] = _multiplier(sides["multiplier"], *path, product, "multiplier")
+        if "hadamard" in sides:
+            turns[product] = hadamard(sides["hadamard"], *path, product, "hadamard")
     try:
         products = {
-            name: Matmul(operands.get((name, "lhs")), operands.get((name, "rhs")), sums[name], times.get(name))
+            name: Matmul(
+                operands.get((name, "lhs")), operands.get((name, "rhs")), sums[name], times.get(name), turns.get(name)
+            )
             for name in _PRODUCTS
         }
         return LinearSpec(**products)
@@ -296,5 +303,7 @@ def _linear_data(spec: LinearSpec) -> Data:
             sides["accumulate"] = accumulator_data(matmul.accumulate)
         if matmul.multiplier is not None:
             sides["multiplier"] = asdict(matmul.multiplier)
+        if matmul.hadamard is not None:
+            sides["hadamard"] = hadamard_data(matmul.hadamard)
         data |= {product: sides} if sides else {}
     return data

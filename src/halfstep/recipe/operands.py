@@ -11,7 +11,7 @@ from typing import Any
 
 from halfstep import formats
 from halfstep.errors import FormatError, QuantizationError, RecipeError, unknown
-from halfstep.quant import Accumulator, Quantizer, Scales, Tile, get_accumulator, get_quantizer
+from halfstep.quant import Accumulator, Hadamard, Quantizer, Scales, Tile, get_accumulator, get_quantizer
 from halfstep.quant.scaling import Scaling, get_scaling, named
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe.storage import Storage, get_storage
@@ -117,6 +117,19 @@ def storage(data: Any, *path: str | int) -> Storage:
         raise At(str(error), *path) from error
 
 
+def hadamard(data: Any, *path: str | int) -> Hadamard | None:
+    """A size, of a transform with NVFP4's signs; or a table of the size and a seed, an integer or "anew"."""
+    if data == "none":
+        return None
+    table = {"size": data} if type(data) is int else typed(data, dict, *path)
+    check_keys(table, ("size", "seed"), "key of a Hadamard transform", *path)
+    given: Data = {key: None if value == "none" else value for key, value in table.items()}
+    try:
+        return Hadamard(**given)
+    except QuantizationError as error:
+        raise At(str(error), *path, *[key for key in given if f"{key} = " in str(error)][:1]) from error
+
+
 def accumulator(data: Any, *path: str | int) -> Accumulator | None:
     """A format's or an accumulator's name, or a table of an accumulator's fields; "none" is float32."""
     if data == "none":
@@ -161,6 +174,10 @@ def quantizer_data(quantizer: Quantizer) -> Data:
     data |= {"tile": next((word for word, t in _TILES.items() if t == tile), f"{tile.rows}x{tile.columns}")}
     data |= {"scale": name, **options}
     return data if quantizer.outliers is None else {**data, "outliers": quantizer.outliers}
+
+
+def hadamard_data(hadamard: Hadamard) -> Data:
+    return {"size": hadamard.size, "seed": "none" if hadamard.seed is None else hadamard.seed}
 
 
 def accumulator_data(accumulator: Accumulator) -> Data:

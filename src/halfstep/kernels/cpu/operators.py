@@ -185,6 +185,12 @@ def _accumulate(
     accumulate_into(lhs.contiguous(), rhs.contiguous(), out.zero_(), accumulator)
 
 
+def _draw_signs(lhs: Tensor, rhs: Tensor, out: Tensor) -> None:
+    """Signs of a Hadamard transform for a product of these two: so a graph draws them in the product's pass, and not
+    once for two products."""
+    out.copy_(quant.Hadamard(len(out), "anew").signs(out.device))
+
+
 def _seed(rounding: str, seed: int | None) -> int | None:
     """A signed seed made unsigned; drawn here where none was given, which a traced graph cannot do."""
     if seed is None:
@@ -202,6 +208,7 @@ _OPERATORS = {
     "accumulate(Tensor lhs, Tensor rhs, Tensor(a!) out, str key, int block, bool aligned, int? promote) -> ()": (
         _accumulate
     ),
+    "draw_signs(Tensor lhs, Tensor rhs, Tensor(a!) out) -> ()": _draw_signs,
 }
 for _schema, _function in _OPERATORS.items():
     _LIBRARY.define(_schema)
