@@ -142,10 +142,10 @@ def results(out: Path) -> dict[str, Any]:
     """What is kept: every run that has ended, and what they say."""
     cases = dict(collected(out))
     parameters = sum(parameter.numel() for parameter in model().parameters())
+    model_data = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "parameters": parameters}
     return {
         "machine": environment(),
-        "experiment": experiment(CASES["fp32"]).as_data(),
-        "model": {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "parameters": parameters},
+        "experiment": experiment(CASES["fp32"]).as_data() | {"model": model_data},
         "verdicts": judged(cases),
         "cases": cases,
     }
