@@ -11,9 +11,9 @@ from halfstep import formats
 from halfstep.errors import RecipeError
 from halfstep.formats import Format
 from halfstep.kernels import carried, scaled_mm
-from halfstep.kernels.cpu.operators import without_tensor_scale
+from halfstep.kernels.cpu.operators import rotate, without_tensor_scale
 from halfstep.ops.casts import Quantized, amax_of, quantize, round_scaled, values, values_noted
-from halfstep.quant import Quantizer, Scales, Scaling, Tile, rotate
+from halfstep.quant import Quantizer, Scales, Scaling, Tile
 from halfstep.quant.hadamard import ANEW
 from halfstep.quant.scaling import StatefulScaling, get_scaling
 from halfstep.quant.tile import ROW, TENSOR
