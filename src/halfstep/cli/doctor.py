@@ -30,7 +30,7 @@ def doctor(
     from halfstep.optim import selftest as optim
     from halfstep.recipe import get_recipe, list_recipes
 
-    asked = [get_recipe(name) for name in recipes or list_recipes()]
+    asked = [stage for name in recipes or list_recipes() for stage in get_recipe(name).by_stage]
     machine = _machine()
     paths = [
         {
