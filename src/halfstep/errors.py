@@ -62,7 +62,7 @@ class CheckpointError(HalfstepError, ValueError):
 
 
 class AccountError(HalfstepError, ValueError):
-    """An account of memory cannot be made as asked."""
+    """An account of memory, or of the cost of products, cannot be made as asked."""
 
 
 class KnowledgeBaseError(HalfstepError, ValueError):

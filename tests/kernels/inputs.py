@@ -11,7 +11,7 @@ from halfstep.kernels.cpu.compiled import CHUNK
 from oracles.numbers import every_16_bit_value
 
 
-ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic")
+ROUNDINGS = ("nearest_even", "nearest_away", "nearest_up", "toward_zero", "up", "down", "stochastic")
 OVERFLOWS = ("saturate", "ieee")
 MADE_UP = (
     *("e5m3", "e8m5", "e4m10", "e3m0", "e2m0", "e7m1", "e6m9"),

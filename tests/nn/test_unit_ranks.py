@@ -1,13 +1,16 @@
-"""A unit-scaled model on two ranks: DDP's gradients are one process's, and other batches are refused."""
+"""A unit-scaled model on two ranks: DDP's and FSDP2's gradients are one process's, and other batches are refused."""
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import halfstep
 from halfstep.errors import ModelError
@@ -21,8 +24,9 @@ rank, folder, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 sys.path[:0] = [tests, f'{tests}/nn']
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-from test_unit_ranks import refusal, under_ddp
-torch.save((under_ddp(rank), refusal(rank)), f"{folder}/{rank}.pt")
+from test_unit_ranks import WAYS, refusal, sharded, under_ddp
+found = {name: under_ddp(rank, *way) for name, way in WAYS.items()}
+torch.save((found, sharded(rank), refusal(rank)), f"{folder}/{rank}.pt")
 dist.destroy_process_group()
 """
 
@@ -44,23 +48,56 @@ def rows(seed):
     return torch.randn(6, 8, generator=generator), torch.randn(6, 4, generator=generator)
 
 
-def scaled():
+def unit_scaled():
     torch.manual_seed(0)
     model = Block()
     halfstep.unit_scale(model, rows(0)[0], loss=lambda y: F.mse_loss(y, rows(0)[1]))
+    return model
+
+
+def scaled():
+    model = unit_scaled()
     return halfstep.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), recipe="unit-fp8")
 
 
-def under_ddp(rank):
+WAYS = {
+    "plain": ({}, 1),
+    "buckets": ({"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0005}, 1),
+    "static": ({"static_graph": True}, 1),
+    "unused": ({"find_unused_parameters": True}, 1),
+    "micro-batches": ({}, 3),
+}
+"""DDP's options, and micro-batches a step: gradients cross with the last."""
+
+
+def under_ddp(rank, options, micro):
     model, optimizer, scaler = scaled()
-    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped = nn.parallel.DistributedDataParallel(model, **options)
     for step in range(3):
-        x, y = rows(10 * step + rank)
-        F.mse_loss(wrapped(x), y).backward()
+        for i in range(micro):
+            x, y = rows(100 * i + 10 * step + rank)
+            with nullcontext() if i == micro - 1 else wrapped.no_sync():
+                F.mse_loss(wrapped(x), y).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
     return [p.detach() for p in model.parameters()]
+
+
+def sharded(rank):
+    """FSDP2, of a model that is unit-scaled before."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = unit_scaled()
+    halfstep.apply(model, "unit-fp8")
+    fully_shard(model, mesh=mesh)
+    optimizer, scaler = halfstep.optimize(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    for step in range(3):
+        x, y = rows(10 * step + rank)
+        F.mse_loss(model(x), y).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [p.full_tensor().detach() for p in model.parameters()]
 
 
 def refusal(rank):
@@ -74,13 +111,16 @@ def refusal(rank):
     return ""
 
 
-def in_one_process():
+def in_one_process(micro):
     model, optimizer, scaler = scaled()
     for step in range(3):
         both = []
         for rank in (0, 1):
-            x, y = rows(10 * step + rank)
-            both.append(torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters())))
+            for i in range(micro):
+                x, y = rows(100 * i + 10 * step + rank)
+                F.mse_loss(model(x), y).backward()
+            both.append([p.grad for p in model.parameters()])
+            model.zero_grad()
         for parameter, *grads in zip(model.parameters(), *both, strict=True):
             parameter.grad = grads[0] / 2 + grads[1] / 2
         scaler.step(optimizer)
@@ -98,12 +138,19 @@ def ranks(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 
-def test_ddp_is_one_process_bit_for_bit(ranks):
-    expected = in_one_process()
-    for weights, _ in ranks:
+@pytest.mark.parametrize("name", WAYS)
+def test_ddp_is_one_process_bit_for_bit(ranks, name):
+    expected = in_one_process(WAYS[name][1])
+    for weights, *_ in ranks:
+        assert_same(weights[name], expected)
+
+
+def test_shards_are_one_process_bit_for_bit(ranks):
+    expected = in_one_process(1)
+    for _, weights, _ in ranks:
         assert_same(weights, expected)
 
 
 def test_ranks_with_other_batches_are_refused_on_all(ranks):
-    for _, words in ranks:
+    for *_, words in ranks:
         assert "each rank traced a batch of its own" in words

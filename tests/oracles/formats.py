@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 
-MODES = ("nearest_even", "nearest_away", "toward_zero", "up", "down")
+MODES = ("nearest_even", "nearest_away", "nearest_up", "toward_zero", "up", "down")
 OVERFLOWS = ("saturate", "ieee")
 
 # name: exponent bits, mantissa bits, bias, which codes are no numbers
@@ -229,6 +229,8 @@ class Listed:
             up = (inside > cuts[low]) | ((inside == cuts[low]) & rises[low])
         elif mode == "nearest_away":
             up = (inside > cuts[low]) | ((inside == cuts[low]) & (inside > 0))
+        elif mode == "nearest_up":
+            up = inside >= cuts[low]
         else:
             rising = {"up": True, "down": False, "toward_zero": x < 0}[mode]
             up = rising | (inside == grid[low + 1])
@@ -435,7 +437,8 @@ class Wide:
         if outward is None:
             if size - below == above - size:
                 step = above - below
-                outward = mode == "nearest_away" or (step != 0 and (below / step) % 2 == 1)
+                outward = mode == "nearest_away" or (mode == "nearest_up" and x > 0)
+                outward = outward or (mode == "nearest_even" and step != 0 and (below / step) % 2 == 1)
             else:
                 outward = above - size < size - below
         result = above if outward else below
@@ -489,6 +492,7 @@ class WidePosit:
         rises = {
             "nearest_even": half and (more or kept % 2 == 1),
             "nearest_away": half,
+            "nearest_up": half and (more or x > 0),
             "toward_zero": False,
             "up": any_rest and x > 0,
             "down": any_rest and x < 0,

@@ -1,7 +1,8 @@
-"""The bytes of a training setup, by role, before it exists: a recipe is run on tensors without memory."""
+"""What a training setup takes before it exists, on tensors without memory: bytes by role, and its products."""
 
 from halfstep.accounting.account import OPTIMIZERS, Account, account
 from halfstep.accounting.checkpointing import CHECKPOINTING
+from halfstep.accounting.cost import HEAD, PASSES, SPEEDS, Cost, Work, cost, speeds_from
 from halfstep.accounting.fit import bytes_from, largest
 from halfstep.accounting.inference import InferenceBytes, inference
 from halfstep.accounting.models import architectures, load_subject
@@ -10,6 +11,7 @@ from halfstep.accounting.subject import Batch, Subject
 
 
 __all__ = [
-    "CHECKPOINTING", "OPTIMIZERS", "Account", "Batch", "InferenceBytes", "Share", "Subject", "account",
-    "architectures", "bytes_from", "check_ranks", "inference", "largest", "load_subject", "share",
+    "CHECKPOINTING", "HEAD", "OPTIMIZERS", "PASSES", "SPEEDS", "Account", "Batch", "Cost", "InferenceBytes", "Share",
+    "Subject", "Work", "account", "architectures", "bytes_from", "check_ranks", "cost", "inference", "largest",
+    "load_subject", "share", "speeds_from",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""`halfstep recipes`: the recipes, and every field of one."""
+"""`halfstep recipes`: the recipes, every field of one, and what it costs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
+from halfstep.cli.cost import cost
 from halfstep.cli.terminal import show_json, show_table
 
 
 recipes = typer.Typer(
     help="List the recipes; `recipes show NAME` prints every field of one.", invoke_without_command=True
 )
+recipes.command()(cost)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -11,7 +11,7 @@ from halfstep.formats.line import infinity_code, line, nan_codes, negated
 from halfstep.formats.posit import Posit
 
 
-ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic")
+ROUNDINGS = ("nearest_even", "nearest_away", "nearest_up", "toward_zero", "up", "down", "stochastic")
 OVERFLOWS = ("saturate", "ieee")
 
 
@@ -166,6 +166,8 @@ def _rises(x: Fraction, below: Neighbour, above: Neighbour, turn: Fraction, roun
         return x > turn
     if rounding == "nearest_away":
         return abs(above.value) >= abs(below.value)
+    if rounding == "nearest_up":
+        return True
     if format.ties != "even":
         return format.ties == "upper"
     return above.code % 2 == 0 if above.code is not None else below.code is not None and below.code % 2 == 1

@@ -14,16 +14,19 @@ from torch.nn.utils.parametrize import ParametrizationList
 from halfstep.errors import ModelError, RecipeError, unknown
 from halfstep.nn.adapters import attention, cell, conv1d, convolution, experts, gated, linear, recurrent
 from halfstep.nn.attention import DotProductAttention
+from halfstep.nn.blocks import blocks_of, is_in
 from halfstep.nn.quantized_weights import Weight
 from halfstep.ops.subclasses import foreign
 from halfstep.recipe import LinearSpec, Recipe, Rule
 from halfstep.unit import KINDS as KINDS_OF_ROLES
-from halfstep.unit import tag_of
+from halfstep.unit import Attention, tag_of
 
 
 BRANCH_END = "branch_end"
 """What a rule calls the role of the last layer of a residual branch."""
 ModuleFilter = Callable[[nn.Module, str], bool]
+_ACCUMULATES = "a convolution, whose sums are torch's own; the rule's products accumulate"
+_ROTATES = "a convolution, whose window would mix what a Hadamard transform of the rule's products rotates"
 
 
 class Kind(Protocol):
@@ -82,7 +85,8 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
     kept: dict[str, str] = {}
     for rule in recipe.rules:
         _check_role(recipe, rule)
-        hits = [path for path in kinds if path not in specs | kept and _matches(model, path, rule, kinds[path])]
+        blocks = None if rule.blocks is None else blocks_of(model, recipe, rule, kinds)
+        hits = [p for p in kinds if p not in specs | kept and _matches(model, p, rule, blocks, kinds[p])]
         if rule.linear.rounds:
             for path in [path for path in hits if path in chosen and path in others]:
                 raise ModelError(
@@ -90,15 +94,14 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
                     "apply the recipe before another library quantises the model, keep these layers by module_filter, "
                     "or take a recipe without rules, such as bf16-mixed"
                 )
-            whole = {
-                path for path in hits if rule.linear.accumulates and _filters(model.get_submodule(path), kinds[path])
-            }
-            kept |= dict.fromkeys(whole, "a convolution, whose sums are torch's own; the rule's products accumulate")
+            why = _ACCUMULATES if rule.linear.accumulates else _ROTATES if rule.linear.rotates else ""
+            whole = {path for path in hits if why and _filters(model.get_submodule(path), kinds[path])}
+            kept |= dict.fromkeys(whole, why)
             specs |= {path: rule.linear for path in hits if path not in whole}
         else:
             kept |= dict.fromkeys(hits, rule.why or "kept by the recipe")
         for path, why in refused.items():
-            if path not in kept and _matches(model, path, rule):
+            if path not in kept and _matches(model, path, rule, blocks):
                 kept[path] = why if rule.linear.rounds else rule.why or "kept by the recipe"
         if not hits and not rule.optional:
             near = get_close_matches(rule.path, kinds, n=3, cutoff=0.0)
@@ -126,9 +129,9 @@ def _check_role(recipe: Recipe, rule: Rule) -> None:
         raise RecipeError(f"recipe {recipe.name!r}: {unknown('role of a rule', rule.role, known)}")
 
 
-def _matches(model: nn.Module, path: str, rule: Rule, kind: Kind | None = None) -> bool:
-    """Whether a rule means that layer."""
-    if not fnmatchcase(path, rule.path):
+def _matches(model: nn.Module, path: str, rule: Rule, blocks: tuple[str, ...] | None, kind: Kind | None = None) -> bool:
+    """Whether a rule, for layers in these blocks or in all, means that layer."""
+    if not fnmatchcase(path, rule.path) or not (blocks is None or any(is_in(path, block) for block in blocks)):
         return False
     if rule.role is None:
         return True
@@ -188,12 +191,13 @@ def _attends(model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
     if recipe.attention is None:
         return ()
     modules = model.named_modules()
-    found = tuple(path for path, m in modules if isinstance(m, DotProductAttention) or attention.fits(m))
+    ours = DotProductAttention, Attention
+    found = tuple(path for path, m in modules if isinstance(m, ours) or attention.fits(m))
     if not found:
         raise RecipeError(
             f"recipe {recipe.name!r} rounds attention, and {type(model).__name__} has no module that forms it "
-            "(nn.MultiheadAttention, halfstep.nn.DotProductAttention): a recipe does not see functional calls. Form it "
-            "with one of these, or leave `attention` out of the recipe"
+            "(nn.MultiheadAttention, halfstep.nn.DotProductAttention, halfstep.unit.Attention): a recipe does not see "
+            "functional calls. Form it with one of these, or leave `attention` out of the recipe"
         )
     return found
 

@@ -49,7 +49,8 @@ def quantize_model(
         What was quantised, and what was kept and why.
 
     Raises:
-        RecipeError: the recipe rounds no weights; the model follows another, or is quantised already; as `apply`.
+        RecipeError: the recipe rounds no weights, or rotates its forward products; the model follows another, or is
+            quantised already; as `apply`.
         ModelError: gradients that no step has used; as `apply`.
     """
     recipe = get_recipe(recipe)
@@ -156,11 +157,21 @@ def _forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None) -> None:
     """Refuse, before anything is touched, what has no inference form."""
     name = type(model).__name__
+    if recipe.stages:
+        raise RecipeError(
+            f"recipe {recipe.name!r} has stages, and inference has none: halfstep.revert the model where it follows "
+            f"it, and quantise it under one of them, such as {recipe.by_stage[-1].name!r}"
+        )
     if not _rounds_weights(recipe):
         able = ", ".join(other for other in list_recipes() if _rounds_weights(get_recipe(other)))
         raise RecipeError(
             f"recipe {recipe.name!r} rounds no weights in its forward products, so there is nothing to keep in fewer "
             f"bits; these do: {able}"
+        )
+    if any(rule.linear.output.hadamard for rule in recipe.rules):
+        raise RecipeError(
+            f"recipe {recipe.name!r} rotates its forward products (hadamard), and codes of rotated weights would give "
+            "values that are not the model's: quantise it under a recipe whose output products have no hadamard"
         )
     found = vars(model).get("_halfstep")
     if found is not None and found.quantized:

@@ -14,7 +14,7 @@ from halfstep.ops.function import run
 from halfstep.ops.linear import States, linear, product_dtype
 from halfstep.ops.once import Backwards, Once, once
 from halfstep.ops.operand import Operand, just_in_time, kept, scale_of
-from halfstep.ops.places import filters, places, rounded, turned
+from halfstep.ops.places import derivative, filters, places, rounded
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import check_plain
 from halfstep.ops.window import Window, bias_gradient, multiplied
@@ -56,7 +56,8 @@ def convolution(
 
     Raises:
         ModelError: x has another number of dimensions or channels; as `ops.linear`.
-        RecipeError: a product of the spec has an accumulator.
+        RecipeError: a product of the spec has an accumulator, or a Hadamard transform where the window has several
+            places.
     """
     spec = spec or LinearSpec()
     if spec.accumulates:
@@ -76,6 +77,11 @@ def convolution(
     if window.is_pointwise(values.shape[2:]) and (spec.rounds or spec.multiplies or isinstance(weight, Operand)):
         row, last = _row(weight, window), window.widened(x).movedim(1, -1)
         return linear(last, row, bias, spec, states, record).movedim(-1, 1)
+    if spec.rotates:
+        raise RecipeError(
+            "a convolution with products that a Hadamard transform rotates: a window adds up places that the transform "
+            "would mix, so nothing undoes it. Give its rule no `hadamard`"
+        )
     if isinstance(weight, Operand):
         return _infer(window.widened(x), weight, bias, window, spec, states or {})
     weight = values_of(weight)
@@ -129,8 +135,8 @@ class _Rounded(Once):
             rhs = rounded(weight, by_filter, spec.output.rhs, dtype, states.get("weight"), record)
             multiplier = window.multiplier(spec.output, x.shape, weight.shape)
             y = _product(window.apply, lhs, rhs.times(multiplier, dtype), bias, dtype)
-            x_kept = kept(lhs, x, turned(spec.grad_weight.rhs), spec.output.lhs, dtype)
-            weight_kept = kept(rhs, weight, turned(spec.grad_input.rhs), spec.output.rhs, dtype)
+            x_kept = kept(lhs, x, spec.grad_weight.rhs, "input" in spec.anew, dtype)
+            weight_kept = kept(rhs, weight, spec.grad_input.rhs, "weight" in spec.anew, dtype)
         return y, y.new_zeros(()), *x_kept, *weight_kept
 
     @staticmethod
@@ -142,7 +148,8 @@ class _Rounded(Once):
         ctx.mark_non_differentiable(*[saved for saved in output[2:] if saved is not None])
         ctx.set_materialize_grads(False)
         x_kept, weight_kept = x if x_kept is None else x_kept, weight if weight_kept is None else weight_kept
-        ctx.save_for_backward(anchor, x_kept, x_scale, weight_kept, weight_scale)
+        estimated = weight if ctx.spec.estimates else None
+        ctx.save_for_backward(anchor, x_kept, x_scale, weight_kept, weight_scale, estimated)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -161,6 +168,7 @@ def _form(
     x_scale: Tensor | None,
     weight: Tensor,
     weight_scale: Tensor | None,
+    estimated: Tensor | None,
     needs: tuple[bool, ...],
     window: Window,
     spec: LinearSpec,
@@ -178,18 +186,21 @@ def _form(
     with torch.autocast(grad.device.type, enabled=False):
         if needs[0]:
             lhs = rounded(grad, by_place, first.lhs, dtype, state, record)
-            anew = turned(first.rhs) != spec.output.rhs
+            anew = "weight" in spec.anew
             rhs = rounded(weight, by_filter.turned, first.rhs, dtype) if anew else Operand(weight, weight_scale)
             rhs = rhs.times(window.multiplier(first, x.shape, weight.shape, "grad_input"), dtype)
             grad_x = _product(lambda a, b: window.grad_input(a, b, x.shape), lhs, rhs, None, dtype).to(dtypes[0])
         if needs[1]:
-            if lhs is None or turned(second.lhs) != first.lhs:
+            if lhs is None or "grad_output" in spec.anew:
                 lhs = rounded(grad, by_place.turned, second.lhs, dtype, state, record)
-            anew = turned(second.rhs) != spec.output.lhs
+            anew = "input" in spec.anew
             rhs = rounded(x, by_place.turned, second.rhs, dtype) if anew else Operand(x, x_scale)
             multiplier = window.multiplier(second, x.shape, weight.shape, "grad_weight")
             operation = lambda a, b: window.grad_weight(a, b, weight.shape)  # noqa: E731
             grad_weight = _product(operation, lhs, rhs, None, dtype, multiplier).to(dtypes[1])
+            if estimated is not None and spec.output.rhs is not None:
+                slope = derivative(estimated, by_filter, spec.output.rhs, states.get("weight"))
+                grad_weight = (grad_weight * slope).to(dtypes[1])
         if needs[2]:
             multiplier = window.multiplier(second, x.shape, weight.shape, "grad_bias")
             grad_bias = bias_gradient(grad, multiplier).to(dtypes[2])

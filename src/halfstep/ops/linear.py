@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.errors import ModelError
+from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import scaled_mm
+from halfstep.kernels.cpu import whole_mm
+from halfstep.kernels.cpu.clamp_operators import estimate
 from halfstep.ops.casts import decode
+from halfstep.ops.folding import Rest, folded, folds, is_sparse, rest_of, restored, sparse_sum
 from halfstep.ops.function import no_autocast, run
 from halfstep.ops.matmul import matmul
 from halfstep.ops.once import Backwards, Once, once
-from halfstep.ops.operand import Operand, carrier, just_in_time, kept, operand, scale_of
+from halfstep.ops.operand import Operand, carrier, factor_in_use, just_in_time, kept, operand, scale_of, signs_of
 from halfstep.ops.plain import factors_of, matrix, plain, unflatten
 from halfstep.ops.saved import Keeping
 from halfstep.ops.snapshot import values_of
@@ -36,6 +39,8 @@ class RoundedWeight:
     weight: Tensor
     output: Operand
     grad_input: Operand
+    signs: tuple[Tensor | None, Tensor | None] = (None, None)
+    """Of the rotations of the two products."""
 
 
 def linear(
@@ -66,7 +71,14 @@ def linear(
     Raises:
         ModelError: the weight is an `Operand` and x requires a gradient; a weight that is to be rounded is a shard, or
             another library's tensor.
+        RecipeError: `channels` beside a Hadamard transform of the forward product, which mixes them.
     """
+    if channels is not None and spec.output.hadamard is not None:
+        raise RecipeError(
+            f"hadamard = {spec.output.hadamard} of a forward product whose input comes multiplied channel by channel "
+            "(smooth_glu = 'channel'): it mixes the channels. Rotate the backward products alone, or take "
+            "smooth_glu = 'token'"
+        )
     if isinstance(weight, Operand):
         return _infer(x, weight, bias, spec.output, (states or {}).get("input"), channels)
     once_for_all = weight if isinstance(weight, RoundedWeight) else None
@@ -100,12 +112,12 @@ def rounded_weight(
     """A weight (out, in) for several calls of `linear` whose products run in `dtype`, rounded once for all of them."""
     check_plain(weight)
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-        output, later = (
-            operand(weight, spec.output.rhs, dtype, (states or {}).get("weight"), record),
-            spec.grad_input.rhs,
-        )
-        same = _down(later) == spec.output.rhs
-        return RoundedWeight(weight, output, output if same else operand(weight, _down(later), dtype))
+        signs, later = signs_of(spec.output, weight, weight), signs_of(spec.grad_input, weight, weight)
+        output = operand(weight, spec.output.rhs, dtype, (states or {}).get("weight"), record, signs)
+        if "weight" not in spec.anew:
+            return RoundedWeight(weight, output, output)
+        grad_input = operand(weight, _down(spec.grad_input.rhs), dtype, signs=later, dim=0)
+        return RoundedWeight(weight, output, grad_input, (signs, later))
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -138,7 +150,7 @@ def _infer(
     dtype, rows = product_dtype(x), matrix(x)
     with torch.autocast(x.device.type, enabled=False):
         lhs = operand(rows, product.lhs, dtype, just_in_time(rows, product.lhs, state)).over(channels, dtype)
-        y = _product(lhs, weight.t(), bias, dtype, product)
+        y = _product(lhs, weight.t(), bias, dtype, product, rows.shape[1])
     return unflatten(y, x)
 
 
@@ -163,24 +175,31 @@ class _Rounded(Once):
     ) -> tuple[Tensor | None, ...]:
         dtype, rows, codes = product_dtype(x), matrix(x), None
         saved = spec.input_codes if keeping is not None and weight.requires_grad else None
+        signs = rounded.signs[0] if rounded is not None else signs_of(spec.output, x, weight)
         with torch.autocast(x.device.type, enabled=False):
             if keeping is not None and saved is not None:
                 lhs, codes = keeping.operand(x, rows, saved, dtype, states.get("input"), record)
             else:
-                lhs = operand(rows, spec.output.lhs, dtype, states.get("input"), record)
-            rhs = rounded.output if rounded else operand(weight, spec.output.rhs, dtype, states.get("weight"), record)
-            y = _product(lhs.over(channels, dtype), rhs.t(), bias, dtype, spec.output)
+                lhs = operand(rows, spec.output.lhs, dtype, states.get("input"), record, signs)
+            if rounded is not None:
+                rhs = rounded.output
+            else:
+                rhs = operand(weight, spec.output.rhs, dtype, states.get("weight"), record, signs)
+            y = _product(lhs.over(channels, dtype), rhs.t(), bias, dtype, spec.output, rows.shape[1])
             # What a backward product takes as the forward did is kept so; what it rounds anew, as it came.
-            x_kept = kept(lhs, rows, _down(spec.grad_weight.rhs), spec.output.lhs, dtype)
-            later = _down(spec.grad_input.rhs)
+            x_kept = kept(lhs, rows, spec.grad_weight.rhs, "input" in spec.anew, dtype)
             again = rounded is not None or (keeping is not None and _rounds_again(weight, spec))
-            weight_kept = (None, None) if again else kept(rhs, weight, later, spec.output.rhs, dtype)
-        return unflatten(y, x), y.new_zeros(()), x_kept[0] if codes is None else codes, x_kept[1], *weight_kept
+            weight_kept = (
+                (None, None) if again else kept(rhs, weight, spec.grad_input.rhs, "weight" in spec.anew, dtype)
+            )
+            rests = rest_of(lhs, "input" not in spec.anew), rest_of(rhs, not again and "weight" not in spec.anew)
+        kept_all = x_kept[0] if codes is None else codes, x_kept[1], *weight_kept, *rests[0], *rests[1]
+        return unflatten(y, x), y.new_zeros(()), *kept_all
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         x, weight, bias, ctx.spec, ctx.states, ctx.record, channels, ctx.rounded, keeping = inputs
-        _, anchor, x_kept, x_scale, weight_kept, weight_scale = output
+        _, anchor, x_kept, x_scale, weight_kept, weight_scale, *rests = output
         ctx.dtype, ctx.shape = product_dtype(x), x.shape
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.mark_non_differentiable(*[saved for saved in output[2:] if saved is not None])
@@ -189,12 +208,15 @@ class _Rounded(Once):
         if keeping is not None and not weight.requires_grad:
             x_kept = x_scale = None
         ctx.again = keeping is not None and weight_kept is weight
-        ctx.save_for_backward(anchor, x_kept, x_scale, weight_kept, weight_scale, channels)
+        estimated = weight if ctx.spec.estimates else None
+        ctx.save_for_backward(anchor, x_kept, x_scale, weight_kept, weight_scale, channels, estimated, *rests)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         options = (ctx.needs_input_grad[:3], ctx.spec, ctx.states, ctx.record, ctx.dtype, ctx.shape, ctx.dtypes)
-        return *once(_form, grads[0], *ctx.saved_tensors, *options, ctx.rounded, ctx.again), *[None] * 6
+        saved = ctx.saved_tensors  # asked for once: activation checkpointing computes them anew at each time
+        rests = saved[7:10], saved[10:]
+        return *once(_form, grads[0], *saved[:7], rests, *options, ctx.rounded, ctx.again), *[None] * 6
 
 
 class _Eager(Backwards, _Rounded):
@@ -209,6 +231,8 @@ def _form(
     weight: Tensor,
     weight_scale: Tensor | None,
     channels: Tensor | None,
+    estimated: Tensor | None,
+    rests: tuple[Rest, Rest],
     needs: tuple[bool, ...],
     spec: LinearSpec,
     states: States,
@@ -224,28 +248,46 @@ def _form(
     grad_x = grad_weight = grad_bias = None
     first, second = spec.grad_input, spec.grad_weight
     lhs: Operand | None = None
+    before, after = folds(first), channels is None and folds(second)
     with torch.autocast(rows.device.type, enabled=False):
         if needs[0]:
-            lhs = operand(rows, first.lhs, dtype, states.get("grad_output"), record)
+            signs = rounded.signs[1] if rounded is not None else signs_of(first, rows, weight)
+            if not before:
+                lhs = operand(rows, first.lhs, dtype, states.get("grad_output"), record, signs)
             if rounded is not None:
                 rhs = rounded.grad_input
-            elif again or _down(first.rhs) != spec.output.rhs:
-                rhs = operand(weight, _down(first.rhs), dtype)
+            elif again or "weight" in spec.anew:
+                rhs = operand(weight, _down(first.rhs), dtype, signs=signs, dim=0)
             else:
-                rhs = Operand(weight, weight_scale)
-            grad_x = _product(lhs, rhs, None, dtype, first).view(shape).to(dtypes[0])
+                rhs = Operand(weight, weight_scale, restored(rests[1], weight.shape[1]))
+            if before or lhs is None:
+                assert first.lhs is not None
+                lhs, rhs = folded(rows, rhs, first.lhs, dtype, states.get("grad_output"), record, down=False)
+            grad_x = _product(lhs, rhs, None, dtype, first, rows.shape[1]).view(shape).to(dtypes[0])
             if channels is not None:
                 grad_x = grad_x * channels.reciprocal().to(grad_x.dtype)
         if needs[1]:
-            if lhs is None or _down(second.lhs) != first.lhs:
-                lhs = operand(rows, _down(second.lhs), dtype, states.get("grad_output"), record)
             assert x is not None
-            anew = _down(second.rhs) != spec.output.lhs
             x = matrix(x)
-            if not x.is_floating_point():
+            signs = signs_of(second, rows, x)
+            if not after and (lhs is None or before or "grad_output" in spec.anew):
+                lhs = operand(rows, _down(second.lhs), dtype, states.get("grad_output"), record, signs, 0)
+            if x.dtype == torch.uint8:
                 x = _decoded(x, spec, dtype)
-            rhs = operand(x, _down(second.rhs), dtype) if anew else Operand(x, x_scale)
-            grad_weight = _product(lhs.t(), rhs.over(channels, dtype), None, dtype, second).to(dtypes[1])
+            anew = "input" in spec.anew
+            if anew:
+                rhs = operand(x, _down(second.rhs), dtype, signs=signs, dim=0)
+            else:
+                rhs = Operand(x, x_scale, restored(rests[0], x.shape[1]))
+            rhs = rhs.over(channels, dtype)
+            if after or lhs is None:
+                assert second.lhs is not None
+                lhs, rhs = folded(rows, rhs, second.lhs.down, dtype, states.get("grad_output"), record, down=True)
+            grad_weight = _product(lhs.t(), rhs, None, dtype, second, len(rows)).to(dtypes[1])
+            if estimated is not None:
+                assert spec.output.rhs is not None
+                factor = factor_in_use(estimated, spec.output.rhs, states.get("weight"))
+                grad_weight = estimate(grad_weight, estimated, spec.output.rhs, factor)
         if needs[2]:
             grad_bias = bias_gradient(rows, second.multiplier).to(dtypes[2])
     return grad_x, grad_weight, grad_bias
@@ -280,11 +322,33 @@ def _down(quantizer: Quantizer | None) -> Quantizer | None:
     return None if quantizer is None else quantizer.down
 
 
-def _product(lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, product: Matmul) -> Tensor:
+def _product(
+    lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, product: Matmul, shared: int
+) -> Tensor:
+    """lhs times rhs. A rotation fills their `shared` dimension up to whole blocks, no more for a multiplier."""
     multiplier = None
     if product.multiplier is not None:
-        multiplier = product.multiplier.of(lhs.values.shape[0], lhs.values.shape[1], rhs.values.shape[1])
+        multiplier = product.multiplier.of(lhs.values.shape[0], shared, rhs.values.shape[1])
     if product.accumulate is None and scaled_mm.supports(lhs, rhs, dtype):
         return scaled_mm.run(lhs, rhs, bias, dtype, multiplier)
+    both = lhs.remainder is not None and rhs.remainder is not None
+    if product.accumulate is None and not both and (whole_mm.supports(lhs, rhs) or is_sparse(lhs, rhs)):
+        return _with_remainders(lhs, rhs, bias, dtype, multiplier)
     lhs, rhs, bias = lhs.widened(dtype), rhs.widened(dtype), None if bias is None else bias.to(dtype)
     return matmul(lhs.values, rhs.values, bias, scale_of(lhs, rhs), dtype, product.accumulate, multiplier)
+
+
+def _with_remainders(
+    lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, multiplier: float | None
+) -> Tensor:
+    """The product of rounded values, in whole numbers where both are such, and of what is sparse beside them."""
+    more = sparse_sum(lhs, rhs) if is_sparse(lhs, rhs) else None
+    if more is not None and multiplier is not None:
+        more = more.mul_(multiplier)
+    if whole_mm.supports(lhs, rhs):
+        return whole_mm.run(lhs, rhs, bias, dtype, multiplier, more)
+    assert more is not None
+    lhs, rhs = replace(lhs, remainder=None).widened(dtype), replace(rhs, remainder=None).widened(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    product = matmul(lhs.values, rhs.values, bias, scale_of(lhs, rhs), dtype, None, multiplier)
+    return product.to(more.dtype).add_(more).to(dtype)

@@ -97,8 +97,15 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, y, _, ctx.factors = inputs
+        x, y, ctx.weights, ctx.factors = inputs
         ctx.kinds = (x.shape, x.dtype), (y.shape, y.dtype)
+        ctx.result = output.shape, output.dtype
+
+    @staticmethod
+    def tangent(ctx: Any, *tangents: Any) -> Tensor:
+        shape, dtype = ctx.result
+        terms = [t * weight for t, weight in zip(tangents[:2], ctx.weights, strict=True) if t is not None]
+        return sum(terms[1:], terms[0]).expand(shape).to(dtype)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -11,8 +11,9 @@ from halfstep.kernels import carried
 from halfstep.ops.function import run
 from halfstep.ops.matmul import accumulated
 from halfstep.ops.once import Backwards, Once, once
-from halfstep.ops.operand import Operand, operand
+from halfstep.ops.operand import Operand, operand, signs_of
 from halfstep.ops.plain import factors_of, matrix, plain_stacked
+from halfstep.quant import rotate
 from halfstep.recipe import LinearSpec, Matmul
 
 
@@ -67,9 +68,11 @@ def _form(
 def _product(lhs: Tensor, rhs: Tensor, matmul: Matmul, dtype: torch.dtype) -> Tensor:
     """lhs (..., rows, shared) times rhs (..., columns, shared) transposed, both rounded along the shared dimension."""
     with torch.autocast(lhs.device.type, enabled=False):
-        a, b = _operand(lhs, matmul.lhs, dtype), _operand(rhs, matmul.rhs, dtype)
-        times = matmul.multiplier
+        times, signs = matmul.multiplier, signs_of(matmul, lhs, rhs)
         multiplier = None if times is None else times.of(lhs.shape[-2], lhs.shape[-1], rhs.shape[-2])
+        if signs is not None:
+            lhs, rhs = rotate(lhs, signs), rotate(rhs, signs)
+        a, b = _operand(lhs, matmul.lhs, dtype), _operand(rhs, matmul.rhs, dtype)
         if matmul.accumulate is None:
             product = carried.run_stacked(a.values, b.values.mT, multiplier)
         else:

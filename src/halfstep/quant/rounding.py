@@ -30,6 +30,14 @@ def nearest_away(r: Tensor, negative: Tensor) -> Tensor:
     return down + (r - down >= 0.5)
 
 
+def nearest_up(r: Tensor, negative: Tensor) -> Tensor:
+    """Round to the nearest whole number, ties to the one above: a look-up among thresholds that belong to the upper
+    side."""
+    down = torch.floor(r)
+    rest = r - down
+    return down + torch.where(negative, rest > 0.5, rest >= 0.5)
+
+
 def toward_zero(r: Tensor, negative: Tensor) -> Tensor:
     """Drop the remainder (IEEE 754 roundTowardZero; "truncation")."""
     return torch.floor(r)
@@ -124,6 +132,7 @@ def draw_seed(source: torch.Generator | int | None) -> int:
 DETERMINISTIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "nearest_even": nearest_even,
     "nearest_away": nearest_away,
+    "nearest_up": nearest_up,
     "toward_zero": toward_zero,
     "up": up,
     "down": down,

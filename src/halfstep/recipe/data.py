@@ -9,7 +9,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from halfstep.errors import HalfstepError, RecipeError
-from halfstep.quant import Accumulator, Quantizer
+from halfstep.quant import Accumulator, Hadamard, Quantizer
 from halfstep.recipe.high_precision import KEEP
 from halfstep.recipe.multiplier import Multiplier
 from halfstep.recipe.operands import (
@@ -18,6 +18,8 @@ from halfstep.recipe.operands import (
     accumulator,
     accumulator_data,
     check_keys,
+    hadamard,
+    hadamard_data,
     operand,
     quantizer_data,
     storage,
@@ -28,6 +30,7 @@ from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
 from halfstep.recipe.projection import Projection
 from halfstep.recipe.saved import Saved
 from halfstep.recipe.spec import LossScale, Recipe, Rule
+from halfstep.recipe.stages import Stage
 from halfstep.recipe.storage import Codes, Storage
 
 
@@ -58,8 +61,11 @@ def from_data(data: Mapping[str, Any], named: Callable[[str], Recipe]) -> Recipe
     """
     check_keys(data, (*_TYPES, "base", "keep_heads"), "key")
     given: Data = {}
-    for key in _TYPES.keys() & data.keys() - _TABLES.keys() - {"rules"}:
+    for key in _TYPES.keys() & data.keys() - _TABLES.keys() - {"rules", "stages"}:
         given[key] = typed(data[key], _TYPES[key], key)
+    if "stages" in data:
+        stages = typed(data["stages"], list, "stages")
+        given["stages"] = tuple(_stage(stage, i, named) for i, stage in enumerate(stages))
     for key in _TABLES.keys() & data.keys():
         given[key] = _TABLES[key](data[key])
     keep = typed(data.get("keep_heads", True), bool, "keep_heads")
@@ -161,10 +167,34 @@ def _rule(data: Any, number: int) -> Rule:
     if "path" not in table:
         raise At("a rule without a path; expected a glob on module paths, such as '*' or '*.mlp.*'", *path)
     words = {key: typed(table[key], _WORDS[key], *path, key) for key in table.keys() & _WORDS.keys()}
-    return Rule(linear=_linear(table, *path), **words)
+    linear = _linear(table, *path)
+    try:
+        return Rule(linear=linear, **words)
+    except RecipeError as error:
+        raise At(str(error), *path, "blocks") from error
 
 
 _WORDS: dict[str, Any] = {key: kind for key, kind in typing.get_type_hints(Rule).items() if key != "linear"}
+
+
+def _stage(data: Any, number: int, named: Callable[[str], Recipe]) -> Stage[Recipe]:
+    """A start, and a recipe: by name, or as a table of its own."""
+    path = ("stages", number)
+    table = typed(data, dict, *path)
+    check_keys(table, ("start", "recipe"), "key of a stage", *path)
+    if table.keys() != {"start", "recipe"}:
+        raise At("a stage takes a start (0.9, or 900 steps) and a recipe (a name, or a table)", *path)
+    start, recipe = table["start"], table["recipe"]
+    if type(start) not in (int, float):
+        raise At(f"start = {start!r} found; expected steps, such as 900, or a fraction, such as 0.9", *path, "start")
+    try:
+        found = named(recipe) if isinstance(recipe, str) else from_data(typed(recipe, dict, "recipe"), named)
+    except RecipeError as error:
+        raise At(str(error), *path, "recipe") from error
+    try:
+        return Stage(found, start)
+    except RecipeError as error:
+        raise At(str(error), *path, "start") from error
 
 
 def _attention(data: Any) -> AttentionSpec | None:
@@ -200,20 +230,25 @@ def _linear(table: Mapping[str, Any], *path: str | int) -> LinearSpec:
     every = accumulator(table["accumulate"], *path, "accumulate") if "accumulate" in table else None
     sums: dict[str, Accumulator | None] = dict.fromkeys(_PRODUCTS, every)
     times: dict[str, Multiplier] = {}
+    turns: dict[str, Hadamard | None] = {}
     for name, uses in _USES.items():
         if name in table:
             operands |= dict.fromkeys(uses, operand(table[name], *path, name))
     for product in _PRODUCTS:
         sides = typed(table.get(product, {}), dict, *path, product)
-        check_keys(sides, ("lhs", "rhs", "accumulate", "multiplier"), f"operand of {product}", *path, product)
+        check_keys(sides, (*_SIDES, "accumulate", "multiplier", "hadamard"), f"operand of {product}", *path, product)
         operands |= {(product, side): operand(sides[side], *path, product, side) for side in sides.keys() & _SIDES}
         if "accumulate" in sides:
             sums[product] = accumulator(sides["accumulate"], *path, product, "accumulate")
         if "multiplier" in sides:
             times[product] = _multiplier(sides["multiplier"], *path, product, "multiplier")
+        if "hadamard" in sides:
+            turns[product] = hadamard(sides["hadamard"], *path, product, "hadamard")
     try:
         products = {
-            name: Matmul(operands.get((name, "lhs")), operands.get((name, "rhs")), sums[name], times.get(name))
+            name: Matmul(
+                operands.get((name, "lhs")), operands.get((name, "rhs")), sums[name], times.get(name), turns.get(name)
+            )
             for name in _PRODUCTS
         }
         return LinearSpec(**products)
@@ -243,7 +278,7 @@ def to_data(recipe: Recipe) -> Data:
     Raises:
         RecipeError: it has a scaling of one's own, which data do not hold.
     """
-    data: Data = {name: _plain(getattr(recipe, name)) for name in _TYPES if name not in (*_TABLES, "rules")}
+    data: Data = {name: _plain(getattr(recipe, name)) for name in _TYPES if name not in (*_TABLES, "rules", "stages")}
     data |= {"loss_scale": asdict(recipe.loss_scale) if recipe.loss_scale else "none", "attention": "none"}
     data |= {"codes": _codes_data(recipe.codes), "moments": _moments_data(recipe.moments)}
     data["projection"] = "none" if recipe.projection is None else _plain_fields(recipe.projection)
@@ -253,7 +288,8 @@ def to_data(recipe: Recipe) -> Data:
     if recipe.attention is not None:
         parts = {field.name: getattr(recipe.attention, field.name) for field in fields(AttentionSpec)}
         data["attention"] = {name: _linear_data(spec) for name, spec in parts.items()}
-    return {**data, "keep_heads": keeps, "rules": rules}
+    stages = [{"start": stage.start, "recipe": to_data(stage.recipe)} for stage in recipe.stages]
+    return {**data, "keep_heads": keeps, "rules": rules} | ({"stages": stages} if stages else {})
 
 
 def _plain(value: Any) -> Any:
@@ -296,5 +332,7 @@ def _linear_data(spec: LinearSpec) -> Data:
             sides["accumulate"] = accumulator_data(matmul.accumulate)
         if matmul.multiplier is not None:
             sides["multiplier"] = asdict(matmul.multiplier)
+        if matmul.hadamard is not None:
+            sides["hadamard"] = hadamard_data(matmul.hadamard)
         data |= {product: sides} if sides else {}
     return data

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from halfstep.errors import RecipeError
-from halfstep.quant import Accumulator, Quantizer
+from halfstep.quant import Accumulator, Hadamard, Quantizer
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.multiplier import Multiplier
 
@@ -18,7 +18,8 @@ class Matmul:
     """One of the three products of a linear layer. None leaves an operand as it is, and sums in float32.
 
     Raises:
-        RecipeError: an operand whose scaling is not linear.
+        RecipeError: an operand whose scaling is not linear; a Hadamard transform of operands that are not both rounded,
+            or whose scaling keeps a state.
     """
 
     lhs: Quantizer | None = None
@@ -26,6 +27,9 @@ class Matmul:
     accumulate: Accumulator | None = None
     multiplier: Multiplier | None = None
     """What the product is multiplied by before it is rounded; None is 1."""
+    hadamard: Hadamard | None = None
+    """What both operands are rotated by, in blocks along their shared dimension, before they are rounded; None leaves
+    them as they lie."""
 
     def __post_init__(self) -> None:
         for quantizer in (self.lhs, self.rhs):
@@ -34,6 +38,13 @@ class Matmul:
                 raise RecipeError(
                     f"an operand of a product in {quantizer.format.name} ({scales}): a product takes elements times a "
                     f"scale, and {scales.rule.name} is for what is kept (moments, masters). Take current, rceil, absmax"
+                )
+            if self.hadamard is not None and (quantizer is None or quantizer.stateful):
+                found = quantizer.stateful.name if quantizer and quantizer.stateful else "no rounding"
+                raise RecipeError(
+                    f"hadamard = {self.hadamard} beside an operand with {found}: it rotates both operands of a product "
+                    "that rounds both, and a state is of one tensor as it lies. Round both with a scaling that keeps "
+                    "no state (current, two_level, floor ...), or leave hadamard out"
                 )
 
 
@@ -53,8 +64,33 @@ class LinearSpec:
             stateful = [q for q in (first, second) if q is not None and q.stateful]
             if len(set(stateful)) > 1:
                 raise RecipeError(f"{name} follows two stateful scalings; give both of its products the same one")
+        self._check_estimators()
         for quantizer in (*self.quantizers, *self.states.values()):
-            _ = quantizer.down.down  # known from here on: a traced graph cannot take a cached property's lock
+            for known in (quantizer, quantizer.down, quantizer.plain, quantizer.down.plain, quantizer.plain.down):
+                _ = known.down.down, known.plain, known.steps  # a traced graph cannot take a cached property's lock
+        _ = self.anew
+
+    def _check_estimators(self) -> None:
+        """Refuse an estimator where nothing takes it."""
+        own = None if self.output.rhs is None else self.output.rhs.estimator
+        for name, uses in self._uses().items():
+            found = next((q.estimator for q in uses if q is not None and q.estimator is not None), None)
+            if found is not None and (name != "weight" or own is None):
+                raise RecipeError(
+                    f"an {found} for {name if name != 'weight' else 'the weight of the backward product alone'}: "
+                    "expected one for the weight of the forward product (output.rhs), whose gradient is multiplied by "
+                    "the derivative. The gradients of inputs pass straight through"
+                )
+        if own is not None and self.output.hadamard is not None:
+            raise RecipeError(
+                f"an {own} for a weight that {self.output.hadamard} rotates first: "
+                "its derivative would be that of the rotated weight. Leave one of them out"
+            )
+
+    @property
+    def estimates(self) -> bool:
+        """Whether the gradient of the weight is multiplied by an estimator's derivative."""
+        return self.output.rhs is not None and self.output.rhs.estimator is not None
 
     @cached_property
     def states(self) -> dict[str, Quantizer]:
@@ -68,21 +104,42 @@ class LinearSpec:
         return tuple(dict.fromkeys(q for uses in self._uses().values() for q in uses if q is not None))
 
     @cached_property
+    def anew(self) -> frozenset[str]:
+        """The tensors (`input`, `weight`, `grad_output`) that the second of their two products rounds anew, since it
+        does not take what the first one took: it rounds them otherwise, or either product rotates them."""
+        products = {
+            "input": (self.output, self.grad_weight),
+            "weight": (self.output, self.grad_input),
+            "grad_output": (self.grad_input, self.grad_weight),
+        }
+        return frozenset(
+            name
+            for name, (first, second) in self._uses().items()
+            if any(product.hadamard for product in products[name]) or (second.down if second else None) != first
+        )
+
+    @cached_property
     def input_codes(self) -> Quantizer | None:
         """The quantizer of the input where its codes can stand for it in the backward pass: both products that take it
         round it alike, with one scale a tensor that enters the product. None where they cannot."""
         quantizer = self.output.lhs
-        if quantizer is None or quantizer.scales is None or self.grad_weight.rhs != quantizer:
+        if quantizer is None or quantizer.scales is None or "input" in self.anew:
             return None
         format, rule = quantizer.format, quantizer.scales.rule
         whole = quantizer.stateful is not None or rule.factor(torch.ones(()), format) is not None
         fits = quantizer.scales.tile == TENSOR and quantizer.outliers is None and format.bits == 8 and format.has_nan
+        fits = fits and quantizer.clamp is None
         return quantizer if whole and fits else None
 
     @property
     def rounds(self) -> bool:
         """Whether any operand, or any sum, is rounded."""
         return bool(self.quantizers) or self.accumulates
+
+    @property
+    def rotates(self) -> bool:
+        """Whether any product has a Hadamard transform."""
+        return any(product.hadamard for product in (self.output, self.grad_input, self.grad_weight))
 
     @property
     def accumulates(self) -> bool:
@@ -147,6 +204,12 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         for quantizer in (*self.scores.quantizers, *self.mix.quantizers):
+            if quantizer.estimator is not None or (quantizer.clamp is not None and quantizer.clamp.compensation):
+                raise RecipeError(
+                    f"attention with {quantizer.format.name} ({quantizer.estimator or quantizer.clamp}): its operands "
+                    "are no weights, and its products of stacks have no place for a sparse remainder. Leave the "
+                    "estimator out, and give a clamp compensation = false"
+                )
             if quantizer.stateful or (quantizer.scales is not None and quantizer.scales.tile.rows > 1):
                 raise RecipeError(
                     f"attention with {quantizer.format.name} ({quantizer.scales}): its products "
@@ -172,14 +235,17 @@ def linear_text(spec: LinearSpec) -> str:
     """The three products in a line, for `Recipe.describe`."""
 
     def side(quantizer: Quantizer | None) -> str:
-        if quantizer is None or quantizer.scales is None:
-            return quantizer.format.name if quantizer else "-"
-        rounding = "" if quantizer.rounding == "nearest_even" else f", {quantizer.rounding}"
-        return f"{quantizer.format.name} ({quantizer.scales}{rounding})"
+        if quantizer is None:
+            return "-"
+        rounding = quantizer.rounding if quantizer.scales and quantizer.rounding != "nearest_even" else None
+        said = (quantizer.scales, rounding, quantizer.clamp, quantizer.estimator)
+        words = ", ".join(str(part) for part in said if part is not None)
+        return quantizer.format.name + (f" ({words})" if words else "")
 
     def sums(product: Matmul) -> str:
         times = f" times {product.multiplier}" if product.multiplier else ""
-        return (f" ({product.accumulate})" if product.accumulate else "") + times
+        rotated = f" ({product.hadamard})" if product.hadamard else ""
+        return (f" ({product.accumulate})" if product.accumulate else "") + rotated + times
 
     products = {"output": spec.output, "grad_input": spec.grad_input, "grad_weight": spec.grad_weight}
     return ", ".join(f"{name} {side(p.lhs)} x {side(p.rhs)}{sums(p)}" for name, p in products.items())

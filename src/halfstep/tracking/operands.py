@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfstep import quant
 from halfstep.nn.scaling import states_of
 from halfstep.ops import amax_of, values_of
-from halfstep.quant import Quantizer
+from halfstep.quant import Quantizer, rotate
 from halfstep.quant.quantizer import as_rows
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import LinearSpec
@@ -77,7 +77,10 @@ def operand_errors(model: nn.Module, enabled: bool = True) -> Iterator[list[Oper
         def add(product: str, operand: str, x: Tensor, quantizer: Quantizer | None, down: bool) -> None:
             if quantizer is not None:
                 matrix = as_rows(x.detach())  # tiles lie along the product's shared dimension
-                error = operand_error(matrix.t() if down else matrix, quantizer, states_of(module).get(operand))
+                matrix = matrix.t() if down else matrix
+                if (hadamard := getattr(spec, product).hadamard) is not None:
+                    matrix = rotate(matrix, hadamard.still.signs(matrix.device))
+                error = operand_error(matrix, quantizer, states_of(module).get(operand))
                 rows.append(OperandError(path, product, operand, quantizer.format.name, *error))
 
         def after_forward(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:

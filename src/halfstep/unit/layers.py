@@ -123,6 +123,10 @@ class _Split(torch.autograd.Function):
         _, ctx.a, ctx.b = inputs
 
     @staticmethod
+    def tangent(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
+        return tangents[0].view_as(tangents[0]), tangents[0].view_as(tangents[0])
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         branch, skip = grads
         if torch.is_grad_enabled():

@@ -18,7 +18,7 @@ formats = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Name = Annotated[str, typer.Argument(help="A format's name or alias; also eXmY and positN_ES.")]
 Rounding = Annotated[
-    str, typer.Option("--rounding", help="nearest_even, nearest_away, toward_zero, up, down or stochastic.")
+    str, typer.Option("--rounding", help="nearest_even, nearest_away, nearest_up, toward_zero, up, down or stochastic.")
 ]
 Overflow = Annotated[str, typer.Option("--overflow", help="saturate, or ieee: infinity or NaN beyond the range.")]
 Plot = Annotated[

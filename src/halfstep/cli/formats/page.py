@@ -22,6 +22,7 @@ from halfstep.formats.line import infinity_code, line, nan_codes, negated
 MODES = {
     "nearest_even": "to nearest",
     "nearest_away": "to nearest, ties away from zero",
+    "nearest_up": "to nearest, ties to the upper value",
     "toward_zero": "toward zero",
     "up": "up",
     "down": "down",
@@ -186,7 +187,8 @@ def _notes(format: Format, rounded: Rounded, rounding: str) -> list[tuple[str, s
             ("error", f"{short_text(error)}{gaps}; {share_text(error, abs(Fraction(rounded.x)))} of the number")
         )
     if rounded.tie and rounding.startswith("nearest") and rounded.value is not None:
-        way = TIES[format.ties] if rounding == "nearest_even" else "the larger magnitude"
+        ways = {"nearest_even": TIES[format.ties], "nearest_up": TIES["upper"]}
+        way = ways.get(rounding, "the larger magnitude")
         notes.append(("tie", f"exactly on the boundary: goes to {way}"))
     if rounded.overflow:
         saturated = rounded.value is not None and isfinite(rounded.value)

@@ -64,8 +64,11 @@ Scalars = tuple[np.uint32, ...]
 _SIGNIFICANT = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 _SMALLEST = {torch.float32: -149, torch.bfloat16: -133, torch.float16: -24}
 _ADDED = {
-    "nearest_away": (1 << 31, 1 << 31), "toward_zero": (0, 0), "up": (_ALL, 0), "down": (0, _ALL),
+    "nearest_away": (1 << 31, 1 << 31), "nearest_up": (1 << 31, (1 << 31) - 2), "toward_zero": (0, 0),
+    "up": (_ALL, 0), "down": (0, _ALL),
 }  # fmt: skip
+# Below 0, ties to the upper side leave a half where it is. A remainder has its lowest bit set where anything is left,
+# and of 2^-24 steps (all that float32 has above a half) the next one is far above that bit.
 
 
 def float_bits(value: float) -> int:

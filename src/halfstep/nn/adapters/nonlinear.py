@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.nn.adopt import stock_class
 from halfstep.nn.keeping import around, storage_of
+from halfstep.nn.unit.forwards import UNIT
 from halfstep.ops import saved_traced
 
 
@@ -33,7 +35,8 @@ def fits(module: nn.Module) -> bool:
 
 
 def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The stock forward. In a traced graph torch's own kinds but RMSNorm have the same gradients; others are stock."""
+    """The stock forward. In a traced graph torch's own kinds but RMSNorm have the same gradients; others are stock, and
+    so are norms that are unit-scaled, whose gains' gradients have factors."""
     x = args[0] if args else next(iter(kwargs.values()), None)
     if torch.compiler.is_compiling():
         return _traced(stock, module, *args, **kwargs)
@@ -48,7 +51,8 @@ def _traced(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         return stock(module, *args, **kwargs)
     if isinstance(module, (nn.GELU, nn.SiLU)) and not getattr(module, "inplace", False):
         return saved_traced.elementwise(lambda x: stock(module, x), x, storage)
-    if isinstance(module, nn.LayerNorm) and (module.weight is None or module.weight.dtype in (x.dtype, torch.float32)):
+    plain = stock_class(module).forward is nn.LayerNorm.forward and UNIT not in vars(module)
+    if plain and (module.weight is None or module.weight.dtype in (x.dtype, torch.float32)):
         shape = list(module.normalized_shape)
         return saved_traced.layer_norm(x, shape, module.weight, module.bias, module.eps, storage)
     return stock(module, *args, **kwargs)

@@ -24,8 +24,9 @@ def rounded(x: Tensor, format: Posit, rounding: str, overflow: str, noise: Tenso
     inside = magnitude.clamp(format.smallest, format.max).nan_to_num(format.max)
     low, rest, half = _cut(inside, format)
     top = (1 << format.bits - 1) - 1
-    if rounding in ("nearest_even", "nearest_away"):
-        tie_up = (low & 1 == 1) | (rounding == "nearest_away")
+    if rounding.startswith("nearest"):
+        outward = {"nearest_even": low & 1 == 1, "nearest_away": torch.ones_like(negative), "nearest_up": ~negative}
+        tie_up = outward[rounding]
         code = (low + ((rest > half) | ((rest == half) & tie_up)).long()).clamp(1, top)
     else:
         low = torch.where(magnitude < format.smallest, 0, low)

@@ -25,6 +25,8 @@ def rounded(x: Tensor, format: Format, rounding: str, overflow: str, noise: Tens
         rises = (inside > turn) | ((inside == turn) & tie)
     elif rounding == "nearest_away":
         rises = (inside > turn) | ((inside == turn) & (high.abs() >= low.abs()))
+    elif rounding == "nearest_up":
+        rises = inside >= turn
     elif rounding == "toward_zero":
         rises = torch.where(inside < 0, inside != low, inside == high)
     else:

@@ -1,0 +1,63 @@
+"""What the runs of docs/fp4.md say: each case to fp32, and to the case that it lacks a part of."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from halfstep.lab.verdict import DIVERGED, MATCHES, UNDECIDED, Difference, difference
+
+
+ENOUGH = 3
+"""Seeds, before a verdict is given."""
+MISSING = "not measured yet"
+BETTER, WORSE, ALIKE = "better", "worse", "cannot tell"
+
+Cases = dict[str, dict[str, Any]]
+
+
+def judged(cases: Cases) -> dict[str, dict[str, Any]]:
+    """By case: mean loss and verdict, its difference to fp32 and to its base, each with the ends of its interval.
+
+    A case of which a run diverged has no other figure. Fewer than three seeds are given no verdict but `cannot tell`.
+    Of the difference to the base the word is `worse` where its whole interval lies above 0, and `better` where all of
+    it lies below.
+    """
+    return {name: _judged(name, case, cases) for name, case in cases.items()}
+
+
+def finals(case: dict[str, Any]) -> dict[int, float]:
+    """The losses after the last step, by seed, of the runs that finished."""
+    return {int(seed): run["loss"] for seed, run in case["runs"].items() if run["loss"] is not None}
+
+
+def diverged(case: dict[str, Any]) -> dict[int, int]:
+    """The steps at which runs diverged, by seed; the last where only the loss after it shows it."""
+    lost = {int(seed): run for seed, run in case["runs"].items() if run["loss"] is None}
+    return {seed: run["diverged_at"] or run["curve"][-1][0] for seed, run in lost.items()}
+
+
+def _judged(name: str, case: dict[str, Any], cases: Cases) -> dict[str, Any]:
+    own, fp32 = {} if diverged(case) else finals(case), finals(cases[case["baseline"]])
+    to_fp32 = difference(own, fp32, same=name == case["baseline"])
+    pairs = len(own.keys() & fp32.keys())
+    status = to_fp32.status if pairs >= ENOUGH else UNDECIDED if pairs else MISSING
+    found: dict[str, Any] = {
+        "loss": statistics.fmean(own.values()) if own else None,
+        "seeds": len(case["runs"]),
+        "status": DIVERGED if diverged(case) else MATCHES if name == case["baseline"] and own else status,
+        "to_fp32": _ends(to_fp32),
+        "seeds_to_decide": to_fp32.seeds_to_decide if pairs >= ENOUGH else None,
+    }
+    if case["base"] is not None:
+        base = finals(cases[case["base"]])
+        apart = _ends(difference(own, base, same=own == base))
+        few = len(own.keys() & base.keys()) < ENOUGH or apart["low"] is None
+        word = ALIKE if few else WORSE if apart["low"] > 0 else BETTER if apart["high"] < 0 else ALIKE
+        found["to_base"] = apart | {"status": WORSE if diverged(case) and not diverged(cases[case["base"]]) else word}
+    return found
+
+
+def _ends(apart: Difference) -> dict[str, Any]:
+    ends = apart.interval
+    return {"gap": apart.gap, "low": ends and ends.low, "high": ends and ends.high}

@@ -1,0 +1,160 @@
+"""The products of matrices that a model forms in a forward pass, and which of their operands wait for a gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from halfstep.errors import AccountError
+
+
+_aten = torch.ops.aten
+
+LAYER, CORE, OTHER = "layer", "core", "activations"
+"""What a product is of: a layer's weight, attention's queries, keys and values, or other activations."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of a forward pass. Each operand that requires a gradient has a product of its own in the backward
+    pass, of as many multiply-adds: that of the input, or of q; that of the weight, or of k."""
+
+    path: str
+    """Of the layer that has the weight; else of the module that multiplies."""
+    kind: str
+    """`LAYER`, `CORE` (where torch's attention forms it) or `OTHER`."""
+    multiply_adds: int
+    elements: tuple[int, int]
+    """Of the input, or of q; and of the weight, or of k."""
+    input_grad: bool
+    weight_grad: bool
+
+
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within it the products of a model's forward pass are written down, in order; nothing is changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[Product] = []
+        self._model = model
+        self._stack: list[tuple[str, bool]] = [("", torch.is_grad_enabled())]
+        self._owners: dict[int, list[str]] = {}
+        for path, module in model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                self._owners.setdefault(_memory(parameter), []).append(path)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While it lasts, products are those of the module that is being called."""
+        hooks = []
+        for path, module in self._model.named_modules():
+            hooks.append(module.register_forward_pre_hook(self._entered(path), prepend=True))
+            hooks.append(module.register_forward_hook(self._left, always_call=True))
+        try:
+            with self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _entered(self, path: str) -> Callable[[nn.Module, Any], None]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._stack.append((path, torch.is_grad_enabled()))
+
+        return enter
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        count = _COUNTS.get(func.overloadpacket)
+        if count is not None:
+            self.found += [self._product(*each) for each in count(args, result)]
+        elif func.overloadpacket in flop_registry:
+            raise AccountError(
+                f"{self._stack[-1][0] or 'the model'} multiplies by {func}, of which no count is known; form the "
+                "product with torch.matmul, F.linear, a convolution or scaled_dot_product_attention"
+            )
+        return result
+
+    def _product(self, left: Tensor, right: Tensor, multiply_adds: int, kind: str, pairs: int | None = None) -> Product:
+        path, trains = self._stack[-1]
+        owners = self._owners.get(_memory(right))
+        if owners is None and pairs is None and (owners := self._owners.get(_memory(left))) is not None:
+            left, right = right, left
+        if owners is not None:
+            path, kind = path if path in owners else owners[0], LAYER
+        elements = left.numel() if pairs is None else pairs, right.numel()
+        grads = trains and left.requires_grad, trains and right.requires_grad
+        return Product(path, kind, multiply_adds, elements, *grads)
+
+
+def _memory(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+_Found = list[tuple[Any, ...]]
+"""Left operand, right operand, multiply-adds, kind; and the elements of the left one, where no tensor has them."""
+_Count = Callable[[tuple[Any, ...], Any], _Found]
+
+
+def _matrices(first: int) -> _Count:
+    """Of (..., rows, shared) and (..., shared, columns), which stand in the arguments from `first` on."""
+
+    def count(args: tuple[Any, ...], result: Any) -> _Found:
+        left, right = args[first : first + 2]
+        return [(left, right, result.numel() * left.shape[-1], OTHER)]
+
+    return count
+
+
+def _convolution(args: tuple[Any, ...], result: Any) -> _Found:
+    """Places of the output, or of the input of a transposed one, times the weight's window."""
+    x, weight, transposed = args[0], args[1], args[6]
+    places = math.prod((x if transposed else result).shape[2:])
+    return [(x, weight, x.shape[0] * places * weight.numel(), LAYER)]
+
+
+def _attention(args: tuple[Any, ...], result: Any) -> _Found:
+    """All of q k^T and of the weights times v: what a causal mask leaves out is counted too."""
+    query, key, value = args[:3]
+    pairs = math.prod(query.shape[:-1]) * key.shape[-2]
+    weights = query if query.requires_grad else key
+    scores = (query, key, pairs * query.shape[-1], CORE)
+    return [scores, (weights, value, pairs * value.shape[-1], CORE, pairs)]
+
+
+def _recurrent(args: tuple[Any, ...], result: Any) -> _Found:
+    """One direction of one layer, (time, batch, in): the input's product, and the state's, which hangs on weights."""
+    x, of_input, of_state = args[:3]
+    steps, state = x.shape[0] * x.shape[1], next((each for each in args[:3] if each.requires_grad), x)
+    of_states = (state, of_state, steps * of_state.numel(), LAYER, steps * of_state.shape[-1])
+    return [(x, of_input, steps * of_input.numel(), LAYER), of_states]
+
+
+_COUNTS: dict[Any, _Count] = {
+    _aten.mm: _matrices(0),
+    _aten.bmm: _matrices(0),
+    _aten.addmm: _matrices(1),
+    _aten.baddbmm: _matrices(1),
+    _aten.mv: _matrices(0),
+    _aten.addmv: _matrices(1),
+    _aten.convolution: _convolution,
+    _aten.mkldnn_rnn_layer: _recurrent,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention: _attention,
+    _aten._scaled_dot_product_efficient_attention: _attention,
+    _aten._scaled_dot_product_cudnn_attention: _attention,
+}

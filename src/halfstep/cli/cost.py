@@ -1,0 +1,75 @@
+"""`halfstep recipes cost`: the theoretical speed-up of a recipe on an architecture."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from halfstep.cli.terminal import show_json, show_table, stages
+from halfstep.printable import printable
+
+
+if TYPE_CHECKING:
+    from halfstep.accounting import Cost
+
+
+def cost(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, my.toml, or module:name.")],
+    model: Annotated[
+        str, typer.Option(help="What `halfstep memory` takes: llama2-7b, config.json or its folder, module:function.")
+    ],
+    speeds: Annotated[
+        str, typer.Option(help="Multiply-adds in the same time, by the width of the wider operand.")
+    ] = "fp16=1,fp8=2,fp4=4",
+    batch: Annotated[int, typer.Option(min=1, help="Examples in a batch.")] = 1,
+    seq: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in an example. Left out: what the model takes, at most 2048.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: multiply-adds.")] = False,
+) -> None:
+    """The theoretical speed-up of RECIPE over training in 16 bits, from its products alone; nothing is measured."""
+    with stages() as progress:
+        progress("loading torch and the model")
+        from halfstep.accounting import HEAD, load_subject, speeds_from
+        from halfstep.accounting import cost as cost_of
+
+        given, subject = speeds_from(speeds), load_subject(model)
+        made = cost_of(subject, recipe, given, batch=batch, sequence=seq)
+    body = made.without(HEAD)
+    tokens = seq or subject.sequence
+    if as_json:
+        whole = {"model": model, "recipe": made.recipe, "batch": batch, "sequence": tokens, "speeds": given}
+        parts = {"all": made, "without_head": body}
+        found = {name: {"share": part.share, "speed_up": part.speed_up} for name, part in parts.items() if part.works}
+        show_json({**whole, "remarks": subject.remarks, "products": [asdict(work) for work in made.works], **found})
+        return
+    examples = f"a batch of {batch}" + (f" x {tokens} tokens" if tokens else "")
+    count = f"{made.multiply_adds:.3g} multiply-adds a step"
+    typer.echo(f"{printable(subject.name)}, {examples}: {count}; {printable(made.recipe)} at {printable(speeds)}")
+    _show(made, body)
+    for remark in subject.remarks:
+        typer.echo(printable(remark))
+
+
+def _show(made: Cost, body: Cost) -> None:
+    from halfstep.accounting import PASSES
+
+    kinds = dict.fromkeys(work.kind for work in made.works)
+    rows = [_row(kind, made, [work for work in made.works if work.kind == kind]) for kind in kinds]
+    totals = {"all": made, "without the head": body} if body.works and body.works != made.works else {"all": made}
+    for name, part in totals.items():
+        of_all = part.multiply_adds / made.multiply_adds
+        rows.append((name, f"{of_all:.1%}", "", "", "", f"{part.share:.1%}", f"{part.speed_up:.2f}"))
+    show_table(["products", "share", *PASSES, "time", "speed-up"], rows, right=["share", "time", "speed-up"])
+
+
+def _row(kind: str, made: Cost, works: list[Any]) -> tuple[str, ...]:
+    """A line of one kind of products: its share of the multiply-adds, the bits in each pass, its time."""
+    from halfstep.accounting import PASSES, Cost
+
+    part = Cost(made.recipe, made.speeds, tuple(works))
+    widths = [", ".join(f"{work.bits} bits" for work in works if work.step == step) or "-" for step in PASSES]
+    share = part.multiply_adds / made.multiply_adds
+    return (kind, f"{share:.1%}", *widths, f"{part.share:.1%}", f"{part.speed_up:.2f}")

@@ -1,0 +1,109 @@
+"""Random Hadamard transforms: an orthogonal rotation of a product's shared dimension, before its operands are rounded.
+
+(A R) (R^T B) = A B: the product is the same, and an outlier is spread over a block of the dimension that is summed
+over. Scales of blocks as small as the rotation gain nothing by that: a block's maximum is stored well in any case.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfstep.errors import QuantizationError
+from halfstep.quant.rounding import derive_seed
+
+
+ANEW = "anew"
+_NVFP4 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+@dataclass(frozen=True)
+class Hadamard:
+    """Blocks of `size` numbers become x R, with R = diag(s) H / sqrt(size): s are signs, H is Sylvester's matrix,
+    H_1 = [1], H_2n = [[H_n, H_n], [H_n, -H_n]].
+
+    `seed` None is the sign vector that NVFP4's recipe has, of size 16; an integer draws signs that never change;
+    `"anew"` draws them for each product from torch's default generator, as stochastic rounding does its noise.
+
+    Raises:
+        QuantizationError: the size is no power of two from 2 on, or has no signs of its own; another seed.
+
+    Source: NVIDIA Transformer Engine and torchao (hadamard_utils), for the sign vector; Tseng et al. 2025, arXiv
+    2502.20586, whose code draws the signs anew.
+    """
+
+    size: int = 16
+    seed: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.size) is not int or self.size < 2 or self.size & self.size - 1:
+            raise QuantizationError(f"a Hadamard transform of size {self.size!r}: expected a power of two, 2, 4, 8 ...")
+        if self.seed is None and self.size != len(_NVFP4):
+            raise QuantizationError(
+                f"a Hadamard transform of size {self.size} without a seed: NVFP4's signs are {len(_NVFP4)}; give a "
+                f"seed, an integer or {ANEW!r}"
+            )
+        if self.seed is not None and type(self.seed) is not int and self.seed != ANEW:
+            raise QuantizationError(
+                f"seed = {self.seed!r} of a Hadamard transform; expected an integer, {ANEW!r}, or none (NVFP4's signs)"
+            )
+        _ = self._fixed  # known from here on: a traced graph cannot take a cached property's lock
+
+    def __str__(self) -> str:
+        return f"Hadamard {self.size}" + ("" if self.seed is None else f", signs {self.seed}")
+
+    @cached_property
+    def _fixed(self) -> tuple[float, ...]:
+        """The signs that do not change; none where they are drawn."""
+        if self.seed is None:
+            return tuple(map(float, _NVFP4))
+        if self.seed == ANEW:
+            return ()
+        assert isinstance(self.seed, int)
+        return tuple(1.0 - 2.0 * (derive_seed(self.seed, i) >> 63) for i in range(self.size))
+
+    @property
+    def still(self) -> Hadamard:
+        """This transform; where its signs are drawn anew, one whose signs stay: for whoever only looks, and draws
+        nothing from a run's generator."""
+        return replace(self, seed=0) if self.seed == ANEW else self
+
+    def signs(self, device: torch.device | str | None = None) -> Tensor:
+        """s, float32 (size): for both operands of one product, since another call may draw others."""
+        if self._fixed:
+            return torch.tensor(self._fixed, device=device)
+        return (1 - 2 * torch.randint(0, 2, (self.size,))).to(device, torch.float32)
+
+
+def rotate(x: Tensor, signs: Tensor, dim: int = -1) -> Tensor:
+    """Every block of len(signs) numbers along `dim` as x R, in float32 (float64 for float64 input).
+
+    A last block that is short is filled with zeros, so the dimension grows to whole blocks: both operands of a product
+    do so alike, and the product stays what it is.
+
+    The order of the sums is fixed, for kernels to follow: numbers are multiplied by their signs; then, for h = 1, 2,
+    4 ... size / 2, each pair (a, b) of places i and i + h, where i has no bit h, becomes (a + b, a - b); then all are
+    multiplied by 1 / sqrt(size), rounded to float32 (exact for sizes 4, 16, 64 ...). Every step is one rounding.
+
+    >>> rotate(torch.tensor([16.0] + [0.0] * 15), Hadamard().signs())[:4]
+    tensor([4., 4., 4., 4.])
+    """
+    size, dim = len(signs), dim % x.dim()
+    wide = x if x.dtype == torch.float64 else x.float()
+    beyond = -wide.shape[dim] % size
+    if beyond:
+        wide = F.pad(wide, (*[0, 0] * (wide.dim() - 1 - dim), 0, beyond))
+    before, length, after = wide.shape[:dim], wide.shape[dim], wide.shape[dim + 1 :]
+    blocks = wide.reshape(*before, length // size, size, *after)
+    blocks = blocks * signs.to(wide.dtype).view(size, *[1] * len(after))
+    h = 1
+    while h < size:
+        a, b = blocks.reshape(*before, length // (2 * h), 2, h, *after).unbind(dim + 1)
+        blocks = torch.stack((a + b, a - b), dim + 1)
+        h *= 2
+    return blocks.reshape(wide.shape) * math.sqrt(1 / size)

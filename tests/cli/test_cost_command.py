@@ -1,0 +1,76 @@
+"""`halfstep recipes cost`: a table, JSON, and mistakes."""
+
+import json
+
+import pytest
+
+
+MODEL = """
+import torch
+from torch import nn
+from halfstep.lab.models.gpt import GPT
+
+def gpt():
+    return GPT(64, 40, layers=2, width=64, heads=4), torch.zeros(3, 33, dtype=torch.int64)
+
+def dense():
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.zeros(3, 8)
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "models.py").write_text(MODEL)
+    return lambda name: f"{tmp_path}/models.py:{name}"
+
+
+def test_a_table(run, model):
+    code, out, err = run("recipes", "cost", "fp8-current", "--model", model("gpt"), "--batch", "2")
+    assert (code, err) == (0, "")
+    rows = {line[:22].strip(): line[22:].split() for line in out.splitlines()[2:]}
+    assert rows["attention linears"] == ["29.6%", *["8", "bits"] * 3, "50.0%", "2.00"]
+    assert rows["head"][-2:] == ["100.0%", "1.00"]
+    assert set(rows) == {
+        "attention linears",
+        "feed-forward linears",
+        "attention core",
+        "head",
+        "all",
+        "without the head",
+    }
+    assert "multiply-adds a step; fp8-current at fp16=1,fp8=2,fp4=4" in out.splitlines()[0]
+
+
+def test_without_a_head(run, model):
+    code, out, _ = run("recipes", "cost", "fp8-current", "--model", model("dense"))
+    assert code == 0
+    assert "without the head" not in out
+    assert "50.0%      2.00" in out.splitlines()[-1]
+
+
+def test_as_json(run, model):
+    args = "--model", model("gpt"), "--speeds", "fp16=1,fp8=1.5", "--json"
+    code, out, err = run("recipes", "cost", "fp8-current", *args)
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    assert data["speeds"] == {"16": 1.0, "8": 1.5}
+    assert data["recipe"] == "fp8-current"
+    time = sum(part["multiply_adds"] / data["speeds"][str(part["bits"])] for part in data["products"])
+    assert data["all"]["share"] == pytest.approx(time / sum(part["multiply_adds"] for part in data["products"]))
+    assert data["without_head"]["speed_up"] > data["all"]["speed_up"] > 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("fp8-curent", "--model", "gpt2"), "nearest: fp8-current"),
+        (("fp8-current", "--model", "gpt22"), "nearest: gpt2,"),
+        (("fp8-current", "--model", "gpt2", "--speeds", "fp16=1,fp8"), "expected widths and speeds"),
+        (("fp32", "--model", "gpt2"), "products of 32 bits"),
+        (("fp8-current",), "Missing option '--model'"),
+    ],
+)
+def test_mistakes(run, args, message):
+    code, out, err = run("recipes", "cost", *args)
+    assert (code, out) == (2, "")
+    assert message in err

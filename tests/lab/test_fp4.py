@@ -1,0 +1,130 @@
+"""The comparison of benchmarks/fp4.py: what it says of known losses, what names a run, and what its cases are."""
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from halfstep.recipe import from_data, get_recipe, to_data
+
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def fp4(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("fp4")
+
+
+@pytest.fixture
+def cases(fp4):
+    return importlib.import_module("fp4_cases")
+
+
+def case(losses, base=None, baseline="fp32"):
+    runs = {
+        str(seed): {"loss": loss, "diverged_at": 7 if loss is None else None, "seconds": 60, "curve": [[0, 5.5]]}
+        for seed, loss in enumerate(losses)
+    }
+    return {"base": base, "baseline": baseline, "runs": runs}
+
+
+KNOWN = {
+    "fp32": case([2.0, 2.02, 1.98]),
+    "good": case([2.002, 2.021, 1.982]),
+    "bad": case([2.1, 2.13, 2.08]),
+    "few": case([2.2, 2.22]),
+    "lost": case([2.0, None, 2.0]),
+    "none": case([]),
+    "bad without a part": case([2.2, 2.235, 2.19], base="bad"),
+    "bad with another": case([2.1, 2.14, 2.07], base="bad"),
+    "bad without what harms": case([2.01, 2.04, 1.99], base="bad"),
+    "bad without all": case([None], base="bad"),
+}
+
+
+def test_three_seeds_are_judged_as_compare_judges_them(fp4):
+    found = fp4.judged(KNOWN)
+    status = {name: row["status"] for name, row in found.items() if KNOWN[name]["base"] is None}
+    assert status == {
+        "fp32": "matches",
+        "good": "matches",
+        "bad": "degrades",
+        "few": "cannot tell",
+        "lost": "diverged",
+        "none": "not measured yet",
+    }
+    assert found["bad"]["to_fp32"]["gap"] == pytest.approx(0.31 / 6.0)
+
+
+def test_a_part_pays_where_the_whole_interval_says_so(fp4):
+    words = {name: row["to_base"]["status"] for name, row in fp4.judged(KNOWN).items() if "to_base" in row}
+    assert words == {
+        "bad without a part": "worse",
+        "bad with another": "cannot tell",
+        "bad without what harms": "better",
+        "bad without all": "worse",
+    }
+
+
+def test_the_page_and_the_pictures_show_what_was_judged(fp4, tmp_path):
+    model = {"layers": 4, "width": 192, "heads": 6, "parameters": 1_869_504}
+    told = fp4.experiment(fp4.CASES["fp32"]).as_data() | {"model": model}
+    machine = {"cpu": "one", "torch": "2"}
+    data = {"machine": machine, "experiment": told, "cases": KNOWN, "verdicts": fp4.judged(KNOWN)}
+    page = fp4.page(data)
+    assert "| `bad` | 3 | 2.1033 | +5.17% (" in page
+    assert "| `lost` | 3 |  |  | diverged at step 7 |" in page
+    assert "- Not measured yet: `none`." in page
+    assert "- Worse than `bad`: `bad without a part` (+" in page
+    assert "`bad without all` (diverged)" in page
+    fp4.plot(data, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"fp4.png", "fp4_final.png"}
+
+
+def test_before_a_run_has_ended_the_page_says_so(fp4, tmp_path):
+    data = fp4.results(tmp_path / "nowhere")
+    page = fp4.page(data)
+    assert "No run has ended yet." in page
+    assert "| `mxfp4-plain` |  |  |  | not measured yet |" in page
+    fp4.plot(data, tmp_path)
+
+
+def test_a_run_is_named_by_what_moves_its_numbers(fp4):
+    fp32, rounded = fp4.CASES["fp32"], fp4.CASES["mxfp4-plain"]
+    recipe = rounded.make()
+    name = fp4.identity(rounded, recipe)
+    assert fp4.identity(rounded, replace(recipe, name="other", summary="Words.", notes=("More.",))) == name
+    assert fp4.identity(rounded, replace(recipe, compute="fp32")) != name
+    assert fp4.identity(rounded, replace(recipe, rules=recipe.rules[-1:])) != name
+    assert fp4.identity(fp32, fp32.make()) != name
+    assert fp4.identity(replace(rounded, constant=True), recipe) != name
+
+
+def test_a_constant_rate_stays_where_the_warm_up_ends(fp4):
+    cosine, constant = (fp4.experiment(replace(fp4.CASES["fp32"], constant=constant)) for constant in (False, True))
+    assert constant.learning_rate(cosine.warmup // 2) == cosine.learning_rate(cosine.warmup // 2)
+    assert constant.learning_rate(cosine.warmup) == constant.learning_rate(cosine.steps) == cosine.lr
+    assert cosine.learning_rate(cosine.steps) < 1e-3 * cosine.lr
+
+
+def test_every_case_has_a_recipe_of_its_own_that_data_hold(fp4):
+    names = {}
+    for case in fp4.CASES.values():
+        recipe = case.make()
+        assert from_data(to_data(recipe), get_recipe) == recipe, case.name
+        assert case.base is None or fp4.CASES[case.base].baseline == case.baseline
+        names.setdefault(fp4.identity(case, recipe), []).append(case.name)
+    assert [alike for alike in names.values() if len(alike) > 1] == []
+
+
+def test_a_part_that_a_recipe_does_not_have_cannot_be_taken_away(cases):
+    with pytest.raises(ValueError, match=r"fp32 has these rules already; expected a part to take away"):
+        cases.of_operands(get_recipe("fp32"), lambda operand: operand)
+
+
+def test_a_case_that_is_not_there_is_an_error_that_names_the_nearest(fp4):
+    with pytest.raises(SystemExit, match="mxfp4-plain"):
+        fp4.asked_for("mxfp4-plane")
