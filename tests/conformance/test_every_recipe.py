@@ -64,7 +64,9 @@ def test_the_recipe_does_something(name):
     stock = model_for(name)(batch()[0])
     model, _, _ = prepared(name)
     assert torch.equal(model(batch()[0]), stock) == (name == "fp32")
-    torch.testing.assert_close(model(batch()[0]), stock, rtol=0.05, atol=0.2 if name in FEW else 0.05)
+    bits = [q.format.bits for rule in get_recipe(name).rules for q in rule.linear.quantizers]
+    atol = 0.05 if name not in FEW else 0.4 if min(bits, default=32) == 4 else 0.2
+    torch.testing.assert_close(model(batch()[0]), stock, rtol=0.05, atol=atol)
 
 
 @every_recipe

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from halfstep.errors import ModelError, RecipeError, unknown
 from halfstep.nn.adapters import attention, cell, conv1d, convolution, experts, gated, linear, recurrent
 from halfstep.nn.attention import DotProductAttention
+from halfstep.nn.blocks import blocks_of, is_in
 from halfstep.nn.quantized_weights import Weight
 from halfstep.ops.subclasses import foreign
 from halfstep.recipe import LinearSpec, Recipe, Rule
@@ -84,7 +85,8 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
     kept: dict[str, str] = {}
     for rule in recipe.rules:
         _check_role(recipe, rule)
-        hits = [path for path in kinds if path not in specs | kept and _matches(model, path, rule, kinds[path])]
+        blocks = None if rule.blocks is None else blocks_of(model, recipe, rule, kinds)
+        hits = [p for p in kinds if p not in specs | kept and _matches(model, p, rule, blocks, kinds[p])]
         if rule.linear.rounds:
             for path in [path for path in hits if path in chosen and path in others]:
                 raise ModelError(
@@ -99,7 +101,7 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
         else:
             kept |= dict.fromkeys(hits, rule.why or "kept by the recipe")
         for path, why in refused.items():
-            if path not in kept and _matches(model, path, rule):
+            if path not in kept and _matches(model, path, rule, blocks):
                 kept[path] = why if rule.linear.rounds else rule.why or "kept by the recipe"
         if not hits and not rule.optional:
             near = get_close_matches(rule.path, kinds, n=3, cutoff=0.0)
@@ -127,9 +129,9 @@ def _check_role(recipe: Recipe, rule: Rule) -> None:
         raise RecipeError(f"recipe {recipe.name!r}: {unknown('role of a rule', rule.role, known)}")
 
 
-def _matches(model: nn.Module, path: str, rule: Rule, kind: Kind | None = None) -> bool:
-    """Whether a rule means that layer."""
-    if not fnmatchcase(path, rule.path):
+def _matches(model: nn.Module, path: str, rule: Rule, blocks: tuple[str, ...] | None, kind: Kind | None = None) -> bool:
+    """Whether a rule, for layers in these blocks or in all, means that layer."""
+    if not fnmatchcase(path, rule.path) or not (blocks is None or any(is_in(path, block) for block in blocks)):
         return False
     if rule.role is None:
         return True

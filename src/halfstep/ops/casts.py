@@ -72,7 +72,7 @@ def round_to(
         dtype: the dtype of the values, when not x's (or out's); one that does not hold a value gets it rounded once
             more.
         scale: the rule for a block format's scales, where it has a choice: `floor` (default), `ceil`, `even`, `rceil`
-            for MX; `two_level`, `four_over_six` for nvfp4; `absmax`, `double_absmax` for nf4.
+            for MX; `two_level`, `two_level_up`, `four_over_six` for nvfp4; `absmax`, `double_absmax` for nf4.
 
     Raises:
         FormatError: unknown format.
@@ -169,8 +169,12 @@ def values_noted(
     generator: torch.Generator | int | None = None,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    tensor_scale: Tensor | None = None,
 ) -> tuple[Tensor, bool]:
-    """The values of x, and whether some may be below 2^-126 but not 0: True where nobody looked."""
+    """The values of x, and whether some may be below 2^-126 but not 0: True where nobody looked.
+
+    tensor_scale: a float32 scalar that becomes the tensor's scale of two levels, which the values are then without.
+    """
     scales = quantizer.scales
     if scales is None:
         return round_to(x, quantizer.format, quantizer.rounding, quantizer.overflow, generator, out, dtype), True
@@ -180,10 +184,10 @@ def values_noted(
     if torch.compiler.is_compiling():
         torch.ops.halfstep.round_tiles(
             x, result, quantizer.format.key, scales.tile.rows, scales.tile.columns, scales.rule.text,
-            quantizer.outliers, quantizer.rounding, seed,
+            quantizer.outliers, quantizer.rounding, seed, tensor_scale,
         )  # fmt: skip
         return result, True
-    return result, operators.round_tiles_into(x, result, quantizer, seed)
+    return result, operators.round_tiles_into(x, result, quantizer, seed, tensor_scale)
 
 
 def _named(format: str, scale: str | None, rounding: str, overflow: str) -> Quantizer:

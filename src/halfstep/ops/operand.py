@@ -11,12 +11,16 @@ from halfstep import formats
 from halfstep.errors import RecipeError
 from halfstep.formats import Format
 from halfstep.kernels import carried, scaled_mm
+from halfstep.kernels.cpu.operators import without_tensor_scale
 from halfstep.ops.casts import Quantized, amax_of, quantize, round_scaled, values, values_noted
 from halfstep.quant import Quantizer, Scales, Scaling, Tile, rotate
 from halfstep.quant.hadamard import ANEW
 from halfstep.quant.scaling import StatefulScaling, get_scaling
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe import Matmul
+
+
+_E4M3 = 4  # significant bits of a block's scale, of two levels
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +109,9 @@ def operand(
     elif native is not None:
         return _rows(x, quantizer, scales, native)
     if scales.rule.two_level:
-        return _two_level(quantize(x, quantizer), dtype)
+        scale = torch.empty((), device=x.device)
+        into = carrier(format, dtype, _E4M3)
+        return Operand(values_noted(x, quantizer, dtype=into, tensor_scale=scale)[0], scale)
     return _blocks(x, quantizer, scales, dtype)
 
 
@@ -153,7 +159,8 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
         wide = carried.supports(into, quantized.codes.device)  # the product would widen them
         return Operand(unscaled.dequantize(torch.float32 if wide else into), scale)
     if scales.rule.two_level:
-        return _two_level(quantized, dtype)
+        blocks = replace(quantized, tensors=without_tensor_scale(quantized.tensors))
+        return Operand(blocks.dequantize(carrier(format, dtype, _E4M3)), quantized.tensors["tensor_scale"])
     narrow = _narrow(format, scales.rule, dtype, quantized.codes.device)
     result = quantized.dequantize(narrow)
     if narrow == dtype and _may_be_subnormal(quantized, scales.rule) and _has_subnormals(result):
@@ -244,13 +251,6 @@ def _is_whole(quantizer: Quantizer) -> bool:
     if scales is None or scales.tile != TENSOR:
         return False
     return scales.rule.factor(torch.ones(()), quantizer.format) is not None
-
-
-def _two_level(quantized: Quantized, dtype: torch.dtype) -> Operand:
-    """The blocks' scales in the values, the tensor's apart."""
-    scale = quantized.tensors["tensor_scale"]
-    blocks = replace(quantized, tensors=quantized.tensors | {"tensor_scale": torch.ones_like(scale)})
-    return Operand(Quantized.dequantize(blocks, carrier(quantized.quantizer.format, dtype, 4)), scale)
 
 
 def _narrow(format: Format, rule: Scaling, dtype: torch.dtype, device: torch.device) -> torch.dtype:
