@@ -141,8 +141,9 @@ def quantize(
             f"out holds {out.shape} {out.dtype} by another quantizer, or of another shape or dtype; expected {shape} "
             f"{x.dtype} by {quantizer}"
         )
-    if out is None and quantizer.outliers is not None:
-        reference = quantizer.quantize(x, generator)  # how many outliers there are is known afterwards
+    apart = quantizer.outliers is not None or quantizer.clamp is not None
+    if out is None and apart:
+        reference = quantizer.quantize(x, generator)  # how many numbers are kept apart is known afterwards
         return Quantized(quantizer, shape, x.dtype, reference.tensors)
     if out is None:
         sizes = layout(quantizer, shape, x.dtype).items()
@@ -180,6 +181,8 @@ def values_noted(
         return round_to(x, quantizer.format, quantizer.rounding, quantizer.overflow, generator, out, dtype), True
     check_input("round_to", x, quantizer.rounding, quantizer.overflow)
     result, x = prepare_out(x.shape, x.dtype, x.device, out, dtype), x.detach()
+    if quantizer.clamp is not None:
+        return result.copy_(quantizer.quantize(x, generator).dequantize(result.dtype)), True
     seed = seed_of(quantizer.rounding, generator)
     if torch.compiler.is_compiling():
         torch.ops.halfstep.round_tiles(
