@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 
 from halfstep.errors import RecipeError
+from halfstep.ops.function import is_derived
 
 
 _REMEDY = (
@@ -39,25 +39,6 @@ class Backwards:
         )
 
 
-def run(function: type[Once], *inputs: Any) -> Any:
-    """`function.apply`. Where no transform of `torch.func` is at work, by a function whose forward keeps what its
-    backward takes: torch binds the arguments of the other kind by their signature, at each call."""
-    direct = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
-    return (_direct(function) if direct else function).apply(*inputs)
-
-
-@cache
-def _direct(function: Any) -> Any:
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = function.forward(*inputs)
-        function.setup_context(ctx, inputs, output)
-        return output
-
-    members = {"forward": forward, "backward": function.backward, "jvp": function.jvp}
-    wrapped = {name: staticmethod(member) for name, member in members.items()}
-    return type(function.__name__, (torch.autograd.Function,), wrapped)
-
-
 def once(form: Callable[..., Any], *inputs: Any) -> Any:
     """form(*inputs), the gradients of a rounded product, whose own derivative is an error where somebody takes it.
 
@@ -65,7 +46,7 @@ def once(form: Callable[..., Any], *inputs: Any) -> Any:
     """
     if torch.compiler.is_compiling():  # a traced graph refuses second derivatives itself
         return form(*inputs)
-    if not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():  # nobody will take it
+    if not is_derived():
         return form(*inputs)
     return _Gradients.apply(form, *inputs)  # type: ignore[no-untyped-call]
 

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import carried
+from halfstep.ops.function import is_derived, no_autocast, run
 from halfstep.ops.matmul import matmul
 from halfstep.recipe import LinearSpec
 
 
 Factors = tuple[float, float, float, float]
 """What y, and the gradients of x, of the weight and of the bias, are multiplied by."""
+_NONE = (None, None, None, None)
 
 
 def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, factors: Factors | None = None) -> Tensor:
@@ -26,7 +28,7 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, factors: Factor
     A second derivative is that of the gradients as they are: of a product with a factor.
     """
     function = _Traced if torch.compiler.is_compiling() else _Plain
-    return function.apply(x, weight, bias, factors)  # type: ignore[no-any-return,no-untyped-call]
+    return run(function, x, weight, bias, factors)  # type: ignore[no-any-return]
 
 
 def factors_of(spec: LinearSpec, rows: int, fan_out: int, fan_in: int) -> Factors | None:
@@ -46,7 +48,7 @@ def _alike(factor: float) -> Factors:
 
 def plain_stacked(x: Tensor, weight: Tensor, dtype: torch.dtype, factors: Factors | None = None) -> Tensor:
     """x (..., rows, in) times weight (..., out, in) transposed, both in `dtype`, in float32 and left so."""
-    return _Stacked.apply(x, weight, dtype, factors)  # type: ignore[no-any-return,no-untyped-call]
+    return run(_Stacked, x, weight, dtype, factors)  # type: ignore[no-any-return]
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -66,7 +68,7 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors | None) -> Tensor:
         multiplier = None if factors is None else factors[0]
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x):
             return unflatten(matmul(matrix(x), weight.t(), bias, None, x.dtype, multiplier=multiplier), x)
 
     @staticmethod
@@ -79,16 +81,16 @@ class _Traced(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows = matrix(grads[0])
-        first = second = None
-        if ctx.factors is not None:
-            first, second = _alike(ctx.factors[1]), _alike(ctx.factors[2])
+        product = _derived if is_derived() else _last
+        _, first, second, third = ctx.factors or _NONE
         grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = plain(rows, weight.t(), None, first).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            grad_weight = plain(rows.t(), matrix(x).t(), None, second)
-        if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0) if ctx.factors is None else _sum(rows, ctx.factors[3])
+        with no_autocast(rows):
+            if ctx.needs_input_grad[0]:
+                grad_x = product(rows, weight, first).view(x.shape)
+            if ctx.needs_input_grad[1]:
+                grad_weight = product(rows.t(), matrix(x), second)
+            if ctx.needs_input_grad[2]:
+                grad_bias = rows.sum(0) if third is None else _sum(rows, third)
         return grad_x, grad_weight, grad_bias, None
 
 
@@ -103,6 +105,16 @@ class _Plain(_Traced):
         terms += [] if dx is None else [plain(dx, weight, None, factors)]
         terms += [] if dweight is None else [plain(x, dweight, None, factors)]
         return sum(terms[1:], terms[0])
+
+
+def _derived(lhs: Tensor, rhs: Tensor, factor: float | None) -> Tensor:
+    """lhs (rows, shared) times rhs (shared, columns), whose derivative may be taken too."""
+    return plain(lhs, rhs.t(), None, None if factor is None else _alike(factor))
+
+
+def _last(lhs: Tensor, rhs: Tensor, factor: float | None) -> Tensor:
+    """The same product, whose derivative nobody takes: without a call of autograd."""
+    return matmul(lhs, rhs, None, None, lhs.dtype, multiplier=factor)
 
 
 def _sum(rows: Tensor, factor: float) -> Tensor:

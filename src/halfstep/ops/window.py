@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfstep.ops.function import run
 from halfstep.ops.plain import Factors
 from halfstep.recipe import LinearSpec, Matmul
 
@@ -111,7 +112,7 @@ def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, s
     found.append(window.multiplier(spec.grad_weight, x.shape, weight.shape, "grad_bias"))
     factors = [1.0 if factor is None else factor for factor in found]
     function = _Traced if torch.compiler.is_compiling() else _Multiplied
-    return function.apply(x, weight, bias, window, tuple(factors))  # type: ignore[no-any-return,no-untyped-call]
+    return run(function, x, weight, bias, window, tuple(factors))  # type: ignore[no-any-return]
 
 
 def bias_gradient(grad: Tensor, factor: float | None) -> Tensor:

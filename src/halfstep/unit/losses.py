@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.errors import ModelError, unknown
+from halfstep.ops.function import run
 from halfstep.ops.scale import scale_backward, scale_forward
 from halfstep.unit import factors
 
@@ -42,8 +43,8 @@ def cross_entropy(
         total = F.cross_entropy(*losses, reduction="sum", **options)
         counted = target.numel() / input.shape[0 if input.dim() == 1 else 1]
         if not target.is_floating_point():
-            return _Loss.apply(total, (target != ignore_index).sum(), factor)  # type: ignore[no-any-return,no-untyped-call]
-        return _Loss.apply(total, total.new_tensor(counted), factor)  # type: ignore[no-any-return,no-untyped-call]
+            return run(_Loss, total, (target != ignore_index).sum(), factor)  # type: ignore[no-any-return]
+        return run(_Loss, total, total.new_tensor(counted), factor)  # type: ignore[no-any-return]
     _check(reduction)
     return scale_backward(F.cross_entropy(*losses, reduction=reduction, **options), factor)
 
@@ -60,7 +61,7 @@ def mse_loss(input: Tensor, target: Tensor, reduction: Reduction = "mean") -> Te
         )
     if reduction == "mean":
         total = F.mse_loss(_wide(input), _wide(target), reduction="sum")
-        return _Loss.apply(total, total.new_tensor(float(input.numel())), factors.mse_loss())  # type: ignore[no-any-return,no-untyped-call]
+        return run(_Loss, total, total.new_tensor(float(input.numel())), factors.mse_loss())  # type: ignore[no-any-return]
     _check(reduction)
     return scale_backward(F.mse_loss(_wide(input), _wide(target), reduction=reduction), factors.mse_loss())
 
@@ -87,6 +88,11 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.factor = inputs[2]
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def tangent(ctx: Any, *tangents: Any) -> Tensor:
+        return tangents[0] / ctx.saved_tensors[0]  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
