@@ -163,6 +163,16 @@ def _signed_panel(x, first, columns, tall, size, width, signs, part):
         part[r * _WIDTH : r * _WIDTH + width] = _zero(signs[r])
 
 
+@inner
+def _few_columns(part, start, count, scale, out, to, columns, levels):
+    """Columns that fill no register: through the part's own last ones."""
+    for i in range(start, start + count, LANES):
+        _transform_down(part, i, _WIDTH, scale, part, i, _WIDTH, levels)
+    for r in range(1 << len(levels)):
+        for i in range(count):
+            out[to + r * columns + i] = part[r * _WIDTH + start + i]
+
+
 @Kernel
 def _down(x, rows, columns, signs, scale, out, levels):
     size = 1 << len(levels)
@@ -176,7 +186,4 @@ def _down(x, rows, columns, signs, scale, out, levels):
         for i in range(0, whole, LANES):
             _transform_down(part, i, _WIDTH, scale, out, first + i, columns, levels)
         if whole < width:
-            _transform_down(part, whole, _WIDTH, scale, part, whole, _WIDTH, levels)
-            for r in range(size):
-                for i in range(whole, width):
-                    out[first + r * columns + i] = part[r * _WIDTH + i]
+            _few_columns(part, whole, width - whole, scale, out, first + whole, columns, levels)
