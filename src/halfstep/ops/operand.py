@@ -96,6 +96,9 @@ def operand(
     format, scales = quantizer.format, quantizer.scales
     if scales is None:
         return Operand(values(x, quantizer, dtype=carrier(format, dtype)))
+    if scales.rule.inner is not None:
+        part = x.to(torch.promote_types(x.dtype, torch.float32)) * scales.rule.part
+        return _over(operand(part, _inner(quantizer), dtype), scales.rule.part)
     native = scaled_mm.native_dtype(quantizer, x.device)
     if scales.tile == TENSOR:
         factor, amax = _factor(x, format, scales.rule, state, record)
@@ -142,6 +145,8 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
     format, scales = quantizer.format, quantizer.scales
     if scales is None:
         return Operand(quantized.dequantize(carrier(format, dtype)))
+    if scales.rule.inner is not None:
+        return _over(decoded(replace(quantized, quantizer=_inner(quantizer)), dtype), scales.rule.part)
     native = scaled_mm.native_dtype(quantizer, quantized.codes.device)
     if native is not None:
         scale = scales.rule.multiplier(quantized.tensors, format).float()
@@ -182,6 +187,19 @@ def kept(
 def scale_of(lhs: Operand, rhs: Operand) -> Tensor | None:
     """What the product of two operands is multiplied by."""
     return lhs.scale if rhs.scale is None else rhs.scale if lhs.scale is None else lhs.scale * rhs.scale
+
+
+def _inner(quantizer: Quantizer) -> Quantizer:
+    """The quantizer of a rule's `part` of the numbers."""
+    assert quantizer.scales is not None
+    assert quantizer.scales.rule.inner is not None
+    return replace(quantizer, scales=replace(quantizer.scales, rule=quantizer.scales.rule.inner))
+
+
+def _over(part: Operand, share: float) -> Operand:
+    """The operand of which `part` is a share."""
+    scale = torch.full((), 1 / share, device=part.values.device)
+    return Operand(part.values, scale if part.scale is None else part.scale * scale)
 
 
 def _lies_down(tile: Tile) -> bool:

@@ -1,4 +1,4 @@
-"""NVFP4 as it is trained: E2M1 in blocks of 16 with E4M3 scales, and what the published recipe adds to keep it stable."""
+"""NVFP4 as it is trained: E2M1 in blocks of 16 with E4M3 scales, and what keeps that stable."""
 
 from dataclasses import replace
 
