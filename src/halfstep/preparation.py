@@ -19,7 +19,8 @@ from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.projections import projections
 from halfstep.nn.ranks import check_ranks
-from halfstep.nn.scaling import Scalings
+from halfstep.nn.schedule import Schedule, check_total
+from halfstep.nn.stages import Steps
 from halfstep.optim import LossScaler, LowBit, check_optimizer, convert
 from halfstep.recipe import Recipe, get_recipe
 
@@ -33,6 +34,7 @@ def prepare(
     generator: torch.Generator | int | None = None,
     process_group: Any = None,
     amax_group: Any = None,
+    total_steps: int | None = None,
 ) -> tuple[nn.Module, LowBit, LossScaler]:
     """Make a model, its optimizer and a loss scaler follow a recipe. The loop is torch.amp's:
 
@@ -59,18 +61,25 @@ def prepare(
         process_group: the ranks that agree on overflows, and so on steps that are skipped; None is all of them.
         amax_group: the ranks that agree on the amaxes of scaling states and on the seed of stochastic rounding: those
             that hold the same layers (of a pipeline, a stage's). None is `process_group`.
+        total_steps: how often the run calls `scaler.update()`: for recipes that change after a fraction of it. Others
+            take it and leave it.
 
     Raises:
         OptimizerError: the optimizer cannot be expressed, or holds no parameter of the model. Nothing was changed.
-        RecipeError, ModelError: as `halfstep.apply`. Nothing was changed.
+        RecipeError, ModelError: as `halfstep.apply`; a recipe that changes after a fraction of the run, without
+            `total_steps`. Nothing was changed.
     """
     recipe = get_recipe(recipe)
-    check_model(model, recipe)
+    check_total(total_steps)
+    if recipe.stages:
+        Schedule(recipe).fix(total_steps)
+    for stage in recipe.by_stage:
+        check_model(model, stage)
     _check(model, optimizer, recipe)
     masters = _masters(model, optimizer, recipe)
     apply(model, recipe, module_filter)
     groups = process_group, amax_group
-    low_bit, scaler = _optimized(model, optimizer, masters, generator, groups)
+    low_bit, scaler = _optimized(model, optimizer, masters, generator, groups, total_steps)
     return model, low_bit, scaler
 
 
@@ -81,6 +90,7 @@ def optimize(
     generator: torch.Generator | int | None = None,
     process_group: Any = None,
     amax_group: Any = None,
+    total_steps: int | None = None,
 ) -> tuple[LowBit, LossScaler]:
     """The optimizer and the loss scaler of the recipe that a model follows: the second half of `halfstep.prepare`.
 
@@ -94,10 +104,10 @@ def optimize(
 
     Args:
         model: the model that `apply` was called on, or what wraps it (DDP, torch.compile).
-        optimizer, generator, process_group, amax_group: as in `prepare`.
+        optimizer, generator, process_group, amax_group, total_steps: as in `prepare`.
 
     Raises:
-        RecipeError: the model follows no recipe.
+        RecipeError: the model follows no recipe; `total_steps`, as in `prepare`.
         OptimizerError: as `prepare`. Nothing was changed.
     """
     root = root_of(model)
@@ -105,11 +115,14 @@ def optimize(
     recipe = applied.recipe
     if applied.quantized:
         raise RecipeError(f"this {type(root).__name__} is quantised for inference; train the model it was made from")
+    check_total(total_steps)
+    if applied.schedule is not None:
+        applied.schedule.check(total_steps)
     _check(root, optimizer, recipe)
     keep_grads(root)
     masters = _masters(root, optimizer, recipe)
     groups = process_group, amax_group
-    return _optimized(root, optimizer, masters, generator, groups)
+    return _optimized(root, optimizer, masters, generator, groups, total_steps)
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
@@ -160,21 +173,24 @@ def _optimized(
     masters: Mapping[nn.Parameter, Tensor],
     generator: torch.Generator | int | None,
     groups: tuple[Any, Any],
+    total_steps: int | None,
 ) -> tuple[LowBit, LossScaler]:
     applied = applied_to(model)
     recipe = applied.recipe
-    scaler, scalings = _scaler(model, recipe, *groups)
+    scaler, steps = _scaler(model, recipe, *groups)
     if recipe.codes is not None:
         hold(model, applied.rounded, recipe.codes)
     same_layers = groups[0] if groups[1] is None else groups[1]
     projected = projections(model, recipe)
     low_bit = convert(optimizer, recipe, masters, generator, weakref.ref(model), same_layers, projected)
-    scalings.follow(low_bit)
+    steps.follow(low_bit)
+    if applied.schedule is not None:
+        applied.schedule.fix(total_steps)
     return low_bit, scaler
 
 
-def _scaler(model: nn.Module, recipe: Recipe, process_group: Any, amax_group: Any) -> tuple[LossScaler, Scalings]:
-    scale, scalings = recipe.loss_scale, Scalings(model, process_group if amax_group is None else amax_group)
+def _scaler(model: nn.Module, recipe: Recipe, process_group: Any, amax_group: Any) -> tuple[LossScaler, Steps]:
+    scale, steps = recipe.loss_scale, Steps(model, process_group if amax_group is None else amax_group)
     scaler = LossScaler(
         init_scale=scale.init if scale else 1.0,
         growth_interval=scale.growth_interval if scale else 2000,
@@ -182,7 +198,7 @@ def _scaler(model: nn.Module, recipe: Recipe, process_group: Any, amax_group: An
         dynamic=scale is not None and scale.dynamic,
         hysteresis=scale.hysteresis if scale else 1,
         names={parameter: name for name, parameter in model.named_parameters()},
-        follower=scalings,
+        follower=steps,
         process_group=process_group,
     )
-    return scaler, scalings
+    return scaler, steps

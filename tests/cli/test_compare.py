@@ -347,3 +347,26 @@ def test_a_recipe_that_fails_is_explained_under_the_table_and_in_the_report(plac
     page = (place / "runs" / "explained" / "report.html").read_text()
     assert "What was measured of those that did worse" in page
     assert "of its updates changed no weight at step" in page
+
+
+def test_recipes_one_after_another_are_a_recipe(halfstep, place):
+    """With and without a comma, among others, by steps and by fractions; the folder has a plain name."""
+    recipes = "fp32,bf16-mixed until 50%, then fp32 until step 5 then bf16-mixed,bf16-mixed"
+    done = halfstep("compare", "--recipes", recipes, *SMALL, "--data", "text.txt", "--out", "stages")
+    assert done.code == 0, done.stderr
+    folder = place / "stages"
+    name = "bf16-mixed-until-50pct-then-fp32-until-step-5-then-bf16-mixed"
+    assert {path.name for path in folder.iterdir() if path.is_dir()} >= {"fp32", "bf16-mixed", name}
+    (folder / name / "seed-0" / "metrics.jsonl").unlink()
+    assert (
+        halfstep("compare", "--recipes", recipes, *SMALL, "--data", "text.txt", "--out", "stages", "--resume").code == 0
+    )
+
+
+def test_a_stage_that_the_run_never_reaches_is_refused_before_anything_is_written(halfstep, place):
+    done = halfstep(
+        "train", "--recipe", "fp32 until step 900, then bf16-mixed", *SMALL, "--data", "text.txt", "--out", "never"
+    )
+    assert done.code == 2
+    assert "begin after 900 steps of a run of total_steps = 6: one of them would have no step" in done.message
+    assert not (place / "never").exists()

@@ -86,11 +86,23 @@ def without_timings(rows):
     return [{key: value for key, value in row.items() if key not in TIMINGS} for row in rows]
 
 
-@pytest.mark.parametrize("name", mostly_slow(RECIPES))
+STAGED = "fp8-delayed until 50%, then bf16-mixed"
+"""Changes after 6 of SMALL's 12 steps."""
+
+
+@pytest.mark.parametrize("name", [*mostly_slow(RECIPES), STAGED])
 def test_a_run_stopped_at_any_step_and_resumed_equals_the_uninterrupted_one(name, tmp_path, corpus, monkeypatch):
+    stopped_and_resumed(name, random.Random(name).randrange(1, SMALL["steps"]), tmp_path, corpus, monkeypatch)
+
+
+@pytest.mark.parametrize("stop", [5, 6, 7, 8, 11])
+def test_so_does_one_stopped_on_either_side_of_a_change_of_stage(stop, tmp_path, corpus, monkeypatch):
+    stopped_and_resumed("bf16-mixed until 50%, then fp8-delayed", stop, tmp_path, corpus, monkeypatch)
+
+
+def stopped_and_resumed(name, stop, tmp_path, corpus, monkeypatch):
     recipe = get_recipe(name)
     whole = train(tmp_path / "whole", recipe, corpus)
-    stop = random.Random(name).randrange(1, SMALL["steps"])
     original = Trainer._step
 
     def dies(self, step):
@@ -217,7 +229,9 @@ def test_a_recipe_with_three_mantissa_bits_degrades_and_fp16_mixed_matches(tmp_p
 # ---- kill -9 ----------------------------------------------------------------------------------------------------
 
 
-KILLED = {"fp32,fp16-mixed,bf16-stochastic": 200, ",".join(RECIPES): 30}
+CHANGES = 60
+LATE = "bf16-mixed until 50% then fp8-delayed"
+KILLED = {"fp32,fp16-mixed,bf16-stochastic": 200, ",".join(RECIPES): 30, STAGED: 2 * CHANGES, LATE: 2 * CHANGES}
 """Recipes and their steps."""
 
 
@@ -232,7 +246,7 @@ def all_rows(out: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipes", KILLED, ids=["long", "every recipe"])
+@pytest.mark.parametrize("recipes", [*KILLED][:2], ids=["long", "every recipe"])
 def test_ten_kills_at_random_moments_then_resumed_equal_the_uninterrupted_run(tmp_path, corpus, recipes):
     whole, cut = tmp_path / "a" / "whole", tmp_path / "b" / "cut"
     subprocess.run(command(recipes, whole, corpus), check=True, capture_output=True)
@@ -259,6 +273,30 @@ def test_ten_kills_at_random_moments_then_resumed_equal_the_uninterrupted_run(tm
     subprocess.run(command(recipes, cut, corpus, "--resume"), check=True, capture_output=True)
     assert kills == 10
     assert all_rows(cut) == all_rows(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipes", [STAGED, LATE])
+def test_kills_before_and_after_a_change_of_stage_leave_no_trace(tmp_path, corpus, recipes):
+    whole, cut = tmp_path / "a" / "whole", tmp_path / "b" / "cut"
+    subprocess.run(command(recipes, whole, corpus), check=True, capture_output=True)
+    for after in (CHANGES // 3, CHANGES + CHANGES // 3):
+        resume = ["--resume"] if cut.exists() else []
+        process = subprocess.Popen(command(recipes, cut, corpus, *resume), stdout=subprocess.DEVNULL)
+        while process.poll() is None and last_step(cut) < after:
+            time.sleep(0.005)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert after <= last_step(cut) < after + CHANGES // 2
+    subprocess.run(command(recipes, cut, corpus, "--resume"), check=True, capture_output=True)
+    assert all_rows(cut) == all_rows(whole)
+
+
+def last_step(out: Path) -> int:
+    """The last step that is written down whole."""
+    text = "".join(path.read_text() for path in out.rglob("metrics.jsonl"))
+    rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return max((row["step"] for row in rows), default=0)
 
 
 # ---- checkpoints that cannot be used ----------------------------------------------------------------------------

@@ -70,6 +70,8 @@ def account(
         checkpointing: a key of `checkpointing.CHECKPOINTING`.
         per_layer: the optimizer steps within the backward pass, and each gradient is dropped when it has arrived.
 
+    Of a recipe with stages it is the account of the stage that holds the most at once: what such a run takes.
+
     Raises:
         AccountError: an unknown optimizer or checkpointing; a longer sequence than the model has positions for; a
             recipe that keeps linear layers otherwise, of a checkpoint.
@@ -79,6 +81,12 @@ def account(
     if optimizer not in OPTIMIZERS:
         raise AccountError(unknown("optimizer", optimizer, OPTIMIZERS))
     length = sequence_of(subject, sequence)
+    if recipe.stages:
+        options: dict[str, Any] = {"batch": batch, "sequence": sequence, "optimizer": optimizer}
+        options |= {"checkpointing": checkpointing, "per_layer": per_layer}
+        each = [account(subject, stage, **options) for stage in recipe.by_stage]
+        most = max(each, key=lambda account: max(account.bytes.peak, account.bytes.persistent))
+        return replace(most, recipe=recipe.name)
     if not subject.has_layers:
         recipe = _without_layers(subject, recipe)
     with blank(subject):

@@ -159,6 +159,11 @@ def cost(
         RecipeError, ModelError: rules that match no layer; as `account`.
     """
     recipe = get_recipe(recipe)
+    if recipe.stages:
+        raise AccountError(
+            f"recipe {recipe.name!r} has stages, and each costs its own: ask for one of them; a run takes the mean of "
+            "their shares, weighted by their steps"
+        )
     if subject.batch is None:
         raise AccountError(f"{subject.name}: a checkpoint alone cannot be run; give its config.json, or its folder")
     for name in sorted(_FORM_PRODUCTS & set(recipe.float32_functions)):

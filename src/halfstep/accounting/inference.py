@@ -39,10 +39,15 @@ def inference(subject: Subject, recipe: str | Recipe, *, batch: int = 1, sequenc
     The cache is that of a Hugging Face model (`use_cache`).
 
     Raises:
-        AccountError: a checkpoint, which cannot run; as `account`.
+        AccountError: a checkpoint, which cannot run; a recipe with stages; as `account`.
         RecipeError, ModelError: as `halfstep.apply`.
     """
     recipe = get_recipe(recipe)
+    if recipe.stages:
+        raise AccountError(
+            f"recipe {recipe.name!r} has stages, and inference has none: ask for one of them, such as "
+            f"{recipe.by_stage[-1].name!r}"
+        )
     if subject.batch is None:
         raise AccountError(f"{subject.name}: a checkpoint alone cannot be run; give its config.json, or its folder")
     length = sequence_of(subject, sequence)

@@ -16,6 +16,7 @@ from halfstep.auditing.setup import Setup, set_up
 from halfstep.bits.origin import origin, stored_format
 from halfstep.bits.scan import Scan
 from halfstep.bits.table import Table
+from halfstep.nn.stages import schedule_of
 from halfstep.ops import CodeTensor
 
 
@@ -54,6 +55,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scal
         if kind == "parameters" and name in setup.narrow and found is not None:
             tables[name] = found.table
     counted = setup.trained or setup.parameters
+    schedule = schedule_of(model)
     steps = setup.steps.values()
     return Audit(
         model=type(model).__name__,
@@ -64,6 +66,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scal
         held=sum(storages.values()),
         items=tuple(items),
         findings=find(setup, items, tables),
+        stage=None if schedule is None else str(schedule),
     )
 
 

@@ -93,6 +93,8 @@ class Audit:
     """Bytes of all storages. Tensors that are views of larger ones keep those alive."""
     items: tuple[Item, ...]
     findings: tuple[Finding, ...]
+    stage: str | None = None
+    """Which stage of the recipe is in force, where the model's has several."""
 
     @property
     def nbytes(self) -> int:
@@ -133,6 +135,8 @@ class Audit:
         if before.steps is not None and (self.steps is None or self.steps[1] < before.steps[1]):
             counted = "none" if self.steps is None else self.steps[1]
             lines.insert(0, f"steps counted by the optimizer: {before.steps[1]} before, {counted} now")
+        if before.stage != self.stage:
+            lines.append(f"recipe: {before.stage} before, {self.stage} now")
         if before.loss_scale != self.loss_scale:
             lines.append(f"loss scale: {before.loss_scale} before, {self.loss_scale} now")
         return tuple(lines)
@@ -164,6 +168,7 @@ class Audit:
                 steps=None if data["steps"] is None else tuple(data["steps"]),
                 items=tuple(Item(**{**item, "shape": tuple(item["shape"])}) for item in data["items"]),
                 findings=tuple(Finding(**{**one, "tensors": tuple(one["tensors"])}) for one in data["findings"]),
+                stage=data.get("stage"),
             )
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is not a whole audit ({error}); save it anew") from error
@@ -174,7 +179,9 @@ class Audit:
     def _title(self) -> str:
         steps = "" if self.steps is None else f", {_range(self.steps)} step{'s' * (self.steps != (1, 1))}"
         scale = "" if self.loss_scale in (None, 1.0) else f", loss scale {self.loss_scale:g}"
-        return f"{self.model}, {self.optimizer or 'no optimizer'}: {self.trained:,} trained parameters{steps}{scale}"
+        stage = "" if self.stage is None else f"; {self.stage}"
+        trained = f"{self.trained:,} trained parameters"
+        return f"{self.model}, {self.optimizer or 'no optimizer'}: {trained}{steps}{scale}{stage}"
 
 
 def some(names: Sequence[str]) -> str:

@@ -32,7 +32,11 @@ _RECIPES = "fp32,bf16-mixed,fp16-mixed,bf16-master,bf16-stochastic,bf16-nomaster
 def compare(
     ctx: typer.Context,
     recipes: Annotated[
-        str, typer.Option(help="Recipes, separated by commas: names (see `halfstep recipes`), my.toml, module:name.")
+        str,
+        typer.Option(
+            help="Recipes, separated by commas: names (see `halfstep recipes`), my.toml, module:name, or "
+            "one after another: fp8-current until 90% then bf16-mixed.",
+        ),
     ] = _RECIPES,
     task: Task = None,
     data: Data = None,

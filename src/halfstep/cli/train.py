@@ -27,7 +27,12 @@ from halfstep.cli.training import (
 def train(
     ctx: typer.Context,
     recipes: Annotated[
-        str, typer.Option("--recipe", help="A recipe: a name (see `halfstep recipes`), my.toml, module:name.")
+        str,
+        typer.Option(
+            "--recipe",
+            help="A recipe: a name (see `halfstep recipes`), my.toml, module:name, or one after another: 'fp8-current "
+            "until 90%, then bf16-mixed'.",
+        ),
     ] = "bf16-mixed",
     task: Task = None,
     data: Data = None,

@@ -25,8 +25,9 @@ from halfstep.lab.tasks import get_task
 from halfstep.lab.train import Trainer, Watcher
 from halfstep.nn.layers import match
 from halfstep.nn.projections import projections
+from halfstep.nn.schedule import Schedule
 from halfstep.optim import check_optimizer
-from halfstep.recipe import Recipe, from_data, get_recipe, list_recipes, to_data
+from halfstep.recipe import Recipe, from_data, get_recipe, is_chain, list_recipes, to_data
 from halfstep.recipe.files import is_reference
 
 
@@ -53,7 +54,10 @@ def open_experiment(
     optimizer = build_optimizer(experiment, model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     for recipe in known.values():  # one that fits no layer, or not the optimizer, is refused before anything is written
-        match(model, recipe, None)
+        for stage in recipe.by_stage:
+            match(model, stage, None)
+        if recipe.stages:
+            Schedule(recipe).check(experiment.steps)
         check_optimizer(optimizer, names, projections(model, recipe))
     if ":" in experiment.model:
         _try(model, task, experiment.model)
@@ -111,7 +115,7 @@ def _resolve(experiment: Experiment, own: dict[str, Recipe], folder: RunFolder |
             raise RunError(f"recipe {asked!r} is code, which a run folder does not hold; give it again with --recipes")
         elif recipe is None:
             recipe = get_recipe(asked)
-            name = recipe.name if is_reference(asked) else asked
+            name = recipe.name if is_reference(asked) or is_chain(asked) else asked
             if recorded.get(name) and _as_data(recipe) != recorded[name]:
                 raise RunError(f"{asked} has changed since this run began; put it back, or give another --out")
         if name in known:

@@ -25,6 +25,7 @@ from halfstep.lab.optimizer import build_optimizer
 from halfstep.lab.task import Batch, Task, check_finite
 from halfstep.lab.unit import unit_scale_on
 from halfstep.memory import measure
+from halfstep.nn.applied import applied_to
 from halfstep.recipe import Recipe
 from halfstep.tracking import activation_gradients_by_module, first_nonfinite, magnitude
 from halfstep.unit import multipliers_of
@@ -111,12 +112,14 @@ class Trainer:
         model = self._model()
         optimizer = build_optimizer(self.experiment, model)
         torch.manual_seed(self.seed)
-        return Training(*prepare(model, optimizer, self.recipe, generator=self.seed))
+        steps = self.experiment.steps
+        return Training(*prepare(model, optimizer, self.recipe, generator=self.seed, total_steps=steps))
 
     def _model(self) -> nn.Module:
         """The model as it begins; unit-scaled where the recipe asks for that."""
         model = self.build(self.seed).train()
-        if self.recipe.unit_scaled and not any(multipliers_of(module).multiplies for module in model.modules()):
+        scaled = any(stage.unit_scaled for stage in self.recipe.by_stage)
+        if scaled and not any(multipliers_of(module).multiplies for module in model.modules()):
             unit_scale_on(model, self.task, self.task.batch(self.seed, 1))
         return model
 
@@ -193,7 +196,9 @@ class Trainer:
         tensor = first_nonfinite(model, lambda: scaler.scale(self.task.loss(model, batch)))
         largest = None if tensor is None or tensor.startswith("weight") else self._in_float32(tensor, batch, random)
         row = {"kind": "diverged", "step": step, "reason": reason, "tensor": tensor}
-        self._write(row if largest is None else {**row, "in_float32": largest, "compute": self.recipe.compute})
+        self._write(
+            row if largest is None else {**row, "in_float32": largest, "compute": applied_to(model).stage.compute}
+        )
         return False
 
     def _in_float32(self, tensor: str, batch: Batch, random: torch.Tensor) -> float | None:

@@ -48,6 +48,16 @@ def extend(module: nn.Module, members: Members) -> None:
     module.__class__ = _subclass(type(module), members)  # type: ignore[arg-type]
 
 
+def extensions(module: nn.Module) -> tuple[Members, ...]:
+    """What `release` would take away from the module, first to last."""
+    found: list[Members] = []
+    kind = type(module)
+    while (members := vars(kind).get("_halfstep_members")) is not None and not getattr(members, "beneath", False):
+        found.append(members)
+        kind = vars(kind)["_halfstep_stock"]
+    return tuple(reversed(found))
+
+
 def release(module: nn.Module) -> None:
     """Give `module` back the class it had before every `adopt` and `extend`, but for those that lie beneath."""
     kind = type(module)
@@ -110,6 +120,41 @@ class _Calling:
         return {**members, "__setstate__": __setstate__}
 
 
+STAGE = "_halfstep_stage"
+"""The attribute of a module that says which of its `InTurn` extensions are in force: 0 for the first."""
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """The members of a class that is, by its module's stage, one of several: each extended as `stages` says.
+
+    One class for all stages, since others may have put theirs on top (fully_shard), and a traced graph guards on it.
+    """
+
+    stages: tuple[tuple[Members, ...], ...]
+
+    def __call__(self, stock: type[nn.Module]) -> dict[str, Any]:
+        kinds = [_extended(stock, members) for members in self.stages]
+        names = {
+            name: None
+            for kind in kinds
+            for made in kind.__mro__[: kind.__mro__.index(stock)]
+            for name in vars(made)["_halfstep_members"](vars(made)["_halfstep_stock"])
+        }
+        return {STAGE: 0} | {name: _in_turn(name, stock, kinds) for name in names}
+
+
+def _in_turn(name: str, stock: type[nn.Module], kinds: list[type[nn.Module]]) -> Callable[..., Any]:
+    """The method of that name that the module's stage has."""
+    methods = tuple(getattr(kind, name) for kind in kinds)
+
+    @wraps(getattr(stock, name))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return methods[self._halfstep_stage](self, *args, **kwargs)
+
+    return method
+
+
 class _Patchable:
     """`forward` of an adopted class, where instances may have one of their own: that goes through the adoption too.
 
@@ -155,6 +200,13 @@ def _subclass(stock: type[nn.Module], members: Members) -> type[nn.Module]:
     return _derived(stock, {**identity, **members(stock)})
 
 
+def _extended(stock: type[nn.Module], extensions: tuple[Members, ...]) -> type[nn.Module]:
+    kind: Any = stock
+    for members in extensions:
+        kind = _subclass(kind, members)
+    return kind  # type: ignore[no-any-return]
+
+
 class _Plain(nn.Module):
     """The base that a subclass is made with, before it gets its own."""
 
@@ -193,8 +245,6 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
 
 
 def _remake(stock: type[nn.Module], extensions: tuple[Members, ...], *args: Any) -> nn.Module:
-    kind: Any = stock
-    for members in extensions:
-        kind = _subclass(kind, members)
+    kind: Any = _extended(stock, extensions)
     made: nn.Module = kind.__new__(kind, *args)
     return made

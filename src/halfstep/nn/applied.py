@@ -9,6 +9,7 @@ from torch import nn
 
 from halfstep.errors import RecipeError
 from halfstep.nn.clock import Clock
+from halfstep.nn.schedule import Schedule
 from halfstep.recipe import Recipe
 
 
@@ -23,11 +24,18 @@ class Applied:
     grads: torch.dtype
     """The dtype that their gradients accumulate in."""
     clock: Clock | None
-    """Where scales depend on earlier steps."""
+    """Where scales, or the stage of the recipe, depend on earlier steps."""
     rounded: tuple[str, ...] = ()
     """The parameters that products round, by name."""
     quantized: bool = False
     """Whether the weights are quantised for good (`nn.quantize_model`)."""
+    schedule: Schedule | None = None
+    """Which stage of the recipe is in force, where it has several."""
+
+    @property
+    def stage(self) -> Recipe:
+        """The recipe whose arithmetic is in force."""
+        return self.recipe if self.schedule is None else self.recipe.by_stage[self.schedule.stage]
 
 
 def applied_to(model: nn.Module) -> Applied:

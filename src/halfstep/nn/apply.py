@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from halfstep.errors import ModelError, RecipeError
-from halfstep.kernels import carried
-from halfstep.nn.adapters import bag, encoder, foreign, gated, lstm, norm, spectral, wide
-from halfstep.nn.adopt import adopt, is_covered, release
+from halfstep.nn.adopt import is_covered
 from halfstep.nn.applied import Applied, applied_to
-from halfstep.nn.attention import ATTRIBUTE
+from halfstep.nn.arrangement import Arrangement, arranged
 from halfstep.nn.clock import Clock
 from halfstep.nn.codes import let_go
 from halfstep.nn.dtypes import check_grad_dtype, check_trained, count, storable, store
 from halfstep.nn.following import follow, part_of, unfollow
-from halfstep.nn.keeping import KEEPING
-from halfstep.nn.layers import Matched, ModuleFilter, match
+from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.ranks import check_ranks
-from halfstep.nn.savers import adopt_savers, find
-from halfstep.nn.scaling import Scalings, attach, detach
+from halfstep.nn.schedule import Schedule
+from halfstep.nn.stages import Steps, autocast_of, check_alike, clear, lay_in_turn
 from halfstep.nn.unit.scale import is_unit_scaled, revert_unit
-from halfstep.recipe import DTYPES, LinearSpec, Recipe, get_recipe
-from halfstep.unit import MULTIPLIERS, multipliers_of
+from halfstep.recipe import DTYPES, Recipe, get_recipe
+from halfstep.unit import MULTIPLIERS
 
 
 @dataclass(frozen=True)
@@ -47,17 +44,24 @@ class Report:
     """The gated MLPs whose product is scaled before the down-projection rounds it."""
     saved: tuple[str, ...] = ()
     """The modules of which autograd keeps what it saves in few bits, wholly or in part."""
+    later: tuple[tuple[str, Report], ...] = ()
+    """Of a recipe with stages: when each later one begins, and what it does."""
 
     def __str__(self) -> str:
         lines = [f"recipe {self.recipe}"]
         lines += [f"  {number:>14,} parameters in {dtype}" for dtype, number in self.stored.items()]
-        lines += [f"  products quantised: {path}" for path in self.quantized]
+        lines += self._modules()
+        for when, report in self.later:
+            lines += [f"  from {when}: {report.recipe}", *(f"  {line}" for line in report._modules())]
+        lines += ["  not seen: functional calls in the model's own code; they follow torch.autocast's lists"]
+        return "\n".join(lines)
+
+    def _modules(self) -> list[str]:
+        lines = [f"  products quantised: {path}" for path in self.quantized]
         lines += [f"  attention quantised: {path}" for path in self.attention]
         lines += [f"  gated product smoothed: {path}" for path in self.smoothed]
         lines += [f"  saved in few bits: {path}" for path in self.saved]
-        lines += [f"  kept as it was: {path}: {reason}" for path, reason in self.kept.items()]
-        lines += ["  not seen: functional calls in the model's own code; they follow torch.autocast's lists"]
-        return "\n".join(lines)
+        return lines + [f"  kept as it was: {path}: {reason}" for path, reason in self.kept.items()]
 
 
 def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | None = None) -> Report:
@@ -83,32 +87,32 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
         ModelError: no parameters, float64 or complex ones, or a model that is already wrapped. Nothing was changed.
     """
     recipe = get_recipe(recipe)
-    check_model(model, recipe)
-    matched = match(model, recipe, module_filter)
-    widened = wide.find(model, recipe.float32_modules)
-    specs = {path: spec for path, spec in matched.specs.items() if not _within(path, widened)}
+    for stage in recipe.by_stage:
+        check_model(model, stage)
+    found = [arranged(model, stage, module_filter) for stage in recipe.by_stage]
+    first = found[0]
+    check_alike(found)
     moves, kept = storable(model, recipe.float32_modules if recipe.weights != "fp32" else ())
-    kept |= matched.kept | dict.fromkeys(widened, "computes in float32")
     _warn_of_narrow(model, recipe, moves)
     before = {name: parameter.dtype for name, parameter in moves.items()}
-    autocast = None if recipe.compute == "fp32" else DTYPES[recipe.compute]
-    clock = Clock() if any(spec.states for spec in specs.values()) else None
-    weights = {path: matched.kinds[path].weights(model.get_submodule(path)) for path in specs}
-    rounded = {f"{path}.{weight.name}".lstrip("."): weight for path in specs for weight in weights[path]}
+    schedule = Schedule(recipe) if recipe.stages else None
+    clock = Clock() if any(each.keeps_states for each in found) else None
+    if schedule is not None:
+        clock = Clock("scaling states and the stage of its recipe have" if clock else "recipe's stage has")
+    rounded = first.rounded
     if recipe.codes is not None:
         stacks = {name for name, weight in rounded.items() if weight.stacked}
         kept |= dict.fromkeys(stacks, "its weights and gradients stay as they are: one scale would serve all experts")
         rounded = {name: weight for name, weight in rounded.items() if name not in stacks}
-    applied = Applied(recipe, autocast, before, DTYPES[recipe.grad_format], clock, tuple(rounded))
-    savers = {} if recipe.saved is None else find(model, recipe.saved, specs, matched.smoothed)
-    if recipe.saved is not None and not savers:
-        kept[type(model).__name__] = "no norm, activation function, gated MLP or rounded product to save in few bits"
+    applied = Applied(
+        recipe, autocast_of(first.recipe), before, DTYPES[recipe.grad_format], clock, tuple(rounded), schedule=schedule
+    )
     try:
-        _adopt_layers(model, recipe, matched, specs, widened)
-        if recipe.saved is not None:
-            adopt_savers(model, recipe.saved, savers)
-        attach(model, specs, {path: [weight.product for weight in weights[path]] for path in specs})
-        follow(model, applied, _after_copy, widened.values())
+        if schedule is None:
+            first.lay(model)
+        else:
+            lay_in_turn(model, found)
+        follow(model, applied, _after_copy, first.widened.values())
     except BaseException:
         _undo(model)
         raise
@@ -116,7 +120,20 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
         store(parameter, DTYPES[recipe.weights], DTYPES[recipe.grad_format])
     if clock is not None:
         clock.begin(model)
-    return Report(recipe.name, count(model), tuple(specs), kept, matched.attends, matched.smoothed, tuple(savers))
+    reports = [_report(model, each, kept) for each in found]
+    later = tuple(zip((stage.when for stage in recipe.stages), reports[1:], strict=True))
+    return replace(reports[0], recipe=recipe.name, later=later)
+
+
+def _report(model: nn.Module, found: Arrangement, kept: Mapping[str, str]) -> Report:
+    """What one stage does to a model."""
+    recipe, matched = found.recipe, found.matched
+    kept = {**kept, **matched.kept, **dict.fromkeys(found.widened, "computes in float32")}
+    if recipe.saved is not None and not found.savers:
+        kept[type(model).__name__] = "no norm, activation function, gated MLP or rounded product to save in few bits"
+    return Report(
+        recipe.name, count(model), tuple(found.specs), kept, matched.attends, matched.smoothed, tuple(found.savers)
+    )
 
 
 def revert(model: nn.Module) -> None:
@@ -155,7 +172,8 @@ def revert(model: nn.Module) -> None:
 def advance(model: nn.Module, *, skipped: bool = False, process_group: Any = None) -> None:
     """End an optimizer step: scaling states move on, once, the same on every rank. `scaler.update()` calls it.
 
-    Only recipes whose scales depend on earlier steps have such states; for the others there is nothing to move.
+    Only recipes whose scales depend on earlier steps have such states, and only those with stages count the steps; for
+    the others there is nothing to move.
 
     Args:
         skipped: the batch was abandoned: no optimizer stepped, and what was recorded of it is forgotten. Where one
@@ -164,54 +182,15 @@ def advance(model: nn.Module, *, skipped: bool = False, process_group: Any = Non
             stage's). None is the default group where there is one.
 
     Raises:
-        RecipeError: the model follows no recipe; or it ran in eval(), which records nothing.
+        RecipeError: the model follows no recipe; it ran in eval(), which records nothing; or stages begin at fractions
+            of a run whose length is not known (`halfstep.optimize`, `total_steps`).
     """
-    Scalings(model, process_group).advance(skipped)
-
-
-def _adopt_layers(
-    model: nn.Module,
-    recipe: Recipe,
-    matched: Matched,
-    specs: Mapping[str, LinearSpec],
-    widened: Mapping[str, nn.Module],
-) -> None:
-    """Give every layer that computes otherwise than torch's the forward that does."""
-    carries = carried.supports(DTYPES[recipe.compute], next(model.parameters()).device)
-    if recipe.weights != "fp32":
-        for module in model.modules():
-            for adapter in (norm, bag, spectral, foreign):
-                if adapter.fits(module):
-                    adopt(module, adapter.forward)
-            spectral.widen_hooked(module)
-    for module in widened.values():
-        adopt(module, wide.forward)
-    around = {path.rpartition(".")[0] for path in specs}  # an attention module forms the product of its out_proj
-    for path, kind in matched.kinds.items():
-        if path not in widened and (carries or path in specs.keys() | around | {*matched.attends}):
-            module = model.get_submodule(path)
-            spec = specs.get(path) or LinearSpec()
-            module._halfstep_linear = spec.times(multipliers_of(module))  # type: ignore[assignment]
-            adopt(module, kind.forward)
-    for module in model.modules():
-        if specs and encoder.fits(module):
-            adopt(module, encoder.forward)
-        if recipe.compute != "fp32" and lstm.fits(module) and module not in widened.values():
-            adopt(module, lstm.forward)
-    for path in matched.attends:
-        setattr(model.get_submodule(path), ATTRIBUTE, recipe.attention)
-    for path in matched.smoothed:
-        adopt(model.get_submodule(path), gated.FORWARDS[str(recipe.smooth_glu)])
+    Steps(model, process_group).advance(skipped)
 
 
 def _undo(model: nn.Module) -> None:
     """Take away all that `apply` left beside the parameters."""
-    for module in model.modules():
-        release(module)
-        vars(module).pop("_halfstep_linear", None)
-        vars(module).pop(ATTRIBUTE, None)
-        vars(module).pop(KEEPING, None)
-    detach(model)
+    clear(model)
     unfollow(model)
 
 
@@ -229,11 +208,6 @@ def _after_copy(model: nn.Module) -> None:
     assert part is not None
     part.bind(model)
     keep_grads(model)
-
-
-def _within(path: str, places: Iterable[str]) -> bool:
-    """Whether a path is one of those, or inside of one."""
-    return any(path == place or path.startswith(f"{place}.") for place in places)
 
 
 def check_model(model: nn.Module, recipe: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""What has happened since the last optimizer step, as far as scaling states depend on it."""
+"""What has happened since the last optimizer step, as far as scaling states and stages depend on it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ _SAMPLES = 16  # values of a weight that are compared where torch's count of wri
 
 
 class Clock:
-    """Notices an optimizer step that nobody ended, and steps that nothing was recorded for: stale scales would go on
-    unseen.
+    """Notices an optimizer step that nobody ended, and steps that nothing was recorded for: stale scales, or a stage of
+    the recipe that is over, would go on unseen.
 
     The steps of an optimizer that is followed (`Scalings.follow`) are counted. Of others, the weights tell: what
     changed between two forwards, by torch's count of writes; and by some of their values until `end` is called for the
     first time, since writes through `.data` are not counted. One change may be a perturbation (SAM), an average put in
     place, a load, a clamp: the second is an error. What a forward itself writes (`Embedding(max_norm)`) does not count.
+
+    Args:
+        moves: what an optimizer step moves on, for what it raises.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, moves: str = "scaling states have") -> None:
+        self.moves = moves
         self._steps: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._advanced = False
         self._forget()
@@ -39,7 +43,7 @@ class Clock:
             self._steps[optimizer] = 0
 
     def __reduce__(self) -> Any:
-        return Clock, ()  # torch counts the writes to copied weights anew
+        return Clock, (self.moves,)  # torch counts the writes to copied weights anew
 
     # ---- what the model tells -----------------------------------------------------------------------------------
 
@@ -53,7 +57,7 @@ class Clock:
             now = _look(model, values=not self._advanced)
             self._changes += _differ(self._left, now)
             if self._changes > 1:
-                raise overdue(model)
+                raise overdue(model, self.moves)
             self._left = now
         self._modes.add(model.training)
 
@@ -114,10 +118,10 @@ class _Seen:
     values: Tensor | None
 
 
-def overdue(model: nn.Module) -> RecipeError:
-    """What to say when optimizer steps were not ended."""
+def overdue(model: nn.Module, moves: str) -> RecipeError:
+    """What to say when optimizer steps were not ended; `moves`: what should have moved on with them."""
     return RecipeError(
-        f"{type(model).__name__}'s weights have changed and its scaling states have not moved on: call "
+        f"{type(model).__name__}'s weights have changed and its {moves} not moved on: call "
         "scaler.update() after every optimizer step, or halfstep.advance(model) where there is no scaler (in the "
         "closure, for an optimizer that calls it several times a step)"
     )

@@ -29,9 +29,8 @@ class Part:
 
     def __init__(self, model: nn.Module, applied: Applied) -> None:
         self._recipe = applied.recipe.name
-        self._autocast = applied.autocast
         self._clock: Clock | None = applied.clock
-        self.functions = applied.recipe.float32_functions
+        self.follow(applied)
         self._calls: dict[int, int] = {}  # by thread: how deep in calls it is
         self._traced = 0  # of a graph that is being traced, which knows no threads
         self._warned = False
@@ -40,6 +39,11 @@ class Part:
     def __getstate__(self) -> dict[str, Any]:
         own = {"_root": _nobody, "_calls": {}, "_traced": 0}  # a copied part alone has no root; a copied root binds it
         return {**vars(self), **own}
+
+    def follow(self, applied: Applied) -> None:
+        """Enter what is in force: the recipe's dtype of autocast, and the functions that it widens."""
+        self._autocast = applied.autocast
+        self.functions = applied.stage.float32_functions
 
     def bind(self, model: nn.Module) -> None:
         """Belong to a copy's root."""

@@ -19,7 +19,7 @@ from halfstep.nn.quantized_weights import Weight
 from halfstep.ops.subclasses import foreign
 from halfstep.recipe import LinearSpec, Recipe, Rule
 from halfstep.unit import KINDS as KINDS_OF_ROLES
-from halfstep.unit import tag_of
+from halfstep.unit import Attention, tag_of
 
 
 BRANCH_END = "branch_end"
@@ -191,12 +191,13 @@ def _attends(model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
     if recipe.attention is None:
         return ()
     modules = model.named_modules()
-    found = tuple(path for path, m in modules if isinstance(m, DotProductAttention) or attention.fits(m))
+    ours = DotProductAttention, Attention
+    found = tuple(path for path, m in modules if isinstance(m, ours) or attention.fits(m))
     if not found:
         raise RecipeError(
             f"recipe {recipe.name!r} rounds attention, and {type(model).__name__} has no module that forms it "
-            "(nn.MultiheadAttention, halfstep.nn.DotProductAttention): a recipe does not see functional calls. Form it "
-            "with one of these, or leave `attention` out of the recipe"
+            "(nn.MultiheadAttention, halfstep.nn.DotProductAttention, halfstep.unit.Attention): a recipe does not see "
+            "functional calls. Form it with one of these, or leave `attention` out of the recipe"
         )
     return found
 

@@ -157,6 +157,11 @@ def _forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None) -> None:
     """Refuse, before anything is touched, what has no inference form."""
     name = type(model).__name__
+    if recipe.stages:
+        raise RecipeError(
+            f"recipe {recipe.name!r} has stages, and inference has none: halfstep.revert the model where it follows "
+            f"it, and quantise it under one of them, such as {recipe.by_stage[-1].name!r}"
+        )
     if not _rounds_weights(recipe):
         able = ", ".join(other for other in list_recipes() if _rounds_weights(get_recipe(other)))
         raise RecipeError(

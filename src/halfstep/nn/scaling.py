@@ -34,27 +34,53 @@ def attach(model: nn.Module, specs: Mapping[str, LinearSpec], products: Mapping[
     """
     for path, spec in specs.items():
         module = model.get_submodule(path)
-        device = next(module.parameters()).device
-        for product in products.get(path, ("",)):
-            for name, quantizer in spec.states.items():
-                module.register_buffer(_buffer(product) + name, _rule(quantizer).init(device), persistent=False)
+        rules = {
+            _buffer(product) + name: _rule(quantizer)
+            for product in products.get(path, ("",))
+            for name, quantizer in spec.states.items()
+        }
+        attach_rules(module, rules, next(module.parameters()).device)
         if spec.states:
             extend(module, _surviving)
-    names = [name for name, _ in model.named_buffers() if _PREFIX in name]
-    if names:
-        setattr(model, _IGNORED, [*getattr(model, _IGNORED, ()), *names])
+    ignore(model, [name for name, _ in model.named_buffers() if _PREFIX in name])
+
+
+def attach_rules(module: nn.Module, rules: Mapping[str, StatefulScaling], device: torch.device) -> None:
+    """Give one module the states of those buffers' names, as they are before the first step."""
+    for name, rule in rules.items():
+        module.register_buffer(name, rule.init(device), persistent=False)
+
+
+def detach_rules(module: nn.Module) -> None:
+    """Take one module's states away."""
+    for name in [name for name in module._buffers if name.startswith(_PREFIX)]:
+        delattr(module, name)
+
+
+def rules_of(module: nn.Module) -> dict[str, StatefulScaling]:
+    """The names of a module's states, and the rules that move them."""
+    spec: Any = vars(module).get("_halfstep_linear")
+    return {name: _rule(spec.states[_operand(name)]) for name, _ in _buffers(module)}
 
 
 def detach(model: nn.Module) -> None:
     """Take every state away again."""
     for module in model.modules():
-        for name in [name for name in module._buffers if name.startswith(_PREFIX)]:
-            delattr(module, name)
+        detach_rules(module)
     kept = [name for name in getattr(model, _IGNORED, ()) if _PREFIX not in name]
-    if kept:
-        setattr(model, _IGNORED, kept)
-    else:
-        vars(model).pop(_IGNORED, None)
+    vars(model).pop(_IGNORED, None)
+    ignore(model, kept)
+
+
+def ignored(model: nn.Module) -> list[str]:
+    """The names of the states that DDP leaves alone."""
+    return [name for name in getattr(model, _IGNORED, ()) if _PREFIX in name]
+
+
+def ignore(model: nn.Module, names: Sequence[str]) -> None:
+    """Have DDP leave buffers of those names alone, whether they are there yet or not."""
+    if names:
+        setattr(model, _IGNORED, [*getattr(model, _IGNORED, ()), *names])
 
 
 def states_of(module: nn.Module, product: str = "") -> dict[str, Tensor]:
@@ -133,8 +159,12 @@ def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _initial(module: Any, name: str, device: torch.device) -> Tensor:
-    operand = name.removeprefix(_PREFIX).rpartition("__")[2]
-    return _rule(module._halfstep_linear.states[operand]).init(device)
+    return _rule(module._halfstep_linear.states[_operand(name)]).init(device)
+
+
+def _operand(name: str) -> str:
+    """The operand that the buffer of that name is a state of."""
+    return name.removeprefix(_PREFIX).rpartition("__")[2]
 
 
 class Scalings:
@@ -200,13 +230,15 @@ class Scalings:
         clock, entries = applied_to(self._model).clock, list(_states(self._model))
         if clock is None:
             return
-        if not skipped and clock.in_eval(self._model) and not self._recorded():
+        if entries and not skipped and clock.in_eval(self._model) and not self._recorded():
             raise RecipeError(
                 f"{type(self._model).__name__} is in eval(), where its scaling states record nothing, and its weights "
                 "have changed: call model.train() before the forwards of training. Parts that are to stay in "
                 "evaluation (dropout, BatchNorm, a frozen backbone) take part.eval() after it, which is honoured"
             )
         clock.end(self._model)
+        if not entries:  # it is the stage of the recipe that the clock is for
+            return
         amaxes = torch.stack([state[1] for _, state, _ in entries])
         found = torch.cat([amaxes, amaxes.new_full((1,), float(skipped))])
         found = torch.where(found.isfinite(), found, torch.inf)  # gloo's maximum loses the NaN of some ranks
@@ -233,8 +265,12 @@ class Scalings:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         clock = self._clock()
-        if clock is not None and clock.is_pending(optimizer) and (clock.is_used() or self._recorded()):
-            raise overdue(self._model)
+        if (
+            clock is not None
+            and clock.is_pending(optimizer)
+            and (self._staged() or clock.is_used() or self._recorded())
+        ):
+            raise overdue(self._model, clock.moves)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         clock, overflowed = self._clock(), getattr(optimizer, "found_inf", None)
@@ -245,9 +281,12 @@ class Scalings:
         applied = vars(self._model).get("_halfstep")
         return applied.clock if isinstance(applied, Applied) else None
 
+    def _staged(self) -> bool:
+        return applied_to(self._model).schedule is not None
+
     def _recorded(self) -> bool:
         """Whether any amax of the step that runs is known."""
-        return bool(torch.stack([state[1] for _, state, _ in _states(self._model)]).any())
+        return any(bool(state[1]) for _, state, _ in _states(self._model))
 
 
 def _some(names: list[str]) -> str:

@@ -34,9 +34,10 @@ def is_native_available(
     (False, 'bf16-mixed rounds no operand')
     """
     recipe, device = get_recipe(recipe), torch.device(device)
-    quantizers = {quantizer for rule in recipe.rules for quantizer in rule.linear.quantizers}
+    rules = [rule for stage in recipe.by_stage for rule in stage.rules]
+    quantizers = {quantizer for rule in rules for quantizer in rule.linear.quantizers}
     refusals = {why for quantizer in quantizers if (why := scaled_mm.refusal(quantizer, device)) is not None}
-    products = [p for r in recipe.rules for p in (r.linear.output, r.linear.grad_input, r.linear.grad_weight)]
+    products = [p for r in rules for p in (r.linear.output, r.linear.grad_input, r.linear.grad_weight)]
     refusals |= {str(product.accumulate) for product in products if product.accumulate is not None}
     reason = "; ".join(sorted(refusals)) if quantizers else f"{recipe.name} rounds no operand"
     return (not reason, reason) if return_reason else not reason

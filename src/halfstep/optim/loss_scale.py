@@ -29,14 +29,11 @@ class Follower(Protocol):
     def advance(self, skipped: bool = False) -> None:
         """End an optimizer step, which was skipped where gradients overflowed."""
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """What to save; nothing for most recipes."""
+    def state_dict(self) -> dict[str, Any]:
+        """What to save, by names that are none of the scaler's; nothing for most recipes."""
 
-    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Put it back."""
-
-    def reset(self) -> None:
-        """Start anew."""
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Put it back; what is missing begins anew, and says so."""
 
 
 class LossScaler(DynamicScale):
@@ -274,9 +271,9 @@ class LossScaler(DynamicScale):
     # ---- saving ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five keys; none when disabled. Hysteresis in progress, and scaling states, add a key each."""
-        followed = self._follower.state_dict() if self._follower is not None else {}
-        extra: dict[str, Any] = {"scaling": followed} if followed else {}
+        """torch's five keys; none when disabled. Hysteresis in progress, scaling states, and how far a recipe's stages
+        are, add one key in all."""
+        extra: dict[str, Any] = self._follower.state_dict() if self._follower is not None else {}
         if self._enabled and self._hysteresis > 1:
             extra["patience"] = self._patience
         if (self._enabled or extra) and any(p.stage == "stepped" for p in self._pending):
@@ -298,20 +295,9 @@ class LossScaler(DynamicScale):
             check_keys(state_dict)
         extra = state_dict.get(EXTRA, {})
         if self._follower is not None:
-            self._follow(self._follower, extra.get("scaling", {}))
+            self._follower.load_state_dict(extra)
         if self._enabled:
             self._load_scale(state_dict, extra.get("patience"))
-
-    def _follow(self, follower: Follower, saved: Mapping[str, Tensor]) -> None:
-        if follower.state_dict() and not saved:
-            warnings.warn(
-                "the scaler state holds no scaling states, so the model's scales start anew; save "
-                "scaler.state_dict() beside the model to resume exactly",
-                stacklevel=3,
-            )
-            follower.reset()
-            return
-        follower.load_state_dict(saved)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._enabled and self._pending:

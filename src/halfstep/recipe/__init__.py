@@ -4,6 +4,7 @@ from functools import cache
 
 from halfstep.errors import RecipeError, unknown
 from halfstep.recipe import files
+from halfstep.recipe.chain import chain, is_chain, read_chain
 from halfstep.recipe.data import from_data, to_data
 from halfstep.recipe.multiplier import Multiplier
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec, linear_text
@@ -17,6 +18,7 @@ from halfstep.recipe.spec import (
     Rule,
     is_master,
 )  # fmt: skip
+from halfstep.recipe.stages import Stage
 from halfstep.recipe.storage import DTYPES, Codes, Storage, get_storage
 from halfstep.registry import collect
 
@@ -37,11 +39,14 @@ __all__ = [
     "Recipe",
     "Rule",
     "Saved",
+    "Stage",
     "Storage",
     "Subspace",
+    "chain",
     "from_data",
     "get_recipe",
     "get_storage",
+    "is_chain",
     "is_master",
     "linear_spec",
     "linear_text",
@@ -78,13 +83,17 @@ def list_recipes() -> list[str]:
 def get_recipe(name: str | Recipe) -> Recipe:
     """The recipe of that name or alias (`O0` to `O3` are apex's levels); a `Recipe` is returned as it is.
 
-    Recipes of one's own are named by where they are: `my.toml`, `package.module:name` or `path.py:name`.
+    Recipes of one's own are named by where they are: `my.toml`, `package.module:name` or `path.py:name`. Several that
+    follow one another are named so: `fp8-current until 90%, then bf16-mixed` (`until step 900`; the comma may be left
+    out).
 
     Raises:
         RecipeError: no recipe has that name, the nearest ones are shown; or as `recipe.files` says.
     """
     if isinstance(name, Recipe):
         return name
+    if isinstance(name, str) and is_chain(name):
+        return read_chain(name, get_recipe)
     if isinstance(name, str) and files.is_reference(name):
         recipe = files.read(name, _find)
         if _named().get(recipe.name, recipe) != recipe or recipe.name in _aliases():

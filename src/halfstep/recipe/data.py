@@ -30,6 +30,7 @@ from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
 from halfstep.recipe.projection import Projection
 from halfstep.recipe.saved import Saved
 from halfstep.recipe.spec import LossScale, Recipe, Rule
+from halfstep.recipe.stages import Stage
 from halfstep.recipe.storage import Codes, Storage
 
 
@@ -60,8 +61,11 @@ def from_data(data: Mapping[str, Any], named: Callable[[str], Recipe]) -> Recipe
     """
     check_keys(data, (*_TYPES, "base", "keep_heads"), "key")
     given: Data = {}
-    for key in _TYPES.keys() & data.keys() - _TABLES.keys() - {"rules"}:
+    for key in _TYPES.keys() & data.keys() - _TABLES.keys() - {"rules", "stages"}:
         given[key] = typed(data[key], _TYPES[key], key)
+    if "stages" in data:
+        stages = typed(data["stages"], list, "stages")
+        given["stages"] = tuple(_stage(stage, i, named) for i, stage in enumerate(stages))
     for key in _TABLES.keys() & data.keys():
         given[key] = _TABLES[key](data[key])
     keep = typed(data.get("keep_heads", True), bool, "keep_heads")
@@ -173,6 +177,26 @@ def _rule(data: Any, number: int) -> Rule:
 _WORDS: dict[str, Any] = {key: kind for key, kind in typing.get_type_hints(Rule).items() if key != "linear"}
 
 
+def _stage(data: Any, number: int, named: Callable[[str], Recipe]) -> Stage[Recipe]:
+    """A start, and a recipe: by name, or as a table of its own."""
+    path = ("stages", number)
+    table = typed(data, dict, *path)
+    check_keys(table, ("start", "recipe"), "key of a stage", *path)
+    if table.keys() != {"start", "recipe"}:
+        raise At("a stage takes a start (0.9, or 900 steps) and a recipe (a name, or a table)", *path)
+    start, recipe = table["start"], table["recipe"]
+    if type(start) not in (int, float):
+        raise At(f"start = {start!r} found; expected steps, such as 900, or a fraction, such as 0.9", *path, "start")
+    try:
+        found = named(recipe) if isinstance(recipe, str) else from_data(typed(recipe, dict, "recipe"), named)
+    except RecipeError as error:
+        raise At(str(error), *path, "recipe") from error
+    try:
+        return Stage(found, start)
+    except RecipeError as error:
+        raise At(str(error), *path, "start") from error
+
+
 def _attention(data: Any) -> AttentionSpec | None:
     if data == "none":
         return None
@@ -254,7 +278,7 @@ def to_data(recipe: Recipe) -> Data:
     Raises:
         RecipeError: it has a scaling of one's own, which data do not hold.
     """
-    data: Data = {name: _plain(getattr(recipe, name)) for name in _TYPES if name not in (*_TABLES, "rules")}
+    data: Data = {name: _plain(getattr(recipe, name)) for name in _TYPES if name not in (*_TABLES, "rules", "stages")}
     data |= {"loss_scale": asdict(recipe.loss_scale) if recipe.loss_scale else "none", "attention": "none"}
     data |= {"codes": _codes_data(recipe.codes), "moments": _moments_data(recipe.moments)}
     data["projection"] = "none" if recipe.projection is None else _plain_fields(recipe.projection)
@@ -264,7 +288,8 @@ def to_data(recipe: Recipe) -> Data:
     if recipe.attention is not None:
         parts = {field.name: getattr(recipe.attention, field.name) for field in fields(AttentionSpec)}
         data["attention"] = {name: _linear_data(spec) for name, spec in parts.items()}
-    return {**data, "keep_heads": keeps, "rules": rules}
+    stages = [{"start": stage.start, "recipe": to_data(stage.recipe)} for stage in recipe.stages]
+    return {**data, "keep_heads": keeps, "rules": rules} | ({"stages": stages} if stages else {})
 
 
 def _plain(value: Any) -> Any:

@@ -55,14 +55,15 @@ def to_toml(recipe: Recipe) -> str:
         RecipeError: it has a scaling of one's own, which data do not hold.
     """
     data = to_data(recipe)
-    rules, keeps = data.pop("rules"), data.pop("keep_heads")
+    rules, keeps, stages = data.pop("rules"), data.pop("keep_heads"), data.pop("stages", [])
     lines = [f"{key} = {_toml(value)}" for key, value in data.items()]
     if rules or keeps:
         lines.append(f"keep_heads = {_toml(keeps)}")
     if keeps and not rules:
         lines.append("rules = []")
-    for rule in rules:
-        lines += ["", "[[rules]]", *(f"{key} = {_toml(value)}" for key, value in rule.items())]
+    for header, tables in (("rules", rules), ("stages", stages)):
+        for table in tables:
+            lines += ["", f"[[{header}]]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
     return "\n".join(lines) + "\n"
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from math import prod
 
 import torch
@@ -18,6 +19,7 @@ from halfstep.recipe.blocks import check_blocks
 from halfstep.recipe.products import AttentionSpec, LinearSpec, linear_text
 from halfstep.recipe.projection import PROJECTOR, Projection, Shape
 from halfstep.recipe.saved import Saved
+from halfstep.recipe.stages import Stage, check_stages
 from halfstep.recipe.storage import DTYPES, Codes, Storage, get_storage
 
 
@@ -156,6 +158,8 @@ class Recipe:
     """How what autograd keeps for the backward pass is stored, where not as it is."""
     unit_scaled: bool = False
     """Whether the model must be unit-scaled (`halfstep.unit_scale`), since nothing here scales anything."""
+    stages: tuple[Stage[Recipe], ...] = ()
+    """Recipes that take over from this one while a model trains: the fields above are the first stage."""
     aliases: tuple[str, ...] = ()
     """Other names, such as apex's optimization levels."""
     notes: tuple[str, ...] = ()
@@ -218,6 +222,12 @@ class Recipe:
             )
         if self.grads == self.weights:
             raise RecipeError(f"recipe {self.name!r}: grads = {self.grads!r} is the weights' format; leave it out")
+        check_stages(self, self.stages)
+
+    @cached_property
+    def by_stage(self) -> tuple[Recipe, ...]:
+        """The recipe of each stage, first to last; itself alone, where it has no others."""
+        return (replace(self, stages=()), *(stage.recipe for stage in self.stages)) if self.stages else (self,)
 
     @property
     def grad_format(self) -> str:
@@ -247,7 +257,7 @@ class Recipe:
         def size(name: str | None) -> float:
             return formats.get(name).bytes if name else 0.0
 
-        casts = size(self.compute) if self.compute != self.weights else 0.0
+        casts = max(size(stage.compute) if stage.compute != stage.weights else 0.0 for stage in self.by_stage)
         weights, grads, master = size(self.weights), size(self.grad_format), get_master(self.master).bytes
         if self.codes is not None:
             weights = self.codes.weights.bytes
@@ -279,6 +289,19 @@ class Recipe:
             return str(self.moments)
         return ", ".join(("others" if name == "*" else name) + f" {self.moment(name)}" for name, _ in self.moments)
 
+    def passes_text(self) -> str:
+        """In a line, how the passes compute: what a stage changes."""
+        rules = [f"linear {rule.where!r} {linear_text(rule.linear)}" for rule in self.rules if rule.linear.rounds]
+        parts = [
+            "as stored" if self.compute == "fp32" else f"torch.autocast to {self.compute}",
+            *([f"{', '.join(self.float32_functions)} in fp32"] if self.float32_functions else []),
+            *(rules or ["no operand rounded"]),
+            *(text for _, text in self._attention()),
+            *([f"gated MLPs {SMOOTH_GLU[self.smooth_glu]}"] if self.smooth_glu else []),
+            *([f"saved {self.saved}"] if self.saved else []),
+        ]
+        return "; ".join(parts)
+
     def describe(self) -> str:
         """The whole recipe, one field a line, with the terms of its bytes per parameter."""
         rounding = f", update rounded {self.update_rounding}" if self.update_rounding != "nearest_even" else ""
@@ -299,6 +322,7 @@ class Recipe:
             *self._kept(),
             *[(f"linear {rule.where!r}", linear_text(rule.linear)) for rule in self.rules if rule.linear.rounds],
             *self._attention(),
+            *[(f"from {stage.when}", f"{stage.recipe.name}: {stage.recipe.passes_text()}") for stage in self.stages],
             *([("projection", str(self.projection))] if self.projection else []),
             ("bytes/param", f"{self.bytes_per_parameter()}, with Adam"),
             ("source", self.source),

@@ -141,7 +141,14 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, ctx.name, ctx.mult, ctx.output, ctx.grad = inputs
-        ctx.save_for_backward(x if ctx.name in ("gelu", "gelu_tanh", "silu") else output)
+        kept = x if ctx.name in ("gelu", "gelu_tanh", "silu") else output
+        ctx.save_for_backward(kept)
+        ctx.save_for_forward(kept)
+
+    @staticmethod
+    def tangent(ctx: Any, *tangents: Any) -> Tensor:
+        slope = _gradient(tangents[0], ctx.saved_tensors[0], ctx.name, ctx.mult, ctx.output)
+        return slope * (ctx.mult * ctx.output)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -164,9 +171,19 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, gate, ctx.mult, _, ctx.grad_x, ctx.grad_gate = inputs
+        x, gate, ctx.mult, ctx.output, ctx.grad_x, ctx.grad_gate = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(x, gate, output[1])
+        ctx.save_for_forward(x, gate, output[1])
+
+    @staticmethod
+    def tangent(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
+        x, gate, gated = ctx.saved_tensors
+        of_x, of_gate = tangents[:2]
+        found = gated * 0 if of_x is None else of_x * gated
+        if of_gate is not None:
+            found = found + x * ctx.mult * _silu_gradient(of_gate, gate * ctx.mult)
+        return found * ctx.output, None
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -198,6 +215,13 @@ class _Softmax(torch.autograd.Function):
         x, ctx.dim, _, ctx.output, ctx.grad = inputs
         ctx.dtype = x.dtype
         ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def tangent(ctx: Any, *tangents: Any) -> Tensor:
+        (y,) = ctx.saved_tensors
+        t = tangents[0].to(y.dtype)
+        return y * (t - (y * t).sum(ctx.dim, keepdim=True) / ctx.output)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -123,8 +123,13 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, y, *_, ctx.grad = inputs
+        x, y, *ctx.weights, ctx.grad = inputs
         ctx.dtypes = x.dtype, y.dtype
+
+    @staticmethod
+    def tangent(ctx: Any, *tangents: Any) -> Tensor:
+        terms = [t * weight for t, weight in zip(tangents[:2], ctx.weights, strict=True) if t is not None]
+        return sum(terms[1:], terms[0]).to(torch.promote_types(*ctx.dtypes))  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -144,6 +149,10 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         _, ctx.a, ctx.b = inputs
+
+    @staticmethod
+    def tangent(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
+        return tangents[0].view_as(tangents[0]), tangents[0].view_as(tangents[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

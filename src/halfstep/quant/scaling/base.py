@@ -47,7 +47,7 @@ class Scaling(ABC):
     narrow: ClassVar[bool] = False
     """Whether the scale is a tile's amax / max in float32, rounded to bfloat16 and kept so."""
     two_level: ClassVar[bool] = False
-    """Whether the scales are e4m3(amax / max / tensor_scale), with tensor_scale = amax(x) / (448 * max) apart."""
+    """Whether the scales are amax / max / tensor_scale in E4M3, with one `tensor_scale` apart: a `TwoLevel`."""
     part: ClassVar[float] = 1.0
     inner: ClassVar[Scaling | None] = None
     """A rule of powers of two, where this one is that rule for `part` of the numbers: products take the values that it

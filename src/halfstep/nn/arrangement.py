@@ -1,0 +1,103 @@
+"""What one recipe, or one stage of it, makes of a model's modules: found first, laid down afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from halfstep.kernels import carried
+from halfstep.nn.adapters import bag, encoder, foreign, gated, lstm, norm, spectral, wide
+from halfstep.nn.adopt import adopt
+from halfstep.nn.layers import Matched, ModuleFilter, match
+from halfstep.nn.quantized_weights import Weight
+from halfstep.nn.savers import Savers, adopt_savers, find
+from halfstep.nn.scaling import attach
+from halfstep.ops.attention import ATTRIBUTE
+from halfstep.recipe import DTYPES, LinearSpec, Recipe
+from halfstep.unit import multipliers_of
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A recipe without stages, and what it says of every module of a model, by path."""
+
+    recipe: Recipe
+    matched: Matched
+    widened: dict[str, nn.Module]
+    """The modules that compute in float32."""
+    specs: dict[str, LinearSpec]
+    """The layers that round."""
+    weights: dict[str, tuple[Weight, ...]]
+    """Their weights."""
+    savers: Savers
+    """The modules of which autograd keeps what it saves in few bits."""
+
+    @property
+    def rounded(self) -> dict[str, Weight]:
+        """The weights that products round, by name."""
+        return {
+            f"{path}.{weight.name}".lstrip("."): weight for path, weights in self.weights.items() for weight in weights
+        }
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether any scale depends on earlier steps."""
+        return any(spec.states for spec in self.specs.values())
+
+    def lay(self, model: nn.Module) -> None:
+        """Give every module the forward, the attributes and the scaling states that it takes."""
+        self._adopt_layers(model)
+        if self.recipe.saved is not None:
+            adopt_savers(model, self.recipe.saved, self.savers)
+        products = {path: [weight.product for weight in weights] for path, weights in self.weights.items()}
+        attach(model, self.specs, products)
+
+    def _adopt_layers(self, model: nn.Module) -> None:
+        """Give every layer that computes otherwise than torch's the forward that does."""
+        recipe, matched, specs, widened = self.recipe, self.matched, self.specs, self.widened
+        carries = carried.supports(DTYPES[recipe.compute], next(model.parameters()).device)
+        if recipe.weights != "fp32":
+            for module in model.modules():
+                for adapter in (norm, bag, spectral, foreign):
+                    if adapter.fits(module):
+                        adopt(module, adapter.forward)
+                spectral.widen_hooked(module)
+        for module in widened.values():
+            adopt(module, wide.forward)
+        around = {path.rpartition(".")[0] for path in specs}  # an attention module forms the product of its out_proj
+        for path, kind in matched.kinds.items():
+            if path not in widened and (carries or path in specs.keys() | around | {*matched.attends}):
+                module = model.get_submodule(path)
+                spec = specs.get(path) or LinearSpec()
+                module._halfstep_linear = spec.times(multipliers_of(module))  # type: ignore[assignment]
+                adopt(module, kind.forward)
+        for module in model.modules():
+            if specs and encoder.fits(module):
+                adopt(module, encoder.forward)
+            if recipe.compute != "fp32" and lstm.fits(module) and module not in widened.values():
+                adopt(module, lstm.forward)
+        for path in matched.attends:
+            setattr(model.get_submodule(path), ATTRIBUTE, recipe.attention)
+        for path in matched.smoothed:
+            adopt(model.get_submodule(path), gated.FORWARDS[str(recipe.smooth_glu)])
+
+
+def arranged(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) -> Arrangement:
+    """What a recipe without stages makes of a model, of which nothing is changed.
+
+    Raises:
+        RecipeError, ModelError: as `layers.match`; modules to be widened that are not there.
+    """
+    matched = match(model, recipe, module_filter)
+    widened = wide.find(model, recipe.float32_modules)
+    specs = {path: spec for path, spec in matched.specs.items() if not _within(path, widened)}
+    weights = {path: matched.kinds[path].weights(model.get_submodule(path)) for path in specs}
+    savers = {} if recipe.saved is None else find(model, recipe.saved, specs, matched.smoothed)
+    return Arrangement(recipe, matched, widened, specs, weights, savers)
+
+
+def _within(path: str, places: Iterable[str]) -> bool:
+    """Whether a path is one of those, or inside of one."""
+    return any(path == place or path.startswith(f"{place}.") for place in places)

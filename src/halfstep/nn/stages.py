@@ -1,0 +1,216 @@
+"""A model whose recipe has stages: laid down for all of them when it is applied, switched where it stands."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.errors import RecipeError
+from halfstep.nn.adopt import STAGE, InTurn, Members, extend, extensions, release
+from halfstep.nn.applied import Applied, applied_to
+from halfstep.nn.arrangement import Arrangement
+from halfstep.nn.attention import ATTRIBUTE
+from halfstep.nn.following import part_of, root_of
+from halfstep.nn.keeping import KEEPING
+from halfstep.nn.scaling import Scalings, attach_rules, detach, detach_rules, ignore, ignored, rules_of
+from halfstep.nn.schedule import Schedule
+from halfstep.quant.scaling import StatefulScaling
+from halfstep.recipe import DTYPES, Recipe
+
+
+STAGES = "_halfstep_stages"
+"""Where a module has what it takes in each stage."""
+_ATTRIBUTES = ("_halfstep_linear", ATTRIBUTE, KEEPING)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one module takes in one stage, beside the class that it has in all of them."""
+
+    attributes: dict[str, Any]
+    states: dict[str, StatefulScaling]
+    """The buffers of its scaling states, and the rules that move them."""
+
+
+def lay_in_turn(model: nn.Module, arrangements: Sequence[Arrangement]) -> None:
+    """Lay several arrangements down: each module gets one class for all of them, and what it takes in the first."""
+    members: dict[nn.Module, list[tuple[Members, ...]]] = {module: [] for module in model.modules()}
+    taken: dict[nn.Module, list[Taken]] = {module: [] for module in model.modules()}
+    names: list[str] = []
+    for arrangement in arrangements:
+        arrangement.lay(model)
+        names += [name for name in ignored(model) if name not in names]
+        for module in model.modules():
+            members[module].append(extensions(module))
+            own = {name: value for name in _ATTRIBUTES if (value := vars(module).get(name)) is not None}
+            taken[module].append(Taken(own, rules_of(module)))
+        clear(model)
+    for module in model.modules():
+        shared = members[module][0]
+        while any(stage[: len(shared)] != shared for stage in members[module]):
+            shared = shared[:-1]
+        rest = tuple(stage[len(shared) :] for stage in members[module])
+        for extension in shared:
+            extend(module, extension)
+        if any(rest):
+            extend(module, InTurn(rest))
+        if any(rest) or any(one != taken[module][0] for one in taken[module]):
+            vars(module)[STAGES] = tuple(taken[module])
+        _take(module, taken[module][0])
+    ignore(model, names)
+
+
+def check_alike(arrangements: Sequence[Arrangement]) -> None:
+    """Refuse stages that keep other weights as codes.
+
+    Raises:
+        RecipeError: they round other weights, and the recipe keeps those as codes.
+    """
+    first = arrangements[0]
+    for other in arrangements[1:]:
+        differ = sorted(first.rounded.keys() ^ other.rounded.keys())
+        if first.recipe.codes is not None and differ:
+            raise RecipeError(
+                f"recipe {first.recipe.name!r} keeps the weights that rules round as codes, and its stages round "
+                f"others: {', '.join(differ[:3])} is not rounded in all of them. Give all of them "
+                "rules for the same layers"
+            )
+
+
+def clear(model: nn.Module) -> None:
+    """Take away all that arrangements leave on a model's modules."""
+    for module in model.modules():
+        release(module)
+        for name in (*_ATTRIBUTES, STAGES, STAGE):
+            vars(module).pop(name, None)
+    detach(model)
+
+
+def _take(module: nn.Module, taken: Taken) -> None:
+    vars(module).update(taken.attributes)
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    attach_rules(module, taken.states, device)
+
+
+def _switch(model: nn.Module, stage: int) -> None:
+    """Make a model compute as its recipe says of a stage. Parameters, classes and what the optimizer keeps stay."""
+    applied, shared = applied_to(model), part_of(model)
+    assert applied.schedule is not None
+    assert shared is not None
+    for module in model.modules():
+        found: tuple[Taken, ...] | None = vars(module).get(STAGES)
+        if found is None:
+            continue
+        detach_rules(module)
+        for name in _ATTRIBUTES:
+            vars(module).pop(name, None)
+        vars(module)[STAGE] = stage
+        _take(module, found[stage])
+    applied.schedule.stage = stage
+    vars(model)["_halfstep"] = applied = replace(applied, autocast=autocast_of(applied.stage))
+    shared.follow(applied)
+
+
+def autocast_of(recipe: Recipe) -> torch.dtype | None:
+    """The dtype of torch.autocast around the model's forward; None for no autocast."""
+    return None if recipe.compute == "fp32" else DTYPES[recipe.compute]
+
+
+def schedule_of(model: nn.Module) -> Schedule | None:
+    """Which stage is in force in a model, or in what wraps it; None where it follows no recipe with stages."""
+    applied = vars(root_of(model)).get("_halfstep")
+    return applied.schedule if isinstance(applied, Applied) else None
+
+
+class Steps:
+    """What of a model moves on with its optimizer steps: scaling states, and the stage of its recipe.
+
+    Args:
+        process_group: as for `Scalings`.
+    """
+
+    def __init__(self, model: nn.Module, process_group: Any = None) -> None:
+        self._model = model
+        self._scalings = Scalings(model, process_group)
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count that optimizer's steps: one that nobody ended is refused with the next."""
+        self._scalings.follow(optimizer)
+
+    def advance(self, skipped: bool = False) -> None:
+        """End an optimizer step; where it was the last of a stage, the next stage begins.
+
+        Raises:
+            RecipeError: as `Scalings.advance`; stages at fractions of a run whose length is not known.
+        """
+        schedule = applied_to(self._model).schedule
+        if schedule is not None:
+            _ = schedule.starts
+        self._scalings.advance(skipped)
+        if schedule is not None:
+            schedule.steps += 1
+            self._keep_up()
+
+    def _keep_up(self) -> None:
+        schedule = applied_to(self._model).schedule
+        if schedule is not None and schedule.due != schedule.stage:
+            _switch(self._model, schedule.due)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the scaler saves beside its own: `scaling` states, and `stages`; each only where there is one."""
+        schedule = schedule_of(self._model)
+        found = {"scaling": self._scalings.state_dict(), "stages": {} if schedule is None else schedule.state()}
+        return {name: state for name, state in found.items() if state}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Put it back: first the stage, then the scaling states that it has. What is not there warns and begins anew.
+
+        Raises:
+            LossScaleError: scaling states of other layers or of another length.
+        """
+        self._load_stage(saved.get("stages", {}))
+        scaling = saved.get("scaling", {})
+        if self._scalings.state_dict() and not scaling:
+            warnings.warn(
+                "the scaler state holds no scaling states, so the model's scales start anew; save "
+                "scaler.state_dict() beside the model to resume exactly",
+                stacklevel=3,
+            )
+            self._scalings.reset()
+            return
+        self._scalings.load_state_dict(scaling)
+
+    def _load_stage(self, saved: Mapping[str, Any]) -> None:
+        schedule = applied_to(self._model).schedule
+        if schedule is None:
+            if saved:
+                warnings.warn(
+                    f"the scaler state was saved after {saved['steps']} steps of a recipe with stages, and recipe "
+                    f"{applied_to(self._model).recipe.name!r} has none: it holds from here to the end",
+                    stacklevel=4,
+                )
+            return
+        if not saved:
+            warnings.warn(
+                f"the scaler state does not say how many steps were made, so recipe {schedule.name!r} begins with its "
+                "first stage; save scaler.state_dict() beside the model to resume where it was",
+                stacklevel=4,
+            )
+        clock = applied_to(self._model).clock
+        assert clock is not None
+        clock.begin(self._model)  # weights that were loaded beside it are no step that nobody ended
+        schedule.steps = int(saved.get("steps", 0))
+        if saved and list(saved["starts"]) != list(schedule.starts):
+            warnings.warn(
+                f"the scaler state is of a run of {saved['total_steps']} steps whose stages began after "
+                f"{saved['starts']}; in this one, of {schedule.total_steps}, they begin after {list(schedule.starts)}. "
+                f"It goes on after step {schedule.steps} in stage {schedule.due + 1}, and was in stage "
+                f"{saved['stage'] + 1}",
+                stacklevel=4,
+            )
+        self._keep_up()

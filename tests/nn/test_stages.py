@@ -1,0 +1,497 @@
+"""A recipe with stages: after each change the model computes what one under that stage's recipe alone would."""
+
+import copy
+import io
+import pickle
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep.errors import LossScaleError, RecipeError
+from halfstep.nn.stages import schedule_of
+from halfstep.recipe import COAT, Stage, chain, get_recipe
+from tiny import Gated, adamw, assert_same, batch, copied, gated, mlp, train
+
+
+TWO = "fp8-delayed until step 3, then bf16-mixed"
+MASTER = get_recipe("bf16-master")
+ROUNDED = replace(MASTER, name="bf16-master-fp8", rules=get_recipe("fp8-current").rules)
+KEPT = replace(get_recipe("fp8-current"), name="fp8-current-kept", saved=COAT)
+O2 = get_recipe("fp8lm-o2")
+OTHER_O2 = replace(O2, name="o2-rowwise", rules=get_recipe("fp8-rowwise").rules)
+CHAINS = {
+    "fewer bits, then more": ("fp8-delayed", "bf16-mixed"),
+    "more, then fewer": ("bf16-mixed", "fp8-delayed"),
+    "another dtype": ("fp32", "fp8-current"),
+    "autocast ends": ("mxfp8", "fp32"),
+    "three": ("mxfp8", "fp8-delayed", "fp8-delayed-megatron"),
+    "16-bit weights": (ROUNDED, MASTER),
+    "saved in few bits": ("bf16-mixed", KEPT, "fp8-current"),
+    "weights are codes": (O2, OTHER_O2),
+    "gated MLPs": ("fp8-smooth-swiglu", "bf16-mixed"),
+    "a loss scale": (replace(get_recipe("fp16-mixed"), name="scaled", rules=get_recipe("mxfp8").rules), "fp16-mixed"),
+}
+EVERY = 2  # steps a stage
+
+
+def staged(names, build=mlp, optimizer=adamw, **options):
+    recipes = [get_recipe(name) for name in names]
+    recipe = chain(recipes[0], *(Stage(r, EVERY * (i + 1)) for i, r in enumerate(recipes[1:])))
+    model = build()
+    return halfstep.prepare(model, optimizer(model), recipe, generator=3, **options)
+
+
+def made_for(names):
+    return gated if any(get_recipe(name).smooth_glu for name in names) else mlp
+
+
+def steps(model, optimizer, scaler, number, forward=None):
+    """The documented loop with two micro-batches a step; returns the losses."""
+    losses = []
+    for _ in range(number):
+        for seed in (1, 2):
+            x, y = batch(seed)
+            loss = F.mse_loss((forward or model)(x), y) / 2
+            scaler.scale(loss).backward()
+            losses.append(loss.item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return losses
+
+
+def by_hand(names, build=mlp):
+    """Each stage in a model and an optimizer of its own, which begin where those before it ended."""
+    losses, last = [], None
+    for name in names:
+        model = build()
+        made = halfstep.prepare(model, adamw(model), name, generator=3)
+        if last is not None:
+            made[0].load_state_dict(last[0].state_dict())
+            made[1].load_state_dict(last[1].state_dict())
+            if made[2].is_enabled():
+                made[2].load_state_dict(last[2].state_dict() | {"halfstep": {}})
+        losses += steps(*made, EVERY)
+        last = made
+    return losses, last
+
+
+def values(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("names", CHAINS.values(), ids=CHAINS)
+@pytest.mark.filterwarnings("ignore:the scaler state holds no scaling states")
+def test_stages_are_the_recipes_one_after_another(names):
+    build = made_for(names)
+    model, optimizer, scaler = staged(names, build)
+    parameters, keys = list(model.parameters()), [*model.state_dict()]
+    losses, (expected, other, _) = by_hand(names, build)
+    assert steps(model, optimizer, scaler, EVERY * len(names)) == losses
+    assert_same(copied(dict(model.state_dict())), copied(dict(expected.state_dict())))
+    assert_same(copied(optimizer.state_dict()["state"]), copied(other.state_dict()["state"]))
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert [*model.state_dict()] == keys == [*build().state_dict()]
+    alone = halfstep.prepare(m := build(), adamw(m), names[0], generator=3)
+    assert steps(*alone, EVERY * len(names)) != losses  # the change is seen
+
+
+@pytest.mark.parametrize("names", CHAINS.values(), ids=CHAINS)
+@pytest.mark.parametrize("made", [0, EVERY], ids=["first", "second"])
+def test_revert_gives_the_stock_model_from_either_stage(names, made):
+    build = made_for(names)
+    model, optimizer, scaler = staged(names, build)
+    steps(model, optimizer, scaler, made)
+    assert schedule_of(model).stage == bool(made)
+    halfstep.revert(model)
+    stock = build()
+    for module, other in zip(model.modules(), stock.modules(), strict=True):
+        assert type(module) is type(other)
+        assert {*vars(module)} == {*vars(other)}
+        assert {*module._buffers} == {*other._buffers}
+    assert [p.dtype for p in model.parameters()] == [p.dtype for p in stock.parameters()]
+
+
+@pytest.mark.parametrize("made", [2, 3, 4])
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_a_copy_goes_on_in_its_stage(made, copy_of):
+    prepared = halfstep.prepare(m := mlp(), adamw(m), TWO)
+    train(*prepared, steps=made)
+    twin = copy_of(prepared)
+    assert train(*twin, steps=3) == train(*prepared, steps=3)
+    assert_same(values(twin[0]), values(prepared[0]))
+    assert schedule_of(twin[0]).steps == schedule_of(prepared[0]).steps == made + 3
+
+
+def load(saved, recipe, **options):
+    model = mlp(seed=5)
+    made = halfstep.prepare(model, adamw(model), recipe, generator=9, **options)
+    for part, state in zip(made, saved, strict=True):
+        part.load_state_dict(state)
+    return made
+
+
+def saved(made):
+    """As files hold them."""
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in made], file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("made", [1, 3, 5])
+@pytest.mark.parametrize("recipe", [TWO, "bf16-mixed until 40%, then fp8-delayed until 80% then fp8-current"])
+def test_a_resumed_run_is_the_whole_one(made, recipe):
+    prepared = halfstep.prepare(m := mlp(), adamw(m), recipe, generator=9, total_steps=8)
+    train(*prepared, steps=made)
+    resumed = load(saved(prepared), recipe, total_steps=8)
+    assert schedule_of(resumed[0]).stage == schedule_of(prepared[0]).stage
+    assert train(*resumed, steps=8 - made) == train(*prepared, steps=8 - made)
+    assert_same(values(resumed[0]), values(prepared[0]))
+
+
+def test_a_state_may_go_back_to_an_earlier_stage():
+    prepared = halfstep.prepare(m := mlp(), adamw(m), TWO, generator=9)
+    train(*prepared, steps=1)
+    before = saved(prepared)
+    losses = train(*prepared, steps=5)
+    for part, state in zip(prepared, before, strict=True):
+        part.load_state_dict(state)
+    assert train(*prepared, steps=5) == losses
+
+
+def test_the_scalers_five_keys_stay_and_the_stage_is_beside_them():
+    scaled = replace(get_recipe("fp16-mixed"), name="a", rules=get_recipe("mxfp8").rules)
+    model = mlp()
+    _, optimizer, scaler = halfstep.prepare(model, adamw(model), chain(scaled, Stage(get_recipe("fp16-mixed"), 2)))
+    train(model, optimizer, scaler, steps=3)
+    state = scaler.state_dict()
+    assert [*state] == [*torch.amp.GradScaler("cpu").state_dict(), "halfstep"]
+    assert state["halfstep"] == {"stages": {"steps": 3, "stage": 1, "starts": [2], "total_steps": None}}
+
+
+def test_a_state_without_a_stage_warns_and_begins_with_the_first():
+    prepared = halfstep.prepare(m := mlp(), adamw(m), "bf16-mixed until step 2, then fp32")
+    train(*prepared, steps=3)
+    with pytest.warns(UserWarning, match="does not say how many steps were made, so recipe .* begins with its first"):
+        prepared[2].load_state_dict({})
+    assert (schedule_of(prepared[0]).steps, schedule_of(prepared[0]).stage) == (0, 0)
+    assert prepared[0](batch()[0]).dtype == torch.float32
+    train(*prepared, steps=3)
+    assert schedule_of(prepared[0]).stage == 1
+
+
+def test_a_run_of_another_length_says_what_becomes_of_the_stage():
+    recipe = "fp8-current until 50%, then bf16-mixed"
+    prepared = halfstep.prepare(m := mlp(), adamw(m), recipe, total_steps=4)
+    train(*prepared, steps=3)
+    with pytest.warns(UserWarning, match=r"of a run of 4 steps whose stages began after \[2\]; in this one, of 10, .*"
+                      r"\[5\]. It goes on after step 3 in stage 1, and was in stage 2"):  # fmt: skip
+        longer = load(saved(prepared), recipe, total_steps=10)
+    assert schedule_of(longer[0]).stage == 0
+
+
+def test_a_state_with_a_stage_in_a_model_without_stages_warns():
+    prepared = halfstep.prepare(m := mlp(), adamw(m), "fp8-current until step 2, then bf16-mixed")
+    train(*prepared, steps=3)
+    with pytest.warns(UserWarning, match="saved after 3 steps of a recipe with stages, and recipe 'bf16-mixed' has"):
+        load(saved(prepared), "bf16-mixed")
+
+
+# ---- who counts, and who does not ------------------------------------------------------------------------------------
+
+
+LENGTH = "changes after 90% of the run, and nobody has said how long that is: give total_steps"
+
+
+def test_fractions_need_a_length_and_nothing_is_changed_without():
+    model = mlp()
+    with pytest.raises(RecipeError, match=LENGTH):
+        halfstep.prepare(model, adamw(model), "fp8-current until 90%, then bf16-mixed")
+    assert type(model) is nn.Sequential
+    halfstep.apply(model, "fp8-current until 90%, then bf16-mixed")
+    with pytest.raises(RecipeError, match=LENGTH):
+        halfstep.optimize(model, adamw(model))
+    optimizer, scaler = halfstep.optimize(model, adamw(model), total_steps=10)
+    train(model, optimizer, scaler, steps=9)
+    assert schedule_of(model).stage == 1
+
+
+@pytest.mark.parametrize("total", [0, -1, 10.0, True, "10"])
+def test_a_length_that_is_none_is_refused_whatever_the_recipe(total):
+    model = mlp()
+    with pytest.raises(RecipeError, match=r"total_steps = .* given; expected how often"):
+        halfstep.prepare(model, adamw(model), "fp32", total_steps=total)
+
+
+@pytest.mark.parametrize("total", [1, 2, 3])
+def test_a_stage_without_a_step_is_refused(total):
+    model = mlp()
+    with pytest.raises(RecipeError, match=rf"begin after 3 steps of a run of total_steps = {total}: one of them would"):
+        halfstep.prepare(model, adamw(model), TWO, total_steps=total)
+    with pytest.raises(RecipeError, match="begin after 0 steps"):
+        halfstep.prepare(model, adamw(model), "fp32 until 10% then bf16-mixed", total_steps=total)
+
+
+def test_recipes_without_stages_take_a_length_and_leave_it():
+    ours, alike = (halfstep.prepare(m := mlp(), adamw(m), "fp8-delayed", total_steps=t) for t in (5, None))
+    assert train(*ours) == train(*alike)
+    assert "stages" not in ours[2].state_dict()["halfstep"]
+
+
+def test_two_optimizers_of_a_model_agree_on_its_length():
+    model = mlp()
+    halfstep.apply(model, "fp8-current until 50%, then bf16-mixed")
+    first, scaler = halfstep.optimize(model, torch.optim.AdamW(model[0].parameters()), total_steps=4)
+    with pytest.raises(RecipeError, match="total_steps = 6 given, and 4 before"):
+        halfstep.optimize(model, torch.optim.SGD(model[3].parameters(), lr=0.1), total_steps=6)
+    second, _ = halfstep.optimize(model, torch.optim.SGD(model[3].parameters(), lr=0.1))
+    for step in range(4):
+        x, y = batch()
+        F.mse_loss(model(x), y).backward()
+        scaler.step(first)
+        scaler.step(second)
+        scaler.update()  # once for both
+        first.zero_grad()
+        second.zero_grad()
+        assert schedule_of(model).stage == (step >= 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loop_that_never_updates_is_told_so(compiled):
+    model, optimizer, _ = halfstep.prepare(m := mlp(), adamw(m), "fp8-current until step 1, then bf16-mixed")
+    called, (x, y) = torch.compile(model, backend="eager") if compiled else model, batch()
+    F.mse_loss(called(x), y).backward()
+    optimizer.step()
+    F.mse_loss(called(x), y).backward()
+    before = values(model)
+    with pytest.raises(RecipeError, match=r"the stage of its recipe|recipe's stage has not moved on.*scaler.update"):
+        optimizer.step()
+    assert_same(values(model), before)
+
+
+def test_torchs_scaler_needs_advance():
+    scaled = replace(get_recipe("fp16-mixed"), name="a", rules=get_recipe("mxfp8").rules)
+    recipe = chain(scaled, Stage(get_recipe("fp16-mixed"), 2))
+
+    def loop(advances):
+        model, optimizer, _ = halfstep.prepare(m := mlp(), adamw(m), recipe)
+        scaler, (x, y) = torch.amp.GradScaler("cpu", init_scale=64.0), batch()
+        for _ in range(3):
+            scaler.scale(F.mse_loss(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if advances:
+                halfstep.advance(model)
+            optimizer.zero_grad()
+        return model
+
+    assert schedule_of(loop(True)).stage == 1
+    with pytest.raises(RecipeError, match=r"stage has not moved on: call scaler.update\(\) after every optimizer step, "
+                       "or halfstep.advance"):  # fmt: skip
+        loop(False)
+
+
+def test_an_optimizer_of_ones_own_is_noticed_too():
+    model, (x, y) = mlp(), batch()
+    halfstep.apply(model, "fp8-current until step 2, then bf16-mixed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def backward_and_step():
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    for stage in (0, 1, 1):
+        backward_and_step()
+        halfstep.advance(model)
+        assert schedule_of(model).stage == stage
+    backward_and_step()
+    backward_and_step()
+    with pytest.raises(RecipeError, match="recipe's stage has not moved on"):
+        backward_and_step()
+
+
+def test_advance_alone_needs_a_length_for_fractions():
+    model = mlp()
+    halfstep.apply(model, "fp8-current until 90%, then bf16-mixed")
+    with pytest.raises(RecipeError, match=LENGTH):
+        halfstep.advance(model)
+
+
+def test_skipped_steps_count():
+    scaled = replace(get_recipe("fp16-mixed"), name="a", rules=get_recipe("mxfp8").rules)
+    model, optimizer, scaler = halfstep.prepare(
+        m := mlp(), adamw(m), chain(scaled, Stage(get_recipe("fp16-mixed"), 3)))  # fmt: skip
+    for step, size in enumerate((1.0, torch.inf, 1.0)):
+        assert schedule_of(model).stage == 0, step
+        scaler.scale(model(batch()[0]).square().mean() * size).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.skipped_steps == 1
+    assert schedule_of(model).stage == 1
+
+
+# ---- beside other things ---------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.first = mlp()
+        self.second = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+
+    def forward(self, x):
+        hidden = self.first(x)
+        if self.how is None:
+            return self.second(hidden)
+        return checkpoint(self.second, hidden, use_reentrant=self.how)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("names", [("fp8-delayed", "bf16-mixed"), ("fp32", "fp8-delayed")])
+def test_checkpointing_changes_nothing(names, reentrant):
+    plain, other = (staged(names, lambda how=how: Blocks(how)) for how in (None, reentrant))
+    assert steps(*plain, 4) == steps(*other, 4)
+    assert_same(values(plain[0]), values(other[0]))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+@pytest.mark.parametrize("names", [CHAINS["fewer bits, then more"], CHAINS["three"], CHAINS["another dtype"]])
+def test_a_stage_compiles_once(names):
+    torch._dynamo.reset()  # of the other tests, whose models have the same code
+    plain, traced = staged(names), staged(names)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    called = torch.compile(traced[0], backend=counter, fullgraph=True)
+    for stage in range(len(names)):
+        losses = steps(*plain, EVERY)
+        assert steps(*traced, EVERY, forward=called) == losses
+        assert counter.frame_count == stage + 1
+    assert_same(values(plain[0]), values(traced[0]))
+
+
+def test_a_forward_that_somebody_patched_is_kept():
+    model, optimizer, scaler = halfstep.prepare(m := mlp(), adamw(m), TWO)
+    calls, own = [], model.forward
+    model.forward = lambda x: calls.append(schedule_of(model).stage) or own(x)
+    train(model, optimizer, scaler, steps=5)
+    assert calls == [0, 0, 0, 1, 1]
+
+
+def test_hooks_and_parts_called_from_outside_stay():
+    model, optimizer, scaler = halfstep.prepare(m := gated(), adamw(m), "fp32 until step 1, then bf16-mixed")
+    seen = []
+    model[1].gate_proj.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    train(model, optimizer, scaler, steps=2)
+    assert seen == [torch.float32, torch.bfloat16]
+    with pytest.warns(UserWarning, match="is called outside"):
+        assert model[1](torch.randn(2, 16)).dtype == torch.float32
+    assert seen[-1] == torch.bfloat16
+
+
+def test_states_of_a_stage_that_is_over_are_gone_and_those_of_the_next_begin():
+    model, optimizer, scaler = halfstep.prepare(
+        m := mlp(), adamw(m), "fp8-delayed until step 2 then fp8-delayed-megatron"
+    )
+    train(model, optimizer, scaler, steps=1)
+    assert {len(b) for b in model.buffers()} == {1025}
+    train(model, optimizer, scaler, steps=1)
+    assert {len(b) for b in model.buffers()} == {2}
+    assert not any(bool(b.any()) for b in model.buffers())
+    train(model, optimizer, scaler, steps=1)
+    assert all(bool(b[0] != 0) for b in model.buffers())
+
+
+def test_the_audit_and_the_report_tell_the_stage():
+    model = mlp()
+    report = str(halfstep.apply(model, TWO))
+    assert "from step 3: bf16-mixed" in report
+    optimizer, scaler = halfstep.optimize(model, adamw(model), total_steps=7)
+    before = halfstep.audit(model, optimizer, scaler)
+    assert "; stage 1 of 2, its first, until step 3" in str(before)
+    train(model, optimizer, scaler, steps=3)
+    after = halfstep.audit(model, optimizer, scaler)
+    assert "; stage 2 of 2, bf16-mixed, to the end" in str(after)
+    assert any(line.startswith("recipe: stage 1 of 2") for line in after.differences(before))
+    assert halfstep.audit(mlp()).stage is None
+
+
+def test_tracking_sees_the_operands_of_the_stage():
+    from halfstep.tracking import operand_errors
+
+    model, optimizer, scaler = halfstep.prepare(m := mlp(), adamw(m), TWO)
+    with operand_errors(model) as rows:
+        train(model, optimizer, scaler, steps=1)
+    assert {row.format for row in rows} == {"float8_e4m3fn", "float8_e5m2"}
+    train(model, optimizer, scaler, steps=2)
+    with operand_errors(model) as rows:
+        train(model, optimizer, scaler, steps=1)
+    assert rows == []
+
+
+def test_stages_that_keep_other_weights_as_codes_are_refused():
+    rules = (replace(O2.rules[-1], path="0"), replace(O2.rules[-1], path="3"))
+    one, two = (replace(O2, name=name, rules=(rule,)) for name, rule in zip("ab", rules, strict=True))
+    model = mlp()
+    with pytest.raises(RecipeError, match="keeps the weights that rules round as codes, and its stages round others"):
+        halfstep.apply(model, chain(one, Stage(two, 5)))
+    assert type(model) is nn.Sequential
+
+
+def test_a_rule_of_a_later_stage_that_matches_nothing_is_refused_at_once():
+    late = replace(
+        get_recipe("fp8-current"), name="late", rules=(replace(get_recipe("fp8-current").rules[-1], path="x"),)
+    )
+    model = mlp()
+    with pytest.raises(RecipeError, match="recipe 'late': rule 'x' matched no layer"):
+        halfstep.prepare(model, adamw(model), chain(get_recipe("fp32"), Stage(late, 5)))
+    assert type(model[0]) is nn.Linear
+
+
+def test_inference_has_no_stages():
+    model = mlp()
+    with pytest.raises(RecipeError, match=r"has stages, and inference has none.*such as 'bf16-mixed'"):
+        halfstep.quantize_model(model, TWO)
+
+
+def test_a_gan_counts_each_models_steps_by_its_own_scaler():
+    makes, judges = Gated(), Gated()
+    one = halfstep.prepare(makes, adamw(makes), "fp8-current until 50%, then bf16-mixed", total_steps=2)
+    two = halfstep.prepare(judges, adamw(judges), "fp8-current until 50%, then bf16-mixed", total_steps=4)
+
+    def end(optimizer, scaler):
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        noise = torch.randn(4, 16)
+        for _ in range(2):  # two steps of the critic for one of the generator
+            judges(makes(noise).detach()).square().mean().backward()
+            end(*two[1:])
+        judges(makes(noise)).mean().backward()
+        end(*one[1:])
+    assert (schedule_of(makes).steps, schedule_of(judges).steps) == (2, 4)
+    assert schedule_of(makes).stage == schedule_of(judges).stage == 1
+
+
+def test_nothing_warns_in_the_documented_loop():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(*halfstep.prepare(m := mlp(), adamw(m), TWO), steps=5)
+
+
+def test_a_step_that_fails_does_not_count():
+    model, _, scaler = halfstep.prepare(m := mlp(), adamw(m), chain(
+        replace(get_recipe("fp16-mixed"), name="a"), Stage(get_recipe("fp16-mixed"), 1)))  # fmt: skip
+    with pytest.raises(LossScaleError):
+        scaler.update()
+    assert schedule_of(model).stage == 0

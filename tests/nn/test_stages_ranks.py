@@ -1,0 +1,136 @@
+"""Two ranks, under DDP and FSDP2: both change stages in the same step, to what each stage's recipe alone computes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import halfstep
+from halfstep.nn.stages import schedule_of
+from halfstep.recipe import Stage, chain, get_recipe
+from tiny import assert_same, mlp
+
+
+pytestmark = pytest.mark.slow
+CHAINS = {"three": ("fp8-delayed", "bf16-mixed", "fp8-delayed-megatron"), "wider": ("fp32", "fp8-current")}
+EVERY = 2  # steps a stage
+RANK = """
+import sys, torch, torch.distributed as dist
+rank, folder, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+sys.path[:0] = [tests, f'{tests}/nn']
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+from test_stages_ranks import CHAINS, on_a_rank
+found = {(key, how): on_a_rank(names, how, rank) for key, names in CHAINS.items() for how in ("ddp", "fsdp")}
+torch.save(found, f"{folder}/{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+def spread(how, recipe, weights=None, **options):
+    """A model that follows the recipe on two ranks, what to call, its optimizer and its scaler."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = mlp()
+    if weights is not None:
+        model.load_state_dict(weights)
+    halfstep.apply(model, recipe)
+    if how == "ddp":
+        called = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        mesh = init_device_mesh("cpu", (2,))
+        fully_shard(model[3], mesh=mesh)
+        called = fully_shard(model, mesh=mesh)
+    optimizer, scaler = halfstep.optimize(called, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    return model, called, optimizer, scaler
+
+
+def steps(how, made, first, number, rank):
+    """Steps of two micro-batches, from the number `first` on."""
+    _, called, optimizer, scaler = made
+    losses = []
+    for step in range(first, first + number):
+        for i in range(2):
+            if how == "ddp":
+                called.require_backward_grad_sync = i == 1
+            else:
+                called.set_requires_gradient_sync(i == 1)
+            generator = torch.Generator().manual_seed(100 * step + 10 * rank + i)
+            x, y = torch.randn(6, 8, generator=generator), torch.randn(6, 4, generator=generator)
+            loss = F.mse_loss(called(x), y)
+            scaler.scale(loss).backward()
+            losses.append(loss.item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return losses
+
+
+def whole(model):
+    return {
+        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in model.named_parameters()
+    }
+
+
+def on_a_rank(names, how, rank):
+    total = EVERY * len(names)
+    first, *rest = map(get_recipe, names)
+    recipe = chain(first, *(Stage(each, (i + 1) / len(names)) for i, each in enumerate(rest)))
+    made = spread(how, recipe, total_steps=total)
+    losses, stages, saved = [], [], []
+    for step in range(total):
+        losses += steps(how, made, step, 1, rank)
+        stages.append(schedule_of(made[0]).stage)
+        saved.append((whole(made[0]), made[3].state_dict()))
+    expected, weights = [], None
+    for i, name in enumerate(names):  # each stage in a model of its own
+        other = spread(how, name, weights)
+        expected += steps(how, other, EVERY * i, EVERY, rank)
+        weights = whole(other[0])
+    resumed = {}
+    for after in (1, 3):
+        again = spread(how, recipe, saved[after - 1][0], total_steps=total)
+        again[3].load_state_dict(saved[after - 1][1])
+        found = steps(how, again, after, total - after, rank)
+        resumed[after] = (found == losses[2 * after :], whole(again[0]))
+    plain = spread(how, names[0])
+    alone = steps(how, plain, 0, total, rank)
+    return {"losses": losses, "expected": expected, "stages": stages, "weights": whole(made[0]), "hand": weights,
+            "resumed": resumed, "alone": alone}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-W", "ignore", "-c", RANK]
+    tests = str(Path(__file__).parent.parent)
+    started = [subprocess.Popen([*command, str(rank), str(folder), tests]) for rank in (0, 1)]
+    assert [process.wait(timeout=300) for process in started] == [0, 0]
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("key", CHAINS)
+def test_both_ranks_change_together_to_what_each_recipe_computes(ranks, key, how):
+    for rank in ranks:
+        found = rank[key, how]
+        last = len(CHAINS[key]) - 1
+        assert found["stages"] == [min((step + 1) // EVERY, last) for step in range(EVERY * (last + 1))]
+        assert found["losses"] == found["expected"]
+        assert found["losses"] != found["alone"]
+        assert_same(found["weights"], found["hand"])
+    assert_same(ranks[0][key, how]["weights"], ranks[1][key, how]["weights"])
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("key", CHAINS)
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_run_resumes_in_either_stage(ranks, key, how, after):
+    for rank in ranks:
+        same, weights = rank[key, how]["resumed"][after]
+        assert same
+        assert_same(weights, rank[key, how]["weights"])
