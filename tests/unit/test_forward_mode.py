@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 import halfstep
 from halfstep import unit
 from halfstep.errors import ModelError
+from halfstep.ops.function import run
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, in forward mode
@@ -67,15 +68,34 @@ class Branched(nn.Module):
         return x + F.gelu(self.branch(x))
 
 
-def test_what_has_no_tangent_says_so():
-    model, x = Branched(), draw(4, 5).float()
+@pytest.mark.parametrize("model", [Branched(), nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 3))])
+def test_tangents_of_a_model_that_was_scaled(model):
+    x = draw(4, 5).float()
     halfstep.unit_scale(model, x)
-    with pytest.raises(
-        ModelError, match=r"forward-mode derivative .* unit-scaled operation that has none: take reverse"
-    ):
-        torch.func.jvp(model, (x,), (x,))
-    assert torch.func.vjp(model, x)[1](torch.ones(4, 8))[0].shape == x.shape
-    plain = nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 3))
-    halfstep.unit_scale(plain, x)
-    found, expected = torch.func.jvp(plain, (x,), (x,))[1], (plain(1.001 * x) - plain(0.999 * x)) / 0.002
+    found, expected = torch.func.jvp(model, (x,), (x,))[1], (model(1.001 * x) - model(0.999 * x)) / 0.002
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+class Twice(torch.autograd.Function):
+    """Without a tangent."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def test_what_has_no_tangent_says_so():
+    x = draw(4, 5)
+    with pytest.raises(ModelError, match=r"forward-mode derivative .* operation that has none: take reverse"):
+        torch.func.jvp(lambda x: run(Twice, x), (x,), (x,))
+    assert torch.equal(torch.func.vjp(lambda x: run(Twice, x), x)[1](torch.ones(4, 5))[0], 2 * torch.ones(4, 5))

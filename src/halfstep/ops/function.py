@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from halfstep.errors import ModelError
+
+
+_NOTHING = nullcontext()
 
 
 def run(function: type[torch.autograd.Function], *inputs: Any) -> Any:
@@ -26,6 +31,12 @@ def run(function: type[torch.autograd.Function], *inputs: Any) -> Any:
 def is_derived() -> bool:
     """Within a backward pass: whether somebody may take the derivative of what it computes."""
     return torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Within it autocast is off on x's device: it is entered where it is on, since that takes as long as a function."""
+    on = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if on else _NOTHING
 
 
 @cache

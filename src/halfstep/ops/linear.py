@@ -16,7 +16,7 @@ from halfstep.kernels.cpu import whole_mm
 from halfstep.kernels.cpu.clamp_operators import estimate
 from halfstep.ops.casts import decode
 from halfstep.ops.folding import Rest, folded, folds, is_sparse, rest_of, restored, sparse_sum
-from halfstep.ops.function import run
+from halfstep.ops.function import no_autocast, run
 from halfstep.ops.matmul import matmul
 from halfstep.ops.once import Backwards, Once, once
 from halfstep.ops.operand import Operand, carrier, factor_in_use, just_in_time, kept, operand, scale_of, signs_of
@@ -101,8 +101,9 @@ def linear(
         return F.linear(x, weight, bias)  # which its library has a way for
     dtype = product_dtype(x)
     factors = factors_of(spec, x.numel() // max(x.shape[-1], 1), *weight.shape) if spec.multiplies else None
-    with torch.autocast(x.device.type, enabled=False):
-        return plain(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), factors)
+    with no_autocast(x):
+        x, weight = (operand if operand.dtype == dtype else operand.to(dtype) for operand in (x, weight))
+        return plain(x, weight, None if bias is None else bias.to(dtype), factors)
 
 
 def rounded_weight(

@@ -18,6 +18,8 @@ from halfstep.unit.constraint import Constraint, get_constraint
 
 
 _aten: Any = torch.ops.aten
+NAMES = ("gelu", "gelu_tanh", "silu", "relu", "tanh", "sigmoid")
+"""The activations of one tensor, by name."""
 
 
 def gelu(
@@ -82,7 +84,13 @@ def softmax(
 
 def _activation(x: Tensor, name: str, mult: float, constraint: str | Constraint | None) -> Tensor:
     output, grad = get_constraint(constraint)(*factors.activation(name, mult))
-    return run(_Activation, x, name, mult, output / mult, grad)  # type: ignore[no-any-return]
+    return times(x, name, output / mult, grad, mult)
+
+
+def times(x: Tensor, name: str, output: float, grad: float, mult: float = 1.0) -> Tensor:
+    """The activation of that name, one of `NAMES`, at mult x, times `output`; its slope there, times `grad`, is its
+    gradient."""
+    return run(_Activation, x, name, mult, output, grad)  # type: ignore[no-any-return]
 
 
 def _times(x: Tensor, factor: float) -> Tensor:
@@ -90,7 +98,8 @@ def _times(x: Tensor, factor: float) -> Tensor:
     return x * factor if torch.is_grad_enabled() else x.mul_(factor)
 
 
-def _value(x: Tensor, name: str) -> Tensor:
+def value(x: Tensor, name: str) -> Tensor:
+    """The activation of that name, torch's."""
     match name:
         case "gelu":
             return F.gelu(x)
@@ -136,7 +145,7 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, name: str, mult: float, output: float, grad: float) -> Tensor:
-        return _times(_value(x if mult == 1 else x * mult, name), output)
+        return _times(value(x if mult == 1 else x * mult, name), output)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
