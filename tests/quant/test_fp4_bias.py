@@ -9,14 +9,16 @@ import torch
 
 from halfstep import ops, round_to
 from halfstep.ops.matmul import matmul
-from halfstep.ops.operand import operand
+from halfstep.ops.operand import decoded, operand
 from halfstep.quant import Hadamard, Scales, get_quantizer
+from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import square
 from halfstep.recipe import LinearSpec, Matmul
 
 
 FLOOR, NV = get_quantizer("mxfp4"), get_quantizer("nvfp4")
 RCEIL = get_quantizer("mxfp4", scale="rceil")
+PART = replace(FLOOR, scales=Scales(FLOOR.scales.tile, get_scaling("three_quarters")))
 SQUARE = replace(NV, scales=Scales(square(16), NV.scales.rule))
 
 
@@ -46,7 +48,9 @@ def test_values_within_the_range_are_right_on_average():
     assert round_to(torch.tensor([7.5, -6.1]), "e2m1fn", "stochastic", generator=5).tolist() == [6.0, -6.0]
 
 
-@pytest.mark.parametrize("quantizer", [NV, SQUARE, FLOOR, RCEIL], ids=["nvfp4", "square", "floor", "rceil"])
+@pytest.mark.parametrize(
+    "quantizer", [NV, SQUARE, FLOOR, RCEIL, PART], ids=["nvfp4", "square", "floor", "rceil", "part"]
+)
 def test_a_tensor_is_right_on_average_but_for_what_is_clipped(quantizer):
     x, draws = normal(32, 64), 300
     ratio, _ = scaled(x, quantizer)
@@ -58,7 +62,7 @@ def test_a_tensor_is_right_on_average_but_for_what_is_clipped(quantizer):
     assert z.abs().max() < 5.5
     assert 0.8 < z.std() < 1.2
     torch.testing.assert_close(made.mean(0)[clipped].float(), (6 * ratio.sign() * back)[clipped])
-    assert bool(clipped.any()) == (quantizer is not RCEIL)
+    assert bool(clipped.any()) == (quantizer not in (RCEIL, PART))
 
 
 def test_nvfp4s_scales_clip_the_maxima_of_half_the_blocks():
@@ -89,6 +93,29 @@ def test_scales_that_are_rounded_up_clip_nothing(rule):
         ratio, maxima = scaled(normal(256, 1024) * 2.0 ** (power / 2), get_quantizer("mxfp4", scale=rule))
         assert ratio.abs().max() <= 6
         assert maxima.min() >= (3 if rule == "rceil" else 2)
+
+
+def test_three_quarters_are_what_their_authors_code_makes():
+    """3 x / 2^(e + 2), with e = floor(log2 amax) - 2, is rounded; values are 2^(e + 2) / 3 times that."""
+    for x in (
+        normal(64, 64),
+        normal(64, 64) * 2.0**-40,
+        torch.tensor([[1.0, -0.5, 0.25, 0.0] * 8]),
+        torch.zeros(1, 32),
+    ):
+        amax = x.view(-1, 32).abs().amax(1, keepdim=True).double()
+        power = 2.0 ** (torch.floor(torch.log2(amax.clamp(min=2.0**-100))) - 2)
+        elements = round_to((0.75 * x.view(-1, 32) / power).float(), "e2m1fn")
+        expected = (elements * power * 4 / 3).float().view(x.shape)
+        torch.testing.assert_close(PART(x), expected, rtol=3e-7, atol=0)
+        made = operand(x, PART, torch.bfloat16)
+        assert torch.equal(made.values.double().view(-1, 32), elements * power)
+        assert made.scale == torch.tensor(4 / 3)
+        stored = decoded(ops.quantize(x, PART), torch.bfloat16)
+        assert torch.equal(stored.values.float(), made.values.float())
+        assert torch.equal(stored.scale, made.scale)
+        assert scaled(x + 1e-30, PART)[1].max() < 6
+        assert scaled(normal(1024, 32), PART)[1].min() >= 3
 
 
 @pytest.mark.parametrize("hadamard", [None, Hadamard()], ids=str)

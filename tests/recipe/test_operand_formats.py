@@ -5,7 +5,7 @@ from torch import nn
 
 import halfstep
 from halfstep.quant import Hadamard
-from halfstep.recipe import get_recipe
+from halfstep.recipe import Matmul, get_recipe
 
 
 HYBRID = ("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2")
@@ -62,6 +62,17 @@ def test_nvfp4_is_transformer_engines_recipe():
     assert tiles == [[row, square], [row, square], [row, row]]
     assert [m.hadamard for m in matmuls] == [None, None, Hadamard(16)]
     assert spec.anew == {"input", "grad_output"}  # the weight is rounded once for both of its products
+
+
+def test_mxfp4_rht_is_its_authors_recipe():
+    """Backward products in MXFP4, all operands rotated by 64 with new signs, and rounded stochastically."""
+    (spec,) = products("mxfp4-rht")
+    assert spec.output == Matmul()
+    assert spec.grad_input == spec.grad_weight
+    assert spec.grad_input.hadamard == Hadamard(64, "anew")
+    for quantizer in (spec.grad_input.lhs, spec.grad_input.rhs):
+        assert (quantizer.format.name, quantizer.rounding) == ("float4_e2m1fn", "stochastic")
+        assert str(quantizer.scales) == "three_quarters, 1x32"
 
 
 def test_nvfp4_keeps_the_last_blocks():

@@ -53,8 +53,8 @@ def blocks_of(model: nn.Module, recipe: Recipe, rule: Rule, layers: Collection[s
         raise RecipeError(
             f"{name} chooses blocks by depth, and {type(model).__name__} has "
             f"{f'several stacks of them: {listed}' if found else 'none that its path matches'} (an nn.ModuleList, or "
-            "an nn.Sequential or nn.ModuleDict of one class). Give the rule a path that means one stack, such as "
-            f"'{one}*'; or leave out blocks, and name layers by globs, such as '{one}0.*'"
+            "an nn.Sequential or nn.ModuleDict of one class). In a recipe of your own, give the rule a path that "
+            f"means one stack, such as '{one}*'; or leave out blocks, and name layers by globs, such as '{one}0.*'"
         )
     [(path, blocks)] = found.items()
     try:

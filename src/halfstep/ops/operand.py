@@ -123,6 +123,9 @@ def operand(
     format, scales = quantizer.format, quantizer.scales
     if scales is None:
         return Operand(values(x, quantizer, dtype=carrier(format, dtype)))
+    if quantizer.inner is not None:
+        part = x.to(torch.promote_types(x.dtype, torch.float32)) * scales.rule.part
+        return _over(operand(part, quantizer.inner, dtype), scales.rule.part)
     if quantizer.by_rows:
         return Operand(*rounded_rows(x, quantizer, None, _row_dtype(quantizer, dtype, x.device)))
     native = scaled_mm.native_dtype(quantizer, x.device)
@@ -197,6 +200,8 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
     format, scales = quantizer.format, quantizer.scales
     if scales is None:
         return Operand(quantized.dequantize(carrier(format, dtype)))
+    if quantizer.inner is not None:
+        return _over(decoded(replace(quantized, quantizer=quantizer.inner), dtype), scales.rule.part)
     if quantizer.steps is not None:
         unscaled = Quantized(Quantizer(format), quantized.shape, quantized.dtype, {"codes": quantized.codes})
         whole = unscaled.dequantize(torch.float32).mul_(quantizer.steps).to(torch.int8)
@@ -242,6 +247,12 @@ def kept(
 def scale_of(lhs: Operand, rhs: Operand) -> Tensor | None:
     """What the product of two operands is multiplied by."""
     return lhs.scale if rhs.scale is None else rhs.scale if lhs.scale is None else lhs.scale * rhs.scale
+
+
+def _over(part: Operand, share: float) -> Operand:
+    """The operand of which `part` is a share."""
+    scale = torch.full((), 1 / share, device=part.values.device)
+    return Operand(part.values, scale if part.scale is None else part.scale * scale)
 
 
 def _lies_down(tile: Tile) -> bool:

@@ -113,6 +113,12 @@ class Quantizer:
         return next((steps for steps in tried if max(self.format.max, -self.format.min) * steps <= 127), None)
 
     @cached_property
+    def inner(self) -> Quantizer | None:
+        """The quantizer of the rule for a part of the numbers, where the scale rule has one (`Scaling.inner`)."""
+        rule = self.scales.rule.inner if self.scales is not None else None
+        return None if self.scales is None or rule is None else replace(self, scales=replace(self.scales, rule=rule))
+
+    @cached_property
     def down(self) -> Quantizer:
         """This quantizer with its tiles down the columns: for an operand whose shared dimension is its first."""
         return self if self.scales is None else replace(self, scales=self.scales.transposed)

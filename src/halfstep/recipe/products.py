@@ -66,8 +66,10 @@ class LinearSpec:
                 raise RecipeError(f"{name} follows two stateful scalings; give both of its products the same one")
         self._check_estimators()
         for quantizer in (*self.quantizers, *self.states.values()):
-            for known in (quantizer, quantizer.down, quantizer.plain, quantizer.down.plain, quantizer.plain.down):
+            forms = (quantizer, quantizer.down, quantizer.plain, quantizer.down.plain, quantizer.plain.down)
+            for known in (*forms, *[form.inner for form in forms if form.inner is not None]):
                 _ = known.down.down, known.plain, known.steps  # a traced graph cannot take a cached property's lock
+                _ = known.inner, known.down.plain, known.plain.down.down
         _ = self.anew
 
     def _check_estimators(self) -> None:

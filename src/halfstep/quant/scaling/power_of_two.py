@@ -76,6 +76,11 @@ def _rceil(element: Format) -> float:
     return nextafter(frexp(element.max)[0], 1.0)
 
 
+def _below(element: Format) -> float:
+    """floor(log2(amax / max)) + 1: the smallest power of two at which every element stays below the largest value."""
+    return frexp(element.max)[0]
+
+
 def _mantissa_bits(element: Format) -> int:
     return (
         element.mantissa_bits
@@ -90,3 +95,4 @@ floor = PowerOfTwoScaling("floor", _floor)
 ceil = PowerOfTwoScaling("ceil", _ceil)
 even = PowerOfTwoScaling("even", _even)
 rceil = PowerOfTwoScaling("rceil", _rceil)
+below = PowerOfTwoScaling("below", _below)

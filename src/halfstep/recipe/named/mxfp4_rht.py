@@ -1,0 +1,29 @@
+"""MXFP4 in the backward products alone: rotated, and rounded stochastically without clipping."""
+
+from dataclasses import replace
+
+from halfstep.quant import Hadamard, Scales, get_quantizer
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import block
+from halfstep.recipe.high_precision import KEEP
+from halfstep.recipe.products import LinearSpec, Matmul
+from halfstep.recipe.spec import Recipe, Rule
+
+
+_scales = Scales(block(32), get_scaling("three_quarters"))
+_operand = replace(get_quantizer("mxfp4"), scales=_scales, rounding="stochastic")
+_backward = Matmul(_operand, _operand, hadamard=Hadamard(64, "anew"))
+
+mxfp4_rht = Recipe(
+    name="mxfp4-rht",
+    summary="Backward products in MXFP4, all four operands rotated in blocks of 64 and rounded stochastically, three "
+    "quarters of them so that none is clipped; forward products in bf16.",
+    source="Tseng, Yu and Park 2025, Training LLMs with MXFP4, arXiv 2502.20586, and the authors' code",
+    compute="bf16",
+    rules=(*KEEP, Rule("*", LinearSpec(grad_input=_backward, grad_weight=_backward))),
+    notes=(
+        "The signs of the rotation are drawn anew for each product, as the authors' code does.",
+        "A dimension that is no multiple of 64 is filled with zeros, which changes no product.",
+        "Gradients are right on average: what is rounded has no bias, and the transform bounds its variance.",
+    ),
+)
