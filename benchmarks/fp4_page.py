@@ -31,7 +31,9 @@ PAGE = """# FP4 training
 A Llama of {layers} layers of width {width}, {parameters:.1f} million parameters, on the text of Python's own library:
 {steps:,} steps of AdamW on {batch} x {context} bytes, at a peak learning rate of {lr:g}, which was chosen for fp32 and
 is the same for all. It is reached after {warmup} steps, and a cosine takes it to zero; where a case says "at a constant
-rate", it stays. {hours}
+rate", it stays, as it does for the fp32 that the case is compared with.
+
+{hours}
 
 {rule}
 
@@ -93,8 +95,8 @@ def _hours(data: Data) -> str:
         return "No run has ended yet."
     seconds = [run["seconds"] for run in runs]
     return (
-        f"{len(runs)} runs have ended so far, of {sum(seconds) / 3600:.1f} hours in all and {max(seconds) / 60:.0f} "
-        "minutes at most."
+        f"{len(runs)} runs have ended so far, which took {sum(seconds) / 3600:.1f} hours in all and one of them "
+        f"{max(seconds) / 60:.0f} minutes at most, on a machine with neighbours."
     )
 
 

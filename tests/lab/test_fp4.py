@@ -88,12 +88,12 @@ def test_before_a_run_has_ended_the_page_says_so(fp4, tmp_path):
     data = fp4.results(tmp_path / "nowhere")
     page = fp4.page(data)
     assert "No run has ended yet." in page
-    assert "| `mxfp4-plain` |  |  |  | not measured yet |" in page
+    assert "| `nvfp4-plain` |  |  |  | not measured yet |" in page
     fp4.plot(data, tmp_path)
 
 
 def test_a_run_is_named_by_what_moves_its_numbers(fp4):
-    fp32, rounded = fp4.CASES["fp32"], fp4.CASES["mxfp4-plain"]
+    fp32, rounded = fp4.CASES["fp32"], fp4.CASES["nvfp4-plain"]
     recipe = rounded.make()
     name = fp4.identity(rounded, recipe)
     assert fp4.identity(rounded, replace(recipe, name="other", summary="Words.", notes=("More.",))) == name
@@ -126,5 +126,5 @@ def test_a_part_that_a_recipe_does_not_have_cannot_be_taken_away(cases):
 
 
 def test_a_case_that_is_not_there_is_an_error_that_names_the_nearest(fp4):
-    with pytest.raises(SystemExit, match="mxfp4-plain"):
-        fp4.asked_for("mxfp4-plane")
+    with pytest.raises(SystemExit, match="nvfp4-plain"):
+        fp4.asked_for("nvfp4-plane")
