@@ -12,8 +12,7 @@ from halfstep.accounting.works import HEAD, OVERHEADS, PASSES, SPEEDS, Cost, Wor
 
 
 __all__ = [
-    "CHECKPOINTING", "HEAD", "OPTIMIZERS", "OVERHEADS", "PASSES", "SPEEDS", "Account", "Batch", "Cost", "InferenceBytes",
-    "Share",
-    "Subject", "Work", "account", "architectures", "bytes_from", "check_ranks", "cost", "inference", "largest",
-    "load_subject", "share", "speeds_from",
+    "CHECKPOINTING", "HEAD", "OPTIMIZERS", "OVERHEADS", "PASSES", "SPEEDS", "Account", "Batch", "Cost",
+    "InferenceBytes", "Share", "Subject", "Work", "account", "architectures", "bytes_from", "check_ranks", "cost",
+    "inference", "largest", "load_subject", "share", "speeds_from",
 ]  # fmt: skip

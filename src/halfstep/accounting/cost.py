@@ -119,7 +119,7 @@ def _weighed(model: nn.Module, products: Iterable[Product], recipe: Recipe) -> C
         for step, matmul, formed in _steps(product, spec):
             if formed:
                 found[kind, step, _wider(matmul, plain)] += product.multiply_adds
-                for beside, count in _beside(product, step, matmul):
+                for beside, count in _beside(product, step, matmul, spec):
                     found[beside, step, plain] += count
     return found
 
@@ -158,12 +158,20 @@ def _steps(product: Product, spec: LinearSpec) -> tuple[tuple[str, Matmul, bool]
     )
 
 
-def _beside(product: Product, step: str, matmul: Matmul) -> Iterable[tuple[str, int]]:
-    """What one of the three products has beside it, and its multiply-adds."""
+def _beside(product: Product, step: str, matmul: Matmul, spec: LinearSpec) -> Iterable[tuple[str, float]]:
+    """What one of the three products has beside it, and its multiply-adds: a rotation of both operands; of an operand
+    whose clamp is compensated a sparse product, of the share of values that are beyond a quantile; of a weight whose
+    rounding has a derivative one for each element of its gradient."""
     input, weight, output = product.elements
     operands = dict(zip(works.PASSES, (input + weight, output + weight, output + input), strict=True))
     if matmul.hadamard is not None:
         yield works.ROTATIONS, matmul.hadamard.size * operands[step]
+    for quantizer in (matmul.lhs, matmul.rhs):
+        if quantizer is not None and quantizer.clamp is not None and quantizer.clamp.compensation:
+            yield works.REMAINDERS, 2 * (1 - quantizer.clamp.quantile) * product.multiply_adds
+    rounded = spec.output.rhs
+    if step == works.PASSES[2] and rounded is not None and rounded.estimator is not None:
+        yield works.ESTIMATES, weight
 
 
 def _bits(recipe: Recipe) -> int:
