@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -23,6 +23,9 @@ from halfstep.recipe import LinearSpec, Matmul, Recipe, get_recipe
 from halfstep.recipe.high_precision import HEADS
 from halfstep.recipe.stages import starts
 
+
+_Key = tuple[str, str, int]
+"""Kind, pass and bits."""
 
 _FORM_PRODUCTS = frozenset({
     "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "addmv", "einsum", "tensordot", "linear", "bilinear",
@@ -74,10 +77,10 @@ def cost(
         products = Products(model)
         with products.watched():
             data.call(model)
-        found: Counter[tuple[str, str, int]] = Counter()
+        found: dict[_Key, float] = defaultdict(float)
         for share, stage in zip(shares, recipe.by_stage, strict=True):
             for key, count in _weighed(model, products.found, stage).items():
-                found[key] += count * share  # type: ignore[assignment]
+                found[key] += count * share
     if not found:
         raise AccountError(
             f"{subject.name} forms no product of matrices in its forward pass: there is nothing to weigh"
@@ -105,11 +108,11 @@ def _shares(recipe: Recipe, total: int | None) -> list[float]:
     return [(end - start) / ends[-1] for start, end in pairwise(ends)]
 
 
-def _weighed(model: nn.Module, products: Iterable[Product], recipe: Recipe) -> Counter[tuple[str, str, int]]:
+def _weighed(model: nn.Module, products: Iterable[Product], recipe: Recipe) -> dict[_Key, float]:
     """The multiply-adds of all three passes by kind, pass and bits, as that recipe rounds the operands."""
     matched = match(model, recipe, None)
     float32 = wide.find(model, recipe.float32_modules)
-    found: Counter[tuple[str, str, int]] = Counter()
+    found: dict[_Key, float] = defaultdict(float)
     cores: Counter[str] = Counter()
     for product in products:
         kind = _kind(product, model)
