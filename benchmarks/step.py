@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from unit_scaling.transforms import simulate_fp8
 import halfstep
 from halfstep import unit
 from halfstep.lab.models.gpt import GPT, Attention
+from halfstep.quant import Quantizer
+from halfstep.recipe import LinearSpec, Recipe, Rule
 from harness import Contender, race, report
 
 
@@ -28,7 +31,9 @@ _TENSORWISE = {
     "halfstep bf16-mixed": None,
 }
 _BLOCKS = {"torch.autocast bf16": 1.3, "torchao mxfp8, emulated": 1 / 3, "halfstep bf16-mixed": None}
+_TWICE, _NEARLY = {"halfstep bf16-mixed": 2.0}, {"halfstep bf16-mixed": 1.6}
 RECIPES = {"fp8-current": _TENSORWISE, "fp8-delayed": _TENSORWISE, "mxfp8": _BLOCKS, "fp8-block": _BLOCKS}
+RECIPES |= {"fp4-wang": _TWICE, "fp4-wang-msamp": _TWICE, "fp4-wang by histogram": _NEARLY}
 """The peers of each recipe, and at most what share of their time it should take."""
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH, ROUNDS = 6, 384, 6, 256, 8, 9
 
@@ -129,7 +134,24 @@ def plain(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) -> Callab
     return step
 
 
-def prepared(model: nn.Module, tokens: Tensor, recipe: str) -> Callable[[], None]:
+def by_histogram(name: str) -> Recipe:
+    """A recipe with clamps whose quantiles are a histogram's."""
+    recipe = halfstep.get_recipe(name)
+
+    def operand(quantizer: Quantizer | None) -> Quantizer | None:
+        if quantizer is None or quantizer.clamp is None:
+            return quantizer
+        return replace(quantizer, clamp=replace(quantizer.clamp, estimate="histogram"))
+
+    def rule(found: Rule) -> Rule:
+        products = {field.name: getattr(found.linear, field.name) for field in fields(found.linear)}
+        made = {key: replace(p, lhs=operand(p.lhs), rhs=operand(p.rhs)) for key, p in products.items()}
+        return replace(found, linear=LinearSpec(**made))
+
+    return replace(recipe, name=f"{name}-histogram", rules=tuple(map(rule, recipe.rules)))
+
+
+def prepared(model: nn.Module, tokens: Tensor, recipe: str | Recipe) -> Callable[[], None]:
     """The same loop through halfstep.prepare."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -204,7 +226,8 @@ def main() -> None:
         Contender("halfstep.unit_scale", adopted(model, tokens), "torch fp32", 1.05),
     ]
     for recipe, bars in RECIPES.items():
-        step = prepared(model, tokens, recipe)
+        name = recipe.removesuffix(" by histogram")
+        step = prepared(model, tokens, recipe if name == recipe else by_histogram(name))
         for peer, at_most in bars.items():
             contenders.append(Contender(f"halfstep {recipe}", step, peer, at_most))
     question = f"a step of a {size:.1f}M-parameter GPT, {BATCH} x {CONTEXT} tokens"

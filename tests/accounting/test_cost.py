@@ -10,12 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, GPT2LMHeadModel, LlamaForCausalLM
 
 from halfstep import formats
-from halfstep.accounting import HEAD, PASSES, SPEEDS, Batch, Subject, cost, load_subject, speeds_from
+from halfstep.accounting import HEAD, OVERHEADS, PASSES, SPEEDS, Batch, Subject, cost, load_subject, speeds_from
 from halfstep.accounting.subject import loss_of
 from halfstep.errors import AccountError, RecipeError
 from halfstep.lab.models.cnn import CNN
 from halfstep.lab.models.gpt import GPT
-from halfstep.quant import Quantizer, Scales
+from halfstep.quant import Hadamard, Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW
 from halfstep.recipe import AttentionSpec, LinearSpec, Matmul, Recipe, Rule, get_recipe
@@ -82,6 +82,8 @@ TWICE = SPEEDS | {4: 2.0}
         (ALL_FP4, TWICE, 57.11, 57.1),
         (UNROUNDED[0], SPEEDS, 57.11, 57.1),
         (UNROUNDED[1], SPEEDS, 66.6, 66.1),
+        ("fp4-zhou-dgrad-fp8", SPEEDS, 52.3, None),
+        ("fp4-zhou-dgrad-bf16", SPEEDS, 66.6, 66.1),
     ],
 )
 def test_the_table_of_zhou(tried, speeds, percent, published):
@@ -104,6 +106,39 @@ def test_the_speed_up_of_wang():
     assert (sum(flops.values()), core) == (24 * 4096, 4 * 2048)
     core *= 5 / 4
     assert (sum(flops.values()) + core) / (sum(flops.values()) / 4 + core) == pytest.approx(3.12, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("text", "total", "share"),
+    [
+        ("fp4-zhou-dgrad-fp8 until 90%, then bf16-mixed", None, 0.9),
+        ("fp4-zhou-dgrad-fp8 until 90%, then bf16-mixed", 1000, 0.9),
+        ("fp4-zhou-dgrad-fp8 until step 600, then bf16-mixed", 1000, 0.6),
+    ],
+)
+def test_a_recipe_with_stages_costs_the_mean_over_a_run(text, total, share):
+    first, found = cost(LLAMA, "fp4-zhou-dgrad-fp8", sequence=64), cost(LLAMA, text, sequence=64, total_steps=total)
+    assert found.share == pytest.approx(share * first.share + 1 - share)
+    assert found.base == pytest.approx(first.base)
+
+
+def test_stages_of_a_run_of_unknown_length():
+    with pytest.raises(AccountError, match=r"begins at step 600, .*total_steps, --steps"):
+        cost(LLAMA, "fp4-zhou until step 600, then bf16-mixed")
+    with pytest.raises(RecipeError, match="would have no step"):
+        cost(LLAMA, "fp4-zhou until step 600, then bf16-mixed", total_steps=600)
+
+
+def test_rotations_are_beside_the_products():
+    """A Hadamard transform of size 16 multiplies every element of both operands by 16 numbers, in 16 bits."""
+    plain = cost(OURS, ALL_FP4, batch=2)
+    spec = linear(FP4, FP4, FP4)
+    rotated = cost(OURS, recipe(replace(spec, grad_weight=replace(spec.grad_weight, hadamard=Hadamard()))), batch=2)
+    beside = [work for work in rotated.works if work.kind in OVERHEADS]
+    elements = 2 * 33 * 2 * sum(first + second for first, second in ((64, 192), (64, 64), (64, 256), (256, 64)))
+    assert [(work.step, work.bits, work.multiply_adds) for work in beside] == [(PASSES[2], 16, 16 * elements)]
+    assert rotated.time == plain.time + 16 * elements
+    assert (rotated.multiply_adds, rotated.base) == (plain.multiply_adds, plain.base)
 
 
 # ---- products against another counter -------------------------------------------------------------------------------

@@ -60,6 +60,17 @@ def test_as_json(run, model):
     assert data["without_head"]["speed_up"] > data["all"]["speed_up"] > 1
 
 
+def test_stages_and_what_is_beside_products(run, model):
+    args = "--model", model("gpt"), "--batch", "2"
+    code, out, err = run("recipes", "cost", "fp4-zhou until step 5, then bf16-mixed", "--steps", "10", *args)
+    assert (code, err) == (0, "")
+    assert "8 bits, 16 bits" in out
+    code, out, _ = run("recipes", "cost", "nvfp4", *args)
+    assert code == 0
+    line = next(line for line in out.splitlines() if line.startswith("Hadamard transforms"))
+    assert line.split()[2:5] == ["-", "-", "16"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -67,6 +78,7 @@ def test_as_json(run, model):
         (("fp8-current", "--model", "gpt22"), "nearest: gpt2,"),
         (("fp8-current", "--model", "gpt2", "--speeds", "fp16=1,fp8"), "expected widths and speeds"),
         (("fp32", "--model", "gpt2"), "products of 32 bits"),
+        (("fp4-zhou until step 5, then bf16-mixed", "--model", "gpt2"), "--steps"),
         (("fp8-current",), "Missing option '--model'"),
     ],
 )

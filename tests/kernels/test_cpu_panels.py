@@ -96,6 +96,15 @@ def test_odd_sizes(tile, shape, rule, rounding):
         assert_rounds(x, quantizer_of(tile, rule, rounding), seed)
 
 
+def test_two_threads_find_what_one_does():
+    x, found = torch.randn(100, 1000), {}
+    for rule, rounding in (("two_level", "nearest_even"), ("two_level_up", "stochastic"), ("rceil", "stochastic")):
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found[threads] = values(x, quantizer_of(Tile(16, 16), rule, rounding), 3)
+        same_bits(found[1], found[2])
+
+
 @for_each("view", [lambda x: x.t(), lambda x: x[::2, 1::3], lambda x: x[:1].expand(40, -1)])
 @for_each("tile", [Tile(16, 1), Tile(16, 16)])
 @every_rounding

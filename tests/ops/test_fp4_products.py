@@ -11,7 +11,7 @@ import halfstep
 from halfstep import formats, get_recipe, ops
 from halfstep.errors import RecipeError
 from halfstep.ops.window import Window
-from halfstep.quant import Clamp, Estimator, Quantizer, Scales, get_quantizer
+from halfstep.quant import Clamp, Estimator, Hadamard, Quantizer, Scales, get_quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW, TENSOR, Tile
 from halfstep.recipe import AttentionSpec, LinearSpec, Matmul, Recipe, Rule, get_storage, linear_spec
@@ -235,6 +235,10 @@ def test_recurrent_layers_take_the_estimator(kind):
         (lambda q: LinearSpec(grad_input=Matmul(None, q)), "for the weight of the backward product alone"),
         (lambda q: AttentionSpec(linear_spec(weight=q)), "attention with float4_e2m1fn .estimator.*no weights"),
         (lambda q: AttentionSpec(linear_spec(fp4(clamp=Clamp()))), "attention .*clamp 0.99, compensated.*remainder"),
+        (
+            lambda q: LinearSpec(Matmul(fp4(), q, hadamard=Hadamard())),
+            "estimator .* for a weight that .* rotates first",
+        ),
         (lambda q: get_storage(q), "stored with a estimator|stored with an estimator"),
         (lambda q: get_storage(fp4(clamp=Clamp())), "stored with a clamp 0.99, compensated.*operands of products"),
     ],

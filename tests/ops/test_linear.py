@@ -1,12 +1,17 @@
 """A linear layer as three products: nothing rounded is torch's own, rounded is the reference written out."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from families import for_each
 from halfstep import formats, ops, round_to
 from halfstep.kernels import carried
-from halfstep.quant import Quantizer
+from halfstep.ops.operand import operand
+from halfstep.quant import Quantizer, get_quantizer
+from halfstep.quant.tile import block, square
 from halfstep.recipe import LinearSpec, Matmul
 from oracles.numbers import same_bits
 from tiny import assert_same
@@ -76,6 +81,59 @@ def written_out(x, w, b):
     dx = round_to(dy, "e5m2") @ round_to(w, "e4m3fn", "toward_zero")
     dw = round_to(dy, "e5m2", "nearest_away").t() @ round_to(rows, "bf16", "toward_zero")
     return y.view(*x.shape[:-1], 4), dx.view(x.shape), dw, dy.sum(0)
+
+
+@for_each("name, size", [("nvfp4", 16), ("mxfp4", 32), ("mxfp8", 32)])
+@for_each("fan_out, fan_in", [(37, 50), (32, 64), (3, 70)])
+def test_square_tiles_are_rounded_once_for_both_products(name, size, fan_out, fan_in):
+    """Identities on the other side show the weights that each product took, and a second draw would differ."""
+    blocks = replace(get_quantizer(name), rounding="stochastic")
+    tiles = replace(blocks, scales=replace(blocks.scales, tile=square(size)))
+    w = torch.randn(fan_out, fan_in, requires_grad=True)
+    for quantizer in (blocks, tiles):
+        product = Matmul(rhs=quantizer)
+        x = torch.eye(max(fan_out, fan_in), fan_in, requires_grad=True)
+        y = ops.linear(x, w, None, LinearSpec(product, product))
+        (forwards,) = torch.autograd.grad(y, x, torch.eye(len(x), fan_out))
+        assert not torch.equal(y[:fan_in].t(), w)
+        assert torch.equal(forwards[:fan_out], y[:fan_in].t()) == (quantizer is tiles)
+
+
+@for_each("rule", ["two_level", "two_level_up"])
+@for_each("tile", [block(16), square(16)])
+@for_each("dtype", [torch.float32, torch.bfloat16])
+def test_two_levels_of_scales_are_the_reference_written_out(rule, tile, dtype):
+    """The tensors' scales enter the product before its one rounding; a traced graph has the same operands."""
+    quantizer = get_quantizer("nvfp4", scale=rule)
+    quantizer = replace(quantizer, scales=replace(quantizer.scales, tile=tile))
+    product = Matmul(quantizer, quantizer)
+    spec = LinearSpec(product, product, product)
+    x, w, dy = (torch.randn(*shape).to(dtype) for shape in ((37, 50), (21, 50), (37, 21)))
+    found = results_of(spec, x, w, dy)
+    down = quantizer.down
+    pairs = [(x, w.t(), quantizer, down), (dy, w, quantizer, down), (dy.t(), x, quantizer, down)]
+    for actual, (lhs, rhs, one, other) in zip(found, pairs, strict=True):
+        wanted = written(lhs, one) @ written(rhs, other)
+        torch.testing.assert_close(actual.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    same_bits(operand(x.t(), down, torch.float32).values, operand(x, quantizer, torch.float32).values.t())
+    traced = torch.compile(lambda x: parts(operand(x, down, dtype)), backend="aot_eager", fullgraph=True)
+    for actual, wanted in zip(traced(x), parts(operand(x, down, dtype)), strict=True):
+        same_bits(actual, wanted)
+
+
+def parts(one):
+    return one.values, one.scale
+
+
+def results_of(spec, x, w, dy):
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = ops.linear(x, w, None, spec)
+    return y.detach(), *torch.autograd.grad(y, (x, w), dy)
+
+
+def written(x, quantizer):
+    """The values of a matrix in float64, by the reference: of its own view, as if it lay so."""
+    return quantizer.quantize(x.contiguous()).dequantize(torch.float64)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (2, 3, 5), (7, 5)])

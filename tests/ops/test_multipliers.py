@@ -12,6 +12,7 @@ from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried, scaled_mm
 from halfstep.ops.convolution import Window
 from halfstep.ops.operand import Operand
+from halfstep.ops.scale import weighted_sum
 from halfstep.quant import get_accumulator, get_quantizer
 from halfstep.recipe import AttentionSpec, LinearSpec, Matmul, Multiplier, from_data, get_recipe, linear_spec, to_data
 from oracles.numbers import same_bits
@@ -413,3 +414,47 @@ def test_what_cannot_be_scaled_is_an_error():
         ops.scale_forward(torch.arange(3), 2.0)
     with pytest.raises(ModelError, match="expected finite numbers"):
         ops.scale_backward(torch.ones(3), float("nan"))
+
+
+@for_each("dtype", DTYPES)
+def test_a_gradient_is_the_same_where_its_own_derivative_may_be_taken(dtype):
+    x, w, b, grad = tensors(dtype)
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    y = ops.linear(*leaves, TIMES)
+    found, derived = (
+        torch.autograd.grad(y, leaves, grad, retain_graph=True, create_graph=again) for again in (False, True)
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        within = torch.autograd.grad(y, leaves, grad)
+    for one, *others in zip(found, derived, within, strict=True):
+        for other in others:
+            same_bits(one, other.detach())
+
+
+@for_each("dtype", DTYPES)
+@for_each("shapes", [((3, 4), (3, 4)), ((2, 3, 4), (3, 4)), ((3, 1), (3, 4)), ((0, 4), (0, 4))])
+@for_each("weights", [(0.3, 0.7), (0.5, 0.5), (1.0, -2.0)])
+def test_a_weighted_sum_and_the_factors_of_its_gradients(dtype, shapes, weights):
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes)
+    total = weighted_sum(x, y, weights, (2.0, 1.0))
+    expected = weights[0] * x.double() + weights[1] * y.double()
+    close = {"rtol": 3 * EPSILON[dtype], "atol": 3 * EPSILON[dtype]}
+    torch.testing.assert_close(total.double(), expected, **close)
+    grad = torch.randn(total.shape, generator=generator).to(dtype)
+    found = torch.autograd.grad(total, (x, y), grad, retain_graph=True)
+    for one, operand, factor in zip(found, (x, y), (2.0, 1.0), strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(
+            one.double(), factor * grad.double().sum_to_size(operand.shape), rtol=0.02, atol=0.05
+        )
+    assert torch.equal(
+        x, torch.randn(shapes[0], generator=torch.Generator().manual_seed(0)).to(dtype)
+    )  # not written to
+    if shapes[0] == shapes[1] and x.numel():
+        mapped = torch.func.vmap(lambda a: weighted_sum(a, y[0], weights, (2.0, 1.0)))(x)
+        torch.testing.assert_close(mapped[0], total[0], **close)
+        (second,) = torch.autograd.grad(
+            torch.autograd.grad(weighted_sum(x**2, y, weights, (2.0, 1.0)).sum(), x, create_graph=True)[0].sum(), x
+        )
+        torch.testing.assert_close(second, torch.full_like(x, 4.0))  # of 2 x^2

@@ -10,7 +10,7 @@ import halfstep
 from halfstep import formats, get_recipe
 from halfstep.errors import RecipeError
 from halfstep.ops import CodeTensor
-from halfstep.quant import Quantizer, Scales
+from halfstep.quant import Clamp, Estimator, Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.scaling.current import Current
 from halfstep.quant.scaling.delayed import Delayed
@@ -161,6 +161,25 @@ def test_python_modules_and_files(written, tmp_path, monkeypatch):
             get_recipe(name)
 
 
+def test_clamps_and_estimators_are_tables_of_an_operand(written):
+    text = """
+        name = "mine"
+        [[rules]]
+        path = "*"
+        input = {format = "fp4", tile = "row", scale = "current", rounding = "nearest_up", clamp = {quantile = 0.97}}
+        weight = {format = "mxfp4", estimator = {k = 3, cap = "none"}}
+        grad_output = {format = "fp4", tile = "row", scale = "current", clamp = {tile = "row", compensation = false}}
+    """
+    spec = get_recipe(written(text)).rules[-1].linear
+    assert spec.output.lhs.clamp == spec.grad_weight.rhs.clamp == Clamp(0.97)
+    assert spec.output.rhs.estimator == Estimator(3.0, None)
+    assert spec.grad_input.lhs.clamp == Clamp(tile="row", compensation=False)
+    assert spec.output.lhs.rounding == "nearest_up"
+    usual = get_recipe(written(text.replace("{quantile = 0.97}", "{}").replace('{k = 3, cap = "none"}', "{}")))
+    assert usual.rules[-1].linear.output.lhs.clamp == Clamp()
+    assert usual.rules[-1].linear.output.rhs.estimator == Estimator()
+
+
 RULE = 'name = "mine"\n[[rules]]\npath = "a"\n[[rules]]\npath = "*"\n'
 
 
@@ -203,6 +222,12 @@ RULE = 'name = "mine"\n[[rules]]\npath = "a"\n[[rules]]\npath = "*"\n'
             "tile = 'row' found alone; a tile and a scale",
         ),
         (f'{RULE}input = {{format = "e4m3fn", history = 3}}', 6, "unknown key of an operand 'history'"),
+        (f'{RULE}weight = {{format = "fp4", estimator = 5}}', 6, "estimator = 5 found; expected a table"),
+        (f'{RULE}weight = {{format = "fp4", estimator = {{kk = 5}}}}', 6, "unknown key of estimator 'kk'; nearest: k"),
+        (f'{RULE}weight = {{format = "fp4", estimator = {{k = 0.5}}}}', 6, "an estimator with k = 0.5; expected"),
+        (f'{RULE}weight = {{format = "mxfp4", clamp = {{quantile = 2}}}}', 6, "a clamp at quantile 2.0; expected"),
+        (f'{RULE}weight = {{format = "fp4", clamp = {{}}}}', 6, "clamp 0.99, compensated with scales = None"),
+        (f'{RULE}input = {{format = "fp4", estimator = {{}}}}', 4, "estimator k=5 cap=3 for input: expected one for"),
         (
             f'{RULE}[rules.input]\nformat = "e4m3fn"\nscale = "rceil margin=2"',
             8,

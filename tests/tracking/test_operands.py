@@ -5,10 +5,11 @@ import torch
 
 from halfstep import formats, get_quantizer
 from halfstep.ops.operand import operand
-from halfstep.quant import Quantizer, Scales
+from halfstep.quant import Clamp, Quantizer, Scales
+from halfstep.quant.scaling import get_scaling
 from halfstep.quant.scaling.delayed import Delayed
 from halfstep.quant.scaling.fixed import Fixed
-from halfstep.quant.tile import TENSOR
+from halfstep.quant.tile import ROW, TENSOR
 from halfstep.tracking import operand_error, operand_errors
 from tiny import batch, prepared, train
 
@@ -44,7 +45,16 @@ def test_the_error_is_that_of_the_operand(name):
     assert operand_error(x, quantizer)[0] == pytest.approx(float((values - x).norm() / x.norm()), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "mxfp8", "fp8-rowwise-gw-hp"])
+def test_the_error_of_a_clamped_operand_counts_what_is_kept():
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) ** 3
+    row = Scales(ROW, get_scaling("current"))
+    for compensation in (True, False):
+        quantizer = Quantizer(formats.get("fp4"), scales=row, clamp=Clamp(0.97, compensation=compensation))
+        expected = float((quantizer(x) - x).norm() / x.norm())
+        assert operand_error(x, quantizer)[0] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fp4-wang", "fp8-current", "fp8-delayed", "mxfp8", "fp8-rowwise-gw-hp"])
 def test_every_operand_of_a_step_is_seen_and_nothing_changes(name):
     (one, *rest), (two, *others) = prepared(name), prepared(name)
     with operand_errors(one) as rows:

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import pairwise
 
 from torch import nn
 
 from halfstep import formats
+from halfstep.accounting import works
 from halfstep.accounting.account import blank, sequence_of
 from halfstep.accounting.products import CORE, LAYER, Product, Products
 from halfstep.accounting.subject import Subject
+from halfstep.accounting.works import Cost, Work, speed_of
 from halfstep.errors import AccountError
 from halfstep.nn.adapters import wide
 from halfstep.nn.layers import Matched, match
 from halfstep.quant import Quantizer
 from halfstep.recipe import LinearSpec, Matmul, Recipe, get_recipe
 from halfstep.recipe.high_precision import HEADS
+from halfstep.recipe.stages import starts
 
-
-PASSES = "forward", "input gradient", "weight gradient"
-"""The three products of a layer, or of each of attention's two."""
-
-_ATTENTION, _FEED_FORWARD, _CORE = "attention linears", "feed-forward linears", "attention core"
-_LAYERS, _OTHERS, HEAD = "other layers", "other products", "head"
-KINDS = _ATTENTION, _FEED_FORWARD, _LAYERS, _CORE, _OTHERS, HEAD
-"""What products are of, in the order of the report."""
-
-SPEEDS = {16: 1.0, 8: 2.0, 4: 4.0}
-"""Multiply-adds in the time of one in 16 bits, by the bits of the wider operand: as tensor cores are sold."""
-
-BASE = 16
 
 _FORM_PRODUCTS = frozenset({
     "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "addmv", "einsum", "tensordot", "linear", "bilinear",
@@ -42,106 +31,14 @@ _FORM_PRODUCTS = frozenset({
 })  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Work:
-    """Products of one kind in one pass whose wider operand has so many bits."""
-
-    kind: str
-    step: str
-    """One of `PASSES`."""
-    bits: int
-    multiply_adds: int
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a recipe's products take on an architecture, in multiply-adds at 16 bits' speed.
-
-    Nothing here is measured: what rounding costs, memory, communication and the optimizer are left out.
-    """
-
-    recipe: str
-    speeds: Mapping[int, float]
-    works: tuple[Work, ...]
-
-    @property
-    def time(self) -> float:
-        """Of all products."""
-        return sum(work.multiply_adds / speed_of(work.bits, self.speeds) for work in self.works)
-
-    @property
-    def multiply_adds(self) -> int:
-        """Of all products."""
-        return sum(work.multiply_adds for work in self.works)
-
-    @property
-    def base(self) -> float:
-        """The time of the same products with operands in 16 bits."""
-        return self.multiply_adds / speed_of(BASE, self.speeds)
-
-    @property
-    def share(self) -> float:
-        """Of the time of training in 16 bits."""
-        return self.time / self.base
-
-    @property
-    def speed_up(self) -> float:
-        """Over training in 16 bits."""
-        return self.base / self.time
-
-    def without(self, *kinds: str) -> Cost:
-        """The same without products of these kinds, as papers count that leave the head out."""
-        return Cost(self.recipe, self.speeds, tuple(work for work in self.works if work.kind not in kinds))
-
-    def of(self, step: str) -> Cost:
-        """One of `PASSES` alone."""
-        return Cost(self.recipe, self.speeds, tuple(work for work in self.works if work.step == step))
-
-
-def speeds_from(text: str) -> dict[int, float]:
-    """Speeds by the bits of operands, of a text such as `fp16=1,fp8=2,fp4=4`.
-
-    Raises:
-        AccountError: it is not such a text, a width comes twice, or 16 bits are not among them.
-
-    >>> speeds_from("fp16=1,fp8=2,fp4=4")
-    {16: 1.0, 8: 2.0, 4: 4.0}
-    """
-    speeds: dict[int, float] = {}
-    for part in text.split(","):
-        found = re.fullmatch(r"\s*(?:fp|int)?(\d+)\s*=\s*(\d+\.?\d*|\.\d+)\s*", part)
-        if found is None or not float(found[2]) > 0:
-            raise AccountError(f"speed {part.strip()!r} in {text!r}; expected widths and speeds: fp16=1,fp8=2,fp4=4")
-        if int(found[1]) in speeds:
-            raise AccountError(f"{text!r} gives two speeds for {found[1]} bits; give each width once")
-        speeds[int(found[1])] = float(found[2])
-    if BASE not in speeds:
-        raise AccountError(f"{text!r} says nothing of 16 bits, which the others are compared with; add fp16=1")
-    return speeds
-
-
-def speed_of(bits: int, speeds: Mapping[int, float]) -> float:
-    """The speed of products whose wider operand has so many bits: that of the next width that takes it.
-
-    Raises:
-        AccountError: no width takes it.
-    """
-    widths = [width for width in speeds if width >= bits]
-    if not widths:
-        raise AccountError(
-            f"products of {bits} bits, and speeds up to {max(speeds)} bits are given; add what your device makes of "
-            f"them, such as --speeds fp{bits}=0.5,fp16=1,fp8=2,fp4=4"
-        )
-    return speeds[min(widths)]
-
-
 def cost(
     subject: Subject,
     recipe: str | Recipe,
-    speeds: Mapping[int, float] = SPEEDS,
+    speeds: Mapping[int, float] = works.SPEEDS,
     *,
     batch: int = 1,
     sequence: int | None = None,
+    total_steps: int | None = None,
 ) -> Cost:
     """Run the model forward without memory, and weigh every product by the speed of its wider operand.
 
@@ -153,20 +50,19 @@ def cost(
         recipe: a name, a file, or a `Recipe`: one's own too.
         speeds: by bits, as `speeds_from` reads them.
         batch, sequence: as for `account`.
+        total_steps: of the run, for a recipe with stages that begin at a step: its cost is the mean over a run.
 
     Raises:
-        AccountError: a checkpoint, which cannot run; a width without a speed; an operator whose products have no count.
+        AccountError: a checkpoint, which cannot run; a width without a speed; an operator whose products have no count;
+            stages that begin at steps of a run of unknown length.
         RecipeError, ModelError: rules that match no layer; as `account`.
     """
     recipe = get_recipe(recipe)
-    if recipe.stages:
-        raise AccountError(
-            f"recipe {recipe.name!r} has stages, and each costs its own: ask for one of them; a run takes the mean of "
-            "their shares, weighted by their steps"
-        )
     if subject.batch is None:
         raise AccountError(f"{subject.name}: a checkpoint alone cannot be run; give its config.json, or its folder")
-    for name in sorted(_FORM_PRODUCTS & set(recipe.float32_functions)):
+    shares = _shares(recipe, total_steps)
+    functions = {name for stage in recipe.by_stage for name in stage.float32_functions}
+    for name in sorted(_FORM_PRODUCTS & functions):
         raise AccountError(
             f"recipe {recipe.name!r} takes {name} in float32, and which of the model's products it forms cannot be "
             "seen; leave it out of float32_functions, or name its modules in float32_modules"
@@ -178,16 +74,35 @@ def cost(
         products = Products(model)
         with products.watched():
             data.call(model)
-        found = _weighed(model, products.found, recipe)
+        found: Counter[tuple[str, str, int]] = Counter()
+        for share, stage in zip(shares, recipe.by_stage, strict=True):
+            for key, count in _weighed(model, products.found, stage).items():
+                found[key] += count * share  # type: ignore[assignment]
     if not found:
         raise AccountError(
             f"{subject.name} forms no product of matrices in its forward pass: there is nothing to weigh"
         )
-    order = {name: place for place, name in enumerate((*KINDS, *PASSES))}
-    works = sorted((Work(*key, count) for key, count in found.items()), key=lambda w: (order[w.kind], order[w.step]))
-    for work in works:
+    places = (*works.KINDS, *works.OVERHEADS, *works.PASSES)
+    order = {name: place for place, name in enumerate(places)}
+    made = sorted((Work(*key, count) for key, count in found.items()), key=lambda w: (order[w.kind], order[w.step]))
+    for work in made:
         speed_of(work.bits, speeds)
-    return Cost(recipe.name, dict(speeds), tuple(works))
+    return Cost(recipe.name, dict(speeds), tuple(made))
+
+
+def _shares(recipe: Recipe, total: int | None) -> list[float]:
+    """Of a run's steps, those of each stage."""
+    if not recipe.stages:
+        return [1]
+    if total is None and not all(stage.is_fraction for stage in recipe.stages):
+        first = next(stage for stage in recipe.stages if not stage.is_fraction)
+        raise AccountError(
+            f"recipe {recipe.name!r}: its stage {first.recipe.name!r} begins at {first.when}, and of how many is not "
+            "said; give the run's length (total_steps, --steps)"
+        )
+    found = starts(recipe.name, recipe.stages, total)
+    ends = [0.0, *(stage.start for stage in recipe.stages), 1.0] if total is None else [0, *(found or ()), total]
+    return [(end - start) / ends[-1] for start, end in pairwise(ends)]
 
 
 def _weighed(model: nn.Module, products: Iterable[Product], recipe: Recipe) -> Counter[tuple[str, str, int]]:
@@ -199,11 +114,13 @@ def _weighed(model: nn.Module, products: Iterable[Product], recipe: Recipe) -> C
     for product in products:
         kind = _kind(product, model)
         spec = _spec(product, kind, matched, recipe, cores[product.path])
-        cores[product.path] += kind == _CORE
+        cores[product.path] += kind == works.CORE
         plain = 32 if any(_within(product.path, path) for path in float32) else _bits(recipe)
         for step, matmul, formed in _steps(product, spec):
             if formed:
                 found[kind, step, _wider(matmul, plain)] += product.multiply_adds
+                for beside, count in _beside(product, step, matmul):
+                    found[beside, step, plain] += count
     return found
 
 
@@ -212,33 +129,41 @@ def _kind(product: Product, model: nn.Module) -> str:
     path = product.path.lower()
     attention = "attn" in path or "attention" in path
     if product.kind != LAYER:
-        return _CORE if product.kind == CORE or attention else _OTHERS
+        return works.CORE if product.kind == CORE or attention else works.OTHERS
     module = model.get_submodule(product.path)
     if isinstance(module, nn.Embedding) or any(fnmatchcase(product.path, head) for head in HEADS):
-        return HEAD
+        return works.HEAD
     if attention or isinstance(module, nn.MultiheadAttention):
-        return _ATTENTION
+        return works.ATTENTION
     linear = not isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.rnn.RNNCellBase))
-    return _FEED_FORWARD if linear and any(part.isdigit() for part in path.split(".")) else _LAYERS
+    return works.FEED_FORWARD if linear and any(part.isdigit() for part in path.split(".")) else works.LAYERS
 
 
 def _spec(product: Product, kind: str, matched: Matched, recipe: Recipe, index: int) -> LinearSpec:
     """How the recipe rounds a product's operands: the first of attention's two is that of its scores."""
     if product.kind == LAYER:
         return matched.specs.get(product.path, LinearSpec())
-    if kind == _CORE and recipe.attention is not None and product.path in matched.attends:
+    if kind == works.CORE and recipe.attention is not None and product.path in matched.attends:
         return recipe.attention.mix if index % 2 else recipe.attention.scores
     return LinearSpec()
 
 
 def _steps(product: Product, spec: LinearSpec) -> tuple[tuple[str, Matmul, bool], ...]:
     """The three products: their operands, and whether they are formed."""
-    forward, of_input, of_weight = PASSES
+    forward, of_input, of_weight = works.PASSES
     return (
         (forward, spec.output, True),
         (of_input, spec.grad_input, product.input_grad),
         (of_weight, spec.grad_weight, product.weight_grad),
     )
+
+
+def _beside(product: Product, step: str, matmul: Matmul) -> Iterable[tuple[str, int]]:
+    """What one of the three products has beside it, and its multiply-adds."""
+    input, weight, output = product.elements
+    operands = dict(zip(works.PASSES, (input + weight, output + weight, output + input), strict=True))
+    if matmul.hadamard is not None:
+        yield works.ROTATIONS, matmul.hadamard.size * operands[step]
 
 
 def _bits(recipe: Recipe) -> int:

@@ -32,8 +32,8 @@ class Product:
     kind: str
     """`LAYER`, `CORE` (where torch's attention forms it) or `OTHER`."""
     multiply_adds: int
-    elements: tuple[int, int]
-    """Of the input, or of q; and of the weight, or of k."""
+    elements: tuple[int, int, int]
+    """Of the input, or of q; of the weight, or of k; of the output."""
     input_grad: bool
     weight_grad: bool
 
@@ -88,14 +88,16 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         return result
 
-    def _product(self, left: Tensor, right: Tensor, multiply_adds: int, kind: str, pairs: int | None = None) -> Product:
+    def _product(
+        self, left: Tensor, right: Tensor, outputs: int, multiply_adds: int, kind: str, inputs: int | None = None
+    ) -> Product:
         path, trains = self._stack[-1]
         owners = self._owners.get(_memory(right))
-        if owners is None and pairs is None and (owners := self._owners.get(_memory(left))) is not None:
+        if owners is None and inputs is None and (owners := self._owners.get(_memory(left))) is not None:
             left, right = right, left
         if owners is not None:
             path, kind = path if path in owners else owners[0], LAYER
-        elements = left.numel() if pairs is None else pairs, right.numel()
+        elements = left.numel() if inputs is None else inputs, right.numel(), outputs
         grads = trains and left.requires_grad, trains and right.requires_grad
         return Product(path, kind, multiply_adds, elements, *grads)
 
@@ -106,7 +108,8 @@ def _memory(tensor: Tensor) -> int:
 
 
 _Found = list[tuple[Any, ...]]
-"""Left operand, right operand, multiply-adds, kind; and the elements of the left one, where no tensor has them."""
+"""Left operand, right operand, elements of the product, multiply-adds, kind; and the elements of the left operand,
+where no tensor has them."""
 _Count = Callable[[tuple[Any, ...], Any], _Found]
 
 
@@ -115,7 +118,7 @@ def _matrices(first: int) -> _Count:
 
     def count(args: tuple[Any, ...], result: Any) -> _Found:
         left, right = args[first : first + 2]
-        return [(left, right, result.numel() * left.shape[-1], OTHER)]
+        return [(left, right, result.numel(), result.numel() * left.shape[-1], OTHER)]
 
     return count
 
@@ -124,7 +127,7 @@ def _convolution(args: tuple[Any, ...], result: Any) -> _Found:
     """Places of the output, or of the input of a transposed one, times the weight's window."""
     x, weight, transposed = args[0], args[1], args[6]
     places = math.prod((x if transposed else result).shape[2:])
-    return [(x, weight, x.shape[0] * places * weight.numel(), LAYER)]
+    return [(x, weight, result.numel(), x.shape[0] * places * weight.numel(), LAYER)]
 
 
 def _attention(args: tuple[Any, ...], result: Any) -> _Found:
@@ -132,16 +135,18 @@ def _attention(args: tuple[Any, ...], result: Any) -> _Found:
     query, key, value = args[:3]
     pairs = math.prod(query.shape[:-1]) * key.shape[-2]
     weights = query if query.requires_grad else key
-    scores = (query, key, pairs * query.shape[-1], CORE)
-    return [scores, (weights, value, pairs * value.shape[-1], CORE, pairs)]
+    scores = (query, key, pairs, pairs * query.shape[-1], CORE)
+    outputs = math.prod(query.shape[:-1]) * value.shape[-1]
+    return [scores, (weights, value, outputs, pairs * value.shape[-1], CORE, pairs)]
 
 
 def _recurrent(args: tuple[Any, ...], result: Any) -> _Found:
     """One direction of one layer, (time, batch, in): the input's product, and the state's, which hangs on weights."""
     x, of_input, of_state = args[:3]
     steps, state = x.shape[0] * x.shape[1], next((each for each in args[:3] if each.requires_grad), x)
-    of_states = (state, of_state, steps * of_state.numel(), LAYER, steps * of_state.shape[-1])
-    return [(x, of_input, steps * of_input.numel(), LAYER), of_states]
+    outputs = steps * of_state.shape[0]
+    of_states = (state, of_state, outputs, steps * of_state.numel(), LAYER, steps * of_state.shape[-1])
+    return [(x, of_input, outputs, steps * of_input.numel(), LAYER), of_states]
 
 
 _COUNTS: dict[Any, _Count] = {

@@ -27,6 +27,9 @@ def cost(
     seq: Annotated[
         int | None, typer.Option(min=1, help="Tokens in an example. Left out: what the model takes, at most 2048.")
     ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Of the run, for a recipe whose stages begin at a step.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: multiply-adds.")] = False,
 ) -> None:
     """The theoretical speed-up of RECIPE over training in 16 bits, from its products alone; nothing is measured."""
@@ -36,7 +39,7 @@ def cost(
         from halfstep.accounting import cost as cost_of
 
         given, subject = speeds_from(speeds), load_subject(model)
-        made = cost_of(subject, recipe, given, batch=batch, sequence=seq)
+        made = cost_of(subject, recipe, given, batch=batch, sequence=seq, total_steps=steps)
     body = made.without(HEAD)
     tokens = seq or subject.sequence
     if as_json:
@@ -67,9 +70,12 @@ def _show(made: Cost, body: Cost) -> None:
 
 def _row(kind: str, made: Cost, works: list[Any]) -> tuple[str, ...]:
     """A line of one kind of products: its share of the multiply-adds, the bits in each pass, its time."""
-    from halfstep.accounting import PASSES, Cost
+    from halfstep.accounting import OVERHEADS, PASSES, Cost
 
     part = Cost(made.recipe, made.speeds, tuple(works))
-    widths = [", ".join(f"{work.bits} bits" for work in works if work.step == step) or "-" for step in PASSES]
+    bits = [sorted({work.bits for work in works if work.step == step}) for step in PASSES]
+    widths = [", ".join(f"{width} bits" for width in each) or "-" for each in bits]
+    if kind in OVERHEADS:
+        return (kind, "", *widths, f"{part.time / made.base:.1%}", "")
     share = part.multiply_adds / made.multiply_adds
     return (kind, f"{share:.1%}", *widths, f"{part.share:.1%}", f"{part.speed_up:.2f}")

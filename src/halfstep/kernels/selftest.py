@@ -25,6 +25,7 @@ from halfstep.kernels.cpu import (
     dequantize,
     panels,
     posit,
+    rotated,
     tiles,
 )
 from halfstep.kernels.cpu.arrays import array
@@ -174,6 +175,20 @@ def _panels(name: str) -> Iterator[Case]:
                 yield quantizer.quantize(x, seed).dequantize(), out, x, _words(x, str(tile), rounding)
 
 
+def _rotated(name: str) -> Iterator[Case]:
+    """Each size of block, along a matrix's rows and down its columns."""
+    for size, dim in itertools.product((2, 16, 64), (0, 1)):
+        x, signs = hard(33 * 47, getattr(torch, name)).view(33, 47).nan_to_num(1.0), quant.Hadamard(size, 5).signs()
+        x = torch.where(x.abs() < 1e30, x, 1.0)
+        if rotated.supports(x, signs, dim):
+            yield (
+                quant.rotate(x, signs, dim),
+                rotated.run(x, signs, dim),
+                torch.empty(0),
+                _words(x, f"blocks of {size}"),
+            )
+
+
 def _posit(name: str) -> Iterator[Case]:
     format = formats.get(name, Posit)
     for size in SIZES:
@@ -310,6 +325,7 @@ _TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str], Iterator[Case]]], ...]
     ("amax", ("float32", "bfloat16", "float16"), _amax),
     ("tiles", _FORMATS[:4], _tiles),
     ("panels", ("rceil", "two_level", "two_level_up"), _panels),
+    ("rotated", ("float32", "bfloat16"), _rotated),
     ("posit", _POSITS, _posit),
     ("codes", (*_FORMATS, "nf4"), _codes),
     ("blocks", _BLOCKS, _blocks),

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from halfstep.errors import RecipeError
-from halfstep.ops.function import is_derived
 
 
 _REMEDY = (
@@ -46,7 +45,7 @@ def once(form: Callable[..., Any], *inputs: Any) -> Any:
     """
     if torch.compiler.is_compiling():  # a traced graph refuses second derivatives itself
         return form(*inputs)
-    if not is_derived():
+    if not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():  # nobody will take it
         return form(*inputs)
     return _Gradients.apply(form, *inputs)  # type: ignore[no-untyped-call]
 

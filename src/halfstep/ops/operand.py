@@ -12,11 +12,11 @@ from halfstep.errors import RecipeError
 from halfstep.formats import Format
 from halfstep.kernels import carried, scaled_mm
 from halfstep.kernels.cpu import clamp_operators as operators
-from halfstep.kernels.cpu.operators import without_tensor_scale
+from halfstep.kernels.cpu.operators import rotate, without_tensor_scale
 from halfstep.ops.casts import Quantized, amax_of, quantize, round_scaled, values, values_noted
 from halfstep.ops.remainder import Remainder, bounds_of, remainder
 from halfstep.ops.rows import rounded_rows
-from halfstep.quant import Clamp, Quantizer, Scales, Scaling, Tile, rotate
+from halfstep.quant import Clamp, Quantizer, Scales, Scaling, Tile
 from halfstep.quant.hadamard import ANEW
 from halfstep.quant.scaling import StatefulScaling, get_scaling
 from halfstep.quant.tile import ROW, TENSOR

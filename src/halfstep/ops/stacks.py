@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import carried
+from halfstep.kernels.cpu.operators import rotate
 from halfstep.ops.function import run
 from halfstep.ops.matmul import accumulated
 from halfstep.ops.once import Backwards, Once, once
 from halfstep.ops.operand import Operand, operand, signs_of
 from halfstep.ops.plain import factors_of, matrix, plain_stacked
-from halfstep.quant import rotate
 from halfstep.recipe import LinearSpec, Matmul
 
 

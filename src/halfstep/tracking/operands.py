@@ -38,11 +38,16 @@ class OperandError:
 
 
 def operand_error(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> tuple[float, float, float]:
-    """Relative error, saturated share and flushed share of a matrix (rows, columns) rounded so.
+    """Relative error, saturated share and flushed share of a matrix (rows, columns) rounded so; after its clamp, and
+    with what that keeps.
 
     Takes the reference path, in float32, and changes no state.
     """
     wide, format, scales = as_rows(x.detach()).float(), quantizer.format, quantizer.scales
+    whole, beyond = wide, torch.zeros(())
+    if quantizer.clamp is not None:
+        wide, beyond = quantizer.clamp.parts(wide, quantizer.clamp.bounds(wide))
+        beyond = beyond if quantizer.clamp.compensation else torch.zeros(())
     if scales is None:
         ratio, back = wide, torch.ones(())
     elif isinstance(scales.rule, StatefulScaling):
@@ -57,9 +62,9 @@ def operand_error(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) 
         back = tile.spread(rule.multiplier(stored, format), *wide.shape)
     rounded = quant.round_to(ratio, format)
     total, nonzero = max(wide.numel(), 1), max(int((wide != 0).sum()), 1)
-    norm = float(wide.norm()) or 1.0
+    norm = float(whole.norm()) or 1.0
     return (
-        float((rounded * back - wide).norm()) / norm,
+        float((rounded * back + beyond - whole).norm()) / norm,
         int((ratio.abs() > format.max).sum()) / total,
         int(((rounded == 0) & (wide != 0)).sum()) / nonzero,
     )

@@ -18,8 +18,8 @@ from halfstep.unit.constraint import Constraint, get_constraint
 
 
 _aten: Any = torch.ops.aten
-NAMES = ("gelu", "gelu_tanh", "silu", "relu", "tanh", "sigmoid")
-"""The activations of one tensor, by name."""
+IN_PLACE = ("gelu", "gelu_tanh", "silu", "relu")
+"""Activations whose gradients take their input, or the sign of their result, which may be multiplied where it lies."""
 
 
 def gelu(
@@ -88,7 +88,7 @@ def _activation(x: Tensor, name: str, mult: float, constraint: str | Constraint 
 
 
 def times(x: Tensor, name: str, output: float, grad: float, mult: float = 1.0) -> Tensor:
-    """The activation of that name, one of `NAMES`, at mult x, times `output`; its slope there, times `grad`, is its
+    """The activation of that name, torch's, at mult x, times `output`; its slope there, times `grad`, is its
     gradient."""
     return run(_Activation, x, name, mult, output, grad)  # type: ignore[no-any-return]
 

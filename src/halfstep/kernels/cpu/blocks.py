@@ -106,8 +106,8 @@ def run_values(
         return bool((found & TINY).any())
     if rule.two_level:
         ruled = two_level.rule_of(x, format, scales, tensor_scale)
-        apart, keys = two_level.apart(format, seed, out, tensor_scale), seed_keys(seed)
-        _two_level_values(x.numel(), array(x), levels(tile), ruled, apart, array(out), numbers, cuts, keys)
+        given = array(x), levels(tile), *ruled, *two_level.apart(format, seed, out, tensor_scale)
+        _two_level_values(x.numel(), *given, array(out), numbers, cuts, seed_keys(seed))
         return True
     stored: Any = np.empty(x.numel() // tile.columns, np.float32 if rule.quotient else np.uint16)
     _quantise(x, format, scales, (array(out), numbers, None, cuts, None), stored, None, seed)
@@ -132,7 +132,7 @@ def _quantise(
         _absmax_bf16(x.numel(), array(x), stored, above, largest, *target, keys)
     else:
         ruled = two_level.rule_of(x, element, scales, tensor_scale)
-        _two_level(x.numel(), array(x), stored, above, ruled, *two_level.scalars(), *target, keys)
+        _two_level(x.numel(), array(x), stored, above, *ruled, *two_level.scalars(), *target, keys)
 
 
 @cache
@@ -224,13 +224,13 @@ def _absmax_bf16(x, stored, levels, largest, out, numbers, codes, cuts, shifts, 
 
 
 @Kernel
-def _two_level(x, stored, levels, rule, scale_numbers, scale_codes, out, numbers, codes, cuts, shifts, seed):
+def _two_level(x, stored, levels, whole, rule, up, scale_numbers, scale_codes, out, numbers, codes, cuts, shifts, seed):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
         amax = block_maxima(x[a:b], len(levels))
         divisor, scale = np.empty(amax.size, np.float32), np.empty(amax.size, np.float32)
-        tile_scales(amax, divisor, scale, rule)
+        tile_scales(amax, divisor, scale, whole, rule, up)
         note_codes(scale, stored[a >> len(levels) : b >> len(levels)], scale_numbers, scale_codes)
         part = place(out, a, b, shifts)
         divided(x[a:b], divisor, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
@@ -238,15 +238,15 @@ def _two_level(x, stored, levels, rule, scale_numbers, scale_codes, out, numbers
 
 
 @Kernel
-def _two_level_values(x, levels, rule, apart, out, numbers, cuts, seed):
+def _two_level_values(x, levels, whole, rule, up, apart, steps, out, numbers, cuts, seed):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
         amax = block_maxima(x[a:b], len(levels))
         divisor, scale = np.empty(amax.size, np.float32), np.empty(amax.size, np.float32)
-        tile_scales(amax, divisor, scale, rule)
+        tile_scales(amax, divisor, scale, whole, rule, up)
         keys = chunk_keys(seed, chunk)
         if apart is None:
             divided(x[a:b], divisor, levels, out[a:b], numbers, None, cuts, keys)
         else:
-            divided_apart(x[a:b], divisor, scale, levels, out[a:b], numbers, apart[0], cuts, keys)
+            divided_apart(x[a:b], divisor, scale, levels, out[a:b], numbers, steps, cuts, keys)

@@ -137,7 +137,7 @@ class CastErrors:
             _absmax(amax.size, amax, largest, scale)
         elif isinstance(rule, TwoLevel):
             whole = rule.tensor_scale(torch.tensor(float(self._amax)), self._quantizer.format)
-            _two_level(amax.size, amax, two_level.given(self._quantizer.format, rule, whole), scale)
+            _two_level(amax.size, amax, *two_level.given(self._quantizer.format, rule, whole), scale)
         else:
             _power(amax.size, amax, scales.power_scalars(self._quantizer.format, rule), scale)
         if run in _LEVELS:
@@ -199,11 +199,11 @@ def _absmax(amax, largest, scale):
 
 
 @Kernel
-def _two_level(amax, rule, scale):
+def _two_level(amax, whole, rule, up, scale):
     for chunk in numba.prange((amax.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, amax.size)
-        tile_scales(amax[a:b], scale[a:b], np.empty(b - a, np.float32), rule)
+        tile_scales(amax[a:b], scale[a:b], np.empty(b - a, np.float32), whole, rule, up)
         _to_divide(amax[a:b], scale[a:b])
 
 

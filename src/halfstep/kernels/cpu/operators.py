@@ -13,7 +13,19 @@ from torch import Tensor
 
 from halfstep import formats, quant
 from halfstep.formats import Format, Posit
-from halfstep.kernels.cpu import accumulate, blocks, cast, codebook, codes, columns, dequantize, panels, posit, tiles
+from halfstep.kernels.cpu import (
+    accumulate,
+    blocks,
+    cast,
+    codebook,
+    codes,
+    columns,
+    dequantize,
+    panels,
+    posit,
+    rotated,
+    tiles,
+)
 from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile, draw_seed
 from halfstep.quant.cast import no_code_for_nan, no_such_code
 from halfstep.quant.pack import pack, unpack
@@ -139,6 +151,13 @@ def dequantize_into(quantized: Quantized, out: Tensor) -> None:
         tiles.run_decode(quantized, out, scales)
     elif not blank(quantized.codes, out):
         quant.Quantized.dequantize(quantized, out.dtype, out)
+
+
+def rotate(x: Tensor, signs: Tensor, dim: int = -1) -> Tensor:
+    """`quant.rotate`."""
+    if not torch.compiler.is_compiling() and rotated.supports(x := x.contiguous(), signs, dim):
+        return rotated.run(x, signs, dim)
+    return quant.rotate(x, signs, dim)
 
 
 def without_tensor_scale(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -73,7 +73,7 @@ def run_values(
         return bool((found & TINY).any())
     ruled = two_level.rule_of(x, format, scales, tensor_scale)
     apart = two_level.apart(format, seed, out, tensor_scale)
-    _two_level(*matrix, ruled, apart, found, array(out), numbers, keys)
+    _two_level(*matrix, *ruled, *apart, found, array(out), numbers, keys)
     return True
 
 
@@ -118,7 +118,7 @@ def _stepped(x, first, columns, tall, size, shift, steps, out):
 
 
 @inner
-def _divided_row(x, row, start, stop, divisor, scale, apart, out, numbers, keys, place):
+def _divided_row(x, row, start, stop, divisor, scale, apart, steps, out, numbers, keys, place):
     """Elements `start` to `stop` of a row, the first of which is number `place` of its chunk."""
     for i in range(np.uintp(start), np.uintp(stop)):
         j = np.uintp(row) + i
@@ -126,23 +126,23 @@ def _divided_row(x, row, start, stop, divisor, scale, apart, out, numbers, keys,
             out[j] = element(x[j], divisor[i], numbers, None, None, keys, np.uintp(place) + i, out[j])
         else:
             index = np.uintp(place) + i
-            out[j] = element_apart(x[j], divisor[i], scale[i], numbers, apart[0], None, keys, index, out[j])
+            out[j] = element_apart(x[j], divisor[i], scale[i], numbers, steps, None, keys, index, out[j])
 
 
 @inner
-def _divided(x, first, columns, tall, size, divisor, scale, apart, out, numbers, seed):
+def _divided(x, first, columns, tall, size, divisor, scale, apart, steps, out, numbers, seed):
     for r in range(tall):
         row = first + r * columns
         if seed is None:
-            _divided_row(x, row, 0, size, divisor, scale, apart, out, numbers, None, 0)
+            _divided_row(x, row, 0, size, divisor, scale, apart, steps, out, numbers, None, 0)
         else:  # noise has other keys from the next chunk on
             chunk = row // CHUNK
             cut = min(size, (chunk + 1) * CHUNK - row)
             keys, place = chunk_keys(seed, chunk), row - chunk * CHUNK
-            _divided_row(x, row, 0, cut, divisor, scale, apart, out, numbers, keys, place)
+            _divided_row(x, row, 0, cut, divisor, scale, apart, steps, out, numbers, keys, place)
             if cut < size:
                 keys = chunk_keys(seed, chunk + 1)
-                _divided_row(x, row, cut, size, divisor, scale, apart, out, numbers, keys, -cut)
+                _divided_row(x, row, cut, size, divisor, scale, apart, steps, out, numbers, keys, -cut)
 
 
 @Kernel
@@ -156,9 +156,9 @@ def _power(x, columns, high, wide, rule, steps, found, out, numbers, seed):
         noted = note_scales(largest, rule, steps, scale, shift)
         found[part] = noted
         if seed is not None:
-            _divided(x, first, columns, tall, size, _spread(scale, wide), None, None, out, numbers, seed)
+            _divided(x, first, columns, tall, size, _spread(scale, wide), None, None, None, out, numbers, seed)
         elif noted & FAR:
-            _divided(x, first, columns, tall, size, _spread(scale, wide), None, None, out, numbers, None)
+            _divided(x, first, columns, tall, size, _spread(scale, wide), None, None, None, out, numbers, None)
         else:
             _stepped(x, first, columns, tall, size, _spread(shift, wide), steps, out)
 
@@ -170,7 +170,7 @@ def _to_bits(stored, bits):
 
 
 @Kernel
-def _two_level(x, columns, high, wide, rule, apart, found, out, numbers, seed):
+def _two_level(x, columns, high, wide, whole, rule, up, apart, steps, found, out, numbers, seed):
     rows, across = x.size // columns, (columns + _WIDTH - 1) // _WIDTH
     for part in numba.prange(found.size):
         row, a = part // across * high, part % across * _WIDTH
@@ -179,6 +179,6 @@ def _two_level(x, columns, high, wide, rule, apart, found, out, numbers, seed):
         amax = np.empty(largest.size, np.uint32)
         _to_bits(largest, amax)
         divisor, scale = np.empty(amax.size, np.float32), np.empty(amax.size, np.float32)
-        tile_scales(amax, divisor, scale, rule)
+        tile_scales(amax, divisor, scale, whole, rule, up)
         divisor, scale = _spread(divisor, wide), _spread(scale, wide)
-        _divided(x, first, columns, tall, size, divisor, scale, apart, out, numbers, seed)
+        _divided(x, first, columns, tall, size, divisor, scale, apart, steps, out, numbers, seed)

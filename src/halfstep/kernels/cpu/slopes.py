@@ -72,7 +72,7 @@ def run(grad: Tensor, x: Tensor, factor: Tensor, high: int, wide: int, format: F
 @lanes(types.float32)
 def _times(grad, value, factor, grid, numbers):
     g, (exponent, share, cap, smallest) = Grid(*grid), numbers
-    scaled = (bits_of(value).float() * factor).bits()
+    scaled = factor.is_nan().pick(factor.constant(0.0), bits_of(value).float() * factor).bits()  # of a lost tile
     magnitude = scaled & MAGNITUDE
     inside = magnitude.min(g.largest)
     binade = (inside & INFINITY).max(g.lowest)

@@ -50,12 +50,12 @@ def given(format: Format, rule: TwoLevel, scale: Tensor) -> Any:
     return (np.float32(format.max), np.float32(scale)), scalars()[0], np.uint32(not rule.clips)
 
 
-def apart(format: Format, seed: int | None, out: Tensor, tensor_scale: Tensor | None) -> Any:
-    """For values without the tensor's scale, what `divided.element_apart` rounds by; None for values with it."""
+def apart(format: Format, seed: int | None, out: Tensor, tensor_scale: Tensor | None) -> tuple[Any, Any]:
+    """Whether values are without the tensor's scale (None, or a number); and what `divided.element_apart` rounds by."""
     if tensor_scale is None:
-        return None
+        return None, None
     assert out.dtype == torch.float32 or format.significant_bits + E4M3_BITS <= 8  # `out` holds the products exactly
-    return (powers.unscaled(format) if seed is None else None,)
+    return np.uint32(1), powers.unscaled(format) if seed is None else None
 
 
 # ---- lanes ---------------------------------------------------------------------------------------------------------
@@ -88,13 +88,12 @@ def times(one, other):
 
 
 @inner
-def tile_scales(amax, divisor, scale, rule):
+def tile_scales(amax, divisor, scale, whole, numbers, up):
     """Of tiles with these maxima: their numbers of E4M3, and these times the tensor's scale."""
-    (largest, whole), numbers, up = rule
     for i in range(amax.size):
-        scale[i] = tile_scale(amax[i], largest, whole, numbers, up)
+        scale[i] = tile_scale(amax[i], whole[0], whole[1], numbers, up)
     for i in range(amax.size):
-        divisor[i] = times(scale[i], whole)
+        divisor[i] = times(scale[i], whole[1])
 
 
 @inner

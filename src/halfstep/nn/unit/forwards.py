@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError
 from halfstep.nn.unit.steps import Own
 from halfstep.ops.scale import scale_backward, scaled
-from halfstep.unit.activations import NAMES, times
+from halfstep.unit.activations import IN_PLACE, times
 
 
 UNIT = "_halfstep_unit"
@@ -82,7 +82,7 @@ class Unsaved:
 def one_input(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """An embedding's lookup, or a function of each element: both of its factors are its output's."""
     plan: Whole = vars(module)[UNIT]
-    if plan.name in NAMES:
+    if plan.name in IN_PLACE:
         x: Tensor = args[0] if args else next(iter(kwargs.values()))
         return times(x, plan.name, plan.alpha, plan.backward[0])
     return scaled(stock(module, *args, **kwargs), plan.alpha, plan.backward[0])

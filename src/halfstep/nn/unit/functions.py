@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from halfstep.unit.activations import NAMES
+from halfstep.unit.activations import IN_PLACE
 
 
 _NAMES = {
@@ -66,21 +66,19 @@ def canonical(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
 
 
 def activation(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Which of `unit.activations` a call of an elementwise function is, where it is one of them and writes nothing."""
-    if kwargs.get("approximate", "none") == "tanh":
-        name = f"{name}_tanh"
-    return (
-        name
-        if name in NAMES and len(args) == 1 and not any(kwargs[key] for key in kwargs.keys() - {"approximate"})
-        else None
-    )
+    """Which of `unit.activations.IN_PLACE` a call of an elementwise function is, where it is one of them."""
+    named = f"{name}_tanh" if kwargs.get("approximate") == "tanh" else name
+    alone = len(args) == 1 and kwargs.keys() <= {"approximate", "inplace"}
+    return named if alone and named in IN_PLACE else None
 
 
-def is_in_place(func: Callable[..., Any]) -> bool:
+def is_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether it writes to its first argument."""
     name = raw_name(func)
-    return name in ("__iadd__", "__isub__", "__imul__", "__itruediv__") or (
-        name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    return (
+        bool(kwargs.get("inplace"))
+        or name in ("__iadd__", "__isub__", "__imul__", "__itruediv__")
+        or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
     )
 
 

@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from halfstep.nn.adapters import conv1d, convolution, linear
 from halfstep.nn.attention import DotProductAttention
-from halfstep.unit.activations import NAMES, value
+from halfstep.unit.activations import IN_PLACE, value
 
 
 PRODUCTS = (linear, conv1d, convolution)
@@ -39,7 +39,7 @@ class Leaf:
     """Which: of norms `layer_norm`, `rms_norm`, `group_norm` or `batch_norm`."""
     eps: float = 0.0
     activation: str = ""
-    """Which of `unit.activations` it computes, where it is one of them."""
+    """Which of `unit.activations.IN_PLACE` it computes, where it is one of them."""
 
 
 def leaf_of(module: nn.Module) -> Leaf | None:
@@ -111,11 +111,11 @@ def _measured_elementwise(module: nn.Module) -> Leaf | None:
 
 
 def _activation(module: nn.Module) -> str:
-    """Which of `unit.activations` an elementwise module computes far beyond the usual inputs too; of one that writes to
+    """Which of `IN_PLACE` an elementwise module computes, far beyond the usual inputs too; of one that writes to
     its input, which somebody may go on with, none."""
     x = torch.linspace(-100, 100, 2**12)
     y = _called(module, {}, x)
-    known = (name for name in NAMES if isinstance(y, Tensor) and _same(y, value(x, name)))
+    known = (name for name in IN_PLACE if isinstance(y, Tensor) and _same(y, value(x, name)))
     return "" if getattr(module, "inplace", False) else next(known, "")
 
 
@@ -148,7 +148,7 @@ def measured(function: Any, size: float) -> tuple[float, float, float]:
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         levels = (torch.arange(count, dtype=torch.float64) + 0.5) / count
         z = (torch.erfinv(2 * levels - 1) * math.sqrt(2) * size).float().requires_grad_()
-        y = function(z)
+        y = function(z.clone())
         (slope,) = torch.autograd.grad(y.sum(), z)
     y = y.detach().double()
     mean, square = y.mean(), y.square().mean()

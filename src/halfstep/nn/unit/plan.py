@@ -159,7 +159,7 @@ def _step(node: Node) -> Step | None:
             numbers += (node.facts["bias"], node.betas[3] / node.alpha)  # type: ignore[assignment]
         return Step("attention", call, node.function, node.alpha, backward, False, numbers)
     if node.kind == "elementwise":
-        return Step("elementwise", call, node.function, node.alpha, backward)
+        return Step("elementwise", call, node.function, node.alpha, backward, node.facts["in_place"])
     if plain:
         return Step(PASSIVE, call, node.function)
     if node.kind in ("cross_entropy", "mean") and node.alpha == 1 and len(backward) == len(node.operands) == 1:

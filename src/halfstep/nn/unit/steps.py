@@ -165,9 +165,13 @@ def _attention(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwar
 
 
 def _elementwise(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    factors = step.alpha, step.backward[0][1]
+    if step.in_place:
+        x: Tensor = args[0]
+        return x.copy_(scaled(func(x.clone(), *args[1:], **kwargs), *factors))
     if (name := activation(step.function, args, kwargs)) is not None:
-        return times(args[0], name, step.alpha, step.backward[0][1])
-    return scaled(func(*args, **kwargs), step.alpha, step.backward[0][1])
+        return times(args[0], name, *factors)
+    return scaled(func(*args, **kwargs), *factors)
 
 
 def _reduction(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

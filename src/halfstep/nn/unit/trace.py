@@ -181,7 +181,7 @@ class _Recorder(TorchFunctionMode):
         name = canonical(func, args)
         given = [(i, x) for i, x in tensors(args, kwargs)]
         live = [(i, self.values[id(x)]) for i, x in given if id(x) in self.values]
-        in_place = is_in_place(func)
+        in_place = is_in_place(func, kwargs)
         if name == "__setitem__":
             if live:
                 self._add("unknown", "assignment to elements", live, {}, args[0])

@@ -1,0 +1,189 @@
+"""Random Hadamard transforms in float32: `quant.rotate` along the rows of a matrix or down its columns, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from halfstep.kernels.cpu.arrays import array, plain
+from halfstep.kernels.cpu.compiled import Kernel, inner
+from halfstep.kernels.cpu.lanes import SIGN, bits_of, lanes, vectorise_fully
+from halfstep.quant.quantizer import matrix_shape
+
+
+_WIDTH = 128  # columns that a thread takes at a time, and rows: what it sums lies in the nearest cache
+LANES = 16  # of a float32 register
+_SIZES = {2: 1, 4: 2, 8: 3, 16: 4, 32: 5, 64: 6}
+
+
+def supports(x: Tensor, signs: Tensor, dim: int) -> bool:
+    """Whether `run` can rotate `x`: a contiguous CPU tensor (fp32, bf16, fp16), its last dimension or a matrix's
+    first."""
+    dim = dim % x.dim() if x.dim() else -1
+    known = dim == x.dim() - 1 or (dim == 0 and x.dim() == 2)
+    return known and plain(x) and x.numel() > 0 and len(signs) in _SIZES and plain(signs, torch.float32)
+
+
+def run(x: Tensor, signs: Tensor, dim: int) -> Tensor:
+    """Every block of len(signs) numbers along `dim`, times signs, through the transform: float32, in whole blocks."""
+    size, dim = len(signs), dim % x.dim()
+    shape = list(x.shape)
+    shape[dim] += -shape[dim] % size
+    out = torch.empty(shape, dtype=torch.float32)
+    (rows, columns), scale = matrix_shape(tuple(x.shape)), np.float32(math.sqrt(1 / size))
+    given = array(x), rows, columns, array(signs), scale, out.view(-1).numpy(), (np.uint32(0),) * _SIZES[size]
+    (_along if dim == x.dim() - 1 else _down)(x.numel(), *given)
+    return out
+
+
+# ---- lanes ---------------------------------------------------------------------------------------------------------
+
+
+@lanes(types.float32)
+def _signed(value, sign):
+    return bits_of(value).float() * sign.float()
+
+
+@lanes(types.float32)
+def _zero(sign):
+    """What fills a short block: 0 times its sign."""
+    return (sign & SIGN).float()
+
+
+@intrinsic
+def _transform(context: Any, x: Any, start: Any, scale: Any, out: Any, to: Any, levels: Any) -> Any:
+    """In kernels: a block of x from `start` on, through the transform and times `scale`, to `out` from `to` on.
+
+    The pair of each number is the one whose place differs in one bit: a + b in the lane of a is the sum of both lanes,
+    and a - b in the lane of b is a plus the lane's own number with the other sign.
+    """
+    size = 1 << len(levels)
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        vectorise_fully(builder.function)
+        floats, words = ir.VectorType(ir.FloatType(), size), ir.VectorType(ir.IntType(32), size)
+
+        def place(number: int, what: Any) -> Any:
+            data = context.make_array(what)(context, builder, values[number]).data
+            return builder.bitcast(builder.gep(data, [values[number + 1]]), floats.as_pointer())
+
+        found = builder.load(place(0, x), align=4)
+        for h in (1 << level for level in range(len(levels))):
+            pairs = ir.Constant(ir.VectorType(ir.IntType(32), size), [i ^ h for i in range(size)])
+            signs = ir.Constant(words, [SIGN if i & h else 0 for i in range(size)])
+            own = builder.bitcast(builder.xor(builder.bitcast(found, words), signs), floats)
+            found = builder.fadd(builder.shuffle_vector(found, found, pairs), own)
+        one = builder.insert_element(ir.Constant(floats, ir.Undefined), values[2], ir.Constant(ir.IntType(32), 0))
+        spread = builder.shuffle_vector(one, one, ir.Constant(words, [0] * size))
+        builder.store(builder.fmul(found, spread), place(3, out), align=4)
+        return context.get_dummy_value()
+
+    return types.void(x, start, scale, out, to, levels), code
+
+
+@intrinsic
+def _transform_down(
+    context: Any, x: Any, start: Any, stride: Any, scale: Any, out: Any, to: Any, out_stride: Any, levels: Any
+) -> Any:
+    """In kernels: the same down as many columns as a register holds, from rows of x a `stride` apart."""
+    size = 1 << len(levels)
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        vectorise_fully(builder.function)
+        floats, words = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
+
+        def rows(number: int, what: Any, first: Any, step: Any) -> Any:
+            data = context.make_array(what)(context, builder, values[number]).data
+            for i in range(size):
+                offset = builder.add(first, builder.mul(step, ir.Constant(step.type, i)))
+                yield builder.bitcast(builder.gep(data, [offset]), floats.as_pointer())
+
+        found = [builder.load(row, align=4) for row in rows(0, x, values[1], values[2])]
+        for h in (1 << level for level in range(len(levels))):
+            for i in (i for i in range(size) if not i & h):
+                one, other = found[i], found[i + h]
+                found[i], found[i + h] = builder.fadd(one, other), builder.fsub(one, other)
+        one = builder.insert_element(ir.Constant(floats, ir.Undefined), values[3], ir.Constant(ir.IntType(32), 0))
+        spread = builder.shuffle_vector(one, one, ir.Constant(words, [0] * LANES))
+        for value, row in zip(found, rows(4, out, values[5], values[6]), strict=True):
+            builder.store(builder.fmul(value, spread), row, align=4)
+        return context.get_dummy_value()
+
+    return types.void(x, start, stride, scale, out, to, out_stride, levels), code
+
+
+# ---- kernels -------------------------------------------------------------------------------------------------------
+
+
+@inner
+def _row(x, first, columns, signs, scale, out, to, levels, part):
+    size = 1 << len(levels)
+    for start in range(0, columns, part.size):
+        stop = min(columns - start, part.size)
+        filled = (stop + size - 1) // size * size
+        for i in range(stop, filled):
+            part[i] = _zero(signs[i % size])
+        for block in range(0, stop // size * size, size):
+            for i in range(size):
+                part[block + i] = _signed(x[first + start + block + i], signs[i])
+        for i in range(stop // size * size, stop):
+            part[i] = _signed(x[first + start + i], signs[i % size])
+        for block in range(0, filled, size):
+            _transform(part, block, scale, out, to + start + block, levels)
+
+
+@Kernel
+def _along(x, rows, columns, signs, scale, out, levels):
+    size = 1 << len(levels)
+    wide = (columns + size - 1) // size * size
+    for panel in numba.prange((rows + 15) // 16):
+        part = np.empty(512, np.float32)
+        for row in range(panel * 16, min(panel * 16 + 16, rows)):
+            _row(x, row * columns, columns, signs, scale, out, row * wide, levels, part)
+
+
+@inner
+def _signed_panel(x, first, columns, tall, size, width, signs, part):
+    """`size` rows of `width` columns, of which `tall` are there: in rows of `part` that are whole registers long.
+
+    Loops over columns stand beside those over rows, with unsigned indices: see `panels`."""
+    for r in range(np.uintp(tall)):
+        row, here = np.uintp(first) + r * np.uintp(columns), r * np.uintp(_WIDTH)
+        for i in range(np.uintp(width)):
+            part[here + i] = _signed(x[row + i], signs[r])
+    for r in range(tall, size):
+        part[r * _WIDTH : r * _WIDTH + width] = _zero(signs[r])
+
+
+@inner
+def _few_columns(part, start, count, scale, out, to, columns, levels):
+    """Columns that fill no register: through the part's own last ones."""
+    for i in range(start, start + count, LANES):
+        _transform_down(part, i, _WIDTH, scale, part, i, _WIDTH, levels)
+    for r in range(1 << len(levels)):
+        for i in range(count):
+            out[to + r * columns + i] = part[r * _WIDTH + start + i]
+
+
+@Kernel
+def _down(x, rows, columns, signs, scale, out, levels):
+    size = 1 << len(levels)
+    across = (columns + _WIDTH - 1) // _WIDTH
+    for piece in numba.prange((rows + size - 1) // size * across):
+        row, a = piece // across * size, piece % across * _WIDTH
+        width = min(_WIDTH, columns - a)
+        part, first = np.zeros(size * _WIDTH, np.float32), row * columns + a
+        _signed_panel(x, first, columns, min(size, rows - row), size, width, signs, part)
+        whole = width // LANES * LANES
+        for i in range(0, whole, LANES):
+            _transform_down(part, i, _WIDTH, scale, out, first + i, columns, levels)
+        if whole < width:
+            _few_columns(part, whole, width - whole, scale, out, first + whole, columns, levels)

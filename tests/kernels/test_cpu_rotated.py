@@ -1,0 +1,74 @@
+"""Random Hadamard transforms by kernel: the reference's float32 numbers, bit for bit."""
+
+import pytest
+import torch
+
+from families import for_each
+from halfstep.kernels.cpu import rotated as kernel
+from halfstep.kernels.cpu.operators import rotate
+from halfstep.quant import Hadamard
+from halfstep.quant import rotate as reference
+from kernels.test_cpu_blocks import hard
+from oracles.numbers import same_bits
+
+
+SIZES = (2, 4, 8, 16, 32, 64)
+SHAPES = [(1, 1), (3, 7), (16, 16), (100, 50), (33, 700), (5, 530), (129, 144)]
+
+
+def assert_rotates(x, signs, dim):
+    assert kernel.supports(x, signs, dim)
+    same_bits(kernel.run(x, signs, dim), reference(x, signs, dim))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@for_each("shape", SHAPES)
+@for_each("dim", [0, 1])
+def test_every_size_in_every_shape(size, shape, dim):
+    """Short blocks, parts of a register, more than a thread takes; three seeds."""
+    for seed in range(3):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        assert_rotates(x, Hadamard(size, seed).signs(), dim)
+
+
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@for_each("dim", [0, 1, -1])
+def test_hard_numbers(dtype, dim):
+    """Zeros of both signs, subnormal numbers, sums beyond the largest, infinities and NaN."""
+    assert_rotates(hard(512, dtype), Hadamard().signs(), dim)
+    assert_rotates(hard(512, dtype)[:, :77].contiguous(), Hadamard().signs(), dim)
+    assert_rotates(torch.full((40, 40), -0.0, dtype=dtype), Hadamard().signs(), dim)
+
+
+def test_more_dimensions_along_the_last():
+    assert_rotates(torch.randn(2, 3, 5, 40), Hadamard().signs(), -1)
+    assert_rotates(torch.randn(40), Hadamard().signs(), 0)
+
+
+@for_each("view", [lambda x: x.t(), lambda x: x[::2, 1::3], lambda x: x[:1].expand(40, -1)])
+@for_each("dim", [0, 1])
+def test_layout_does_not_matter(view, dim):
+    x = view(hard(512))
+    same_bits(rotate(x, Hadamard().signs(), dim), reference(x, Hadamard().signs(), dim))
+
+
+def test_two_threads_find_what_one_does():
+    x, signs = torch.randn(300, 300), Hadamard().signs()
+    for dim in (0, 1):
+        found = {}
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found[threads] = kernel.run(x, signs, dim)
+        same_bits(found[1], found[2])
+
+
+def test_leaves_the_rest_to_the_reference():
+    x, signs = torch.randn(32, 32), Hadamard().signs()
+    assert kernel.supports(x, signs, 1)
+    assert not kernel.supports(x.double(), signs, 1)
+    assert not kernel.supports(x[:0], signs, 1)
+    assert not kernel.supports(x.t()[1:], signs, 1)
+    assert not kernel.supports(x, Hadamard(128, 1).signs(), 1)
+    assert not kernel.supports(torch.randn(2, 32, 32), signs, 1)
+    for other in (x.double(), x[:0], torch.randn(2, 3, 32)):
+        same_bits(rotate(other, signs, 1), reference(other, signs, 1))

@@ -1,0 +1,159 @@
+"""Kernels of rows, quantiles, remainders and slopes, against torch's reference, bit for bit."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from halfstep import formats
+from halfstep.kernels.cpu import clamp_operators, quantiles, rows, slopes, sparse, whole_mm
+from halfstep.ops.operand import Operand
+from halfstep.quant import Clamp, Estimator, Quantizer, Scales, Tile, round_to
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import ROW, TENSOR
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ((1, 1), (5, 1), (1, 5), (33, 65), (40, 512), (300, 129))
+FORMATS = ("fp4", "e3m2fn", "int4", "e2m3fn", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
+ROUNDINGS = ("nearest_even", "nearest_up", "nearest_away", "toward_zero", "up", "down")
+
+
+def same(one, two):
+    """Equal, NaN with NaN; zeros of either sign."""
+    assert one.dtype == two.dtype
+    assert torch.equal(one.isnan(), two.isnan())
+    assert torch.equal(one.nan_to_num(0), two.nan_to_num(0))
+
+
+def drawn(shape, dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=g) * torch.exp(2 * torch.randn(shape, generator=g))).to(dtype)
+
+
+def ties(shape, format, factor):
+    """Numbers that become halves between values once multiplied, and values themselves."""
+    values = torch.tensor(format.values())
+    near = torch.cat([values, (values[1:] + values[:-1]) / 2])
+    return near[torch.arange(shape[0] * shape[1]) % len(near)].view(shape) / factor
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_maxima_between_bounds(dtype, shape, dim):
+    x = drawn(shape, dtype)
+    for bounds in (None, torch.tensor([[-0.5], [2.0]]), torch.stack([-torch.rand(shape[0]), torch.rand(shape[0])])):
+        assert rows.supports_amax(x, bounds)
+        wide = x.float() if bounds is None else x.float().clamp(bounds[0][:, None], bounds[1][:, None])
+        same(clamp_operators.amax(x, bounds, dim), wide.abs().amax(dim, keepdim=True))
+    x[0, 0] = float("nan")
+    assert clamp_operators.amax(x, None, dim).isnan().any()
+
+
+@pytest.mark.parametrize(("name", "rounding"), list(product(FORMATS, ROUNDINGS)))
+def test_rows_and_columns_rounded(name, rounding):
+    format = formats.get(name)
+    for shape, dtype, by_row, into in product(SHAPES, DTYPES, (True, False), (torch.int8, torch.bfloat16)):
+        powers = torch.exp2(torch.randint(-3, 4, (shape[0], 1) if by_row else (1, shape[1])).float())
+        for x, bounds in (
+            (ties(shape, format, powers).to(dtype), None),
+            (drawn(shape, dtype), torch.tensor([[-1.25], [0.75]])),
+        ):
+            out = torch.empty(shape, dtype=into)
+            if into == torch.int8 and format.max > 63:
+                continue
+            assert rows.supports(x, out, bounds, powers, format, rounding)
+            rows.run(x, out, bounds, powers, format, rounding, 2)
+            wide = x.float() if bounds is None else x.float().clamp(*bounds)
+            wanted = round_to(wide * powers, format, rounding)
+            same(out, (wanted * 2 if into == torch.int8 else wanted / powers).to(into))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_beyond_the_bounds(dtype, shape):
+    x = drawn(shape, dtype)
+    for tile, quantile in product(("tensor", "row"), (0.6, 0.99)):
+        clamp = Clamp(quantile, tile)
+        bounds = clamp.bounds(x)
+        found, wanted = rows.run_beyond(x, bounds), clamp_operators.sparse(clamp.parts(x, bounds)[1])
+        for one, two in zip(found, wanted, strict=True):
+            assert torch.equal(one, two)
+        whole = clamp_operators.whole(*found, shape[1])
+        assert torch.equal(whole, clamp.parts(x, bounds)[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("down", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_sparse_products(dtype, down, scaled):
+    """Whole numbers, whose sums have no order."""
+    g = torch.Generator().manual_seed(0)
+    matrix = torch.randint(-4, 5, (33, 65), generator=g).float() * (torch.rand(33, 65, generator=g) < 0.1)
+    other = torch.randint(-9, 10, (33 if down else 65, 20), generator=g).to(dtype)
+    scale = torch.exp2(torch.randint(-3, 4, (1, 20), generator=g).float()) if scaled else None
+    parts, out = clamp_operators.sparse(matrix), torch.empty(65 if down else 33, 20)
+    assert sparse.supports(parts[0], other, out)
+    found = clamp_operators.sparse_product(*parts, 65, down, other, scale)
+    wanted = (matrix.t() if down else matrix) @ other.float()
+    assert torch.equal(found, wanted if scale is None else wanted * scale)
+    assert torch.equal(found, clamp_operators.sparse_product(matrix, None, None, 65, down, other, scale))
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if slopes.knows(formats.get(name))])
+@pytest.mark.parametrize("tile", [ROW, ROW.transposed, TENSOR, Tile(1, 32), Tile(16, 16)], ids=str)
+def test_slopes(name, tile):
+    format = formats.get(name)
+    for shape, dtype, rule in product(SHAPES, DTYPES, ("current", "rceil")):
+        for k, cap in ((5.0, 3.0), (3.0, None), (1.0, 3.0)):
+            quantizer = Quantizer(format, scales=Scales(tile, get_scaling(rule)), estimator=Estimator(k, cap))
+            x, grad = drawn(shape, dtype), torch.randn(shape)
+            found = clamp_operators.estimate(grad.clone(), x, quantizer, None)
+            same(found, grad * quantizer.derivative(x))
+
+
+def test_formats_of_the_kernel_of_slopes():
+    assert {name for name in FORMATS if slopes.knows(formats.get(name))} >= {"fp4", "e2m3fn", "float8_e4m3fn"}
+    assert not slopes.knows(formats.get("int4"))
+    quantizer = Quantizer(formats.get("int4"), scales=Scales(ROW, get_scaling("current")), estimator=Estimator())
+    x, grad = drawn((5, 33)), torch.randn(5, 33)
+    same(clamp_operators.estimate(grad.clone(), x, quantizer, None), grad * quantizer.derivative(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("bias", "more"), list(product((False, True), repeat=2)))
+def test_products_of_whole_numbers(dtype, bias, more):
+    for shape in ((1, 1, 1), (5, 7, 3), (33, 300, 65)):
+        g = torch.Generator().manual_seed(1)
+        draw = lambda *size: torch.randint(-12, 13, size, dtype=torch.int8, generator=g)  # noqa: B023, E731
+        lhs = Operand(draw(shape[0], shape[1]), torch.rand(shape[0], 1, generator=g))
+        rhs = Operand(draw(shape[2], shape[1]), torch.rand(shape[2], 1, generator=g)).t()
+        added = torch.randn(shape[2], generator=g) if bias else None
+        beside = torch.randn(shape[0], shape[2], generator=g) if more else None
+        assert whole_mm.supports(lhs, rhs)
+        found = whole_mm.run(lhs, rhs, added, dtype, None, beside)
+        wanted = (lhs.values.double() @ rhs.values.double()).float() * (lhs.scale * rhs.scale)
+        wanted = wanted if beside is None else wanted + beside
+        assert torch.equal(found, (wanted if added is None else wanted + added).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_output_gradient_times_scales(dtype, shape):
+    x, e5m2 = drawn(shape, dtype), formats.get("e5m2")
+    for size in ((shape[0], 1), (1, shape[1])):
+        scale = torch.rand(size, generator=torch.Generator().manual_seed(2)) + 0.1
+        rule = get_scaling("current")
+        values, back = clamp_operators.fold(x, scale, e5m2, "nearest_even", rule, torch.bfloat16)
+        factor = rule.factor((x.float() * scale).abs().max(), e5m2)
+        assert torch.equal(back, factor.reciprocal())
+        assert torch.equal(values.float(), round_to(x.float() * scale * factor, e5m2))
+
+
+def test_large_tensors_take_several_pieces():
+    x = drawn((1025, 513))
+    for tile, estimate in product(("tensor", "row"), ("exact", "histogram")):
+        clamp = Clamp(0.99, tile, estimate)
+        assert quantiles.supports(x)
+        assert torch.equal(clamp_operators.bounds(x, clamp), clamp.bounds(x))
