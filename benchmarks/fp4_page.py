@@ -30,8 +30,8 @@ PAGE = """# FP4 training
 
 A Llama of {layers} layers of width {width}, {parameters:.1f} million parameters, on the text of Python's own library:
 {steps:,} steps of AdamW on {batch} x {context} bytes, at a peak learning rate of {lr:g}: of 0.0005, 0.001, 0.002 and
-0.004 the best for fp32 after 300 steps of one seed, and the same for all. It is reached after {warmup} steps, and a cosine takes it to zero; in the cases of "constant lr" it
-stays, as it does for the fp32 that they are compared with.
+0.004 the best for fp32 after 300 steps of one seed, and the same for all. It is reached after {warmup} steps, and a
+cosine takes it to zero; in the cases of "constant lr" it stays, as it does for the fp32 that they are compared with.
 
 {hours}
 
@@ -110,9 +110,10 @@ def _hours(data: Data) -> str:
     if not runs:
         return "No run has ended yet."
     seconds = [run["seconds"] for run in runs]
+    planned = ENOUGH * len(data["cases"])
     return (
-        f"{len(runs)} runs have ended so far, which took {sum(seconds) / 3600:.1f} hours in all and one of them "
-        f"{max(seconds) / 60:.0f} minutes at most, on a machine with neighbours."
+        f"Runs that have ended: {len(runs)} of {planned}, in {sum(seconds) / 3600:.1f} hours in all, "
+        f"{max(seconds) / 60:.0f} minutes the longest, on a machine with neighbours."
     )
 
 
