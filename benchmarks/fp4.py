@@ -80,15 +80,20 @@ def identity(case: Case, recipe: Recipe) -> str:
 
     What a recipe does not have is left out, so that a field which recipes get later renames no run.
     """
-    data = {key: value for key, value in to_data(recipe).items() if key not in WORDS}
-    told = [experiment(case).key(LAYERS, WIDTH, HEADS), case.constant, _said(data)]
+    told = [experiment(case).key(LAYERS, WIDTH, HEADS), case.constant, _said(_moving(to_data(recipe)))]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _moving(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's data without words, its stages' too."""
+    stages = [stage | {"recipe": _moving(stage["recipe"])} for stage in data.get("stages", [])]
+    return {key: value for key, value in data.items() if key not in WORDS} | {"stages": stages}
 
 
 def _said(data: Any) -> Any:
     if isinstance(data, Mapping):
         kept = {key: _said(value) for key, value in data.items()}
-        return {key: value for key, value in kept.items() if value not in ("none", "", [], {}, False)}
+        return {key: value for key, value in kept.items() if value is not False and value not in ("none", "", [], {})}
     return [_said(value) for value in data] if isinstance(data, list) else data
 
 
@@ -142,10 +147,10 @@ def results(out: Path) -> dict[str, Any]:
     """What is kept: every run that has ended, and what they say."""
     cases = dict(collected(out))
     parameters = sum(parameter.numel() for parameter in model().parameters())
+    model_data = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "parameters": parameters}
     return {
         "machine": environment(),
-        "experiment": experiment(CASES["fp32"]).as_data(),
-        "model": {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "parameters": parameters},
+        "experiment": experiment(CASES["fp32"]).as_data() | {"model": model_data},
         "verdicts": judged(cases),
         "cases": cases,
     }

@@ -74,8 +74,8 @@ def page(data: Data) -> str:
     parts = {name: row for name, row in verdicts.items() if "to_base" in row}
     return PAGE.format(
         **{name: told[name] for name in ("steps", "batch", "context", "lr", "warmup")},
-        **{name: data["model"][name] for name in ("layers", "width")},
-        parameters=data["model"]["parameters"] / 1e6,
+        **{name: told["model"][name] for name in ("layers", "width")},
+        parameters=told["model"]["parameters"] / 1e6,
         hours=_hours(data),
         rule=textwrap.fill(f"{rule()} Fewer than {ENOUGH} seeds get no verdict.", 120),
         band=_band(data),
@@ -175,6 +175,8 @@ def _curves(data: Data) -> Figure:
     shown = [
         name for name, case in cases.items() if case["base"] is None and case["runs"] and case["baseline"] == "fp32"
     ]
+    if shown in ([], ["fp32"]):
+        return _nothing()
     figure = new_figure(4.6, "Validation loss above fp32's with the same seeds, while the models train")
     axes = figure.subplots()
     axes.axhspan(-MARGIN, MARGIN, color="#eef0f2", linewidth=0, zorder=0)
@@ -205,6 +207,12 @@ def _curves(data: Data) -> Figure:
     return figure
 
 
+def _nothing() -> Figure:
+    figure = new_figure(1.0, "No run but fp32's has ended yet")
+    figure.subplots().set_axis_off()
+    return figure
+
+
 def _final(data: Data) -> Figure:
     gaps = []
     for name, row in data["verdicts"].items():
@@ -213,5 +221,5 @@ def _final(data: Data) -> Figure:
             interval = None if ends["low"] is None else Interval(ends["low"], ends["high"])
             gaps.append(Gap(name, ends["gap"], interval, DIVERGED if row["status"] == DIVERGED else None))
     if not gaps:
-        return new_figure(1.0, "Only fp32 has ended yet")
+        return _nothing()
     return draw(Gaps(tuple(gaps), MARGIN), looks([gap.recipe for gap in gaps]), "The final gap of every case to fp32")

@@ -146,6 +146,23 @@ def prepared(model: nn.Module, tokens: Tensor, recipe: str) -> Callable[[], None
     return step
 
 
+def adopted(model: nn.Module, tokens: Tensor) -> Callable[[], None]:
+    """A step of the same loop with the model unit-scaled in place, in float32, as it stands beside `plain`'s."""
+    model = copy.deepcopy(model)
+    halfstep.unit_scale(
+        model, tokens[:, :-1], loss=lambda logits: F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step() -> None:
+        logits = model(tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def float8(model: nn.Module) -> nn.Module:
     """torchao's float8 training, emulated, of every linear layer but the head."""
     convert_to_float8_training(model, config=Float8LinearConfig(emulate=True), module_filter_fn=_but_the_head)
@@ -184,6 +201,7 @@ def main() -> None:
     contenders += [
         Contender("written with torch", written(Plain, tokens)),
         Contender("written with halfstep.unit", written(unit, tokens), "written with torch", 1.05),
+        Contender("halfstep.unit_scale", adopted(model, tokens), "torch fp32", 1.05),
     ]
     for recipe, bars in RECIPES.items():
         step = prepared(model, tokens, recipe)

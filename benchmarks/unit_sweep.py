@@ -92,7 +92,7 @@ class Case:
     """Of the experiment."""
 
 
-UNIT = {"adamw": 2**4, "adam": 2**4, "lion": 2**4, "lamb": 1, "sgd": 2**4}
+UNIT = {"adamw": 2**4, "adam": 2**4, "lion": 2**4, "lamb": 1, "sgd": 2**-3}
 """By optimizer, how far the middle of the grid moves for unit-scaled models, whose weights are of size 1. LAMB's steps
 are in proportion to the weights already."""
 RATES = {"adamw": 2**-9, "adam": 2**-9, "sgd": 2**-2, "lion": 2**-12, "lamb": 2**-7}

@@ -18,7 +18,7 @@ RECIPES = [name for name in EVERY if name not in SMOOTH]
 FAST = {
     "fp32", "bf16-mixed", "fp16-mixed", "fp16-lists", "bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-plus",
     "bf16-stochastic", "fp8-delayed", "fp8-current", "mxfp8", "fp8-block", "fp8-amax", "fp8-smooth-swiglu",
-    "fp8lm-o3",
+    "fp8lm-o3", "fp4-wang", "fp4-wang-msamp",
 }  # fmt: skip
 PROJECTED = [
     name for name in EVERY if recipe.get_recipe(name).projection

@@ -66,7 +66,15 @@ CASES = [
     for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8")
     for rule in formats.get_block(name).rules
 ]
-CASES += [("nvfp4", None), ("nf4", None), ("bnb_fp4", None), ("af4", None), ("fp8_1x128", None), ("fp8_1x128", "rceil")]
+CASES += [
+    ("nvfp4", None),
+    ("nvfp4", "two_level_up"),
+    ("nf4", None),
+    ("bnb_fp4", None),
+    ("af4", None),
+    ("fp8_1x128", None),
+    ("fp8_1x128", "rceil"),
+]
 CASES += [("int4_64", None)]
 
 

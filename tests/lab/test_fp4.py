@@ -70,10 +70,10 @@ def test_a_part_pays_where_the_whole_interval_says_so(fp4):
 
 
 def test_the_page_and_the_pictures_show_what_was_judged(fp4, tmp_path):
-    told = fp4.experiment(fp4.CASES["fp32"]).as_data()
     model = {"layers": 4, "width": 192, "heads": 6, "parameters": 1_869_504}
+    told = fp4.experiment(fp4.CASES["fp32"]).as_data() | {"model": model}
     machine = {"cpu": "one", "torch": "2"}
-    data = {"machine": machine, "experiment": told, "model": model, "cases": KNOWN, "verdicts": fp4.judged(KNOWN)}
+    data = {"machine": machine, "experiment": told, "cases": KNOWN, "verdicts": fp4.judged(KNOWN)}
     page = fp4.page(data)
     assert "| `bad` | 3 | 2.1033 | +5.17% (" in page
     assert "| `lost` | 3 |  |  | diverged at step 7 |" in page
@@ -82,6 +82,14 @@ def test_the_page_and_the_pictures_show_what_was_judged(fp4, tmp_path):
     assert "`bad without all` (diverged)" in page
     fp4.plot(data, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"fp4.png", "fp4_final.png"}
+
+
+def test_before_a_run_has_ended_the_page_says_so(fp4, tmp_path):
+    data = fp4.results(tmp_path / "nowhere")
+    page = fp4.page(data)
+    assert "No run has ended yet." in page
+    assert "| `mxfp4-plain` |  |  |  | not measured yet |" in page
+    fp4.plot(data, tmp_path)
 
 
 def test_a_run_is_named_by_what_moves_its_numbers(fp4):

@@ -81,9 +81,10 @@ TABLE = {
     "fp8-delayed": 16, "fp8-delayed-megatron": 16,
     "fp8-current": 16, "fp8-rowwise": 16, "fp8-rowwise-gw-hp": 16, "fp8-block": 16,
     "umup-fp8": 16, "munit-fp8": 16, "mxfp8": 16, "mxfp8-floor": 16,
+    "mxfp4": 16, "nvfp4": 16,
     "fp4-zhou-dgrad-fp8": 16, "fp4-zhou-dgrad-bf16": 16,
     "fp8-amax": 12, "fp8-cscale": 12, "fp8-smooth-swiglu": 16, "fp8lm-o1": 11, "fp8lm-o2": 6,
-    "fp8lm-o3": 7, "fp8-fishman": 10,
+    "fp4-wang": 6, "fp4-wang-msamp": 16, "fp8lm-o3": 7, "fp8-fishman": 10,
     "unit-fp16": 16, "unit-fp8": 16, "unit-fp8-e4m3": 16, "unit-mxfp8": 16, "unit-nvfp4": 16,
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ from halfstep.quant.tile import TENSOR
 from halfstep.recipe import AttentionSpec, LinearSpec, linear_spec
 from halfstep.recipe.data import from_data, to_data
 from halfstep.recipe.files import to_toml
+from halfstep.unit import Attention
 from tiny import assert_same
 
 
@@ -198,3 +199,30 @@ def test_the_module_without_a_recipe_is_torchs_attention():
     layer = DotProductAttention(dropout=0.5)
     assert not torch.equal(layer(q, k, v), layer.eval()(q, k, v))
     assert torch.equal(layer(q, k, v), F.scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.parametrize("square_root", [False, True])
+def test_unit_attention_follows_a_recipe_too(square_root):
+    """Its operands are rounded and its factors stay: gradients are near those without rounding, and not equal."""
+    torch.manual_seed(0)
+    layer, x = Attention(32, 4, is_causal=True, square_root=square_root), draw(3, 9, 32).requires_grad_()
+
+    def passes():
+        layer.zero_grad()
+        y = layer(x)
+        (grad,) = torch.autograd.grad(y, x, draw(3, 9, 32, seed=1))
+        return y.detach(), grad
+
+    stock, results = passes(), []
+    for spec in (PLAIN, SPEC):
+        report = halfstep.apply(layer, replace(DPA, compute="fp32", rules=(), attention=spec))
+        assert report.attention == ("",)
+        results.append(passes())
+        halfstep.revert(layer)
+    same, rounded = results
+    for expected, unrounded, found in zip(stock, same, rounded, strict=True):
+        torch.testing.assert_close(unrounded, expected, rtol=1e-5, atol=1e-5)
+        assert 1e-3 < (found - expected).norm() / expected.norm() < 0.1
+    assert_same(list(passes()), list(stock))
+    halfstep.apply(layer, replace(DPA, compute="bf16", rules=()))
+    assert layer(x).isfinite().all()

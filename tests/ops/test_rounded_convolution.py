@@ -15,7 +15,8 @@ from halfstep.recipe import LinearSpec, Matmul, linear_spec
 from tiny import assert_same
 
 
-SPECS = {name: rules[-1].linear for name in recipe.list_recipes() if (rules := recipe.get_recipe(name).rules)}
+EVERY = {name: rules[-1].linear for name in recipe.list_recipes() if (rules := recipe.get_recipe(name).rules)}
+SPECS = {name: spec for name, spec in EVERY.items() if not spec.rotates}
 ROUNDING = [name for name, spec in SPECS.items() if spec.rounds and not spec.accumulates]
 REPEATED = [name for name in ROUNDING if all(q.rounding != "stochastic" for q in SPECS[name].quantizers)]
 """Whose rounding draws nothing, so that two orders of a tensor's elements are rounded alike."""

@@ -241,6 +241,24 @@ def _two_level(x: np.ndarray, tile: tuple[int, int], format: formats.Listed, rul
     return result
 
 
+def _two_level_up(x: np.ndarray, tile: tuple[int, int], format: formats.Listed, rule: str) -> Expected:
+    """The smallest scales of E4M3 that clip nothing, under the first tensor scale at which there are such."""
+    amax, e4m3, top = amaxes(x, tile), formats.listed(E4M3), x.dtype.type(6)
+    largest = np.nan_to_num(amax).max() if amax.size else x.dtype.type(0)
+    tensor_scale = (largest / x.dtype.type(448 * 6)).astype(np.float32) or np.float32(1)
+    tensor_scale = max(tensor_scale, np.float32(2.0**-117))
+    while largest / (np.float32(448) * tensor_scale) > top:
+        tensor_scale = np.nextafter(tensor_scale, np.float32(np.inf))
+    scales = [np.float32(e4m3.decoded[code]) for code in range(0x7F)]
+    block = np.full(amax.shape, np.nan)
+    for where in zip(*np.nonzero(~np.isnan(amax)), strict=True):
+        block[where] = next(s for s in scales if amax[where] == 0 or (s and amax[where] / (s * tensor_scale) <= top))
+    result = _tile_by_tile(x, tile, format, block.astype(np.float32) * tensor_scale)
+    scale = np.where(np.isnan(block), 0x7F, e4m3.encode(block)).astype(np.uint8)
+    result.stored = {"scale": scale, "tensor_scale": tensor_scale}
+    return result
+
+
 def _error(x: np.ndarray, multiplier: float, format: formats.Listed) -> Fraction:
     """The sum of absolute errors, exactly."""
     if math.isnan(multiplier):
@@ -257,6 +275,7 @@ _TILED = dict.fromkeys(POWERS_OF_TWO, _power_of_two) | {
     "double_absmax": _double_absmax,
     "affine": _affine,
     "two_level": _two_level,
+    "two_level_up": _two_level_up,
     "four_over_six": _two_level,
 }
 

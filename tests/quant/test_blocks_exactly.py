@@ -16,7 +16,7 @@ from oracles.numbers import same_bits
 
 RULES = [
     *((name, rule) for name, rule in itertools.product(blocks.MX, blocks.POWERS_OF_TWO)),
-    *(("nvfp4", rule) for rule in ("two_level", "four_over_six")),
+    *(("nvfp4", rule) for rule in ("two_level", "two_level_up", "four_over_six")),
     *((name, rule) for name in ("fp8_1x128", "fp8_128x128") for rule in ("absmax", "rceil")),
     *((name, rule) for name in ("nf4", "bnb_fp4", "af4") for rule in ("absmax", "double_absmax")),
     *((name, "absmax") for name in ("dynamic8", "int8_tensor", "int8_row", "llm_int8", "int4_64")),
@@ -203,6 +203,28 @@ def test_cut_points_of_nvfp4():
     assert found.tensors["tensor_scale"].item() == 1
     assert found.scale.tolist() == [[0x7E]]
     assert (found.dequantize() / 448)[0, :8].tolist() == [0, 1, 1, 2, 2, 4, 4, 6]
+
+
+@for_each("power", [-149, -140, -130, -124, -120, -110, 0, 100])
+def test_two_level_up_clips_nothing(power):
+    """Maxima of every size, under tensors of every size: subnormal numbers, and maxima just above a scale of E4M3."""
+    generator = torch.Generator().manual_seed(power + 149)
+    x = torch.randn(400, 16, generator=generator, dtype=torch.float64) * 2.0 ** (power + 8)
+    x *= torch.randint(-12, 12, (400, 1), generator=generator).double().exp2()
+    x[:50] = torch.nextafter((formats_of_e4m3()[:50, None] * 6).float(), torch.tensor(torch.inf)).double() * 2.0**power
+    x = x.float()
+    clipped = {}
+    for rule in ("two_level", "two_level_up"):
+        found = get_quantizer("nvfp4", scale=rule).quantize(x)
+        multiplier = found.quantizer.scales.rule.multiplier(found.tensors, found.quantizer.format)
+        clipped[rule] = bool((x.abs() / multiplier > 6).any())
+    assert not clipped["two_level_up"]
+    assert clipped["two_level"] or power == -149
+
+
+def formats_of_e4m3():
+    """The positive numbers of E4M3 from the largest down."""
+    return torch.tensor([formats.get("e4m3fn").decode(code) for code in range(0x7E, 0, -1)], dtype=torch.float64)
 
 
 def test_four_over_six_keeps_six_where_the_errors_are_equal():

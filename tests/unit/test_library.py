@@ -1,7 +1,9 @@
 """The unit-scaling library 0.3.5 has the same factors where its models are exact; where not, how far it is off."""
 
 import math
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,6 +83,12 @@ EXACT = {
         [LONG],
         None,
     ),
+    "residual of a function": (
+        lambda x: _residual(unit, x, "ratio"),
+        lambda x: U.residual_apply(torch.sin, x, 0.6),
+        [LONG],
+        None,
+    ),
     "cross_entropy": (
         lambda x: unit.cross_entropy(x, torch.arange(64) % 32, mult=1.5),
         lambda x: U.cross_entropy(x, torch.arange(64) % 32, mult=1.5),
@@ -139,6 +147,12 @@ DIFFERENT = {
         [(2, 64, 32)] * 3,
         None,
     ),
+    "attention to all places": (
+        unit.scaled_dot_product_attention,
+        U.scaled_dot_product_attention,
+        [(2, 64, 32)] * 3,
+        [1.0008] * 4,
+    ),
     # The library scales the bias with the product:
     "bias": (
         lambda b: unit.linear(torch.zeros(5, 16).double(), torch.zeros(3, 16).double(), b),
@@ -158,6 +172,30 @@ def test_how_far_its_models_are_off(case):
         assert found == pytest.approx([(math.log(64) / harmonic) ** 0.5] * 4, rel=0.02)
         return
     assert found == pytest.approx(expected, rel=2e-3)
+
+
+def test_dropout_is_the_librarys():
+    """What is left is multiplied by (1 - p)^-1/2, forward and backward."""
+    for dropout in (unit.dropout, U.dropout):
+        x = torch.randn(4, 500, dtype=torch.float64).requires_grad_()
+        y = dropout(x, 0.3)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        kept = y.detach() != 0
+        assert 0.6 < float(kept.double().mean()) < 0.8
+        torch.testing.assert_close(y.detach(), torch.where(kept, x.detach() * 0.7**-0.5, 0.0), rtol=1e-6, atol=0)
+        torch.testing.assert_close(grad, torch.where(kept, 0.7**-0.5, 0.0).double(), rtol=1e-6, atol=0)
+
+
+def test_it_refuses_the_smoothing_of_labels():
+    with pytest.raises(ValueError, match="label_smoothing"):
+        U.cross_entropy(torch.zeros(4, 6), torch.zeros(4, dtype=torch.long), label_smoothing=0.1)
+
+
+def test_every_operation_of_the_library_is_compared():
+    text = Path(__file__).read_text(encoding="utf-8")
+    assert len(U.__all__) == 19
+    named = {*re.findall(r"(?:U|library)\.(\w+)", text)}
+    assert named >= {*U.__all__}, {*U.__all__} - named
 
 
 def test_it_scales_in_evaluation_what_dropout_leaves_as_it_is():

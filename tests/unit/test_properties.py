@@ -1,6 +1,9 @@
 """Every operation is of unit size, or of the size that its rule says, over random shapes."""
 
 import math
+import re
+from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep import unit
-from halfstep.unit import factors
+from halfstep.unit import activations, attention, factors, layers, losses, modules, products
 
 
 SIZES = st.integers(24, 160)
@@ -24,6 +27,8 @@ EXCEPTIONS = {
     "attention": "one factor for all: q and k have gradients as small as softmax's derivative is",
     "add to a number": "a shift has no factor",
     "readout": "its output is of size fan_in^-1/2, which u-muP asks for",
+    "edges": "a convolution's places at the edges of its input stand in fewer windows, so their gradients are smaller",
+    "square root": "its weights are functions of each other: it has no factor, and torch's gradients",
 }
 """All that is not of unit size when nothing is tied, and why; each has a test of its own below."""
 
@@ -96,22 +101,25 @@ def test_convolutions_without_padding_inside_of_their_edges(channels, out, group
     y, dx, dw = sizes(op, x, w)
     expected = predicted(rule, *ideal)
     assert_sizes([y, dw], [expected[0], 1])
-    assert dx == pytest.approx(expected[1], rel=0.1 + 0.1 * (dims * kernel > 4))  # edges see fewer places
+    assert "edges" in EXCEPTIONS
+    assert dx == pytest.approx(expected[1], rel=0.1 + 0.1 * (dims * kernel > 4))
 
 
 @settings(max_examples=40)
 @given(
-    name=st.sampled_from(["gelu", "silu", "relu", "tanh", "sigmoid"]),
+    name=st.sampled_from(["gelu", "gelu_tanh", "silu", "relu", "tanh", "sigmoid"]),
     mult=st.floats(0.25, 4.0),
     rule=st.sampled_from(list(RULES)),
     rows=SIZES,
 )
 def test_activations(name, mult, rule, rows):
     torch.manual_seed(rows)
+    function, _, approximate = name.partition("_")
+    shape = {"approximate": approximate} if approximate else {}
     options = {} if name == "relu" else {"mult": mult}
-    op = lambda x: getattr(unit, name)(x, constraint=rule, **options)  # noqa: E731
+    op = lambda x: getattr(unit, function)(x, constraint=rule, **options, **shape)  # noqa: E731
     z = torch.randn(200_000, dtype=torch.float64, requires_grad=True)
-    raw = getattr(torch.nn.functional, name)(z * options.get("mult", 1.0)) / options.get("mult", 1.0)
+    raw = getattr(torch.nn.functional, function)(z * options.get("mult", 1.0), **shape) / options.get("mult", 1.0)
     (slope,) = torch.autograd.grad(raw.sum(), z)
     ideal = 1 / float(raw.detach().std()), 1 / float(slope.square().mean().sqrt())
     assert_sizes(sizes(op, torch.randn(rows, 512)), predicted(rule, *ideal))
@@ -155,6 +163,31 @@ def test_attention_is_of_unit_size_on_the_average_and_so_is_the_gradient_of_its_
     y, dq, dk, dv = sizes(op, q, k, v)
     assert_sizes([y, dv], [1, 1])
     assert max(dq, dk) < 1
+
+
+@settings(max_examples=10)
+@given(queries=st.integers(16, 128), causal=st.booleans(), dropout=st.sampled_from([0, 0.2]))
+def test_attention_by_square_roots_is_of_unit_size_at_every_place(queries, causal, dropout):
+    assert "square root" in EXCEPTIONS
+    torch.manual_seed(queries)
+    q, k, v = (torch.randn(16, 4, queries, 64) for _ in range(3))
+    op = lambda q, k, v: unit.square_root_attention(q, k, v, None, dropout, causal)  # noqa: E731
+    y, dq, dk, dv = sizes(op, q, k, v)
+    assert_sizes([y, dv], [1, 1])
+    assert max(dq, dk) < 1
+
+
+@settings(max_examples=15)
+@given(rows=st.integers(80, 300), width=SIZES, out=SIZES)
+def test_gains_and_biases(rows, width, out):
+    torch.manual_seed(rows + width)
+    gain, bias, x = torch.ones(width), torch.zeros(width), torch.randn(rows, width)
+    rel = 3 * (2 * width) ** -0.5 + 0.1  # of a sample of so many gradients
+    found = sizes(lambda w, b: unit.layer_norm(x, (width,), w, b), gain, bias)[1:]
+    found += sizes(lambda w: unit.rms_norm(x, (width,), w), gain)[1:]
+    assert found == pytest.approx([1, 1, 1], rel=rel)
+    (of_bias,) = sizes(lambda b: unit.linear(x, torch.randn(out, width), b), torch.zeros(out))[1:]
+    assert of_bias == pytest.approx(1, rel=3 * (2 * out) ** -0.5 + 0.1)
 
 
 @settings(max_examples=15)
@@ -207,3 +240,20 @@ def test_embeddings(rows, lookups):
     torch.manual_seed(rows)
     index = torch.randint(rows, (lookups,))
     assert_sizes(sizes(lambda w: unit.embedding(index, w), torch.randn(rows, 64)), [1, 1])
+
+
+def test_every_operation_stands_here():
+    """The list of exceptions is closed because there is no operation besides: each has a property above."""
+    text = Path(__file__).read_text(encoding="utf-8")
+    rooms = activations, attention, layers, losses, products, modules.attention
+    operations = {
+        name
+        for name in unit.__all__
+        if isinstance(function := getattr(unit, name), FunctionType)
+        and function.__module__ in {room.__name__ for room in rooms}
+    }
+    assert {"linear", "softmax", "square_root_attention", "cross_entropy", "residual_split"} <= operations
+    named = {word for pair in re.findall(r'unit\.(\w+)|"(\w+)"', text) for word in pair}
+    assert operations <= named, operations - named
+    for key in EXCEPTIONS:
+        assert f'assert "{key}" in EXCEPTIONS' in text

@@ -114,7 +114,7 @@ def _native(recipe: Recipe) -> str:
 def _path(quantizer: Quantizer) -> str:
     import torch
 
-    from halfstep.kernels.cpu import blocks, cast, tiles
+    from halfstep.kernels.cpu import blocks, cast, panels, tiles
     from halfstep.quant.tile import TENSOR
 
     name, scales = quantizer.format.name, quantizer.scales
@@ -123,7 +123,7 @@ def _path(quantizer: Quantizer) -> str:
         known = cast.supports(x, torch.zeros(1), quantizer.format, quantizer.rounding, quantizer.overflow)
         return f"{name} by {'kernel' if known else 'reference: no kernel for the format'}"
     across, sample = f"{name} {scales.tile} by ", torch.zeros(scales.tile.rows or 1, scales.tile.columns or 1)
-    if blocks.knows(quantizer, scales.tile.columns or 1):
+    if blocks.knows(quantizer, scales.tile.columns or 1) or panels.supports_values(sample, sample.clone(), quantizer):
         return across + "kernel"
     if tiles.supports(sample, sample.clone(), quantizer):
         return across + "kernel, in several passes"

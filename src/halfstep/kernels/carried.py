@@ -78,8 +78,11 @@ def run_native(
 
 
 def _multiplied(lhs: Tensor, rhs: Tensor, bias: Tensor | None, alpha: float) -> Tensor:
-    beta, into = (0, lhs.new_zeros(())) if bias is None else (1, bias.to(lhs.dtype))
-    return torch.addmm(into, lhs, rhs, beta=beta, alpha=alpha)
+    if bias is not None:
+        return torch.addmm(bias.to(lhs.dtype), lhs, rhs, alpha=alpha)
+    # Times 0 it is not read, but for compilers, to whom that is a product.
+    into = lhs.new_zeros(()) if torch.compiler.is_compiling() else lhs.new_empty(())
+    return torch.addmm(into, lhs, rhs, beta=0, alpha=alpha)
 
 
 def run_stacked(lhs: Tensor, rhs: Tensor, multiplier: float | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,19 @@ from torch import Tensor
 from halfstep import formats, quant
 from halfstep.formats import Float, Format, Posit
 from halfstep.kernels import carried, scaled_mm
-from halfstep.kernels.cpu import accumulate, amax, blocks, cast, codebook, codes, columns, dequantize, posit, tiles
+from halfstep.kernels.cpu import (
+    accumulate,
+    amax,
+    blocks,
+    cast,
+    codebook,
+    codes,
+    columns,
+    dequantize,
+    panels,
+    posit,
+    tiles,
+)
 from halfstep.kernels.cpu.arrays import array
 from halfstep.kernels.cpu.cast_errors import CastErrors, Rows, knows
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
@@ -147,6 +160,18 @@ def _tiles(name: str) -> Iterator[Case]:
             if tiles.supports(x, out, quantizer):
                 tiles.run(x, out, format, quantizer.rounding, scales, None)
                 yield quantizer.quantize(x).dequantize(), out, x, _words(x, str(tile))
+
+
+def _panels(name: str) -> Iterator[Case]:
+    for tile, rounding in itertools.product((Tile(16, 1), Tile(16, 16)), ("nearest_even", "stochastic")):
+        scales = Scales(tile, get_scaling(name))
+        quantizer = Quantizer(formats.get("e2m1fn"), rounding, scales=scales)
+        for dtype in (torch.float32, torch.bfloat16):
+            x = hard(33 * 47, dtype).view(33, 47)
+            seed, out = _SEED if rounding == "stochastic" else None, torch.empty_like(x)
+            if panels.supports_values(x, out, quantizer):
+                panels.run_values(x, out, quantizer.format, rounding, scales, seed)
+                yield quantizer.quantize(x, seed).dequantize(), out, x, _words(x, str(tile), rounding)
 
 
 def _posit(name: str) -> Iterator[Case]:
@@ -284,6 +309,7 @@ _TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str], Iterator[Case]]], ...]
     ("scaled", _FORMATS[:4], _scaled),
     ("amax", ("float32", "bfloat16", "float16"), _amax),
     ("tiles", _FORMATS[:4], _tiles),
+    ("panels", ("rceil", "two_level", "two_level_up"), _panels),
     ("posit", _POSITS, _posit),
     ("codes", (*_FORMATS, "nf4"), _codes),
     ("blocks", _BLOCKS, _blocks),

@@ -10,11 +10,11 @@ from torch import nn
 from halfstep.kernels import carried
 from halfstep.nn.adapters import bag, encoder, foreign, gated, lstm, norm, spectral, wide
 from halfstep.nn.adopt import adopt
-from halfstep.nn.attention import ATTRIBUTE
 from halfstep.nn.layers import Matched, ModuleFilter, match
 from halfstep.nn.quantized_weights import Weight
 from halfstep.nn.savers import Savers, adopt_savers, find
 from halfstep.nn.scaling import attach
+from halfstep.ops.attention import ATTRIBUTE
 from halfstep.recipe import DTYPES, LinearSpec, Recipe
 from halfstep.unit import multipliers_of
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from halfstep import ops
-
-
-ATTRIBUTE = "_halfstep_attention"
+from halfstep.ops.attention import ATTRIBUTE
 
 
 class DotProductAttention(nn.Module):

@@ -14,11 +14,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 from halfstep.errors import ModelError, RecipeError, unknown
 from halfstep.nn.adapters import attention, cell, conv1d, convolution, experts, gated, linear, recurrent
 from halfstep.nn.attention import DotProductAttention
+from halfstep.nn.blocks import blocks_of, is_in
 from halfstep.nn.quantized_weights import Weight
 from halfstep.ops.subclasses import foreign
 from halfstep.recipe import LinearSpec, Recipe, Rule
 from halfstep.unit import KINDS as KINDS_OF_ROLES
-from halfstep.unit import tag_of
+from halfstep.unit import Attention, tag_of
 
 
 BRANCH_END = "branch_end"
@@ -84,7 +85,8 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
     kept: dict[str, str] = {}
     for rule in recipe.rules:
         _check_role(recipe, rule)
-        hits = [path for path in kinds if path not in specs | kept and _matches(model, path, rule, kinds[path])]
+        blocks = None if rule.blocks is None else blocks_of(model, recipe, rule, kinds)
+        hits = [p for p in kinds if p not in specs | kept and _matches(model, p, rule, blocks, kinds[p])]
         if rule.linear.rounds:
             for path in [path for path in hits if path in chosen and path in others]:
                 raise ModelError(
@@ -99,7 +101,7 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
         else:
             kept |= dict.fromkeys(hits, rule.why or "kept by the recipe")
         for path, why in refused.items():
-            if path not in kept and _matches(model, path, rule):
+            if path not in kept and _matches(model, path, rule, blocks):
                 kept[path] = why if rule.linear.rounds else rule.why or "kept by the recipe"
         if not hits and not rule.optional:
             near = get_close_matches(rule.path, kinds, n=3, cutoff=0.0)
@@ -127,9 +129,9 @@ def _check_role(recipe: Recipe, rule: Rule) -> None:
         raise RecipeError(f"recipe {recipe.name!r}: {unknown('role of a rule', rule.role, known)}")
 
 
-def _matches(model: nn.Module, path: str, rule: Rule, kind: Kind | None = None) -> bool:
-    """Whether a rule means that layer."""
-    if not fnmatchcase(path, rule.path):
+def _matches(model: nn.Module, path: str, rule: Rule, blocks: tuple[str, ...] | None, kind: Kind | None = None) -> bool:
+    """Whether a rule, for layers in these blocks or in all, means that layer."""
+    if not fnmatchcase(path, rule.path) or not (blocks is None or any(is_in(path, block) for block in blocks)):
         return False
     if rule.role is None:
         return True
@@ -189,12 +191,13 @@ def _attends(model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
     if recipe.attention is None:
         return ()
     modules = model.named_modules()
-    found = tuple(path for path, m in modules if isinstance(m, DotProductAttention) or attention.fits(m))
+    ours = DotProductAttention, Attention
+    found = tuple(path for path, m in modules if isinstance(m, ours) or attention.fits(m))
     if not found:
         raise RecipeError(
             f"recipe {recipe.name!r} rounds attention, and {type(model).__name__} has no module that forms it "
-            "(nn.MultiheadAttention, halfstep.nn.DotProductAttention): a recipe does not see functional calls. Form it "
-            "with one of these, or leave `attention` out of the recipe"
+            "(nn.MultiheadAttention, halfstep.nn.DotProductAttention, halfstep.unit.Attention): a recipe does not see "
+            "functional calls. Form it with one of these, or leave `attention` out of the recipe"
         )
     return found
 

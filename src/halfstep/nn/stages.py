@@ -14,11 +14,11 @@ from halfstep.errors import RecipeError
 from halfstep.nn.adopt import STAGE, InTurn, Members, extend, extensions, release
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.arrangement import Arrangement
-from halfstep.nn.attention import ATTRIBUTE
 from halfstep.nn.following import part_of, root_of
 from halfstep.nn.keeping import KEEPING
 from halfstep.nn.scaling import Scalings, attach_rules, detach, detach_rules, ignore, ignored, rules_of
 from halfstep.nn.schedule import Schedule
+from halfstep.ops.attention import ATTRIBUTE
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import DTYPES, Recipe
 

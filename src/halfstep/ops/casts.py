@@ -72,7 +72,7 @@ def round_to(
         dtype: the dtype of the values, when not x's (or out's); one that does not hold a value gets it rounded once
             more.
         scale: the rule for a block format's scales, where it has a choice: `floor` (default), `ceil`, `even`, `rceil`
-            for MX; `two_level`, `four_over_six` for nvfp4; `absmax`, `double_absmax` for nf4.
+            for MX; `two_level`, `two_level_up`, `four_over_six` for nvfp4; `absmax`, `double_absmax` for nf4.
 
     Raises:
         FormatError: unknown format.
@@ -141,8 +141,9 @@ def quantize(
             f"out holds {out.shape} {out.dtype} by another quantizer, or of another shape or dtype; expected {shape} "
             f"{x.dtype} by {quantizer}"
         )
-    if out is None and quantizer.outliers is not None:
-        reference = quantizer.quantize(x, generator)  # how many outliers there are is known afterwards
+    apart = quantizer.outliers is not None or quantizer.clamp is not None
+    if out is None and apart:
+        reference = quantizer.quantize(x, generator)  # how many numbers are kept apart is known afterwards
         return Quantized(quantizer, shape, x.dtype, reference.tensors)
     if out is None:
         sizes = layout(quantizer, shape, x.dtype).items()
@@ -169,21 +170,27 @@ def values_noted(
     generator: torch.Generator | int | None = None,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    tensor_scale: Tensor | None = None,
 ) -> tuple[Tensor, bool]:
-    """The values of x, and whether some may be below 2^-126 but not 0: True where nobody looked."""
+    """The values of x, and whether some may be below 2^-126 but not 0: True where nobody looked.
+
+    tensor_scale: a float32 scalar that becomes the tensor's scale of two levels, which the values are then without.
+    """
     scales = quantizer.scales
     if scales is None:
         return round_to(x, quantizer.format, quantizer.rounding, quantizer.overflow, generator, out, dtype), True
     check_input("round_to", x, quantizer.rounding, quantizer.overflow)
     result, x = prepare_out(x.shape, x.dtype, x.device, out, dtype), x.detach()
+    if quantizer.clamp is not None:
+        return result.copy_(quantizer.quantize(x, generator).dequantize(result.dtype)), True
     seed = seed_of(quantizer.rounding, generator)
     if torch.compiler.is_compiling():
         torch.ops.halfstep.round_tiles(
             x, result, quantizer.format.key, scales.tile.rows, scales.tile.columns, scales.rule.text,
-            quantizer.outliers, quantizer.rounding, seed,
+            quantizer.outliers, quantizer.rounding, seed, tensor_scale,
         )  # fmt: skip
         return result, True
-    return result, operators.round_tiles_into(x, result, quantizer, seed)
+    return result, operators.round_tiles_into(x, result, quantizer, seed, tensor_scale)
 
 
 def _named(format: str, scale: str | None, rounding: str, overflow: str) -> Quantizer:

@@ -14,7 +14,7 @@ from halfstep.ops.function import run
 from halfstep.ops.linear import States, linear, product_dtype
 from halfstep.ops.once import Backwards, Once, once
 from halfstep.ops.operand import Operand, just_in_time, kept, scale_of
-from halfstep.ops.places import filters, places, rounded
+from halfstep.ops.places import derivative, filters, places, rounded
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import check_plain
 from halfstep.ops.window import Window, bias_gradient, multiplied
@@ -148,7 +148,8 @@ class _Rounded(Once):
         ctx.mark_non_differentiable(*[saved for saved in output[2:] if saved is not None])
         ctx.set_materialize_grads(False)
         x_kept, weight_kept = x if x_kept is None else x_kept, weight if weight_kept is None else weight_kept
-        ctx.save_for_backward(anchor, x_kept, x_scale, weight_kept, weight_scale)
+        estimated = weight if ctx.spec.estimates else None
+        ctx.save_for_backward(anchor, x_kept, x_scale, weight_kept, weight_scale, estimated)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -167,6 +168,7 @@ def _form(
     x_scale: Tensor | None,
     weight: Tensor,
     weight_scale: Tensor | None,
+    estimated: Tensor | None,
     needs: tuple[bool, ...],
     window: Window,
     spec: LinearSpec,
@@ -196,6 +198,9 @@ def _form(
             multiplier = window.multiplier(second, x.shape, weight.shape, "grad_weight")
             operation = lambda a, b: window.grad_weight(a, b, weight.shape)  # noqa: E731
             grad_weight = _product(operation, lhs, rhs, None, dtype, multiplier).to(dtypes[1])
+            if estimated is not None and spec.output.rhs is not None:
+                slope = derivative(estimated, by_filter, spec.output.rhs, states.get("weight"))
+                grad_weight = (grad_weight * slope).to(dtypes[1])
         if needs[2]:
             multiplier = window.multiplier(second, x.shape, weight.shape, "grad_bias")
             grad_bias = bias_gradient(grad, multiplier).to(dtypes[2])

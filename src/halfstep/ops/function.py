@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from halfstep.errors import ModelError
+
+
+_NOTHING = nullcontext()
 
 
 def run(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     """`function.apply`. Where no transform of `torch.func` is at work, by a function whose forward keeps what its
-    backward takes: torch binds the arguments of the other kind by their signature, at each call."""
-    direct = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
-    return (_direct(function) if direct else function).apply(*inputs)
+    backward takes: torch binds the arguments of the other kind by their signature, at each call.
+
+    A function's `tangent(ctx, *tangents)` is its `jvp`, by another name since torch.compile traces no function that has
+    one. Functions with neither say so to forward mode.
+    """
+    if torch.compiler.is_compiling():
+        return function.apply(*inputs)  # type: ignore[no-untyped-call]
+    transformed = torch._C._are_functorch_transforms_active()
+    return (_with_tangent(function) if transformed else _direct(function)).apply(*inputs)
 
 
 def is_derived() -> bool:
     """Within a backward pass: whether somebody may take the derivative of what it computes."""
     return torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Within it autocast is off on x's device: it is entered where it is on, since that takes as long as a function."""
+    on = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if on else _NOTHING
 
 
 @cache
@@ -27,6 +46,24 @@ def _direct(function: Any) -> Any:
         function.setup_context(ctx, inputs, output)
         return output
 
-    members = {"forward": forward, "backward": function.backward, "jvp": function.jvp}
+    members = {"forward": forward, "backward": function.backward, "jvp": _jvp(function)}
     wrapped = {name: staticmethod(member) for name, member in members.items()}
     return type(function.__name__, (torch.autograd.Function,), wrapped)
+
+
+@cache
+def _with_tangent(function: Any) -> Any:
+    return type(function.__name__, (function,), {"jvp": staticmethod(_jvp(function))})
+
+
+def _jvp(function: Any) -> Any:
+    if function.jvp is not torch.autograd.Function.jvp:
+        return function.jvp
+    return getattr(function, "tangent", _refused)
+
+
+def _refused(*_: Any) -> Any:
+    raise ModelError(
+        "a forward-mode derivative (torch.func.jvp, jacfwd, hessian) goes through a unit-scaled operation that has "
+        "none: take reverse mode (grad, vjp, jacrev), or halfstep.revert the model"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,11 +12,14 @@ from torch import Tensor
 
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import scaled_mm
+from halfstep.kernels.cpu import whole_mm
+from halfstep.kernels.cpu.clamp_operators import estimate
 from halfstep.ops.casts import decode
-from halfstep.ops.function import run
+from halfstep.ops.folding import Rest, folded, folds, is_sparse, rest_of, restored, sparse_sum
+from halfstep.ops.function import no_autocast, run
 from halfstep.ops.matmul import matmul
 from halfstep.ops.once import Backwards, Once, once
-from halfstep.ops.operand import Operand, carrier, just_in_time, kept, operand, scale_of, signs_of
+from halfstep.ops.operand import Operand, carrier, factor_in_use, just_in_time, kept, operand, scale_of, signs_of
 from halfstep.ops.plain import factors_of, matrix, plain, unflatten
 from halfstep.ops.saved import Keeping
 from halfstep.ops.snapshot import values_of
@@ -98,8 +101,9 @@ def linear(
         return F.linear(x, weight, bias)  # which its library has a way for
     dtype = product_dtype(x)
     factors = factors_of(spec, x.numel() // max(x.shape[-1], 1), *weight.shape) if spec.multiplies else None
-    with torch.autocast(x.device.type, enabled=False):
-        return plain(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), factors)
+    with no_autocast(x):
+        x, weight = (operand if operand.dtype == dtype else operand.to(dtype) for operand in (x, weight))
+        return plain(x, weight, None if bias is None else bias.to(dtype), factors)
 
 
 def rounded_weight(
@@ -188,12 +192,14 @@ class _Rounded(Once):
             weight_kept = (
                 (None, None) if again else kept(rhs, weight, spec.grad_input.rhs, "weight" in spec.anew, dtype)
             )
-        return unflatten(y, x), y.new_zeros(()), x_kept[0] if codes is None else codes, x_kept[1], *weight_kept
+            rests = rest_of(lhs, "input" not in spec.anew), rest_of(rhs, not again and "weight" not in spec.anew)
+        kept_all = x_kept[0] if codes is None else codes, x_kept[1], *weight_kept, *rests[0], *rests[1]
+        return unflatten(y, x), y.new_zeros(()), *kept_all
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         x, weight, bias, ctx.spec, ctx.states, ctx.record, channels, ctx.rounded, keeping = inputs
-        _, anchor, x_kept, x_scale, weight_kept, weight_scale = output
+        _, anchor, x_kept, x_scale, weight_kept, weight_scale, *rests = output
         ctx.dtype, ctx.shape = product_dtype(x), x.shape
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.mark_non_differentiable(*[saved for saved in output[2:] if saved is not None])
@@ -202,12 +208,15 @@ class _Rounded(Once):
         if keeping is not None and not weight.requires_grad:
             x_kept = x_scale = None
         ctx.again = keeping is not None and weight_kept is weight
-        ctx.save_for_backward(anchor, x_kept, x_scale, weight_kept, weight_scale, channels)
+        estimated = weight if ctx.spec.estimates else None
+        ctx.save_for_backward(anchor, x_kept, x_scale, weight_kept, weight_scale, channels, estimated, *rests)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         options = (ctx.needs_input_grad[:3], ctx.spec, ctx.states, ctx.record, ctx.dtype, ctx.shape, ctx.dtypes)
-        return *once(_form, grads[0], *ctx.saved_tensors, *options, ctx.rounded, ctx.again), *[None] * 6
+        saved = ctx.saved_tensors  # asked for once: activation checkpointing computes them anew at each time
+        rests = saved[7:10], saved[10:]
+        return *once(_form, grads[0], *saved[:7], rests, *options, ctx.rounded, ctx.again), *[None] * 6
 
 
 class _Eager(Backwards, _Rounded):
@@ -222,6 +231,8 @@ def _form(
     weight: Tensor,
     weight_scale: Tensor | None,
     channels: Tensor | None,
+    estimated: Tensor | None,
+    rests: tuple[Rest, Rest],
     needs: tuple[bool, ...],
     spec: LinearSpec,
     states: States,
@@ -237,16 +248,21 @@ def _form(
     grad_x = grad_weight = grad_bias = None
     first, second = spec.grad_input, spec.grad_weight
     lhs: Operand | None = None
+    before, after = folds(first), channels is None and folds(second)
     with torch.autocast(rows.device.type, enabled=False):
         if needs[0]:
             signs = rounded.signs[1] if rounded is not None else signs_of(first, rows, weight)
-            lhs = operand(rows, first.lhs, dtype, states.get("grad_output"), record, signs)
+            if not before:
+                lhs = operand(rows, first.lhs, dtype, states.get("grad_output"), record, signs)
             if rounded is not None:
                 rhs = rounded.grad_input
             elif again or "weight" in spec.anew:
                 rhs = operand(weight, _down(first.rhs), dtype, signs=signs, dim=0)
             else:
-                rhs = Operand(weight, weight_scale)
+                rhs = Operand(weight, weight_scale, restored(rests[1], weight.shape[1]))
+            if before or lhs is None:
+                assert first.lhs is not None
+                lhs, rhs = folded(rows, rhs, first.lhs, dtype, states.get("grad_output"), record, down=False)
             grad_x = _product(lhs, rhs, None, dtype, first, rows.shape[1]).view(shape).to(dtypes[0])
             if channels is not None:
                 grad_x = grad_x * channels.reciprocal().to(grad_x.dtype)
@@ -254,13 +270,24 @@ def _form(
             assert x is not None
             x = matrix(x)
             signs = signs_of(second, rows, x)
-            if lhs is None or "grad_output" in spec.anew:
+            if not after and (lhs is None or before or "grad_output" in spec.anew):
                 lhs = operand(rows, _down(second.lhs), dtype, states.get("grad_output"), record, signs, 0)
-            if not x.is_floating_point():
+            if x.dtype == torch.uint8:
                 x = _decoded(x, spec, dtype)
             anew = "input" in spec.anew
-            rhs = operand(x, _down(second.rhs), dtype, signs=signs, dim=0) if anew else Operand(x, x_scale)
-            grad_weight = _product(lhs.t(), rhs.over(channels, dtype), None, dtype, second, len(rows)).to(dtypes[1])
+            if anew:
+                rhs = operand(x, _down(second.rhs), dtype, signs=signs, dim=0)
+            else:
+                rhs = Operand(x, x_scale, restored(rests[0], x.shape[1]))
+            rhs = rhs.over(channels, dtype)
+            if after or lhs is None:
+                assert second.lhs is not None
+                lhs, rhs = folded(rows, rhs, second.lhs.down, dtype, states.get("grad_output"), record, down=True)
+            grad_weight = _product(lhs.t(), rhs, None, dtype, second, len(rows)).to(dtypes[1])
+            if estimated is not None:
+                assert spec.output.rhs is not None
+                factor = factor_in_use(estimated, spec.output.rhs, states.get("weight"))
+                grad_weight = estimate(grad_weight, estimated, spec.output.rhs, factor)
         if needs[2]:
             grad_bias = bias_gradient(rows, second.multiplier).to(dtypes[2])
     return grad_x, grad_weight, grad_bias
@@ -304,5 +331,24 @@ def _product(
         multiplier = product.multiplier.of(lhs.values.shape[0], shared, rhs.values.shape[1])
     if product.accumulate is None and scaled_mm.supports(lhs, rhs, dtype):
         return scaled_mm.run(lhs, rhs, bias, dtype, multiplier)
+    both = lhs.remainder is not None and rhs.remainder is not None
+    if product.accumulate is None and not both and (whole_mm.supports(lhs, rhs) or is_sparse(lhs, rhs)):
+        return _with_remainders(lhs, rhs, bias, dtype, multiplier)
     lhs, rhs, bias = lhs.widened(dtype), rhs.widened(dtype), None if bias is None else bias.to(dtype)
     return matmul(lhs.values, rhs.values, bias, scale_of(lhs, rhs), dtype, product.accumulate, multiplier)
+
+
+def _with_remainders(
+    lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, multiplier: float | None
+) -> Tensor:
+    """The product of rounded values, in whole numbers where both are such, and of what is sparse beside them."""
+    more = sparse_sum(lhs, rhs) if is_sparse(lhs, rhs) else None
+    if more is not None and multiplier is not None:
+        more = more.mul_(multiplier)
+    if whole_mm.supports(lhs, rhs):
+        return whole_mm.run(lhs, rhs, bias, dtype, multiplier, more)
+    assert more is not None
+    lhs, rhs = replace(lhs, remainder=None).widened(dtype), replace(rhs, remainder=None).widened(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    product = matmul(lhs.values, rhs.values, bias, scale_of(lhs, rhs), dtype, None, multiplier)
+    return product.to(more.dtype).add_(more).to(dtype)

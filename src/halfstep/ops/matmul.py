@@ -35,10 +35,13 @@ def matmul(
         product = product if scale is None else product * scale
         product = product if multiplier is None else product * multiplier
         return (product if bias is None else product + bias).to(dtype)
-    wide = torch.promote_types(lhs.dtype, rhs.dtype)
+    wide = lhs.dtype
+    if rhs.dtype != wide:
+        wide = torch.promote_types(wide, rhs.dtype)
     if wide != dtype or carried.supports(wide, lhs.device):
         return carried.run(lhs, rhs, bias, scale, dtype, multiplier)
-    lhs, rhs = lhs.to(wide), rhs.to(wide)
+    if lhs.dtype != rhs.dtype:
+        lhs, rhs = lhs.to(wide), rhs.to(wide)
     if scale is not None or multiplier is not None:
         return carried.run_native(lhs, rhs, bias, scale, multiplier)
     return torch.mm(lhs, rhs) if bias is None else torch.addmm(bias.to(dtype), lhs, rhs)

@@ -11,37 +11,59 @@ from halfstep import formats
 from halfstep.errors import RecipeError
 from halfstep.formats import Format
 from halfstep.kernels import carried, scaled_mm
+from halfstep.kernels.cpu import clamp_operators as operators
+from halfstep.kernels.cpu.operators import without_tensor_scale
 from halfstep.ops.casts import Quantized, amax_of, quantize, round_scaled, values, values_noted
-from halfstep.quant import Quantizer, Scales, Scaling, Tile, rotate
+from halfstep.ops.remainder import Remainder, bounds_of, remainder
+from halfstep.ops.rows import rounded_rows
+from halfstep.quant import Clamp, Quantizer, Scales, Scaling, Tile, rotate
 from halfstep.quant.hadamard import ANEW
 from halfstep.quant.scaling import StatefulScaling, get_scaling
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe import Matmul
 
 
+_E4M3 = 4  # significant bits of a block's scale, of two levels
+
+
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """A matrix, `values` times `scale`: a float32 scalar, or one a row or column; None is 1.
+    """A matrix, `values` times `scale`: a float32 scalar, or one a row or column; None is 1. And a sparse `remainder`
+    that is added to it, which is not rounded.
 
     Values of at most 8 significant bits fit bfloat16 exactly, whatever power of two multiplies them: so operands in 8
     bits and less are carried in bf16, which matrix units multiply exactly, and the scale enters the product before its
-    one rounding (`ops.matmul`). On a GPU with FP8 units they stay in 8 bits (`kernels.scaled_mm`).
+    one rounding (`ops.matmul`). On a GPU with FP8 units they stay in 8 bits (`kernels.scaled_mm`). Rows of 4 bits with
+    a scale each are whole numbers in int8, whose products are exact (`kernels.cpu.whole_mm`).
     """
 
     values: Tensor
     scale: Tensor | None = None
+    remainder: Remainder | None = None
 
     def t(self) -> Operand:
         """The transposed matrix."""
-        return Operand(self.values.t(), None if self.scale is None else self.scale.t())
+        rest = None if self.remainder is None else self.remainder.t()
+        return Operand(self.values.t(), None if self.scale is None else self.scale.t(), rest)
 
     def widened(self, dtype: torch.dtype) -> Operand:
-        """The same operand for a product that FP8 units do not form: in `dtype` where its numbers fit."""
+        """The same operand for a product that no units for 8 bits form: in `dtype` where its numbers fit; in float32
+        with its remainder."""
+        if self.remainder is not None:
+            values = Operand(self.values.float(), self.scale).scaled()
+            return Operand(values + self.remainder.dense())
         if self.values.itemsize > 1:
             return self
         if self.scale is not None and self.scale.dim():
             return Operand(self.values.float() * self.scale)
+        if self.values.dtype == torch.int8:
+            return Operand(self.values.to(dtype), self.scale)
         return Operand(self.values.to(carrier(formats.get(self.values.dtype), dtype)), self.scale)
+
+    def scaled(self) -> Tensor:
+        """Values times scale, in float32 or wider."""
+        wide = self.values.to(torch.promote_types(self.values.dtype, torch.float32))
+        return wide if self.scale is None else wide * self.scale
 
     def over(self, powers: Tensor | None, dtype: torch.dtype) -> Operand:
         """The same with each column divided by a power of two, in a dtype that holds that; None divides by 1."""
@@ -62,6 +84,8 @@ class Operand:
 
     def __getitem__(self, rows: slice) -> Operand:
         scale = self.scale
+        if self.remainder is not None:
+            return self.widened(torch.float32)[rows]
         return Operand(self.values[rows], scale[rows] if scale is not None and scale.dim() else scale)
 
     def split(self, rows: int) -> tuple[Operand, ...]:
@@ -93,9 +117,14 @@ def operand(
         x = rotate(x, signs, dim)
     if quantizer is None:
         return Operand(x.to(dtype))
+    if quantizer.clamp is not None:
+        return _clamped(x, quantizer, quantizer.clamp, dtype, state, record)
+    quantizer = quantizer.plain
     format, scales = quantizer.format, quantizer.scales
     if scales is None:
         return Operand(values(x, quantizer, dtype=carrier(format, dtype)))
+    if quantizer.by_rows:
+        return Operand(*rounded_rows(x, quantizer, None, _row_dtype(quantizer, dtype, x.device)))
     native = scaled_mm.native_dtype(quantizer, x.device)
     if scales.tile == TENSOR:
         factor, amax = _factor(x, format, scales.rule, state, record)
@@ -105,8 +134,27 @@ def operand(
     elif native is not None:
         return _rows(x, quantizer, scales, native)
     if scales.rule.two_level:
-        return _two_level(quantize(x, quantizer), dtype)
+        scale = torch.empty((), device=x.device)
+        into = carrier(format, dtype, _E4M3)
+        return Operand(values_noted(x, quantizer, dtype=into, tensor_scale=scale)[0], scale)
     return _blocks(x, quantizer, scales, dtype)
+
+
+def _clamped(
+    x: Tensor, quantizer: Quantizer, clamp: Clamp, dtype: torch.dtype, state: Tensor | None, record: bool
+) -> Operand:
+    """Values between two quantiles, rounded; and what is beyond them, where that is kept."""
+    bounds, plain = bounds_of(x, clamp), quantizer.plain
+    if plain.by_rows:
+        made = Operand(*rounded_rows(x, plain, bounds, _row_dtype(plain, dtype, x.device)))
+    else:
+        made = operand(operators.clamped(x, bounds), plain, dtype, state, record)
+    return replace(made, remainder=remainder(x, clamp, bounds)) if clamp.compensation else made
+
+
+def _row_dtype(quantizer: Quantizer, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    assert quantizer.scales is not None
+    return _narrow(quantizer.format, quantizer.scales.rule, dtype, device)
 
 
 def signs_of(product: Matmul, lhs: Tensor, rhs: Tensor) -> Tensor | None:
@@ -126,6 +174,13 @@ def stored(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> Quan
 
     The factor of a stateful scaling is kept as a scale that does not change; without a state it is just in time.
     """
+    if quantizer.clamp is not None:
+        raise RecipeError(
+            f"a weight rounded with a {quantizer.clamp}, to be stored for inference: what it keeps apart has no place "
+            "beside codes. Give the rule's weight no clamp, or keep these layers by module_filter"
+        )
+    quantizer = quantizer.plain
+    _ = quantizer.steps  # known from here on: a traced graph cannot take a cached property's lock
     if quantizer.stateful is None:
         return quantize(x, replace(quantizer, outliers=None) if _is_whole(quantizer) else quantizer)
     rounded = operand(x, quantizer, torch.float32, just_in_time(x, quantizer, state)).widened(torch.float32)
@@ -142,6 +197,10 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
     format, scales = quantizer.format, quantizer.scales
     if scales is None:
         return Operand(quantized.dequantize(carrier(format, dtype)))
+    if quantizer.steps is not None:
+        unscaled = Quantized(Quantizer(format), quantized.shape, quantized.dtype, {"codes": quantized.codes})
+        whole = unscaled.dequantize(torch.float32).mul_(quantizer.steps).to(torch.int8)
+        return Operand(whole, scales.rule.multiplier(quantized.tensors, format).float() / quantizer.steps)
     native = scaled_mm.native_dtype(quantizer, quantized.codes.device)
     if native is not None:
         scale = scales.rule.multiplier(quantized.tensors, format).float()
@@ -153,7 +212,8 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
         wide = carried.supports(into, quantized.codes.device)  # the product would widen them
         return Operand(unscaled.dequantize(torch.float32 if wide else into), scale)
     if scales.rule.two_level:
-        return _two_level(quantized, dtype)
+        blocks = replace(quantized, tensors=without_tensor_scale(quantized.tensors))
+        return Operand(blocks.dequantize(carrier(format, dtype, _E4M3)), quantized.tensors["tensor_scale"])
     narrow = _narrow(format, scales.rule, dtype, quantized.codes.device)
     result = quantized.dequantize(narrow)
     if narrow == dtype and _may_be_subnormal(quantized, scales.rule) and _has_subnormals(result):
@@ -215,6 +275,13 @@ def _factor(
     return factor, None
 
 
+def factor_in_use(x: Tensor, quantizer: Quantizer, state: Tensor | None) -> Tensor | None:
+    """What the forward multiplied x by, where that depends on earlier steps; None elsewhere."""
+    if quantizer.stateful is None:
+        return None
+    return _factor(x, quantizer.format, quantizer.stateful, state, False)[0]
+
+
 def _rows(x: Tensor, quantizer: Quantizer, scales: Scales, dtype: torch.dtype) -> Operand:
     """FP8 numbers, and the scale of each row (or column, where the tiles lie so)."""
     down = scales.tile != ROW
@@ -244,13 +311,6 @@ def _is_whole(quantizer: Quantizer) -> bool:
     if scales is None or scales.tile != TENSOR:
         return False
     return scales.rule.factor(torch.ones(()), quantizer.format) is not None
-
-
-def _two_level(quantized: Quantized, dtype: torch.dtype) -> Operand:
-    """The blocks' scales in the values, the tensor's apart."""
-    scale = quantized.tensors["tensor_scale"]
-    blocks = replace(quantized, tensors=quantized.tensors | {"tensor_scale": torch.ones_like(scale)})
-    return Operand(Quantized.dequantize(blocks, carrier(quantized.quantizer.format, dtype, 4)), scale)
 
 
 def _narrow(format: Format, rule: Scaling, dtype: torch.dtype, device: torch.device) -> torch.dtype:

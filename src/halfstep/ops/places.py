@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.ops.operand import Operand, operand
+from halfstep.kernels.cpu.clamp_operators import estimate
+from halfstep.ops.operand import Operand, factor_in_use, operand
 from halfstep.ops.plain import matrix
 from halfstep.quant import Quantizer, Tile
 from halfstep.quant.tile import TENSOR
@@ -77,7 +78,9 @@ def rounded(
     if quantizer is None:
         return Operand(x.to(dtype))
     tile = quantizer.scales.tile if quantizer.scales is not None else TENSOR
-    if tile == TENSOR and quantizer.outliers is None:  # each element by itself, wherever it lies
+    if (
+        tile == TENSOR and quantizer.outliers is None and quantizer.clamp is None
+    ):  # each element by itself, wherever it lies
         last = not torch.compiler.is_compiling() and not x.is_contiguous()  # which a traced graph cannot ask
         dense = x.movedim(1, -1) if last else x
         made = operand(matrix(dense), quantizer, dtype, state, record)
@@ -85,9 +88,20 @@ def rounded(
         return Operand(values.movedim(-1, 1) if last else values, made.scale)
     parts = layout.rows(x)
     made = operand(_tiled(parts, tile), quantizer, dtype, state, record)
-    if made.scale is not None and made.scale.dim():
+    if made.remainder is not None or (made.scale is not None and made.scale.dim()):
         made = made.widened(dtype)
     return Operand(layout.back(_untiled(made.values, parts.shape, tile), x.shape), made.scale)
+
+
+def derivative(x: Tensor, layout: Layout, quantizer: Quantizer, state: Tensor | None) -> Tensor:
+    """The derivative that the quantizer's estimator takes for rounding a tensor whose rows lie so: of its shape, in
+    float32."""
+    tile = quantizer.scales.tile if quantizer.scales is not None else TENSOR
+    parts = layout.rows(x)
+    matrix = _tiled(parts, tile)
+    ones = torch.ones(matrix.shape, device=x.device)
+    found = estimate(ones, matrix.contiguous(), quantizer, factor_in_use(x, quantizer, state))
+    return layout.back(_untiled(found, parts.shape, tile), x.shape)
 
 
 def _tiled(parts: Tensor, tile: Tile) -> Tensor:

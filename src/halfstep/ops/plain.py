@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import carried
-from halfstep.ops.function import is_derived, run
+from halfstep.ops.function import is_derived, no_autocast, run
 from halfstep.ops.matmul import matmul
 from halfstep.recipe import LinearSpec
 
@@ -68,7 +68,7 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors | None) -> Tensor:
         multiplier = None if factors is None else factors[0]
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x):
             return unflatten(matmul(matrix(x), weight.t(), bias, None, x.dtype, multiplier=multiplier), x)
 
     @staticmethod
@@ -84,7 +84,7 @@ class _Traced(torch.autograd.Function):
         product = _derived if is_derived() else _last
         _, first, second, third = ctx.factors or _NONE
         grad_x = grad_weight = grad_bias = None
-        with torch.autocast(rows.device.type, enabled=False):
+        with no_autocast(rows):
             if ctx.needs_input_grad[0]:
                 grad_x = product(rows, weight, first).view(x.shape)
             if ctx.needs_input_grad[1]:

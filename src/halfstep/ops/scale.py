@@ -1,4 +1,4 @@
-"""The two verbs of unit scaling: a factor on the values alone, or on the gradient alone.
+"""The two verbs of unit scaling, a factor on the values alone or on the gradient alone; and a sum with such factors.
 
 Source: Blake, Orr and Luschi 2023 (Unit Scaling), section 4: a scaled operation multiplies its output by one constant,
 and the gradient of each of its inputs by another.
@@ -53,6 +53,11 @@ def scaled(x: Tensor, forward: float, backward: float) -> Tensor:
     return run(function, x, forward, backward)  # type: ignore[no-any-return]
 
 
+def weighted_sum(x: Tensor, y: Tensor, weights: tuple[float, float], grads: tuple[float, float]) -> Tensor:
+    """weights[0] x + weights[1] y, broadcast as by `torch.add`; the gradients of x and y have the factors `grads`."""
+    return run(_Sum, x, y, weights, grads)  # type: ignore[no-any-return]
+
+
 class _Traced(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -76,3 +81,43 @@ class _Scaled(_Traced):
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         tangent: Tensor = tangents[0]
         return tangent.view_as(tangent) if ctx.forward_factor == 1 else tangent * ctx.forward_factor
+
+
+class _Sum(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, weights: tuple[float, float], grads: tuple[float, float]) -> Tensor:
+        first, second = weights
+        if first == second:
+            return torch.add(x, y).mul_(first)
+        fits = x.shape == y.shape and x.dtype == y.dtype and not torch._C._are_functorch_transforms_active()
+        add = Tensor.add_ if fits else torch.add  # in place, into what is nobody's
+        return add(x * first, y, alpha=second)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, y, ctx.weights, ctx.factors = inputs
+        ctx.kinds = (x.shape, x.dtype), (y.shape, y.dtype)
+        ctx.result = output.shape, output.dtype
+
+    @staticmethod
+    def tangent(ctx: Any, *tangents: Any) -> Tensor:
+        shape, dtype = ctx.result
+        terms = [t * weight for t, weight in zip(tangents[:2], ctx.weights, strict=True) if t is not None]
+        return sum(terms[1:], terms[0]).expand(shape).to(dtype)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (first, second), wanted = ctx.factors, ctx.needs_input_grad
+        x = _part(grads[0], ctx.kinds[0], first) if wanted[0] else None
+        if x is not None and ctx.kinds[0] == ctx.kinds[1] and first == second:
+            return x, x, None, None
+        return x, _part(grads[0], ctx.kinds[1], second) if wanted[1] else None, None, None
+
+
+def _part(grad: Tensor, kind: tuple[torch.Size, torch.dtype], factor: float) -> Tensor:
+    """An operand's share of a sum's gradient, in its shape and dtype."""
+    shape, dtype = kind
+    summed = grad if grad.shape == shape else grad.sum_to_size(shape)
+    return (summed if factor == 1 else summed * factor).to(dtype)

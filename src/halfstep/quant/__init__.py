@@ -2,6 +2,8 @@
 
 from halfstep.quant.accumulator import Accumulator, get_accumulator
 from halfstep.quant.cast import decode, encode, round_at, round_to
+from halfstep.quant.clamp import Clamp
+from halfstep.quant.estimator import Estimator
 from halfstep.quant.hadamard import Hadamard, rotate
 from halfstep.quant.quantizer import Quantized, Quantizer, get_quantizer
 from halfstep.quant.rounding import derive_seed, draw_seed, noise_bits
@@ -11,7 +13,7 @@ from halfstep.quant.tile import Tile
 
 
 __all__ = [
-    "Accumulator", "Hadamard", "Quantized", "Quantizer", "Scales", "Scaling", "Tile", "decode", "derive_seed",
-    "draw_seed", "encode", "get_accumulator", "get_quantizer", "noise_bits", "quantizer", "rotate", "round_at",
-    "round_to",
+    "Accumulator", "Clamp", "Estimator", "Hadamard", "Quantized", "Quantizer", "Scales", "Scaling", "Tile", "decode",
+    "derive_seed", "draw_seed", "encode", "get_accumulator", "get_quantizer", "noise_bits", "quantizer", "rotate",
+    "round_at", "round_to",
 ]  # fmt: skip

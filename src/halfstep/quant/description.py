@@ -13,6 +13,7 @@ import torch
 from halfstep import formats
 from halfstep.errors import HalfstepError
 from halfstep.formats import Format
+from halfstep.quant.clamp import Clamp
 from halfstep.quant.quantizer import Quantizer, layout
 from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import Scaling, get_scaling, named
@@ -32,7 +33,10 @@ _DIMENSIONS = 64
 
 
 def describe(q: Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-    """Of a quantised tensor: its quantizer, the shape and dtype of what it was made from, the names of its parts."""
+    """Of a quantised tensor: its quantizer, the shape and dtype of what it was made from, the names of its parts.
+
+    An estimator is left out: it says nothing about values.
+    """
     return {
         "format": _describe_format(q.format),
         "rounding": q.rounding,
@@ -40,6 +44,7 @@ def describe(q: Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> dict[s
         "tile": None if q.scales is None else [q.scales.tile.rows, q.scales.tile.columns],
         "scaling": None if q.scales is None else _describe_rule(q.scales.rule),
         "outliers": q.outliers,
+        **({} if q.clamp is None else {"clamp": dataclasses.asdict(q.clamp)}),
         "shape": list(shape),
         "dtype": str(dtype).removeprefix("torch."),
         "tensors": sorted(layout(q, shape, dtype)),
@@ -64,6 +69,7 @@ def restore(data: Any) -> tuple[Quantizer, tuple[int, ...], torch.dtype]:
         data["overflow"],
         _restore_scales(data["tile"], data["scaling"]),
         data["outliers"],
+        Clamp(**data["clamp"]) if "clamp" in data else None,
     )
     return quantizer, shape, _DTYPES[data["dtype"]]
 

@@ -23,11 +23,13 @@ from halfstep.quant.cast import (
     round_to,
     round_values,
 )  # fmt: skip
+from halfstep.quant.clamp import Clamp
+from halfstep.quant.estimator import Estimator
 from halfstep.quant.pack import pack, packed_columns, unpack
 from halfstep.quant.rounding import check_rounding, draw_seed, noise_bits
 from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import NonlinearScaling, Scaling, StatefulScaling, get_scaling
-from halfstep.quant.tile import Tile
+from halfstep.quant.tile import ROW, Tile
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Quantizer:
 
     The matrix (last dimension; the others flattened to rows) is cut into tiles, each tile divided by its scale, each
     quotient rounded. Columns in which some |x| reaches `outliers` are kept apart, as they are, and are 0 for
-    everything else.
+    everything else. With a `clamp`, values beyond its quantiles are clamped first.
     """
 
     format: Format
@@ -45,12 +47,25 @@ class Quantizer:
     overflow: str = "saturate"
     scales: Scales | None = None
     outliers: float | None = None
+    clamp: Clamp | None = None
+    estimator: Estimator | None = None
+    """What the derivative of rounding is taken for, where a product's weight is rounded so; None is 1."""
 
     def __post_init__(self) -> None:
         check_rounding(self.rounding)
         if self.outliers is not None and (self.scales is None or not self.outliers > 0):
             raise QuantizationError(
                 f"outliers = {self.outliers}, scales = {self.scales}: expected a positive threshold beside scales"
+            )
+        if self.clamp is not None and (self.scales is None or not self.scales.rule.linear or self.outliers is not None):
+            raise QuantizationError(
+                f"{self.clamp} with scales = {self.scales} and outliers = {self.outliers}: expected scales that "
+                "elements are multiplied by, and one way of keeping outliers"
+            )
+        if self.estimator is not None and self.format.bits > 8:
+            raise QuantizationError(
+                f"an {self.estimator} for {self.format.name}: it is a curve between neighbours that are far apart; "
+                "expected a format of at most 8 bits"
             )
         if self.scales is not None and self.overflow != "saturate":
             raise QuantizationError(f"overflow={self.overflow!r} with scaled tiles: elements of a tile always saturate")
@@ -66,6 +81,36 @@ class Quantizer:
         """The rule for scales, where it depends on earlier steps."""
         rule = self.scales and self.scales.rule
         return rule if isinstance(rule, StatefulScaling) else None
+
+    @cached_property
+    def plain(self) -> Quantizer:
+        """This quantizer without clamp and estimator: what the clamped values are rounded by."""
+        return replace(self, clamp=None, estimator=None) if self.clamp or self.estimator else self
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether each row, or column, of numbers of 4 bits has a scale that is known from its amax, and is a power of
+        two, or the numbers are whole in some unit."""
+        scales = self.scales
+        if scales is None or self.format.bits > 4 or scales.tile not in (ROW, ROW.transposed) or not self._factors:
+            return False
+        return scales.rule.exact or self._steps is not None
+
+    @cached_property
+    def _factors(self) -> bool:
+        return self.scales is not None and self.scales.rule.factor(torch.ones(()), self.format) is not None
+
+    @property
+    def steps(self) -> int | None:
+        """What makes whole numbers of at most 127 of all values, where a quantizer goes by rows with scales that are no
+        powers of two: its products are those of whole numbers. None elsewhere: values times powers of two fit 16 bits.
+        """
+        return self._steps if self.by_rows and self.scales is not None and not self.scales.rule.exact else None
+
+    @cached_property
+    def _steps(self) -> int | None:
+        tried = (steps for steps in (1, 2, 4, 8, 16) if all((v * steps).is_integer() for v in self.format.values()))
+        return next((steps for steps in tried if max(self.format.max, -self.format.min) * steps <= 127), None)
 
     @cached_property
     def down(self) -> Quantizer:
@@ -86,6 +131,11 @@ class Quantizer:
         matrix = as_rows(x.detach())
         wide = matrix if matrix.dtype == torch.float64 else matrix.float()
         kept: dict[str, Tensor] = {}
+        if self.clamp is not None:
+            wide, beyond = self.clamp.parts(wide, self.clamp.bounds(wide))
+            if self.clamp.compensation:
+                places = beyond.flatten().nonzero().flatten()
+                kept = {"remainder_places": places, "remainder": beyond.flatten()[places]}
         if self.outliers is not None:
             columns = (wide.abs() >= self.outliers).any(0).nonzero().flatten()
             kept = {"outlier_columns": columns, "outliers": matrix[:, columns]}
@@ -103,6 +153,25 @@ class Quantizer:
             quotient = round_values(quotient, _WHOLE, self.rounding, "saturate", noise, torch.float64) + shift
         codes = encode_values(quotient, self.format, self.rounding, "saturate", noise).view(wide.shape)
         return self._quantized(x, {"codes": codes, **stored, **kept})
+
+    def derivative(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
+        """What the `estimator` takes for the derivative of rounding at each element of x: float32, of x's shape.
+
+        Args:
+            factor: what all of x is multiplied by before it is rounded, where its scale depends on earlier steps.
+
+        Raises:
+            QuantizationError: there is no estimator, or no factor for a scale that depends on earlier steps.
+        """
+        if self.estimator is None:
+            raise QuantizationError(f"the derivative of rounding to {self.format.name} without an estimator")
+        matrix = as_rows(x.detach()).float()
+        if factor is not None:
+            matrix = matrix * factor
+        elif self.scales is not None:
+            tile, rule = self.scales.tile, self.scales.rule
+            matrix = _quotient(matrix, tile.spread(rule.scale(matrix, tile, self.format)[1], *matrix.shape), rule)
+        return self.estimator.derivative(matrix, self.format).view(x.shape)
 
     def _quantized(self, x: Tensor, tensors: dict[str, Tensor]) -> Quantized:
         codes = pack(tensors["codes"], self.format.bits, self.format.high_nibble_first)
@@ -187,6 +256,9 @@ class Quantized:
                 values = torch.where(multiplier == 0, 0.0, values * multiplier.to(wide))
             limit = torch.finfo(result.dtype).max
             values = values.clamp(-limit, limit)
+        if "remainder" in self.tensors:
+            places, rest = self.tensors["remainder_places"], self.tensors["remainder"].to(wide)
+            values = values.flatten().index_add(0, places, rest)
         if "outliers" in self.tensors:
             values = values.index_copy(1, self.tensors["outlier_columns"], self.tensors["outliers"].to(wide))
         return result.copy_(values.view(self.shape))
@@ -210,6 +282,9 @@ def layout(
         tensors |= quantizer.scales.rule.layout(quantizer.scales.tile.grid(rows, columns))
     if quantizer.outliers is not None:
         tensors |= {"outlier_columns": (torch.int64, (None,)), "outliers": (dtype, (rows, None))}
+    if quantizer.clamp is not None and quantizer.clamp.compensation:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        tensors |= {"remainder_places": (torch.int64, (None,)), "remainder": (wide, (None,))}
     return tensors
 
 

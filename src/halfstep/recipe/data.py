@@ -167,7 +167,11 @@ def _rule(data: Any, number: int) -> Rule:
     if "path" not in table:
         raise At("a rule without a path; expected a glob on module paths, such as '*' or '*.mlp.*'", *path)
     words = {key: typed(table[key], _WORDS[key], *path, key) for key in table.keys() & _WORDS.keys()}
-    return Rule(linear=_linear(table, *path), **words)
+    linear = _linear(table, *path)
+    try:
+        return Rule(linear=linear, **words)
+    except RecipeError as error:
+        raise At(str(error), *path, "blocks") from error
 
 
 _WORDS: dict[str, Any] = {key: kind for key, kind in typing.get_type_hints(Rule).items() if key != "linear"}

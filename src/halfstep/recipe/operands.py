@@ -6,12 +6,22 @@ import re
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from halfstep import formats
 from halfstep.errors import FormatError, QuantizationError, RecipeError, unknown
-from halfstep.quant import Accumulator, Hadamard, Quantizer, Scales, Tile, get_accumulator, get_quantizer
+from halfstep.quant import (
+    Accumulator,
+    Clamp,
+    Estimator,
+    Hadamard,
+    Quantizer,
+    Scales,
+    Tile,
+    get_accumulator,
+    get_quantizer,
+)
 from halfstep.quant.scaling import Scaling, get_scaling, named
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe.storage import Storage, get_storage
@@ -20,7 +30,16 @@ from halfstep.recipe.storage import Storage, get_storage
 Data = dict[str, Any]
 _TILES = {"tensor": TENSOR, "row": ROW}
 _KEPT: Data = {"residual": False, "flat": False, "smallest": 0}  # of a storage, beside its quantizer's
-_OWN = ("format", "tile", "scale", "rounding", "overflow", "outliers")  # the rest of an operand is its scaling's
+_RECORDS: dict[str, Any] = {"clamp": Clamp, "estimator": Estimator}  # tables within an operand's
+_OWN = (
+    "format",
+    "tile",
+    "scale",
+    "rounding",
+    "overflow",
+    "outliers",
+    *_RECORDS,
+)  # the rest of an operand is its scaling's
 
 
 class At(RecipeError):
@@ -82,11 +101,27 @@ def operand(data: Any, *path: str | int) -> Quantizer:
             raise At(f"{key} = {texts[key]!r} found alone; a tile and a scale stand together", *path, key)
         outliers = typed(table["outliers"], float, *path, "outliers") if "outliers" in table else quantizer.outliers
         scales = Scales(tile, rule) if tile and rule else None
-        return replace(quantizer, scales=scales, outliers=outliers)
+        records = {name: _record(table[name], kind, *path, name) for name, kind in _RECORDS.items() if name in table}
+        key = next(iter(records), key)
+        return replace(quantizer, scales=scales, outliers=outliers, **records)
     except At:
         raise
     except (FormatError, QuantizationError, ValueError, TypeError) as error:
         raise At(str(error), *path, key) from error
+
+
+def _record(data: Any, kind: Any, *path: str | int) -> Any:
+    """A table of the record's fields, all of which may be left out; "none" is none."""
+    if data == "none":
+        return None
+    table = typed(data, dict, *path)
+    hints = typing.get_type_hints(kind)
+    check_keys(table, tuple(hints), f"key of {path[-1]}", *path)
+    given = {key: typed(value, hints[key], *path, key) for key, value in table.items()}
+    try:
+        return kind(**given)
+    except QuantizationError as error:
+        raise At(str(error), *path, *[key for key in given if re.search(rf"\b{key}\b", str(error))][:1]) from error
 
 
 def _options(rule: Scaling | None, table: Mapping[str, Any], *path: str | int) -> Scaling | None:
@@ -164,6 +199,8 @@ def quantizer_data(quantizer: Quantizer) -> Data:
     format = quantizer.format
     data: Data = {"format": format.name if _is_named(quantizer) else format.key, "rounding": quantizer.rounding}
     data |= {"overflow": quantizer.overflow}
+    records = {name: getattr(quantizer, name) for name in _RECORDS}
+    data |= {name: _record_data(record) for name, record in records.items() if record is not None}
     if quantizer.scales is None:
         return data
     tile = quantizer.scales.tile
@@ -174,6 +211,10 @@ def quantizer_data(quantizer: Quantizer) -> Data:
     data |= {"tile": next((word for word, t in _TILES.items() if t == tile), f"{tile.rows}x{tile.columns}")}
     data |= {"scale": name, **options}
     return data if quantizer.outliers is None else {**data, "outliers": quantizer.outliers}
+
+
+def _record_data(record: Clamp | Estimator) -> Data:
+    return {name: "none" if value is None else value for name, value in asdict(record).items()}
 
 
 def hadamard_data(hadamard: Hadamard) -> Data:

@@ -64,9 +64,33 @@ class LinearSpec:
             stateful = [q for q in (first, second) if q is not None and q.stateful]
             if len(set(stateful)) > 1:
                 raise RecipeError(f"{name} follows two stateful scalings; give both of its products the same one")
+        self._check_estimators()
         for quantizer in (*self.quantizers, *self.states.values()):
-            _ = quantizer.down.down  # known from here on: a traced graph cannot take a cached property's lock
+            for known in (quantizer, quantizer.down, quantizer.plain, quantizer.down.plain, quantizer.plain.down):
+                _ = known.down.down, known.plain, known.steps  # a traced graph cannot take a cached property's lock
         _ = self.anew
+
+    def _check_estimators(self) -> None:
+        """Refuse an estimator where nothing takes it."""
+        own = None if self.output.rhs is None else self.output.rhs.estimator
+        for name, uses in self._uses().items():
+            found = next((q.estimator for q in uses if q is not None and q.estimator is not None), None)
+            if found is not None and (name != "weight" or own is None):
+                raise RecipeError(
+                    f"an {found} for {name if name != 'weight' else 'the weight of the backward product alone'}: "
+                    "expected one for the weight of the forward product (output.rhs), whose gradient is multiplied by "
+                    "the derivative. The gradients of inputs pass straight through"
+                )
+        if own is not None and self.output.hadamard is not None:
+            raise RecipeError(
+                f"an {own} for a weight that {self.output.hadamard} rotates first: "
+                "its derivative would be that of the rotated weight. Leave one of them out"
+            )
+
+    @property
+    def estimates(self) -> bool:
+        """Whether the gradient of the weight is multiplied by an estimator's derivative."""
+        return self.output.rhs is not None and self.output.rhs.estimator is not None
 
     @cached_property
     def states(self) -> dict[str, Quantizer]:
@@ -104,6 +128,7 @@ class LinearSpec:
         format, rule = quantizer.format, quantizer.scales.rule
         whole = quantizer.stateful is not None or rule.factor(torch.ones(()), format) is not None
         fits = quantizer.scales.tile == TENSOR and quantizer.outliers is None and format.bits == 8 and format.has_nan
+        fits = fits and quantizer.clamp is None
         return quantizer if whole and fits else None
 
     @property
@@ -179,6 +204,12 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         for quantizer in (*self.scores.quantizers, *self.mix.quantizers):
+            if quantizer.estimator is not None or (quantizer.clamp is not None and quantizer.clamp.compensation):
+                raise RecipeError(
+                    f"attention with {quantizer.format.name} ({quantizer.estimator or quantizer.clamp}): its operands "
+                    "are no weights, and its products of stacks have no place for a sparse remainder. Leave the "
+                    "estimator out, and give a clamp compensation = false"
+                )
             if quantizer.stateful or (quantizer.scales is not None and quantizer.scales.tile.rows > 1):
                 raise RecipeError(
                     f"attention with {quantizer.format.name} ({quantizer.scales}): its products "
@@ -204,10 +235,12 @@ def linear_text(spec: LinearSpec) -> str:
     """The three products in a line, for `Recipe.describe`."""
 
     def side(quantizer: Quantizer | None) -> str:
-        if quantizer is None or quantizer.scales is None:
-            return quantizer.format.name if quantizer else "-"
-        rounding = "" if quantizer.rounding == "nearest_even" else f", {quantizer.rounding}"
-        return f"{quantizer.format.name} ({quantizer.scales}{rounding})"
+        if quantizer is None:
+            return "-"
+        rounding = quantizer.rounding if quantizer.scales and quantizer.rounding != "nearest_even" else None
+        said = (quantizer.scales, rounding, quantizer.clamp, quantizer.estimator)
+        words = ", ".join(str(part) for part in said if part is not None)
+        return quantizer.format.name + (f" ({words})" if words else "")
 
     def sums(product: Matmul) -> str:
         times = f" times {product.multiplier}" if product.multiplier else ""

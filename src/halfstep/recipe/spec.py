@@ -15,6 +15,7 @@ from halfstep import formats
 from halfstep.errors import RecipeError, unknown
 from halfstep.quant.masters import get_master, list_masters
 from halfstep.quant.rounding import check_rounding
+from halfstep.recipe.blocks import check_blocks
 from halfstep.recipe.products import AttentionSpec, LinearSpec, linear_text
 from halfstep.recipe.projection import PROJECTOR, Projection, Shape
 from halfstep.recipe.saved import Saved
@@ -47,7 +48,9 @@ class Rule:
     """Layers whose module path matches the glob `path` round their products as `linear` says; the first match wins.
 
     Linear, convolutional and recurrent ones, and attention's projections: `nn.layers.KINDS`. With a `role` only those
-    whose weight has it (`halfstep.unit`): `readout`, `input` ..., or `branch_end`, the last of a residual branch.
+    whose weight has it (`halfstep.unit`): `readout`, `input` ..., or `branch_end`, the last of a residual branch. With
+    `blocks` only those in some of the model's repeated blocks, by depth (`nn.blocks`): `first 2`, `last 15%`, `first 1,
+    last 2`.
 
     A rule that matches no layer is an error, unless it is `optional`. A rule whose spec rounds nothing keeps its
     layers in the recipe's compute dtype; `why` then says why.
@@ -58,11 +61,17 @@ class Rule:
     optional: bool = False
     why: str = ""
     role: str | None = None
+    blocks: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.blocks is not None:
+            check_blocks(self.blocks)
 
     @property
     def where(self) -> str:
-        """Path and role, in words."""
-        return self.path if self.role is None else f"{self.path} with role {self.role}"
+        """Path, role and blocks, in words."""
+        role = "" if self.role is None else f" with role {self.role}"
+        return self.path + role + ("" if self.blocks is None else f" in blocks {self.blocks}")
 
 
 @dataclass(frozen=True)

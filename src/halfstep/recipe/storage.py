@@ -62,6 +62,11 @@ class Storage:
             raise RecipeError("stored with rounding = 'stochastic'; what an optimizer keeps is rounded to nearest")
         if quantizer.outliers is not None:
             raise RecipeError(f"stored with outliers = {quantizer.outliers:g}; no optimizer keeps columns apart")
+        if quantizer.clamp is not None or quantizer.estimator is not None:
+            raise RecipeError(
+                f"stored with a {quantizer.clamp or quantizer.estimator}: clamps and estimators are for operands of "
+                "products; what is stored is rounded as it is"
+            )
         tile = quantizer.scales.tile if quantizer.scales else None
         if self.flat and (tile is None or tile.rows != 1 or not tile.columns):
             raise RecipeError(f"stored flat with tile = {tile or 'none'}; expected pieces of a row, such as 1x256")

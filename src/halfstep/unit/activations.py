@@ -18,6 +18,8 @@ from halfstep.unit.constraint import Constraint, get_constraint
 
 
 _aten: Any = torch.ops.aten
+NAMES = ("gelu", "gelu_tanh", "silu", "relu", "tanh", "sigmoid")
+"""The activations of one tensor, by name."""
 
 
 def gelu(
@@ -82,7 +84,13 @@ def softmax(
 
 def _activation(x: Tensor, name: str, mult: float, constraint: str | Constraint | None) -> Tensor:
     output, grad = get_constraint(constraint)(*factors.activation(name, mult))
-    return run(_Activation, x, name, mult, output / mult, grad)  # type: ignore[no-any-return]
+    return times(x, name, output / mult, grad, mult)
+
+
+def times(x: Tensor, name: str, output: float, grad: float, mult: float = 1.0) -> Tensor:
+    """The activation of that name, one of `NAMES`, at mult x, times `output`; its slope there, times `grad`, is its
+    gradient."""
+    return run(_Activation, x, name, mult, output, grad)  # type: ignore[no-any-return]
 
 
 def _times(x: Tensor, factor: float) -> Tensor:
@@ -90,7 +98,8 @@ def _times(x: Tensor, factor: float) -> Tensor:
     return x * factor if torch.is_grad_enabled() else x.mul_(factor)
 
 
-def _value(x: Tensor, name: str) -> Tensor:
+def value(x: Tensor, name: str) -> Tensor:
+    """The activation of that name, torch's."""
     match name:
         case "gelu":
             return F.gelu(x)
@@ -136,12 +145,19 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, name: str, mult: float, output: float, grad: float) -> Tensor:
-        return _times(_value(x if mult == 1 else x * mult, name), output)
+        return _times(value(x if mult == 1 else x * mult, name), output)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, ctx.name, ctx.mult, ctx.output, ctx.grad = inputs
-        ctx.save_for_backward(x if ctx.name in ("gelu", "gelu_tanh", "silu") else output)
+        kept = x if ctx.name in ("gelu", "gelu_tanh", "silu") else output
+        ctx.save_for_backward(kept)
+        ctx.save_for_forward(kept)
+
+    @staticmethod
+    def tangent(ctx: Any, *tangents: Any) -> Tensor:
+        slope = _gradient(tangents[0], ctx.saved_tensors[0], ctx.name, ctx.mult, ctx.output)
+        return slope * (ctx.mult * ctx.output)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -164,9 +180,19 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, gate, ctx.mult, _, ctx.grad_x, ctx.grad_gate = inputs
+        x, gate, ctx.mult, ctx.output, ctx.grad_x, ctx.grad_gate = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(x, gate, output[1])
+        ctx.save_for_forward(x, gate, output[1])
+
+    @staticmethod
+    def tangent(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
+        x, gate, gated = ctx.saved_tensors
+        of_x, of_gate = tangents[:2]
+        found = gated * 0 if of_x is None else of_x * gated
+        if of_gate is not None:
+            found = found + x * ctx.mult * _silu_gradient(of_gate, gate * ctx.mult)
+        return found * ctx.output, None
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -198,6 +224,13 @@ class _Softmax(torch.autograd.Function):
         x, ctx.dim, _, ctx.output, ctx.grad = inputs
         ctx.dtype = x.dtype
         ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def tangent(ctx: Any, *tangents: Any) -> Tensor:
+        (y,) = ctx.saved_tensors
+        t = tangents[0].to(y.dtype)
+        return y * (t - (y * t).sum(ctx.dim, keepdim=True) / ctx.output)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfstep.errors import ModelError
 from halfstep.ops.function import run
-from halfstep.ops.scale import scale_backward, scaled
+from halfstep.ops.scale import scale_backward, scaled, weighted_sum
 from halfstep.unit import factors
 from halfstep.unit.constraint import Constraint, get_constraint
 
@@ -71,7 +71,7 @@ def add(input: Tensor | float, other: Tensor | float, constraint: str | Constrai
         return torch.add(input, other)
     output, *grads = get_constraint(constraint)(*factors.add(tuple(input.shape), tuple(other.shape)))
     if grads[0] == grads[1] == output and input.shape == other.shape:
-        return run(_Sum, input, other, output, output, output)  # type: ignore[no-any-return]
+        return weighted_sum(input, other, (output, output), (output, output))
     return scaled(torch.add(scale_backward(input, grads[0]), scale_backward(other, grads[1])), output, 1.0)
 
 
@@ -105,31 +105,8 @@ def residual_add(
         raise ModelError(
             f"a residual's branch of shape {tuple(branch.shape)} and skip of {tuple(skip.shape)}; expected the same"
         )
-    weights = factors.residual(variance_fraction, ratio)
-    return run(_Sum, branch, skip, *weights, 1.0)  # type: ignore[no-any-return]
-
-
-class _Sum(torch.autograd.Function):
-    """a x + b y, whose gradients are both `grad` times the sum's."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, y: Tensor, a: float, b: float, grad: float) -> Tensor:
-        if a == b:
-            return torch.add(x, y).mul_(a)
-        dtype = torch.promote_types(x.dtype, y.dtype)
-        return torch.mul(y, b).to(dtype).add_(x, alpha=a)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, y, *_, ctx.grad = inputs
-        ctx.dtypes = x.dtype, y.dtype
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grads[0] if ctx.grad == 1 else grads[0] * ctx.grad
-        return grad.to(ctx.dtypes[0]), grad.to(ctx.dtypes[1]), None, None, None
+    weight, rest = factors.residual(variance_fraction, ratio)
+    return weighted_sum(skip, branch, (rest, weight), (1.0, 1.0))
 
 
 class _Split(torch.autograd.Function):
@@ -144,6 +121,10 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         _, ctx.a, ctx.b = inputs
+
+    @staticmethod
+    def tangent(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
+        return tangents[0].view_as(tangents[0]), tangents[0].view_as(tangents[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

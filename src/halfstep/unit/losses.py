@@ -88,6 +88,11 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.factor = inputs[2]
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def tangent(ctx: Any, *tangents: Any) -> Tensor:
+        return tangents[0] / ctx.saved_tensors[0]  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

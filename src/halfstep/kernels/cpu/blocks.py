@@ -1,7 +1,7 @@
 """Blocks of a row that share a scale, to packed codes and scales or to values: `quant.Quantizer`, bit for bit.
 
 One pass, chunk by chunk: block maxima, scales, then every element over its scale, rounded. Only NVFP4 reads its tensor
-twice, as the scale of the whole comes first.
+twice, as the scale of the whole comes first (`two_level`).
 """
 
 from __future__ import annotations
@@ -15,29 +15,25 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import Codebook, Format
-from halfstep.kernels.cpu import element_codes, packing, powers
+from halfstep.kernels.cpu import element_codes, packing, powers, two_level
 from halfstep.kernels.cpu.arrays import array, plain, separate
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
-from halfstep.kernels.cpu.divided import divided
+from halfstep.kernels.cpu.divided import divided, divided_apart
 from halfstep.kernels.cpu.element_codes import cut_points
 from halfstep.kernels.cpu.noise import chunk_keys, seed_keys
 from halfstep.kernels.cpu.packing import pack, place
 from halfstep.kernels.cpu.powers import FAR, TINY, note_scales, stepped
 from halfstep.kernels.cpu.scales import (
-    TWO_LEVEL_ROOM,
     absmax_scales,
     block_maxima,
-    block_scale_scalars,
     knows_rule,
-    larger_finite,
     largest_stored,
     narrow_scales,
-    note_block_maxima,
     power_scalars,
     power_scales,
-    two_level_scales,
 )
 from halfstep.kernels.cpu.scales import knows as knows_element
+from halfstep.kernels.cpu.two_level import note_codes, tile_scales
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import Scaling
@@ -86,22 +82,35 @@ def takes_values(x: Tensor, out: Tensor) -> bool:
     return plain(x) and out_fits and x.data_ptr() != out.data_ptr() and separate(x, out)
 
 
-def run_values(x: Tensor, out: Tensor, format: Format, rounding: str, scales: Scales, seed: int | None) -> bool:
+def run_values(
+    x: Tensor,
+    out: Tensor,
+    format: Format,
+    rounding: str,
+    scales: Scales,
+    seed: int | None,
+    tensor_scale: Tensor | None = None,
+) -> bool:
     """Write what x, rounded in these blocks, stands for to `out`, without making its codes.
 
-    Returns whether some may be below 2^-126, but not 0: True where nobody looked.
+    Returns whether some may be below 2^-126, but not 0: True where nobody looked. Of two levels of scales, a
+    `tensor_scale` (float32 scalar) becomes the tensor's, and is left out of the values.
     """
     tile, rule = scales.tile, scales.rule
-    numbers = _numbers(format, rounding)[0]
-    if rounding == "nearest_even" and rule.exact:
+    numbers, cuts = _numbers(format, rounding)[0], cut_points(format, True)
+    if rule.exact:
         powered, steps = power_scalars(format, rule), powers.scalars(format)
         found = np.zeros(-(-x.numel() // CHUNK), np.uint32)
-        _power_values(x.numel(), array(x), levels(tile), powered, steps, found, array(out), numbers)
+        keys = seed_keys(seed)
+        _power_values(x.numel(), array(x), levels(tile), powered, steps, found, array(out), numbers, keys)
         return bool((found & TINY).any())
-    target = (array(out), numbers, None, cut_points(format, True), None)
-    kind = np.float32 if rule.quotient else np.uint16 if rule.narrow else np.uint8
-    stored: Any = np.empty(x.numel() // tile.columns, kind)
-    _quantise(x, format, scales, target, stored, None, seed)
+    if rule.two_level:
+        ruled = two_level.rule_of(x, format, scales, tensor_scale)
+        apart, keys = two_level.apart(format, seed, out, tensor_scale), seed_keys(seed)
+        _two_level_values(x.numel(), array(x), levels(tile), ruled, apart, array(out), numbers, cuts, keys)
+        return True
+    stored: Any = np.empty(x.numel() // tile.columns, np.float32 if rule.quotient else np.uint16)
+    _quantise(x, format, scales, (array(out), numbers, None, cuts, None), stored, None, seed)
     return True
 
 
@@ -122,17 +131,8 @@ def _quantise(
     elif rule.narrow:
         _absmax_bf16(x.numel(), array(x), stored, above, largest, *target, keys)
     else:
-        amax = np.empty(x.numel() >> len(above), np.uint32)
-        worst = np.zeros(-(-x.numel() // CHUNK), np.uint32)
-        _maxima(x.numel(), array(x), amax, above, worst)
-        whole = worst.max(initial=0).view(np.float32) / (TWO_LEVEL_ROOM * largest)
-        whole = whole if whole > 0 else np.float32(1)
-        if tensor_scale is not None:
-            tensor_scale.fill_(float(whole))
-        _two_level(x.numel(), array(x), stored, above, (largest, whole), amax, *_E4M3, *target, keys)
-
-
-_E4M3 = block_scale_scalars()
+        ruled = two_level.rule_of(x, element, scales, tensor_scale)
+        _two_level(x.numel(), array(x), stored, above, ruled, *two_level.scalars(), *target, keys)
 
 
 @cache
@@ -154,14 +154,6 @@ def _numbers(format: Format, rounding: str) -> tuple[Any, Any]:
 
 
 # ---- a chunk -------------------------------------------------------------------------------------------------------
-
-
-@inner
-def _note_largest(amax, worst):
-    largest = np.uint32(0)
-    for i in range(amax.size):
-        largest = larger_finite(largest, amax[i])
-    worst[0] = largest
 
 
 @Kernel
@@ -189,7 +181,7 @@ def _stepped(x, shift, levels, out, steps):
 
 
 @Kernel
-def _power_values(x, levels, rule, steps, found, out, numbers):
+def _power_values(x, levels, rule, steps, found, out, numbers, seed):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
@@ -197,7 +189,9 @@ def _power_values(x, levels, rule, steps, found, out, numbers):
         scale, shift = np.empty(largest.size, np.uint32), np.empty(largest.size, np.uint32)
         noted = note_scales(largest, rule, steps, scale, shift)
         found[chunk] = noted
-        if noted & FAR:
+        if seed is not None:
+            divided(x[a:b], scale, levels, out[a:b], numbers, None, None, chunk_keys(seed, chunk))
+        elif noted & FAR:
             divided(x[a:b], scale, levels, out[a:b], numbers, None, None, None)
         else:
             _stepped(x[a:b], shift, levels, out[a:b], steps)
@@ -230,26 +224,29 @@ def _absmax_bf16(x, stored, levels, largest, out, numbers, codes, cuts, shifts, 
 
 
 @Kernel
-def _maxima(x, amax, levels, worst):
+def _two_level(x, stored, levels, rule, scale_numbers, scale_codes, out, numbers, codes, cuts, shifts, seed):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
-        part = amax[a >> len(levels) : b >> len(levels)]
-        note_block_maxima(x[a:b], len(levels), part)
-        _note_largest(part, worst[chunk : chunk + 1])
+        amax = block_maxima(x[a:b], len(levels))
+        divisor, scale = np.empty(amax.size, np.float32), np.empty(amax.size, np.float32)
+        tile_scales(amax, divisor, scale, rule)
+        note_codes(scale, stored[a >> len(levels) : b >> len(levels)], scale_numbers, scale_codes)
+        part = place(out, a, b, shifts)
+        divided(x[a:b], divisor, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
+        pack(part, out, a, b, shifts)
 
 
 @Kernel
-def _two_level(
-    x, stored, levels, whole, amax, block_numbers, block_codes, block_decoding,
-    out, numbers, codes, cuts, shifts, seed,
-):  # fmt: skip
+def _two_level_values(x, levels, rule, apart, out, numbers, cuts, seed):
     for chunk in numba.prange((x.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, x.size)
-        c, d = a >> len(levels), b >> len(levels)
-        multiplier = np.empty(d - c, np.float32)
-        two_level_scales(amax[c:d], stored[c:d], multiplier, whole, block_numbers, block_codes, block_decoding)
-        part = place(out, a, b, shifts)
-        divided(x[a:b], multiplier, levels, part, numbers, codes, cuts, chunk_keys(seed, chunk))
-        pack(part, out, a, b, shifts)
+        amax = block_maxima(x[a:b], len(levels))
+        divisor, scale = np.empty(amax.size, np.float32), np.empty(amax.size, np.float32)
+        tile_scales(amax, divisor, scale, rule)
+        keys = chunk_keys(seed, chunk)
+        if apart is None:
+            divided(x[a:b], divisor, levels, out[a:b], numbers, None, cuts, keys)
+        else:
+            divided_apart(x[a:b], divisor, scale, levels, out[a:b], numbers, apart[0], cuts, keys)

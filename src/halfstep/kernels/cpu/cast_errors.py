@@ -10,18 +10,21 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from halfstep.formats import Codebook, Format, Integer
-from halfstep.kernels.cpu import elements, scales
+from halfstep.kernels.cpu import elements, scales, two_level
 from halfstep.kernels.cpu.cast_error_loops import sum_plain_errors, sum_scaled_errors, sum_squares
 from halfstep.kernels.cpu.comparison import Errors, unit
 from halfstep.kernels.cpu.compiled import CHUNK, Kernel, inner
 from halfstep.kernels.cpu.element_codes import cut_points
 from halfstep.kernels.cpu.elements import Rounding
-from halfstep.kernels.cpu.scales import absmax_scales, note_block_maxima, power_scales, two_level_scales
+from halfstep.kernels.cpu.scales import absmax_scales, note_block_maxima, power_scales
+from halfstep.kernels.cpu.two_level import tile_scales
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling import Scaling
+from halfstep.quant.scaling.two_level import TwoLevel
 from halfstep.quant.tile import Tile
 
 
@@ -132,10 +135,9 @@ class CastErrors:
         scale, largest = np.empty(amax.size, np.float32), np.float32(self._quantizer.format.max)
         if rule.quotient:
             _absmax(amax.size, amax, largest, scale)
-        elif rule.two_level:
-            whole = self._amax / (scales.TWO_LEVEL_ROOM * largest)
-            whole = whole if whole > 0 else np.float32(1)
-            _two_level(amax.size, amax, (largest, whole), *scales.block_scale_scalars(), scale)
+        elif isinstance(rule, TwoLevel):
+            whole = rule.tensor_scale(torch.tensor(float(self._amax)), self._quantizer.format)
+            _two_level(amax.size, amax, two_level.given(self._quantizer.format, rule, whole), scale)
         else:
             _power(amax.size, amax, scales.power_scalars(self._quantizer.format, rule), scale)
         if run in _LEVELS:
@@ -197,11 +199,11 @@ def _absmax(amax, largest, scale):
 
 
 @Kernel
-def _two_level(amax, whole, numbers, codes, decoding, scale):
+def _two_level(amax, rule, scale):
     for chunk in numba.prange((amax.size + CHUNK - 1) // CHUNK):
         a = chunk * CHUNK
         b = min(a + CHUNK, amax.size)
-        two_level_scales(amax[a:b], np.empty(b - a, np.uint8), scale[a:b], whole, numbers, codes, decoding)
+        tile_scales(amax[a:b], scale[a:b], np.empty(b - a, np.float32), rule)
         _to_divide(amax[a:b], scale[a:b])
 
 

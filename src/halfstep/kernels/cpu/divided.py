@@ -11,8 +11,9 @@ from halfstep.kernels.cpu import element_codes, elements
 from halfstep.kernels.cpu.compiled import inner_optimised
 from halfstep.kernels.cpu.element_codes import Coding, looked_up, searched
 from halfstep.kernels.cpu.elements import Rounding
-from halfstep.kernels.cpu.lanes import INFINITY, Lane, bits_of, lanes, nearest_as
+from halfstep.kernels.cpu.lanes import INFINITY, Lane, bits_of, lanes, nearest_as, stored_as
 from halfstep.kernels.cpu.noise import noise
+from halfstep.kernels.cpu.powers import UNSCALED, Steps, nearest
 
 
 _FINITE = {types.uint32: float(torch.finfo(torch.float32).max), types.uint16: float(torch.finfo(torch.bfloat16).max)}
@@ -26,6 +27,19 @@ def quotient(bits: Lane, scale: Lane) -> Lane:
         inverse = inverse.equals(0).pick(scale.constant(1 << 22), inverse)
         return (scale > INFINITY).pick(scale.constant(0), (bits.float() * inverse.float()).bits())
     return (scale > 0.0).pick((bits.float() / scale).bits(), 0)
+
+
+@lanes("like")
+def element_apart(value, divisor, scale, numbers, steps, cuts, keys, index, like):
+    """value / divisor, rounded, times a scale that is not the divisor; a product that `like` holds exactly."""
+    over = quotient(bits_of(value), divisor)
+    if cuts is not None:
+        rounded = looked_up(over.float(), cuts)
+    elif steps is not None:
+        rounded = nearest(over, UNSCALED, Steps(*steps)).float()
+    else:
+        rounded = elements.rounded(over, Rounding(*numbers), noise(keys, index)).float()
+    return stored_as((rounded * scale).bits(), like)
 
 
 @lanes("like")
@@ -65,3 +79,16 @@ def divided(x, scale, levels, out, numbers, codes, cuts, keys):
         for i in range(block):
             j = start + i
             out[j] = element(x[j], s, numbers, codes, cuts, keys, j, out[j])
+
+
+@inner_optimised
+def divided_apart(x, divisor, scale, levels, out, numbers, steps, cuts, keys):
+    """Every element of some blocks, each with what it is divided by and what it is multiplied by, to values."""
+    block = 1 << len(levels)
+    for b in range(scale.size):
+        d = divisor[b]
+        s = scale[b]
+        start = b * block
+        for i in range(block):
+            j = start + i
+            out[j] = element_apart(x[j], d, s, numbers, steps, cuts, keys, j, out[j])

@@ -6,12 +6,14 @@ asked of the tensors' memory is asked when it runs, not while it is traced.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from halfstep import formats, quant
 from halfstep.formats import Format, Posit
-from halfstep.kernels.cpu import accumulate, blocks, cast, codebook, codes, columns, dequantize, posit, tiles
+from halfstep.kernels.cpu import accumulate, blocks, cast, codebook, codes, columns, dequantize, panels, posit, tiles
 from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile, draw_seed
 from halfstep.quant.cast import no_code_for_nan, no_such_code
 from halfstep.quant.pack import pack, unpack
@@ -68,9 +70,12 @@ def decode_into(stored: Tensor, out: Tensor, format: Format) -> None:
         raise no_such_code(stored, format)
 
 
-def round_tiles_into(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None) -> bool:
+def round_tiles_into(
+    x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None, tensor_scale: Tensor | None = None
+) -> bool:
     """The values that `quantizer.quantize(x)` stands for, into `out`.
 
+    Of two levels of scales, the tensor's goes to `tensor_scale`, where that is given, and is left out of the values.
     Returns whether some may be below 2^-126, bfloat16's smallest normal number, but not 0: True where nobody looked.
     """
     format, rounding, scales = quantizer.format, quantizer.rounding, quantizer.scales
@@ -79,10 +84,17 @@ def round_tiles_into(x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | N
             return columns.run_values(x, out, format, scales)
         x = x.contiguous()
         if blocks.supports_values(x, out, quantizer):
-            return blocks.run_values(x, out, format, rounding, scales, seed)
+            return blocks.run_values(x, out, format, rounding, scales, seed, tensor_scale)
+        if panels.supports_values(x, out, quantizer):
+            return panels.run_values(x, out, format, rounding, scales, seed, tensor_scale)
         if tiles.supports(x, out, quantizer):
             return tiles.run(x, out, format, rounding, scales, seed)
-    if not blank(x, out):
+    if tensor_scale is not None:
+        if not blank(x, out, tensor_scale):
+            quantized = quantizer.quantize(x, seed)
+            tensor_scale.copy_(quantized.tensors["tensor_scale"])
+            dequantize_into(replace(quantized, tensors=without_tensor_scale(quantized.tensors)), out)
+    elif not blank(x, out):
         dequantize_into(quantizer.quantize(x, seed), out)
     return True
 
@@ -129,6 +141,11 @@ def dequantize_into(quantized: Quantized, out: Tensor) -> None:
         quant.Quantized.dequantize(quantized, out.dtype, out)
 
 
+def without_tensor_scale(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What is stored of two levels of scales, with 1 for the tensor's."""
+    return tensors | {"tensor_scale": torch.ones_like(tensors["tensor_scale"])}
+
+
 def accumulate_into(lhs: Tensor, rhs: Tensor, out: Tensor, accumulator: Accumulator) -> None:
     """`quant.accumulator.accumulate` into `out`, of zeros."""
     if accumulate.supports(lhs, rhs, out, accumulator):
@@ -161,11 +178,11 @@ def _round_scaled(x: Tensor, factor: Tensor, out: Tensor, key: str, rounding: st
 
 def _round_tiles(
     x: Tensor, out: Tensor, key: str, rows: int, columns: int, rule: str, outliers: float | None, rounding: str,
-    seed: int | None,
+    seed: int | None, tensor_scale: Tensor | None,
 ) -> None:  # fmt: skip
     scales = Scales(Tile(rows, columns), from_text(rule))
     quantizer = Quantizer(formats.from_key(key), rounding, scales=scales, outliers=outliers)
-    round_tiles_into(x, out, quantizer, _seed(rounding, seed))
+    round_tiles_into(x, out, quantizer, _seed(rounding, seed), tensor_scale)
 
 
 def _dequantize(
@@ -202,7 +219,7 @@ _OPERATORS = {
     "round(Tensor x, Tensor(a!) out, str key, str rounding, str overflow, int? seed) -> ()": _round,
     "round_scaled(Tensor x, Tensor factor, Tensor(a!) out, str key, str rounding, int? seed) -> ()": _round_scaled,
     "round_tiles(Tensor x, Tensor(a!) out, str key, int rows, int columns, str rule, float? outliers, str rounding, "
-    "int? seed) -> ()": _round_tiles,
+    "int? seed, Tensor(b!)? tensor_scale) -> ()": _round_tiles,
     "dequantize(Tensor[] tensors, str[] names, Tensor(a!) out, str key, int rows, int columns, str? rule, "
     "float? outliers, str rounding) -> ()": _dequantize,
     "accumulate(Tensor lhs, Tensor rhs, Tensor(a!) out, str key, int block, bool aligned, int? promote) -> ()": (

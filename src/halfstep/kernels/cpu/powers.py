@@ -18,7 +18,7 @@ from halfstep.formats import Float, Format
 from halfstep.kernels.cpu import elements
 from halfstep.kernels.cpu.compiled import inner
 from halfstep.kernels.cpu.elements import Rounding
-from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, bits_of, lanes, stored_as
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, SIGN, Lane, bits_of, lanes, stored_as
 from halfstep.kernels.cpu.scales import power_bits, power_byte, stored_bits
 
 
@@ -54,6 +54,7 @@ def _symmetric(format: Float) -> bool:
     return Rounding(*elements.scalars(format, "nearest_even", "saturate")).zero_sign is None
 
 
+UNSCALED = 127 << 23  # the exponent field of 1
 TINY, FAR = 1, 2
 """What `note_scales` found: a block with values that may be below 2^-126, and one whose scale is not good."""
 
@@ -89,11 +90,21 @@ def note_scales(largest, rule, steps, scale, shift):
     return found
 
 
+def nearest(bits: Lane, shift: Lane | int, p: Steps) -> Lane:
+    """The bits rounded in steps times the power of two that `shift` is the exponent field of."""
+    magnitude = (bits & MAGNITUDE).min(p.largest + shift)
+    beside = ((magnitude & INFINITY).max(p.lowest + shift) + p.cut).float()
+    near = ((magnitude.float() + beside) - beside).bits()
+    return near | (bits & SIGN)
+
+
 @lanes("like")
 def stepped(value, shift, steps, like):
     """The value rounded, of a block with that shift, which is not 0."""
-    p, bits = Steps(*steps), bits_of(value)
-    magnitude = (bits & MAGNITUDE).min(shift + p.largest)
-    beside = ((magnitude & INFINITY).max(shift + p.lowest) + p.cut).float()
-    near = ((magnitude.float() + beside) - beside).bits()
-    return stored_as(near | (bits & SIGN), like)
+    return stored_as(nearest(bits_of(value), shift, Steps(*steps)), like)
+
+
+def unscaled(format: Format) -> tuple[np.uint32, ...] | None:
+    """The `Steps` of a format where `nearest`, with a shift of `UNSCALED`, rounds to it; None where it does not."""
+    numbers = scalars(format)
+    return numbers if Steps(*numbers).span else None

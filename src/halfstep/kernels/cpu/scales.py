@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from functools import cache
 from math import ceil
-from typing import Any
 
 import numpy as np
 from numba import types
 
-from halfstep.formats import Float, Format, Integer, ocp
+from halfstep.formats import Float, Format, Integer
 from halfstep.kernels.cpu import element_codes
 from halfstep.kernels.cpu.compiled import inner
-from halfstep.kernels.cpu.element_codes import Coding
-from halfstep.kernels.cpu.elements import Rounding, Scalars
+from halfstep.kernels.cpu.elements import Scalars
 from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, NAN, bits_of, lanes, nearest_bf16
 from halfstep.quant.scaling import Scaling
 
 
 LARGEST = 0x7F7FFFFF  # the bits of the largest finite float32
-TWO_LEVEL_ROOM = np.float32(448)  # E4M3's largest number, which the scale of the largest block takes
 
 
 @cache
@@ -36,13 +33,6 @@ def power_scalars(element: Format, rule: Scaling) -> Scalars | None:
 def knows_rule(element: Format, rule: Scaling) -> bool:
     """Whether kernels form the scales of that rule from the maxima of blocks."""
     return power_scalars(element, rule) is not None if rule.exact else rule.quotient or rule.two_level
-
-
-@cache
-def block_scale_scalars() -> tuple[Scalars, Scalars, Scalars]:
-    """What `two_level_code` needs to round a scale to E4M3 and back."""
-    numbers, codes = element_codes.scalars(ocp.float8_e4m3fn, "nearest_even", "saturate")
-    return numbers, codes, element_codes.decoding_scalars(ocp.float8_e4m3fn)
 
 
 def knows(element: Format) -> bool:
@@ -170,30 +160,6 @@ def narrow_multiplier(stored):
     return bits_of(stored).float()
 
 
-@lanes(types.uint8)
-def two_level_code(amax, largest, tensor_scale, numbers, codes):
-    """The E4M3 code of amax / largest / tensor_scale."""
-    quotient = absmax_quotient(amax, largest, tensor_scale)
-    return element_codes.encoded(quotient, Rounding(*numbers), Coding(*codes)).to(8)
-
-
-def absmax_quotient(amax: Any, largest: Any, tensor_scale: Any) -> Any:
-    finite = (amax >= INFINITY).pick(amax.constant(NAN), amax).float()
-    return (finite / largest / tensor_scale).bits()
-
-
-@lanes(types.float32)
-def two_level_multiplier(code, tensor_scale, decoding):
-    """The value of a block's E4M3 code times the tensor's scale."""
-    return element_codes.decoded(code.to(32), decoding).float() * tensor_scale
-
-
-@lanes(types.uint32)
-def larger_finite(worst, amax):
-    """The larger of two magnitudes' bits, the second left out where it is not finite."""
-    return (amax >= INFINITY).pick(worst, worst.max(amax))
-
-
 # ---- the scales of many blocks ----
 
 
@@ -217,11 +183,3 @@ def narrow_scales(amax, stored, multiplier, largest):
         stored[i] = narrow_scale(amax[i], largest)
     for i in range(amax.size):
         multiplier[i] = narrow_multiplier(stored[i])
-
-
-@inner
-def two_level_scales(amax, stored, multiplier, whole, numbers, codes, decoding):
-    for i in range(amax.size):
-        stored[i] = two_level_code(amax[i], whole[0], whole[1], numbers, codes)
-    for i in range(amax.size):
-        multiplier[i] = two_level_multiplier(stored[i], whole[1], decoding)

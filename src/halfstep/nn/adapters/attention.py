@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from halfstep import ops
 from halfstep.nn.adapters import linear
-from halfstep.nn.attention import ATTRIBUTE
 from halfstep.nn.product import product, weight_of
 from halfstep.nn.quantized_weights import Weight
+from halfstep.ops.attention import ATTRIBUTE
 
 
 NAME = "nn.MultiheadAttention"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError
 from halfstep.nn.unit.steps import Own
 from halfstep.ops.scale import scale_backward, scaled
+from halfstep.unit.activations import NAMES, times
 
 
 UNIT = "_halfstep_unit"
@@ -23,7 +24,7 @@ class Whole:
     """The factors of a module that is one operation."""
 
     name: str
-    """Which: of norms, `layer_norm`, `rms_norm`, `group_norm`, `batch_norm`."""
+    """Which: of norms, `layer_norm`, `rms_norm`, `group_norm`, `batch_norm`; of functions, an activation's name."""
     alpha: float
     """What its output is multiplied by."""
     backward: tuple[float, ...]
@@ -81,6 +82,9 @@ class Unsaved:
 def one_input(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """An embedding's lookup, or a function of each element: both of its factors are its output's."""
     plan: Whole = vars(module)[UNIT]
+    if plan.name in NAMES:
+        x: Tensor = args[0] if args else next(iter(kwargs.values()))
+        return times(x, plan.name, plan.alpha, plan.backward[0])
     return scaled(stock(module, *args, **kwargs), plan.alpha, plan.backward[0])
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from halfstep.unit.activations import NAMES
+
 
 _NAMES = {
     "add": ("add", "add_", "__add__", "__radd__", "__iadd__"),
@@ -61,6 +63,17 @@ def canonical(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
     if name in _SCALARS and sum(isinstance(x, Tensor) and x.dim() > 0 for x in args[:2]) < 2:
         return _SCALARS[name]
     return name
+
+
+def activation(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Which of `unit.activations` a call of an elementwise function is, where it is one of them and writes nothing."""
+    if kwargs.get("approximate", "none") == "tanh":
+        name = f"{name}_tanh"
+    return (
+        name
+        if name in NAMES and len(args) == 1 and not any(kwargs[key] for key in kwargs.keys() - {"approximate"})
+        else None
+    )
 
 
 def is_in_place(func: Callable[..., Any]) -> bool:

@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from halfstep.nn.adapters import conv1d, convolution, linear
 from halfstep.nn.attention import DotProductAttention
+from halfstep.unit.activations import NAMES, value
 
 
 PRODUCTS = (linear, conv1d, convolution)
@@ -37,6 +38,8 @@ class Leaf:
     name: str
     """Which: of norms `layer_norm`, `rms_norm`, `group_norm` or `batch_norm`."""
     eps: float = 0.0
+    activation: str = ""
+    """Which of `unit.activations` it computes, where it is one of them."""
 
 
 def leaf_of(module: nn.Module) -> Leaf | None:
@@ -102,9 +105,22 @@ def _measured_elementwise(module: nn.Module) -> Leaf | None:
         return None
     if first.shape != x.shape or other.shape != (4, 3, 8) or torch.equal(first, x) or not torch.equal(first, again):
         return None
-    if not torch.allclose(first.flatten()[order], other.flatten(), rtol=1e-5, atol=1e-6):
+    if not _same(first.flatten()[order], other.flatten()):
         return None
-    return Leaf("elementwise", type(module).__name__)
+    return Leaf("elementwise", type(module).__name__, activation=_activation(module))
+
+
+def _activation(module: nn.Module) -> str:
+    """Which of `unit.activations` an elementwise module computes far beyond the usual inputs too; of one that writes to
+    its input, which somebody may go on with, none."""
+    x = torch.linspace(-100, 100, 2**12)
+    y = _called(module, {}, x)
+    known = (name for name in NAMES if isinstance(y, Tensor) and _same(y, value(x, name)))
+    return "" if getattr(module, "inplace", False) else next(known, "")
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return torch.allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 def _called(module: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Any:

@@ -112,7 +112,9 @@ def _whole(made: Plan, node: Node, name: str) -> None:
         rows = [math.prod(node.outputs[0].shape) / max(math.prod(node.operands[i].shape), 1) for i in own]
         free = bool(own) and math.isclose(node.betas[own[0]] / node.gamma, rows[0] ** -0.5) and rows[0] > 1
         beside = node.betas[own[0]] * (rows[0] ** 0.5 if free else 1.0) if own else 1.0
-    whole = Whole(leaf.name, _short(node.alpha), tuple(map(_short, backward)), leaf.eps, free, _short(beside))
+    whole = Whole(
+        leaf.activation or leaf.name, _short(node.alpha), tuple(map(_short, backward)), leaf.eps, free, _short(beside)
+    )
     _once(made.whole, node.path, (leaf.kind, whole), name)
 
 
@@ -158,7 +160,11 @@ def _step(node: Node) -> Step | None:
         return Step("attention", call, node.function, node.alpha, backward, False, numbers)
     if node.kind == "elementwise":
         return Step("elementwise", call, node.function, node.alpha, backward)
-    return Step(PASSIVE, call, node.function) if plain else _gradients(node, call, backward)
+    if plain:
+        return Step(PASSIVE, call, node.function)
+    if node.kind in ("cross_entropy", "mean") and node.alpha == 1 and len(backward) == len(node.operands) == 1:
+        return Step("reduction", call, node.function, 1.0, backward)
+    return _gradients(node, call, backward)
 
 
 def _gradients(node: Node, call: str, backward: tuple[tuple[int, float], ...]) -> Step:

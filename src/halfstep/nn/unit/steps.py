@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.errors import ModelError
-from halfstep.nn.unit.functions import canonical, counts, signature
-from halfstep.ops.function import run
-from halfstep.ops.scale import scale_backward, scaled
+from halfstep.nn.unit.functions import activation, canonical, counts, signature
+from halfstep.ops.scale import scale_backward, scaled, weighted_sum
+from halfstep.unit.activations import times
 
 
 PASSIVE = "passive"
@@ -165,7 +165,14 @@ def _attention(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwar
 
 
 def _elementwise(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if (name := activation(step.function, args, kwargs)) is not None:
+        return times(args[0], name, step.alpha, step.backward[0][1])
     return scaled(func(*args, **kwargs), step.alpha, step.backward[0][1])
+
+
+def _reduction(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A loss or a mean as it is: the factor of its operand's gradient is on its own, which is smaller."""
+    return scale_backward(func(*args, **kwargs), step.backward[0][1])
 
 
 def _gradients(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -185,40 +192,6 @@ _RUN: dict[str, Callable[..., Any]] = {
     "matmul": _matmul,
     "attention": _attention,
     "elementwise": _elementwise,
+    "reduction": _reduction,
     "gradients": _gradients,
 }
-
-
-def weighted_sum(a: Tensor, b: Tensor, forward: tuple[float, float], backward: tuple[float, float]) -> Tensor:
-    """forward[0] a + forward[1] b; the gradients of a and b are multiplied by `backward` instead.
-
-    Factors of 1 in the backward pass cost nothing.
-    """
-    return run(_Weighted, a, b, forward, backward)  # type: ignore[no-any-return]
-
-
-class _Weighted(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(a: Tensor, b: Tensor, forward: tuple[float, float], backward: tuple[float, float]) -> Tensor:
-        return torch.add(a * forward[0], b, alpha=forward[1])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, _, ctx.factors = inputs
-        ctx.kinds = (a.shape, a.dtype), (b.shape, b.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        found = [
-            _summed(grad, shape, factor).to(dtype) if needed else None
-            for (shape, dtype), factor, needed in zip(ctx.kinds, ctx.factors, ctx.needs_input_grad[:2], strict=True)
-        ]
-        return (*found, None, None)
-
-
-def _summed(grad: Tensor, shape: torch.Size, factor: float) -> Tensor:
-    summed = grad if grad.shape == shape else grad.sum_to_size(shape)
-    return summed if factor == 1 else summed * factor

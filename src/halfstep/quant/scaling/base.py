@@ -47,7 +47,7 @@ class Scaling(ABC):
     narrow: ClassVar[bool] = False
     """Whether the scale is a tile's amax / max in float32, rounded to bfloat16 and kept so."""
     two_level: ClassVar[bool] = False
-    """Whether the scales are e4m3(amax / max / tensor_scale), with tensor_scale = amax(x) / (448 * max) apart."""
+    """Whether the scales are amax / max / tensor_scale in E4M3, with one `tensor_scale` apart: a `TwoLevel`."""
 
     def __init_subclass__(cls) -> None:
         """What kernels are told of a `scale` holds of that method: a class with another one says it anew."""

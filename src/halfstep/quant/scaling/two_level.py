@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -13,25 +15,32 @@ from halfstep.quant.tile import Tile
 
 _BLOCK = ocp.float8_e4m3fn
 _ROOM = 256.0
+_LEAST = 2.0**-117  # times E4M3's smallest number it is float32's smallest normal one
 
 
 class TwoLevel(Scaling):
     """tensor_scale = amax(x) / (448 * max); scale = e4m3(amax(tile) / max / tensor_scale), in float32; no floor.
 
     The multiplier is scale * tensor_scale. `max` is the element format's largest value; the largest block's scale
-    becomes 448, E4M3's own. Infinities and NaN lose their own block only: the tensor's amax is taken over the others.
+    becomes 448, E4M3's own. A scale that is rounded down clips: elements that are then beyond `max` become `max`.
+    Infinities and NaN lose their own block only: the tensor's amax is taken over the others.
 
     Source: NVIDIA Transformer Engine, NVFP4 recipe and its reference implementation.
     """
 
     holds = _BLOCK.name
     two_level = True
+    clips: ClassVar[bool] = True
+    """Whether a block's scale may be so small that its largest elements are clipped."""
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         amax = finite(tile.reduce(x.abs(), "amax"))
-        tensor_scale = _tensor_scale(amax, _BLOCK.max * element.max)
-        stored = self._store(amax, element.max, tensor_scale)
+        stored = self._store(amax, element.max, self.tensor_scale(amax, element))
         return stored, self.multiplier(stored, element)
+
+    def tensor_scale(self, amax: Tensor, element: Format) -> Tensor:
+        """The tensor's scale, a float32 scalar, from the maxima of its tiles, or from the one of them that counts."""
+        return _tensor_scale(_largest(amax), _BLOCK.max * element.max)
 
     def multiplier(self, stored: Stored, element: Format) -> Tensor:
         return decode(stored["scale"], _BLOCK) * stored["tensor_scale"]
@@ -41,6 +50,28 @@ class TwoLevel(Scaling):
 
     def _store(self, amax: Tensor, largest: float, tensor_scale: Tensor) -> Stored:
         return {"scale": encode((amax / largest).float() / tensor_scale, _BLOCK), "tensor_scale": tensor_scale}
+
+
+class TwoLevelUp(TwoLevel):
+    """The same, with the smallest scale in E4M3 at which no element of the block is clipped: its next number where
+    amax(tile) over the nearest one's multiplier, in float32, is more than `max`.
+
+    So that the largest block has one, the tensor's scale is float32's next number where 448 times the nearest is too
+    small; and it is at least 2^-117, at which all multipliers are normal numbers. A block that is not of zeros has at
+    least E4M3's smallest scale, 2^-9.
+    """
+
+    clips = False
+
+    def tensor_scale(self, amax: Tensor, element: Format) -> Tensor:
+        scale = super().tensor_scale(amax, element).clamp(min=_LEAST)
+        clipped = _largest(amax) / (scale * _BLOCK.max) > element.max
+        return torch.where(clipped, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
+
+    def _store(self, amax: Tensor, largest: float, tensor_scale: Tensor) -> Stored:
+        stored = super()._store(amax, largest, tensor_scale)
+        clipped = amax / (decode(stored["scale"], _BLOCK) * tensor_scale) > largest
+        return stored | {"scale": stored["scale"] + clipped}
 
 
 class FourOverSix(TwoLevel):
@@ -53,7 +84,7 @@ class FourOverSix(TwoLevel):
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         amax = finite(tile.reduce(x.abs(), "amax"))
-        tensor_scale = _tensor_scale(amax, _ROOM * element.max)
+        tensor_scale = _tensor_scale(_largest(amax), _ROOM * element.max)
         six, four = (self._store(amax, top, tensor_scale) for top in (element.max, element.max / 1.5))
         worse = self._error(x, six, tile, element) > self._error(x, four, tile, element)
         stored = {"scale": torch.where(worse, four["scale"], six["scale"]), "tensor_scale": tensor_scale}
@@ -65,12 +96,17 @@ class FourOverSix(TwoLevel):
         return tile.reduce((round_to(ratio, element).double() * multiplier.double() - x.double()).abs(), "sum")
 
 
+def _largest(amax: Tensor) -> Tensor:
+    """The largest of the finite tiles' maxima."""
+    return amax.nan_to_num(0).amax() if amax.numel() else amax.new_zeros(())
+
+
 def _tensor_scale(amax: Tensor, largest: float) -> Tensor:
     """What brings the largest of the blocks' maxima to `largest`."""
-    found = amax.nan_to_num(0).amax() if amax.numel() else amax.new_zeros(())
-    scale = (found / largest).float()
+    scale = (amax / largest).float()
     return torch.where(scale == 0, 1.0, scale)
 
 
 two_level = TwoLevel("two_level")
+two_level_up = TwoLevelUp("two_level_up")
 four_over_six = FourOverSix("four_over_six")

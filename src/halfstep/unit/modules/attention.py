@@ -9,6 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
+from halfstep.ops.attention import ATTRIBUTE
+from halfstep.ops.linear import product_dtype
+from halfstep.ops.stacks import stacked_linear
+from halfstep.recipe import AttentionSpec
 from halfstep.unit.attention import scaled_dot_product_attention
 from halfstep.unit.layers import dropout as unit_dropout
 from halfstep.unit.modules.linear import Linear
@@ -16,6 +20,8 @@ from halfstep.unit.modules.linear import Linear
 
 class Attention(nn.Module):
     """Self-attention on (batch, time, width) with logits mult q k^T / head, its sum brought to unit variance.
+
+    A recipe's `attention` rounds the operands of its two products; the factors stay.
 
     Args:
         is_causal: attend to the present and the past alone.
@@ -58,8 +64,8 @@ class Attention(nn.Module):
         batch, time, width = x.shape
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         attend = square_root_attention if self.square_root else scaled_dot_product_attention
-        dropout = self.dropout if self.training else 0.0
-        mixed = attend(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=self.is_causal, mult=self.mult)
+        options: Any = {"dropout_p": self.dropout if self.training else 0.0, "is_causal": self.is_causal}
+        mixed = attend(q, k, v, attn_mask=mask, mult=self.mult, spec=vars(self).get(ATTRIBUTE), **options)
         return self.out_proj(mixed.transpose(1, 2).reshape(batch, time, width))  # type: ignore[no-any-return]
 
 
@@ -71,15 +77,30 @@ def square_root_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     mult: float = 1.0,
+    spec: AttentionSpec | None = None,
 ) -> Tensor:
     """sqrt(softmax(mult q k^T / d + mask)) v for q, k, v of shape (..., time, d).
 
     The square root is taken of the logarithm, whose gradient is finite where a weight is zero. Dropout keeps the
     variance: what is left is divided by sqrt(1 - p).
 
+    Args:
+        spec: how the operands of the two products are rounded; scores and weights are then float32.
+
     Source: Narayan et al. 2025, arXiv 2502.05967, equation 8, whose norm of the weights is to be squared.
     """
+    if spec is not None and spec.rounds:
+        dtype = product_dtype(query)
+        with torch.autocast(query.device.type, enabled=False):
+            logits = stacked_linear(query, key, spec.scores, dtype) * (mult / query.shape[-1])
+            weights = _square_roots(logits, attn_mask, dropout_p, is_causal)
+            return stacked_linear(weights, value.mT, spec.mix, dtype).to(dtype)
     logits = query @ key.mT * (mult / query.shape[-1])
+    return _square_roots(logits, attn_mask, dropout_p, is_causal) @ value
+
+
+def _square_roots(logits: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool) -> Tensor:
+    """The square roots of softmax's weights, after dropout."""
     if is_causal:
         after = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
         logits = logits.masked_fill(after, -torch.inf)
@@ -87,4 +108,4 @@ def square_root_attention(
         is_added = attn_mask.is_floating_point()
         logits = logits + attn_mask if is_added else logits.masked_fill(~attn_mask, -torch.inf)
     weights = (F.log_softmax(logits, dim=-1) / 2).exp()
-    return unit_dropout(weights, dropout_p, dropout_p > 0) @ value
+    return unit_dropout(weights, dropout_p, dropout_p > 0)

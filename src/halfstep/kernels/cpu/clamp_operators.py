@@ -1,0 +1,231 @@
+"""Quantiles, rows with a scale each, sparse products and estimators: a kernel where one supports the call, else torch.
+
+As in `operators`, an operator under `torch.compile` is one opaque node that writes to `out`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfstep import formats
+from halfstep.formats import Format
+from halfstep.kernels.cpu import quantiles, rows, slopes
+from halfstep.kernels.cpu import sparse as products
+from halfstep.kernels.cpu.operators import blank
+from halfstep.quant import Clamp, Estimator, Quantizer, Scales, Tile, draw_seed
+from halfstep.quant.cast import round_to
+from halfstep.quant.quantizer import as_rows
+from halfstep.quant.scaling import Scaling, from_text
+
+
+_LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
+FoldedOrNone = tuple[Tensor, Tensor] | None
+Parts = tuple[Tensor, Tensor | None, Tensor | None]
+"""Numbers, their columns, and where rows start; or a whole matrix and twice None."""
+
+
+def bounds(x: Tensor, clamp: Clamp) -> Tensor:
+    """`Clamp.bounds` of a matrix."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    out = torch.empty(2, x.shape[0] if clamp.tile == "row" else 1, dtype=wide, device=x.device)
+    if torch.compiler.is_compiling():
+        torch.ops.halfstep.quantiles(x, out, clamp.quantile, clamp.tile, clamp.estimate)
+    else:
+        bounds_into(x, out, clamp)
+    return out
+
+
+def bounds_into(x: Tensor, out: Tensor, clamp: Clamp) -> None:
+    """The same into `out`."""
+    if quantiles.supports(x):
+        quantiles.run(x, out, clamp)
+    elif not blank(x, out):
+        out.copy_(clamp.bounds(x))
+
+
+def amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor:
+    """The largest magnitude of each row (dim 1) or column (dim 0) between the bounds; NaN where a number or a bound
+    is."""
+    if not torch.compiler.is_compiling() and rows.supports_amax(x, bounds):
+        return rows.run_amax(x, bounds, dim)
+    low = high = x.new_zeros([1 if i == dim else size for i, size in enumerate(x.shape)])
+    if x.numel() and not (dim == 1 or bounds is None or bounds.shape[1] == 1):
+        x, bounds = clamped(x, bounds), None
+    if x.numel():
+        low, high = torch.aminmax(x, dim=dim, keepdim=True)
+    # Clamping keeps the order, so what becomes of the ends suffices.
+    return torch.maximum(-clamped(low, bounds), clamped(high, bounds)).float()
+
+
+def round_rows(
+    x: Tensor, bounds: Tensor | None, factor: Tensor, format: Format, rounding: str, seed: int | None,
+    steps: int | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """x between its bounds, times factor (a row's or a column's), rounded and saturated: in whole `steps` of 1, int8;
+    without steps over the factor again, a power of two, in `dtype`."""
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if torch.compiler.is_compiling():
+        torch.ops.halfstep.round_rows(x, bounds, factor, out, format.key, rounding, seed, steps)
+    else:
+        round_rows_into(x, bounds, factor, out, format, rounding, seed, steps)
+    return out
+
+
+def round_rows_into(
+    x: Tensor, bounds: Tensor | None, factor: Tensor, out: Tensor, format: Format, rounding: str, seed: int | None,
+    steps: int | None,
+) -> None:  # fmt: skip
+    """The same into `out`."""
+    if rows.supports(x, out, bounds, factor, format, rounding):
+        rows.run(x, out, bounds, factor, format, rounding, steps or 1)
+    elif not blank(x, out):
+        rounded = round_to((clamped(x, bounds) * factor).nan_to_num(0.0), format, rounding, "saturate", seed)
+        out.copy_(rounded * steps if steps is not None else rounded / factor)
+
+
+def clamped(x: Tensor, bounds: Tensor | None) -> Tensor:
+    """x in float32, between its bounds; NaN where one is."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    if bounds is None:
+        return wide
+    return torch.maximum(torch.minimum(wide, bounds[1][:, None]), bounds[0][:, None])
+
+
+def fold(x: Tensor, scale: Tensor, format: Format, rounding: str, rule: Scaling, dtype: torch.dtype) -> FoldedOrNone:
+    """x times scale (a row's or a column's), rounded as one tensor by a rule, in `dtype`, and the scale of that; None
+    where no kernel does it."""
+    if torch.compiler.is_compiling() or not rows.supports_fold(x, scale, format, rounding, dtype):
+        return None
+    factor = rule.factor(rows.run_fold_amax(x, scale), format)
+    if factor is None:
+        return None
+    out = torch.empty(x.shape, dtype=dtype)
+    rows.run_fold(x, scale, factor, format, rounding, out)
+    return out, factor.reciprocal()
+
+
+def beyond(x: Tensor, clamp: Clamp, bounds: Tensor) -> Parts:
+    """What is beyond the bounds of a matrix, less the bound."""
+    if torch.compiler.is_compiling():
+        return clamp.parts(x, bounds)[1].float(), None, None
+    if hasattr(x, "fake_mode"):  # which has no values to count; so many are beyond two quantiles
+        count = round(2 * (1 - clamp.quantile) * x.numel())
+        starts = x.new_empty(x.shape[0] + 1, dtype=torch.int64)
+        return x.new_empty(count, dtype=torch.float32), x.new_empty(count, dtype=torch.int32), starts
+    if rows.supports_beyond(x, bounds):
+        return rows.run_beyond(x, bounds)
+    return sparse(clamp.parts(x, bounds)[1].float())
+
+
+def sparse(whole: Tensor) -> Parts:
+    """The numbers of a matrix that are not 0, row by row."""
+    rows, columns = whole.nonzero(as_tuple=True)
+    starts = torch.zeros(whole.shape[0] + 1, dtype=torch.int64, device=whole.device)
+    torch.cumsum(torch.bincount(rows, minlength=whole.shape[0]), 0, out=starts[1:])
+    return whole[rows, columns], columns.int(), starts
+
+
+def whole(values: Tensor, columns: Tensor, starts: Tensor, width: int) -> Tensor:
+    """The matrix that `sparse` made this of."""
+    height = len(starts) - 1
+    rows = torch.repeat_interleave(torch.arange(height, device=values.device), starts.diff(), output_size=len(values))
+    return values.new_zeros(height, width).index_put_((rows, columns.long()), values)
+
+
+def sparse_product(
+    values: Tensor, columns: Tensor | None, starts: Tensor | None, width: int, down: bool, other: Tensor,
+    scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The sparse matrix (rows, width), or its transpose where it lies `down`, times `other`, times scale: float32."""
+    height = values.shape[0] if starts is None else len(starts) - 1
+    out = torch.empty(width if down else height, other.shape[1], dtype=torch.float32, device=values.device)
+    if torch.compiler.is_compiling():
+        torch.ops.halfstep.sparse_product(values, other, scale, out, down)
+    else:
+        sparse_product_into((values, columns, starts), width, down, other, scale, out)
+    return out
+
+
+def sparse_product_into(parts: Parts, width: int, down: bool, other: Tensor, scale: Tensor | None, out: Tensor) -> None:
+    """The same into `out`."""
+    if blank(out, out):
+        return
+    values, columns, starts = parts
+    other = other.to(torch.bfloat16) if other.dtype == torch.int8 else other
+    if columns is not None and starts is not None and products.supports(values, other := other.contiguous(), out):
+        products.run(values, columns, starts, width, down, other, scale, out)
+        return
+    matrix = values if columns is None or starts is None else whole(values, columns, starts, width)
+    product = (matrix.t() if down else matrix) @ other.float()
+    out.copy_(product if scale is None else product.mul_(scale))
+
+
+def estimate(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: Tensor | None) -> Tensor:
+    """`grad`, which is nobody else's, times the derivative of rounding x: `Quantizer.derivative`."""
+    s, estimator = quantizer.scales, quantizer.estimator
+    assert estimator is not None
+    if not torch.compiler.is_compiling():
+        estimate_into(grad, x, quantizer, factor)
+        return grad
+    rows, columns, rule = (s.tile.rows, s.tile.columns, s.rule.text) if s else (0, 0, None)
+    torch.ops.halfstep.estimate(grad, x, factor, quantizer.format.key, rows, columns, rule, estimator.k, estimator.cap)
+    return grad
+
+
+def estimate_into(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: Tensor | None) -> None:
+    """The same in place."""
+    if blank(x, grad):
+        return
+    estimator, format, scales = quantizer.estimator, quantizer.format, quantizer.scales
+    assert estimator is not None
+    if factor is None and scales is not None and scales.rule.linear and not scales.rule.two_level:
+        factor = scales.rule.factor(scales.tile.reduce(x.abs(), "amax").float(), format)
+    factor = x.new_ones((), dtype=torch.float32) if scales is None else factor
+    if factor is None or not slopes.supports(grad, x, factor, format):
+        grad.mul_(quantizer.derivative(x, factor))
+        return
+    high, wide = (scales.tile.rows or x.shape[0], scales.tile.columns or x.shape[1]) if scales else x.shape
+    slopes.run(grad, x, factor.reshape(-1, factor.shape[-1] if factor.dim() else 1), high, wide, format, estimator)
+
+
+# ---- the same as operators, for torch.compile -----------------------------------------------------------------------
+
+
+def _quantiles(x: Tensor, out: Tensor, quantile: float, tile: str, estimate: str) -> None:
+    bounds_into(x.contiguous(), out, Clamp(quantile, tile, estimate))
+
+
+def _round_rows(
+    x: Tensor, bounds: Tensor | None, factor: Tensor, out: Tensor, key: str, rounding: str, seed: int | None,
+    steps: int | None,
+) -> None:  # fmt: skip
+    seed = draw_seed(None) if seed is None and rounding == "stochastic" else seed and seed & (1 << 64) - 1
+    round_rows_into(x.contiguous(), bounds, factor, out, formats.from_key(key), rounding, seed, steps)
+
+
+def _sparse_product(whole: Tensor, other: Tensor, scale: Tensor | None, out: Tensor, down: bool) -> None:
+    sparse_product_into(sparse(whole), whole.shape[1], down, other, scale, out)
+
+
+def _estimate(
+    grad: Tensor, x: Tensor, factor: Tensor | None, key: str, rows: int, columns: int, rule: str | None, k: float,
+    cap: float | None,
+) -> None:  # fmt: skip
+    scales = None if rule is None else Scales(Tile(rows, columns), from_text(rule))
+    quantizer = Quantizer(formats.from_key(key), scales=scales, estimator=Estimator(k, cap))
+    estimate_into(grad, as_rows(x), quantizer, factor)
+
+
+_OPERATORS = {
+    "quantiles(Tensor x, Tensor(a!) out, float quantile, str tile, str estimate) -> ()": _quantiles,
+    "round_rows(Tensor x, Tensor? bounds, Tensor factor, Tensor(a!) out, str key, str rounding, int? seed, int? steps)"
+    " -> ()": _round_rows,
+    "sparse_product(Tensor whole, Tensor other, Tensor? scale, Tensor(a!) out, bool down) -> ()": _sparse_product,
+    "estimate(Tensor(a!) grad, Tensor x, Tensor? factor, str key, int rows, int columns, str? rule, float k, "
+    "float? cap) -> ()": _estimate,
+}
+for _schema, _function in _OPERATORS.items():
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_schema.partition("(")[0], _function, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_schema.partition("(")[0], lambda *arguments: None, "Meta")

@@ -1,0 +1,326 @@
+"""Matrices with a scale a row, or a column: clamped, scaled and rounded in one pass; and what clamping takes away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from torch import Tensor
+
+from halfstep.formats import Format
+from halfstep.kernels.cpu import elements
+from halfstep.kernels.cpu.arrays import array, plain, separate
+from halfstep.kernels.cpu.compiled import Kernel, inner
+from halfstep.kernels.cpu.elements import Rounding
+from halfstep.kernels.cpu.lanes import MAGNITUDE, bits_of, lanes, nearest_as, stored_as
+
+
+_TALL = 256  # rows that a thread takes at a time, for the columns' maxima
+_OUTS = (torch.int8, torch.float32, torch.bfloat16)
+
+
+def supports(x: Tensor, out: Tensor, bounds: Tensor | None, factor: Tensor, format: Format, rounding: str) -> bool:
+    """Whether `run` can round `x` into `out`: contiguous CPU matrices, in steps that no seed decides."""
+    return (
+        plain(x)
+        and x.dim() == 2
+        and x.numel() > 0
+        and plain(out, *_OUTS)
+        and separate(x, out)
+        and rounding != "stochastic"
+        and elements.knows(format)
+        and format.bits <= 8
+        and factor.dtype == torch.float32
+        and (bounds is None or bounds.dtype == torch.float32)
+    )
+
+
+def run(
+    x: Tensor, out: Tensor, bounds: Tensor | None, factor: Tensor, format: Format, rounding: str, steps: int
+) -> None:
+    """Write x between its bounds, (2, 1) or (2, rows), times factor, (rows, 1) or (1, columns), rounded: int8 in whole
+    steps, or, over the factor again, values that the dtype of `out` holds. 0 where that is NaN."""
+    numbers: Any = elements.scalars(format, rounding, "saturate")
+    back = np.ones(1, np.float32) if out.dtype == torch.int8 else array(factor.reciprocal(), torch.float32)
+    given = _matrix(x), _limits(bounds, x.shape[0]), _numbers(factor), back
+    if _is_by_row(x, factor):
+        _by_row(x.numel(), *given, np.float32(steps), numbers, _matrix(out))
+    else:
+        _by_column(x.numel(), *given, np.float32(steps), numbers, _matrix(out))
+
+
+def supports_amax(x: Tensor, bounds: Tensor | None) -> bool:
+    """Whether `run_amax` can read these."""
+    return plain(x) and x.dim() == 2 and x.numel() > 0 and (bounds is None or bounds.dtype == torch.float32)
+
+
+def run_amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor:
+    """The largest magnitude of each row (dim 1: (rows, 1)) or column ((1, columns)) between the bounds, in float32; NaN
+    where a number or a bound is."""
+    limits = _limits(bounds, x.shape[0])
+    if dim == 1:
+        out = torch.empty(x.shape[0], 1)
+        _row_amax(x.numel(), _matrix(x), limits, array(out))
+        return out
+    found = torch.zeros(-(-x.shape[0] // _TALL), x.shape[1])
+    _column_amax(x.numel(), _matrix(x), limits, _matrix(found), _TALL)
+    return found.amax(0, keepdim=True)
+
+
+def supports_beyond(x: Tensor, bounds: Tensor) -> bool:
+    """Whether `run_beyond` can read these."""
+    return plain(x) and x.dim() == 2 and x.numel() > 0 and bounds.dtype == torch.float32
+
+
+def run_beyond(x: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What is beyond the bounds, less the bound: its numbers row by row, their columns, and where rows start."""
+    matrix, limits = _matrix(x), _limits(bounds, x.shape[0])
+    starts = torch.zeros(x.shape[0] + 1, dtype=torch.int64)
+    counts = array(starts)[1:]
+    _count_beyond(x.numel(), matrix, limits, counts)
+    np.cumsum(counts, out=counts)
+    values, columns = torch.empty(int(starts[-1])), torch.empty(int(starts[-1]), dtype=torch.int32)
+    if len(values):
+        _take_beyond(x.numel(), matrix, limits, array(starts), array(values, torch.float32), array(columns))
+    return values, columns, starts
+
+
+def _matrix(x: Tensor) -> Any:
+    return array(x).reshape(x.shape)
+
+
+def _is_by_row(x: Tensor, scale: Tensor) -> bool:
+    """Whether there is a scale for each row, and not one for each column."""
+    return scale.shape == (x.shape[0], 1)
+
+
+def _numbers(x: Tensor) -> Any:
+    return array(x.contiguous(), torch.float32)
+
+
+def _limits(bounds: Tensor | None, rows: int) -> Any:
+    """A row's bounds in each row, or None."""
+    return None if bounds is None else _numbers(bounds.expand(2, rows)).reshape(2, rows)
+
+
+@lanes(types.uint32)
+def _larger_between(most, value, low, high):
+    number = bits_of(value).float()
+    if low is not None:
+        number = (number > high).pick(high, number)
+        number = (number < low).pick(low, number)
+        number = low.is_nan().pick(low, number)
+    return most.max(number.bits() & MAGNITUDE)
+
+
+@inner
+def _amax_of(x, low, high):
+    most = np.uint32(0)
+    for i in range(x.size):
+        most = _larger_between(most, x[i], low, high)
+    return most
+
+
+@inner
+def _amax_each(x, low, high, most):
+    for i in range(x.size):
+        most[i] = _larger_between(most[i], x[i], low, high)
+
+
+@Kernel
+def _row_amax(x, limits, out):
+    for r in numba.prange(x.shape[0]):
+        if limits is None:
+            out[r] = _amax_of(x[r], None, None)
+        else:
+            out[r] = _amax_of(x[r], limits[0, r], limits[1, r])
+
+
+@Kernel
+def _column_amax(x, limits, found, tall):
+    for part in numba.prange(found.shape[0]):
+        for r in range(part * tall, min((part + 1) * tall, x.shape[0])):
+            if limits is None:
+                _amax_each(x[r], None, None, found[part])
+            else:
+                _amax_each(x[r], limits[0, r], limits[1, r], found[part])
+
+
+@lanes("like")
+def _rounded(value, low, high, factor, back, steps, numbers, like):
+    number = bits_of(value).float()
+    if low is not None:
+        number = (number > high).pick(high, number)
+        number = (number < low).pick(low, number)
+    scaled = number * factor
+    rounded = elements.rounded(scaled.is_nan().pick(scaled.constant(0.0), scaled).bits(), Rounding(*numbers)).float()
+    if like == types.int8:
+        return (rounded * steps).truncated().to(8)
+    return nearest_as(rounded * back, like)
+
+
+@inner
+def _row(x, low, high, factor, back, steps, numbers, out):
+    for i in range(x.size):
+        out[i] = _rounded(x[i], low, high, factor, back, steps, numbers, out[i])
+
+
+@inner
+def _row_each(x, low, high, factor, back, steps, numbers, out):
+    for i in range(x.size):
+        out[i] = _rounded(x[i], low, high, factor[i], back[i % back.size], steps, numbers, out[i])
+
+
+@Kernel
+def _by_row(x, limits, factor, back, steps, numbers, out):
+    for r in numba.prange(x.shape[0]):
+        again = back[r % back.size]
+        if limits is None:
+            _row(x[r], None, None, factor[r], again, steps, numbers, out[r])
+        else:
+            _row(x[r], limits[0, r], limits[1, r], factor[r], again, steps, numbers, out[r])
+
+
+@Kernel
+def _by_column(x, limits, factor, back, steps, numbers, out):
+    for r in numba.prange(x.shape[0]):
+        if limits is None:
+            _row_each(x[r], None, None, factor, back, steps, numbers, out[r])
+        else:
+            _row_each(x[r], limits[0, r], limits[1, r], factor, back, steps, numbers, out[r])
+
+
+# ---- what is beyond -------------------------------------------------------------------------------------------------
+
+
+@lanes(types.uint32)
+def _is_beyond(value, low, high):
+    number = bits_of(value).float()
+    return (number > high).to(32) | (number < low).to(32)
+
+
+@lanes(types.float32)
+def _less(value, low, high):
+    number = bits_of(value).float()
+    return number - (number > high).pick(high, low)
+
+
+@inner
+def _count_row(x, low, high):
+    count = np.uint32(0)
+    for i in range(x.size):
+        count += _is_beyond(x[i], low, high)
+    return count
+
+
+@inner
+def _take_row(x, low, high, values, columns):
+    taken = 0
+    for i in range(x.size):
+        if _is_beyond(x[i], low, high):
+            values[taken] = _less(x[i], low, high)
+            columns[taken] = i
+            taken += 1
+
+
+@Kernel
+def _count_beyond(x, limits, counts):
+    for r in numba.prange(x.shape[0]):
+        counts[r] = _count_row(x[r], limits[0, r], limits[1, r])
+
+
+@Kernel
+def _take_beyond(x, limits, starts, values, columns):
+    for r in numba.prange(x.shape[0]):
+        a, b = starts[r], starts[r + 1]
+        _take_row(x[r], limits[0, r], limits[1, r], values[a:b], columns[a:b])
+
+
+# ---- rows of an output gradient times the scales of what it is multiplied with --------------------------------------
+
+
+def supports_fold(x: Tensor, scale: Tensor, format: Format, rounding: str, dtype: torch.dtype) -> bool:
+    """Whether `run_fold` can round `x`: a contiguous CPU matrix, into a dtype that holds the format's values."""
+    known = plain(x) and x.dim() == 2 and x.numel() > 0 and rounding != "stochastic" and elements.knows(format)
+    return known and scale.dtype == torch.float32 and elements.holds(format, "saturate", torch.float32, dtype)
+
+
+def run_fold_amax(x: Tensor, scale: Tensor) -> Tensor:
+    """The largest magnitude of x times scale, (rows, 1) or (1, columns), in float32; NaN where there is one."""
+    found = torch.empty(x.shape[0], dtype=torch.float32)
+    kernel = _fold_amax_row if _is_by_row(x, scale) else _fold_amax_column
+    kernel(x.numel(), _matrix(x), _numbers(scale), array(found))
+    return found.max()
+
+
+def run_fold(x: Tensor, scale: Tensor, factor: Tensor, format: Format, rounding: str, out: Tensor) -> None:
+    """Write x times scale times factor, each product rounded to float32, rounded and saturated, to `out`."""
+    numbers: Any = elements.scalars(format, rounding, "saturate", out.dtype)
+    kernel = _fold_row if _is_by_row(x, scale) else _fold_column
+    kernel(x.numel(), _matrix(x), _numbers(scale), _numbers(factor.view(1)), numbers, _matrix(out))
+
+
+@lanes(types.uint32)
+def _larger(most, value, scale):
+    return most.max((bits_of(value).float() * scale).bits() & MAGNITUDE)
+
+
+@lanes("like")
+def _folded(value, scale, factor, numbers, like):
+    bits = ((bits_of(value).float() * scale) * factor).bits()
+    return stored_as(elements.rounded(bits, Rounding(*numbers)), like)
+
+
+@inner
+def _largest(x, scale):
+    largest = np.uint32(0)
+    for i in range(x.size):
+        largest = _larger(largest, x[i], scale)
+    return largest
+
+
+@inner
+def _largest_each(x, scale):
+    largest = np.uint32(0)
+    for i in range(x.size):
+        largest = _larger(largest, x[i], scale[i])
+    return largest
+
+
+@inner
+def _fold(x, scale, factor, numbers, out):
+    for i in range(x.size):
+        out[i] = _folded(x[i], scale, factor, numbers, out[i])
+
+
+@inner
+def _fold_each(x, scale, factor, numbers, out):
+    for i in range(x.size):
+        out[i] = _folded(x[i], scale[i], factor, numbers, out[i])
+
+
+@Kernel
+def _fold_amax_row(x, scale, found):
+    for r in numba.prange(x.shape[0]):
+        found[r] = _largest(x[r], scale[r])
+
+
+@Kernel
+def _fold_amax_column(x, scale, found):
+    for r in numba.prange(x.shape[0]):
+        found[r] = _largest_each(x[r], scale)
+
+
+@Kernel
+def _fold_row(x, scale, factor, numbers, out):
+    for r in numba.prange(x.shape[0]):
+        _fold(x[r], scale[r], factor[0], numbers, out[r])
+
+
+@Kernel
+def _fold_column(x, scale, factor, numbers, out):
+    for r in numba.prange(x.shape[0]):
+        _fold_each(x[r], scale, factor[0], numbers, out[r])

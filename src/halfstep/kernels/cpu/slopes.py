@@ -1,0 +1,115 @@
+"""A gradient times the derivative that an estimator takes for rounding: `quant.Estimator.derivative`, in one pass."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from torch import Tensor
+
+from halfstep.formats import Float, Format
+from halfstep.kernels.cpu import elements
+from halfstep.kernels.cpu.arrays import array, plain
+from halfstep.kernels.cpu.compiled import Kernel, inner
+from halfstep.kernels.cpu.expansion import exp2, log2
+from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, bits_of, lanes
+from halfstep.quant import Estimator
+from halfstep.quant.estimator import SMALLEST
+
+
+class Grid(NamedTuple):
+    """Where the values of a float format lie, in numbers of float32 bits."""
+
+    lowest: Any
+    """The exponent field of the smallest normal number."""
+    shift: Any
+    """How far a gap is below the number, as an exponent field."""
+    largest: Any
+
+
+@cache
+def scalars(format: Format) -> tuple[np.uint32, ...]:
+    """The `Grid` of a format that this module knows."""
+    assert isinstance(format, Float)
+    grid = Grid(format.min_exponent + 127 << 23, format.mantissa_bits << 23, elements.float_bits(format.max))
+    return tuple(np.uint32(number) for number in grid)
+
+
+def knows(format: Format) -> bool:
+    """Whether the format's values lie in binades around 0, as far as the largest."""
+    return isinstance(format, Float) and format.bits <= 8 and elements.knows(format) and format.min == -format.max
+
+
+def supports(grad: Tensor, x: Tensor, factor: Tensor, format: Format) -> bool:
+    """Whether `run` can read `x` and write `grad`: contiguous CPU matrices, the gradient in float32."""
+    return (
+        plain(grad, torch.float32)
+        and plain(x)
+        and x.dim() == 2
+        and grad.shape == x.shape
+        and x.numel() > 0
+        and factor.dtype == torch.float32
+        and knows(format)
+    )
+
+
+def run(grad: Tensor, x: Tensor, factor: Tensor, high: int, wide: int, format: Format, estimator: Estimator) -> None:
+    """Multiply `grad` by f'(x * factor), where a factor is that of a tile, `high` x `wide`: (tile rows, columns)."""
+    grid = scalars(format)
+    numbers = tuple(np.float32(n) for n in (estimator.exponent, 1 / estimator.k, estimator.largest, SMALLEST))
+    factors = array(factor.contiguous(), torch.float32).reshape(factor.shape)
+    arrays = array(grad, torch.float32).reshape(grad.shape), array(x).reshape(x.shape), factors
+    if wide == 1:
+        _columns(x.numel(), *arrays, high, grid, numbers)
+    else:
+        _tiles(x.numel(), *arrays, high, wide, grid, numbers)
+
+
+@lanes(types.float32)
+def _times(grad, value, factor, grid, numbers):
+    g, (exponent, share, cap, smallest) = Grid(*grid), numbers
+    scaled = (bits_of(value).float() * factor).bits()
+    magnitude = scaled & MAGNITUDE
+    inside = magnitude.min(g.largest)
+    binade = (inside & INFINITY).max(g.lowest)
+    gap = (binade - g.shift).float()
+    steps = (inside.float() / gap).truncated().value_as_float()
+    middle = (steps + 0.5) * gap
+    # |x - middle| of the half gap; where the largest value stands alone above the others, its own side is as steep
+    away = ((inside.float() - middle).bits() & MAGNITUDE).float() * (gap.constant(2.0) / gap)
+    away = (away > 1.0).pick(away.constant(1.0), away)
+    away = (away < smallest).pick(smallest, away)
+    slope = exp2(log2(away) * exponent) * share
+    slope = (slope > cap).pick(cap, slope)
+    slope = (magnitude > INFINITY).pick(scaled.float(), slope)
+    return grad * slope
+
+
+@inner
+def _run_of(grad, x, factor, grid, numbers):
+    for i in range(x.size):
+        grad[i] = _times(grad[i], x[i], factor, grid, numbers)
+
+
+@inner
+def _each(grad, x, factor, grid, numbers):
+    for i in range(x.size):
+        grad[i] = _times(grad[i], x[i], factor[i], grid, numbers)
+
+
+@Kernel
+def _tiles(grad, x, factor, high, wide, grid, numbers):
+    for r in numba.prange(x.shape[0]):
+        for tile in range(factor.shape[1]):
+            a, b = tile * wide, min((tile + 1) * wide, x.shape[1])
+            _run_of(grad[r, a:b], x[r, a:b], factor[r // high, tile], grid, numbers)
+
+
+@Kernel
+def _columns(grad, x, factor, high, grid, numbers):
+    for r in numba.prange(x.shape[0]):
+        _each(grad[r], x[r], factor[r // high], grid, numbers)

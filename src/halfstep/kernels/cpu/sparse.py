@@ -1,0 +1,82 @@
+"""A sparse matrix times a dense one, in float32: each row's few numbers times rows of the other, added up in order."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from torch import Tensor
+
+from halfstep.kernels.cpu.arrays import array, plain
+from halfstep.kernels.cpu.compiled import Kernel, inner
+from halfstep.kernels.cpu.lanes import bits_of, lanes
+
+
+def supports(values: Tensor, other: Tensor, out: Tensor) -> bool:
+    """Whether `run` can read and write these: contiguous CPU matrices, the sparse one in float32."""
+    return plain(values, torch.float32) and plain(other) and plain(out, torch.float32) and out.numel() > 0
+
+
+def run(
+    values: Tensor, columns: Tensor, starts: Tensor, width: int, down: bool, other: Tensor, scale: Tensor | None,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """The sparse matrix (rows, width), or its transpose where it lies `down`, times `other`, and that times scale (of
+    each column, or one), into `out`."""
+    parts = array(values, torch.float32), array(columns), array(starts)
+    if down:
+        turned = np.empty(len(values), np.float32), np.empty(len(values), np.int32), np.zeros(width + 1, np.int64)
+        _turn.serial(*parts, *turned)
+        parts = turned
+    work = len(values) * out.shape[1] + out.numel()
+    times = None if scale is None else array(scale.expand(1, out.shape[1]).contiguous(), torch.float32)
+    _product(work, *parts, array(other).reshape(other.shape), times, array(out, torch.float32).reshape(out.shape))
+
+
+@lanes(types.float32)
+def _plus(total, value, other):
+    return total + value * bits_of(other).float()
+
+
+@lanes(types.float32)
+def _product_of(total, scale):
+    return total * scale
+
+
+@inner
+def _add(out, value, other):
+    for j in range(out.size):
+        out[j] = _plus(out[j], value, other[j])
+
+
+@inner
+def _multiply(out, scale):
+    for j in range(out.size):
+        out[j] = _product_of(out[j], scale[j])
+
+
+@Kernel
+def _product(values, columns, starts, other, scale, out):
+    for r in numba.prange(out.shape[0]):
+        row = out[r]
+        row[:] = 0
+        for i in range(starts[r], starts[r + 1]):
+            _add(row, values[i], other[columns[i]])
+        if scale is not None:
+            _multiply(row, scale)
+
+
+@Kernel
+def _turn(values, columns, starts, turned, rows, begins):
+    """The transposed matrix, each row in order."""
+    for i in range(columns.size):
+        begins[columns[i] + 1] += 1
+    for c in range(begins.size - 1):
+        begins[c + 1] += begins[c]
+    place = begins[:-1].copy()
+    for r in range(starts.size - 1):
+        for i in range(starts[r], starts[r + 1]):
+            at = place[columns[i]]
+            turned[at], rows[at] = values[i], r
+            place[columns[i]] = at + 1

@@ -1,0 +1,104 @@
+"""Two levels of scales: a number of E4M3 for each tile, and a float32 number for the tensor, which is read first."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import types
+from torch import Tensor
+
+from halfstep.formats import Format, ocp
+from halfstep.kernels.cpu import amax, element_codes, elements, powers
+from halfstep.kernels.cpu.compiled import inner
+from halfstep.kernels.cpu.element_codes import Coding
+from halfstep.kernels.cpu.elements import Rounding, Scalars
+from halfstep.kernels.cpu.lanes import INFINITY, NAN, lanes
+from halfstep.quant.quantizer import as_rows
+from halfstep.quant.scales import Scales
+from halfstep.quant.scaling.base import finite
+from halfstep.quant.scaling.two_level import TwoLevel
+
+
+E4M3_BITS = 4  # significant ones
+
+
+@cache
+def scalars() -> tuple[Scalars, Scalars]:
+    """What `tile_scale` and `scale_code` need of E4M3."""
+    return element_codes.scalars(ocp.float8_e4m3fn, "nearest_even", "saturate")
+
+
+def rule_of(x: Tensor, format: Format, scales: Scales, tensor_scale: Tensor | None) -> Any:
+    """What `tile_scales` takes of a tensor that is empty or one that `amax` reads: the format's largest value, the
+    tensor's scale, which is also written to `tensor_scale`; E4M3's numbers, and whether scales go up."""
+    rule = scales.rule
+    assert isinstance(rule, TwoLevel)
+    largest = amax.run(x) if x.numel() else torch.zeros(())
+    if not bool(largest.isfinite()):  # the largest of the tiles that are
+        largest = finite(scales.tile.reduce(as_rows(x).float().abs(), "amax"))
+    scale = rule.tensor_scale(largest, format)
+    if tensor_scale is not None:
+        tensor_scale.copy_(scale)
+    return given(format, rule, scale)
+
+
+def given(format: Format, rule: TwoLevel, scale: Tensor) -> Any:
+    """The same for a tensor whose scale is known."""
+    return (np.float32(format.max), np.float32(scale)), scalars()[0], np.uint32(not rule.clips)
+
+
+def apart(format: Format, seed: int | None, out: Tensor, tensor_scale: Tensor | None) -> Any:
+    """For values without the tensor's scale, what `divided.element_apart` rounds by; None for values with it."""
+    if tensor_scale is None:
+        return None
+    assert out.dtype == torch.float32 or format.significant_bits + E4M3_BITS <= 8  # `out` holds the products exactly
+    return (powers.unscaled(format) if seed is None else None,)
+
+
+# ---- lanes ---------------------------------------------------------------------------------------------------------
+
+
+@lanes(types.float32)
+def tile_scale(amax, largest, tensor_scale, numbers, up):
+    """amax / largest / tensor_scale as a number of E4M3; unless `up` is 0 the next one, where amax is still beyond."""
+    p = Rounding(*numbers)
+    known = (amax >= INFINITY).pick(amax.constant(NAN), amax).float()
+    scale = elements.rounded((known / largest / tensor_scale).bits(), p)
+    step = ((scale & INFINITY).max(p.min_normal) - (E4M3_BITS - 1 << 23)).float()
+    clipped = (up > 0) & ((known / (scale.float() * tensor_scale)) > largest)
+    return clipped.pick(scale.float() + step, scale.float())
+
+
+@lanes(types.uint8)
+def scale_code(scale, numbers, codes):
+    """The code of a number of E4M3."""
+    return element_codes.encoded(scale.bits(), Rounding(*numbers), Coding(*codes)).to(8)
+
+
+@lanes(types.float32)
+def times(one, other):
+    """The product."""
+    return one * other
+
+
+# ---- the scales of many tiles ----
+
+
+@inner
+def tile_scales(amax, divisor, scale, rule):
+    """Of tiles with these maxima: their numbers of E4M3, and these times the tensor's scale."""
+    (largest, whole), numbers, up = rule
+    for i in range(amax.size):
+        scale[i] = tile_scale(amax[i], largest, whole, numbers, up)
+    for i in range(amax.size):
+        divisor[i] = times(scale[i], whole)
+
+
+@inner
+def note_codes(scale, stored, numbers, codes):
+    """The codes of numbers of E4M3."""
+    for i in range(scale.size):
+        stored[i] = scale_code(scale[i], numbers, codes)

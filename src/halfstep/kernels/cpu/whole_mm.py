@@ -1,0 +1,145 @@
+"""Products of whole numbers of 8 bits, summed exactly: rows of 4 bits that have a scale each."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numba
+import torch
+from torch import Tensor
+
+from halfstep.kernels.cpu.arrays import array, plain
+from halfstep.kernels.cpu.compiled import Kernel, inner
+from halfstep.kernels.cpu.lanes import lanes, nearest_as
+from halfstep.kernels.cpu.operators import blank
+
+
+class Operand(Protocol):
+    """What `ops.operand` makes of a matrix."""
+
+    @property
+    def values(self) -> Tensor: ...
+
+    @property
+    def scale(self) -> Tensor | None: ...
+
+
+_LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
+_LARGEST = 1 << 17  # of shared numbers: 127^2 times as many stay below 2^31
+
+
+def supports(lhs: Operand, rhs: Operand) -> bool:
+    """Whether both are whole numbers, with a scale for each row of lhs, and each column of rhs."""
+    if lhs.values.dtype != torch.int8 or rhs.values.dtype != torch.int8 or lhs.values.shape[1] > _LARGEST:
+        return False
+    if lhs.scale is None or rhs.scale is None:
+        return False
+    return lhs.scale.shape == (lhs.values.shape[0], 1) and rhs.scale.shape == (1, rhs.values.shape[1])
+
+
+def run(
+    lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, multiplier: float | None, more: Tensor | None
+) -> Tensor:
+    """lhs (rows, shared) times rhs (shared, columns), times both scales and multiplier, plus `more` (rows, columns) and
+    bias (columns), in float32, rounded once to dtype.
+
+    Up to 2^24 / 127^2 shared numbers, and 116,508 of FP4's, the sum has the bits of float32's, which is exact there.
+    """
+    assert lhs.scale is not None
+    assert rhs.scale is not None
+    first = lhs.scale if multiplier is None else lhs.scale * multiplier
+    out = torch.empty(lhs.values.shape[0], rhs.values.shape[1], dtype=dtype, device=lhs.values.device)
+    if torch.compiler.is_compiling():
+        torch.ops.halfstep.whole_mm(lhs.values, rhs.values, first, rhs.scale, bias, more, out)
+    else:
+        _into(lhs.values, rhs.values, first, rhs.scale, bias, more, out)
+    return out
+
+
+def _into(
+    lhs: Tensor, rhs: Tensor, first: Tensor, second: Tensor, bias: Tensor | None, more: Tensor | None, out: Tensor
+) -> None:
+    if blank(lhs, out):
+        return
+    sums = _sums(lhs, rhs)
+    if _supports(sums, bias, more, out):
+        given = array(sums).reshape(sums.shape), array(first.contiguous(), torch.float32), _flat(second)
+        extra = None if more is None else array(more, torch.float32).reshape(more.shape)
+        _finish(
+            out.numel(), *given, extra, None if bias is None else _flat(bias.float()), array(out).reshape(out.shape)
+        )
+        return
+    y = sums.float().mul_(first * second)
+    if more is not None:
+        y += more
+    out.copy_(y if bias is None else y.add_(bias))
+
+
+def _sums(lhs: Tensor, rhs: Tensor) -> Tensor:
+    """The sums, in a dtype that holds them exactly."""
+    if lhs.device.type == "cpu" and lhs.numel() and rhs.numel():
+        return torch._int_mm(lhs, rhs)
+    return torch.mm(lhs.double(), rhs.double())  # torch's int8 products on GPUs want aligned sides
+
+
+def _flat(row: Tensor) -> Any:
+    return array(row.contiguous(), torch.float32)
+
+
+def _supports(sums: Tensor, bias: Tensor | None, more: Tensor | None, out: Tensor) -> bool:
+    """Whether `_finish` knows the dtypes."""
+    wide = more is None or plain(more, torch.float32)
+    known = plain(sums, torch.int32) and plain(out, torch.float32, torch.bfloat16)
+    return known and wide and (bias is None or bias.dtype != torch.float64)
+
+
+@lanes("like")
+def _finished(total, first, second, more, bias, like):
+    y = total.value_as_float() * (first * second)
+    y = y if more is None else y + more
+    return nearest_as(y if bias is None else y + bias, like)
+
+
+@inner
+def _row(sums, first, second, out):
+    for j in range(sums.size):
+        out[j] = _finished(sums[j], first, second[j], None, None, out[j])
+
+
+@inner
+def _row_bias(sums, first, second, bias, out):
+    for j in range(sums.size):
+        out[j] = _finished(sums[j], first, second[j], None, bias[j], out[j])
+
+
+@inner
+def _row_more(sums, first, second, more, out):
+    for j in range(sums.size):
+        out[j] = _finished(sums[j], first, second[j], more[j], None, out[j])
+
+
+@inner
+def _row_both(sums, first, second, more, bias, out):
+    for j in range(sums.size):
+        out[j] = _finished(sums[j], first, second[j], more[j], bias[j], out[j])
+
+
+@Kernel
+def _finish(sums, first, second, more, bias, out):
+    for r in numba.prange(sums.shape[0]):
+        if more is None:
+            if bias is None:
+                _row(sums[r], first[r], second, out[r])
+            else:
+                _row_bias(sums[r], first[r], second, bias, out[r])
+        elif bias is None:
+            _row_more(sums[r], first[r], second, more[r], out[r])
+        else:
+            _row_both(sums[r], first[r], second, more[r], bias, out[r])
+
+
+_LIBRARY.define(
+    "whole_mm(Tensor lhs, Tensor rhs, Tensor first, Tensor second, Tensor? bias, Tensor? more, Tensor(a!) out) -> ()"
+)
+_LIBRARY.impl("whole_mm", _into, "CompositeExplicitAutograd")
+_LIBRARY.impl("whole_mm", lambda *arguments: None, "Meta")

@@ -1,0 +1,33 @@
+"""Matrices of 4 bits with a scale a row, or a column: clamped, scaled and rounded in one pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.cpu import clamp_operators as operators
+from halfstep.ops.casts import seed_of
+from halfstep.quant import Quantizer
+from halfstep.quant.tile import ROW
+
+
+def rounded_rows(
+    x: Tensor, quantizer: Quantizer, bounds: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """The values of a matrix between its bounds, by a quantizer that goes `by_rows`.
+
+    As whole numbers in int8 and their scales, (rows, 1) or (1, columns); or, where scales are powers of two, multiplied
+    by them, in `dtype`, or float32 where some would be subnormal in bfloat16, which CPUs' units take for 0.
+    """
+    scales, format = quantizer.scales, quantizer.format
+    assert scales is not None
+    factor = scales.rule.factor(operators.amax(x.detach(), bounds, 1 if scales.tile == ROW else 0), format)
+    assert factor is not None
+    steps = quantizer.steps
+    if steps is None and dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        tiny = bool((factor > format.smallest * 2.0**126).any())
+        dtype = torch.float32 if tiny else dtype
+    into = dtype if steps is None else torch.int8
+    seed = seed_of(quantizer.rounding, None)
+    made = operators.round_rows(x.detach(), bounds, factor, format, quantizer.rounding, seed, steps, into)
+    return made, None if steps is None else factor.reciprocal() / steps

@@ -1,0 +1,161 @@
+"""Tiles of several rows by the kernel for panels: the reference's values, bit for bit, whatever the matrix is like."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from families import for_each
+from halfstep import formats
+from halfstep.kernels.cpu import blocks
+from halfstep.kernels.cpu import panels as kernel
+from halfstep.kernels.cpu.compiled import CHUNK
+from halfstep.ops.casts import values, values_noted
+from halfstep.quant.quantizer import Quantizer
+from halfstep.quant.scales import Scales
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import Tile
+from kernels.test_cpu_blocks import hard
+from oracles.numbers import same_bits
+
+
+SMALLEST = torch.finfo(torch.bfloat16).smallest_normal
+LEVELS = ("two_level", "two_level_up")
+TILES = [Tile(16, 1), Tile(16, 16), Tile(32, 32), Tile(5, 8), Tile(1, 16)]
+every_tile = pytest.mark.parametrize("tile", TILES, ids=str)
+every_rounding = for_each("rounding", ["nearest_even", "stochastic"])
+
+
+def quantizer_of(tile, rule, rounding="nearest_even", format="e2m1fn"):
+    return Quantizer(formats.get(format), rounding, scales=Scales(tile, get_scaling(rule)))
+
+
+def without(quantized):
+    """What is left of the values without the tensor's scale."""
+    tensors = quantized.tensors | {"tensor_scale": torch.ones(())}
+    return replace(quantized, tensors=tensors)
+
+
+def assert_rounds(x, quantizer, seed=3):
+    """With the tensor's scale and, where there is one, without."""
+    how = quantizer.format, quantizer.rounding, quantizer.scales
+    seed = seed if quantizer.rounding == "stochastic" else None
+    expected = quantizer.quantize(x, seed)
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.full(x.shape, 7.0, dtype=dtype)
+        assert kernel.supports_values(x, out, quantizer)
+        noted = kernel.run_values(x, out, *how, seed)
+        same_bits(out, expected.dequantize(dtype))
+        assert noted or not ((out != 0) & (out.abs() < SMALLEST)).any()
+        if quantizer.scales.rule.two_level:
+            scale = torch.empty(())
+            kernel.run_values(x, out, *how, seed, scale)
+            same_bits(out, without(expected).dequantize(dtype))
+            same_bits(scale, expected.tensors["tensor_scale"])
+
+
+@every_tile
+@for_each("rule", [*LEVELS, "rceil", "floor"])
+@every_rounding
+@for_each("dtype", [torch.float32, torch.bfloat16])
+def test_hard_numbers(tile, rule, rounding, dtype):
+    quantizer = quantizer_of(tile, rule, rounding)
+    assert_rounds(hard(512, dtype), quantizer)
+    assert_rounds(torch.nn.functional.layer_norm(hard(512), (512,)).nan_to_num(1.0).to(dtype), quantizer)
+
+
+@pytest.mark.slow  # compiled anew
+@for_each("rule", [*LEVELS, "even"])
+@every_rounding
+def test_float16(rule, rounding):
+    assert_rounds(hard(512, torch.float16), quantizer_of(Tile(16, 16), rule, rounding))
+
+
+@for_each("format", ["e4m3fn", "e5m2", "e4m3fnuz", "ocp_int8"])
+@for_each("rule", ["two_level", "rceil"])
+def test_other_formats(format, rule):
+    quantizer = quantizer_of(Tile(16, 16), rule, format=format)
+    x = hard(512)
+    out = torch.empty(x.shape)
+    assert kernel.supports_values(x, out, quantizer)
+    kernel.run_values(x, out, quantizer.format, "nearest_even", quantizer.scales, None)
+    same_bits(out, quantizer.quantize(x).dequantize())
+
+
+SHAPES = [(1, 1), (31, 33), (17, 513), (100, 50), (3, 5, 7), (40,), (2, CHUNK + 40)]
+
+
+@every_tile
+@for_each("shape", SHAPES)
+@for_each("rule", ["two_level_up", "floor"])
+@every_rounding
+def test_odd_sizes(tile, shape, rule, rounding):
+    """Short tiles, parts of a register, rows that begin in one chunk of noise and end in the next."""
+    for seed in (1, 1 << 40):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        assert_rounds(x, quantizer_of(tile, rule, rounding), seed)
+
+
+@for_each("view", [lambda x: x.t(), lambda x: x[::2, 1::3], lambda x: x[:1].expand(40, -1)])
+@for_each("tile", [Tile(16, 1), Tile(16, 16)])
+@every_rounding
+def test_layout_does_not_matter(view, tile, rounding):
+    x, quantizer = view(hard(512)), quantizer_of(tile, "two_level", rounding)
+    same_bits(values(x, quantizer, 9), quantizer.quantize(x, 9).dequantize())
+
+
+@pytest.mark.parametrize("tile", [Tile(16, 1), Tile(1, 16)], ids=str)
+def test_all_tiles_lost(tile):
+    x, quantizer = torch.full((32, 32), torch.nan), quantizer_of(tile, "two_level")
+    scale = torch.zeros(())
+    out, _ = values_noted(x, quantizer, tensor_scale=scale)
+    assert out.isnan().all()
+    assert scale == 1
+
+
+def test_small_values_are_noted_and_zeros_are_not():
+    quantizer, x = quantizer_of(Tile(32, 32), "rceil"), torch.ones(64, 64)
+    x[:32, :32], x[32, 32] = 0.0, torch.nan
+    for rounding in ("nearest_even", "stochastic"):
+        how, out = (quantizer.format, rounding, quantizer.scales, 5), torch.empty_like(x)
+        assert not kernel.run_values(x, out, *how)
+        assert kernel.run_values(torch.where(x == 0, 2.0**-126, x), out, *how)
+
+
+def test_stochastic_values_are_right_on_average():
+    """Scaled magnitudes up to 6, to which nothing is clipped: four standard errors of 2,000 seeds."""
+    quantizer, x = quantizer_of(Tile(16, 16), "two_level_up", "stochastic"), torch.linspace(-1, 1, 256).view(16, 16)
+    drawn = torch.stack([values(x, quantizer, seed).double() for seed in range(2000)])
+    error = (drawn.mean(0) - x.double()).abs()
+    assert (error <= 4 * drawn.std(0) / 2000**0.5 + 1e-6).all()
+
+
+def test_leaves_the_rest_to_others():
+    x, square = torch.ones(32, 32), quantizer_of(Tile(16, 16), "two_level")
+    assert kernel.supports_values(x, x.clone(), square)
+    assert not kernel.supports_values(x, x, square)
+    assert not kernel.supports_values(x.double(), x.double(), square)
+    assert not kernel.supports_values(x[:0], x[:0].clone(), square)
+    assert not kernel.supports_values(x.t()[1:], x[1:].clone(), square)
+    for tile in (Tile(0, 16), Tile(16, 0), Tile(512, 1), Tile(16, 12)):
+        assert not kernel.supports_values(x, x.clone(), quantizer_of(tile, "two_level"))
+    for rule in ("absmax", "four_over_six"):
+        assert not kernel.supports_values(x, x.clone(), quantizer_of(Tile(16, 16), rule))
+    assert not kernel.supports_values(x, x.clone(), quantizer_of(Tile(16, 16), "floor", format="nf4"))
+    assert not kernel.supports_values(x, x.clone(), quantizer_of(Tile(16, 16), "floor", "toward_zero"))
+    odd = quantizer_of(Tile(12, 12), "two_level")
+    same_bits(values(x, odd), odd.quantize(x).dequantize())
+
+
+@for_each("rule", LEVELS)
+@every_rounding
+@for_each("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_along_rows_without_the_tensors_scale(rule, rounding, dtype):
+    quantizer, seed = quantizer_of(Tile(1, 16), rule, rounding), 4 if rounding == "stochastic" else None
+    x, scale = hard(512, dtype), torch.empty(())
+    expected = quantizer.quantize(x, seed)
+    for into in (torch.float32, torch.bfloat16):
+        out = torch.empty(x.shape, dtype=into)
+        blocks.run_values(x, out, quantizer.format, rounding, quantizer.scales, seed, scale)
+        same_bits(out, without(expected).dequantize(into))
+        same_bits(scale, expected.tensors["tensor_scale"])

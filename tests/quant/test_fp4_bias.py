@@ -1,0 +1,135 @@
+"""Stochastic FP4: right on average where nothing is clipped; what each scale rule clips; products that lose nothing."""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+
+from halfstep import ops, round_to
+from halfstep.ops.matmul import matmul
+from halfstep.ops.operand import operand
+from halfstep.quant import Hadamard, Scales, get_quantizer
+from halfstep.quant.tile import square
+from halfstep.recipe import LinearSpec, Matmul
+
+
+FLOOR, NV = get_quantizer("mxfp4"), get_quantizer("nvfp4")
+RCEIL = get_quantizer("mxfp4", scale="rceil")
+SQUARE = replace(NV, scales=Scales(square(16), NV.scales.rule))
+
+
+def stochastic(quantizer):
+    return replace(quantizer, rounding="stochastic")
+
+
+def scaled(x, quantizer):
+    """Elements before they are rounded, and the maxima of the blocks."""
+    made, tile = quantizer.quantize(x), quantizer.scales.tile
+    multiplier = quantizer.scales.rule.multiplier(made.tensors, quantizer.format)
+    return x / tile.spread(multiplier, *x.shape), tile.reduce(x.abs(), "amax") / multiplier
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_values_within_the_range_are_right_on_average():
+    """Where the nearest ones are 0, 0.5, 1.5, 2, 3, 6 and -4."""
+    x = torch.tensor([0.1, 0.7, 1.3, 2.4, 3.3, 5.1, -4.7])
+    gap = torch.tensor([0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0])
+    count = 50_000
+    mean = round_to(x.repeat(count, 1), "e2m1fn", "stochastic", generator=5).double().mean(0)
+    assert ((mean - x).abs() < 4.5 * gap / 2 / math.sqrt(count)).all()
+    assert round_to(x, "e2m1fn").tolist() == [0.0, 0.5, 1.5, 2.0, 3.0, 6.0, -4.0]
+    assert round_to(torch.tensor([7.5, -6.1]), "e2m1fn", "stochastic", generator=5).tolist() == [6.0, -6.0]
+
+
+@pytest.mark.parametrize("quantizer", [NV, SQUARE, FLOOR, RCEIL], ids=["nvfp4", "square", "floor", "rceil"])
+def test_a_tensor_is_right_on_average_but_for_what_is_clipped(quantizer):
+    x, draws = normal(32, 64), 300
+    ratio, _ = scaled(x, quantizer)
+    clipped = ratio.abs() > 6
+    back = x / ratio
+    made = torch.stack([stochastic(quantizer)(x, generator=seed) for seed in range(draws)]).double()
+    spread = made.std(0)
+    z = ((made.mean(0) - x) / (spread / math.sqrt(draws)))[(spread > 0) & ~clipped]
+    assert z.abs().max() < 5.5
+    assert 0.8 < z.std() < 1.2
+    torch.testing.assert_close(made.mean(0)[clipped].float(), (6 * ratio.sign() * back)[clipped])
+    assert bool(clipped.any()) == (quantizer is not RCEIL)
+
+
+def test_nvfp4s_scales_clip_the_maxima_of_half_the_blocks():
+    """E4M3 rounds a block's scale to the nearest: half of them down, by 3% at most, and their maxima beyond 6."""
+    ratio, maxima = scaled(normal(1024, 1024), NV)
+    assert (maxima > 6).double().mean() == pytest.approx(0.52, abs=0.02)
+    beyond = ratio.abs()[ratio.abs() > 6]
+    assert len(beyond) / ratio.numel() == pytest.approx(0.035, abs=0.001)
+    assert (1 - 6 / beyond).mean() == pytest.approx(0.022, abs=0.001)
+    assert maxima.max() <= 6 * (1 + 2.0**-4)
+
+
+def test_floored_scales_clip_the_maxima_of_two_blocks_in_five():
+    """Maxima lie in [4, 8) once scaled, with logarithms spread evenly where numbers have all magnitudes; of numbers
+    with a standard deviation of 1 they lie lower."""
+    magnitudes = 2.0 ** torch.rand(1024, 1, generator=torch.Generator().manual_seed(1))
+    ratio, maxima = scaled(normal(1024, 1024) * magnitudes, FLOOR)
+    assert (maxima > 6).double().mean() == pytest.approx(math.log2(8 / 6), abs=0.015)
+    assert 4 <= maxima.min() <= maxima.max() < 8
+    _, ones = scaled(normal(1024, 1024), FLOOR)
+    assert (ones > 6).double().mean() == pytest.approx(0.30, abs=0.01)
+    assert (1 - 6 / ratio.abs()[ratio.abs() > 6]).max() < 0.25
+
+
+@pytest.mark.parametrize("rule", ["rceil", "ceil"])
+def test_scales_that_are_rounded_up_clip_nothing(rule):
+    for power in range(-4, 5):
+        ratio, maxima = scaled(normal(256, 1024) * 2.0 ** (power / 2), get_quantizer("mxfp4", scale=rule))
+        assert ratio.abs().max() <= 6
+        assert maxima.min() >= (3 if rule == "rceil" else 2)
+
+
+@pytest.mark.parametrize("hadamard", [None, Hadamard()], ids=str)
+def test_gradients_of_a_layer_are_right_on_average(hadamard):
+    """Both of its backward products, over many draws; their operands' other sides are the values they are."""
+    x, w, dy = normal(48, 32), normal(16, 32, seed=1), normal(48, 16, seed=2)
+    exact = get_quantizer("fp32")
+    spec = LinearSpec(Matmul(), Matmul(stochastic(RCEIL), exact), Matmul(stochastic(RCEIL), exact, hadamard=hadamard))
+    leaves = [t.clone().requires_grad_() for t in (x, w)]
+    torch.manual_seed(0)
+    y = ops.linear(*leaves, None, spec)
+    found = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for _ in range(200)]
+    for made, expected in zip(zip(*found, strict=True), (dy @ w, dy.t() @ x), strict=True):
+        draws = torch.stack(made).double()
+        z = (draws.mean(0) - expected) / (draws.std(0) / math.sqrt(len(made)))
+        assert z.abs().max() < 5.5
+        assert 0.8 < z.std() < 1.2
+
+
+def test_squares_are_the_same_in_both_products():
+    """Q(W)^T = Q(W^T), which rows of 16 are not."""
+    w = normal(64, 48)
+    assert torch.equal(SQUARE(w).t(), SQUARE(w.t()))
+    assert (NV(w).t() - NV(w.t())).abs().max() > 0.3
+
+
+@pytest.mark.parametrize("quantizer", [FLOOR, RCEIL, NV, SQUARE], ids=["floor", "rceil", "nvfp4", "square"])
+def test_products_lose_nothing(quantizer):
+    """Elements times their blocks' scales are bf16's numbers, and sums of few of their products float32's: the product
+    is that of exact fractions, but for the tensors' scales."""
+    a, b = normal(16, 48), normal(16, 48, seed=1)
+    sides = []
+    for x in (a, b):
+        made = operand(x, quantizer, torch.bfloat16)
+        assert torch.equal(made.values.bfloat16().float(), made.values.float())  # whatever carries them
+        stored = quantizer.quantize(x)
+        blocks = stored.tensors | ({"tensor_scale": torch.ones(())} if "tensor_scale" in stored.tensors else {})
+        assert torch.equal(made.values.float(), replace(stored, tensors=blocks).dequantize())
+        sides.append(made)
+    lhs, rhs = sides
+    rows, columns = ([[Fraction(value) for value in row] for row in side.values.tolist()] for side in sides)
+    exact = [[sum(u * v for u, v in zip(row, column, strict=True)) for column in columns] for row in rows]
+    found = matmul(lhs.values, rhs.values.t(), dtype=torch.float32)
+    assert [[Fraction(value) for value in row] for row in found.tolist()] == exact
