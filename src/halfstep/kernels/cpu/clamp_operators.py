@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfstep import formats
 from halfstep.formats import Format
-from halfstep.kernels.cpu import quantiles, rows, slopes
+from halfstep.kernels.cpu import folded, quantiles, rows, slopes
 from halfstep.kernels.cpu import sparse as products
 from halfstep.kernels.cpu.operators import blank
 from halfstep.quant import Clamp, Estimator, Quantizer, Scales, Tile, draw_seed
@@ -95,13 +95,13 @@ def clamped(x: Tensor, bounds: Tensor | None) -> Tensor:
 def fold(x: Tensor, scale: Tensor, format: Format, rounding: str, rule: Scaling, dtype: torch.dtype) -> FoldedOrNone:
     """x times scale (a row's or a column's), rounded as one tensor by a rule, in `dtype`, and the scale of that; None
     where no kernel does it."""
-    if torch.compiler.is_compiling() or not rows.supports_fold(x, scale, format, rounding, dtype):
+    if torch.compiler.is_compiling() or not folded.supports(x, scale, format, rounding, dtype):
         return None
-    factor = rule.factor(rows.run_fold_amax(x, scale), format)
+    factor = rule.factor(folded.run_amax(x, scale), format)
     if factor is None:
         return None
     out = torch.empty(x.shape, dtype=dtype)
-    rows.run_fold(x, scale, factor, format, rounding, out)
+    folded.run(x, scale, factor, format, rounding, out)
     return out, factor.reciprocal()
 
 

@@ -15,7 +15,7 @@ from halfstep.kernels.cpu import elements
 from halfstep.kernels.cpu.arrays import array, plain, separate
 from halfstep.kernels.cpu.compiled import Kernel, inner
 from halfstep.kernels.cpu.elements import Rounding
-from halfstep.kernels.cpu.lanes import MAGNITUDE, bits_of, lanes, nearest_as, stored_as
+from halfstep.kernels.cpu.lanes import MAGNITUDE, bits_of, lanes, nearest_as
 
 
 _TALL = 256  # rows that a thread takes at a time, for the columns' maxima
@@ -45,11 +45,11 @@ def run(
     steps, or, over the factor again, values that the dtype of `out` holds. 0 where that is NaN."""
     numbers: Any = elements.scalars(format, rounding, "saturate")
     back = np.ones(1, np.float32) if out.dtype == torch.int8 else array(factor.reciprocal(), torch.float32)
-    given = _matrix(x), _limits(bounds, x.shape[0]), _numbers(factor), back
-    if _is_by_row(x, factor):
-        _by_row(x.numel(), *given, np.float32(steps), numbers, _matrix(out))
+    given = matrix(x), _limits(bounds, x.shape[0]), numbers_of(factor), back
+    if is_by_row(x, factor):
+        _by_row(x.numel(), *given, np.float32(steps), numbers, matrix(out))
     else:
-        _by_column(x.numel(), *given, np.float32(steps), numbers, _matrix(out))
+        _by_column(x.numel(), *given, np.float32(steps), numbers, matrix(out))
 
 
 def supports_amax(x: Tensor, bounds: Tensor | None) -> bool:
@@ -63,10 +63,10 @@ def run_amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor:
     limits = _limits(bounds, x.shape[0])
     if dim == 1:
         out = torch.empty(x.shape[0], 1)
-        _row_amax(x.numel(), _matrix(x), limits, array(out))
+        _row_amax(x.numel(), matrix(x), limits, array(out))
         return out
     found = torch.zeros(-(-x.shape[0] // _TALL), x.shape[1])
-    _column_amax(x.numel(), _matrix(x), limits, _matrix(found), _TALL)
+    _column_amax(x.numel(), matrix(x), limits, matrix(found), _TALL)
     return found.amax(0, keepdim=True)
 
 
@@ -77,33 +77,35 @@ def supports_beyond(x: Tensor, bounds: Tensor) -> bool:
 
 def run_beyond(x: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What is beyond the bounds, less the bound: its numbers row by row, their columns, and where rows start."""
-    matrix, limits = _matrix(x), _limits(bounds, x.shape[0])
+    bits, limits = matrix(x), _limits(bounds, x.shape[0])
     starts = torch.zeros(x.shape[0] + 1, dtype=torch.int64)
     counts = array(starts)[1:]
-    _count_beyond(x.numel(), matrix, limits, counts)
+    _count_beyond(x.numel(), bits, limits, counts)
     np.cumsum(counts, out=counts)
     values, columns = torch.empty(int(starts[-1])), torch.empty(int(starts[-1]), dtype=torch.int32)
     if len(values):
-        _take_beyond(x.numel(), matrix, limits, array(starts), array(values, torch.float32), array(columns))
+        _take_beyond(x.numel(), bits, limits, array(starts), array(values, torch.float32), array(columns))
     return values, columns, starts
 
 
-def _matrix(x: Tensor) -> Any:
+def matrix(x: Tensor) -> Any:
+    """The memory of a matrix, in its shape."""
     return array(x).reshape(x.shape)
 
 
-def _is_by_row(x: Tensor, scale: Tensor) -> bool:
+def is_by_row(x: Tensor, scale: Tensor) -> bool:
     """Whether there is a scale for each row, and not one for each column."""
     return scale.shape == (x.shape[0], 1)
 
 
-def _numbers(x: Tensor) -> Any:
+def numbers_of(x: Tensor) -> Any:
+    """The memory of a float32 tensor, flat."""
     return array(x.contiguous(), torch.float32)
 
 
 def _limits(bounds: Tensor | None, rows: int) -> Any:
     """A row's bounds in each row, or None."""
-    return None if bounds is None else _numbers(bounds.expand(2, rows)).reshape(2, rows)
+    return None if bounds is None else numbers_of(bounds.expand(2, rows)).reshape(2, rows)
 
 
 @lanes(types.uint32)
@@ -237,90 +239,3 @@ def _take_beyond(x, limits, starts, values, columns):
     for r in numba.prange(x.shape[0]):
         a, b = starts[r], starts[r + 1]
         _take_row(x[r], limits[0, r], limits[1, r], values[a:b], columns[a:b])
-
-
-# ---- rows of an output gradient times the scales of what it is multiplied with --------------------------------------
-
-
-def supports_fold(x: Tensor, scale: Tensor, format: Format, rounding: str, dtype: torch.dtype) -> bool:
-    """Whether `run_fold` can round `x`: a contiguous CPU matrix, into a dtype that holds the format's values."""
-    known = plain(x) and x.dim() == 2 and x.numel() > 0 and rounding != "stochastic" and elements.knows(format)
-    return known and scale.dtype == torch.float32 and elements.holds(format, "saturate", torch.float32, dtype)
-
-
-def run_fold_amax(x: Tensor, scale: Tensor) -> Tensor:
-    """The largest magnitude of x times scale, (rows, 1) or (1, columns), in float32; NaN where there is one."""
-    found = torch.empty(x.shape[0], dtype=torch.float32)
-    kernel = _fold_amax_row if _is_by_row(x, scale) else _fold_amax_column
-    kernel(x.numel(), _matrix(x), _numbers(scale), array(found))
-    return found.max()
-
-
-def run_fold(x: Tensor, scale: Tensor, factor: Tensor, format: Format, rounding: str, out: Tensor) -> None:
-    """Write x times scale times factor, each product rounded to float32, rounded and saturated, to `out`."""
-    numbers: Any = elements.scalars(format, rounding, "saturate", out.dtype)
-    kernel = _fold_row if _is_by_row(x, scale) else _fold_column
-    kernel(x.numel(), _matrix(x), _numbers(scale), _numbers(factor.view(1)), numbers, _matrix(out))
-
-
-@lanes(types.uint32)
-def _larger(most, value, scale):
-    return most.max((bits_of(value).float() * scale).bits() & MAGNITUDE)
-
-
-@lanes("like")
-def _folded(value, scale, factor, numbers, like):
-    bits = ((bits_of(value).float() * scale) * factor).bits()
-    return stored_as(elements.rounded(bits, Rounding(*numbers)), like)
-
-
-@inner
-def _largest(x, scale):
-    largest = np.uint32(0)
-    for i in range(x.size):
-        largest = _larger(largest, x[i], scale)
-    return largest
-
-
-@inner
-def _largest_each(x, scale):
-    largest = np.uint32(0)
-    for i in range(x.size):
-        largest = _larger(largest, x[i], scale[i])
-    return largest
-
-
-@inner
-def _fold(x, scale, factor, numbers, out):
-    for i in range(x.size):
-        out[i] = _folded(x[i], scale, factor, numbers, out[i])
-
-
-@inner
-def _fold_each(x, scale, factor, numbers, out):
-    for i in range(x.size):
-        out[i] = _folded(x[i], scale[i], factor, numbers, out[i])
-
-
-@Kernel
-def _fold_amax_row(x, scale, found):
-    for r in numba.prange(x.shape[0]):
-        found[r] = _largest(x[r], scale[r])
-
-
-@Kernel
-def _fold_amax_column(x, scale, found):
-    for r in numba.prange(x.shape[0]):
-        found[r] = _largest_each(x[r], scale)
-
-
-@Kernel
-def _fold_row(x, scale, factor, numbers, out):
-    for r in numba.prange(x.shape[0]):
-        _fold(x[r], scale[r], factor[0], numbers, out[r])
-
-
-@Kernel
-def _fold_column(x, scale, factor, numbers, out):
-    for r in numba.prange(x.shape[0]):
-        _fold_each(x[r], scale, factor[0], numbers, out[r])
