@@ -25,6 +25,7 @@ import torch
 from fp4_cases import CASES, Case
 from fp4_page import page, plot
 from fp4_verdicts import judged
+from halfstep.accounting import HEAD, cost, load_subject
 from halfstep.errors import unknown
 from halfstep.lab.data import VOCABULARY
 from halfstep.lab.environment import environment
@@ -41,6 +42,9 @@ from harness import RESULTS, keep
 
 DOCS = RESULTS.parent.parent / "docs"
 LAYERS, WIDTH, HEADS = 4, 192, 6
+ARCHITECTURE, TOKENS = "llama2-7b", 4096
+COSTED = ("fp8-current", "mxfp4", "nvfp4", "fp4-wang", "fp4-zhou-dgrad-fp8", "fp4-zhou-dgrad-bf16")
+"""Recipes whose cost in theory is computed, and on what."""
 WORDS = ("name", "summary", "source", "aliases", "notes")
 """Of a recipe's data, those that move no number."""
 
@@ -151,9 +155,15 @@ def results(out: Path) -> dict[str, Any]:
     return {
         "machine": environment(),
         "experiment": experiment(CASES["fp32"]).as_data() | {"model": model_data},
+        "costs": {"model": ARCHITECTURE, "tokens": TOKENS, "share": costs()},
         "verdicts": judged(cases),
         "cases": cases,
     }
+
+
+def costs() -> dict[str, float]:
+    """By recipe: what its products would take on an architecture, as a share of 16 bits', without the output head."""
+    return {name: cost(load_subject(ARCHITECTURE), name, sequence=TOKENS).without(HEAD).share for name in COSTED}
 
 
 def asked_for(names: str | None) -> list[Case]:

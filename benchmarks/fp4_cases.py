@@ -34,7 +34,7 @@ class Case:
         return CONSTANT if self.constant else "fp32"
 
 
-CONSTANT = "fp32 at a constant rate"
+CONSTANT = "fp32 constant lr"
 
 
 def changed(recipe: Recipe, **parts: Any) -> Recipe:
@@ -164,17 +164,17 @@ WANG = (
     named("fp4-wang"),
     named("fp4-wang-msamp"),
     without("fp4-wang", "direct", direct),
-    without("fp4-wang", "direct with weights in E4M3", direct_but("weight")),
-    without("fp4-wang", "direct with inputs in E4M3", direct_but("input")),
+    without("fp4-wang", "direct W8A4", direct_but("weight")),
+    without("fp4-wang", "direct W4A8", direct_but("input")),
     without("fp4-wang", "without estimator", no_estimator),
     without("fp4-wang", "without clamp", no_clamp),
     without("fp4-wang", "without compensation", no_compensation),
     without("fp4-wang", "with states in fp32", float32_states),
     without("fp4-wang", "with k = 3", steepness(3.0)),
     without("fp4-wang", "with k = 10", steepness(10.0)),
-    without("fp4-wang", "with tensor-wise scales", one_scale("input", "weight")),
-    without("fp4-wang", "with tensor-wise weights", one_scale("weight")),
-    without("fp4-wang", "with tensor-wise inputs", one_scale("input")),
+    without("fp4-wang", "tensor-wise", one_scale("input", "weight")),
+    without("fp4-wang", "tensor-wise weights", one_scale("weight")),
+    without("fp4-wang", "tensor-wise inputs", one_scale("input")),
 )
 
 
@@ -215,7 +215,7 @@ def no_kept_blocks(recipe: Recipe) -> Recipe:
 NVFP4 = (
     named("nvfp4"),
     without("nvfp4", "without Hadamard", no_hadamard),
-    without("nvfp4", "without stochastic rounding", to_nearest),
+    without("nvfp4", "rounded to nearest", to_nearest),
     without("nvfp4", "without square tiles", no_squares),
     without("nvfp4", "without kept blocks", no_kept_blocks),
 )
@@ -226,7 +226,7 @@ NVFP4 = (
 
 def until(share: int, constant: bool = False) -> Case:
     """Few bits for that share of the run, in percent, and bf16 for the rest."""
-    words = " at a constant rate" if constant else ""
+    words = " constant lr" if constant else ""
     recipe = partial(get_recipe, f"fp4-zhou until {share}%, then bf16-mixed")
     return Case(f"fp4-zhou until {share}%{words}", recipe, f"fp4-zhou{words}", constant)
 
@@ -237,7 +237,7 @@ ZHOU = (
     named("fp4-zhou"),
     named("fp4-zhou-dgrad-bf16"),
     *map(until, SWITCHES),
-    Case("fp4-zhou at a constant rate", partial(get_recipe, "fp4-zhou"), constant=True),
+    Case("fp4-zhou constant lr", partial(get_recipe, "fp4-zhou"), constant=True),
     *(until(share, constant=True) for share in SWITCHES),
 )
 

@@ -34,6 +34,8 @@ _BLOCKS = {"torch.autocast bf16": 1.3, "torchao mxfp8, emulated": 1 / 3, "halfst
 _TWICE, _NEARLY = {"halfstep bf16-mixed": 2.0}, {"halfstep bf16-mixed": 1.6}
 RECIPES = {"fp8-current": _TENSORWISE, "fp8-delayed": _TENSORWISE, "mxfp8": _BLOCKS, "fp8-block": _BLOCKS}
 RECIPES |= {"fp4-wang": _TWICE, "fp4-wang-msamp": _TWICE, "fp4-wang by histogram": _NEARLY}
+# torchao has no MXFP4 training, and its NVFP4 training runs on GPUs alone: here, its emulated MXFP8 is the nearest.
+RECIPES |= dict.fromkeys(("mxfp4", "nvfp4"), _NEARLY | {"torchao mxfp8, emulated": 1 / 5})
 """The peers of each recipe, and at most what share of their time it should take."""
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH, ROUNDS = 6, 384, 6, 256, 8, 9
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import halfstep
 from families import in_turn, slow_unless
-from halfstep.accounting import OPTIMIZERS, Batch, Subject, account, load_subject
+from halfstep.accounting import OPTIMIZERS, Batch, Subject, account, cost, inference, load_subject
 from halfstep.accounting.blank import Blank
 from halfstep.accounting.checkpointing import checkpointed
 from halfstep.accounting.subject import loss_of
@@ -294,3 +294,22 @@ def test_values_that_code_asks_for_are_ordinary():
 def test_unknown_architectures_name_the_nearest():
     with pytest.raises(ModelError, match="unknown architecture 'lama-7b'; nearest: llama-7b"):
         load_subject("lama-7b")
+
+
+# ---- recipes with stages ---------------------------------------------------------------------------------------------
+
+
+def test_stages_take_what_the_hungriest_of_them_takes():
+    text = "fp8-current until 50%, then fp32 until 90% then bf16-mixed"
+    recipe = get_recipe(text)
+    each = [of(SUBJECTS["gpt"], stage) for stage in recipe.by_stage]
+    assert len({one.peak for one in each}) == 3
+    assert of(SUBJECTS["gpt"], text) == max(each, key=lambda size: size.peak)
+    assert account(SUBJECTS["gpt"], text).recipe == recipe.name
+
+
+def test_inference_and_cost_have_no_stages():
+    with pytest.raises(AccountError, match="has stages, and inference has none: ask for one of them, such as 'fp32'"):
+        inference(SUBJECTS["gpt"], "fp8-current until 50%, then fp32")
+    with pytest.raises(AccountError, match="has stages, and each costs its own: ask for one of them"):
+        cost(SUBJECTS["gpt"], "fp8-current until 50%, then fp32")

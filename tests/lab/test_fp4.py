@@ -73,18 +73,21 @@ def test_the_page_and_the_pictures_show_what_was_judged(fp4, tmp_path):
     model = {"layers": 4, "width": 192, "heads": 6, "parameters": 1_869_504}
     told = fp4.experiment(fp4.CASES["fp32"]).as_data() | {"model": model}
     machine = {"cpu": "one", "torch": "2"}
-    data = {"machine": machine, "experiment": told, "cases": KNOWN, "verdicts": fp4.judged(KNOWN)}
+    costs = {"model": "llama", "tokens": 4096, "share": {"good": 0.5}}
+    data = {"machine": machine, "experiment": told, "costs": costs, "cases": KNOWN, "verdicts": fp4.judged(KNOWN)}
     page = fp4.page(data)
     assert "| `bad` | 3 | 2.1033 | +5.17% (" in page
     assert "| `lost` | 3 |  |  | diverged at step 7 |" in page
     assert "- Not measured yet: `none`." in page
     assert "- Worse than `bad`: `bad without a part` (+" in page
     assert "`bad without all` (diverged)" in page
+    assert "| `good` | 50.0% |" in page
     fp4.plot(data, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"fp4.png", "fp4_final.png"}
 
 
-def test_before_a_run_has_ended_the_page_says_so(fp4, tmp_path):
+def test_before_a_run_has_ended_the_page_says_so(fp4, tmp_path, monkeypatch):
+    monkeypatch.setattr(fp4, "costs", dict)  # the accounts have tests of their own
     data = fp4.results(tmp_path / "nowhere")
     page = fp4.page(data)
     assert "No run has ended yet." in page

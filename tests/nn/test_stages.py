@@ -34,6 +34,7 @@ CHAINS = {
     "16-bit weights": (ROUNDED, MASTER),
     "saved in few bits": ("bf16-mixed", KEPT, "fp8-current"),
     "weights are codes": (O2, OTHER_O2),
+    "FP4": ("mxfp4", "fp4-zhou", "bf16-mixed"),
     "gated MLPs": ("fp8-smooth-swiglu", "bf16-mixed"),
     "a loss scale": (replace(get_recipe("fp16-mixed"), name="scaled", rules=get_recipe("mxfp8").rules), "fp16-mixed"),
 }

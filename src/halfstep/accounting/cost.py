@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -23,6 +23,9 @@ from halfstep.recipe import LinearSpec, Matmul, Recipe, get_recipe
 from halfstep.recipe.high_precision import HEADS
 from halfstep.recipe.stages import starts
 
+
+_Key = tuple[str, str, int]
+"""Kind, pass and bits."""
 
 _FORM_PRODUCTS = frozenset({
     "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "addmv", "einsum", "tensordot", "linear", "bilinear",
@@ -74,10 +77,10 @@ def cost(
         products = Products(model)
         with products.watched():
             data.call(model)
-        found: Counter[tuple[str, str, int]] = Counter()
+        found: dict[_Key, float] = defaultdict(float)
         for share, stage in zip(shares, recipe.by_stage, strict=True):
             for key, count in _weighed(model, products.found, stage).items():
-                found[key] += count * share  # type: ignore[assignment]
+                found[key] += count * share
     if not found:
         raise AccountError(
             f"{subject.name} forms no product of matrices in its forward pass: there is nothing to weigh"
@@ -105,11 +108,11 @@ def _shares(recipe: Recipe, total: int | None) -> list[float]:
     return [(end - start) / ends[-1] for start, end in pairwise(ends)]
 
 
-def _weighed(model: nn.Module, products: Iterable[Product], recipe: Recipe) -> Counter[tuple[str, str, int]]:
+def _weighed(model: nn.Module, products: Iterable[Product], recipe: Recipe) -> dict[_Key, float]:
     """The multiply-adds of all three passes by kind, pass and bits, as that recipe rounds the operands."""
     matched = match(model, recipe, None)
     float32 = wide.find(model, recipe.float32_modules)
-    found: Counter[tuple[str, str, int]] = Counter()
+    found: dict[_Key, float] = defaultdict(float)
     cores: Counter[str] = Counter()
     for product in products:
         kind = _kind(product, model)
@@ -119,7 +122,7 @@ def _weighed(model: nn.Module, products: Iterable[Product], recipe: Recipe) -> C
         for step, matmul, formed in _steps(product, spec):
             if formed:
                 found[kind, step, _wider(matmul, plain)] += product.multiply_adds
-                for beside, count in _beside(product, step, matmul):
+                for beside, count in _beside(product, step, matmul, spec):
                     found[beside, step, plain] += count
     return found
 
@@ -158,12 +161,20 @@ def _steps(product: Product, spec: LinearSpec) -> tuple[tuple[str, Matmul, bool]
     )
 
 
-def _beside(product: Product, step: str, matmul: Matmul) -> Iterable[tuple[str, int]]:
-    """What one of the three products has beside it, and its multiply-adds."""
+def _beside(product: Product, step: str, matmul: Matmul, spec: LinearSpec) -> Iterable[tuple[str, float]]:
+    """What one of the three products has beside it, and its multiply-adds: a rotation of both operands; of an operand
+    whose clamp is compensated a sparse product, of the share of values that are beyond a quantile; of a weight whose
+    rounding has a derivative one for each element of its gradient."""
     input, weight, output = product.elements
     operands = dict(zip(works.PASSES, (input + weight, output + weight, output + input), strict=True))
     if matmul.hadamard is not None:
         yield works.ROTATIONS, matmul.hadamard.size * operands[step]
+    for quantizer in (matmul.lhs, matmul.rhs):
+        if quantizer is not None and quantizer.clamp is not None and quantizer.clamp.compensation:
+            yield works.REMAINDERS, 2 * (1 - quantizer.clamp.quantile) * product.multiply_adds
+    rounded = spec.output.rhs
+    if step == works.PASSES[2] and rounded is not None and rounded.estimator is not None:
+        yield works.ESTIMATES, weight
 
 
 def _bits(recipe: Recipe) -> int:

@@ -17,8 +17,8 @@ LAYERS, OTHERS, HEAD = "other layers", "other products", "head"
 KINDS = ATTENTION, FEED_FORWARD, LAYERS, CORE, OTHERS, HEAD
 """What products are of, in the order of the report."""
 
-ROTATIONS = "Hadamard transforms"
-OVERHEADS = (ROTATIONS,)
+ROTATIONS, REMAINDERS, ESTIMATES = "Hadamard transforms", "clamped remainders", "estimators"
+OVERHEADS = ROTATIONS, REMAINDERS, ESTIMATES
 """What a recipe's products have beside them, which training in 16 bits has not."""
 
 SPEEDS = {16: 1.0, 8: 2.0, 4: 4.0}
