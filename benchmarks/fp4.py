@@ -179,7 +179,7 @@ def asked_for(names: str | None) -> list[Case]:
 def main() -> None:
     """Train what is asked for; write what is asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", help="some of: " + ", ".join(CASES))
+    parser.add_argument("--cases", help="some of: " + ", ".join(CASES).replace("%", "%%"))
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("runs/fp4"))
     parser.add_argument("--keep", action="store_true")
