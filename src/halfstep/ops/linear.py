@@ -15,7 +15,7 @@ from halfstep.kernels import scaled_mm
 from halfstep.kernels.cpu import whole_mm
 from halfstep.kernels.cpu.clamp_operators import estimate
 from halfstep.ops.casts import decode
-from halfstep.ops.folding import Rest, folded, folds, is_sparse, rest_of, restored, sparse_sum
+from halfstep.ops.folding import folded, folds, is_sparse, rest_of, restored, sparse_sum
 from halfstep.ops.function import no_autocast, run
 from halfstep.ops.matmul import matmul
 from halfstep.ops.once import Backwards, Once, once
@@ -214,9 +214,7 @@ class _Rounded(Once):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         options = (ctx.needs_input_grad[:3], ctx.spec, ctx.states, ctx.record, ctx.dtype, ctx.shape, ctx.dtypes)
-        saved = ctx.saved_tensors  # asked for once: activation checkpointing computes them anew at each time
-        rests = saved[7:10], saved[10:]
-        return *once(_form, grads[0], *saved[:7], rests, *options, ctx.rounded, ctx.again), *[None] * 6
+        return *once(_form, grads[0], *ctx.saved_tensors, *options, ctx.rounded, ctx.again), *[None] * 6
 
 
 class _Eager(Backwards, _Rounded):
@@ -232,7 +230,12 @@ def _form(
     weight_scale: Tensor | None,
     channels: Tensor | None,
     estimated: Tensor | None,
-    rests: tuple[Rest, Rest],
+    x_beyond: Tensor | None,
+    x_columns: Tensor | None,
+    x_starts: Tensor | None,
+    weight_beyond: Tensor | None,
+    weight_columns: Tensor | None,
+    weight_starts: Tensor | None,
     needs: tuple[bool, ...],
     spec: LinearSpec,
     states: States,
@@ -259,7 +262,8 @@ def _form(
             elif again or "weight" in spec.anew:
                 rhs = operand(weight, _down(first.rhs), dtype, signs=signs, dim=0)
             else:
-                rhs = Operand(weight, weight_scale, restored(rests[1], weight.shape[1]))
+                rest = restored((weight_beyond, weight_columns, weight_starts), weight.shape[1])
+                rhs = Operand(weight, weight_scale, rest)
             if before or lhs is None:
                 assert first.lhs is not None
                 lhs, rhs = folded(rows, rhs, first.lhs, dtype, states.get("grad_output"), record, down=False)
@@ -278,7 +282,7 @@ def _form(
             if anew:
                 rhs = operand(x, _down(second.rhs), dtype, signs=signs, dim=0)
             else:
-                rhs = Operand(x, x_scale, restored(rests[0], x.shape[1]))
+                rhs = Operand(x, x_scale, restored((x_beyond, x_columns, x_starts), x.shape[1]))
             rhs = rhs.over(channels, dtype)
             if after or lhs is None:
                 assert second.lhs is not None
