@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import halfstep
 from halfstep import ops, recipe
@@ -24,6 +25,7 @@ PROJECTED = [
     name for name in EVERY if recipe.get_recipe(name).projection
 ]  # moments of subspaces, where others have none
 SCALED = [name for name in EVERY if recipe.get_recipe(name).codes]  # weights and gradients are codes
+FOUR = {n for n in EVERY if any(q.format.bits == 4 for r in recipe.get_recipe(n).rules for q in r.linear.quantizers)}
 BREAKS = {"fp16-pure"}  # documented to: the squares of small gradients become zero
 
 
@@ -77,6 +79,24 @@ def prepared(name, model=None, optimizer=None, **options):
     model = model_for(name) if model is None else model
     optimizer = adamw(model) if optimizer is None else optimizer
     return halfstep.prepare(model, optimizer, recipe=name, **{"generator": 3, **options})
+
+
+class Estimated(TorchFunctionMode):
+    """Stock linear products whose weight's gradient is multiplied by what a recipe takes for rounding's derivative:
+    where it has an estimator, gradients are not those that go straight through, by design."""
+
+    def __init__(self, name):
+        super().__init__()
+        estimates = [rule.linear.output.rhs for rule in recipe.get_recipe(name).rules if rule.linear.estimates]
+        self.weight = estimates[-1] if estimates else None
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.linear and self.weight is not None and args[1].numel():
+            x, weight, *bias = args
+            slope, weight = self.weight.derivative(weight.detach()), weight.view_as(weight)
+            weight.register_hook(slope.__mul__)
+            args = x, weight, *bias
+        return function(*args, **(kwargs or {}))
 
 
 def train(model, optimizer, scaler, steps=3, data=None, loss_of=F.mse_loss):

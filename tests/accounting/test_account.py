@@ -11,7 +11,7 @@ from torch import nn
 
 import halfstep
 from families import in_turn, slow_unless
-from halfstep.accounting import OPTIMIZERS, Batch, Subject, account, cost, inference, load_subject
+from halfstep.accounting import OPTIMIZERS, Batch, Subject, account, inference, load_subject
 from halfstep.accounting.blank import Blank
 from halfstep.accounting.checkpointing import checkpointed
 from halfstep.accounting.subject import loss_of
@@ -80,7 +80,10 @@ def test_accounts_equal_what_is_measured(recipe, kind):
     counted, (model, low_bit, measured) = of(subject, recipe), real(subject, recipe)
     assert persistent(counted) == persistent(measured) == persistent(of(replace(subject, batch=None), recipe))
     # torch's meta kernel has a 16-bit batch norm keep its mean and deviation in 16 bits, its CPU kernel in 32.
-    assert saved(counted) == pytest.approx(saved(measured), rel=0.02 if kind == "cnn" else 0)
+    off, quantizers = 0.02 if kind == "cnn" else 0, [q for r in get_recipe(recipe).rules for q in r.linear.quantizers]
+    # Numbers equal to a quantile are not beyond it, and values alone tell how many there are: at most what is counted.
+    ties = 2e-4 if any(q.clamp is not None and q.clamp.compensation for q in quantizers) else 0
+    assert (1 - off) * saved(measured) <= saved(counted) <= (1 + off + ties) * saved(measured)
     rounds = any(rule.linear.rounds for rule in get_recipe(recipe).rules)
     if not rounds:  # rounding has memory of its own where no kernel does it
         assert counted.peak == pytest.approx(measured.peak, rel=0.002 if kind == "cnn" else 0)
@@ -308,8 +311,6 @@ def test_stages_take_what_the_hungriest_of_them_takes():
     assert account(SUBJECTS["gpt"], text).recipe == recipe.name
 
 
-def test_inference_and_cost_have_no_stages():
+def test_inference_has_no_stages():
     with pytest.raises(AccountError, match="has stages, and inference has none: ask for one of them, such as 'fp32'"):
         inference(SUBJECTS["gpt"], "fp8-current until 50%, then fp32")
-    with pytest.raises(AccountError, match="has stages, and each costs its own: ask for one of them"):
-        cost(SUBJECTS["gpt"], "fp8-current until 50%, then fp32")

@@ -19,7 +19,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import halfstep
 from halfstep.errors import ModelError, OptimizerError, QuantizationError
 from halfstep.ops import CodeTensor
-from tiny import SCALED, adamw, assert_same, batch, copied, mlp, prepared, train
+from tiny import FOUR, SCALED, adamw, assert_same, batch, copied, mlp, prepared, train
 
 
 every_scaled = pytest.mark.parametrize("name", SCALED)
@@ -262,7 +262,9 @@ def test_fused_and_shared_weights_are_codes_and_train(name):
     stock = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 8), nn.Linear(8, 8))
     stock[2].weight = stock[1].weight
     stock.load_state_dict(model.state_dict())
-    torch.testing.assert_close(model.eval()(x), stock.eval()(x), rtol=0.2, atol=0.2)
+    found, expected = model.eval()(x), stock.eval()(x)
+    near = 0.35 if name in FOUR else 0.12  # twice what three seeds show
+    assert (found - expected).norm() <= near * expected.norm()
 
 
 def test_experts_in_one_stack_stay_values_and_say_so():

@@ -18,7 +18,7 @@ from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import MASTER, get_recipe
-from tiny import SCALED, adamw, assert_same, batch, copied, grads, mlp, prepared, train
+from tiny import FOUR, SCALED, adamw, assert_same, batch, copied, grads, mlp, prepared, train
 
 
 every_scaled = pytest.mark.parametrize("name", SCALED)
@@ -149,7 +149,7 @@ def test_levels_differ_from_plain_fp8_and_o3_rounds_as_o2_does():
     """The E4M3 image of a scaled fp16 master is what O2's product rounds its fp16 weight to: bit for bit."""
     losses = {name: train(*prepared(name), 8) for name in ("fp8-delayed", *SCALED)}
     assert losses["fp8lm-o2"] == losses["fp8lm-o3"]
-    assert len({tuple(of) for of in losses.values()}) == 3
+    assert len({tuple(of) for of in losses.values()}) == len(losses) - 1
     apply_only = mlp()
     halfstep.apply(apply_only, "fp8lm-o1")
     assert {p.dtype for p in apply_only.parameters()} == {torch.float32}
@@ -334,7 +334,8 @@ def test_a_forward_that_reads_a_weight_sees_its_values(name):
     assert {stored(model.wi.weight), stored(model.wo.weight)} == {get_recipe(name).codes.weights.scaled_dtype}
     stock = Reader()
     stock.load_state_dict(model.state_dict())
-    torch.testing.assert_close(model(batch()[0]), stock(batch()[0]), rtol=0.1, atol=0.05)
+    near = {"rtol": 0.1, "atol": 0.2 if name in FOUR else 0.05}  # 4 bits: twice what ten seeds show
+    torch.testing.assert_close(model(batch()[0]), stock(batch()[0]), **near)
     model(batch()[0]).square().sum().backward()
     assert stored(model.wo.weight.grad) == torch.float8_e4m3fn
 

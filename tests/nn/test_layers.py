@@ -11,7 +11,7 @@ from families import for_each
 from halfstep import formats, ops
 from halfstep.quant import Quantizer
 from halfstep.recipe import DTYPES, LinearSpec, Matmul, Recipe, Rule, get_recipe
-from tiny import RECIPES, adamw, assert_same, batch, mlp, mostly_slow, prepared, train
+from tiny import FOUR, RECIPES, Estimated, adamw, assert_same, batch, mlp, mostly_slow, prepared, train
 
 
 FP8 = Quantizer(formats.get("e4m3fn"))
@@ -178,10 +178,15 @@ def test_the_error_stays_small_in_a_transformer_layer():
     for name in RECIPES:
         model, near = copy.deepcopy(layer), 0.15 if name.startswith(("fp8", "mx")) else 0.05
         halfstep.apply(model, name)
-        torch.testing.assert_close(model(x), expected, rtol=near, atol=near)
+        found = [model(x)]
         model.eval()
         with torch.no_grad():
-            torch.testing.assert_close(model(x), expected, rtol=near, atol=near)
+            found.append(model(x))
+        for y in found:
+            if name in FOUR:  # twice what is seen, of all of it: single elements are up to 0.22 away
+                assert (y - expected).norm() <= 0.16 * expected.norm()
+            else:
+                torch.testing.assert_close(y, expected, rtol=near, atol=near)
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
@@ -194,7 +199,9 @@ def test_layers_without_inputs_or_outputs_and_empty_batches_are_as_stock_ones(na
 
     stock, model, x = layers(), layers(), torch.randn(shape)
     model, optimizer, scaler = prepared(name, model)
-    expected, found = stock(x), model(x)
+    with Estimated(name):
+        expected = stock(x)
+    found = model(x)
     torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
     (expected.sum() / 64).backward()
     scaler.scale(found.sum() / 64).backward()  # within fp16's range, at the first scale too

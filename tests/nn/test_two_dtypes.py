@@ -14,7 +14,7 @@ from families import for_each, slow_unless
 from halfstep import recipe
 from halfstep.errors import RecipeError
 from halfstep.recipe import Recipe, Rule
-from tiny import BREAKS, FAST, RECIPES, adamw, mostly_slow, prepared
+from tiny import BREAKS, FAST, FOUR, RECIPES, Estimated, adamw, mostly_slow, prepared
 
 
 class Own(nn.Module):
@@ -91,25 +91,30 @@ def data():
     return torch.randn(12, 8, generator=generator), torch.randn(12, 4, generator=generator)
 
 
-def rate(name):
+def rates(name):
+    """Of the outputs and of the gradients. 4 bits: a third more than is seen, 0.35 and 0.48 at wide inputs."""
     made = recipe.get_recipe(name)
     rounds = any(rule.linear.rounds for rule in made.rules)
-    return 0.2 if rounds else {"fp32": 1e-5, "bf16": 0.03, "fp16": 0.004}[made.compute]
+    rate = 0.2 if rounds else {"fp32": 1e-5, "bf16": 0.03, "fp16": 0.004}[made.compute]
+    return (0.47, 0.64) if name in FOUR else (rate, 2 * rate)
 
 
 def compare(name, stock, changed, x):
     """Outputs and gradients, layer by layer, within the recipe's own rounding."""
+    near, near_gradients = rates(name)
     model, optimizer, scaler = prepared(name, changed)
-    expected, found = stock(x), model(x)
+    with Estimated(name):
+        expected = stock(x)
+    found = model(x)
     assert found.dtype == torch.float32
-    assert (found - expected).norm() <= rate(name) * expected.norm()
+    assert (found - expected).norm() <= near * expected.norm()
     (expected.square().mean() / 64).backward()
     scaler.scale(found.square().mean() / 64).backward()  # within fp16's range, at the first scale too
     trained = {n: p for n, p in model.named_parameters() if p.grad is not None}
     assert len(trained) == sum(p.grad is not None for p in stock.parameters())
     total = torch.cat([p.grad.flatten() for p in stock.parameters() if p.grad is not None])
     ours = torch.cat([halfstep.ops.values_of(p.grad).float().flatten() for p in trained.values()])
-    assert (ours / scaler.get_scale() - total).norm() <= 2 * rate(name) * total.norm()
+    assert (ours / scaler.get_scale() - total).norm() <= near_gradients * total.norm()
     scaler.step(optimizer)
     scaler.update()
 
@@ -229,7 +234,7 @@ def test_a_prepared_layer_can_be_parametrized(name):
         parametrizations.spectral_norm(each[0])
     x = data()[0]
     expected, found = twin(x), root(x)
-    assert (found - expected).norm() <= rate(name) * expected.norm() * 2
+    assert (found - expected).norm() <= rates(name)[name not in FOUR] * expected.norm()
     found.sum().backward()
     assert root[0].parametrizations.weight.original.grad is not None
     if adopted is not nn.Linear:

@@ -61,14 +61,18 @@ def run_native(
     """The product on matrix units for lhs's dtype: scale and multiplier enter as the product's alpha, before its one
     rounding.
 
-    Where the scale is a tensor, a traced graph, and a GPU, which would have to wait for the number, take the product in
-    float32 first.
+    Where the scale is a tensor, a GPU, which would have to wait for the number, takes the product in float32 first. A
+    traced graph has an operator that waits, so that it sums as an eager call does.
     """
     if scale is None:
         return _multiplied(lhs, rhs, bias, 1.0 if multiplier is None else multiplier)
     if multiplier is not None:
         scale = scale * multiplier
-    if lhs.device.type == "cpu" and not torch.compiler.is_compiling():
+    if lhs.device.type == "cpu" and torch.compiler.is_compiling():
+        out = lhs.new_empty(lhs.shape[0], rhs.shape[1])
+        torch.ops.halfstep.native_mm(lhs, rhs, bias, scale, out)
+        return out
+    if lhs.device.type == "cpu":
         return _multiplied(lhs, rhs, bias, float(scale))
     product = (
         torch.mm(lhs, rhs, out_dtype=torch.float32) if lhs.device.type == "cuda" else torch.mm(lhs.float(), rhs.float())
@@ -83,6 +87,16 @@ def _multiplied(lhs: Tensor, rhs: Tensor, bias: Tensor | None, alpha: float) -> 
     # Times 0 it is not read, but for compilers, to whom that is a product.
     into = lhs.new_zeros(()) if torch.compiler.is_compiling() else lhs.new_empty(())
     return torch.addmm(into, lhs, rhs, beta=0, alpha=alpha)
+
+
+def _native_mm(lhs: Tensor, rhs: Tensor, bias: Tensor | None, scale: Tensor, out: Tensor) -> None:
+    out.copy_(_multiplied(lhs, rhs, bias, float(scale)))
+
+
+_LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
+_LIBRARY.define("native_mm(Tensor lhs, Tensor rhs, Tensor? bias, Tensor scale, Tensor(a!) out) -> ()")
+_LIBRARY.impl("native_mm", _native_mm, "CompositeExplicitAutograd")
+_LIBRARY.impl("native_mm", lambda *arguments: None, "Meta")
 
 
 def run_stacked(lhs: Tensor, rhs: Tensor, multiplier: float | None = None) -> Tensor:

@@ -183,15 +183,21 @@ def stored(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> Quan
             "beside codes. Give the rule's weight no clamp, or keep these layers by module_filter"
         )
     quantizer = quantizer.plain
-    _ = quantizer.steps  # known from here on: a traced graph cannot take a cached property's lock
     if quantizer.stateful is None:
-        return quantize(x, replace(quantizer, outliers=None) if _is_whole(quantizer) else quantizer)
+        return _known(quantize(x, replace(quantizer, outliers=None) if _is_whole(quantizer) else quantizer))
     rounded = operand(x, quantizer, torch.float32, just_in_time(x, quantizer, state)).widened(torch.float32)
     codes = quantize(rounded.values, Quantizer(quantizer.format)).codes
     assert rounded.scale is not None
     tensors = {"codes": codes, "scale": rounded.scale.view(1, 1)}
     kept = replace(quantizer, scales=Scales(TENSOR, get_scaling("current")))
-    return Quantized(kept, tuple(x.shape), x.dtype, tensors)
+    return _known(Quantized(kept, tuple(x.shape), x.dtype, tensors))
+
+
+def _known(made: Quantized) -> Quantized:
+    """The same, when all that `decoded` asks of its quantizer is known: a traced graph cannot take a cached property's
+    lock."""
+    _ = made.quantizer.steps, made.quantizer.inner
+    return made
 
 
 def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:

@@ -21,11 +21,12 @@ def rounded_rows(
     """
     scales, format = quantizer.scales, quantizer.format
     assert scales is not None
-    factor = scales.rule.factor(operators.amax(x.detach(), bounds, 1 if scales.tile == ROW else 0), format)
+    amax = operators.amax(x.detach(), bounds, 1 if scales.tile == ROW else 0)
+    factor = scales.rule.factor(amax, format)
     assert factor is not None
     steps = quantizer.steps
     if steps is None and dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.compiler.is_compiling():
-        tiny = bool((factor > format.smallest * 2.0**126).any())
+        tiny = bool(((factor > format.smallest * 2.0**126) & (amax > 0)).any())
         dtype = torch.float32 if tiny else dtype
     into = dtype if steps is None else torch.int8
     seed = seed_of(quantizer.rounding, None)

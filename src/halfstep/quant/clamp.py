@@ -68,6 +68,11 @@ class Clamp:
         lower = count - 1 - upper
         return (int(lower), lower - int(lower)), (int(upper), upper - int(upper))
 
+    def most_beyond(self, rows: int, columns: int) -> int:
+        """How many numbers of a matrix are beyond its exact quantiles where no two are equal: else fewer."""
+        tiles, count = (rows, columns) if self.tile == "row" else (1, rows * columns)
+        return 2 * tiles * (count - 1 - self.places(count)[1][0]) if count else 0
+
     @staticmethod
     def _between(place: int, share: float, tiles: Tensor) -> Tensor:
         count = tiles.shape[1]

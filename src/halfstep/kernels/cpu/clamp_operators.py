@@ -109,8 +109,8 @@ def beyond(x: Tensor, clamp: Clamp, bounds: Tensor) -> Parts:
     """What is beyond the bounds of a matrix, less the bound."""
     if torch.compiler.is_compiling():
         return clamp.parts(x, bounds)[1].float(), None, None
-    if hasattr(x, "fake_mode"):  # which has no values to count; so many are beyond two quantiles
-        count = round(2 * (1 - clamp.quantile) * x.numel())
+    if hasattr(x, "fake_mode"):  # which has no values to count
+        count = clamp.most_beyond(*x.shape)
         starts = x.new_empty(x.shape[0] + 1, dtype=torch.int64)
         return x.new_empty(count, dtype=torch.float32), x.new_empty(count, dtype=torch.int32), starts
     if rows.supports_beyond(x, bounds):
