@@ -4,7 +4,7 @@ import copy
 
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from ways import apart, prepare, start_of, steps, values, way
+from ways import apart, assert_outputs_alike, prepare, start_of, steps, values, way
 
 from halfstep.recipe import get_recipe
 from tiny import assert_same, batch
@@ -37,7 +37,7 @@ def assert_average(name, model, average):
     torch.testing.assert_close(model.eval()(x), fresh.eval()(x), rtol=0.3, atol=0.3)  # delayed scales are the model's
     stock = start_of(name)
     stock.load_state_dict(average)
-    torch.testing.assert_close(model(x), stock(x), rtol=0.1, atol=0.2)
+    assert_outputs_alike(name, model(x), stock(x))
 
 
 @way()

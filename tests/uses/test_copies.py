@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from ways import StockFailsToo, assert_like_fp32, both, prepare, start_of, steps, values, way
+from ways import StockFailsToo, assert_like_fp32, assert_outputs_alike, both, prepare, start_of, steps, values, way
 
 from tiny import adamw, assert_same, batch, copied
 
@@ -95,7 +95,7 @@ def test_stock_model_loads(name):
     model, _, _ = prepare(name, start_of(name))
     model.load_state_dict(found)
     x = batch()[0]
-    torch.testing.assert_close(model(x), stock(x), rtol=0.1, atol=0.15)
+    assert_outputs_alike(name, model(x), stock(x))
     assert not torch.equal(start[next(iter(start))], found[next(iter(found))])
 
 

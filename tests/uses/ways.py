@@ -218,6 +218,11 @@ def tolerance(name):
     return 0.0 if name == "fp32" else 0.15 if name in ROUNDING and name != "bf16-truncate" else 0.04
 
 
+def assert_outputs_alike(name, found, stock):
+    """Outputs of the same weights with rounded operands and without: within 0.2, in 4 bits 0.7, twice what is seen."""
+    torch.testing.assert_close(found, stock, rtol=0.1, atol=0.7 if name in FOUR_BITS else 0.2)
+
+
 def assert_like_fp32(name, start, found, expected, slack=1.0):
     """Within the recipe's rounding of what stock torch does in fp32, and other than it where the recipe rounds."""
     distance = apart(found, expected, start)
