@@ -92,3 +92,14 @@ def test_a_step_is_near_the_stock_models_and_ends_as_bf16(name):
     scaler.step(optimizer)
     scaler.update()
     assert torch.equal(ours(tokens), plain(tokens))
+
+
+@pytest.mark.parametrize("later", ["", " until 50%, then bf16-mixed"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_report_says_where_no_layer_is_attentions(name, later):
+    """A model with other names has all of its layers in FP4; one of them called attention is enough."""
+    line = "no layer is matched as attention, by *attn, *attn.*, *ttention, *ttention.*: later rules apply"
+    for kind, said in (("query", True), ("self_attn", False)):
+        model = nn.ModuleDict({kind: nn.Linear(8, 8), "feed": nn.Linear(8, 8)})
+        report = halfstep.apply(model, name + later)
+        assert (line in str(report)) == ("attention" in report.sought) == said

@@ -1,6 +1,7 @@
 """Rules that choose layers by depth: which blocks a model has, and which of them a rule means."""
 
 import re
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -148,8 +149,24 @@ def test_several_stacks_want_a_path_that_chooses_one():
         message = "several stacks of them: body.encoder (3), body.decoder (2) (an nn.ModuleList"
         with pytest.raises(RecipeError, match=re.escape(message)) as error:
             halfstep.apply(model, keeping("last 1", optional=optional))
-        assert "such as 'body.encoder.*'; or leave out blocks" in str(error.value)
+        assert "with the paths 'body.encoder.*' and 'body.decoder.*' (dataclasses" in str(error.value)
+        assert "replace(rule, path='body.encoder.*'), of recipe.rules); or leave out blocks" in str(error.value)
     assert kept(model, keeping("last 1", path="*decoder.*")) == {"body.decoder.1.inner"}
+
+
+def test_a_rule_for_each_stack_as_the_error_says():
+    model = nn.Transformer(8, 2, 2, 3, 16, batch_first=True)
+    named = halfstep.get_recipe("nvfp4")
+    with pytest.raises(RecipeError, match=r"the paths 'encoder\.layers\.\*' and 'decoder\.layers\.\*'"):
+        halfstep.apply(model, named)
+    [rule] = [rule for rule in named.rules if rule.blocks]
+    each = [replace(rule, path=path) for path in ("encoder.layers.*", "decoder.layers.*")]
+    at = named.rules.index(rule)
+    report = halfstep.apply(model, replace(named, rules=(*named.rules[:at], *each, *named.rules[at + 1 :])))
+    last = {path for path, why in report.kept.items() if why == "last blocks"}
+    assert {path.split(".layers.")[0] for path in last} == {"encoder", "decoder"}
+    assert all(path.startswith(("encoder.layers.1.", "decoder.layers.2.")) for path in last)
+    assert {path.rpartition(".layers.")[2][0] for path in report.quantized} == {"0", "1"}
 
 
 def test_fewer_blocks_than_are_named():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,9 @@ class Report:
     """The gated MLPs whose product is scaled before the down-projection rounds it."""
     saved: tuple[str, ...] = ()
     """The modules of which autograd keeps what it saves in few bits, wholly or in part."""
+    sought: dict[str, str] = field(default_factory=dict)
+    """What optional rules that round mean by name and no layer is, such as attention: their globs. A layer of that kind
+    with another name follows a later rule."""
     later: tuple[tuple[str, Report], ...] = ()
     """Of a recipe with stages: when each later one begins, and what it does."""
 
@@ -61,6 +64,9 @@ class Report:
         lines += [f"  attention quantised: {path}" for path in self.attention]
         lines += [f"  gated product smoothed: {path}" for path in self.smoothed]
         lines += [f"  saved in few bits: {path}" for path in self.saved]
+        lines += [
+            f"  no layer is matched as {what}, by {globs}: later rules apply" for what, globs in self.sought.items()
+        ]
         return lines + [f"  kept as it was: {path}: {reason}" for path, reason in self.kept.items()]
 
 
@@ -132,7 +138,14 @@ def _report(model: nn.Module, found: Arrangement, kept: Mapping[str, str]) -> Re
     if recipe.saved is not None and not found.savers:
         kept[type(model).__name__] = "no norm, activation function, gated MLP or rounded product to save in few bits"
     return Report(
-        recipe.name, count(model), tuple(found.specs), kept, matched.attends, matched.smoothed, tuple(found.savers)
+        recipe.name,
+        count(model),
+        tuple(found.specs),
+        kept,
+        matched.attends,
+        matched.smoothed,
+        tuple(found.savers),
+        matched.sought,
     )
 
 

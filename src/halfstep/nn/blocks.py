@@ -50,11 +50,14 @@ def blocks_of(model: nn.Module, recipe: Recipe, rule: Rule, layers: Collection[s
     if len(found) != 1:
         listed = ", ".join(f"{path or 'the model itself'} ({len(blocks)})" for path, blocks in found.items())
         one = f"{next(iter(found), 'layers')}."
+        paths = " and ".join(f"'{path}.*'" for path in found)
+        each = f"a rule for each stack in place of this one: the same with the paths {paths}"
         raise RecipeError(
             f"{name} chooses blocks by depth, and {type(model).__name__} has "
             f"{f'several stacks of them: {listed}' if found else 'none that its path matches'} (an nn.ModuleList, or "
-            "an nn.Sequential or nn.ModuleDict of one class). In a recipe of your own, give the rule a path that "
-            f"means one stack, such as '{one}*'; or leave out blocks, and name layers by globs, such as '{one}0.*'"
+            "an nn.Sequential or nn.ModuleDict of one class). In a recipe of your own, write "
+            f"{each if found else 'a path that means one stack'} (dataclasses.replace(rule, path='{one}*'), of "
+            f"recipe.rules); or leave out blocks, and name layers by globs, such as '{one}0.*'"
         )
     [(path, blocks)] = found.items()
     try:

@@ -69,6 +69,8 @@ class Matched:
     """The gated MLPs whose product is scaled."""
     attends: tuple[str, ...]
     """The modules that form attention's products rounded."""
+    sought: dict[str, str]
+    """What optional rules that round would have meant and no layer is: its name, and their globs."""
 
 
 def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) -> Matched:
@@ -83,10 +85,12 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
     chosen = {p for p in kinds if module_filter is None or module_filter(model.get_submodule(p), p)}
     specs: dict[str, LinearSpec] = {}
     kept: dict[str, str] = {}
+    met: set[str] = set()
     for rule in recipe.rules:
         _check_role(recipe, rule)
         blocks = None if rule.blocks is None else blocks_of(model, recipe, rule, kinds)
         hits = [p for p in kinds if p not in specs | kept and _matches(model, p, rule, blocks, kinds[p])]
+        met |= {_name(rule)} if hits else set()
         if rule.linear.rounds:
             for path in [path for path in hits if path in chosen and path in others]:
                 raise ModelError(
@@ -119,7 +123,14 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
     if recipe.smooth_glu is not None:
         smoothed, rough = _gated(model, recipe, specs)
         kept |= rough
-    return Matched(kinds, specs, kept, smoothed, _attends(model, recipe))
+    sought = [rule for rule in recipe.rules if rule.optional and rule.linear.rounds and _name(rule) not in met]
+    globs = {name: ", ".join(rule.where for rule in sought if _name(rule) == name) for name in map(_name, sought)}
+    return Matched(kinds, specs, kept, smoothed, _attends(model, recipe), globs)
+
+
+def _name(rule: Rule) -> str:
+    """What a rule means: several rules may mean the same, each by a glob of its own."""
+    return rule.why or rule.where
 
 
 def _check_role(recipe: Recipe, rule: Rule) -> None:

@@ -15,8 +15,8 @@ ATTENTION = ("*attn", "*attn.*", "*ttention", "*ttention.*")
 _SOURCE = "Zhou et al. 2025, arXiv 2502.11458: its abstract, and others' notes on its cost model"
 _NOTES = (
     "What attention's products do between q, k and v is left in the compute dtype, as in the source.",
-    "A layer under no module called ...attn or ...attention is taken for feed-forward, and in FP4: give a model with "
-    "other names rules of its own.",
+    "A layer under no module called ...attn or ...attention is taken for feed-forward, and in FP4; what "
+    "apply returns says where no layer is attention's. Give a model with other names rules of its own.",
     "halfstep's choices, of which the source was not read: E2M1, E4M3 and E5M2; one scale a token and a channel, "
     "along each product's shared dimension, in float32 for FP4 and a power of two for FP8; rounding to nearest; bf16 "
     "beside them; backward operands rounded from what they were before the forward rounded them.",
