@@ -60,19 +60,25 @@ def test_it_is_the_reference(quantizer):
     assert found.largest == pytest.approx(np.max(share, initial=0.0), rel=1e-5)
 
 
-def test_two_threads_find_what_one_does():
+ABSMAX = Quantizer(formats.get("e4m3fn"), scales=Scales(block(32), get_scaling("absmax")))
+
+
+@pytest.mark.parametrize(
+    "quantizer",  # each is compiled in parallel anew
+    [get_quantizer("mxfp8"), *(pytest.param(q, marks=pytest.mark.slow) for q in (ABSMAX, get_quantizer("nvfp4")))],
+    ids=["mxfp8", "absmax", "nvfp4"],
+)
+def test_two_threads_find_what_one_does(quantizer):
     """Of so many blocks that the scales are shared between them, too."""
     x = values().repeat(18, 1)
-    absmax = Quantizer(formats.get("e4m3fn"), scales=Scales(block(32), get_scaling("absmax")))
-    for quantizer in (absmax, get_quantizer("mxfp8"), get_quantizer("nvfp4")):
-        assert x.numel() // quantizer.scales.tile.columns > CHUNK
-        found = []
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            cast = CastErrors(quantizer, float(x.abs().max()))
-            cast.add(Rows(array(x), COLUMNS))
-            found.append(cast.errors(0.0, 0))
-        assert found[0] == found[1], quantizer
+    assert x.numel() // quantizer.scales.tile.columns > CHUNK
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        cast = CastErrors(quantizer, float(x.abs().max()))
+        cast.add(Rows(array(x), COLUMNS))
+        found.append(cast.errors(0.0, 0))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", ["uint4", "uint8"])

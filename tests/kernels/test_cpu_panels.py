@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from families import for_each
+from families import for_each, slow_unless
 from halfstep import formats
 from halfstep.kernels.cpu import blocks
 from halfstep.kernels.cpu import panels as kernel
@@ -36,12 +36,12 @@ def without(quantized):
     return replace(quantized, tensors=tensors)
 
 
-def assert_rounds(x, quantizer, seed=3):
-    """With the tensor's scale and, where there is one, without."""
+def assert_rounds(x, quantizer, seed=3, dtypes=(torch.float32, torch.bfloat16)):
+    """With the tensor's scale and, where there is one, without; into each of the dtypes."""
     how = quantizer.format, quantizer.rounding, quantizer.scales
     seed = seed if quantizer.rounding == "stochastic" else None
     expected = quantizer.quantize(x, seed)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in dtypes:
         out = torch.full(x.shape, 7.0, dtype=dtype)
         assert kernel.supports_values(x, out, quantizer)
         noted = kernel.run_values(x, out, *how, seed)
@@ -54,14 +54,22 @@ def assert_rounds(x, quantizer, seed=3):
             same_bits(scale, expected.tensors["tensor_scale"])
 
 
+BOTH = torch.float32, torch.bfloat16
+WIDENED = pytest.param([(torch.bfloat16, [torch.float32])], marks=pytest.mark.slow)  # by no recipe; compiled anew
+
+
 @every_tile
+@pytest.mark.parametrize(
+    "paths", [[(torch.float32, BOTH), (torch.bfloat16, [torch.bfloat16])], WIDENED], ids=["recipes'", "widened"]
+)
 @for_each("rule", [*LEVELS, "rceil", "floor"])
 @every_rounding
-@for_each("dtype", [torch.float32, torch.bfloat16])
-def test_hard_numbers(tile, rule, rounding, dtype):
+def test_hard_numbers(tile, rule, rounding, paths):
     quantizer = quantizer_of(tile, rule, rounding)
-    assert_rounds(hard(512, dtype), quantizer)
-    assert_rounds(torch.nn.functional.layer_norm(hard(512), (512,)).nan_to_num(1.0).to(dtype), quantizer)
+    for dtype, into in paths:
+        assert_rounds(hard(512, dtype), quantizer, dtypes=into)
+        normal = torch.nn.functional.layer_norm(hard(512), (512,)).nan_to_num(1.0)
+        assert_rounds(normal.to(dtype), quantizer, dtypes=into)
 
 
 @pytest.mark.slow  # compiled anew
@@ -96,13 +104,19 @@ def test_odd_sizes(tile, shape, rule, rounding):
         assert_rounds(x, quantizer_of(tile, rule, rounding), seed)
 
 
-def test_two_threads_find_what_one_does():
+@pytest.mark.parametrize(
+    ("rule", "rounding"),  # each is compiled in parallel anew
+    slow_unless(
+        ("two_level_up", "stochastic").__eq__,
+        [("two_level", "nearest_even"), ("two_level_up", "stochastic"), ("rceil", "stochastic")],
+    ),
+)
+def test_two_threads_find_what_one_does(rule, rounding):
     x, found = torch.randn(100, 1000), {}
-    for rule, rounding in (("two_level", "nearest_even"), ("two_level_up", "stochastic"), ("rceil", "stochastic")):
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            found[threads] = values(x, quantizer_of(Tile(16, 16), rule, rounding), 3)
-        same_bits(found[1], found[2])
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found[threads] = values(x, quantizer_of(Tile(16, 16), rule, rounding), 3)
+    same_bits(found[1], found[2])
 
 
 @for_each("view", [lambda x: x.t(), lambda x: x[::2, 1::3], lambda x: x[:1].expand(40, -1)])
@@ -156,15 +170,18 @@ def test_leaves_the_rest_to_others():
     same_bits(values(x, odd), odd.quantize(x).dequantize())
 
 
+@pytest.mark.parametrize(
+    "paths",  # a dtype, and another one to write
+    [[(each, each) for each in BOTH], pytest.param([BOTH, BOTH[::-1]], marks=pytest.mark.slow)],
+    ids=["alike", "another"],
+)
 @for_each("rule", LEVELS)
 @every_rounding
-@for_each("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_along_rows_without_the_tensors_scale(rule, rounding, dtype):
+def test_blocks_along_rows_without_the_tensors_scale(rule, rounding, paths):
     quantizer, seed = quantizer_of(Tile(1, 16), rule, rounding), 4 if rounding == "stochastic" else None
-    x, scale = hard(512, dtype), torch.empty(())
-    expected = quantizer.quantize(x, seed)
-    for into in (torch.float32, torch.bfloat16):
-        out = torch.empty(x.shape, dtype=into)
+    for dtype, into in paths:
+        x, scale = hard(512, dtype), torch.empty(())
+        expected, out = quantizer.quantize(x, seed), torch.empty(x.shape, dtype=into)
         blocks.run_values(x, out, quantizer.format, rounding, quantizer.scales, seed, scale)
         same_bits(out, without(expected).dequantize(into))
         same_bits(scale, expected.tensors["tensor_scale"])

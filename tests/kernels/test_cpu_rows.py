@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 
+from families import in_turn, slow_unless
 from halfstep import formats
 from halfstep.kernels.cpu import clamp_operators, quantiles, rows, slopes, sparse, whole_mm
 from halfstep.ops.operand import Operand
@@ -51,23 +52,41 @@ def test_maxima_between_bounds(dtype, shape, dim):
     assert clamp_operators.amax(x, None, dim).isnan().any()
 
 
+PATHS = [*product(DTYPES, (True, False), (torch.int8, torch.bfloat16), (True, False))]
+SOME_PATHS = [
+    (torch.float32, True, torch.int8, False),
+    (torch.bfloat16, False, torch.int8, True),
+    (torch.float32, True, torch.bfloat16, True),
+    (torch.bfloat16, True, torch.bfloat16, False),
+    (torch.float32, False, torch.bfloat16, False),
+]
+TRAINED = "fp4", "nearest_up"
+"""What recipes round by these kernels, which are compiled anew for each path and each kind of format and rounding."""
+
+
+def some_paths(name, rounding):
+    """All but 16-bit floats' for what recipes take; otherwise each member: 8-bit formats' too, without int8."""
+    return [path for path in PATHS if path[0] != torch.float16] if (name, rounding) == TRAINED else SOME_PATHS
+
+
+@pytest.mark.parametrize(
+    "paths", [some_paths, pytest.param(lambda name, rounding: PATHS, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 @pytest.mark.parametrize(("name", "rounding"), list(product(FORMATS, ROUNDINGS)))
-def test_rows_and_columns_rounded(name, rounding):
+def test_rows_and_columns_rounded(name, rounding, paths):
     format = formats.get(name)
-    for shape, dtype, by_row, into in product(SHAPES, DTYPES, (True, False), (torch.int8, torch.bfloat16)):
+    for shape, (dtype, by_row, into, bounded) in product(SHAPES, paths(name, rounding)):
+        if into == torch.int8 and format.max > 63:
+            continue
         powers = torch.exp2(torch.randint(-3, 4, (shape[0], 1) if by_row else (1, shape[1])).float())
-        for x, bounds in (
-            (ties(shape, format, powers).to(dtype), None),
-            (drawn(shape, dtype), torch.tensor([[-1.25], [0.75]])),
-        ):
-            out = torch.empty(shape, dtype=into)
-            if into == torch.int8 and format.max > 63:
-                continue
-            assert rows.supports(x, out, bounds, powers, format, rounding)
-            rows.run(x, out, bounds, powers, format, rounding, 2)
-            wide = x.float() if bounds is None else x.float().clamp(*bounds)
-            wanted = round_to(wide * powers, format, rounding)
-            same(out, (wanted * 2 if into == torch.int8 else wanted / powers).to(into))
+        x = drawn(shape, dtype) if bounded else ties(shape, format, powers).to(dtype)
+        bounds = torch.tensor([[-1.25], [0.75]]) if bounded else None
+        out = torch.empty(shape, dtype=into)
+        assert rows.supports(x, out, bounds, powers, format, rounding)
+        rows.run(x, out, bounds, powers, format, rounding, 2)
+        wide = x.float() if bounds is None else x.float().clamp(*bounds)
+        wanted = round_to(wide * powers, format, rounding)
+        same(out, (wanted * 2 if into == torch.int8 else wanted / powers).to(into))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,8 +120,15 @@ def test_sparse_products(dtype, down, scaled):
     assert torch.equal(found, clamp_operators.sparse_product(matrix, None, None, 65, down, other, scale))
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if slopes.knows(formats.get(name))])
-@pytest.mark.parametrize("tile", [ROW, ROW.transposed, TENSOR, Tile(1, 32), Tile(16, 16)], ids=str)
+SLOPED = [name for name in FORMATS if slopes.knows(formats.get(name))]
+TILES = [ROW, ROW.transposed, TENSOR, Tile(1, 32), Tile(16, 16)]
+
+
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    slow_unless(lambda case: case in in_turn(SLOPED, TILES) or case[0] == "fp4", product(SLOPED, TILES)),
+    ids=str,
+)
 def test_slopes(name, tile):
     format = formats.get(name)
     for shape, dtype, rule in product(SHAPES, DTYPES, ("current", "rceil")):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from families import slow_unless
 from halfstep.errors import CheckpointError, DataError, ModelError
 from halfstep.formats import ieee
 from halfstep.lab import checkpoint
@@ -26,7 +27,7 @@ from halfstep.lab.train import Trainer
 from halfstep.lab.verdict import DEGRADES, DIVERGED, MATCHES, final_loss, judge
 from halfstep.quant import Quantizer
 from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe
-from tiny import RECIPES, mostly_slow
+from tiny import RECIPES
 
 
 TEXT = "".join(f"{a} plus {b} is {a + b}.\n" for a in range(60) for b in range(60))
@@ -90,7 +91,20 @@ STAGED = "fp8-delayed until 50%, then bf16-mixed"
 """Changes after 6 of SMALL's 12 steps."""
 
 
-@pytest.mark.parametrize("name", [*mostly_slow(RECIPES), STAGED])
+STATES = {
+    "fp32",
+    "fp16-mixed",
+    "bf16-split",
+    "bf16-kahan",
+    "bf16-stochastic",
+    "fp8-delayed",
+    "fp8lm-o3",
+    "fp4-wang-msamp",
+}
+"""A recipe of each kind of state that a run saves; the tests of optimizers take all of them up again, outside a run."""
+
+
+@pytest.mark.parametrize("name", [*slow_unless(STATES.__contains__, RECIPES), STAGED])
 def test_a_run_stopped_at_any_step_and_resumed_equals_the_uninterrupted_one(name, tmp_path, corpus, monkeypatch):
     stopped_and_resumed(name, random.Random(name).randrange(1, SMALL["steps"]), tmp_path, corpus, monkeypatch)
 

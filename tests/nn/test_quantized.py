@@ -1,6 +1,7 @@
 """Models quantised for inference: what evaluation under the recipe computes, bit for bit, from a byte a weight."""
 
 import copy
+import itertools
 from dataclasses import replace
 
 import ml_dtypes
@@ -15,7 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts, Mixtral
 from transformers.pytorch_utils import Conv1D
 
 import halfstep
-from families import slow_unless
+from families import in_turn, slow_unless
 from halfstep import formats
 from halfstep.errors import CheckpointError, ModelError, QuantizationError, RecipeError
 from halfstep.memory import stored_bytes
@@ -28,6 +29,7 @@ from tiny import EVERY, adamw, assert_same, batch, gated, mlp, model_for, prepar
 
 pytestmark = pytest.mark.usefixtures("products")
 ABLE = [name for name in EVERY if any(rule.linear.output.rhs is not None for rule in get_recipe(name).rules)]
+PRODUCTS = ("own", "carried")
 PLAIN = [name for name in ABLE if get_recipe(name).smooth_glu is None]
 every_plain = pytest.mark.parametrize("name", PLAIN)
 EIGHT = Quantizer(formats.get("e4m3fn"))
@@ -58,14 +60,21 @@ def made(quantizer, **fields):
 # ---- the same numbers -----------------------------------------------------------------------------------------------
 
 
+SIZES = {"usual": 1.0, "tiny": 2.0**-120}
+
+
 @every_plain
-@pytest.mark.parametrize("size", [1.0, 2.0**-120], ids=["usual", "tiny"])
+@pytest.mark.parametrize(
+    ("size", "products"),
+    slow_unless(in_turn([*SIZES], PRODUCTS).__contains__, itertools.product(SIZES, PRODUCTS)),
+    indirect=["products"],
+)
 def test_a_trained_model_computes_what_it_computed_in_evaluation(name, size):
     """Weights of 2^-120 leave bf16 subnormal values where a tile's scale is as small."""
     model, x = trained(name), batch()[0]
     with torch.no_grad():
         state = model.state_dict()
-        model.load_state_dict({**state, "0.weight": state["0.weight"] * size})  # a weight may hold codes
+        model.load_state_dict({**state, "0.weight": state["0.weight"] * SIZES[size]})  # a weight may hold codes
     expected, stock = evaluated(model, x), evaluated(copy.deepcopy(model).float(), x)
     report = halfstep.quantize_model(model, name)
     assert_same(model(x), expected)
@@ -106,7 +115,11 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize(
+    ("kind", "products"),
+    slow_unless(in_turn([*BLOCKS], PRODUCTS).__contains__, itertools.product(BLOCKS, PRODUCTS)),
+    indirect=["products"],
+)
 @pytest.mark.parametrize("compute", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_any_format_that_a_rule_can_name(kind, compute):
     recipe, x = made(BLOCKS[kind], compute=compute), batch()[0]
@@ -286,6 +299,7 @@ def test_codes_of_another_format_are_refused():
 @pytest.mark.parametrize(
     ("name", "scales"), [("fp8-current", 4), ("mxfp8", 256 * 512 // 32), ("fp8-block", 2 * 4), ("fp8-rowwise", 512)]
 )
+@pytest.mark.parametrize("products", slow_unless("carried".__eq__, PRODUCTS), indirect=True)
 def test_a_weight_takes_a_byte(name, scales, tmp_path):
     model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.LayerNorm(512, elementwise_affine=False))
     before = stored_bytes(model)

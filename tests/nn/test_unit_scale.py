@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
+from families import in_turn, slow_unless
 from halfstep.errors import ModelError, RecipeError
 from halfstep.lab.models.cnn import CNN
 from halfstep.lab.models.gpt import GPT
@@ -56,8 +58,13 @@ def test_sizes_are_near_1_at_initialisation(name):
         assert within >= 0.7 * len(found), found
 
 
-@every_model
-@pytest.mark.parametrize("constraint", ["geometric_mean", "to_output", "to_grad_input"])
+CONSTRAINTS = ("geometric_mean", "to_output", "to_grad_input")
+
+
+@pytest.mark.parametrize(
+    ("name", "constraint"),
+    slow_unless(in_turn([*MODELS], CONSTRAINTS).__contains__, itertools.product(MODELS, CONSTRAINTS)),
+)
 def test_gradients_are_multiples_of_the_true_ones(name, constraint):
     model, inputs, _ = made(name, constraint=constraint, smooth=True)
     inputs = [x.double() if x.is_floating_point() else x for x in inputs]
@@ -222,7 +229,7 @@ def test_the_trace_changes_nothing_else(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-@every_model
+@pytest.mark.parametrize("name", slow_unless({"gpt", "cnn"}.__contains__, MODELS))  # functions are traced in tests/unit
 def test_a_traced_graph_is_the_same(name):
     model, inputs, _ = made(name)
     output, grads = passes(model, inputs, {})

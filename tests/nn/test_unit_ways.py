@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfstep
+from families import slow_unless
 from halfstep import ops, unit
 from halfstep.lab.models.gpt import GPT
 from tiny import UNIT
@@ -57,7 +58,7 @@ def test_micro_batches_add_up_to_the_batchs_gradient(recipe):
         assert direction > (0.9 if recipe == "unit-nvfp4" else 0.998), name
 
 
-@pytest.mark.parametrize("recipe", CODES)
+@pytest.mark.parametrize("recipe", slow_unless("fp8lm-o2".__eq__, CODES))
 def test_weights_in_codes_are_the_scaled_models(recipe):
     """The factors stand in the products of codes too: outputs and gradients are those of float32 but for rounding,
     where those of the model without factors are far off; and it learns."""
@@ -92,7 +93,7 @@ def adopted():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-@pytest.mark.parametrize("make", [layers, adopted])
+@pytest.mark.parametrize("make", [pytest.param(layers, marks=pytest.mark.slow), adopted])
 def test_a_traced_graph_keeps_the_factors_of_gains(make):
     """Under a recipe that keeps what norms save in codes. The norm's own gradients are not those of the codes there."""
     found = []

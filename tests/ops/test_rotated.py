@@ -181,10 +181,20 @@ def gradients(model, x, times=1):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-@pytest.mark.parametrize("hadamard", [R16, Hadamard(16, "anew")], ids=str)
-def test_graphs_compute_what_eager_computes(hadamard):
-    model, x = model_and_batch()
-    halfstep.apply(model, recipe_of(spec_of(**dict.fromkeys(PRODUCTS, hadamard))))
+@pytest.mark.parametrize(
+    "rotations",
+    [
+        pytest.param({"output": Hadamard(16, "anew"), "grad_weight": R16}, id="each of both"),
+        *(
+            pytest.param(dict.fromkeys(PRODUCTS, hadamard), id=str(hadamard), marks=pytest.mark.slow)
+            for hadamard in (R16, Hadamard(16, "anew"))
+        ),
+    ],
+)
+def test_graphs_compute_what_eager_computes(rotations):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(20, 32)), torch.randn(21, 20)
+    halfstep.apply(model, recipe_of(spec_of(**rotations)))
     torch.manual_seed(2)
     eager = gradients(model, x)
     torch.manual_seed(2)

@@ -85,12 +85,17 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
     chosen = {p for p in kinds if module_filter is None or module_filter(model.get_submodule(p), p)}
     specs: dict[str, LinearSpec] = {}
     kept: dict[str, str] = {}
-    met: set[str] = set()
+    found: set[str] = set()
+    sought: dict[str, str] = {}
     for rule in recipe.rules:
         _check_role(recipe, rule)
         blocks = None if rule.blocks is None else blocks_of(model, recipe, rule, kinds)
         hits = [p for p in kinds if p not in specs | kept and _matches(model, p, rule, blocks, kinds[p])]
-        met |= {_name(rule)} if hits else set()
+        if rule.optional and rule.linear.rounds:  # several rules may mean the same, each by a glob of its own
+            name = rule.why or rule.where
+            sought[name] = f"{sought[name]}, {rule.where}" if name in sought else rule.where
+            if hits:
+                found.add(name)
         if rule.linear.rounds:
             for path in [path for path in hits if path in chosen and path in others]:
                 raise ModelError(
@@ -123,14 +128,9 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
     if recipe.smooth_glu is not None:
         smoothed, rough = _gated(model, recipe, specs)
         kept |= rough
-    sought = [rule for rule in recipe.rules if rule.optional and rule.linear.rounds and _name(rule) not in met]
-    globs = {name: ", ".join(rule.where for rule in sought if _name(rule) == name) for name in map(_name, sought)}
-    return Matched(kinds, specs, kept, smoothed, _attends(model, recipe), globs)
-
-
-def _name(rule: Rule) -> str:
-    """What a rule means: several rules may mean the same, each by a glob of its own."""
-    return rule.why or rule.where
+    for name in found:
+        del sought[name]
+    return Matched(kinds, specs, kept, smoothed, _attends(model, recipe), sought)
 
 
 def _check_role(recipe: Recipe, rule: Rule) -> None:
