@@ -12,7 +12,8 @@
     ├── CheckpointError     (ValueError)    a checkpoint that is truncated, edited, or of something else
     ├── AccountError        (ValueError)    an account of memory that cannot be made as asked
     ├── KnowledgeBaseError  (ValueError)    a knowledge base entry that breaks a rule, or an unclear question
-    └── ClaimError          (ValueError)    a claim or check that is unknown, or a row that cannot be run as asked
+    ├── ClaimError          (ValueError)    a claim or check that is unknown, or a row that cannot be run as asked
+    └── MissingLibraryError (ImportError)   a library of an extra that is not installed
 
 Each message says what was found, what was expected, and what to do next.
 """
@@ -71,6 +72,15 @@ class KnowledgeBaseError(HalfstepError, ValueError):
 
 class ClaimError(HalfstepError, ValueError):
     """A claim or its check is unknown, or a row of the ledger cannot be run as asked."""
+
+
+class MissingLibraryError(HalfstepError, ImportError):
+    """A library that an extra brings is not installed."""
+
+    @classmethod
+    def of(cls, error: ModuleNotFoundError, extra: str) -> "MissingLibraryError":
+        """What an import raised, and the extra of halfstep that brings what it looked for."""
+        return cls(f"{error.name} is not installed; it comes with: pip install 'halfstep[{extra}]'", name=error.name)
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> str:
