@@ -22,6 +22,11 @@ _TALL = 256  # rows that a thread takes at a time, for the columns' maxima
 _OUTS = (torch.int8, torch.float32, torch.bfloat16)
 
 
+def knows(format: Format, rounding: str) -> bool:
+    """Whether `run` rounds so, on a tensor that it can read."""
+    return rounding != "stochastic" and elements.knows(format) and format.bits <= 8
+
+
 def supports(x: Tensor, out: Tensor, bounds: Tensor | None, factor: Tensor, format: Format, rounding: str) -> bool:
     """Whether `run` can round `x` into `out`: contiguous CPU matrices, in steps that no seed decides."""
     return (
@@ -30,9 +35,7 @@ def supports(x: Tensor, out: Tensor, bounds: Tensor | None, factor: Tensor, form
         and x.numel() > 0
         and plain(out, *_OUTS)
         and separate(x, out)
-        and rounding != "stochastic"
-        and elements.knows(format)
-        and format.bits <= 8
+        and knows(format, rounding)
         and factor.dtype == torch.float32
         and (bounds is None or bounds.dtype == torch.float32)
     )
