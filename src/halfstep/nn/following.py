@@ -146,7 +146,7 @@ class Part:
             raise RecipeError(
                 f"recipe {schedule.name!r}: activation checkpointing computes a forward of stage {stage + 1} again in "
                 f"stage {schedule.stage + 1}, so its gradients would be of neither. Expected the backward pass before "
-                "the step that changes the stage: call loss.backward() before scaler.update() or halfstep.advance(model)"
+                "the step that changes the stage: loss.backward() before scaler.update() or halfstep.advance(model)"
             )
 
     def warn(self, module: nn.Module) -> None:
