@@ -130,7 +130,7 @@ class Part:
 
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(note)
+                tensor.register_hook(note)  # type: ignore[no-untyped-call]
 
     def check_stage(self) -> None:
         """Refuse to compute something again, in a backward pass, in another stage than it was computed in.
