@@ -14,7 +14,7 @@ from halfstep.nn import apply
 from halfstep.nn.applied import applied_to
 from halfstep.nn.apply import check_model, keep_grads
 from halfstep.nn.codes import hold
-from halfstep.nn.dtypes import storable
+from halfstep.nn.dtypes import storable, wide_adapters
 from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.projections import projections
@@ -103,7 +103,7 @@ def optimize(
     what they had beyond that, `prepare` alone can keep.
 
     Args:
-        model: the model that `apply` was called on, or what wraps it (DDP, torch.compile).
+        model: the model that `apply` was called on, or what wraps it (DDP, torch.compile, PEFT).
         optimizer, generator, process_group, amax_group, total_steps: as in `prepare`.
 
     Raises:
@@ -163,7 +163,7 @@ def _masters(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe)
     if recipe.master is None and (recipe.codes is None or recipe.codes.master is None):
         return {}
     trained = _trained(optimizer)
-    moves = storable(model, recipe.float32_modules)[0].values()
+    moves = storable(model, recipe.float32_modules, wide_adapters(model, recipe))[0].values()
     return {p: p.detach().float().clone() for p in moves if p in trained and p.requires_grad}
 
 
