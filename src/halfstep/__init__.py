@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from halfstep.probe import ProbeReport, probe_model
     from halfstep.quant import Quantizer, get_quantizer
     from halfstep.recipe import Recipe, get_recipe, list_recipes
+    from halfstep.serving.export import export
 
 _HOME = {
     "HalfstepError": "halfstep.errors",
@@ -44,6 +45,7 @@ _HOME = {
     "apply": "halfstep.nn",
     "audit": "halfstep.auditing",
     "diff": "halfstep.inspection",
+    "export": "halfstep.serving",
     "following": "halfstep.nn",
     "get_recipe": "halfstep.recipe",
     "is_native_available": "halfstep.ops",
@@ -81,6 +83,7 @@ __all__ = [
     "decode",
     "diff",
     "encode",
+    "export",
     "following",
     "formats",
     "get_quantizer",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from halfstep.nn.applied import applied_to
 from halfstep.nn.apply import Report, apply, revert
 from halfstep.nn.dtypes import count
 from halfstep.nn.layers import ModuleFilter, match
+from halfstep.nn.pretrained import write_pretrained
 from halfstep.nn.quantized_weights import Weight, check_before_loading, store_weight
 from halfstep.nn.scaling import detach, freeze, moved
 from halfstep.nn.smooth import merge_smooth_scales
@@ -132,14 +134,22 @@ def _as_before(model: nn.Module, module_filter: ModuleFilter | None) -> ModuleFi
 
 
 def _members(stock: type[nn.Module]) -> dict[str, Any]:
-    """A model that is not saved as one that it is not any more."""
+    """A model that is saved with its codes, in the layout that is closest to its recipe's quantizers."""
 
-    def save_pretrained(model: nn.Module, *_: Any, **__: Any) -> NoReturn:
-        raise ModelError(
-            f"save_pretrained of a {type(model).__name__} that is quantised: its config.json would not name the codes, "
-            "and from_pretrained would fill these layers with new random weights. Save model.state_dict() (torch.save, "
-            "safetensors), and load it into a model that halfstep.quantize_model was called on with the same recipe"
-        )
+    def save_pretrained(
+        model: nn.Module,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        max_shard_size: int | str = "5GB",
+        **others: Any,
+    ) -> None:
+        if others:
+            raise ModelError(
+                f"save_pretrained of a {type(model).__name__} that is quantised takes save_directory, is_main_process "
+                f"and max_shard_size, and was given {', '.join(others)} too; leave it out"
+            )
+        if is_main_process:
+            write_pretrained(model, save_directory, max_shard_size=max_shard_size)
 
     return {"save_pretrained": save_pretrained}
 
