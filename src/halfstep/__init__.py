@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from halfstep.probe import ProbeReport, probe_model
     from halfstep.quant import Quantizer, get_quantizer
     from halfstep.recipe import Recipe, get_recipe, list_recipes
+    from halfstep.serving.export import export
+    from halfstep.serving.load import from_pretrained
 
 _HOME = {
     "HalfstepError": "halfstep.errors",
@@ -44,7 +46,9 @@ _HOME = {
     "apply": "halfstep.nn",
     "audit": "halfstep.auditing",
     "diff": "halfstep.inspection",
+    "export": "halfstep.serving",
     "following": "halfstep.nn",
+    "from_pretrained": "halfstep.serving",
     "get_recipe": "halfstep.recipe",
     "is_native_available": "halfstep.ops",
     "inspect": "halfstep.inspection",
@@ -81,8 +85,10 @@ __all__ = [
     "decode",
     "diff",
     "encode",
+    "export",
     "following",
     "formats",
+    "from_pretrained",
     "get_quantizer",
     "get_recipe",
     "is_native_available",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,12 @@ def store_weight(module: Any, weight: Weight, state: Tensor | None) -> int:
     quantizer: Quantizer = module._halfstep_linear.output.rhs
     matrices = [parameter] if parameter.dim() == 2 else list(parameter)
     matrices = [matrix.t().contiguous() if weight.transposed else matrix for matrix in matrices]
-    found = [stored(matrix, quantizer, state) for matrix in matrices]
+    return place_codes(module, weight, [stored(matrix, quantizer, state) for matrix in matrices])
+
+
+def place_codes(module: Any, weight: Weight, found: Sequence[ops.Quantized]) -> int:
+    """Put the codes and scales of its matrices in the place of a parameter; returns how many weights it had."""
+    parameter: Tensor = getattr(module, weight.name)
     first, parts = found[0], tuple(sorted(found[0].tensors))
     entry = Stored(weight, first.quantizer, first.shape, parameter.dtype, parts)
     delattr(module, weight.name)
@@ -117,6 +122,12 @@ def check_before_loading(module: Any, state_dict: Mapping[str, Any], prefix: str
         accept_factors(module, [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)])
 
 
+def matrices_of(module: Any, entry: Stored) -> list[ops.Quantized]:
+    """The codes and scales of each of a parameter's matrices (out, in)."""
+    codes = getattr(module, f"{entry.weight.name}_codes")
+    return [_quantized(module, entry, expert) for expert in ([None] if codes.dim() < 3 else range(len(codes)))]
+
+
 def _quantized(module: Any, entry: Stored, expert: int | None = None) -> ops.Quantized:
     tensors = {part: getattr(module, f"{entry.weight.name}_{part}") for part in entry.parts}
     if expert is not None:
@@ -135,8 +146,7 @@ class _Restoring:
 
     def _value(self, module: Any) -> Tensor:
         entry: Stored = module._halfstep_stored[self.name]
-        codes = getattr(module, f"{self.name}_codes")
-        experts = [None] if codes.dim() < 3 else range(len(codes))
-        matrices = [_quantized(module, entry, expert).dequantize() for expert in experts]
+        matrices = [quantized.dequantize() for quantized in matrices_of(module, entry)]
         matrices = [matrix.t() if entry.weight.transposed else matrix for matrix in matrices]
-        return matrices[0] if codes.dim() < 3 else torch.stack(matrices)
+        stacked = getattr(module, f"{self.name}_codes").dim() == 3
+        return torch.stack(matrices) if stacked else matrices[0]
