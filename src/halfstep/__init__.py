@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from halfstep.quant import Quantizer, get_quantizer
     from halfstep.recipe import Recipe, get_recipe, list_recipes
     from halfstep.serving.export import export
+    from halfstep.serving.load import from_pretrained
 
 _HOME = {
     "HalfstepError": "halfstep.errors",
@@ -49,6 +50,7 @@ _HOME = {
     "diff": "halfstep.inspection",
     "export": "halfstep.serving",
     "following": "halfstep.nn",
+    "from_pretrained": "halfstep.serving",
     "get_recipe": "halfstep.recipe",
     "is_native_available": "halfstep.ops",
     "inspect": "halfstep.inspection",
@@ -89,6 +91,7 @@ __all__ = [
     "export",
     "following",
     "formats",
+    "from_pretrained",
     "get_quantizer",
     "get_recipe",
     "is_native_available",

@@ -2,11 +2,13 @@
 
 import copy
 import json
+import shutil
 import warnings
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
@@ -27,6 +29,7 @@ ROWS = {
     "nvfp4": "nvfp4",
 }
 """A recipe for each layout."""
+slow = lambda value: pytest.param(value, marks=pytest.mark.slow)  # noqa: E731
 every_layout = pytest.mark.parametrize("layout", ROWS)
 
 
@@ -168,3 +171,139 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
         model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.inf
     with pytest.raises(LayoutError, match=r"model.layers.1.mlp.up_proj.weight: a scale is no finite number"):
         halfstep.export(model, tmp_path / "a", recipe="mxfp8")
+
+
+# ---- what is served computes what we compute, as far as its inputs are rounded alike --------------------------------
+
+
+IDS = torch.arange(40).view(2, 20)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits.float()
+
+
+@pytest.mark.parametrize("layout", ["fp8-channel", "mxfp4"])
+def test_logits_are_as_near_to_ours_as_ours_are_to_full_precision(layout, tmp_path):
+    """transformers rounds no inputs on a CPU, where ours do; the token is another where the first two are as near."""
+    full, model = llama(), llama()
+    halfstep.quantize_model(model, ROWS[layout])
+    model.save_pretrained(tmp_path / "served")
+    served, ours, exact = logits(stock(tmp_path / "served", layout)), logits(model), logits(full)
+    assert 0 < (served - ours).norm() < (ours - exact).norm()
+    bound = 2 * float((ours - exact).abs().max())
+    assert (served - ours).abs().max() < bound
+    first, second = ours.topk(2).values.unbind(-1)
+    clear = first - second > bound
+    assert clear.any()
+    assert_same(served.argmax(-1)[clear], ours.argmax(-1)[clear])
+
+
+def trained(recipe):
+    model, data = llama(), {"input_ids": IDS, "labels": IDS}
+    model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), recipe)
+    for _ in range(2):
+        scaler.scale(model(**data).loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return model
+
+
+def test_a_static_layout_rounds_inputs_with_the_factors_that_training_left(tmp_path):
+    model = trained("fp8-delayed")
+    done = halfstep.export(model, tmp_path / "served", "fp8-static")
+    halfstep.quantize_model(model, "fp8-delayed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        served = AutoModelForCausalLM.from_pretrained(tmp_path / "served", dtype=torch.float32)
+    seen = {}
+    for path in done.quantized:
+        hook = lambda module, inputs, output, path=path: seen.update({path: (inputs[0], output)})  # noqa: E731
+        served.get_submodule(path).register_forward_hook(hook)
+    logits(served)
+    for path, (x, y) in seen.items():
+        own = model.get_submodule(path)
+        factor = own._halfstep_scaling_input
+        rounded = halfstep.round_to(x * factor, "e4m3fn") / factor
+        torch.testing.assert_close(y, rounded @ own.weight.t(), rtol=1e-3, atol=1e-4)
+        assert (y - x @ own.weight.t()).norm() > 10 * (y - rounded @ own.weight.t()).norm()
+    assert seen.keys() == {*done.quantized}
+
+
+# ---- read back ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "recipe", ["fp8-delayed", "fp8-block", "nvfp4", "fp4-wang", *map(slow, ["mxfp8", "mxfp4", "fp8lm-o2", "coat"])]
+)
+def test_a_folder_is_read_back_bit_for_bit(recipe, tmp_path):
+    model = trained(recipe)
+    halfstep.export(model, tmp_path / "served", max_shard_size="200KB")
+    before = torch.get_rng_state()
+    again = halfstep.from_pretrained(tmp_path / "served")
+    assert_same(torch.get_rng_state(), before)
+    halfstep.quantize_model(model, recipe)
+    assert_same(dict(again.state_dict()), dict(model.state_dict()))
+    assert_same(logits(again), logits(model))
+    again.save_pretrained(tmp_path / "twice")
+    assert_same(logits(halfstep.from_pretrained(tmp_path / "twice")), logits(model))
+
+
+def edited(folder, change):
+    """The folder with another file of weights: `change` gets its tensors and what it says of them."""
+    file = folder / "model.safetensors"
+    said = json.loads(safe_open(file, "pt").metadata()[KEY])
+    tensors = load_file(file)
+    change(tensors, said)
+    save_file(tensors, file, metadata={"format": "pt", KEY: json.dumps(said)})
+
+
+Q = "model.layers.0.self_attn.q_proj"
+EDITS = {
+    "a layer that is not there": (lambda t, said: said["layers"].update(x=said["layers"][Q]), "cannot be read"),
+    "a quantizer that is not there": (lambda t, said: said["layers"][Q].update(quantizer=7), "cannot be read"),
+    "another shape": (lambda t, said: said["layers"][Q].update(shape=[64, 256]), r"weight: .* found; fp8-tensor of"),
+    "a shape of anything": (lambda t, said: said["layers"][Q].update(shape="ab"), "cannot be read"),
+    "another dtype": (lambda t, said: said["layers"][Q].update(dtype="object"), "dtype 'object' found"),
+    "another layout": (lambda t, said: said.update(layout="fp9"), "unknown layout 'fp9'"),
+    "another recipe": (lambda t, said: said["recipe"].update(compute="int3"), "compute"),
+    "no recipe": (lambda t, said: said.pop("recipe"), "recipe"),
+    "a missing tensor": (lambda t, said: t.pop("lm_head.weight"), "lm_head.weight missing"),
+    "a tensor too many": (lambda t, said: t.update(x=torch.ones(2)), "nothing missing, x unexpected"),
+    "a missing scale": (lambda t, said: t.pop(f"{Q}.weight_scale"), "weight_scale: nothing found"),
+    "a tensor of another shape": (lambda t, said: t.update({"lm_head.weight": torch.ones(2)}), "is of shape"),
+}
+
+
+def test_edited_folders_are_refused_in_words(tmp_path):
+    halfstep.export(llama(), tmp_path / "good", recipe="fp8-current")
+    for name, (change, words) in EDITS.items():
+        folder = shutil.copytree(tmp_path / "good", tmp_path / name)
+        edited(folder, change)
+        with pytest.raises(CheckpointError, match=words):
+            halfstep.from_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("Linear", "os", "AutoModel", ["LlamaForCausalLM"], None):
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+        with pytest.raises(CheckpointError, match=r"names the architecture|unexpected"):
+            halfstep.from_pretrained(folder)
+    llama().save_pretrained(tmp_path / "stock")
+    with pytest.raises(CheckpointError, match=r"was not written by halfstep.export. Load it with transformers"):
+        halfstep.from_pretrained(tmp_path / "stock")
+
+
+# ---- named ----------------------------------------------------------------------------------------------------------
+
+
+SCHEMES = {"deepseek-fp8": "fine-grained FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4", "nvfp4": "NVFP4"}
+
+
+@every_layout
+def test_inspect_names_the_layout(layout, tmp_path):
+    done = halfstep.export(llama(), tmp_path / "served", layout, recipe=ROWS[layout])
+    report = halfstep.inspect(tmp_path / "served")
+    assert {found.scheme for found in report.schemes} == {SCHEMES.get(layout, "FP8")}
+    assert sum(found.layers for found in report.schemes) == len(done.quantized)
+    assert (report.findings, report.contradictions) == ((), ())

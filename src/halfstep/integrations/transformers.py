@@ -114,6 +114,7 @@ class HalfstepMixin(_Base):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Trainer's, and then `halfstep.prepare`; once a model."""
         trained = self.model if model is None else model
+        assert trained is not None  # Trainer's own annotation is wider
         if self._prepared is not None:
             prepared, low_bit = self._prepared
             if prepared is trained and getattr(self.optimizer, "optimizer", self.optimizer) is low_bit:

@@ -46,6 +46,11 @@ class Layout:
     rank: int = 0
     """Its place among others that hold the same."""
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of a matrix's tensors."""
+        return (self.codes, *self.scales.layout((1, 1)))
+
     def refusal(self, quantizer: Quantizer) -> str | None:
         """Why the layout cannot hold what the quantizer makes; None where it can."""
         format, scales = quantizer.format, quantizer.scales
@@ -104,6 +109,8 @@ class Layout:
         Raises:
             LayoutError: a tensor is missing, or of another dtype or shape than the layout's.
         """
+        if (why := self.refusal(quantizer)) is not None:
+            raise LayoutError(f"{self.name} does not hold {quantizer.format.name} ({quantizer.scales}): {why}")
         rows, columns = shape
         for name, (kind, size) in self._expected(rows, columns).items():
             found = tensors.get(name)

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,14 +61,12 @@ def check_new_folder(folder: Path) -> None:
         )
 
 
-def write_weights(
-    folder: Path, tensors: Mapping[str, Tensor], most: int, metadata: Callable[[Mapping[str, Tensor]], dict[str, str]]
-) -> None:
+def write_weights(folder: Path, tensors: Mapping[str, Tensor], most: int, metadata: Mapping[str, str]) -> None:
     """Write `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with an index.
 
     Args:
         most: bytes of the tensors of one file; a larger tensor has a file of its own.
-        metadata: what a file of these tensors says of itself.
+        metadata: what each file says of the model.
     """
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
@@ -79,11 +77,11 @@ def write_weights(
         shards[-1][name] = tensor.contiguous()
         size += tensor.nbytes
     if len(shards) == 1:
-        save_file(shards[0], folder / "model.safetensors", metadata=metadata(shards[0]))
+        save_file(shards[0], folder / "model.safetensors", metadata=dict(metadata))
         return
     files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     for file, shard in zip(files, shards, strict=True):
-        save_file(shard, folder / file, metadata=metadata(shard))
+        save_file(shard, folder / file, metadata=dict(metadata))
     where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

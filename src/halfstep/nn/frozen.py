@@ -58,7 +58,7 @@ class _Frozen(torch.autograd.Function):
         return forward(x, weight.operand(), bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         spec, grad_x, grad_bias = ctx.spec, None, None
         with torch.autocast(grad.device.type, enabled=False):

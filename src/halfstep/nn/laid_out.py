@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +46,10 @@ class LaidOut:
     described: dict[str, Any]
     """Of the whole: the version of halfstep, the recipe, the quantizers."""
 
-    def metadata(self, names: Mapping[str, Tensor]) -> dict[str, str]:
-        """What a file of these tensors says of itself."""
-        layers = {path: note for path, note in self.notes.items() if f"{path}.{self.layout.codes}" in names}
-        return {"format": "pt", KEY: json.dumps({**self.described, "layers": layers})}
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What each of its files says of the model."""
+        return {"format": "pt", KEY: json.dumps({**self.described, "layers": self.notes})}
 
 
 def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype | None = None) -> LaidOut:

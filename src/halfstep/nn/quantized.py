@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from halfstep.nn.following import part_of
 from halfstep.nn.frozen import ADAPTS
 from halfstep.nn.layers import ModuleFilter, match
 from halfstep.nn.pretrained import write_pretrained
-from halfstep.nn.quantized_weights import Weight, check_before_loading, store_weight
+from halfstep.nn.quantized_weights import Weight, check_before_loading, place_codes, store_weight
 from halfstep.nn.scaling import detach, freeze, moved
 from halfstep.nn.smooth import merge_smooth_scales
 from halfstep.nn.tuners import adapters_of
+from halfstep.ops import Quantized
 from halfstep.recipe import Recipe, get_recipe, list_recipes
 
 
@@ -73,6 +74,60 @@ def quantize_model(
         revert(model)
     if recipe.smooth_glu == "channel":
         recipe = replace(recipe, smooth_glu=None)  # its scales are in the weights
+
+    def store(path: str, module: Any, weights: tuple[Weight, ...], whole: Collection[str]) -> Counter[str]:
+        states = {n.removeprefix(f"{path}."): s for n, s in histories.items() if n.rpartition(".")[0] == path}
+        return _store(module, weights, whole, states)
+
+    return _lay(model, recipe, module_filter, store, adapters)
+
+
+def load_codes(
+    model: nn.Module,
+    recipe: Recipe,
+    codes: Mapping[str, Quantized],
+    factors: Mapping[str, Mapping[str, Tensor]],
+) -> Report:
+    """Make `model` the inference form that `quantize_model` made of another, from what that one kept: the linear layers
+    of those paths get those codes, whatever their weights are, and no other layer rounds.
+
+    Args:
+        recipe: the other's.
+        codes: by path of a layer.
+        factors: of a delayed scaling, by path and operand.
+
+    Raises:
+        ModelError: there is no linear layer of that path, or its weight has another shape or is another's too.
+    """
+    _check(model, recipe, None, False)
+    for path, made in codes.items():
+        module = dict(model.named_modules()).get(path)
+        found = tuple(module.weight.shape) if isinstance(module, nn.Linear) else None
+        if found != made.shape:
+            raise ModelError(
+                f"{path}: codes of a weight of shape {made.shape} for {'no linear layer' if found is None else found}; "
+                "the file is of another model"
+            )
+
+    def store(path: str, module: Any, weights: tuple[Weight, ...], whole: Collection[str]) -> Counter[str]:
+        if whole:
+            raise ModelError(f"{path}: codes for a weight that is another module's too; the file is of another model")
+        module._halfstep_stored = {"weight": weights[0]}
+        number = place_codes(module, weights[0], [codes[path]])
+        freeze(module, factors.get(path, {}))
+        module.register_load_state_dict_pre_hook(check_before_loading)
+        return Counter({codes[path].quantizer.format.name: number})
+
+    return _lay(model, recipe, lambda _, path: path in codes, store)
+
+
+_Store = Callable[[str, Any, tuple[Weight, ...], Collection[str]], Counter[str]]
+
+
+def _lay(
+    model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None, store: _Store, adapters: bool = False
+) -> Report:
+    """Give the layers that rules round their codes by `store`, and the model what inference needs beside them."""
     kinds = match(model, recipe, module_filter).kinds
     applied = apply(model, recipe, module_filter)
     detach(model)
@@ -82,8 +137,7 @@ def quantize_model(
         weights = kinds[path].weights(module)
         whole = {w.name: why for w in weights if (why := _whole(module, w, path, owners)) is not None}
         kept |= dict.fromkeys([path] * bool(whole), next(iter(whole.values()), ""))
-        states = {n.removeprefix(f"{path}."): s for n, s in histories.items() if n.rpartition(".")[0] == path}
-        codes += _store(module, weights, whole, states)
+        codes += store(path, module, weights, whole)
         if adapters and all(weight.layout is None for weight in weights):
             setattr(module, ADAPTS, True)
     quantized = replace(applied_to(model), dtypes={}, clock=None, quantized=True, adapts=adapters)

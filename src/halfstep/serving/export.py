@@ -135,6 +135,6 @@ def _rounding() -> list[str]:
 def layouts_of(recipe: Recipe) -> list[Layout]:
     """The layouts that hold the weights of a recipe bit for bit, the closest first; none where it rounds no weights."""
     products = [rule.linear.output for rule in recipe.rules if rule.linear.output.rhs is not None]
-    if recipe.stages or not products or any(product.hadamard for product in products):
+    if recipe.stages or recipe.unit_scaled or not products or any(product.hadamard for product in products):
         return []
     return fitting(tuple(dict.fromkeys(product.rhs.plain for product in products if product.rhs is not None)))
