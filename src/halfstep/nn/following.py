@@ -30,7 +30,6 @@ class Part:
 
     def __init__(self, model: nn.Module, applied: Applied) -> None:
         self._recipe = applied.recipe.name
-        self._clock: Clock | None = applied.clock
         self.follow(applied)
         self._calls: dict[int, int] = {}  # by thread: how deep in calls it is
         self._traced = 0  # of a graph that is being traced, which knows no threads
@@ -42,7 +41,8 @@ class Part:
         return {**vars(self), **own}
 
     def follow(self, applied: Applied) -> None:
-        """Enter what is in force: the recipe's dtype of autocast, and the functions that it widens."""
+        """Enter what is in force: the recipe's dtype of autocast, the functions that it widens, the clock."""
+        self._clock: Clock | None = applied.clock
         self._autocast = applied.autocast
         self.functions = applied.stage.float32_functions
 
