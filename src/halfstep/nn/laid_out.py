@@ -52,6 +52,10 @@ class LaidOut:
         return {"format": "pt", KEY: json.dumps({**self.described, "layers": self.notes})}
 
 
+Entries = list[tuple[str, nn.Module, Stored]]
+"""Parameters that are in codes: the path of each one's module, the module, and how it was quantised."""
+
+
 def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype | None = None) -> LaidOut:
     """The tensors of a model that `quantize_model` was called on.
 
@@ -62,7 +66,7 @@ def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype 
     Raises:
         LayoutError: the layout does not hold the model's codes bit for bit, or none of its layers.
     """
-    recipe, entries = applied_to(model).recipe, _stored(model)
+    recipe, entries = applied_to(model).recipe, stored_weights(model)
     quantizers = tuple(dict.fromkeys(entry.quantizer for _, _, entry in entries))
     if is_unit_scaled(model):
         raise LayoutError(
@@ -78,15 +82,11 @@ def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype 
                 f"layout {layout.name!r} does not hold: {why}. Layouts that do: {able}"
             )
     kept = _kept(model, layout, entries)
-    rest, codes = dict[str, Tensor](model.state_dict()), dict[str, Tensor]()
+    rest, codes = without_codes(model, entries), dict[str, Tensor]()
     notes: dict[str, dict[str, Any]] = {}
     for path, module, entry in entries:
         stem = f"{path}.{entry.weight.name}"
-        for name in [f"{stem}_{part}" for part in (*entry.parts, "format")]:
-            del rest[name]
         factors = {name: float(state[0]).hex() for name, state in states_of(module).items()}
-        for name in [name for name in rest if name.startswith(f"{path}._halfstep_")]:
-            del rest[name]
         if path in kept:
             rest[stem] = getattr(module, entry.weight.name)
             continue
@@ -116,12 +116,16 @@ def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype 
         "quantizers": [describe(quantizer, (1, 1), torch.float32) for quantizer in quantizers],
     }
     ignored = tuple(dict.fromkeys(path for path in (*linear, *kept) if path not in notes))
-    plain = {name: _cast(tensor, dtype) for name, tensor in _untied(model, rest).items()}
+    plain = {name: _cast(tensor, dtype) for name, tensor in rest.items()}
     return LaidOut(layout, codes, plain, tuple(notes), kept, ignored, notes, described)
 
 
-def _stored(model: nn.Module) -> list[tuple[str, nn.Module, Stored]]:
-    """Every parameter that is in codes: the path of its module, the module, and how it was quantised."""
+def stored_weights(model: nn.Module) -> Entries:
+    """Every parameter of a quantised model that is in codes.
+
+    Raises:
+        RecipeError: the model was not quantised.
+    """
     if not applied_to(model).quantized:
         raise RecipeError(
             f"this {type(model).__name__} is in training; call halfstep.quantize_model on a copy of it first"
@@ -145,7 +149,7 @@ def _closest(recipe: str, quantizers: tuple[Any, ...]) -> Layout:
     return able[0]
 
 
-def _kept(model: nn.Module, layout: Layout, entries: list[tuple[str, nn.Module, Stored]]) -> dict[str, str]:
+def _kept(model: nn.Module, layout: Layout, entries: Entries) -> dict[str, str]:
     """The layers that are in codes and have no place in the layout, with the reason."""
     kept = {}
     for path, module, entry in entries:
@@ -174,8 +178,12 @@ def _input_scale(path: str, module: nn.Module, recipe: str) -> Tensor:
     return factor[:1].reciprocal()
 
 
-def _untied(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor once, under the name that the model does not fill from another."""
+def without_codes(model: Any, entries: Entries) -> dict[str, Tensor]:
+    """A model's other tensors, each once, under the name that the model does not fill from another."""
+    parts = {f"{path}.{e.weight.name}_{part}" for path, _, e in entries for part in (*e.parts, "format")}
+    quantized = tuple(f"{path}._halfstep_" for path, _, _ in entries)
+    state: dict[str, Tensor] = model.state_dict()
+    tensors = {n: t for n, t in state.items() if n not in parts and not (quantized and n.startswith(quantized))}
     filled = {*(getattr(model, "all_tied_weights_keys", None) or ())}
     unsaved = {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
     seen: set[tuple[int, int]] = set()
