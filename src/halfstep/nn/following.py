@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from halfstep.errors import RecipeError
 from halfstep.nn.adopt import OnCopy, adopt
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.clock import Clock
@@ -119,6 +120,8 @@ class Part:
         root = self._root()
         if self._warned or self._autocast is None or root is None or not _has_forward(root):
             return
+        if {*module.parameters()} >= {*root.parameters()}:  # the root wraps it, and computes nothing else
+            return
         self._warned = True
         name = next((name for name, part in root.named_modules() if part is module), type(module).__name__)
         warnings.warn(
@@ -161,13 +164,21 @@ def part_of(module: nn.Module) -> Part | None:
 
 
 def root_of(model: nn.Module) -> nn.Module:
-    """The module that `apply` was called on, inside of what wraps it (DDP, torch.compile)."""
-    while "_halfstep" not in vars(model):
-        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            break
-        model = inner
-    return model
+    """The one module within `model` that `apply` was called on: what wraps it (DDP, torch.compile, PEFT) will do for
+    it. `model` itself where there is none.
+
+    Raises:
+        RecipeError: several follow a recipe, each its own.
+    """
+    if "_halfstep" in vars(model):
+        return model
+    found = [name for name, module in model.named_modules() if "_halfstep" in vars(module)]
+    if len(found) > 1:
+        raise RecipeError(
+            f"{len(found)} parts of this {type(model).__name__} follow a recipe, each its own: {', '.join(found)}; "
+            "expected one. Hand over one of them"
+        )
+    return model.get_submodule(found[0]) if found else model
 
 
 def following(model: nn.Module) -> AbstractContextManager[None]:
