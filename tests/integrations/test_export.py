@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,10 @@ from transformers.utils import logging
 
 import halfstep
 from halfstep.errors import CheckpointError, LayoutError, ModelError, RecipeError
+from halfstep.layouts import list_layouts
 from halfstep.nn.laid_out import KEY
+from halfstep.recipe import get_recipe, list_recipes
+from halfstep.serving import layouts_of
 from tiny import assert_same
 
 
@@ -119,8 +123,10 @@ def test_what_has_no_counterpart_is_refused_with_what_has(tmp_path):
         halfstep.export(mixed, tmp_path / "a")
     with pytest.raises(ModelError, match=r"this Linear is no Hugging Face model"):
         halfstep.export(torch.nn.Linear(8, 8), tmp_path / "a", recipe="mxfp8")
-    with pytest.raises(LayoutError, match=r"left no factor of its input, which a static layout holds"):
+    with pytest.raises(LayoutError, match=r"left no factor of its input.*: the model was not trained under it before"):
         halfstep.export(llama(), tmp_path / "a", "fp8-static", recipe="fp8-delayed")
+    with pytest.raises(LayoutError, match=r"left no factor of its input.*: no step leaves a factor of the inputs"):
+        halfstep.export(llama(), tmp_path / "a", "fp8-static", recipe="fp8-current")
     assert not list(tmp_path.iterdir())
 
 
@@ -349,3 +355,25 @@ def test_inspect_names_the_layout(layout, tmp_path):
     assert {found.scheme for found in report.schemes} == {SCHEMES.get(layout, "FP8")}
     assert sum(found.layers for found in report.schemes) == len(done.quantized)
     assert (report.findings, report.contradictions) == ((), ())
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def table():
+    """Which formats hold which recipe's weights, for docs/export.md."""
+    found = {name: layouts_of(get_recipe(name)) for name in list_recipes()}
+    rows = [
+        f"| `{n}` | {', '.join(f'`{layout.name}`' for layout in layouts)} |" for n, layouts in found.items() if layouts
+    ]
+    return "\n".join(["| recipe | formats that hold its weights |", "| --- | --- |", *rows])
+
+
+def test_the_page_has_the_table_of_recipes():
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    assert table() == page.split("<!-- begin: recipes -->\n")[1].split("\n<!-- end: recipes -->")[0]
+
+
+def test_every_format_is_the_closest_to_some_recipe_or_named_by_hand():
+    first = {layouts[0].name for n in list_recipes() if (layouts := layouts_of(get_recipe(n)))}
+    assert {*list_layouts()} - first == {"fp8-static", "deepseek-fp8"}

@@ -97,7 +97,7 @@ def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype 
             raise LayoutError(f"{stem}: {error}") from error
         codes |= {f"{path}.{name}": tensor for name, tensor in found.items()}
         if layout.static:
-            codes[f"{path}.input_scale"] = _input_scale(path, module, recipe.name)
+            codes[f"{path}.input_scale"] = _input_scale(path, module, layout, recipe.name)
         told = {"quantizer": quantizers.index(entry.quantizer), "shape": list(entry.shape)}
         told |= {
             "dtype": str(entry.dtype).removeprefix("torch."),
@@ -166,14 +166,15 @@ def _kept(model: nn.Module, layout: Layout, entries: Entries) -> dict[str, str]:
     return kept
 
 
-def _input_scale(path: str, module: nn.Module, recipe: str) -> Tensor:
+def _input_scale(path: str, module: Any, layout: Layout, recipe: str) -> Tensor:
     """The scale of a layer's input, from the factor that training left."""
-    factor = states_of(module).get("input")
+    factor, why = states_of(module).get("input"), layout.input_refusal(module._halfstep_linear.output.lhs)
     if factor is None or not bool(factor[0].isfinite() & (factor[0] > 0)):
+        why = why or "the model was not trained under it before it was quantised"
+    if factor is None or why is not None:
         raise LayoutError(
-            f"{path}: recipe {recipe!r} left no factor of its input, which a static layout holds. Train the model "
-            "under a recipe with delayed scaling, such as fp8-delayed, before it is quantised, or choose a layout "
-            "whose inputs are rounded at every call: fp8-tensor, fp8-channel"
+            f"{path}: recipe {recipe!r} left no factor of its input for the layout {layout.name!r}: {why}. Choose a "
+            "layout whose inputs are rounded at every call (fp8-tensor, fp8-channel), or train under fp8-delayed"
         )
     return factor[:1].reciprocal()
 

@@ -180,4 +180,5 @@ def layouts_of(recipe: Recipe) -> list[Layout]:
     products = [rule.linear.output for rule in recipe.rules if rule.linear.output.rhs is not None]
     if recipe.stages or recipe.unit_scaled or not products or any(product.hadamard for product in products):
         return []
-    return fitting(tuple(dict.fromkeys(product.rhs.plain for product in products if product.rhs is not None)))
+    weights = tuple(dict.fromkeys(product.rhs.plain for product in products if product.rhs is not None))
+    return fitting(weights, tuple(product.lhs for product in products))

@@ -112,7 +112,7 @@ def _stock(folder: Path, checkpoint: Checkpoint) -> nn.Module:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.random.fork_rng(devices=[]):  # initial weights, which are replaced, draw no number of the user's
-            model: nn.Module = kind._from_config(config)  # type: ignore[attr-defined]
+            model: nn.Module = kind._from_config(config, dtype=torch.float32)  # type: ignore[attr-defined]
         if (folder / "generation_config.json").is_file():
             generation = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
             model.generation_config = generation
