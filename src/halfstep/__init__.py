@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from halfstep.errors import HalfstepError
     from halfstep.inspection import diff, inspect
     from halfstep.nn.apply import Report, advance, apply, revert
+    from halfstep.nn.dequantized import dequantize_model
     from halfstep.nn.following import following
     from halfstep.nn.quantized import quantize_model
     from halfstep.ops import (
@@ -45,6 +46,7 @@ _HOME = {
     "advance": "halfstep.nn",
     "apply": "halfstep.nn",
     "audit": "halfstep.auditing",
+    "dequantize_model": "halfstep.nn",
     "diff": "halfstep.inspection",
     "export": "halfstep.serving",
     "following": "halfstep.nn",
@@ -83,6 +85,7 @@ __all__ = [
     "apply",
     "audit",
     "decode",
+    "dequantize_model",
     "diff",
     "encode",
     "export",

@@ -116,8 +116,11 @@ def optimize(
     root = root_of(model)
     applied = applied_to(root)
     recipe = applied.recipe
-    if applied.quantized:
-        raise RecipeError(f"this {type(root).__name__} is quantised for inference; train the model it was made from")
+    if applied.quantized and not applied.adapts:
+        raise RecipeError(
+            f"this {type(root).__name__} is quantised for inference; train the model it was made from, or adapters "
+            "beside its codes: halfstep.quantize_model(model, recipe, adapters=True)"
+        )
     check_total(total_steps)
     if applied.schedule is not None:
         applied.schedule.check(total_steps)

@@ -31,6 +31,8 @@ class Applied:
     """The dtype that each parameter of an adapter had, which is float32 now."""
     quantized: bool = False
     """Whether the weights are quantised for good (`nn.quantize_model`)."""
+    adapts: bool = False
+    """Whether a quantised model trains adapters beside its codes."""
     schedule: Schedule | None = None
     """Which stage of the recipe is in force, where it has several."""
 

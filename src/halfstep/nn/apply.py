@@ -178,7 +178,8 @@ def revert(model: nn.Module) -> None:
     if applied.quantized:
         raise RecipeError(
             f"this {type(model).__name__} is quantised for inference, and its full weights are gone: build it anew and "
-            "load them, or quantise a copy (copy.deepcopy) next time"
+            "load them, or quantise a copy (copy.deepcopy) next time; halfstep.dequantize_model gives it the values of "
+            "its codes"
         )
     for path, module in model.named_modules():
         if is_covered(module):
@@ -242,6 +243,11 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
     for path, module in model.named_modules():
         if (applied := vars(module).get("_halfstep")) is not None:
             where = f"its part {path!r}" if path else "it"
+            if applied.quantized:
+                raise RecipeError(
+                    f"{name}: {where} is quantised under {applied.recipe.name!r}. For adapters that train beside its "
+                    "codes call halfstep.optimize(model, optimizer); otherwise quantise another copy of the model"
+                )
             raise RecipeError(f"{name}: {where} already follows {applied.recipe.name!r}; halfstep.revert it first")
     shared = next((path for path, module in model.named_modules() if part_of(module) is not None), None)
     if shared is not None:

@@ -32,7 +32,6 @@ class Part:
 
     def __init__(self, model: nn.Module, applied: Applied) -> None:
         self._recipe = applied.recipe.name
-        self._clock: Clock | None = applied.clock
         self.schedule = applied.schedule
         self._backward = (-1, 0)  # the last backward pass that came to an output, and the stage that this is of
         self.follow(applied)
@@ -46,7 +45,8 @@ class Part:
         return {**vars(self), **own}
 
     def follow(self, applied: Applied) -> None:
-        """Enter what is in force: the recipe's dtype of autocast, and the functions that it widens."""
+        """Enter what is in force: the recipe's dtype of autocast, the functions that it widens, the clock."""
+        self._clock: Clock | None = applied.clock
         self._autocast = applied.autocast
         self.functions = applied.stage.float32_functions
 

@@ -16,11 +16,14 @@ from halfstep.nn.adopt import adopt, extend
 from halfstep.nn.applied import applied_to
 from halfstep.nn.apply import Report, apply, revert
 from halfstep.nn.dtypes import count
+from halfstep.nn.following import part_of
+from halfstep.nn.frozen import ADAPTS
 from halfstep.nn.layers import ModuleFilter, match
 from halfstep.nn.pretrained import write_pretrained
 from halfstep.nn.quantized_weights import Weight, check_before_loading, place_codes, store_weight
 from halfstep.nn.scaling import detach, freeze, moved
 from halfstep.nn.smooth import merge_smooth_scales
+from halfstep.nn.tuners import adapters_of
 from halfstep.ops import Quantized
 from halfstep.recipe import Recipe, get_recipe, list_recipes
 
@@ -30,6 +33,7 @@ def quantize_model(
     recipe: str | Recipe,
     module_filter: ModuleFilter | None = None,
     smooth: Mapping[str, Tensor] | None = None,
+    adapters: bool = False,
 ) -> Report:
     """Make `model` its inference form under `recipe`, in place: it computes what it computes in evaluation under the
     recipe, bit for bit, and keeps each weight that a rule rounds as codes and scales only.
@@ -47,6 +51,8 @@ def quantize_model(
         module_filter: as in `apply`.
         smooth: for recipes that smooth gated MLPs by channel: what `nn.measure_smooth_scales` returned, to be merged
             into the weights; {} where they are merged already, or where a state dict is loaded next.
+        adapters: the model is to train adapters beside its codes, which stay as they are (QLoRA): gradients pass
+            through the quantised layers, formed as the recipe says. Adapters that are there already stay trainable.
 
     Returns:
         What was quantised, and what was kept and why.
@@ -57,7 +63,7 @@ def quantize_model(
         ModelError: gradients that no step has used; as `apply`.
     """
     recipe = get_recipe(recipe)
-    _check(model, recipe, smooth)
+    _check(model, recipe, smooth, adapters)
     if smooth:
         merge_smooth_scales(model, smooth)
     histories: dict[str, Tensor] = {}
@@ -73,7 +79,7 @@ def quantize_model(
         states = {n.removeprefix(f"{path}."): s for n, s in histories.items() if n.rpartition(".")[0] == path}
         return _store(module, weights, whole, states)
 
-    return _lay(model, recipe, module_filter, store)
+    return _lay(model, recipe, module_filter, store, adapters)
 
 
 def load_codes(
@@ -93,7 +99,7 @@ def load_codes(
     Raises:
         ModelError: there is no linear layer of that path, or its weight has another shape or is another's too.
     """
-    _check(model, recipe, None)
+    _check(model, recipe, None, False)
     for path, made in codes.items():
         module = dict(model.named_modules()).get(path)
         found = tuple(module.weight.shape) if isinstance(module, nn.Linear) else None
@@ -118,7 +124,9 @@ def load_codes(
 _Store = Callable[[str, Any, tuple[Weight, ...], Collection[str]], Counter[str]]
 
 
-def _lay(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None, store: _Store) -> Report:
+def _lay(
+    model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None, store: _Store, adapters: bool = False
+) -> Report:
     """Give the layers that rules round their codes by `store`, and the model what inference needs beside them."""
     kinds = match(model, recipe, module_filter).kinds
     applied = apply(model, recipe, module_filter)
@@ -130,14 +138,22 @@ def _lay(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None, s
         whole = {w.name: why for w in weights if (why := _whole(module, w, path, owners)) is not None}
         kept |= dict.fromkeys([path] * bool(whole), next(iter(whole.values()), ""))
         codes += store(path, module, weights, whole)
-    model._halfstep = replace(applied_to(model), dtypes={}, clock=None, quantized=True)  # type: ignore[assignment]
+        if adapters and all(weight.layout is None for weight in weights):
+            setattr(module, ADAPTS, True)
+    quantized = replace(applied_to(model), dtypes={}, clock=None, quantized=True, adapts=adapters)
+    vars(model)["_halfstep"], shared = quantized, part_of(model)
+    assert shared is not None
+    shared.follow(quantized)
     adopt(model, _forward, patchable=True)
     for module in model.modules():
         if hasattr(type(module), "save_pretrained"):
             extend(module, _members)
-    model.eval().requires_grad_(False)
-    quantized = tuple(path for path in applied.quantized if path not in kept)
-    return replace(applied, stored=dict(codes) | count(model), quantized=quantized, kept=kept)
+    is_adapter = adapters_of(model)
+    for name, parameter in model.eval().named_parameters(remove_duplicate=False):
+        if not (adapters and is_adapter(name)):
+            parameter.requires_grad_(False)
+    rounded = tuple(path for path in applied.quantized if path not in kept)
+    return replace(applied, stored=dict(codes) | count(model), quantized=rounded, kept=kept)
 
 
 def _store(
@@ -207,16 +223,17 @@ def _members(stock: type[nn.Module]) -> dict[str, Any]:
 
 
 def _forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The root's forward: refuses to train."""
-    if model.training and torch.is_grad_enabled():
+    """The root's forward: refuses to train, unless it trains adapters."""
+    if model.training and torch.is_grad_enabled() and not applied_to(model).adapts:
         raise ModelError(
-            f"{type(model).__name__} is quantised for inference: its weights have no gradients. Call model.eval(), or "
-            "train the model first and quantise it then"
+            f"{type(model).__name__} is quantised for inference: its weights have no gradients. Call model.eval(), "
+            "train the model first and quantise it then, or train adapters beside its codes: "
+            "halfstep.quantize_model(model, recipe, adapters=True)"
         )
     return stock(model, *args, **kwargs)
 
 
-def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None) -> None:
+def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None, adapters: bool) -> None:
     """Refuse, before anything is touched, what has no inference form."""
     name = type(model).__name__
     if recipe.stages:
@@ -234,6 +251,11 @@ def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None
         raise RecipeError(
             f"recipe {recipe.name!r} rotates its forward products (hadamard), and codes of rotated weights would give "
             "values that are not the model's: quantise it under a recipe whose output products have no hadamard"
+        )
+    if adapters and any(rule.linear.grad_input.hadamard for rule in recipe.rules):
+        raise RecipeError(
+            f"recipe {recipe.name!r} rotates the product that passes gradients on (hadamard), and the weights are "
+            "codes: train adapters under a recipe whose grad_input products have no hadamard"
         )
     found = vars(model).get("_halfstep")
     if found is not None and found.quantized:

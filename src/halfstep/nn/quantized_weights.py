@@ -16,6 +16,7 @@ from halfstep.nn.scaling import accept_factors, states_of
 from halfstep.ops.linear import product_dtype
 from halfstep.ops.operand import Operand, decoded, just_in_time, operand, stored
 from halfstep.ops.places import Layout, rounded
+from halfstep.ops.read_only import read_only
 from halfstep.quant import Quantizer
 from halfstep.quant.description import label
 
@@ -54,6 +55,13 @@ class Stored:
         """What a file says of the codes in it, so that they are not taken for others."""
         return label(self.quantizer).encode()
 
+    def values(self, module: Any) -> Tensor:
+        """The parameter that was, rounded: from the codes in that module."""
+        matrices = [quantized.dequantize() for quantized in matrices_of(module, self)]
+        matrices = [matrix.t() if self.weight.transposed else matrix for matrix in matrices]
+        stacked = getattr(module, f"{self.weight.name}_codes").dim() == 3
+        return torch.stack(matrices) if stacked else matrices[0].contiguous()
+
 
 def quantized_weight(module: Any, name: str, x: Tensor, expert: int | None = None) -> Operand:
     """The layer's parameter of that name, or one expert's, for a product with x: rounded, laid out as it was.
@@ -74,6 +82,12 @@ def quantized_weight(module: Any, name: str, x: Tensor, expert: int | None = Non
             state = just_in_time(plain, quantizer, states_of(module, entry.product).get("weight"))
             matrix = operand(plain, quantizer, dtype, state)
     return matrix.t() if flipped else matrix
+
+
+def rows_of(module: Any, name: str) -> int:
+    """How many rows the layer's parameter of that name has, or each of several experts'."""
+    entry = module._halfstep_stored[name]
+    return int((entry.shape if isinstance(entry, Stored) else getattr(module, name).shape)[0])
 
 
 @torch.no_grad()
@@ -145,8 +159,4 @@ class _Restoring:
         return {self.name: property(self._value)}
 
     def _value(self, module: Any) -> Tensor:
-        entry: Stored = module._halfstep_stored[self.name]
-        matrices = [quantized.dequantize() for quantized in matrices_of(module, entry)]
-        matrices = [matrix.t() if entry.weight.transposed else matrix for matrix in matrices]
-        stacked = getattr(module, f"{self.name}_codes").dim() == 3
-        return torch.stack(matrices) if stacked else matrices[0]
+        return read_only(module._halfstep_stored[self.name].values(module))
