@@ -4,21 +4,35 @@ import copy
 import json
 import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from transformers.utils import logging
 
 import halfstep
 from halfstep.errors import CheckpointError, LayoutError, ModelError, RecipeError
+from halfstep.layouts import list_layouts
 from halfstep.nn.laid_out import KEY
+from halfstep.recipe import get_recipe, list_recipes
+from halfstep.serving import layouts_of
 from tiny import assert_same
 
 
 logging.disable_progress_bar()
+IDS = torch.arange(40).view(2, 20)
 ROWS = {
     "fp8-tensor": "fp8-current",
     "fp8-channel": "fp8-rowwise",
@@ -99,14 +113,20 @@ def test_what_has_no_counterpart_is_refused_with_what_has(tmp_path):
         halfstep.export(llama(), tmp_path / "a", "fp8-channel", recipe="fp8-block")
     with pytest.raises(LayoutError, match=r"recipe 'fp8-amax' rounds weights in a way that no layout holds"):
         halfstep.export(llama(), tmp_path / "a", recipe="fp8-amax")
-    with pytest.raises(LayoutError, match=r"unknown layout 'fp8-chanel'; nearest: fp8-channel"):
+    with pytest.raises(LayoutError, match=r"unknown format 'fp8-chanel'; nearest: fp8-channel"):
         halfstep.export(llama(), tmp_path / "a", "fp8-chanel", recipe="fp8-block")
     with pytest.raises(RecipeError, match=r"follows no recipe, so nothing says how its weights are rounded: give one"):
         halfstep.export(llama(), tmp_path / "a")
+    mixed = llama()
+    halfstep.apply(mixed, "bf16-mixed")
+    with pytest.raises(RecipeError, match=r"rounds no weights in its products: model.save_pretrained\(folder\) writes"):
+        halfstep.export(mixed, tmp_path / "a")
     with pytest.raises(ModelError, match=r"this Linear is no Hugging Face model"):
         halfstep.export(torch.nn.Linear(8, 8), tmp_path / "a", recipe="mxfp8")
-    with pytest.raises(LayoutError, match=r"left no factor of its input, which a static layout holds"):
+    with pytest.raises(LayoutError, match=r"left no factor of its input.*: the model was not trained under it before"):
         halfstep.export(llama(), tmp_path / "a", "fp8-static", recipe="fp8-delayed")
+    with pytest.raises(LayoutError, match=r"left no factor of its input.*: no step leaves a factor of the inputs"):
+        halfstep.export(llama(), tmp_path / "a", "fp8-static", recipe="fp8-current")
     assert not list(tmp_path.iterdir())
 
 
@@ -173,10 +193,38 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
         halfstep.export(model, tmp_path / "a", recipe="mxfp8")
 
 
+def test_experts_are_values_under_their_published_names(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+    halfstep.quantize_model(model, "mxfp8")
+    done = halfstep.export(model, tmp_path / "a")
+    assert (list(done.kept), len(done.quantized)) == (["model.layers.0.mlp.experts"], 4)
+    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in load_file(tmp_path / "a" / "model.safetensors")
+    loaded, own = stock(tmp_path / "a", "mxfp8").model.layers[0], model.model.layers[0]
+    assert_same(loaded.mlp.experts.gate_up_proj, own.mlp.experts.gate_up_proj)
+    assert_same(loaded.mlp.experts.down_proj, own.mlp.experts.down_proj)
+    assert_same(loaded.self_attn.q_proj.weight, own.self_attn.q_proj.weight)
+    with pytest.raises(CheckpointError, match=r"is put together from parts of the model.*load it with transformers"):
+        halfstep.from_pretrained(tmp_path / "a")
+
+
+def test_a_model_of_other_layers_than_linear_ones_is_refused(tmp_path):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0))
+    words = r"layout 'mxfp8' has a place for no layer of this GPT2LMHeadModel: it is a Conv1D, and the layout is one of"
+    with pytest.raises(LayoutError, match=words):
+        halfstep.export(model, tmp_path / "a", recipe="mxfp8")
+
+
+def test_unit_scaled_models_are_refused(tmp_path):
+    model = llama()
+    halfstep.unit_scale(model, IDS)
+    with pytest.raises(LayoutError, match=r"LlamaForCausalLM is unit-scaled: its products are multiplied by factors"):
+        halfstep.export(model, tmp_path / "a", recipe="unit-fp8")
+
+
 # ---- what is served computes what we compute, as far as its inputs are rounded alike --------------------------------
-
-
-IDS = torch.arange(40).view(2, 20)
 
 
 def logits(model):
@@ -184,7 +232,7 @@ def logits(model):
         return model(IDS).logits.float()
 
 
-@pytest.mark.parametrize("layout", ["fp8-channel", "mxfp4"])
+@pytest.mark.parametrize("layout", ["fp8-channel", "mxfp8"])
 def test_logits_are_as_near_to_ours_as_ours_are_to_full_precision(layout, tmp_path):
     """transformers rounds no inputs on a CPU, where ours do; the token is another where the first two are as near."""
     full, model = llama(), llama()
@@ -307,3 +355,25 @@ def test_inspect_names_the_layout(layout, tmp_path):
     assert {found.scheme for found in report.schemes} == {SCHEMES.get(layout, "FP8")}
     assert sum(found.layers for found in report.schemes) == len(done.quantized)
     assert (report.findings, report.contradictions) == ((), ())
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def table():
+    """Which formats hold which recipe's weights, for docs/export.md."""
+    found = {name: layouts_of(get_recipe(name)) for name in list_recipes()}
+    rows = [
+        f"| `{n}` | {', '.join(f'`{layout.name}`' for layout in layouts)} |" for n, layouts in found.items() if layouts
+    ]
+    return "\n".join(["| recipe | formats that hold its weights |", "| --- | --- |", *rows])
+
+
+def test_the_page_has_the_table_of_recipes():
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    assert table() == page.split("<!-- begin: recipes -->\n")[1].split("\n<!-- end: recipes -->")[0]
+
+
+def test_every_format_is_the_closest_to_some_recipe_or_named_by_hand():
+    first = {layouts[0].name for n in list_recipes() if (layouts := layouts_of(get_recipe(n)))}
+    assert {*list_layouts()} - first == {"fp8-static", "deepseek-fp8"}

@@ -24,14 +24,14 @@ from halfstep.nn import measure_smooth_scales
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe, linear_spec
-from tiny import EVERY, adamw, assert_same, batch, gated, mlp, model_for, prepared, train
+from tiny import EVERY, adamw, assert_same, batch, gated, mlp, model_for, mostly_slow, prepared, train
 
 
 pytestmark = pytest.mark.usefixtures("products")
 ABLE = [name for name in EVERY if any(rule.linear.output.rhs is not None for rule in get_recipe(name).rules)]
 PRODUCTS = ("own", "carried")
 PLAIN = [name for name in ABLE if get_recipe(name).smooth_glu is None]
-every_plain = pytest.mark.parametrize("name", PLAIN)
+every_plain = pytest.mark.parametrize("name", mostly_slow(PLAIN))
 EIGHT = Quantizer(formats.get("e4m3fn"))
 
 
@@ -258,7 +258,7 @@ def test_smoothing_by_token_happens_when_it_runs():
 # ---- what is kept ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ABLE)
+@pytest.mark.parametrize("name", mostly_slow(ABLE))
 def test_a_state_dict_loads_into_a_model_quantised_by_the_same_call(name, tmp_path):
     model, x = trained(name), batch()[0]
     halfstep.quantize_model(model, name, **smoothing(name, model))

@@ -15,7 +15,7 @@ def export(
     model: Annotated[
         str | None, typer.Argument(help="A Hugging Face folder, module:function or file.py:function.")
     ] = None,
-    output: Annotated[Path | None, typer.Argument(help="A new folder.")] = None,
+    output: Annotated[Path | None, typer.Argument(help="A new folder; for GGUF a new file.")] = None,
     format: Annotated[
         str | None, typer.Option("--format", help="How weights lie in the file; left out: the closest to the recipe.")
     ] = None,
@@ -33,18 +33,18 @@ def export(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write MODEL for servers: vLLM, SGLang, transformers. Values in the file are those that training multiplied by."""
-    from halfstep.layouts import get_layout
-    from halfstep.layouts.folder import check_new_folder, dtype_of
-
     if listing:
         _list(recipe, as_json)
         return
     if model is None or output is None:
         raise typer.BadParameter("expected MODEL and OUTPUT, or --list", param_hint="MODEL OUTPUT")
-    if format is not None:
-        get_layout(format)  # a wrong name is said before the model is loaded
+    from halfstep.layouts.folder import check_new_folder, dtype_of
+    from halfstep.serving import GGUF, check_format
+
+    check_format(format)  # before the model is loaded
     dtype_of(dtype)
-    check_new_folder(output.expanduser())
+    if format not in GGUF:
+        check_new_folder(output.expanduser())
     with stages() as progress:
         progress("loading torch and the model")
         from halfstep.probe.load import load_model
@@ -82,10 +82,11 @@ def _stored(folder: Path | None) -> str | None:
 def _list(recipe: str | None, as_json: bool) -> None:
     from halfstep.layouts import get_layout, list_layouts
     from halfstep.recipe import get_recipe
-    from halfstep.serving import layouts_of
+    from halfstep.serving import GGUF, layouts_of
 
     found = [get_layout(n) for n in list_layouts()] if recipe is None else layouts_of(get_recipe(recipe))
+    rows = [(layout.name, layout.summary) for layout in found] + ([*GGUF.items()] if recipe is None else [])
     if as_json:
-        show_json([{"name": layout.name, "summary": layout.summary} for layout in found])
+        show_json([{"name": name, "summary": summary} for name, summary in rows])
     else:
-        show_table(["format", "what it is"], [(layout.name, layout.summary) for layout in found])
+        show_table(["format", "what it is"], rows)

@@ -77,9 +77,9 @@ def _quantiles(name: str) -> Iterator[Case]:
         if quantiles.supports(x):
             bounds = clamp_operators.bounds(x, clamp)
             yield clamp.bounds(x), bounds, _NONE, words(x, f"of a {tile}")
-            for part, expected in zip(
-                rows.run_beyond(x, bounds), clamp_operators.sparse(clamp.parts(x, bounds)[1].float()), strict=True
-            ):
+            given = clamp_operators.sparse(clamp.parts(x, bounds)[1].float())
+            for part, expected in zip(rows.run_beyond(x, bounds), given, strict=True):
+                assert expected is not None
                 yield expected, part, _NONE, words(x, f"beyond those of a {tile}")
 
 

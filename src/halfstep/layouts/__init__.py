@@ -34,10 +34,17 @@ def get_layout(name: str | Layout) -> Layout:
     return _by_name()[name]
 
 
-def fitting(quantizers: tuple[Quantizer, ...]) -> list[Layout]:
+def fitting(quantizers: tuple[Quantizer, ...], inputs: tuple[Quantizer | None, ...] = ()) -> list[Layout]:
     """The layouts that hold, bit for bit, what all these quantizers make of weights; the closest one first.
 
-    Closest is a layout of the same elements and of tiles as they are, and then one that repeats the fewest scales.
+    Closest is a layout of the same elements and of tiles as they are. A static one comes last, and only where it holds
+    what all these quantizers, of which there are some, make of inputs.
     """
-    able = [layout for layout in _by_name().values() if all(layout.refusal(q) is None for q in quantizers)]
+    static = bool(inputs)
+    able = [
+        layout
+        for layout in _by_name().values()
+        if all(layout.refusal(quantizer) is None for quantizer in quantizers)
+        and (not layout.static or (static and all(layout.input_refusal(quantizer) is None for quantizer in inputs)))
+    ]
     return sorted(able, key=lambda layout: (layout.static, *layout.distance(quantizers), layout.rank))

@@ -67,6 +67,14 @@ class Layout:
             return f"its tile ({scales.tile}) is not made of whole tiles of {self.tile}"
         return None
 
+    def input_refusal(self, quantizer: Quantizer | None) -> str | None:
+        """Why a static layout cannot have the input's factor of that quantizer; None where it can."""
+        if quantizer is None or quantizer.stateful is None:
+            return "no step leaves a factor of the inputs, which are rounded with their own amax or not at all"
+        if quantizer.format.key != self.element.key:
+            return f"inputs are rounded to {quantizer.format.name}, and servers round them to {self.element.name}"
+        return None
+
     def misfit(self, shape: tuple[int, ...]) -> str | None:
         """Why a matrix of that shape has no place in the layout; None where it has."""
         rows, columns = self.multiple

@@ -13,6 +13,7 @@ from torch import Tensor
 from halfstep.errors import LayoutError
 from halfstep.ops import Quantized
 from halfstep.quant import Quantizer
+from halfstep.quant.family.floating import power_of_two
 from halfstep.quant.scaling import Scaling
 
 
@@ -120,7 +121,7 @@ class Exponents(StoredScales):
             return {}
         byte = move(tensors[self.name])
         held = quantizer.scales.rule.layout((1, 1))["scale"][0]
-        return {"scale": byte if held == torch.uint8 else torch.ldexp(torch.ones(()), byte.int() - 127)}
+        return {"scale": byte if held == torch.uint8 else power_of_two(byte.long() - 127).float()}
 
     def layout(self, grid: tuple[int, int]) -> Sizes:
         return {self.name: (torch.uint8, grid)}

@@ -52,6 +52,10 @@ class LaidOut:
         return {"format": "pt", KEY: json.dumps({**self.described, "layers": self.notes})}
 
 
+Entries = list[tuple[str, nn.Module, Stored]]
+"""Parameters that are in codes: the path of each one's module, the module, and how it was quantised."""
+
+
 def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype | None = None) -> LaidOut:
     """The tensors of a model that `quantize_model` was called on.
 
@@ -62,7 +66,7 @@ def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype 
     Raises:
         LayoutError: the layout does not hold the model's codes bit for bit, or none of its layers.
     """
-    recipe, entries = applied_to(model).recipe, _stored(model)
+    recipe, entries = applied_to(model).recipe, stored_weights(model)
     quantizers = tuple(dict.fromkeys(entry.quantizer for _, _, entry in entries))
     if is_unit_scaled(model):
         raise LayoutError(
@@ -78,15 +82,11 @@ def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype 
                 f"layout {layout.name!r} does not hold: {why}. Layouts that do: {able}"
             )
     kept = _kept(model, layout, entries)
-    rest, codes = dict[str, Tensor](model.state_dict()), dict[str, Tensor]()
+    rest, codes = without_codes(model, entries), dict[str, Tensor]()
     notes: dict[str, dict[str, Any]] = {}
     for path, module, entry in entries:
         stem = f"{path}.{entry.weight.name}"
-        for name in [f"{stem}_{part}" for part in (*entry.parts, "format")]:
-            del rest[name]
         factors = {name: float(state[0]).hex() for name, state in states_of(module).items()}
-        for name in [name for name in rest if name.startswith(f"{path}._halfstep_")]:
-            del rest[name]
         if path in kept:
             rest[stem] = getattr(module, entry.weight.name)
             continue
@@ -97,7 +97,7 @@ def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype 
             raise LayoutError(f"{stem}: {error}") from error
         codes |= {f"{path}.{name}": tensor for name, tensor in found.items()}
         if layout.static:
-            codes[f"{path}.input_scale"] = _input_scale(path, module, recipe.name)
+            codes[f"{path}.input_scale"] = _input_scale(path, module, layout, recipe.name)
         told = {"quantizer": quantizers.index(entry.quantizer), "shape": list(entry.shape)}
         told |= {
             "dtype": str(entry.dtype).removeprefix("torch."),
@@ -116,12 +116,16 @@ def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype 
         "quantizers": [describe(quantizer, (1, 1), torch.float32) for quantizer in quantizers],
     }
     ignored = tuple(dict.fromkeys(path for path in (*linear, *kept) if path not in notes))
-    plain = {name: _cast(tensor, dtype) for name, tensor in _untied(model, rest).items()}
+    plain = {name: _cast(tensor, dtype) for name, tensor in rest.items()}
     return LaidOut(layout, codes, plain, tuple(notes), kept, ignored, notes, described)
 
 
-def _stored(model: nn.Module) -> list[tuple[str, nn.Module, Stored]]:
-    """Every parameter that is in codes: the path of its module, the module, and how it was quantised."""
+def stored_weights(model: nn.Module) -> Entries:
+    """Every parameter of a quantised model that is in codes.
+
+    Raises:
+        RecipeError: the model was not quantised.
+    """
     if not applied_to(model).quantized:
         raise RecipeError(
             f"this {type(model).__name__} is in training; call halfstep.quantize_model on a copy of it first"
@@ -145,7 +149,7 @@ def _closest(recipe: str, quantizers: tuple[Any, ...]) -> Layout:
     return able[0]
 
 
-def _kept(model: nn.Module, layout: Layout, entries: list[tuple[str, nn.Module, Stored]]) -> dict[str, str]:
+def _kept(model: nn.Module, layout: Layout, entries: Entries) -> dict[str, str]:
     """The layers that are in codes and have no place in the layout, with the reason."""
     kept = {}
     for path, module, entry in entries:
@@ -162,20 +166,25 @@ def _kept(model: nn.Module, layout: Layout, entries: list[tuple[str, nn.Module, 
     return kept
 
 
-def _input_scale(path: str, module: nn.Module, recipe: str) -> Tensor:
+def _input_scale(path: str, module: Any, layout: Layout, recipe: str) -> Tensor:
     """The scale of a layer's input, from the factor that training left."""
-    factor = states_of(module).get("input")
+    factor, why = states_of(module).get("input"), layout.input_refusal(module._halfstep_linear.output.lhs)
     if factor is None or not bool(factor[0].isfinite() & (factor[0] > 0)):
+        why = why or "the model was not trained under it before it was quantised"
+    if factor is None or why is not None:
         raise LayoutError(
-            f"{path}: recipe {recipe!r} left no factor of its input, which a static layout holds. Train the model "
-            "under a recipe with delayed scaling, such as fp8-delayed, before it is quantised, or choose a layout "
-            "whose inputs are rounded at every call: fp8-tensor, fp8-channel"
+            f"{path}: recipe {recipe!r} left no factor of its input for the layout {layout.name!r}: {why}. Choose a "
+            "layout whose inputs are rounded at every call (fp8-tensor, fp8-channel), or train under fp8-delayed"
         )
     return factor[:1].reciprocal()
 
 
-def _untied(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor once, under the name that the model does not fill from another."""
+def without_codes(model: Any, entries: Entries) -> dict[str, Tensor]:
+    """A model's other tensors, each once, under the name that the model does not fill from another."""
+    parts = {f"{path}.{e.weight.name}_{part}" for path, _, e in entries for part in (*e.parts, "format")}
+    quantized = tuple(f"{path}._halfstep_" for path, _, _ in entries)
+    state: dict[str, Tensor] = model.state_dict()
+    tensors = {n: t for n, t in state.items() if n not in parts and not (quantized and n.startswith(quantized))}
     filled = {*(getattr(model, "all_tied_weights_keys", None) or ())}
     unsaved = {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
     seen: set[tuple[int, int]] = set()

@@ -45,7 +45,13 @@ def write_pretrained(
             "halfstep.quantize_model was called on with the same recipe"
         )
     made = laid_out(model, layout, dtype)
-    tensors = _published(model, made)
+    tensors = published(model, made.plain | made.codes)
+    lost = next((path for path in made.quantized if f"{path}.{made.layout.codes}" not in tensors), None)
+    if lost is not None:
+        raise LayoutError(
+            f"{lost} of {type(model).__name__} has another name in published files than in the model, so config.json "
+            "cannot name it for both; save model.state_dict()"
+        )
     stored = next((t.dtype for t in made.plain.values() if t.is_floating_point()), torch.float32)
     config.architectures, config.dtype = [name], str(stored).removeprefix("torch.")
     with new_folder(path, total_bytes(tensors)) as partial:
@@ -62,14 +68,9 @@ def write_pretrained(
     return made
 
 
-def _published(model: nn.Module, made: LaidOut) -> Mapping[str, Tensor]:
-    """The tensors under the names that the model's published files have, which may be others than its modules'."""
-    revert = getattr(import_module("transformers.core_model_loading"), "revert_weight_conversion")  # noqa: B009
-    found: dict[str, Tensor] = revert(model, made.plain | made.codes)
-    lost = next((path for path in made.quantized if f"{path}.{made.layout.codes}" not in found), None)
-    if lost is not None:
-        raise LayoutError(
-            f"{lost} of {type(model).__name__} has another name in published files than in the model, so config.json "
-            "cannot name it for both; export it as GGUF, or save model.state_dict()"
-        )
+def published(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's tensors as its published files have them: under other names where transformers renames them, and
+    experts apart that the model has in one parameter."""
+    revert = import_module("transformers.core_model_loading").revert_weight_conversion
+    found: dict[str, Tensor] = revert(model, dict(tensors))
     return found

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from halfstep.errors import CheckpointError, ModelError, RecipeError
-from halfstep.layouts import Layout, fitting, get_layout
+import halfstep
+from halfstep.errors import CheckpointError, LayoutError, ModelError, RecipeError, unknown
+from halfstep.inspection.new_file import refuse_existing
+from halfstep.layouts import Layout, fitting, get_layout, list_layouts
 from halfstep.layouts.folder import check_new_folder, dtype_of
 from halfstep.nn import quantize_model
 from halfstep.nn.applied import Applied
@@ -18,6 +22,13 @@ from halfstep.nn.pretrained import write_pretrained
 from halfstep.recipe import Recipe, get_recipe, list_recipes
 
 
+GGUF = {
+    "gguf-f32": "A GGUF file with matrices in float32: the values as they are.",
+    "gguf-bf16": "A GGUF file with matrices in bfloat16.",
+    "gguf-q8_0": "A GGUF file with matrices in int8 with a scale 32 columns, rounded again by GGUF's own rule.",
+    "gguf-mxfp4": "A GGUF file with the codes of MXFP4, and other matrices in bfloat16.",
+}
+"""What llama.cpp loads, of Llama and GPT-2."""
 _BESIDE = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
     "spiece.model", "chat_template*", "preprocessor_config.json", "processor_config.json",
@@ -32,6 +43,7 @@ class Exported:
     path: Path
     format: str
     recipe: str
+    """Empty where none rounded anything."""
     nbytes: int
     """Of all files."""
     quantized: tuple[str, ...]
@@ -40,8 +52,9 @@ class Exported:
     """The layers that the recipe rounds and the file has as rounded values, with the reason."""
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {self.format}, as {self.recipe} rounds it, {self.nbytes:,} bytes"]
-        lines += [f"  in codes: {len(self.quantized)} layers"]
+        how = f"as {self.recipe} rounds it" if self.recipe else "as it was"
+        lines = [f"{self.path}: {self.format}, {how}, {self.nbytes:,} bytes"]
+        lines += [f"  in codes: {len(self.quantized)} layers"] if self.quantized else []
         lines += [f"  values, rounded: {path}: {why}" for path, why in self.kept.items()]
         return "\n".join(lines)
 
@@ -56,7 +69,7 @@ def export(
     max_shard_size: int | str = "5GB",
     tokenizer: str | Path | None = None,
 ) -> Exported:
-    """Write a Hugging Face model as a folder that vLLM, SGLang and transformers load.
+    """Write a Hugging Face model as a folder that vLLM, SGLang and transformers load, or as a file for llama.cpp.
 
     Weights are rounded as the recipe's forward products round them, and written without another rounding: values in
     the file are those of the last forward. The file's metadata names the recipe, the quantizers and this version;
@@ -65,8 +78,9 @@ def export(
 
     Args:
         model: a transformers model: one that follows a recipe, one that `quantize_model` was called on, or a stock one.
-        folder: a new folder.
-        format: a layout's name (`halfstep.layouts.list_layouts`); None is the one closest to the recipe.
+        folder: a new folder; for GGUF a new file.
+        format: a layout's name (`halfstep export --list`), or `gguf-f32`, `gguf-bf16`, `gguf-q8_0`, `gguf-mxfp4` (Llama
+            and GPT-2); None is the layout that is closest to the recipe.
         recipe: of a stock model: how its weights are rounded.
         dtype: of what is not in codes (`"bf16"`, `"fp16"`, `"fp32"`); None leaves it as it is.
         max_shard_size: of one safetensors file.
@@ -78,17 +92,36 @@ def export(
         ModelError: it is not a whole model of Hugging Face's; as `quantize_model`.
         CheckpointError: the folder is there and not empty, has no room, or cannot be written.
     """
-    layout, stored, path = None if format is None else get_layout(format), dtype_of(dtype), Path(folder).expanduser()
-    check_new_folder(path)
+    path, stored = Path(folder).expanduser(), dtype_of(dtype)
+    check_format(format)
+    (refuse_existing if format in GGUF else check_new_folder)(path)
     if not hasattr(getattr(model, "config", None), "save_pretrained"):
         raise ModelError(
             f"this {type(model).__name__} is no Hugging Face model, and servers know no other: its config.json says "
             "how it is built. Call halfstep.quantize_model on it and save its state_dict() instead"
         )
-    quantized = _quantized(model, recipe)
+    if isinstance(format, str) and format in GGUF:
+        return _gguf(model, path, format, recipe)
+    quantized, layout = _quantized(model, recipe), None if format is None else get_layout(format)
     made = write_pretrained(quantized, path, layout, stored, max_shard_size, _beside(tokenizer))
     nbytes = sum(file.stat().st_size for file in path.iterdir())
     return Exported(path, made.layout.name, made.described["recipe"]["name"], nbytes, made.quantized, made.kept)
+
+
+def check_format(format: str | Layout | None) -> None:
+    """Raise a LayoutError if there is no format of that name."""
+    if isinstance(format, str) and format not in GGUF and format not in list_layouts():
+        raise LayoutError(unknown("format", format, [*list_layouts(), *GGUF]))
+
+
+def _gguf(model: nn.Module, path: Path, format: str, recipe: str | Recipe | None) -> Exported:
+    """A GGUF file: as it is of a model whose weights no recipe rounds, and none is to."""
+    found = vars(model).get("_halfstep")
+    plain = recipe is None and not (isinstance(found, Applied) and (found.quantized or _rounds(found.recipe)))
+    write: Any = import_module("halfstep.serving.gguf").write_gguf
+    made = model if plain else _quantized(model, recipe)
+    name, quantized, kept = write(made, path, format, halfstep.__version__)
+    return Exported(path, format, name, path.stat().st_size, quantized, kept)
 
 
 def _quantized(model: nn.Module, recipe: str | Recipe | None) -> nn.Module:
@@ -111,6 +144,12 @@ def _quantized(model: nn.Module, recipe: str | Recipe | None) -> nn.Module:
         )
     if found.quantized:
         return model
+    if not _rounds(found.recipe):
+        raise RecipeError(
+            f"this {type(model).__name__} follows {found.recipe.name!r}, which rounds no weights in its products: "
+            "model.save_pretrained(folder) writes it as it is. To serve it in few bits, halfstep.revert it and give a "
+            f"recipe (one of {', '.join(_rounding())})"
+        )
     made = copy.deepcopy(model)
     made.zero_grad(set_to_none=True)
     quantize_model(made, found.recipe)
@@ -132,9 +171,14 @@ def _rounding() -> list[str]:
     return [name for name in list_recipes() if layouts_of(get_recipe(name))]
 
 
+def _rounds(recipe: Recipe) -> bool:
+    return any(rule.linear.output.rhs is not None for stage in recipe.by_stage for rule in stage.rules)
+
+
 def layouts_of(recipe: Recipe) -> list[Layout]:
     """The layouts that hold the weights of a recipe bit for bit, the closest first; none where it rounds no weights."""
     products = [rule.linear.output for rule in recipe.rules if rule.linear.output.rhs is not None]
     if recipe.stages or recipe.unit_scaled or not products or any(product.hadamard for product in products):
         return []
-    return fitting(tuple(dict.fromkeys(product.rhs.plain for product in products if product.rhs is not None)))
+    weights = tuple(dict.fromkeys(product.rhs.plain for product in products if product.rhs is not None))
+    return fitting(weights, tuple(product.lhs for product in products))

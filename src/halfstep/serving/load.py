@@ -16,6 +16,7 @@ from halfstep.inspection.bounded_json import parse_object
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.layouts import Layout, get_layout
 from halfstep.nn.laid_out import KEY
+from halfstep.nn.pretrained import published
 from halfstep.nn.quantized import load_codes
 from halfstep.ops import Quantized
 from halfstep.quant.description import DTYPES, MALFORMED, restore
@@ -111,7 +112,7 @@ def _stock(folder: Path, checkpoint: Checkpoint) -> nn.Module:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.random.fork_rng(devices=[]):  # initial weights, which are replaced, draw no number of the user's
-            model: nn.Module = kind._from_config(config)
+            model: nn.Module = kind._from_config(config, dtype=torch.float32)  # type: ignore[attr-defined]
         if (folder / "generation_config.json").is_file():
             generation = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
             model.generation_config = generation
@@ -123,7 +124,14 @@ def _stock(folder: Path, checkpoint: Checkpoint) -> nn.Module:
 
 def _load(model: nn.Module, tensors: Mapping[str, StoredTensor], what: str) -> None:
     """Copy what is not in codes, name by name."""
-    own: dict[str, Tensor] = {name: tensor for name, tensor in model.state_dict().items() if not _in_codes(model, name)}
+    state = {name: tensor for name, tensor in model.state_dict().items() if not _in_codes(model, name)}
+    own, memory = published(model, state), {tensor.untyped_storage().data_ptr() for tensor in state.values()}
+    copied = next((name for name, tensor in own.items() if tensor.untyped_storage().data_ptr() not in memory), None)
+    if copied is not None:
+        raise CheckpointError(
+            f"{what}: {copied} is put together from parts of the model, which cannot be filled from the file; load it "
+            "with transformers"
+        )
     filled = {tensor.data_ptr() for name, tensor in own.items() if name in tensors}
     missing = [name for name, tensor in own.items() if name not in tensors and tensor.data_ptr() not in filled]
     extra = sorted(tensors.keys() - own.keys())
