@@ -103,7 +103,8 @@ def run(name: str, model: nn.Module, data: list[Tensor], held_out: list[Tensor])
         halfstep.apply(model, name)
     else:
         halfstep.quantize_model(model, name, adapters=True)
-    size, before = bytes_of(model), loss(model, held_out)
+    # Of a copy: evaluated, bitsandbytes packs weights for AVX512's bf16 units, and gradients do not pass through after.
+    size, before = bytes_of(model), loss(copy.deepcopy(model), held_out)
     model = adapted(model)
     adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     if name in THEIRS:
