@@ -179,7 +179,9 @@ def suite(python: Path, paths: Sequence[str], name: str) -> None:
     run(python, "-c", where, cwd=clone)
     run(python, "-m", "pip", "list", "--format", "freeze", cwd=clone)
     tests = [f"tests/{path}" for path in paths] or ["tests"]
-    run(python, "-m", "pytest", "-n", "logical", "--dist", "worksteal", *tests, cwd=clone)
+    # Libraries of any versions warn of each other: with the pinned ones warnings are errors, and here they are shown.
+    options = ["-o", "filterwarnings=default", "-n", "logical", "--dist", "worksteal"]
+    run(python, "-m", "pytest", *options, *tests, cwd=clone)
 
 
 def main() -> None:
