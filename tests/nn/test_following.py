@@ -8,6 +8,7 @@ import threading
 import types
 import warnings
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from importlib import import_module
 
 import pytest
@@ -438,3 +439,32 @@ def test_a_model_that_was_loaded_in_16_bits():
             halfstep.apply(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16(), name)
     for name in ("bf16-nomaster", "bf16-stochastic", "fp32"):
         halfstep.apply(mlp().bfloat16(), name)  # warnings are errors here
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "galore"])
+def test_a_loop_within_following_is_the_loop_outside(name):
+    """Autocast keeps casts of weights as long as it lasts, and would round the products of an update."""
+    found = []
+    for around in (halfstep.following, lambda model: nullcontext()):
+        model, optimizer, scaler = prepared(name, mlp())
+        with around(model):
+            train(model, optimizer, scaler, loss_of=lambda y, target: F.mse_loss(y.float(), target))
+        found.append(dict(model.state_dict()))
+    assert_same(*found)
+
+
+def test_a_forward_that_is_put_back_leaves_nothing_behind():
+    """Lightning under DDP sets another forward for each step, and puts back what it found."""
+    model, x = prepared("bf16-mixed", mlp())[0], batch()[0]
+    expected = model(x)
+    for own in (None, lambda x: 2 * x):
+        if own is not None:
+            model.forward = own
+            expected = model(x)
+        for _ in range(3):
+            found = model.forward
+            model.forward = lambda x: x - 1
+            assert_same(model(x), x - 1)
+            model.forward = found
+        assert vars(model).get("forward") is own
+        assert_same(model(x), expected)

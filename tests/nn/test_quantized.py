@@ -506,7 +506,7 @@ def test_perez_weights_have_power_of_two_scales_with_the_margin_and_outputs_near
     assert F.mse_loss(model(x), target) < 0.2 * target.var()
 
 
-def test_save_pretrained_is_refused(tmp_path):
+def test_save_pretrained_writes_the_codes_of_a_whole_model_and_refuses_what_it_cannot_say(tmp_path):
     """What from_pretrained would fill with new random weights is not written; a state dict is."""
     config = LlamaConfig(
         vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
@@ -514,10 +514,13 @@ def test_save_pretrained_is_refused(tmp_path):
     model, again = LlamaForCausalLM(config), LlamaForCausalLM(config)
     for each in (model, again):
         halfstep.quantize_model(each, "fp8-current")
-    for part in (model, model.model, copy.deepcopy(model)):
-        with pytest.raises(ModelError, match=r"save_pretrained of a Llama.* that is quantised.*state_dict"):
-            part.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"this LlamaModel is not a whole Hugging Face model.*state_dict"):
+        model.model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"and was given push_to_hub too; leave it out"):
+        model.save_pretrained(tmp_path, push_to_hub=True)
     assert not list(tmp_path.iterdir())
+    copy.deepcopy(model).save_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
     again.load_state_dict(model.state_dict())
     x = torch.randint(32, (2, 5))
     assert_same(again(x).logits, model(x).logits)
