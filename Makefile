@@ -40,7 +40,7 @@ docs: $(VENV)/.site
 	$(BIN)/halfstep claims --markdown > docs/claims.md
 	$(BIN)/halfstep kb validate
 	$(BIN)/python docs/build.py
-	$(BIN)/halfstep kb export --format html --output docs/_build/site/knowledge_base.html
+	$(BIN)/halfstep site docs/_build/site/tools.html
 
 claims: install
 	$(BIN)/halfstep claims --check

@@ -19,6 +19,7 @@ from halfstep.cli.memory import memory
 from halfstep.cli.probe import probe
 from halfstep.cli.recipes import recipes
 from halfstep.cli.scales import scales
+from halfstep.cli.site import site
 from halfstep.cli.terminal import fail
 from halfstep.cli.train import train
 from halfstep.errors import HalfstepError
@@ -60,6 +61,7 @@ app.command("diff")(diff)
 app.command("probe")(probe)
 app.command("scales")(scales)
 app.command("memory")(memory)
+app.command("site")(site)
 app.add_typer(formats, name="formats")
 app.add_typer(recipes, name="recipes")
 app.add_typer(kb, name="kb")
