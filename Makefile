@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 install: $(VENV)/.lab
 dev: $(VENV)/.dev
 
-$(VENV)/.lab $(VENV)/.dev $(VENV)/.bench $(VENV)/.site: $(VENV)/.%: pyproject.toml constraints.txt
+$(VENV)/.lab $(VENV)/.dev $(VENV)/.bench: $(VENV)/.%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[$*]'
 	@touch $@
@@ -36,7 +36,7 @@ lint: dev
 
 check: lint test
 
-docs: $(VENV)/.site
+docs: dev
 	$(BIN)/halfstep claims --markdown > docs/claims.md
 	$(BIN)/halfstep kb validate
 	$(BIN)/python docs/build.py
