@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 install: $(VENV)/.lab
 dev: $(VENV)/.dev
 
-$(VENV)/.lab $(VENV)/.dev $(VENV)/.bench $(VENV)/.site: $(VENV)/.%: pyproject.toml constraints.txt
+$(VENV)/.lab $(VENV)/.dev $(VENV)/.bench: $(VENV)/.%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[$*]'
 	@touch $@
@@ -39,11 +39,11 @@ lint: dev
 
 check: lint test
 
-docs: $(VENV)/.site
+docs: dev
 	$(BIN)/halfstep claims --markdown > docs/claims.md
 	$(BIN)/halfstep kb validate
 	$(BIN)/python docs/build.py
-	$(BIN)/halfstep kb export --format html --output docs/_build/site/knowledge_base.html
+	$(BIN)/halfstep site docs/_build/site/tools.html
 
 claims: install
 	$(BIN)/halfstep claims --check

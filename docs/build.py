@@ -23,7 +23,7 @@ OUTER = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 LINK = re.compile(r"\]\(([^)#]+?)(?:#[^)]*)?\)")
 
 
-def lay_out(pages: Path) -> None:
+def lay_out(pages: Path, libraries: bool = False) -> None:
     """Copy the pages and every file that they link to, and write the reference beside them."""
     for source in (*(ROOT / name for name in OUTER), *DOCS.glob("*.md")):
         _copy(source, pages)
@@ -31,7 +31,7 @@ def lay_out(pages: Path) -> None:
             target = (source.parent / link).resolve()
             if target.is_relative_to(ROOT) and target.exists():  # where not, zensical says so
                 _copy(target, pages)
-    reference.write(pages / "docs" / "reference")
+    reference.write(pages / "docs" / "reference", libraries)
 
 
 def _copy(source: Path, pages: Path) -> None:
@@ -43,14 +43,14 @@ def _copy(source: Path, pages: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def navigation() -> list[dict[str, object]]:
+def navigation(libraries: bool) -> list[dict[str, object]]:
     """The sections of docs/README.md with the pages that each names, then the reference."""
     found: list[dict[str, object]] = []
     for section in re.split(r"^## ", (DOCS / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         links = re.findall(r"\[([^]]+)\]\(([^)]+\.md)\)", section)
         places = [{_plain(title): _place(path)} for title, path in links]
         found.append({section.partition("\n")[0]: places})
-    rooms = [{name: f"docs/reference/{name}.md"} for name in reference.rooms()]
+    rooms = [{name: f"docs/reference/{name}.md"} for name in reference.rooms(libraries)]
     return [*found, {"Reference": [{"All rooms": "docs/reference/README.md"}, *rooms]}]
 
 
@@ -64,10 +64,10 @@ def _place(path: str) -> str:
     return str((DOCS / path).resolve().relative_to(ROOT))
 
 
-def configuration() -> str:
+def configuration(libraries: bool = False) -> str:
     """docs/zensical.toml with the navigation in it."""
     base = (DOCS / "zensical.toml").read_text(encoding="utf-8")
-    pages = ", ".join(_toml(each) for each in [{"All pages": "docs/README.md"}, *navigation()])
+    pages = ", ".join(_toml(each) for each in [{"All pages": "docs/README.md"}, *navigation(libraries)])
     return base.replace("[project]\n", f"[project]\nnav = [{pages}]\n", 1)
 
 
@@ -82,9 +82,9 @@ def main() -> int:
     """Build docs/_build/site; the exit code is zensical's."""
     build = DOCS / "_build"
     shutil.rmtree(build, ignore_errors=True)
-    lay_out(build / "pages")
+    lay_out(build / "pages", libraries=True)
     config = build / "zensical.toml"
-    config.write_text(configuration(), encoding="utf-8")
+    config.write_text(configuration(libraries=True), encoding="utf-8")
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", str(config)]
     return subprocess.run(command, cwd=build, check=False).returncode
 

@@ -23,9 +23,13 @@ SECTION = re.compile(r"^(Args|Raises|Returns|Yields):$")
 
 
 @functools.cache
-def rooms() -> dict[str, ModuleType]:
-    """The package and its rooms that say what is public in them, by name."""
+def rooms(libraries: bool = False) -> dict[str, ModuleType]:
+    """The package and its rooms that say what is public in them, by name; with `libraries` the integrations, which
+    import what they are for."""
     names = sorted(f"halfstep.{found.name}" for found in iter_modules(halfstep.__path__) if found.ispkg)
+    if libraries:
+        folder = [str(Path(halfstep.__path__[0]) / "integrations")]
+        names += sorted(f"halfstep.integrations.{found.name}" for found in iter_modules(folder))
     modules = {name: import_module(name) for name in names if name != "halfstep.cli"}
     return {"halfstep": halfstep, **{name: module for name, module in modules.items() if hasattr(module, "__all__")}}
 
@@ -35,10 +39,11 @@ def public(room: ModuleType) -> dict[str, Any]:
     return {name: getattr(room, name) for name in room.__all__}
 
 
-def pages() -> dict[str, str]:
-    """The reference: a page for each room, and README.md, which lists them; by the file's name."""
-    made = {f"{name}.md": page(name, room) for name, room in rooms().items()}
-    lines = [f"- [{name}]({name}.md): {first_line(room)}" for name, room in rooms().items()]
+def pages(libraries: bool = False) -> dict[str, str]:
+    """The reference: a page for each of `rooms`, and README.md, which lists them; by the file's name."""
+    listed = rooms(libraries).items()
+    made = {f"{name}.md": page(name, room) for name, room in listed}
+    lines = [f"- [{name}]({name}.md): {first_line(room)}" for name, room in listed]
     return {
         "README.md": "\n".join(["# Reference", "", "Every public name, from its docstring.", "", *lines, ""]),
         **made,
@@ -164,12 +169,8 @@ def first_line(found: object) -> str:
     return (inspect.getdoc(found) or "").partition("\n")[0]
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, libraries: bool) -> None:
     """Write the pages into a folder, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in pages().items():
+    for name, text in pages(libraries).items():
         (folder / name).write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write(Path(sys.argv[1]))

@@ -93,9 +93,10 @@ def test_every_public_name_has_an_entry(reference, pages):
     assert halfstep.__all__ == list(reference.public(halfstep))
 
 
-def test_every_docstring_says_what_comes_back_and_what_is_raised(reference):
+@pytest.mark.parametrize("libraries", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_docstring_says_what_comes_back_and_what_is_raised(reference, libraries):
     missing = {}
-    for room, module in reference.rooms().items():
+    for room, module in reference.rooms(libraries).items():
         for name, found in reference.public(module).items():
             told = found.__doc__ if callable(found) or inspect.ismodule(found) else reference.constant(name, module)
             wrong = [*([] if told else ["no docstring"]), *lacks(reference, found)]
@@ -152,8 +153,8 @@ def test_the_site_lists_every_page_and_holds_what_they_link_to(build, tmp_path):
 def test_the_site_builds_and_a_broken_link_stops_it(build, tmp_path, monkeypatch):
     pytest.importorskip("zensical")
     assert build.main() == 0
-    monkeypatch.setattr(build.reference, "pages", lambda: {"README.md": "[nowhere](nowhere.md)\n"})
-    monkeypatch.setattr(build.reference, "rooms", dict)
+    monkeypatch.setattr(build.reference, "pages", lambda libraries: {"README.md": "[nowhere](nowhere.md)\n"})
+    monkeypatch.setattr(build.reference, "rooms", lambda libraries: {})
     assert build.main() != 0
     monkeypatch.undo()
     assert build.main() == 0

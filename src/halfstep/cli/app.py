@@ -20,6 +20,7 @@ from halfstep.cli.memory import memory
 from halfstep.cli.probe import probe
 from halfstep.cli.recipes import recipes
 from halfstep.cli.scales import scales
+from halfstep.cli.site import site
 from halfstep.cli.terminal import fail
 from halfstep.cli.train import train
 from halfstep.errors import HalfstepError
@@ -69,6 +70,7 @@ app.command("export")(export)
 app.command("probe")(probe)
 app.command("scales")(scales)
 app.command("memory")(memory)
+app.command("site")(site)
 app.add_typer(formats, name="formats")
 app.add_typer(recipes, name="recipes")
 app.add_typer(kb, name="kb")

@@ -172,7 +172,11 @@ class HalfstepCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse a run whose stages stand elsewhere."""
+        """Refuse a run whose stages stand elsewhere.
+
+        Raises:
+            RecipeError: the recipe stands after another step than the trainer.
+        """
         self._skipped = kwargs["optimizer"].scaler.skipped_steps
         schedule = schedule_of(kwargs["model"])
         if schedule is not None and schedule.steps != state.global_step:
