@@ -12,6 +12,7 @@ from halfstep.nn.following import part_of
 from halfstep.nn.keeping import KEEPING
 from halfstep.nn.quantized_weights import quantized_weight
 from halfstep.nn.scaling import states_of
+from halfstep.ops.few_rows import StoredWeight
 from halfstep.ops.linear import product_dtype
 from halfstep.ops.operand import Operand
 from halfstep.recipe import LinearSpec
@@ -24,7 +25,7 @@ _PLAIN = LinearSpec()  # of a layer that no rule rounds and another's forward mu
 def product(
     module: Any,
     x: Tensor,
-    weight: Tensor | Operand | ops.RoundedWeight,
+    weight: Tensor | Operand | StoredWeight | ops.RoundedWeight,
     bias: Tensor | None,
     part: str = "",
     channels: Tensor | None = None,
@@ -36,7 +37,8 @@ def product(
         channels: as `ops.linear` takes them.
     """
     states, keeping = states_of(module, part), vars(module).get(KEEPING)
-    return ops.linear(x, weight, bias, spec_of(module), states, records(module), channels, keeping)
+    training = records(module), channels, keeping
+    return ops.linear(x, weight, bias, spec_of(module), states, *training, evaluates(module))
 
 
 def spec_of(module: Any) -> LinearSpec:
@@ -51,9 +53,15 @@ def records(module: Any) -> bool:
     return shared is not None and shared.trains(module)
 
 
+def evaluates(module: Any) -> bool:
+    """Whether the model is in evaluation."""
+    shared = part_of(module)
+    return shared is not None and shared.evaluates(module)
+
+
 def weight_of(module: Any, name: str, x: Tensor, expert: int | None = None) -> Any:
-    """The layer's parameter of that name, or one expert's, for a product with x; rounded already (an `Operand`) where
-    the layer is quantised for inference."""
+    """The layer's parameter of that name, or one expert's, for a product with x; rounded already (an `Operand`, or a
+    `StoredWeight`) where the layer is quantised for inference."""
     if "_halfstep_stored" in vars(module):
         return quantized_weight(module, name, x, expert)
     weight = getattr(module, name)
@@ -64,6 +72,8 @@ def repeated_weight(module: Any, name: str, x: Tensor, part: str) -> Any:
     """`weight_of` for products of that part with several tensors, of which x is one: rounded once for all of them, and
     with a gradient that adds up in float32."""
     weight = weight_of(module, name, x)
+    if isinstance(weight, StoredWeight):
+        return weight.operand()
     if isinstance(weight, Operand):
         return weight
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
