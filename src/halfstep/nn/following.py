@@ -60,6 +60,11 @@ class Part:
         root = self._root()
         return torch.is_grad_enabled() and (module if root is None else root).training
 
+    def evaluates(self, module: nn.Module) -> bool:
+        """Whether the root is in evaluation mode, whatever mode `module` is in, and whether gradients are on or not."""
+        root = self._root()
+        return not (module if root is None else root).training
+
     def is_inside(self, module: nn.Module) -> bool:
         """Whether a call of a part comes from within one that follows the recipe: of the root, of a part around it, or
         a second one, in a backward pass (activation checkpointing), where torch restores what the first one had."""
