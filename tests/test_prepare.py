@@ -8,8 +8,9 @@ import torch
 
 import halfstep
 from families import for_each
+from halfstep.preparation import full_weights
 from halfstep.recipe import DTYPES, Recipe, get_recipe
-from tiny import RECIPES, adamw, batch, mlp, mostly_slow, prepared
+from tiny import RECIPES, adamw, assert_same, batch, mlp, mostly_slow, prepared
 
 
 def stalls(weights, master=None, rounding="nearest_even", times=4096):
@@ -95,6 +96,34 @@ def test_a_parameter_of_no_module_is_trained_as_it_is():
     extra.grad = torch.ones(2)
     optimizer.step()
     torch.testing.assert_close(extra.detach(), torch.full((2,), 0.5))
+
+
+@pytest.mark.parametrize("name", ["bf16-master", "bf16-split", "fp8lm-o3"])
+def test_two_steps_with_the_weights_as_they_were_are_one(name):
+    """Masters that start from the weights before `apply` rounded them, in two optimizers that share a model."""
+    found = []
+    for steps in (1, 2):
+        model = mlp()
+        parts = [[*model[0].parameters(), *model[2].parameters()], [*model[3].parameters()]]
+        if steps == 1:
+            both = halfstep.prepare(model, torch.optim.AdamW([*parts[0], *parts[1]], lr=1e-2), name, generator=3)[1:]
+            optimizers = [both[0]]
+        else:
+            masters = full_weights(model, get_recipe(name))
+            halfstep.apply(model, name)
+            optimizers = [
+                halfstep.optimize(model, torch.optim.AdamW(part, lr=1e-2), generator=3, masters=masters)[0]
+                for part in parts
+            ]
+        for _ in range(3):
+            x, y = batch()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            halfstep.advance(model)
+        found.append(dict(model.state_dict()))
+    assert_same(*found)
 
 
 @for_each("name", halfstep.__all__)

@@ -55,7 +55,8 @@ def prepare(
 
     Args:
         model: any module with parameters, before DDP, FSDP or torch.compile.
-        optimizer: torch.optim.AdamW, Adam or SGD over parameters of the model.
+        optimizer: torch.optim.AdamW, Adam, NAdam, RMSprop or SGD, or a subclass that overrides nothing, or a
+            `halfstep.optim` one (Lion, Lamb), over parameters of the model.
         recipe: a name or a `Recipe`.
         module_filter: as in `halfstep.apply`.
         generator: where the seed of stochastic rounding comes from (a generator, or the seed itself).
@@ -188,8 +189,8 @@ def _masters(
 ) -> dict[nn.Parameter, Tensor]:
     """The float32 values of the weights that the optimizer keeps masters of; those that are known are taken as such."""
     trained = _trained(optimizer)
-    mastered = [parameter for parameter in _mastered(model, recipe) if parameter in trained]
-    return {p: known[p] if p in known else p.detach().float().clone() for p in mastered}
+    others = [p for p in _mastered(model, recipe) if p in trained and p not in known]
+    return {p: full for p, full in known.items() if p in trained} | {p: p.detach().float().clone() for p in others}
 
 
 def _optimized(

@@ -16,7 +16,7 @@ from tiny import assert_same, copied
 
 
 RULES = update_rules()
-OPTIONS = {"sgd": {"momentum": 0.9}}
+OPTIONS = {"sgd": {"momentum": 0.9}, "rmsprop": {"momentum": 0.9, "centered": True}}
 """Without which a rule has nothing to be tested on."""
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 SHAPES = [(), (0,), (0, 3), (1,), (7,), (3, 5)]
@@ -38,7 +38,7 @@ def arguments(rule, shape=(3, 5), **more):
     group = group_of(rule, **more)
     generator = torch.Generator().manual_seed(1)
     weight, grad = (torch.randn(shape, generator=generator) for _ in range(2))
-    moments = {name: torch.rand(shape, generator=generator) for name in rule.moments(group)}
+    moments = {name: torch.rand(rule.shape(name, shape), generator=generator) for name in rule.moments(group)}
     return weight, grad, moments, 4, group
 
 
@@ -50,8 +50,8 @@ def test_it_is_pure_and_keeps_shapes_and_float32(rule, shape):
     weight, moments = rule.update(*given)
     assert_same(list(given[:3]), before)
     assert moments.keys() == given[2].keys()
-    for tensor in (weight, *moments.values()):
-        assert (tensor.shape, tensor.dtype) == (shape, torch.float32)
+    for tensor, own in ((weight, shape), *((moments[name], rule.shape(name, shape)) for name in moments)):
+        assert (tensor.shape, tensor.dtype) == (own, torch.float32)
 
 
 @every_rule
@@ -79,7 +79,7 @@ def test_a_learning_rate_of_zero_moves_moments_only(rule):
 def test_it_goes_against_the_gradient_and_along_it_to_maximize(rule):
     down, up = (group_of(rule, weight_decay=0.0, maximize=maximize) for maximize in (False, True))
     grad = torch.tensor([1.0, -2.0])
-    zeros = {name: torch.zeros(2) for name in rule.moments(down)}
+    zeros = {name: torch.zeros(rule.shape(name, (2,))) for name in rule.moments(down)}
     step = rule.update(torch.zeros(2), grad, zeros, 1, down)[0]
     assert (step * grad < 0).all()
     same_bits(rule.update(torch.zeros(2), grad, zeros, 1, up)[0], -step)
@@ -108,7 +108,7 @@ def test_the_optimizer_applies_the_rule(rule, fused, shape):
     group = optimizer.param_groups[0]
     for step in (1, 2, 3):
         parameter.grad = torch.randn(shape)
-        moments = moments or {name: torch.zeros(shape) for name in rule.moments(group)}
+        moments = moments or {name: torch.zeros(rule.shape(name, shape)) for name in rule.moments(group)}
         expected, moments = rule.update(expected, parameter.grad / 4, moments, step, group)
         optimizer.grad_scale = torch.tensor(4.0)
         optimizer.step()
@@ -135,7 +135,7 @@ def test_every_rounding_of_the_update_gives_a_neighbour(rule, weights, rounding)
     optimizer = convert(rule.torch_class([parameter], **options_of(rule)), recipe, {}, generator=1)
     group = optimizer.param_groups[0]
     parameter.grad = torch.randn(500).to(dtype)
-    zeros = {name: torch.zeros(500) for name in rule.moments(group)}
+    zeros = {name: torch.zeros(rule.shape(name, (500,))) for name in rule.moments(group)}
     exact, _ = rule.update(parameter.detach().float(), parameter.grad.float(), zeros, 1, group)
     optimizer.step()
     found = parameter.detach().float()

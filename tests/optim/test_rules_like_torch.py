@@ -33,6 +33,22 @@ SGD = [
 CASES = [(torch.optim.AdamW, o) for o in ADAM] + [(torch.optim.Adam, o) for o in ADAM]
 CASES += [(torch.optim.Adam, {"weight_decay": 0.1, "decoupled_weight_decay": True})]
 CASES += [(torch.optim.SGD, o) for o in SGD]
+RMSPROP = [
+    {},
+    {"weight_decay": 0.1, "alpha": 0.9},
+    {"momentum": 0.9, "maximize": True},
+    {"centered": True, "eps": 1e-3},
+    {"centered": True, "momentum": 0.5, "weight_decay": 0.01, "foreach": True},
+    {"lr": torch.tensor(0.02)},
+]
+NADAM = [
+    {},
+    {"weight_decay": 0.1, "momentum_decay": 0.1},
+    {"weight_decay": 0.1, "decoupled_weight_decay": True, "foreach": True},
+    {"betas": (0.5, 0.9), "eps": 1e-3, "maximize": True},
+    {"lr": torch.tensor(0.02)},
+]
+CASES += [(torch.optim.RMSprop, o) for o in RMSPROP] + [(torch.optim.NAdam, o) for o in NADAM]
 
 
 def twins(torch_class, options, shapes=((5, 3), (7,), (), (0,))):
@@ -111,16 +127,82 @@ def test_parameters_without_a_gradient_stay_and_count_no_step():
     assert ours.state[first]["step"] == 1
 
 
-class Mine(torch.optim.AdamW):
+class Named(torch.optim.AdamW):
+    """Defaults of its own, and a method that no step calls."""
+
+    def __init__(self, params, lr=0.02):
+        super().__init__(params, lr=lr, weight_decay=0.1)
+        self.note = "mine"
+
+    def rates(self):
+        return [group["lr"] for group in self.param_groups]
+
+
+class Again(Named):
     pass
 
 
-@pytest.mark.parametrize("torch_class", [torch.optim.RMSprop, Mine, torch.optim.Adagrad])
+class Other(torch.optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Saving(torch.optim.SGD):
+    def state_dict(self):
+        return super().state_dict()
+
+
+class Adafactor(torch.optim.Optimizer):
+    """As transformers has it."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+
+@pytest.mark.parametrize("torch_class", [Named, Again])
+def test_a_subclass_that_overrides_nothing_is_its_base(torch_class):
+    (torchs, ps), (other, qs) = twins(torch_class, {})
+    assert rule_of(other).name == "adamw"
+    ours = convert(other, get_recipe("fp32"), {})
+    for i in range(5):
+        step(torchs, ps, i)
+        step(ours, qs, i)
+    assert_close(ps, qs)
+
+
+@pytest.mark.parametrize(("torch_class", "name", "base"), [(Other, "step", "AdamW"), (Saving, "state_dict", "SGD")])
+def test_a_subclass_that_overrides_something_is_refused(torch_class, name, base):
+    with pytest.raises(OptimizerError, match=rf"{base} that overrides {name}, .*Hand over a torch\.optim\.{base}\."):
+        rule_of(torch_class([torch.nn.Parameter(torch.ones(2))]))
+
+
+@pytest.mark.parametrize("torch_class", [torch.optim.Adadelta, Other, torch.optim.Adagrad])
 def test_another_class_is_refused_and_the_known_ones_listed(torch_class):
     optimizer = torch_class([torch.nn.Parameter(torch.ones(2))])
     words = rf"{torch_class.__name__} cannot be expressed.*torch.optim.Adam\b.*torch.optim.AdamW.*torch.optim.SGD"
     with pytest.raises(OptimizerError, match=words):
         rule_of(optimizer)
+
+
+FACTORED = [Adafactor, *(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))]
+
+
+@pytest.mark.parametrize("torch_class", FACTORED)
+def test_adafactor_and_muon_are_refused_with_what_works(torch_class):
+    optimizer = torch_class([torch.nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(OptimizerError, match=rf"For .*{torch_class.__name__} itself call halfstep\.apply"):
+        rule_of(optimizer)
+
+
+def test_centered_rmsprop_of_equal_gradients_stays_finite():
+    """torch takes the root of what rounding left of a difference, and its weights become NaN sooner or later."""
+    parameter = torch.nn.Parameter(torch.zeros(1000))
+    optimizer = convert(torch.optim.RMSprop([parameter], centered=True), get_recipe("fp32"), {})
+    grad = torch.randn(1000)
+    for _ in range(1500):
+        parameter.grad = grad
+        optimizer.step()
+    assert parameter.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -180,6 +262,6 @@ def test_rules_that_torch_lacks_are_their_papers(torch_class, equation, start, s
 
 
 def test_every_rule_serves_the_class_it_names():
-    assert sorted(update_rules()) == ["adam", "adamw", "lamb", "lion", "sgd"]
+    assert sorted(update_rules()) == ["adam", "adamw", "lamb", "lion", "nadam", "rmsprop", "sgd"]
     for rule in update_rules().values():
         assert rule_of(rule.torch_class([torch.nn.Parameter(torch.ones(2))], lr=0.1)) is rule

@@ -23,7 +23,8 @@ from halfstep.recipe import Recipe, get_recipe
 try:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins import Precision
-    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, SingleDeviceXLAStrategy
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+    from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
     from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 except ModuleNotFoundError as error:
@@ -77,7 +78,7 @@ class HalfstepPrecision(Precision):
         """Make the module follow the recipe, before the strategy wraps it."""
         if not isinstance(module, LightningModule):
             raise ModelError(
-                f"HalfstepPrecision got a {type(module).__name__}; it serves Lightning's Trainer and a LightningModule. "
+                f"HalfstepPrecision got a {type(module).__name__}; it serves a LightningModule in a Trainer. "
                 "Under Fabric call halfstep.prepare(model, optimizer, recipe) and use its scaler"
             )
         _check(module.trainer)
@@ -208,8 +209,8 @@ class _Waiting:
         self._scheduler = scheduler
         self._plugin = plugin
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[override]  # for isinstance, as Lightning's optimizers do
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for isinstance, as Lightning's optimizers do
         return type(self._scheduler)
 
     def step(self, *args: Any, **kwargs: Any) -> None:

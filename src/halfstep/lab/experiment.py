@@ -48,7 +48,7 @@ class Experiment:
     betas: tuple[float, float] = (0.9, 0.95)
     """Where the optimizer has a momentum instead, it is the first."""
     weight_decay: float = 0.1
-    """Of optimizers that decay the weights. Adam and SGD, which would add it to the gradient, train without."""
+    """Of optimizers that decay the weights. Adam, NAdam, RMSprop and SGD add it to the gradient: without it."""
     clip: float = 1.0
     validations: int = 10
     """How many times the held-out loss is measured, the last time after the last step."""

@@ -41,6 +41,6 @@ def plan_of(rule: UpdateRule, recipe: Recipe, group: Group, parameter: Tensor, p
     if projection is not None:
         rule = projected(rule, projection, shape)
     shapes = {name: rule.shape(name, shape) for name in rule.moments(group)}
-    kinds = {name: kind_of(recipe, name, own, parameter) for name, own in shapes.items()}
+    kinds = {name: kind_of(recipe, rule.kept_as(name, group), own, parameter) for name, own in shapes.items()}
     parts = tuple(part for name, kind in kinds.items() for part in kind.parts(name))
     return Plan(rule, kinds, shapes, parts, any(kind.dtype is None for kind in kinds.values()))

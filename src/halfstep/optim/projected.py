@@ -24,8 +24,8 @@ def projected(rule: UpdateRule, projection: Projection, shape: tuple[int, ...]) 
     """
     if rule.decay is None:
         raise OptimizerError(
-            f"a projection of {rule.name}, whose step hangs on norms or signs of the whole. Expected Adam, AdamW or "
-            "SGD; for others take a recipe without a projection"
+            f"a projection of {rule.name}, whose step hangs on norms or signs of the whole. Expected Adam, AdamW, "
+            "NAdam, RMSprop or SGD; for others take a recipe without a projection"
         )
     subspace = projection.subspace(shape)
     if subspace is None:
@@ -52,7 +52,9 @@ class _Projected:
     subspace: Subspace
 
     def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return self.subspace.projector(shape) if name == PROJECTOR else self.subspace.moment(shape)
+        if name == PROJECTOR:
+            return self.subspace.projector(shape)
+        return self.rule.shape(name, self.subspace.moment(shape))
 
     def down(self, projector: Tensor, grad: Tensor) -> Tensor:
         """R = P^T G, or G Q."""

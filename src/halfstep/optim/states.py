@@ -27,14 +27,14 @@ _FLAT = ", flat"
 # ---- moments --------------------------------------------------------------------------------------------------------
 
 
-def kind_of(recipe: Recipe, name: str, shape: tuple[int, ...], parameter: Tensor) -> Storage:
-    """How a recipe keeps a parameter's moment of that name and shape. Where the parts of one that is spread over ranks
-    are not whole tiles, it is kept in fp32, and a warning says so.
+def kind_of(recipe: Recipe, name: str | None, shape: tuple[int, ...], parameter: Tensor) -> Storage:
+    """How a recipe keeps a parameter's moment of that shape, and of the name `UpdateRule.kept_as`. Where the parts of
+    one that is spread over ranks are not whole tiles, it is kept in fp32, and a warning says so.
 
     Raises:
         OptimizerError: as `shard_codes.fits`.
     """
-    kind = recipe.moment(name, prod(shape))
+    kind = get_storage("fp32") if name is None else recipe.moment(name, prod(shape))
     return _as_spread(kind, parameter) if is_spread(parameter) else kind
 
 

@@ -86,7 +86,8 @@ class Stored(torch.optim.Optimizer):
     def _name_formats(self) -> None:
         """Let the groups, which are saved, say how moments that are codes are kept."""
         for group in self.param_groups:
-            formats = labels({name: self.recipe.moment(name) for name in self.rule.moments(group)})
+            kept = {name: self.rule.kept_as(name, group) for name in self.rule.moments(group)}
+            formats = labels({name: self.recipe.moment(known) for name, known in kept.items() if known is not None})
             if self.recipe.codes is not None and self.recipe.codes.master is not None:
                 for parameter in group["params"]:
                     formats |= labels(self._master_kind(parameter))

@@ -1,5 +1,6 @@
 """The update rules, one a file."""
 
+import inspect
 from functools import cache
 
 import torch
@@ -16,20 +17,59 @@ def update_rules() -> dict[str, UpdateRule]:
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule:
-    """The rule with the same semantics as a torch optimizer.
+    """The rule with the same semantics as a torch optimizer: of its class, or of one that it is a subclass of and
+    overrides nothing of but `__init__`.
 
     Raises:
-        OptimizerError: the class has no counterpart (a subclass may do anything), or an option has none.
+        OptimizerError: the class has no counterpart, or is a subclass that does something else; or an option has none.
     """
-    for rule in update_rules().values():
-        if type(optimizer) is rule.torch_class:
-            for group in optimizer.param_groups:
-                rule.check(group)
-            return rule
+    kind = type(optimizer)
+    by_class = {rule.torch_class: rule for rule in update_rules().values()}
+    stock = next((base for base in kind.__mro__ if base in by_class), None)
+    overridden = [] if stock in (None, kind) else _overridden(kind, stock)
+    if stock is not None and not overridden:
+        for group in optimizer.param_groups:
+            by_class[stock].check(group)
+        return by_class[stock]
+    instead = next((_INSTEAD[base.__name__] for base in kind.__mro__ if base.__name__ in _INSTEAD), None)
+    if overridden:
+        assert stock is not None
+        instead = (
+            f"It is a {stock.__name__} that overrides {', '.join(overridden)}, and what that does would be left out. "
+            f"Hand over a torch.optim.{stock.__name__}"
+        )
     known = ", ".join(_public_name(rule.torch_class) for rule in update_rules().values())
     raise OptimizerError(
-        f"{type(optimizer).__module__}.{type(optimizer).__qualname__} cannot be expressed as an update rule. "
-        f"Expected one of {known}; for another optimizer use halfstep.apply and LossScaler around it"
+        f"{kind.__module__}.{kind.__qualname__} cannot be expressed as an update rule. "
+        + (f"{instead}. " if instead else "")
+        + f"Expected one of {known}; for another optimizer use halfstep.apply and LossScaler around it"
+    )
+
+
+_AROUND = (
+    "call halfstep.apply(model, recipe) with a recipe of float32 weights ('bf16-mixed', 'fp16-mixed', 'fp8-current'), "
+    "build it on model.parameters(), and step it in the loop, with halfstep.LossScaler where the recipe scales its loss"
+)
+_INSTEAD = {
+    "Adafactor": (
+        "It keeps row and column means in the place of second moments. For moments in little memory take "
+        "torch.optim.AdamW under 'adamw-8bit' (2 bytes a parameter) or 'galore' (a subspace); for Adafactor "
+        f"itself {_AROUND}"
+    ),
+    "Muon": f"Its step makes a whole matrix orthogonal, and no element's is its own. For Muon itself {_AROUND}",
+}
+"""What works in the place of optimizers that people bring and no rule expresses, by name."""
+_OWN = {"__init__", "__module__", "__doc__", "__qualname__", "__dict__", "__weakref__", "__annotations__", "__slots__"}
+"""What a subclass may have of its own, and is no other optimizer for it."""
+
+
+def _overridden(kind: type, stock: type) -> list[str]:
+    """What a subclass has in the place of its base's, so that it may do anything."""
+    between = kind.__mro__[: kind.__mro__.index(stock)]
+    names = {name for base in between for name in vars(base) if hasattr(stock, name)} - _OWN
+    # torch puts a profiled `step` into the class of the first instance: the stock one, wrapped.
+    return sorted(
+        name for name in names if inspect.unwrap(getattr(kind, name)) is not inspect.unwrap(getattr(stock, name))
     )
 
 

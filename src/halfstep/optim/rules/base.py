@@ -59,6 +59,11 @@ def own_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
+def own_name(name: str, group: Group) -> str:
+    """The name of a moment that recipes have a storage for under its own name."""
+    return name
+
+
 @dataclass(frozen=True)
 class UpdateRule:
     """How a weight moves: `update(weight, grad, moments, step, group) -> (weight, moments)`, all in float32.
@@ -83,6 +88,8 @@ class UpdateRule:
     gradients alone. None where it does not, so that it cannot be taken in a subspace."""
     shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = own_shape
     """The shape of a moment of that name, of a weight of that shape."""
+    kept_as: Callable[[str, Group], str | None] = own_name
+    """The name under which recipes say how a moment is kept: Adam's for one that is alike; None keeps it in float32."""
     look: Look | None = None
     lower: Callable[[Step], Tensor] | None = None
     """The gradient in fewer numbers, of which `update` takes the sum over micro-batches as well."""
