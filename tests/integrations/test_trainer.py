@@ -283,7 +283,7 @@ DDP = Path(__file__).with_name("trainer_on_ranks.py")
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp16-mixed", "fp8-delayed", "bf16-stochastic", "fp8lm-o2"])
 def test_two_ranks_train_alike_skip_together_and_resume(recipe, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     done = subprocess.run([*command, str(DDP), recipe, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("alike") == 2, done.stdout[-1000:]
