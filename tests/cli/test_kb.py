@@ -272,7 +272,7 @@ def test_export_to_standard_output_and_to_a_file(kb, tmp_path):
     code, out, _ = kb("export", "--format", "csv", "-o", tmp_path / "kb.csv")
     assert code == 0
     assert "wrote" in out
-    assert len(list(csv.DictReader((tmp_path / "kb.csv").open(encoding="utf-8", newline="")))) == 158
+    assert len(list(csv.DictReader(io.StringIO((tmp_path / "kb.csv").read_text(encoding="utf-8"))))) == 158
     code, _, err = kb("export", "--format", "csv", "-o", tmp_path / "no/such/kb.csv")
     assert code == 2
     assert "name a file in a folder that exists" in err
