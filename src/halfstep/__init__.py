@@ -3,6 +3,7 @@
 The public names load what they need when they are first used, so that `import halfstep` imports no torch.
 """
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,9 @@ _HOME = {
     "save_quantized": "halfstep.ops",
 }
 
+_DEPRECATED: dict[str, tuple[str, str]] = {}
+"""An old public name: its new one, and the version that will not have the old one (CONTRIBUTING.md)."""
+
 __all__ = [
     "HalfstepError",
     "LossScaler",
@@ -114,6 +118,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _DEPRECATED:
+        new, version = _DEPRECATED[name]
+        message = f"halfstep.{name} is now halfstep.{new}, and halfstep {version} will not have the old name"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        name = new
     if name in _HOME:
         # Kept: the next use finds it without this function.
         globals()[name] = getattr(import_module(_HOME[name]), name)

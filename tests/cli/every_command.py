@@ -34,6 +34,8 @@ COMMANDS = [
     (["inspect", "a.safetensors", "--html", "a.html"], "lab", 0),
     (["inspect", "a.safetensors", "--plot", "a.png"], "lab", 0),
     (["diff", "a.safetensors", "b.safetensors"], None, 1),
+    (["export", "--list"], None, 0),
+    (["export", "folder", "exported"], "hf", 0),
     (["probe", *PROBED], None, 0),
     (["probe", "folder"], "hf", 0),
     (["scales", *PROBED], None, 0),

@@ -21,7 +21,7 @@ class Tuner(Recording, SFTTrainer):
 def tuned(recipe, model, **more):
     """A trainer that has made eight steps of SGD."""
     with tempfile.TemporaryDirectory() as folder:
-        told = {"optim": "sgd", "learning_rate": 0.5, "bf16": False, "activation_checkpointing": False, **more}
+        told = {"optim": "sgd", "learning_rate": 0.5, "bf16": False, **more}
         args = SFTConfig(**options(folder, **told))
         how = {"train_dataset": dataset(), "processing_class": tokenizer(), "generator": 3, "audit": False}
         trainer = Tuner(model, args, recipe=recipe, **how)

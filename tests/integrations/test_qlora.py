@@ -1,7 +1,9 @@
 """LoRA by PEFT over a base of frozen codes: beside bitsandbytes' 4 bits, saved, resumed, merged."""
 
 import copy
+import json
 import warnings
+from pathlib import Path
 
 import bitsandbytes as bnb
 import pytest
@@ -151,3 +153,13 @@ def test_pefts_own_preparation_changes_no_codes():
     train(model, adamw(model), halfstep.LossScaler(enabled=False), 2)
     for n, buffer in model.get_base_model().named_buffers():
         assert_same(buffer, codes[plain_name(n)])
+
+
+def test_the_page_shows_the_figures_that_were_kept():
+    root = Path(__file__).parents[2]
+    kept = json.loads((root / "benchmarks" / "results" / "qlora.json").read_text())
+    page = (root / "docs" / "integrations.md").read_text()
+    assert len(kept["rows"]) == 7
+    for row in kept["rows"]:
+        losses = f"{row['loss before']:.4f} | {row['loss after']:.4f}"
+        assert f"| {row['base']} | {row['bytes']:,} | {losses} |" in page

@@ -267,6 +267,7 @@ def test_gradient_checkpointing_changes_no_bit(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what it traces
 @pytest.mark.parametrize("recipe", ["bf16-mixed", "fp8-delayed", "bf16-stochastic"])
 def test_a_compiled_model_trains_alike(recipe, tmp_path):
     compiled = trainer(recipe, tmp_path, torch_compile=True, torch_compile_backend="aot_eager", max_steps=2)

@@ -6,6 +6,7 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
 import halfstep
@@ -15,6 +16,7 @@ from tiny import copied
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 QUIET = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
+QUIET |= {"activation_checkpointing": False}  # TRL's arguments have it, by an older name
 STEPS, MICRO, ROWS = 8, 2, 2
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
@@ -40,6 +42,7 @@ def dataset():
 def tokenizer():
     words = {"<pad>": 0, "<end>": 1} | {f"w{i}": i for i in range(2, 64)}
     model = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    model.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>", pad_token="<pad>")
 
 

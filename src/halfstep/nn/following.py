@@ -21,6 +21,7 @@ from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.clock import Clock
 from halfstep.nn.functions import Float32Functions
 from halfstep.nn.outputs import to_float32
+from halfstep.nn.schedule import Schedule
 
 
 _PART = "_halfstep_part"
@@ -31,7 +32,7 @@ class Part:
 
     def __init__(self, model: nn.Module, applied: Applied) -> None:
         self._recipe = applied.recipe.name
-        self._schedule = applied.schedule
+        self.schedule = applied.schedule
         self._backward = (-1, 0)  # the last backward pass that came to an output, and the stage that this is of
         self.follow(applied)
         self._calls: dict[int, int] = {}  # by thread: how deep in calls it is
@@ -58,6 +59,11 @@ class Part:
         the root is in training mode, whatever mode `module` is in."""
         root = self._root()
         return torch.is_grad_enabled() and (module if root is None else root).training
+
+    def evaluates(self, module: nn.Module) -> bool:
+        """Whether the root is in evaluation mode, whatever mode `module` is in, and whether gradients are on or not."""
+        root = self._root()
+        return not (module if root is None else root).training
 
     def is_inside(self, module: nn.Module) -> bool:
         """Whether a call of a part comes from within one that follows the recipe: of the root, of a part around it, or
@@ -118,10 +124,9 @@ class Part:
         if self._clock is not None and root is not None and torch.is_grad_enabled():
             event(self._clock, root)
 
-    def mark(self, output: Any) -> None:
-        """Where the recipe has stages, have a backward pass say from which one the output is that it begins at."""
-        schedule = self._schedule
-        if schedule is None or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    def mark(self, output: Any, schedule: Schedule) -> None:
+        """Have a backward pass say of which stage of the recipe the output is that it begins at."""
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return
         stage = schedule.stage
 
@@ -132,14 +137,13 @@ class Part:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(note)  # type: ignore[no-untyped-call]
 
-    def check_stage(self) -> None:
+    def check_stage(self, schedule: Schedule) -> None:
         """Refuse to compute something again, in a backward pass, in another stage than it was computed in.
 
         Raises:
             RecipeError: this is such a call.
         """
-        schedule = self._schedule
-        if schedule is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return
         (task, stage), now = self._backward, torch._C._current_graph_task_id()
         if now != -1 and now == task and stage != schedule.stage:
@@ -242,11 +246,13 @@ def _root_forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     part = part_of(model)
     if part is None:  # a bound forward that somebody took before `revert`
         return stock(model, *args, **kwargs)
-    part.check_stage()
+    if part.schedule is not None:
+        part.check_stage(part.schedule)
     with part.entered(model):
         output = stock(model, *args, **kwargs)
     output = to_float32(output)
-    part.mark(output)
+    if part.schedule is not None:
+        part.mark(output, part.schedule)
     return output
 
 
@@ -255,7 +261,8 @@ def _part_forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     part = part_of(module)
     if part is None:
         return stock(module, *args, **kwargs)
-    part.check_stage()
+    if part.schedule is not None:
+        part.check_stage(part.schedule)
     if part.is_inside(module):
         if not part.functions:
             return stock(module, *args, **kwargs)

@@ -13,8 +13,9 @@ from halfstep import ops
 from halfstep.errors import CheckpointError
 from halfstep.nn.adopt import extend
 from halfstep.nn.scaling import accept_factors, states_of
+from halfstep.ops.few_rows import StoredWeight
 from halfstep.ops.linear import product_dtype
-from halfstep.ops.operand import Operand, decoded, just_in_time, operand, stored
+from halfstep.ops.operand import Operand, just_in_time, operand, stored
 from halfstep.ops.places import Layout, rounded
 from halfstep.ops.read_only import read_only
 from halfstep.quant import Quantizer
@@ -63,24 +64,24 @@ class Stored:
         return torch.stack(matrices) if stacked else matrices[0].contiguous()
 
 
-def quantized_weight(module: Any, name: str, x: Tensor, expert: int | None = None) -> Operand:
+def quantized_weight(module: Any, name: str, x: Tensor, expert: int | None = None) -> Operand | StoredWeight:
     """The layer's parameter of that name, or one expert's, for a product with x: rounded, laid out as it was.
 
-    From its codes, or from its values where it stays whole because another module has it too.
+    Its codes, or what its values are rounded to where it stays whole because another module has it too.
     """
     dtype, entry = product_dtype(x), module._halfstep_stored[name]
+    if isinstance(entry, Stored):
+        codes = StoredWeight(_quantized(module, entry, expert), dtype)
+        return codes.t() if entry.weight.transposed else codes
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        if isinstance(entry, Stored):
-            matrix, flipped = decoded(_quantized(module, entry, expert), dtype), entry.weight.transposed
-        else:
-            whole, quantizer, flipped = getattr(module, name), module._halfstep_linear.output.rhs, entry.transposed
-            if entry.layout is not None:
-                state = just_in_time(whole, quantizer, states_of(module, entry.product).get("weight"))
-                return rounded(whole, entry.layout, quantizer, dtype, state)
-            plain = whole if expert is None else whole[expert]
-            plain = plain.t() if flipped else plain
-            state = just_in_time(plain, quantizer, states_of(module, entry.product).get("weight"))
-            matrix = operand(plain, quantizer, dtype, state)
+        whole, quantizer, flipped = getattr(module, name), module._halfstep_linear.output.rhs, entry.transposed
+        if entry.layout is not None:
+            state = just_in_time(whole, quantizer, states_of(module, entry.product).get("weight"))
+            return rounded(whole, entry.layout, quantizer, dtype, state)
+        plain = whole if expert is None else whole[expert]
+        plain = plain.t() if flipped else plain
+        state = just_in_time(plain, quantizer, states_of(module, entry.product).get("weight"))
+        matrix = operand(plain, quantizer, dtype, state)
     return matrix.t() if flipped else matrix
 
 

@@ -15,6 +15,7 @@ from halfstep.kernels import scaled_mm
 from halfstep.kernels.cpu import whole_mm
 from halfstep.kernels.cpu.clamp_operators import estimate
 from halfstep.ops.casts import decode
+from halfstep.ops.few_rows import StoredWeight, few_rows_product, supports
 from halfstep.ops.folding import folded, folds, is_sparse, rest_of, restored, sparse_sum
 from halfstep.ops.function import no_autocast, run
 from halfstep.ops.matmul import matmul
@@ -45,13 +46,14 @@ class RoundedWeight:
 
 def linear(
     x: Tensor,
-    weight: Tensor | Operand | RoundedWeight,
+    weight: Tensor | Operand | StoredWeight | RoundedWeight,
     bias: Tensor | None,
     spec: LinearSpec,
     states: States | None = None,
     record: bool = False,
     channels: Tensor | None = None,
     keeping: Keeping | None = None,
+    evaluates: bool = False,
 ) -> Tensor:
     """y = x w^T + b, whose forward product and whose two backward products round their operands as `spec` says.
 
@@ -60,17 +62,18 @@ def linear(
     An operand that both of its products round alike, with one scale or square tiles, is rounded once.
 
     Args:
-        weight: an `Operand` is one that is rounded already, for inference: its layer has no gradients. What
-            `rounded_weight` made is rounded already too, and has them.
+        weight: an `Operand` or a `StoredWeight` is one that is rounded already, for inference: its layer has no
+            gradients. What `rounded_weight` made is rounded already too, and has them.
         states: where the spec has stateful scalings, their states; `nn.apply` keeps them beside the module.
         record: raise this step's amaxes in the states. False for evaluation, which must not move them.
         channels: x comes multiplied by it, a power of two a channel (in); what x is rounded to is divided by it, which
             is exact, and the weight is rounded as it is.
         keeping: where the recipe keeps `operands` in few bits: x is kept as its codes, and the weight is rounded again.
+        evaluates: the model is in evaluation, whose products of few rows have an order of their own (`ops.few_rows`).
 
     Raises:
-        ModelError: the weight is an `Operand` and x requires a gradient; a weight that is to be rounded is a shard, or
-            another library's tensor.
+        ModelError: the weight is an `Operand` or a `StoredWeight` and x requires a gradient; a weight that is to be
+            rounded is a shard, or another library's tensor.
         RecipeError: `channels` beside a Hadamard transform of the forward product, which mixes them.
     """
     if channels is not None and spec.output.hadamard is not None:
@@ -79,15 +82,15 @@ def linear(
             "(smooth_glu = 'channel'): it mixes the channels. Rotate the backward products alone, or take "
             "smooth_glu = 'token'"
         )
-    if isinstance(weight, Operand):
-        return _infer(x, weight, bias, spec.output, (states or {}).get("input"), channels)
+    if isinstance(weight, Operand | StoredWeight):
+        return _infer(x, weight, bias, spec.output, (states or {}).get("input"), channels, evaluates)
     once_for_all = weight if isinstance(weight, RoundedWeight) else None
     weight = weight.weight if isinstance(weight, RoundedWeight) else values_of(weight)
     if spec.rounds:
         check_plain(weight)
         function = _Rounded if torch.compiler.is_compiling() else _Eager
         keeping = keeping if keeping is not None and _keeps(keeping) else None
-        options = spec, states or {}, record, channels, once_for_all, keeping
+        options = spec, states or {}, record, channels, once_for_all, keeping, evaluates
         return run(function, x, weight, bias, *options)[0]  # type: ignore[no-any-return]
     if channels is not None:
         x = x * channels.reciprocal().to(x.dtype)
@@ -136,11 +139,12 @@ def _keeps(keeping: Keeping) -> bool:
 
 def _infer(
     x: Tensor,
-    weight: Operand,
+    weight: Operand | StoredWeight,
     bias: Tensor | None,
     product: Matmul,
     state: Tensor | None,
     channels: Tensor | None,
+    evaluates: bool,
 ) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
         raise ModelError(
@@ -151,7 +155,7 @@ def _infer(
     dtype, rows = product_dtype(x), matrix(x)
     with torch.autocast(x.device.type, enabled=False):
         lhs = operand(rows, product.lhs, dtype, just_in_time(rows, product.lhs, state)).over(channels, dtype)
-        y = _product(lhs, weight.t(), bias, dtype, product, rows.shape[1])
+        y = _forward_product(lhs, weight, bias, dtype, product, rows.shape[1], evaluates)
     return unflatten(y, x)
 
 
@@ -173,6 +177,7 @@ class _Rounded(Once):
         channels: Tensor | None,
         rounded: RoundedWeight | None,
         keeping: Keeping | None,
+        evaluates: bool,
     ) -> tuple[Tensor | None, ...]:
         dtype, rows, codes = product_dtype(x), matrix(x), None
         saved = spec.input_codes if keeping is not None and weight.requires_grad else None
@@ -186,7 +191,8 @@ class _Rounded(Once):
                 rhs = rounded.output
             else:
                 rhs = operand(weight, spec.output.rhs, dtype, states.get("weight"), record, signs)
-            y = _product(lhs.over(channels, dtype), rhs.t(), bias, dtype, spec.output, rows.shape[1])
+            over = lhs.over(channels, dtype)
+            y = _forward_product(over, rhs, bias, dtype, spec.output, rows.shape[1], evaluates)
             # What a backward product takes as the forward did is kept so; what it rounds anew, as it came.
             x_kept = kept(lhs, rows, spec.grad_weight.rhs, "input" in spec.anew, dtype)
             again = rounded is not None or (keeping is not None and _rounds_again(weight, spec))
@@ -199,7 +205,7 @@ class _Rounded(Once):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        x, weight, bias, ctx.spec, ctx.states, ctx.record, channels, ctx.rounded, keeping = inputs
+        x, weight, bias, ctx.spec, ctx.states, ctx.record, channels, ctx.rounded, keeping, _ = inputs
         _, anchor, x_kept, x_scale, weight_kept, weight_scale, *rests = output
         ctx.dtype, ctx.shape = product_dtype(x), x.shape
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -215,7 +221,7 @@ class _Rounded(Once):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         options = (ctx.needs_input_grad[:3], ctx.spec, ctx.states, ctx.record, ctx.dtype, ctx.shape, ctx.dtypes)
-        return *once(_form, grads[0], *ctx.saved_tensors, *options, ctx.rounded, ctx.again), *[None] * 6
+        return *once(_form, grads[0], *ctx.saved_tensors, *options, ctx.rounded, ctx.again), *[None] * 7
 
 
 class _Eager(Backwards, _Rounded):
@@ -325,6 +331,24 @@ def _rounds_again(weight: Tensor, spec: LinearSpec) -> bool:
 def _down(quantizer: Quantizer | None) -> Quantizer | None:
     """The quantizer of an operand whose shared dimension is its first: its tiles run down the columns."""
     return None if quantizer is None else quantizer.down
+
+
+def _forward_product(
+    lhs: Operand,
+    weight: Operand | StoredWeight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    product: Matmul,
+    shared: int,
+    evaluates: bool,
+) -> Tensor:
+    """lhs times the transpose of the weight (out, in)."""
+    shape = weight.shape
+    if evaluates and supports(lhs, shape, product):
+        multiplier = None if product.multiplier is None else product.multiplier.of(len(lhs.values), shared, shape[0])
+        return few_rows_product(lhs, weight, bias, dtype, multiplier)
+    matrix = weight.operand() if isinstance(weight, StoredWeight) else weight
+    return _product(lhs, matrix.t(), bias, dtype, product, shared)
 
 
 def _product(

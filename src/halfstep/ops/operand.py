@@ -42,6 +42,11 @@ class Operand:
     scale: Tensor | None = None
     remainder: Remainder | None = None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns."""
+        return tuple(self.values.shape)
+
     def t(self) -> Operand:
         """The transposed matrix."""
         rest = None if self.remainder is None else self.remainder.t()
@@ -213,7 +218,7 @@ def stored(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> Quan
         )
     quantizer = quantizer.plain
     if quantizer.stateful is None:
-        return _known(quantize(x, replace(quantizer, outliers=None) if _is_whole(quantizer) else quantizer))
+        return _known(quantize(x, replace(quantizer, outliers=None) if is_whole(quantizer) else quantizer))
     rounded = operand(x, quantizer, torch.float32, just_in_time(x, quantizer, state)).widened(torch.float32)
     codes = quantize(rounded.values, Quantizer(quantizer.format)).codes
     assert rounded.scale is not None
@@ -244,8 +249,8 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
     native = scaled_mm.native_dtype(quantizer, quantized.codes.device)
     if native is not None:
         scale = scales.rule.multiplier(quantized.tensors, format).float()
-        return Operand(quantized.codes.view(native), scale.view(()) if _is_whole(quantizer) else scale)
-    if _is_whole(quantizer):
+        return Operand(quantized.codes.view(native), scale.view(()) if is_whole(quantizer) else scale)
+    if is_whole(quantizer):
         unscaled = Quantized(Quantizer(format), quantized.shape, quantized.dtype, {"codes": quantized.codes})
         scale = scales.rule.multiplier(quantized.tensors, format).view(())
         into = carrier(format, dtype)
@@ -356,7 +361,7 @@ def _upright(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Tenso
     return made.t(), noted
 
 
-def _is_whole(quantizer: Quantizer) -> bool:
+def is_whole(quantizer: Quantizer) -> bool:
     """Whether one factor multiplies the whole tensor, and enters the product instead of the values."""
     scales = quantizer.scales
     if scales is None or scales.tile != TENSOR:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.errors import ModelError
 
@@ -17,13 +17,13 @@ _IN_PLACE = {
         "idiv", "setitem",
     )
 }  # fmt: skip
-_ALIASES = (Tensor.data.__get__, Tensor.detach)  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _HARMLESS = ("requires_grad_", "retain_grad_")
 
 
-class ReadOnly(Tensor):
-    """A tensor in whose place nothing is written: functions of it give plain tensors, and in-place ones are refused."""
+class ReadOnly(nn.Parameter):
+    """A parameter to whoever reads it, in whose place nothing is written: functions of it give plain tensors and
+    read-only views, in-place ones are refused, and copies are plain."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,7 +38,21 @@ class ReadOnly(Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        return result.as_subclass(cls) if func in _ALIASES else result
+        alias = isinstance(result, Tensor) and any(_shares(result, arg) for arg in args if isinstance(arg, cls))
+        return result.as_subclass(cls) if alias else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied: Tensor = memo.setdefault(id(self), self.as_subclass(Tensor).clone())
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _shares(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors lie in the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
 
 
 def read_only(values: Tensor) -> ReadOnly:

@@ -170,9 +170,14 @@ def decoding_scalars(format: Float | Integer) -> Scalars:
     return tuple(np.uint32(number & elements._ALL) for number in numbers)
 
 
+def are_halves(format: Float) -> bool:
+    """Whether `half_of` knows codes of the format."""
+    return format.exponent_bits <= 5 and format.bits <= 8 and format.specials != "fnuz"
+
+
 def _half_codes(format: Float, infinity: int, magnitude: int) -> int:
     """The largest code that `half_of` may be given: all have their own meaning where it has float16's exponents."""
-    if format.exponent_bits > 5 or format.bits > 8 or format.specials == "fnuz":
+    if not are_halves(format):
         return 0
     if format.exponent_bits == 5:
         return magnitude if format.specials == "ieee" else infinity - 1

@@ -100,7 +100,7 @@ def _trace(context: Any, builder: Any, numba_type: Any, value: Any, start: Any, 
     if isinstance(numba_type, types.Array):
         place = _place(context, builder, numba_type, value, start, count)
         return Run(builder, builder.load(place[0], align=place[1]), numba_type.dtype)
-    return Run(builder, _spread(builder, value, count), numba_type)
+    return Run(builder, spread(builder, value, count), numba_type)
 
 
 def _place(context: Any, builder: Any, array: Any, value: Any, start: Any, count: int) -> tuple[Any, int]:
@@ -111,7 +111,7 @@ def _place(context: Any, builder: Any, array: Any, value: Any, start: Any, count
     return pointer, element.get_abi_size(context.target_data)
 
 
-def _spread(builder: Any, value: Any, count: int) -> Any:
+def spread(builder: Any, value: Any, count: int) -> Any:
     vector = ir.VectorType(value.type, count)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(WIDTHS[32], 0))
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(WIDTHS[32], count), None))
@@ -124,7 +124,7 @@ def fill(context: Any, array: Any, start: Any, value: Any, levels: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         pointer, align = _place(context, builder, array, values[0], values[1], count)
-        builder.store(_spread(builder, values[2], count), pointer, align=align)
+        builder.store(spread(builder, values[2], count), pointer, align=align)
         return context.get_dummy_value()
 
     return types.void(array, start, value, levels), code

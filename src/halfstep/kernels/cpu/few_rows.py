@@ -1,0 +1,266 @@
+"""Products of a few rows with a weight that is read as it is stored: a token's, when a quantised model generates text.
+
+Such a product takes as long as its weight takes to be read, so codes are decoded on their way into the sum and never
+written as values. The same loop takes values in 32 or 16 bits, in the same order: evaluation under a recipe, whose
+weights are rounded values, and inference from codes give the same bits (`ops/few_rows.py`).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from numpy.typing import NDArray
+from torch import Tensor
+
+from halfstep.formats import Codebook, Float, Format, ocp
+from halfstep.kernels.cpu import element_codes, packing
+from halfstep.kernels.cpu.arrays import array, plain
+from halfstep.kernels.cpu.compiled import Kernel, inner, inner_overload
+from halfstep.kernels.cpu.dots import STEP, dots
+from halfstep.kernels.cpu.lanes import lanes, nearest_as
+from halfstep.quant.quantizer import Quantizer
+from halfstep.quant.scaling import Scaling
+from halfstep.quant.tile import TENSOR, Tile
+
+
+ROWS = 8
+"""At most so many rows are few: with more of them the decoded weight pays for itself."""
+_GROUP = 64  # rows of a weight that a thread takes at a time
+_TOGETHER = {1: 4, 4: 2}  # rows of a weight that are read side by side, by how many rows they are multiplied with
+_SPEED = 32  # elements of a weight in the time of one that is rounded, by which `Kernel` knows what threads are worth
+_LARGEST = np.uint32(127 + 100 << 23)  # of scales, as bits: a product with any code is then far from infinity
+
+
+def knows(quantizer: Quantizer, rows: int, columns: int) -> bool:
+    """Whether kernels here read a weight of that shape in the codes of this quantizer, or of one whose stateful scaling
+    has become a number: FP8, FP4 and codebooks of 4 bits, with scales of tiles whose sides are powers of two."""
+    scales = quantizer.scales
+    if rows < max(_TOGETHER.values()) or columns % STEP or quantizer.clamp is not None or quantizer.by_rows:
+        return False
+    if not _known_format(quantizer.format):
+        return False
+    if scales is None or quantizer.stateful is not None:
+        return scales is None or scales.tile == TENSOR
+    if scales.tile == TENSOR and scales.rule.factor(torch.ones(()), quantizer.format) is not None:
+        return True
+    if quantizer.outliers is not None or quantizer.inner is not None or not _known_rule(scales.rule):
+        return False
+    return _shift(scales.tile.rows) is not None and (_shift(scales.tile.columns) or 0) >= 4
+
+
+def _known_format(format: Format) -> bool:
+    if format.bits == 4:
+        return isinstance(format, Float | Codebook)
+    return isinstance(format, Float) and format.bits == 8 and element_codes.are_halves(format)
+
+
+def _known_rule(rule: Scaling) -> bool:
+    return (
+        rule.exact or rule.two_level or ((rule.quotient or rule.multiplies) and rule.layout((1, 1)).keys() == {"scale"})
+    )
+
+
+def _shift(side: int) -> int | None:
+    """The binary logarithm of a tile's side, where it has one: 63 of the whole dimension."""
+    return 63 if side == 0 else side.bit_length() - 1 if side & (side - 1) == 0 else None
+
+
+def supports(x: Tensor, out: Tensor, weight: Tensor, scale: Tensor | None = None) -> bool:
+    """Whether these lie in memory as `run` and `run_values` take them: plain CPU tensors."""
+    wide = (torch.float32, torch.bfloat16, torch.float16)
+    dtypes = (torch.uint8,) if weight.dtype == torch.uint8 else wide
+    scales = scale is None or plain(scale, torch.float32, torch.uint8)
+    return plain(x, torch.float32) and plain(out, *wide) and plain(weight, *dtypes) and scales
+
+
+def run(
+    x: Tensor, codes: Tensor, scale: Tensor | None, quantizer: Quantizer, times: float | None, bias: Tensor | None,
+    out: Tensor,
+) -> bool:  # fmt: skip
+    """Write x (rows, in), float32, times the transpose of a weight (out, in), times `times`, plus bias (out), float32,
+    each rounded once in float32 and the last to its dtype, to `out` (rows, out).
+
+    Args:
+        codes: (out, packed in), bytes.
+        scale: of tiles, as stored; None where none is, or where the whole tensor has one, which belongs to `times`.
+
+    Returns:
+        False where codes are not finite, or scales so large that a value may be infinite: what was written is then not
+        the product.
+    """
+    format, tile = quantizer.format, Tile(0, 0)
+    scales: tuple[Any, ...] = (None,) * 4
+    if scale is not None:
+        assert quantizer.scales is not None
+        tile = quantizer.scales.tile
+        scales = array(scale, scale.dtype), *_table(quantizer.scales.rule), np.int64(scale.shape[1])
+    shifts = np.int64(_shift(tile.rows) or 0), np.int64(_shift(tile.columns) or 0)
+    meaning = _meaning(format)
+    mask = np.uint8(0x7F) if format.bits == 8 and meaning[-1] < 0x7F else None
+    return _run(x, array(codes), (meaning, packing.shifts(format), mask), scales, shifts, times, bias, out)
+
+
+def run_values(x: Tensor, weight: Tensor, times: float | None, bias: Tensor | None, out: Tensor) -> None:
+    """The same of a weight (out, in) of values: float32, bfloat16 or float16."""
+    none = np.int64(0), np.int64(0)
+    _run(x, array(weight), (None,) * 3, (None,) * 4, none, times, bias, out)
+
+
+def factor(scale: Tensor | None, multiplier: float | None) -> float | None:
+    """What `run` takes as `times`: a float32 scalar times a number."""
+    if scale is None:
+        return multiplier
+    return float(scale if multiplier is None else scale * multiplier)
+
+
+def _run(
+    x: Tensor, weight: Any, code: Any, scales: Any, shifts: Any, times: float | None, bias: Tensor | None, out: Tensor
+) -> bool:
+    (rows, columns), across = x.shape, out.shape[1]
+    ms = 1 if rows == 1 else 4
+    if rows % ms:
+        x = torch.cat([x, x.new_zeros(ms - rows % ms, columns)])
+    strange = np.zeros(-(-across // _GROUP), np.uint8)
+    half = np.uint8(code[0][-1]) if code[2] is not None else np.uint8(255)
+    _products(
+        columns * across // _SPEED, array(x, torch.float32), columns, weight, *code, half, *scales, *shifts,
+        (np.uint32(0),) * _TOGETHER[ms], (np.uint32(0),) * ms,
+        None if times is None else np.float32(times),
+        None if bias is None else array(bias, torch.float32), array(out).reshape(rows, across), strange,
+    )  # fmt: skip
+    return not strange.any()
+
+
+@cache
+def _meaning(format: Format) -> Any:
+    """What codes are: of 4 bits, their values, else the numbers of their decoding."""
+    if format.bits == 4:
+        return tuple(np.float32(value) for value in element_codes.table(format, torch.float32).tolist())
+    assert isinstance(format, Float)
+    return element_codes.decoding_scalars(format)
+
+
+def _table(rule: Scaling) -> tuple[NDArray[np.float32] | None, Any]:
+    """The values of bytes that are scales, where they are; and the largest stored number that is usual."""
+    if rule.exact:
+        return _powers(), np.uint8(127 + 100)
+    if rule.two_level:
+        return _e4m3(), np.uint8(0x7E)
+    return None, _LARGEST
+
+
+@cache
+def _powers() -> NDArray[np.float32]:
+    table = np.ldexp(1.0, np.arange(-127, 129))
+    table[255] = np.nan
+    return table.astype(np.float32)
+
+
+@cache
+def _e4m3() -> NDArray[np.float32]:
+    return element_codes.table(ocp.float8_e4m3fn, torch.float32).numpy()
+
+
+@lanes("largest")
+def _larger(largest, scale):
+    """Of bytes, or of the bits of float32 numbers: a sign is larger than all of them."""
+    return largest.max(scale.bits() if scale.is_float else scale)
+
+
+@lanes("like")
+def _finished(total, times, bias, like):
+    y = total if times is None else total * times
+    return nearest_as(y if bias is None else y + bias, like)
+
+
+@inner
+def _largest(scales, largest):
+    for i in range(scales.size):
+        largest = _larger(largest, scales[i])
+    return largest
+
+
+def tiles_of(stored: Any, table: Any, row: Any, across: Any, down: Any, right: Any) -> Any:
+    """In kernels: what `dots` takes of the scales, from a row on."""
+    raise NotImplementedError
+
+
+@inner_overload(tiles_of)
+def _tiles_of(stored, table, row, across, down, right):
+    if isinstance(stored, types.NoneType):
+        return lambda stored, table, row, across, down, right: None
+    return lambda stored, table, row, across, down, right: (stored, table, row, across, down, right)
+
+
+def are_usual(stored: Any, most: Any, across: Any, down: Any, first: Any, last: Any) -> Any:
+    """In kernels: whether the scales of some rows are numbers, and none is so large that a value may be infinite."""
+    raise NotImplementedError
+
+
+@inner_overload(are_usual)
+def _are_usual(stored, most, across, down, first, last):
+    if isinstance(stored, types.NoneType):
+        return lambda stored, most, across, down, first, last: True
+
+    def usual(stored, most, across, down, first, last):
+        part = stored[(first >> down) * across : ((last >> down) + 1) * across]
+        return _largest(part, most) == most
+
+    return usual
+
+
+@inner
+def _rows(weight, meaning, packed, mask, tiles, x, columns, first, js, ms, times, bias, out, found):
+    """Some rows of the weight, side by side, with all rows of x; the largest of their codes."""
+    most = np.uint8(0)
+    for m in range(0, out.shape[0], len(ms)):
+        rows = x[m * columns :]
+        worst = dots(weight, first * columns, columns, meaning, packed, mask, tiles, rows, columns, js, ms, found)
+        most = max(most, worst)
+        for j in range(len(js)):
+            for row in range(m, min(m + len(ms), out.shape[0])):
+                total = found[j * len(ms) + row - m]
+                like = out[row, first + j]
+                if bias is None:
+                    out[row, first + j] = _finished(total, times, None, like)
+                else:
+                    out[row, first + j] = _finished(total, times, bias[first + j], like)
+    return most
+
+
+@Kernel
+def _products(
+    x, columns, weight, meaning, packed, mask, half, stored, table, usual, across, down, right, js, ms, times, bias,
+    out, strange,
+):  # fmt: skip
+    for group in numba.prange(strange.size):
+        start = group * _GROUP
+        stop = min(start + _GROUP, out.shape[1])
+        found = np.empty(len(js) * len(ms), np.float32)
+        most = np.uint8(0)
+        for j in range(start, stop, len(js)):
+            first = min(j, out.shape[1] - len(js))  # the last rows may be computed twice, to the same end
+            tiles = tiles_of(stored, table, first, across, down, right)
+            worst = _rows(weight, meaning, packed, mask, tiles, x, columns, first, js, ms, times, bias, out, found)
+            most = max(most, worst)
+        if most > half or not are_usual(stored, usual, across, down, start, stop - 1):
+            strange[group] = 1
+
+
+def _in_a_graph(
+    x: Tensor, values: Tensor, scale: Tensor | None, multiplier: float | None, bias: Tensor | None, out: Tensor
+) -> None:
+    run_values(x, values, factor(scale, multiplier), bias, out)
+
+
+_LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
+_LIBRARY.define(
+    "few_rows(Tensor x, Tensor values, Tensor? scale, float? multiplier, Tensor? bias, Tensor(a!) out) -> ()"
+)
+_LIBRARY.impl("few_rows", _in_a_graph, "CompositeExplicitAutograd")
+_LIBRARY.impl("few_rows", lambda *arguments: None, "Meta")

@@ -1,0 +1,190 @@
+"""Products of a few rows: inference from codes computes what evaluation under the recipe computes, bit for bit."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+import halfstep
+from families import slow_unless
+from halfstep import formats
+from halfstep.kernels.cpu import few_rows
+from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
+from halfstep.quant.scaling import get_scaling
+from halfstep.recipe import Recipe, Rule, linear_spec
+from tiny import assert_same
+
+
+pytestmark = pytest.mark.usefixtures("products")
+COLUMNS, ACROSS = 96, 70  # whole runs of columns; rows of the weight that fill no group, and no four
+E4M3 = formats.get("e4m3fn")
+KNOWN = {
+    **{name: get_quantizer(name) for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "nvfp4", "fp8_128x128")},
+    "nf4": get_quantizer("nf4", scale="absmax"),
+    "plain": Quantizer(E4M3),
+    "tensor": Quantizer(E4M3, scales=Scales(Tile(0, 0), get_scaling("current"))),
+    "row": Quantizer(E4M3, scales=Scales(Tile(1, 0), get_scaling("current"))),
+    "pair of rows": Quantizer(E4M3, scales=Scales(Tile(2, 16), get_scaling("rceil"))),
+}
+UNKNOWN = {
+    "posit": Quantizer(formats.get("posit8_1")),
+    "mxfp6": get_quantizer("mxfp6_e2m3"),
+    "three rows": Quantizer(E4M3, scales=Scales(Tile(3, 32), get_scaling("rceil"))),
+    "outliers": Quantizer(E4M3, scales=Scales(Tile(1, 32), get_scaling("absmax")), outliers=0.3),
+}
+
+
+def made(quantizer, compute="fp32"):
+    return Recipe("made", "", "", compute=compute, rules=(Rule("*", linear_spec(quantizer, quantizer, quantizer)),))
+
+
+def both(quantizer, compute="fp32", layer=None):
+    """A layer that is quantised for inference, and one that follows the recipe, in evaluation."""
+    torch.manual_seed(0)
+    layer = layer or nn.Linear(COLUMNS, ACROSS)
+    model, twin = nn.Sequential(layer), nn.Sequential(copy.deepcopy(layer))
+    halfstep.quantize_model(model, made(quantizer, compute))
+    halfstep.apply(twin, made(quantizer, compute))
+    return model, twin.eval()
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """How many products the kernel has formed, from codes, and from values."""
+    calls = {"run": 0, "run_values": 0}
+
+    def counted(name, function):
+        def call(*arguments):
+            calls[name] += 1
+            return function(*arguments)
+
+        return call
+
+    for name in calls:
+        monkeypatch.setattr(few_rows, name, counted(name, getattr(few_rows, name)))
+    return calls
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize("compute", slow_unless("bf16".__eq__, ["bf16", "fp32"]))
+def test_codes_give_what_values_give(kind, compute, read):
+    model, twin = both(KNOWN[kind], compute)
+    for rows in (1, 3, 8):
+        x = torch.randn(rows, COLUMNS)
+        before = dict(read)
+        y, expected = model(x), twin(x)
+        assert_same(y, expected)
+        assert read == {name: count + 1 for name, count in before.items()}
+        exact = twin(x.repeat(9, 1))[:rows]  # the product of many rows
+        torch.testing.assert_close(y, exact, rtol=2.0**-7 if compute == "bf16" else 2.0**-18, atol=1e-2)
+    assert_same(model(x.repeat(9, 1)), twin(x.repeat(9, 1)))
+    assert read == {"run": 3, "run_values": 3}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_what_the_kernel_does_not_know_goes_as_before(kind, read):
+    model, twin = both(UNKNOWN[kind])
+    x = torch.randn(2, COLUMNS)
+    assert_same(model(x), twin(x))
+    assert read == {"run": 0, "run_values": 0}
+
+
+@pytest.mark.parametrize("shape", [(95, 70), (16, 70), (96, 3), (96, 4), (160, 65)])
+def test_shapes(shape, read):
+    model, twin = both(KNOWN["tensor"], layer=nn.Linear(*shape))
+    x = torch.randn(2, shape[0])
+    assert_same(model(x), twin(x))
+    known = shape[0] % 32 == 0 and shape[1] >= 4
+    assert read == {"run": known, "run_values": known}
+    assert model(torch.randn(0, shape[0])).shape == (0, shape[1])
+
+
+@pytest.mark.parametrize("kind", ["mxfp8_e4m3", "nvfp4", "nf4", "tensor", "fp8_128x128"])
+def test_hard_inputs(kind):
+    """NaN, infinities, subnormal numbers and signed zeros; rows of zeros; columns that lie far apart in memory."""
+    model, twin = both(KNOWN[kind])
+    hard = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1e38, -3e38, 1.0, -1.0]).repeat(12)
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0]).repeat(24)
+    for x in (hard, special, torch.zeros(COLUMNS), torch.randn(COLUMNS, 3).t(), torch.randn(4, 2 * COLUMNS)[:, ::2]):
+        assert_same(model(x), twin(x))
+
+
+@pytest.mark.parametrize("kind", ["mxfp8_e4m3", "mxfp8_e5m2", "nvfp4", "nf4", "fp8_128x128", "plain"])
+@pytest.mark.parametrize("weight", [torch.nan, torch.inf, 3e38, 1e-40, 0.0])
+def test_hard_weights(kind, weight):
+    """Codes and scales that are not numbers, and scales at both ends of float32, in one block of the weight."""
+    layer = nn.Linear(COLUMNS, ACROSS)
+    with torch.no_grad():
+        layer.weight[5, 32:64] = weight
+        layer.weight[9] = 0.0
+    if KNOWN[kind].format.has_nan or KNOWN[kind].scales is not None:
+        model, twin = both(KNOWN[kind], layer=layer)
+        x = torch.randn(2, COLUMNS)
+        y, expected = model(x), twin(x)
+        assert torch.equal(y.isnan(), expected.isnan())
+        assert_same(y.nan_to_num(), expected.nan_to_num())
+        assert y.isfinite()[:, 9].all() or kind == "fp8_128x128"  # row 9 is in the same tile
+
+
+def test_every_code(read):
+    """Those that are not finite make the kernel refuse, and the values are read instead."""
+    model, _ = both(KNOWN["plain"])
+    every = torch.arange(COLUMNS * ACROSS).to(torch.uint8).view(ACROSS, COLUMNS)
+    x = torch.randn(1, COLUMNS)
+    for codes in (every, every.where((every & 0x7F) != 0x7F, 0)):
+        model[0].weight_codes.copy_(codes)
+        x_rounded = x.to(torch.float8_e4m3fn).double()
+        exact = x_rounded @ codes.view(torch.float8_e4m3fn).double().t() + model[0].bias
+        torch.testing.assert_close(model(x).double(), exact, rtol=1e-5, atol=1e-2, equal_nan=True)
+    assert read == {"run": 2, "run_values": 1}
+
+
+def test_training_and_gradients_are_as_before(read):
+    """Training sums as it did; evaluation with gradients gives what it gives without."""
+    _, twin = both(KNOWN["mxfp8_e4m3"])
+    x = torch.randn(2, COLUMNS, requires_grad=True)
+    twin.train()(x).sum().backward()
+    assert read == {"run": 0, "run_values": 0}
+    grad, x.grad = x.grad, None
+    y = twin.eval()(x)
+    y.sum().backward()
+    assert_same(x.grad, grad)
+    with torch.no_grad():
+        assert_same(twin(x), y.detach())
+    assert read == {"run": 0, "run_values": 2}
+
+
+def test_a_transposed_weight_and_no_bias(read):
+    model, twin = both(KNOWN["mxfp8_e4m3"], "bf16", Conv1D(ACROSS, COLUMNS))
+    x = torch.randn(1, 2, COLUMNS)
+    assert_same(model(x), twin(x))
+    model, twin = both(KNOWN["nvfp4"], "bf16", nn.Linear(COLUMNS, ACROSS, bias=False))
+    assert_same(model(x), twin(x))
+    assert read == {"run": 2, "run_values": 2}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+@pytest.mark.parametrize("kind", slow_unless("tensor".__eq__, ["tensor", "mxfp8_e4m3", "nvfp4"]))
+def test_a_traced_graph_gives_the_same(kind, read):
+    torch._dynamo.reset()
+    model, _ = both(KNOWN[kind], "bf16")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, COLUMNS)
+    with torch.no_grad():
+        assert_same(compiled(x), model(x))
+    assert read == {"run": 1, "run_values": 1}
+
+
+def test_threads_do_not_change_a_sum():
+    model, _ = both(KNOWN["tensor"], layer=nn.Linear(1024, 1200))
+    x, threads = torch.randn(1, 1024), torch.get_num_threads()
+    try:
+        results = []
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            results.append(model(x))
+    finally:
+        torch.set_num_threads(threads)
+    assert_same(*results)
