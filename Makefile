@@ -4,7 +4,7 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install dev demo test test-cpus test-slow mutants check lint docs claims bench bench-domains bench-which-bf16 bench-fp8 exhaustive clean
+.PHONY: install dev demo test test-cpus test-slow mutants check lint docs claims release bench bench-domains bench-which-bf16 bench-fp8 exhaustive clean
 
 install: $(VENV)/.lab
 dev: $(VENV)/.dev
@@ -26,6 +26,9 @@ test-cpus: dev
 test-slow: dev
 	$(BIN)/python -m pytest -m slow
 
+release: dev
+	$(BIN)/python tests/release.py --pip-flags '$(PIP_FLAGS)' $(RELEASE)
+
 mutants: dev
 	$(BIN)/python tests/mutants.py
 
@@ -36,11 +39,11 @@ lint: dev
 
 check: lint test
 
-docs: install
+docs: dev
 	$(BIN)/halfstep claims --markdown > docs/claims.md
 	$(BIN)/halfstep kb validate
-	mkdir -p docs/_build
-	$(BIN)/halfstep kb export --format html --output docs/_build/knowledge_base.html
+	$(BIN)/python docs/build.py
+	$(BIN)/halfstep site docs/_build/site/tools.html
 
 claims: install
 	$(BIN)/halfstep claims --check

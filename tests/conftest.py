@@ -1,7 +1,10 @@
 """What every test starts from: a fixed seed, no deadlines (no clock in a test), one thread, this machine's CPU."""
 
 import gc
+import shutil
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,3 +89,23 @@ def run(monkeypatch, capsys):
         return stopped.value.code or 0, captured.out, captured.err
 
     return command
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A headless Chromium, driven by selenium, that reports every request and every line of its console."""
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not (chromium and driver):
+        pytest.skip("no chromium and chromedriver on PATH: the page is not tried in a browser")
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    profile = tempfile.mkdtemp()
+    flags = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
+    for flag in [*flags.split(), "disable-component-update", "disable-sync", f"user-data-dir={profile}"]:
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    running = webdriver.Chrome(service=webdriver.ChromeService(driver), options=options)
+    yield running
+    running.quit()
+    shutil.rmtree(Path(profile), ignore_errors=True)

@@ -9,7 +9,7 @@ import torch
 import halfstep
 from families import for_each
 from halfstep.recipe import DTYPES, Recipe, get_recipe
-from tiny import RECIPES, adamw, batch, mlp, prepared
+from tiny import RECIPES, adamw, batch, mlp, mostly_slow, prepared
 
 
 def stalls(weights, master=None, rounding="nearest_even", times=4096):
@@ -57,7 +57,7 @@ def test_the_first_update_that_is_lost(weights, step, moves, sign):
     assert (model.weight.item() != 1.0) == moves
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", mostly_slow(RECIPES))
 def test_the_documented_loop(name):
     model = mlp()
     optimizer = adamw(model)

@@ -3,6 +3,7 @@
 The public names load what they need when they are first used, so that `import halfstep` imports no torch.
 """
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from halfstep.errors import HalfstepError
     from halfstep.inspection import diff, inspect
     from halfstep.nn.apply import Report, advance, apply, revert
+    from halfstep.nn.dequantized import dequantize_model
     from halfstep.nn.following import following
     from halfstep.nn.quantized import quantize_model
     from halfstep.ops import (
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from halfstep.probe import ProbeReport, probe_model
     from halfstep.quant import Quantizer, get_quantizer
     from halfstep.recipe import Recipe, get_recipe, list_recipes
+    from halfstep.serving.export import export
+    from halfstep.serving.load import from_pretrained
 
 _HOME = {
     "HalfstepError": "halfstep.errors",
@@ -43,8 +47,11 @@ _HOME = {
     "advance": "halfstep.nn",
     "apply": "halfstep.nn",
     "audit": "halfstep.auditing",
+    "dequantize_model": "halfstep.nn",
     "diff": "halfstep.inspection",
+    "export": "halfstep.serving",
     "following": "halfstep.nn",
+    "from_pretrained": "halfstep.serving",
     "get_recipe": "halfstep.recipe",
     "is_native_available": "halfstep.ops",
     "inspect": "halfstep.inspection",
@@ -66,6 +73,9 @@ _HOME = {
     "save_quantized": "halfstep.ops",
 }
 
+_DEPRECATED: dict[str, tuple[str, str]] = {}
+"""An old public name: its new one, and the version that will not have the old one (CONTRIBUTING.md)."""
+
 __all__ = [
     "HalfstepError",
     "LossScaler",
@@ -79,10 +89,13 @@ __all__ = [
     "apply",
     "audit",
     "decode",
+    "dequantize_model",
     "diff",
     "encode",
+    "export",
     "following",
     "formats",
+    "from_pretrained",
     "get_quantizer",
     "get_recipe",
     "is_native_available",
@@ -105,6 +118,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _DEPRECATED:
+        new, version = _DEPRECATED[name]
+        message = f"halfstep.{name} is now halfstep.{new}, and halfstep {version} will not have the old name"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        name = new
     if name in _HOME:
         # Kept: the next use finds it without this function.
         globals()[name] = getattr(import_module(_HOME[name]), name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from halfstep.nn import apply
 from halfstep.nn.applied import applied_to
 from halfstep.nn.apply import check_model, keep_grads
 from halfstep.nn.codes import hold
-from halfstep.nn.dtypes import storable
+from halfstep.nn.dtypes import storable, wide_adapters
 from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.projections import projections
@@ -91,6 +92,7 @@ def optimize(
     process_group: Any = None,
     amax_group: Any = None,
     total_steps: int | None = None,
+    masters: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> tuple[LowBit, LossScaler]:
     """The optimizer and the loss scaler of the recipe that a model follows: the second half of `halfstep.prepare`.
 
@@ -99,12 +101,13 @@ def optimize(
         optimizer = torch.optim.AdamW(model.parameters())
         optimizer, scaler = halfstep.optimize(model, optimizer)
 
-    Once for each optimizer, where a model has several. Master copies start from the weights as `apply` rounded them:
-    what they had beyond that, `prepare` alone can keep.
+    Once for each optimizer, where a model has several. Master copies start from the weights as `apply` rounded them,
+    unless `masters` has what they were before.
 
     Args:
-        model: the model that `apply` was called on, or what wraps it (DDP, torch.compile).
+        model: the model that `apply` was called on, or what wraps it (DDP, torch.compile, PEFT).
         optimizer, generator, process_group, amax_group, total_steps: as in `prepare`.
+        masters: what `full_weights(model, recipe)` gave before `apply`, of parameters that are still the same objects.
 
     Raises:
         RecipeError: the model follows no recipe; `total_steps`, as in `prepare`.
@@ -113,16 +116,28 @@ def optimize(
     root = root_of(model)
     applied = applied_to(root)
     recipe = applied.recipe
-    if applied.quantized:
-        raise RecipeError(f"this {type(root).__name__} is quantised for inference; train the model it was made from")
+    if applied.quantized and not applied.adapts:
+        raise RecipeError(
+            f"this {type(root).__name__} is quantised for inference; train the model it was made from, or adapters "
+            "beside its codes: halfstep.quantize_model(model, recipe, adapters=True)"
+        )
     check_total(total_steps)
     if applied.schedule is not None:
         applied.schedule.check(total_steps)
     _check(root, optimizer, recipe)
     keep_grads(root)
-    masters = _masters(root, optimizer, recipe)
+    masters = _masters(root, optimizer, recipe, masters or {})
     groups = process_group, amax_group
     return _optimized(root, optimizer, masters, generator, groups, total_steps)
+
+
+def full_weights(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]:
+    """Copies of the weights that a recipe keeps masters of, in float32: what `apply` takes bits from. None for others.
+
+    `prepare` takes them by itself. For the two steps: `masters = full_weights(model, recipe)`, then `apply`, then
+    `optimize(..., masters=masters)`.
+    """
+    return {parameter: parameter.detach().float().clone() for parameter in _mastered(model, recipe)}
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
@@ -158,13 +173,23 @@ def _trained(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _masters(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> dict[nn.Parameter, Tensor]:
-    """The float32 values of the weights that the optimizer keeps masters of."""
+def _mastered(model: nn.Module, recipe: Recipe) -> list[nn.Parameter]:
     if recipe.master is None and (recipe.codes is None or recipe.codes.master is None):
-        return {}
+        return []
+    moves = storable(model, recipe.float32_modules, wide_adapters(model, recipe))[0]
+    return [p for p in moves.values() if p.requires_grad]
+
+
+def _masters(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    known: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
+) -> dict[nn.Parameter, Tensor]:
+    """The float32 values of the weights that the optimizer keeps masters of; those that are known are taken as such."""
     trained = _trained(optimizer)
-    moves = storable(model, recipe.float32_modules)[0].values()
-    return {p: p.detach().float().clone() for p in moves if p in trained and p.requires_grad}
+    mastered = [parameter for parameter in _mastered(model, recipe) if parameter in trained]
+    return {p: known[p] if p in known else p.detach().float().clone() for p in mastered}
 
 
 def _optimized(

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import halfstep
+
 
 ROOT = Path(__file__).parent.parent.parent
+HOME = Path(halfstep.__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -68,9 +71,7 @@ def test_a_picture_without_matplotlib_says_how_to_get_it(run, monkeypatch, tmp_p
 
 def test_a_terminal_without_block_characters_gets_a_sketch():
     command = [sys.executable, "-m", "halfstep", "formats", "show", "e4m3fn"]
-    done = subprocess.run(
-        command, capture_output=True, env={"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT / "src")}
-    )
+    done = subprocess.run(command, capture_output=True, env={"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(HOME)})
     assert done.returncode == 0
     assert b"####" in done.stdout
 

@@ -1,6 +1,7 @@
 """One number in exact fractions: equal to the tensor reference on every format, and to published values."""
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -150,3 +151,15 @@ def test_neighbours_of_a_posit_beyond_its_ends():
     posit = formats.get("posit8_0", Posit)
     below, above = neighbours(Fraction(100), posit)
     assert (below.value, above) == (64, None)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("name", formats.names())
+def test_numbers_beyond_every_float_overflow_and_underflow(name, sign):
+    format = formats.get(name)
+    for overflow in OVERFLOWS:
+        far = round_exactly(sign * Fraction(10) ** 999, format, overflow=overflow)
+        assert far == replace(round_exactly(sign * Fraction(2) ** 900, format, overflow=overflow), x=far.x)
+        near = round_exactly(sign * Fraction(10) ** -999, format, overflow=overflow)
+        assert near == replace(round_exactly(sign * Fraction(2) ** -900, format, overflow=overflow), x=near.x)
+    assert far.error is None or far.error == Fraction(far.value) - far.x

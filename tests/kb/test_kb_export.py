@@ -1,7 +1,6 @@
 """The exports hold what the knowledge base holds, and what cannot be read back is not in them."""
 
 import csv
-import html
 import io
 import json
 import re
@@ -13,7 +12,6 @@ import yaml
 from halfstep.errors import KnowledgeBaseError
 from halfstep.kb import KnowledgeBase
 from halfstep.kb.card import model_card
-from halfstep.kb.export.html import to_html
 from halfstep.kb.export.plain import escaped, to_csv, to_json, to_markdown
 from halfstep.kb.resolve import find
 
@@ -91,37 +89,6 @@ def test_markdown_escapes_what_it_would_obey(base):
 @pytest.mark.parametrize("character", "\\`*_[]<>|#&~!")
 def test_markdown_escapes_every_character_that_means_something(character):
     assert escaped(f"a{character}b") == f"a\\{character}b"
-
-
-def test_html_escapes_what_it_would_obey(base):
-    page = to_html(hostile(base))
-    assert page.count("<script") == 2
-    assert page.count("</script>") == 2
-    assert "<img" not in page
-    assert "7 * 7" in page
-    assert "javascript:alert" in page
-    assert 'href="javascript' not in page
-    data = re.search(r'<script type="application/json" id="page-data">(.*?)</script>', page, re.DOTALL)[1]
-    assert any(HOSTILE in text for text in json.loads(data)["texts"])
-
-
-def test_html_is_self_contained(base):
-    page = to_html(base)
-    assert not re.search(r"<(script|img|iframe|object|embed|audio|video|source)[^>]*\ssrc=", page)
-    assert re.findall(r'<link [^>]*href="([^"]*)"', page) == ["data:,"]
-    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|innerHTML|eval\(", page)
-    assert "default-src 'none'" in html.unescape(page)
-
-
-def test_html_has_every_entry_reference_and_report(base):
-    page = to_html(base)
-    for entry in base.entries:
-        assert f'id="{entry.id}"' in page
-        assert all(f'href="{reference.url}"' in page for reference in entry.references)
-    for report in base.failures:
-        assert f'id="failure-{report.id}"' in page
-    ids = re.findall(r'\sid="([^"]+)"', page)
-    assert len(ids) == len(set(ids))
 
 
 class TestModelCard:

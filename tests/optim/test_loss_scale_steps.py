@@ -230,3 +230,17 @@ def test_growth_makes_no_step_of_its_own():
     assert [scale for _, scale in runs] == [4096.0, 256.0]
     assert all(b < a for a, b in pairwise(runs[0][0]))
     torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-3, atol=0)
+
+
+def test_it_says_whether_gradients_were_unscaled():
+    model, optimizer, scaler = prepared("fp16-mixed")
+    assert not scaler.is_unscaled(optimizer)
+    for unscale in (scaler.unscale_, lambda o: scaler.clip_grad_norm_(o, 1.0)):
+        backward(model, scaler)
+        assert not scaler.is_unscaled(optimizer)
+        unscale(optimizer)
+        assert scaler.is_unscaled(optimizer)
+        scaler.step(optimizer)
+        assert not scaler.is_unscaled(optimizer)
+        scaler.update()
+        optimizer.zero_grad()

@@ -47,7 +47,7 @@ def load_subject(name: str) -> Subject:
         CheckpointError: the checkpoint is broken.
     """
     if name in architectures():
-        return _named(name)
+        return named(name)
     path = Path(name).expanduser()
     if path.name == "config.json" and path.is_file():
         return _configured(path.parent)
@@ -76,9 +76,14 @@ def _transformers(name: str) -> Any:
         ) from error
 
 
-def _named(name: str) -> Subject:
+def named(name: str, **changes: Any) -> Subject:
+    """An architecture of `architectures()`, but for what `changes` says of its config: `named("gpt2", n_layer=2)`.
+
+    Raises:
+        ModelError: transformers is not installed.
+    """
     row, transformers = architectures()[name], _transformers(name)
-    config = transformers.AutoConfig.for_model(row["type"], **row["config"])
+    config = transformers.AutoConfig.for_model(row["type"], **row["config"] | changes)
     return _built(name, getattr(transformers, row["class"]), config, (f"{name}: {row['source']}",))
 
 

@@ -37,7 +37,6 @@ class Format(StrEnum):
     json = "json"
     csv = "csv"
     md = "md"
-    html = "html"
 
 
 @kb.command()
@@ -167,16 +166,11 @@ def export(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A file, instead of standard output.")] = None,
     overlay: Overlay = None,
 ) -> None:
-    """Write the whole knowledge base, or the page for a browser."""
+    """Write the whole knowledge base; `halfstep site` writes the page for a browser."""
+    from halfstep.kb.export import plain
 
     base = _load(overlay)
-    if form is Format.html:
-        from halfstep.kb.export.html import to_html as write
-    else:
-        from halfstep.kb.export import plain
-
-        write = {"json": plain.to_json, "csv": plain.to_csv, "md": plain.to_markdown}[form]
-    text = write(base)
+    text = {"json": plain.to_json, "csv": plain.to_csv, "md": plain.to_markdown}[form](base)
     if output is None:
         sys.stdout.write(text)
         return

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import copysign, inf, isfinite, isinf, isnan, nan
+from math import copysign, inf, isfinite, nan
 
 from halfstep.errors import FormatError, unknown
 from halfstep.formats.base import Format
@@ -59,7 +59,7 @@ class Rounded:
     @property
     def error(self) -> Fraction | None:
         """The value less x, where both are numbers."""
-        if self.value is None or not isfinite(self.value) or not isfinite(self.x):
+        if self.value is None or not isfinite(self.value) or not is_finite(self.x):
             return None
         return Fraction(self.value) - Fraction(self.x)
 
@@ -86,9 +86,9 @@ def round_exactly(
     for kind, name, known in (("rounding", rounding, ROUNDINGS), ("overflow", overflow, OVERFLOWS)):
         if name not in known:
             raise FormatError(unknown(kind, name, known))
-    if isnan(x) or (format.min > 0 and x <= 0):
+    if x != x or (format.min > 0 and x <= 0):
         return Rounded(x, nan, nan_code(format))
-    if isinf(x):
+    if not is_finite(x):
         end = format.max if x > 0 else format.min
         lost = isinstance(format, Posit) or (isinstance(format, Float) and format.specials == "fnuz")
         return _beyond(Rounded(x, end, None, overflow=True), end, format, rounding, "ieee" if lost else overflow)
@@ -113,6 +113,15 @@ def round_exactly(
     if certain or (None in (below.code, above.code) and _saturates(format, overflow)):
         return _beyond(replace(between, overflow=True), end, format, rounding, overflow)
     return between
+
+
+def is_finite(x: Fraction | float) -> bool:
+    """Whether x is a number; a fraction is one, also where it is beyond every float.
+
+    >>> is_finite(Fraction(10) ** 999), is_finite(inf)
+    (True, False)
+    """
+    return isinstance(x, Fraction) or isfinite(x)
 
 
 def neighbours(x: Fraction, format: Format) -> tuple[Neighbour | None, Neighbour | None]:
@@ -177,7 +186,7 @@ def _landed(rounded: Rounded, value: Fraction, format: Format) -> Rounded:
     """The result is a value of the format."""
     values = line(format)
     code, number = values.code(values.at_most(value)), float(value)
-    if value == 0 and copysign(1, rounded.x) < 0 and isinstance(format, Float) and format.has_negative_zero:
+    if value == 0 and isinstance(format, Float) and format.has_negative_zero and copysign(1, rounded.x) < 0:
         code, number = negated(format, code), -0.0
     return replace(rounded, value=number, code=code)
 
@@ -202,5 +211,5 @@ def _leaves(x: Fraction | float, format: Format, rounding: str) -> bool:
     if isinstance(format, Float):
         return True
     if isinstance(format, Posit) or rounding in ("toward_zero", "down"):
-        return isinf(x)
+        return not is_finite(x)
     return rounding == "up" or x >= format.overflow_from

@@ -176,10 +176,16 @@ class _Patchable:
         def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
             return around(lambda _module, *args, **kwargs: own(*args, **kwargs), self, *args, **kwargs)
 
+        patched._halfstep_own = own  # type: ignore[attr-defined]
         return MethodType(patched, module)
 
     def __set__(self, module: Any, forward: Any) -> None:
-        module.__dict__["forward"] = forward
+        # Who puts back what they found (Lightning under DDP does, each step) puts back what was inside of it.
+        function = getattr(forward, "__func__", None) if getattr(forward, "__self__", None) is module else None
+        if function is self._adopted:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = getattr(function, "_halfstep_own", forward)
 
     def __delete__(self, module: Any) -> None:
         if module.__dict__.pop("forward", None) is None:

@@ -132,6 +132,10 @@ class LossScaler(DynamicScale):
         self._multiply(optimizer, 1.0 / self._scale)
         pending.stage = "unscaled"
 
+    def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer's gradients have been divided by S since the last update(), and are still there."""
+        return self._of(optimizer)[1].stage == "unscaled"
+
     @torch.no_grad()
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of all of the optimizer's unscaled gradients together; returns the norm before clipping.

@@ -149,10 +149,13 @@ class LowBit(Stored):
         self.check()
         self._start_late()
         stepped = [(p, p.grad, group, i) for i, (p, group) in enumerate(self._all()) if p.grad is not None]
-        for parameter, grad, group, index in stepped:
-            self._look(parameter, group, index, grad, grad_scale)
-        for parameter, grad, group, index in stepped:
-            self._update(parameter, group, index, grad, grad_scale)
+        # Where training is one long autocast: the update's products are float32's, and no cast of a weight outlives it.
+        with torch.autocast(stepped[0][0].device.type if stepped else "cpu", enabled=False):
+            for parameter, grad, group, index in stepped:
+                self._look(parameter, group, index, grad, grad_scale)
+            for parameter, grad, group, index in stepped:
+                self._update(parameter, group, index, grad, grad_scale)
+        torch.clear_autocast_cache()
         return loss
 
     def check(self) -> None:

@@ -9,6 +9,7 @@ from math import copysign, isfinite
 from typing import Any
 
 from halfstep.errors import FormatError
+from halfstep.formats.exact import is_finite
 
 
 _LONGEST = 400  # characters
@@ -79,7 +80,7 @@ def _shortened(text: str) -> str:
 
 def exact_text(x: Fraction | float) -> str:
     """A number in full where that is short; as a power of two or a ratio; else shortened, behind a tilde."""
-    if not isfinite(x) or (x == 0 and copysign(1, x) < 0):
+    if not is_finite(x) or (x == 0 and copysign(1, x) < 0):
         return f"{x:g}"
     value = Fraction(x)
     context = Context(prec=_DIGITS, traps=[])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 from importlib.util import find_spec
-from math import isfinite, log2
+from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from halfstep.cli.formats.sketch import binades, per_binade
 from halfstep.cli.formats.table import kind, layout
 from halfstep.errors import FormatError
 from halfstep.formats import Float, Format
-from halfstep.formats.exact import Rounded
+from halfstep.formats.exact import Rounded, is_finite
 from halfstep.formats.line import line
 
 
@@ -112,7 +112,7 @@ def _draw_density(axes: Axes, format: Format) -> None:
 
 def _mark(axes: Axes, format: Format, rounded: Rounded) -> None:
     """Where the rounded number lies, and what became of it."""
-    if rounded.value is None or not isfinite(rounded.x) or not float_holds(Fraction(rounded.x)) or rounded.x == 0:
+    if rounded.value is None or not is_finite(rounded.x) or not float_holds(Fraction(rounded.x)) or rounded.x == 0:
         return
     place = log2(abs(Fraction(rounded.x)))
     low, high = axes.get_xlim()

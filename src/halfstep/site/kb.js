@@ -1,16 +1,9 @@
-"use strict";
+// The knowledge base: rows that open, search, filters, sorting, and the cast checker.
 (() => {
-  const at = (id) => document.getElementById(id);
-  const data = JSON.parse(at("page-data").textContent);
+  const data = page.data.kb;
   const table = at("page-table");
   const entries = [...table.querySelectorAll("tbody.entry")];
   const texts = new Map(entries.map((entry) => [entry, entry.textContent.toLowerCase()]));
-  const element = (name, text, attributes = {}) => {
-    const made = document.createElement(name);
-    made.textContent = text;
-    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-    return made;
-  };
 
   // Rows open and close.
   const toggle = (entry, open) => {
@@ -20,6 +13,7 @@
   for (const entry of entries) {
     toggle(entry, false);
     const button = entry.querySelector(".toggle");
+    button.setAttribute("aria-controls", entry.querySelector(".more").id);
     button.addEventListener("click", () => toggle(entry, button.getAttribute("aria-expanded") !== "true"));
   }
 
@@ -71,27 +65,28 @@
   });
 
   // An entry is addressed by the fragment of the URL.
-  const follow = () => {
-    const target = at(location.hash.slice(1));
-    if (!target) return;
-    if (target.closest("details")) target.closest("details").open = true;
+  const follow = (target) => {
     if (target.matches("tbody.entry")) {
       if (target.hidden) filters.reset();
       target.hidden = false;
       toggle(target, true);
       target.querySelector(".toggle").focus({ preventScroll: true });
     }
-    target.scrollIntoView();
   };
-  addEventListener("hashchange", follow);
+
+  const names = [...table.querySelectorAll(".ids li")].map((item) => (item.querySelector("code") || item).textContent);
+  for (const name of [...new Set(names)].sort()) {
+    if (!name.includes("*")) at("page-names").append(element("option", "", { value: name }));
+  }
 
   // The cast checker: exact id or alias, then glob, then unknown. Every verdict was made when the page was.
   const matches = (glob, name) => {
     const expression = glob.split("*").map((part) => part.replace(/[.*+?^${}()|[\]\\\/-]/g, "\\$&")).join("[^/]*");
     return new RegExp("^" + expression + "$").test(name);
   };
+  const named = new Map(data.names.flatMap(([number, how, called]) => called.map((name) => [name, [number, how]])));
   const find = (name) => {
-    if (Object.hasOwn(data.names, name)) return data.names[name];
+    if (named.has(name)) return named.get(name);
     const glob = data.globs.find(([pattern, except]) => matches(pattern, name) && !except.includes(name));
     return glob ? [glob[2], "glob"] : null;
   };
@@ -106,17 +101,17 @@
     );
     const failed = reports.some((report) => report.kind === "failure");
     if (answer) {
-      const said = answer.said[use];
+      const [verdict, numbers, keep] = data.said[answer.said[data.uses.indexOf(use)]];
+      const why = numbers.map((number) => data.texts[number]);
       const reported = {
         safe: ["unknown", `that says it is safe, and failures in ${use} are reported: the two do not agree`],
         unknown: ["risky", `failures in ${use} are reported`],
       };
-      if (failed && Object.hasOwn(reported, said.verdict)) {
-        const [verdict, text] = reported[said.verdict];
-        const why = [...said.why.map((number) => data.texts[number]), text];
-        return { verdict, why, keep: said.keep, answer, how: found[1], reports };
+      if (failed && Object.hasOwn(reported, verdict)) {
+        const [careful, text] = reported[verdict];
+        return { verdict: careful, why: [...why, text], keep, answer, how: found[1], reports };
       }
-      return { verdict: said.verdict, why: said.why.map((number) => data.texts[number]), keep: said.keep, answer, how: found[1], reports };
+      return { verdict, why, keep, answer, how: found[1], reports };
     }
     const why = failed
       ? `no entry says how it was trained, but failures in ${use} are reported`
@@ -150,10 +145,24 @@
       for (const report of found.reports) list.append(element("a", report.id, { href: "#failure-" + report.id }), " ");
       place.append(list);
     }
+    place.append(page.command(["halfstep", "kb", "check", model, "--use", use]));
   };
-  at("page-check").addEventListener("submit", (event) => { event.preventDefault(); answer(); });
-  at("page-use").addEventListener("change", () => { if (at("page-model").value.trim()) answer(); });
+  const asked = () => {
+    answer();
+    const model = at("page-model").value.trim();
+    if (model) page.link("kb", { model, use: at("page-use").value });
+  };
+  at("page-check").addEventListener("submit", (event) => { event.preventDefault(); asked(); });
+  at("page-use").addEventListener("change", () => { if (at("page-model").value.trim()) asked(); });
   show();
-  follow();
-  document.documentElement.dataset.ready = "yes";
+
+  page.panels.kb = {
+    follow,
+    open: (wanted) => {
+      at("page-model").value = wanted.get("model") || "";
+      const lacking = page.choose("page-use", wanted.get("use") || "fp16");
+      if (at("page-model").value) answer();
+      at("page-verdict").prepend(...lacking);
+    },
+  };
 })();

@@ -1,0 +1,193 @@
+"""Accelerate: `accelerator.prepare`, for a model that follows a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import LossScaleError, MissingLibraryError, ModelError, OptimizerError, RecipeError
+from halfstep.nn.layers import ModuleFilter
+from halfstep.optim import LossScaler, LowBit
+from halfstep.preparation import prepare as prepare_by_itself
+from halfstep.recipe import Recipe
+
+
+try:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType
+except ModuleNotFoundError as error:
+    raise MissingLibraryError.of(error, "accelerate") from None
+
+
+def prepare(
+    accelerator: Accelerator,
+    *objects: Any,
+    recipe: str | Recipe,
+    module_filter: ModuleFilter | None = None,
+    generator: torch.Generator | int | None = None,
+    total_steps: int | None = None,
+    device_placement: list[bool] | None = None,
+) -> tuple[Any, ...]:
+    """`accelerator.prepare(*objects)`, with a model and an optimizer that follow a recipe. The loop stays Accelerate's:
+
+        accelerator = Accelerator()  # mixed_precision stays "no": the recipe says what is computed in how many bits
+        model, optimizer, loader = prepare(accelerator, model, optimizer, loader, recipe="fp16-mixed")
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_fn(model(x), y))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step(); optimizer.zero_grad()
+
+    The loss scaler becomes `accelerator.scaler`, so that `backward`, `optimizer_step_was_skipped`, `save_state` and
+    `load_state` take it into account. `clip_grad_norm_`, `clip_grad_value_` and `unscale_gradients` of this accelerator
+    divide by the loss scale first: Accelerate's own do that only under its own fp16. The optimizer's masters exist
+    twice for a moment, since Accelerate loads its state into itself.
+
+    Args:
+        accelerator: an Accelerator with mixed_precision="no" on one device or under DDP.
+        objects: as for `accelerator.prepare`, in any order: an optimizer, as `halfstep.prepare` takes it, and the model
+            that holds its parameters; loaders, schedulers and models that are not trained, if you like.
+        recipe, module_filter, generator, total_steps: as in `halfstep.prepare`. `total_steps` are optimizer steps.
+        device_placement: as in `accelerator.prepare`.
+
+    Returns:
+        What `accelerator.prepare` returns: the objects in the same order.
+
+    Raises:
+        RecipeError: the accelerator computes in another precision, is prepared already, or distributes the model in a
+            way that no recipe follows.
+        ModelError, OptimizerError: not one optimizer and the one model that it trains; as `halfstep.prepare`. Nothing
+            was changed.
+    """
+    _check(accelerator)
+    optimizer = _only_optimizer(objects)
+    model = _model_of(optimizer, objects)
+    _, low_bit, scaler = prepare_by_itself(
+        model, optimizer, recipe, module_filter=module_filter, generator=generator, total_steps=total_steps
+    )
+    accelerator.scaler = scaler  # before accelerator.prepare, whose optimizer keeps the one that it finds
+    clipping = _Clipping(accelerator, low_bit, scaler)
+    accelerator.unscale_gradients = clipping.unscale  # which its clip_grad_value_ begins with
+    accelerator.clip_grad_norm_ = clipping.clip_norm
+    given = [low_bit if one is optimizer else one for one in objects]
+    prepared: tuple[Any, ...] = accelerator.prepare(*given, device_placement=device_placement)
+    return prepared
+
+
+class _Clipping:
+    """What Accelerate asks of gradients that are multiplied by the loss scale."""
+
+    def __init__(self, accelerator: Accelerator, optimizer: LowBit, scaler: LossScaler) -> None:
+        self._accelerator = accelerator
+        self._optimizer = optimizer
+        self._scaler = scaler
+
+    def unscale(self, optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None) -> None:
+        """Divide the gradients by the loss scale, unless that is done since the last step."""
+        self._check_accumulated()
+        if not self._scaler.is_unscaled(self._optimizer):
+            self._scaler.unscale_(self._optimizer)
+
+    def clip_norm(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the norm of these parameters' gradients, unscaled; returns the norm before."""
+        given = {parameters} if isinstance(parameters, Tensor) else {*parameters}
+        if not self._with_gradients() - given:
+            self._check_accumulated()
+            return self._scaler.clip_grad_norm_(self._optimizer, max_norm, norm_type)
+        self.unscale()
+        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+
+    def _with_gradients(self) -> set[Tensor]:
+        return {p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None}
+
+    def _check_accumulated(self) -> None:
+        if self._scaler.is_enabled() and not self._accelerator.sync_gradients:
+            raise LossScaleError(
+                "gradients were to be clipped while they accumulate: what the next batch adds to them would be "
+                "multiplied by the loss scale, and they no longer. Clip where the step is taken: "
+                "if accelerator.sync_gradients: accelerator.clip_grad_norm_(...)"
+            )
+
+
+_SHARDED = (
+    "Call halfstep.apply(model, recipe), torch's fully_shard, build the optimizer and call halfstep.optimize(model, "
+    "optimizer) in a loop of your own; or train under DDP"
+)
+_REFUSED = {
+    DistributedType.DEEPSPEED: (
+        "DeepSpeed, whose engine takes the optimizer apart and scales the loss by itself. Train under DDP "
+        "(no deepspeed_plugin)"
+    ),
+    DistributedType.MEGATRON_LM: (
+        "Megatron-LM, which builds models and optimizers of its own. Train under DDP (no megatron_lm_plugin)"
+    ),
+    DistributedType.FSDP: (
+        "FSDP, for which it replaces the parameters after the optimizer has begun, and does not rekey its masters and "
+        f"moments: they would be lost. {_SHARDED}"
+    ),
+    DistributedType.XLA: (
+        "XLA, for which it replaces the parameters after the optimizer has begun, and its masters would be lost. Train "
+        "on a GPU or a CPU"
+    ),
+}
+
+
+def _check(accelerator: Accelerator) -> None:
+    """Refuse, before anything is touched, an accelerator under which a recipe would not be what it says."""
+    if accelerator.mixed_precision != "no":
+        raise RecipeError(
+            f"this Accelerator has mixed_precision={accelerator.mixed_precision!r}, and the recipe says in how many "
+            "bits each thing is: they would both cast. Build it with mixed_precision='no' (it may come from "
+            "`accelerate config` or `accelerate launch`)"
+        )
+    if accelerator.scaler_handler is not None:
+        raise RecipeError(
+            "this Accelerator was given GradScalerKwargs, and the recipe says how the loss is scaled. Leave them out, "
+            "and change the recipe's loss_scale where it should be another (dataclasses.replace)"
+        )
+    if accelerator.scaler is not None:
+        raise RecipeError(
+            "this Accelerator has a loss scaler already: it serves one model and its optimizer, once. For a second "
+            "model take a second Accelerator()"
+        )
+    kind = accelerator.distributed_type
+    if kind in _REFUSED:
+        raise RecipeError(f"this Accelerator distributes the model by {_REFUSED[kind]}")
+    config = getattr(accelerator, "parallelism_config", None)
+    if config is not None and (config.tp_enabled or config.cp_enabled or config.dp_shard_enabled):
+        raise RecipeError(
+            f"this Accelerator has a parallelism_config that splits the model or its sequences. {_SHARDED}"
+        )
+
+
+def _only_optimizer(objects: tuple[Any, ...]) -> torch.optim.Optimizer:
+    optimizers = [one for one in objects if isinstance(one, torch.optim.Optimizer)]
+    if len(optimizers) != 1:
+        raise OptimizerError(
+            f"prepare got {len(optimizers)} optimizers, expected one: Accelerate updates the loss scale after each "
+            "optimizer's step, while the gradients of others are still multiplied by the old one. Put the parameters "
+            "of one model into groups of one optimizer; for a second model take a second Accelerator()"
+        )
+    optimizer = optimizers[0]
+    if isinstance(optimizer, AcceleratedOptimizer):
+        raise OptimizerError(
+            "this optimizer came out of accelerator.prepare. Hand over model and optimizer as they are before: this "
+            "function calls accelerator.prepare itself"
+        )
+    return optimizer
+
+
+def _model_of(optimizer: torch.optim.Optimizer, objects: tuple[Any, ...]) -> nn.Module:
+    """The one module among the objects whose parameters the optimizer holds."""
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    models = [one for one in objects if isinstance(one, nn.Module) and trained & {*one.parameters()}]
+    if len(models) != 1:
+        raise ModelError(
+            f"prepare got {len(models)} models with parameters of the optimizer, expected one. Build the optimizer "
+            "over model.parameters() and hand over both; where it trains two models, make them parts of one module"
+        )
+    return models[0]

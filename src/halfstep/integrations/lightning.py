@@ -1,0 +1,243 @@
+"""Lightning: a precision plugin, by which a LightningModule follows a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import MissingLibraryError, ModelError, RecipeError
+from halfstep.nn import apply, following
+from halfstep.nn.applied import Applied, applied_to
+from halfstep.nn.codes import hold
+from halfstep.nn.layers import ModuleFilter
+from halfstep.optim import LossScaler
+from halfstep.preparation import full_weights, optimize
+from halfstep.recipe import Recipe, get_recipe
+
+
+try:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins import Precision
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, SingleDeviceXLAStrategy
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
+except ModuleNotFoundError as error:
+    raise MissingLibraryError.of(error, "lightning") from None
+
+
+class HalfstepPrecision(Precision):
+    """A LightningModule, its optimizers and their loss scale follow a recipe:
+
+        trainer = Trainer(plugins=[HalfstepPrecision("fp16-mixed")], gradient_clip_val=1.0)
+
+    Whatever `training_step` calls follows the recipe, parts of the module too. Clipping, accumulation, `no_grad` steps,
+    manual optimization with several optimizers, and checkpoints are Lightning's own. A step whose gradients overflow
+    is left out: schedulers that Lightning moves each step wait for the next, and `global_step` counts it, as it does
+    under Lightning's own precision.
+
+    Args:
+        recipe, module_filter, generator: as in `halfstep.prepare`.
+        total_steps: how many optimizer steps the run has, for recipes that change after a fraction of it. None is what
+            `trainer.estimated_stepping_batches` says, where the optimization is automatic.
+
+    Raises:
+        RecipeError: unknown recipe. When `fit` begins: a strategy other than one device or DDP; a model that follows
+            another recipe; as `halfstep.apply` and `halfstep.optimize`.
+        ModelError, OptimizerError: when `fit` begins, as `halfstep.apply` and `halfstep.optimize`.
+    """
+
+    def __init__(
+        self,
+        recipe: str | Recipe,
+        *,
+        module_filter: ModuleFilter | None = None,
+        generator: torch.Generator | int | None = None,
+        total_steps: int | None = None,
+    ) -> None:
+        self.recipe = get_recipe(recipe)
+        self.scaler: LossScaler | None = None
+        """The loss scaler of all optimizers, once `fit` has begun: its scale, `skipped_steps` and `overflowed`."""
+        self._module_filter = module_filter
+        self._generator = generator
+        self._total_steps = total_steps
+        self._model: nn.Module | None = None
+        self._masters: Mapping[nn.Parameter, Tensor] = {}
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._stepped: set[torch.optim.Optimizer] = set()
+        self._skipped = False
+
+    # ---- before the run -------------------------------------------------------------------------------------------
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Make the module follow the recipe, before the strategy wraps it."""
+        if not isinstance(module, LightningModule):
+            raise ModelError(
+                f"HalfstepPrecision got a {type(module).__name__}; it serves Lightning's Trainer and a LightningModule. "
+                "Under Fabric call halfstep.prepare(model, optimizer, recipe) and use its scaler"
+            )
+        _check(module.trainer)
+        self._model = module
+        applied: Applied | None = vars(module).get("_halfstep")
+        if applied is not None and applied.recipe != self.recipe:  # the same one: another run of the same module
+            raise RecipeError(
+                f"{type(module).__name__} follows {applied.recipe.name!r} already, and this plugin is of "
+                f"{self.recipe.name!r}: call halfstep.revert(module) first"
+            )
+        if applied is None:
+            self._masters = full_weights(module, self.recipe)
+            apply(module, self.recipe, self._module_filter)
+            if self.recipe.codes is not None:  # before DDP looks at the parameters
+                hold(module, applied_to(module).rounded, self.recipe.codes)
+        return module
+
+    def connect(
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[torch.optim.Optimizer], list[Any]]:
+        """Make the optimizers follow the recipe too, after the strategy wrapped the module."""
+        self._optimizers, self._stepped, self.scaler = [], set(), None
+        total_steps = self._run_length() if optimizers else None
+        for optimizer in optimizers:
+            low_bit, scaler = optimize(
+                model, optimizer, generator=self._generator, total_steps=total_steps, masters=self._masters
+            )
+            self._optimizers.append(low_bit)
+            self.scaler = self.scaler or scaler  # one loss, one scale
+        self._masters = {}
+        return model, self._optimizers, [self._waiting(config) for config in lr_schedulers]
+
+    def _run_length(self) -> int | None:
+        module = self._module()
+        if self._total_steps is not None or not self.recipe.stages:
+            return self._total_steps
+        if not module.automatic_optimization:
+            return None  # halfstep says what is missing, where a stage begins after a fraction
+        found = module.trainer.estimated_stepping_batches
+        return int(found) if 0 < found < float("inf") else None
+
+    def _waiting(self, config: LRSchedulerConfig) -> LRSchedulerConfig:
+        if config.interval != "step" or not self._module().automatic_optimization:
+            return config
+        return replace(config, scheduler=_Waiting(config.scheduler, self))  # type: ignore[arg-type]
+
+    # ---- the run --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """What a step of training or evaluation runs in."""
+        self._settle()
+        with following(self._module()):
+            yield
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """The loss times the loss scale."""
+        self._settle()
+        return super().pre_backward(self._loss_scaler().scale(tensor), module)
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Forward, backward and hooks by the closure; then the step, unless gradients overflowed."""
+        result, scaler = closure(), self._loss_scaler()
+        if _is_looked_at(model) and not scaler.is_unscaled(optimizer):
+            scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)
+        if not _has_gradients(optimizer):  # training_step returned None
+            return result
+        before = scaler.skipped_steps
+        scaler.step(optimizer, **kwargs)
+        self._stepped.add(optimizer)
+        self._settle()
+        self._skipped = scaler.skipped_steps > before
+        return result
+
+    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Clip the norm of the unscaled gradients."""
+        self._loss_scaler().clip_grad_norm_(optimizer, clip_val)
+
+    def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Clip the values of the unscaled gradients."""
+        if not self._loss_scaler().is_unscaled(optimizer):
+            self._loss_scaler().unscale_(optimizer)
+        super().clip_grad_by_value(optimizer, clip_val)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last optimizer step was left out, since gradients overflowed."""
+        return self._skipped
+
+    def _settle(self) -> None:
+        """End the optimizer step. Gradients of another optimizer that wait for theirs are multiplied by the present
+        loss scale, and so it stays until they are stepped on or dropped."""
+        if not self._stepped:
+            return
+        scaler = self._loss_scaler()
+        waiting = [one for one in self._optimizers if one not in self._stepped and _has_gradients(one)]
+        if not (scaler.is_enabled() and waiting):
+            self._stepped.clear()
+            scaler.update()
+
+    # ---- saving ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scaler's, for a checkpoint."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put a checkpoint's back."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict)
+
+    def _loss_scaler(self) -> LossScaler:
+        assert self.scaler is not None, "connect comes before the first step"
+        return self.scaler
+
+    def _module(self) -> LightningModule:
+        assert isinstance(self._model, LightningModule), "convert_module comes first"
+        return self._model
+
+
+class _Waiting:
+    """A scheduler that stays where it is in a step that was left out."""
+
+    def __init__(self, scheduler: Any, plugin: HalfstepPrecision) -> None:
+        self._scheduler = scheduler
+        self._plugin = plugin
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]  # for isinstance, as Lightning's optimizers do
+        return type(self._scheduler)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if not self._plugin.step_was_skipped:
+            self._scheduler.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+
+def _check(trainer: Trainer) -> None:
+    """Refuse strategies that replace or split parameters after the optimizer has begun, or take it apart."""
+    strategy = trainer.strategy
+    if isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) and not isinstance(strategy, SingleDeviceXLAStrategy):
+        return
+    raise RecipeError(
+        f"HalfstepPrecision does not serve {type(strategy).__name__}: it serves one device and DDP "
+        "(strategy='ddp'). For FSDP2 call halfstep.apply(model, recipe), torch's fully_shard, build the optimizer, and "
+        "call halfstep.optimize(model, optimizer) in a loop of your own"
+    )
+
+
+def _is_looked_at(model: LightningModule) -> bool:
+    """Whether somebody's hook may read gradients before the step."""
+    hook, trainer = "on_before_optimizer_step", model.trainer
+    own = any(is_overridden(name, model) for name in (hook, "configure_gradient_clipping"))
+    return own or any(is_overridden(hook, callback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -1,0 +1,85 @@
+"""The tab of the memory: the bytes that stay from step to step, of every architecture that has a name, by every recipe.
+
+An account of a large model takes minutes, so they are kept in memory.json, which `python docs/memory_tables.py` writes.
+Blocks of a model are alike, and every byte here is some parameter's or buffer's: two models of few blocks say what one
+more takes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.resources import files
+from typing import Any
+
+from halfstep.accounting import Account, account, architectures, named
+from halfstep.errors import AccountError, HalfstepError
+from halfstep.printable import printable
+from halfstep.recipe import get_recipe, list_recipes
+
+
+ROLES = "weights", "buffers", "gradients", "master", "states", "scales", "state_scales"
+COLUMNS = "parameters", "trained", *ROLES
+"""What a row of the table holds: two counts, then the bytes of each role on a device that holds everything."""
+_DEPTHS = "num_hidden_layers", "n_layer"
+_FEW = 1, 2
+
+
+def measure(model: str, recipe: str) -> list[int] | str:
+    """A row: the numbers of `COLUMNS`, or why there are none."""
+    config = architectures()[model]["config"]
+    depth = next((key for key in _DEPTHS if key in config), None)
+    try:
+        if depth is None:
+            return _row(_account(model, recipe))
+        few, more = (_row(_account(model, recipe, **{depth: blocks})) for blocks in _FEW)
+    except HalfstepError as error:
+        return printable(str(error))
+    return [two + (config[depth] - _FEW[1]) * (two - one) for one, two in zip(few, more, strict=True)]
+
+
+def _account(model: str, recipe: str, **changes: int) -> Account:
+    """What stays from step to step; nothing is run."""
+    return account(replace(named(model, **changes), batch=None), recipe)
+
+
+def _row(made: Account) -> list[int]:
+    return [made.parameters, made.trained, *(getattr(made.bytes, role) for role in ROLES)]
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """memory.json: for each architecture each recipe's row, or why there is none."""
+    found: dict[str, dict[str, Any]] = json.loads(files("halfstep.site").joinpath("memory.json").read_text("utf-8"))
+    return found
+
+
+def as_text(table: Mapping[str, Mapping[str, Any]]) -> str:
+    """memory.json, a row a line."""
+    models = (
+        f' "{model}": {{\n' + ",\n".join(f'  "{recipe}": {json.dumps(row)}' for recipe, row in rows.items()) + "\n }"
+        for model, rows in table.items()
+    )
+    return "{\n" + ",\n".join(models) + "\n}\n"
+
+
+def table() -> dict[str, Any]:
+    """What the page's script divides: each different row once, and its number for each architecture and recipe.
+
+    Raises:
+        AccountError: memory.json lacks a row.
+    """
+    rows: dict[str, int] = {}
+    measured, names = kept(), list_recipes()
+    models = {}
+    for model, row in architectures().items():
+        lacking = [name for name in names if name not in measured.get(model, {})]
+        if lacking:
+            raise AccountError(
+                f"site/memory.json has no row of {model} for {', '.join(lacking[:3])}{' ...' * (len(lacking) > 3)}; "
+                "`python docs/memory_tables.py` in the repository adds what it lacks"
+            )
+        numbers = [rows.setdefault(json.dumps(measured[model][name]), len(rows)) for name in names]
+        models[model] = {"source": row["source"], "rows": numbers}
+    recipes = [{"name": name, "summary": get_recipe(name).summary} for name in names]
+    return {"columns": COLUMNS, "models": models, "recipes": recipes, "rows": [json.loads(row) for row in rows]}

@@ -1,0 +1,60 @@
+"""The matrix's column of Lightning: accumulation, clipping, a scheduler, bit for bit as the documented loop."""
+
+import logging
+import warnings
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from matrix_accelerate import ACCUMULATED, CLIP, EPOCHS, by_hand, loader, name_of, schedule
+
+from halfstep.integrations.lightning import HalfstepPrecision
+from tiny import adamw, assert_same, model_for
+
+
+COLUMN = "Lightning"
+
+
+class Module(LightningModule):
+    """A module whose `training_step` calls a part of it, and whose scheduler moves with the steps."""
+
+    def __init__(self, recipe, seed=0):
+        super().__init__()
+        self.net = model_for(name_of(recipe))
+        if seed:
+            for parameter in self.parameters():
+                torch.nn.init.normal_(parameter)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return F.mse_loss(self.net(x).float(), y)
+
+    def configure_optimizers(self):
+        optimizer = adamw(self)
+        scheduler = {"scheduler": schedule(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def trainer_of(recipe, generator=3, total_steps=None, **options):
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    plugin = HalfstepPrecision(recipe, generator=generator, total_steps=total_steps)
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    settled = {"accelerator": "cpu", "accumulate_grad_batches": ACCUMULATED, "gradient_clip_val": CLIP}
+    return Trainer(plugins=[plugin], max_epochs=EPOCHS, **{**quiet, **settled, **options})
+
+
+def fit(trainer, module, resume=None):
+    with warnings.catch_warnings():
+        # Of Lightning's own: how many workers a loader should have, what torch deprecated in it.
+        warnings.simplefilter("ignore")
+        trainer.fit(module, loader(), ckpt_path=resume)
+    return {name.removeprefix("net."): value.clone() for name, value in module.state_dict().items()}
+
+
+def trains(recipe):
+    assert_same(fit(trainer_of(recipe), Module(recipe)), by_hand(recipe))

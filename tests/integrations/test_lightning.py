@@ -1,0 +1,324 @@
+"""Lightning's Trainer gives what the documented loop gives, or the plugin says why it cannot."""
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from matrix_accelerate import by_hand, loader
+from matrix_lightning import Module, fit, trainer_of
+from torch import nn
+
+import halfstep
+from halfstep.errors import ModelError, OptimizerError, RecipeError
+from halfstep.integrations.lightning import HalfstepPrecision
+from tiny import adamw, assert_same, batch, mlp
+
+
+QUICK = ["fp32", "bf16-stochastic", "bf16-master", "fp16-mixed", "fp8-delayed", "fp8lm-o2"]
+LOUD = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+
+
+class Scheduled(Module):
+    """Losses at the steps `overflows` are infinite; what it saw is noted."""
+
+    def __init__(self, recipe, overflows=()):
+        super().__init__(recipe)
+        self.overflows, self.seen = overflows, []
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        return loss * float("inf") if self.global_step in self.overflows else loss
+
+
+class Watch(Callback):
+    """Notes each step: the gradients' norm before it, the learning rate and the loss scale after it."""
+
+    def __init__(self):
+        self.norms, self.rates, self.scales, self.skipped = [], [], [], []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.norms.append(float(torch.cat([p.grad.flatten() for p in module.parameters()]).norm()))
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        plugin = trainer.precision_plugin
+        self.rates.append(module.lr_schedulers().get_last_lr()[0])
+        self.scales.append(plugin.scaler.get_scale())
+        self.skipped.append(plugin.step_was_skipped)
+
+
+def watched(recipe, module=None, **options):
+    watch = Watch()
+    module = module or Module(recipe)
+    trainer = trainer_of(recipe, **{**LOUD, "callbacks": [watch], **options})
+    return fit(trainer, module), watch, trainer
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16-stochastic", "bf16-master", "fp16-mixed", "fp8-delayed", "fp8lm-o2"])
+def test_resuming_from_model_checkpoint_is_never_having_stopped(tmp_path, name):
+    saves = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = fit(trainer_of(name, callbacks=[saves], enable_checkpointing=True), Module(name))
+    assert len(list(tmp_path.iterdir())) == 4
+    again = fit(trainer_of(name, generator=7), Module(name, seed=5), resume=tmp_path / "step=2.ckpt")
+    assert_same(again, whole)
+
+
+def test_a_step_that_overflows_is_left_out_and_its_scheduler_waits():
+    module = Scheduled("fp16-mixed", overflows=(2, 5))
+    _, watch, trainer = watched("fp16-mixed", module)
+    assert watch.skipped == [step in (2, 5) for step in range(8)]
+    assert watch.scales == [2.0**16] * 2 + [2.0**15] * 3 + [2.0**14] * 3
+    steps = [1, 2, 2, 3, 4, 4, 5, 6]
+    assert watch.rates == pytest.approx([1e-2 * 0.8**step for step in steps])
+    assert trainer.global_step == 8
+    assert trainer.precision_plugin.scaler.skipped_steps == 2
+
+
+def test_hooks_see_unscaled_gradients():
+    (_, plain, _), (_, scaled, _) = watched("fp32"), watched("fp16-mixed")
+    assert scaled.norms == pytest.approx(plain.norms, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16-mixed"])
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_is_of_unscaled_gradients(name, algorithm):
+    class Descent(Module):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    module = Descent(name)
+    before = {key: value.clone() for key, value in module.net.state_dict().items()}
+    clip = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": algorithm}
+    after = fit(trainer_of(name, **{**LOUD, **clip, "max_steps": 1}), module)
+    moved = torch.cat([(after[key] - before[key]).flatten() for key in before])
+    found = moved.norm() if algorithm == "norm" else moved.abs().max()
+    torch.testing.assert_close(found, torch.tensor(1e-3), rtol=1e-2, atol=0)
+
+
+class TwoNetworks(Module):
+    """Manual optimization of two networks, as in a GAN; `together`: both backward passes before both steps."""
+
+    def __init__(self, recipe, together, overflow=None):
+        super().__init__(recipe)
+        self.automatic_optimization = False
+        self.other, self.together, self.overflow = mlp(1), together, overflow
+
+    def training_step(self, batch, index):
+        x, y = batch
+        first, second = self.optimizers()
+
+        def backward(net, optimizer, times):
+            optimizer.zero_grad()
+            self.manual_backward(F.mse_loss(net(x).float(), y) * times)
+
+        times = float("inf") if index == self.overflow else 1.0
+        backward(self.net, first, times)
+        if not self.together:
+            first.step()
+        backward(self.other, second, 1.0)
+        self.clip_gradients(second, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        if self.together:
+            first.step()
+        second.step()
+
+    def configure_optimizers(self):
+        return [adamw(self.net), adamw(self.other)]
+
+
+def two_by_hand(recipe, together, overflow=None):
+    nets, scalers, optimizers = nn.ModuleList([mlp(), mlp(1)]), [], []
+    halfstep.apply(nets, recipe)
+    for net in nets:
+        optimizer, scaler = halfstep.optimize(nets, adamw(net), generator=3)
+        optimizers.append(optimizer)
+        scalers.append(scaler)
+    scaler = scalers[0]
+    for _ in range(2):
+        for i in range(4):
+            x, y = (part[6 * i : 6 * i + 6] for part in batch(rows=24))
+            for net, optimizer, times in zip(
+                nets, optimizers, (float("inf") if i == overflow else 1.0, 1.0), strict=True
+            ):
+                optimizer.zero_grad()
+                with halfstep.following(nets):
+                    loss = F.mse_loss(net(x).float(), y) * times
+                scaler.scale(loss).backward()
+                if net is nets[1]:
+                    scaler.clip_grad_norm_(optimizer, 0.5)
+                if not together:
+                    scaler.step(optimizer)
+                    scaler.update()
+            if together:
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+                scaler.update()
+    return [p.detach().clone() for p in nets.parameters()]
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(("name", "overflow"), [("fp32", None), ("fp16-mixed", 1), ("bf16-mixed", None)])
+def test_manual_optimization_of_two_networks_is_the_documented_loop(name, together, overflow):
+    """The loss scale stays while gradients wait for their step."""
+    module = TwoNetworks(name, together, overflow)
+    fit(trainer_of(name, **LOUD), module)
+    expected = two_by_hand(name, together, overflow)
+    assert_same([p.detach() for p in (*module.net.parameters(), *module.other.parameters())], expected)
+
+
+def test_a_network_that_steps_twice_in_a_training_step_is_read_as_it_is_then():
+    """Autocast, which lasts as long as the training step, keeps casts of weights; none outlives a step."""
+
+    class Twice(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch, index):
+            for _ in range(2):
+                self.optimizers().zero_grad()
+                self.manual_backward(Module.training_step(self, batch, index))
+                self.optimizers().step()
+
+    found = fit(trainer_of("bf16-mixed", **LOUD), Twice("bf16-mixed"))
+    model, optimizer, scaler = halfstep.prepare(m := mlp(), adamw(m), "bf16-mixed")
+    for _ in range(2):
+        for x, y in loader():
+            for _ in range(2):
+                optimizer.zero_grad()
+                scaler.scale(F.mse_loss(model(x), y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    assert_same(found, dict(model.state_dict()))
+
+
+def test_a_second_step_while_gradients_of_another_wait_is_an_error():
+    class Uneven(TwoNetworks):
+        def training_step(self, batch, index):
+            x, y = batch
+            first, second = self.optimizers()
+            self.manual_backward(F.mse_loss(self.other(x).float(), y))
+            first.zero_grad()
+            self.manual_backward(F.mse_loss(self.net(x).float(), y))
+            first.step()
+
+    with pytest.raises(halfstep.errors.LossScaleError, match=r"step\(\) has already been called"):
+        fit(trainer_of("fp16-mixed", **LOUD), Uneven("fp16-mixed", True))
+
+
+def test_manual_optimization_by_closures():
+    class Closed(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch, index):
+            optimizer = self.optimizers()
+
+            def closure():
+                optimizer.zero_grad()
+                loss = Module.training_step(self, batch, index)
+                self.manual_backward(loss)
+                return loss
+
+            assert optimizer.step(closure=closure).isfinite()
+
+    start = mlp().state_dict()
+    after = fit(trainer_of("fp16-mixed", **LOUD), Closed("fp16-mixed"))
+    assert all(not torch.equal(after[name], start[name]) for name in after)
+
+
+def test_a_training_step_that_returns_none_moves_nothing():
+    class Silent(Module):
+        def training_step(self, batch, index):
+            super().training_step(batch, index)
+
+    start = mlp().state_dict()
+    assert_same(fit(trainer_of("fp16-mixed", **LOUD), Silent("fp16-mixed")), dict(start))
+
+
+def test_evaluation_follows_the_recipe_and_a_module_may_be_fitted_again():
+    class Seen(Module):
+        def validation_step(self, batch, index):
+            self.dtype_seen = self.net(batch[0]).dtype
+
+    module, batches = Seen("bf16-stochastic"), loader()
+    trainer = trainer_of("bf16-stochastic", max_steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.validate(module, batches, verbose=False)
+    assert module.dtype_seen is torch.bfloat16
+    first = fit(trainer, module)
+    second = fit(trainer_of("bf16-stochastic", max_steps=2), module)
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+    with pytest.raises(RecipeError, match=r"follows 'bf16-stochastic' already.*halfstep\.revert"):
+        fit(trainer_of("fp32"), module)
+
+
+def test_stages_begin_where_the_documented_loop_begins_them():
+    recipe = "fp8-delayed until 50%, then bf16-mixed"
+    trainer = trainer_of(recipe)
+    assert_same(fit(trainer, Module(recipe)), by_hand(recipe, total_steps=4))
+    assert trainer.precision_plugin.state_dict()["halfstep"]["stages"]["stage"] == 1
+    with pytest.raises(RecipeError, match="total_steps"):
+        fit(trainer_of(recipe, **LOUD), TwoNetworks(recipe, True))
+    fit(trainer_of(recipe, total_steps=16, **LOUD), TwoNetworks(recipe, True))
+
+
+def test_what_cannot_be_right_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="Received both `precision=bf16-mixed` and `plugins="):
+        trainer_of("fp32", precision="bf16-mixed")
+    with pytest.raises(RecipeError, match="unknown recipe 'fp9'"):
+        HalfstepPrecision("fp9")
+    with pytest.raises(ModelError, match=r"serves Lightning's Trainer.*halfstep\.prepare"):
+        HalfstepPrecision("fp32").convert_module(mlp())
+    with pytest.raises(TypeError, match="FSDP strategy can only work with"):
+        FSDPStrategy(precision_plugin=HalfstepPrecision("fp32"))
+    trainer, module = trainer_of("fp32"), Module("fp32")
+    monkeypatch.setattr(type(trainer), "strategy", ModelParallelStrategy())
+    module.trainer = trainer
+    with pytest.raises(RecipeError, match=r"ModelParallelStrategy.*strategy='ddp'.*fully_shard"):
+        HalfstepPrecision("fp32").convert_module(module)
+
+
+def test_an_optimizer_without_a_rule_is_refused():
+    class Foreign(Module):
+        def configure_optimizers(self):
+            return torch.optim.Adagrad(self.parameters())
+
+    with pytest.raises(OptimizerError, match="Adagrad cannot be expressed"):
+        fit(trainer_of("fp32"), Foreign("fp32"))
+
+
+def test_without_lightning_a_sentence_names_the_extra(monkeypatch):
+    for name in ("lightning", "lightning.pytorch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "halfstep.integrations.lightning")
+    with pytest.raises(ImportError, match=r"pip install 'halfstep\[lightning\]'"):
+        import halfstep.integrations.lightning  # noqa: F401
+
+
+RANK = """
+import sys, torch
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
+torch.set_num_threads(1)
+from matrix_lightning import Module, fit, trainer_of
+for name in sys.argv[3].split(","):
+    trainer = trainer_of(name, strategy="ddp", devices=2, use_distributed_sampler=False)
+    weights = fit(trainer, Module(name))
+    torch.save(weights, f"{sys.argv[2]}/{name}-{trainer.global_rank}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_stay_equal_and_are_one_process_where_they_see_the_same_batches(tmp_path):
+    names = [*QUICK, "bf16-mixed"]
+    program = tmp_path / "ranks.py"  # Lightning starts the second rank by its file
+    program.write_text(RANK)
+    command = [sys.executable, str(program), str(Path(__file__).parent), str(tmp_path), ",".join(names)]
+    subprocess.run(command, check=True, timeout=500)
+    for name in names:
+        first, second = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in (0, 1))
+        assert_same(first, second)
+        assert_same(first, by_hand(name))

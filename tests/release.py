@@ -1,0 +1,208 @@
+"""Builds what is released, checks it, and runs the tests against the wheel where the source is out of reach.
+
+`make release` does it in two fresh environments: one has the lowest versions that pyproject.toml allows of what
+halfstep and its extras need, the other the newest. Everything lies in dist/. --quick runs a few rooms instead of all
+fast tests; --only takes one environment, or the files alone. torch's default wheel for Linux brings gigabytes of CUDA:
+PIP_FLAGS chooses another index, and a torch that wants CUDA's libraries is refused unless --cuda is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import email
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "dist"
+ROOMS = ("test_prepare.py", "formats", "kb", "recipe", "quant/test_round_exactly.py", "cli/test_without_extras.py")
+BESIDE = (
+    "tests",
+    "docs",
+    "examples",
+    "benchmarks",
+    "pyproject.toml",
+    "constraints.txt",
+    "README.md",
+    "CHANGELOG.md",
+    "CITATION.cff",
+)
+"""What the tests read in a clone; the source is not among it."""
+
+
+def project() -> dict[str, Any]:
+    """The table of pyproject.toml."""
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return found
+
+
+def lowest(project: dict[str, Any], extras: Iterable[str]) -> list[str]:
+    """Constraints that pin every library to its lower bound, those of the extras too.
+
+    >>> lowest({"dependencies": ["torch>=2.8,<2.14"], "optional-dependencies": {"hf": ["transformers>=5.0"]}}, ["hf"])
+    ['torch==2.8', 'transformers==5.0']
+    """
+    lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    found = [re.match(r"([\w.-]+)>=([\w.]+)", line) for line in lines]
+    return [f"{match[1]}=={match[2]}" for match in found if match]
+
+
+def wheel_mistakes(names: Sequence[str], metadata: str, sources: Iterable[str], project: dict[str, Any]) -> list[str]:
+    """What is wrong with a wheel: its members, its METADATA, and the package's files as `halfstep/...`.
+
+    Every file of the package is in it, data and py.typed too, with the license, and nothing else.
+    """
+    members, sources = set(names), set(sources)
+    inside = {name for name in members if ".dist-info/" not in name}
+    headers = email.message_from_string(metadata)
+    wanted = {
+        "Name": project["name"],
+        "Version": project["version"],
+        "License-Expression": project["license"],
+        "Requires-Python": project["requires-python"],
+    }
+    extras = {*project["optional-dependencies"]}
+    return [
+        *(f"the wheel lacks {name}" for name in sorted(sources - inside)),
+        *(f"the wheel has {name}, which is no file of the package" for name in sorted(inside - sources)),
+        *([] if any(name.endswith(".dist-info/licenses/LICENSE") for name in members) else ["the wheel lacks LICENSE"]),
+        *(f"{key} is {headers[key]}, expected {value}" for key, value in wanted.items() if headers[key] != value),
+        *(
+            f"the extra {extra} is not in the metadata"
+            for extra in sorted(extras - {*headers.get_all("Provides-Extra", [])})
+        ),
+        *([] if len(headers.get_payload()) > 500 else ["the metadata hold no README"]),
+    ]
+
+
+def sdist_mistakes(names: Iterable[str], sources: Iterable[str]) -> list[str]:
+    """What is wrong with a source distribution, of the names in it without the folder that they lie in."""
+    members = set(names)
+    wanted = {*(f"src/{name}" for name in sources), "README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml"}
+    more = members - wanted - {"PKG-INFO", ".gitignore", ""}
+    return [
+        *(f"the source distribution lacks {name}" for name in sorted(wanted - members)),
+        *(f"the source distribution has {name}" for name in sorted(more)),
+    ]
+
+
+def named(texts: Iterable[tuple[str, bytes]], paths: Iterable[Path]) -> list[str]:
+    """Files that name a path of this machine."""
+    found = [(name, path) for name, text in texts for path in paths if str(path).encode() in text]
+    return [f"{name} names {path}, a path of this machine" for name, path in found]
+
+
+def check(wheel: Path, sdist: Path) -> list[str]:
+    """What is wrong with the two files."""
+    tracked = subprocess.run(["git", "ls-files", "src"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    sources = [line.removeprefix("src/") for line in tracked.splitlines()]
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        texts = [(name, archive.read(name)) for name in names]
+    metadata = next(text for name, text in texts if name.endswith(".dist-info/METADATA")).decode()
+    with tarfile.open(sdist) as tar:
+        packed = [member.name.partition("/")[2] for member in tar.getmembers() if member.isfile()]
+    return [
+        *wheel_mistakes(names, metadata, sources, project()),
+        *sdist_mistakes(packed, sources),
+        *named(texts, [ROOT]),
+    ]
+
+
+def run(*command: str | Path, cwd: Path = ROOT) -> None:
+    """A command, shown; one that fails ends everything."""
+    print("+", shlex.join(map(str, command)), flush=True)
+    own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    if subprocess.run(list(map(str, command)), cwd=cwd, env=own).returncode:
+        sys.exit(f"release: this failed: {shlex.join(map(str, command))}")
+
+
+def fresh(name: str) -> Path:
+    """The Python of a new environment in dist/."""
+    venv.create(OUT / name, with_pip=True, clear=True)
+    return OUT / name / "bin" / "python"
+
+
+def build() -> tuple[Path, Path]:
+    """A wheel and a source distribution of the clone as it is, with twine's own checks of both."""
+    python = fresh("build")
+    backend = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    run(python, "-m", "pip", "install", "--quiet", *backend, "twine")
+    for old in [*OUT.glob("*.whl"), *OUT.glob("*.tar.gz")]:
+        old.unlink()
+    run(python, "-m", "hatchling", "build", "-d", OUT)
+    (wheel,), (sdist,) = OUT.glob("*.whl"), OUT.glob("*.tar.gz")
+    run(python, "-m", "twine", "check", "--strict", wheel, sdist)
+    return wheel, sdist
+
+
+def install(python: Path, wheel: Path, constraints: Sequence[str], flags: Sequence[str], cuda: bool) -> None:
+    """The wheel with its extras and what the tests compare with, unless that would bring CUDA unasked."""
+    file = python.parent / "constraints.txt"
+    file.write_text("\n".join(constraints) + "\n")
+    pip = [python, "-m", "pip", "install", "--quiet", *flags, "-c", file, f"{wheel}[dev]"]
+    plan = subprocess.run([*pip, "--dry-run", "--report", "-"], capture_output=True, text=True)
+    if plan.returncode:
+        sys.exit(f"release: pip finds no such set of libraries:\n{plan.stderr}")
+    wanted = [item["metadata"]["name"] for item in json.loads(plan.stdout)["install"]]
+    nvidia = [name for name in wanted if name.startswith("nvidia-")]
+    if nvidia and not cuda:
+        sys.exit(
+            f"release: torch wants {len(nvidia)} libraries of CUDA; choose an index with PIP_FLAGS, or give --cuda"
+        )
+    run(*pip)
+
+
+def suite(python: Path, paths: Sequence[str], name: str) -> None:
+    """The fast tests beside the wheel, in a copy of what they read, where there is no src."""
+    clone = OUT / f"{name}-tests"
+    shutil.rmtree(clone, ignore_errors=True)
+    clone.mkdir()
+    for part in BESIDE:
+        source = ROOT / part
+        ignored = shutil.ignore_patterns("__pycache__", "_build")
+        shutil.copytree(source, clone / part, ignore=ignored) if source.is_dir() else shutil.copy(source, clone / part)
+    where = "import halfstep, sys; print(halfstep.__file__); sys.exit('site-packages' not in halfstep.__file__)"
+    run(python, "-c", where, cwd=clone)
+    run(python, "-m", "pip", "list", "--format", "freeze", cwd=clone)
+    tests = [f"tests/{path}" for path in paths] or ["tests"]
+    # Libraries of any versions warn of each other: with the pinned ones warnings are errors, and here they are shown.
+    options = ["-o", "filterwarnings=default", "-n", "logical", "--dist", "worksteal"]
+    run(python, "-m", "pytest", *options, *tests, cwd=clone)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help=f"run {', '.join(ROOMS)} alone")
+    parser.add_argument("--only", choices=["files", "lowest", "newest"], help="the files alone, or one environment")
+    parser.add_argument("--pip-flags", default="", help="given to pip where torch is installed")
+    parser.add_argument("--cuda", action="store_true", help="take a torch that brings CUDA's libraries")
+    given = parser.parse_args()
+    OUT.mkdir(exist_ok=True)
+    wheel, sdist = build()
+    if mistakes := check(wheel, sdist):
+        sys.exit("\n".join(["release:", *mistakes]))
+    print(f"{wheel.name} and {sdist.name}: as they should be", flush=True)
+    extras = [name for name in project()["optional-dependencies"] if name not in ("dev", "bench", "site")]
+    for name, constraints in (("lowest", lowest(project(), extras)), ("newest", [])):
+        if given.only in (None, name):
+            python = fresh(name)
+            install(python, wheel, constraints, shlex.split(given.pip_flags), given.cuda)
+            suite(python, ROOMS if given.quick else (), name)
+
+
+if __name__ == "__main__":
+    main()

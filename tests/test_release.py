@@ -1,0 +1,87 @@
+"""What `make release` would find wrong with a wheel and a source distribution."""
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import halfstep
+import release
+
+
+PROJECT = release.project()
+SOURCES = ["halfstep/__init__.py", "halfstep/py.typed", "halfstep/kb/data/a.toml"]
+INFO = "halfstep-0.1.0.dist-info"
+NAMES = [*SOURCES, f"{INFO}/METADATA", f"{INFO}/licenses/LICENSE"]
+METADATA = "".join(
+    [
+        "Metadata-Version: 2.4\nName: halfstep\n",
+        f"Version: {PROJECT['version']}\nLicense-Expression: Apache-2.0\nRequires-Python: >=3.11\n",
+        *(f"Provides-Extra: {extra}\n" for extra in PROJECT["optional-dependencies"]),
+        "\n" + "README " * 100,
+    ]
+)
+
+
+def test_a_wheel_as_it_should_be_has_no_mistakes():
+    assert release.wheel_mistakes(NAMES, METADATA, SOURCES, PROJECT) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "metadata", "says"),
+    [
+        (NAMES[1:], METADATA, "lacks halfstep/__init__.py"),
+        ([n for n in NAMES if n != "halfstep/py.typed"], METADATA, "lacks halfstep/py.typed"),
+        ([*NAMES, "tests/test_release.py"], METADATA, "has tests/test_release.py"),
+        (NAMES[:-1], METADATA, "lacks LICENSE"),
+        (NAMES, METADATA.replace("Apache-2.0", "MIT"), "License-Expression is MIT"),
+        (NAMES, METADATA.replace("Provides-Extra: hf\n", ""), "the extra hf"),
+        (NAMES, METADATA.replace("README ", ""), "no README"),
+    ],
+)
+def test_each_mistake_of_a_wheel_is_named(names, metadata, says):
+    (mistake,) = release.wheel_mistakes(names, metadata, SOURCES, PROJECT)
+    assert says in mistake
+
+
+def test_each_mistake_of_a_source_distribution_is_named():
+    whole = [*(f"src/{name}" for name in SOURCES), "README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "PKG-INFO"]
+    assert release.sdist_mistakes(whole, SOURCES) == []
+    assert release.sdist_mistakes(whole[1:], SOURCES) == ["the source distribution lacks src/halfstep/__init__.py"]
+    assert release.sdist_mistakes([*whole, "tests/a.py"], SOURCES) == ["the source distribution has tests/a.py"]
+
+
+def test_a_path_of_the_machine_is_found(tmp_path):
+    texts = [("a.toml", b"clean"), ("b.py", b"x = '" + str(tmp_path).encode() + b"/file'")]
+    assert release.named(texts, [tmp_path]) == [f"b.py names {tmp_path}, a path of this machine"]
+
+
+def test_the_version_stands_in_three_places_alike():
+    assert PROJECT["version"] == halfstep.__version__
+    assert f"\nversion: {halfstep.__version__}\n" in (release.ROOT / "CITATION.cff").read_text()
+
+
+def test_the_lowest_of_everything_is_pinned():
+    pinned = release.lowest(PROJECT, ["hf"])
+    assert len(pinned) == len(PROJECT["dependencies"]) + len(PROJECT["optional-dependencies"]["hf"])
+
+
+def test_constraints_are_within_the_bounds():
+    lines = (release.ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    for line in PROJECT["dependencies"]:
+        wanted = Requirement(line)
+        assert wanted.specifier.contains(pins[wanted.name]), line
+
+
+def test_an_old_public_name_works_and_names_its_new_one(monkeypatch):
+    monkeypatch.setitem(halfstep._DEPRECATED, "list_formats", ("formats", "0.3"))
+    with pytest.warns(DeprecationWarning, match=r"halfstep.list_formats is now halfstep.formats, and halfstep 0.3"):
+        assert halfstep.list_formats is halfstep.formats
+    assert "list_formats" not in vars(halfstep)
+
+
+def test_what_is_deprecated_has_a_new_name_and_time_left():
+    for old, (new, version) in halfstep._DEPRECATED.items():
+        assert old not in halfstep.__all__
+        assert new in halfstep.__all__
+        assert Version(version) > Version(halfstep.__version__), f"{old}: its time is over; take it out"
