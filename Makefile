@@ -61,6 +61,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/quantize.py --keep
 	$(BIN)/python benchmarks/inspect_speed.py --keep
 	$(BIN)/python benchmarks/inference.py --keep
+	$(BIN)/python benchmarks/generation.py --keep
 
 bench-which-bf16: install
 	$(BIN)/python benchmarks/which_bf16.py --keep

@@ -23,6 +23,7 @@ from halfstep.kernels.cpu import (
     codes,
     columns,
     dequantize,
+    few_rows,
     panels,
     posit,
     rotated,
@@ -285,6 +286,22 @@ def _carried(name: str) -> Iterator[Case]:
         yield scaled, carried.run(lhs, rhs, None, scale), torch.empty(0), f"{rows}x{shared}x{across}, scaled"
 
 
+def _few_rows(name: str) -> Iterator[Case]:
+    """Small whole numbers, so that every sum is exact, read from codes and from values; one row, and several."""
+    quantizer = get_quantizer(name)
+    generator = torch.Generator().manual_seed(1)
+    for rows, across, shared in ((1, 70, 96), (5, 64, 320)):
+        x = torch.randint(-8, 9, (rows, shared), generator=generator).float()
+        made = quantizer.quantize(torch.randint(-8, 9, (across, shared), generator=generator).float())
+        values, words = made.dequantize(torch.float32), f"{rows}x{shared}x{across}"
+        exact, found = (x.double() @ values.double().t()).float(), torch.empty(rows, across)
+        if few_rows.knows(quantizer, across, shared) and few_rows.supports(x, found, made.codes, made.scale):
+            few_rows.run(x, made.codes, made.scale, quantizer, 0.5, None, found)
+            yield exact * 0.5, found.clone(), torch.empty(0), f"{words}, codes"
+            few_rows.run_values(x, values.bfloat16(), None, x.new_ones(across), found)
+            yield exact + 1, found, torch.empty(0), f"{words}, values"
+
+
 def _accumulate(name: str) -> Iterator[Case]:
     """Sums of products: rounded, or aligned and cut, promoted and not."""
     accumulator = quant.get_accumulator(name)
@@ -331,6 +348,7 @@ _TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str], Iterator[Case]]], ...]
     ("codes", (*_FORMATS, "nf4"), _codes),
     ("blocks", _BLOCKS, _blocks),
     ("cast errors", ("mxfp8_e4m3", "mxfp4", "nvfp4", "nf4", "int8_row", "fp8_128x128"), _cast_errors),
+    ("few rows", ("mxfp8_e4m3", "mxfp4"), _few_rows),
     ("accumulate", ("fp16", "bf16", "hopper", "hopper-fast"), _accumulate),
     ("carried", ("float8_e4m3fn", "float8_e5m2", "e2m1fn"), _carried),
 )
