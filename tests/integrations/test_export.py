@@ -6,6 +6,7 @@ import shutil
 import warnings
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors import safe_open
@@ -84,7 +85,7 @@ def test_transformers_loads_the_values_that_we_multiply_by(layout, tmp_path):
     dtype = torch.bfloat16 if layout == "nvfp4" else torch.float32
     changed = 0
     for path in done.quantized:
-        assert_same(loaded.get_submodule(path).weight.to(dtype), model.get_submodule(path).weight.to(dtype))
+        assert_same(loaded.get_submodule(path).weight.to(dtype), model.get_submodule(path).weight.clone().to(dtype))
         changed += not torch.equal(loaded.get_submodule(path).weight, llama().get_submodule(path).weight)
     assert changed == len(done.quantized) > 5
     assert_same(loaded.lm_head.weight, llama().lm_head.weight)
@@ -162,7 +163,7 @@ def test_layers_that_do_not_fit_are_values_and_under_ignore(tmp_path):
     twin = copy.deepcopy(model)
     halfstep.quantize_model(twin, "mxfp8")
     loaded = stock(tmp_path / "a", "mxfp8").model.layers[1].mlp.down_proj
-    assert_same(loaded.weight, twin.model.layers[1].mlp.down_proj.weight)
+    assert_same(loaded.weight, twin.model.layers[1].mlp.down_proj.weight.clone())
     done = halfstep.export(llama(num_key_value_heads=1), tmp_path / "b", "fp8-block", recipe="fp8-block")
     assert "servers put it together with" in done.kept["model.layers.0.self_attn.q_proj"]
     assert set(done.quantized) & {"model.layers.0.mlp.up_proj", "model.layers.0.self_attn.o_proj"}
@@ -178,7 +179,7 @@ def test_shards_dtype_ties_and_biases(tmp_path):
     halfstep.quantize_model(twin, "fp8-rowwise")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert_same(loaded.lm_head.weight, model.lm_head.weight.bfloat16().float())
-    assert_same(loaded.model.layers[1].mlp.up_proj.weight, twin.model.layers[1].mlp.up_proj.weight)
+    assert_same(loaded.model.layers[1].mlp.up_proj.weight, twin.model.layers[1].mlp.up_proj.weight.clone())
     assert_same(loaded.model.layers[0].self_attn.q_proj.bias, model.model.layers[0].self_attn.q_proj.bias.detach())
     with safe_open(tmp_path / "a" / sorted(set(names.values()))[0], "pt") as file:
         shapes = {key: (file.get_tensor(key).dtype, file.get_tensor(key).shape) for key in file.keys()}  # noqa: SIM118
@@ -203,9 +204,9 @@ def test_experts_are_values_under_their_published_names(tmp_path):
     assert (list(done.kept), len(done.quantized)) == (["model.layers.0.mlp.experts"], 4)
     assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in load_file(tmp_path / "a" / "model.safetensors")
     loaded, own = stock(tmp_path / "a", "mxfp8").model.layers[0], model.model.layers[0]
-    assert_same(loaded.mlp.experts.gate_up_proj, own.mlp.experts.gate_up_proj)
-    assert_same(loaded.mlp.experts.down_proj, own.mlp.experts.down_proj)
-    assert_same(loaded.self_attn.q_proj.weight, own.self_attn.q_proj.weight)
+    assert_same(loaded.mlp.experts.gate_up_proj, own.mlp.experts.gate_up_proj.clone())
+    assert_same(loaded.mlp.experts.down_proj, own.mlp.experts.down_proj.clone())
+    assert_same(loaded.self_attn.q_proj.weight, own.self_attn.q_proj.weight.clone())
     with pytest.raises(CheckpointError, match=r"is put together from parts of the model.*load it with transformers"):
         halfstep.from_pretrained(tmp_path / "a")
 
@@ -215,6 +216,27 @@ def test_a_model_of_other_layers_than_linear_ones_is_refused(tmp_path):
     words = r"layout 'mxfp8' has a place for no layer of this GPT2LMHeadModel: it is a Conv1D, and the layout is one of"
     with pytest.raises(LayoutError, match=words):
         halfstep.export(model, tmp_path / "a", recipe="mxfp8")
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT reads it
+@pytest.mark.parametrize("first", ["quantise", "peft"])
+def test_adapters_are_saved_by_peft_and_not_exported(first, tmp_path):
+    model, lora = llama(), peft.LoraConfig(target_modules=["q_proj"])
+    if first == "quantise":
+        halfstep.quantize_model(model, "mxfp8", adapters=True)
+    wrapped = peft.get_peft_model(model, lora)
+    if first == "peft":
+        halfstep.quantize_model(wrapped, "mxfp8", adapters=True)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    with pytest.raises(ModelError, match=r"this PeftModel is no Hugging Face model.*merge_and_unload"):
+        halfstep.export(wrapped, tmp_path / "a")
+    with pytest.raises(
+        (LayoutError, ModelError, RecipeError), match=r"is an adapter's|is not a whole|follows no recipe"
+    ):
+        halfstep.export(wrapped.get_base_model(), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
 
 
 def test_unit_scaled_models_are_refused(tmp_path):

@@ -15,6 +15,7 @@ from halfstep.layouts import Layout, fitting
 from halfstep.nn.applied import applied_to
 from halfstep.nn.quantized_weights import Stored, matrices_of
 from halfstep.nn.scaling import states_of
+from halfstep.nn.tuners import adapters_of
 from halfstep.nn.unit.scale import is_unit_scaled
 from halfstep.quant.description import describe
 from halfstep.recipe import to_data
@@ -73,6 +74,13 @@ def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype 
             f"{type(model).__name__} is unit-scaled: its products are multiplied by factors, which neither a stock "
             "model nor a server knows. Export a model that was trained without unit_scale"
         )
+    is_adapter = adapters_of(model)
+    adapter = next((name for name, _ in model.named_parameters() if is_adapter(name)), None)
+    if adapter is not None:
+        raise LayoutError(
+            f"{adapter} of {type(model).__name__} is an adapter's, for which the layout has no place: merge it "
+            "(halfstep.dequantize_model, then merge_and_unload), and export that"
+        )
     layout = layout or _closest(recipe.name, quantizers)
     for quantizer in quantizers:
         if (why := layout.refusal(quantizer)) is not None:
@@ -88,7 +96,7 @@ def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype 
         stem = f"{path}.{entry.weight.name}"
         factors = {name: float(state[0]).hex() for name, state in states_of(module).items()}
         if path in kept:
-            rest[stem] = getattr(module, entry.weight.name)
+            rest[stem] = entry.values(module)
             continue
         (made,) = matrices_of(module, entry)
         try:

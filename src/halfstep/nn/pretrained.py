@@ -38,7 +38,7 @@ def write_pretrained(
     """
     path, most, name = Path(folder).expanduser(), size_of(max_shard_size), stock_class(model).__name__
     config: Any = copy.deepcopy(getattr(model, "config", None))
-    if "_halfstep" not in vars(model) or not hasattr(config, "save_pretrained"):
+    if "_halfstep" not in vars(model) or not is_pretrained(model):
         raise ModelError(
             f"this {name} is not a whole Hugging Face model that is quantised, so no config.json could say how it is "
             "read: save model.state_dict() (torch.save, safetensors), and load it into a model that "
@@ -66,6 +66,13 @@ def write_pretrained(
             shutil.copyfile(source, partial / source.name)
         write_weights(partial, tensors, most, made.metadata)
     return made
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether it is a model of transformers', which its config.json describes, and no wrapper with a way to save of its
+    own, such as PEFT's."""
+    kind = type(module)
+    return hasattr(kind, "save_pretrained") and hasattr(kind, "base_model_prefix")
 
 
 def published(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

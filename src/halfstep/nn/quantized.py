@@ -19,7 +19,7 @@ from halfstep.nn.dtypes import count
 from halfstep.nn.following import part_of
 from halfstep.nn.frozen import ADAPTS
 from halfstep.nn.layers import ModuleFilter, match
-from halfstep.nn.pretrained import write_pretrained
+from halfstep.nn.pretrained import is_pretrained, write_pretrained
 from halfstep.nn.quantized_weights import Weight, check_before_loading, place_codes, store_weight
 from halfstep.nn.scaling import detach, freeze, moved
 from halfstep.nn.smooth import merge_smooth_scales
@@ -100,8 +100,9 @@ def load_codes(
         ModelError: there is no linear layer of that path, or its weight has another shape or is another's too.
     """
     _check(model, recipe, None, False)
+    modules = dict(model.named_modules())
     for path, made in codes.items():
-        module = dict(model.named_modules()).get(path)
+        module = modules.get(path)
         found = tuple(module.weight.shape) if isinstance(module, nn.Linear) else None
         if found != made.shape:
             raise ModelError(
@@ -146,7 +147,7 @@ def _lay(
     shared.follow(quantized)
     adopt(model, _forward, patchable=True)
     for module in model.modules():
-        if hasattr(type(module), "save_pretrained"):
+        if is_pretrained(module):
             extend(module, _members)
     is_adapter = adapters_of(model)
     for name, parameter in model.eval().named_parameters(remove_duplicate=False):

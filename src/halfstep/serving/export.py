@@ -18,7 +18,7 @@ from halfstep.layouts import Layout, fitting, get_layout, list_layouts
 from halfstep.layouts.folder import check_new_folder, dtype_of
 from halfstep.nn import quantize_model
 from halfstep.nn.applied import Applied
-from halfstep.nn.pretrained import write_pretrained
+from halfstep.nn.pretrained import is_pretrained, write_pretrained
 from halfstep.recipe import Recipe, get_recipe, list_recipes
 
 
@@ -95,10 +95,11 @@ def export(
     path, stored = Path(folder).expanduser(), dtype_of(dtype)
     check_format(format)
     (refuse_existing if format in GGUF else check_new_folder)(path)
-    if not hasattr(getattr(model, "config", None), "save_pretrained"):
+    if not is_pretrained(model):
         raise ModelError(
             f"this {type(model).__name__} is no Hugging Face model, and servers know no other: its config.json says "
-            "how it is built. Call halfstep.quantize_model on it and save its state_dict() instead"
+            "how it is built. Merge a PeftModel (merge_and_unload); of any other model call "
+            "halfstep.quantize_model and save its state_dict()"
         )
     if isinstance(format, str) and format in GGUF:
         return _gguf(model, path, format, recipe)
