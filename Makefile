@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 install: $(VENV)/.lab
 dev: $(VENV)/.dev
 
-$(VENV)/.lab $(VENV)/.dev $(VENV)/.bench: $(VENV)/.%: pyproject.toml constraints.txt
+$(VENV)/.lab $(VENV)/.dev $(VENV)/.bench $(VENV)/.site: $(VENV)/.%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[$*]'
 	@touch $@
@@ -36,11 +36,11 @@ lint: dev
 
 check: lint test
 
-docs: install
+docs: $(VENV)/.site
 	$(BIN)/halfstep claims --markdown > docs/claims.md
 	$(BIN)/halfstep kb validate
-	mkdir -p docs/_build
-	$(BIN)/halfstep kb export --format html --output docs/_build/knowledge_base.html
+	$(BIN)/python docs/build.py
+	$(BIN)/halfstep kb export --format html --output docs/_build/site/knowledge_base.html
 
 claims: install
 	$(BIN)/halfstep claims --check

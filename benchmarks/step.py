@@ -36,6 +36,7 @@ RECIPES = {"fp8-current": _TENSORWISE, "fp8-delayed": _TENSORWISE, "mxfp8": _BLO
 RECIPES |= {"fp4-wang": _TWICE, "fp4-wang-msamp": _TWICE, "fp4-wang by histogram": _NEARLY}
 # torchao has no MXFP4 training, and its NVFP4 training runs on GPUs alone: here, its emulated MXFP8 is the nearest.
 RECIPES |= dict.fromkeys(("mxfp4", "nvfp4"), _NEARLY | {"torchao mxfp8, emulated": 1 / 5})
+RECIPES |= dict.fromkeys(("mxfp4-rht", "fp4-zhou-dgrad-fp8", "fp4-zhou-dgrad-bf16"), _NEARLY)
 """The peers of each recipe, and at most what share of their time it should take."""
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH, ROUNDS = 6, 384, 6, 256, 8, 9
 

@@ -4,18 +4,23 @@ import importlib
 import json
 import re
 import runpy
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import typer
 
 import halfstep
+from halfstep.cli.app import app
 
 
 ROOT = Path(__file__).parent.parent
 README, DOCS, BENCHMARKS = ROOT / "README.md", ROOT / "docs", ROOT / "benchmarks"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMAND = typer.main.get_command(app)
+REFUSED = typer.BadParameter.__base__  # click's UsageError, which typer keeps a copy of its own of
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
@@ -44,13 +49,17 @@ def test_the_python_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
 
 
 def links(page):
-    return re.findall(r"\]\(([^)]*)\)", FENCED.sub("", page.read_text()))
+    """Where its links and pictures lead, those with a definition of their own and those in HTML too."""
+    text = re.sub(r"`[^`\n]*`", "``", FENCED.sub("", page.read_text()))
+    defined = re.findall(r"^\[[^]]+\]: *(\S+)", text, re.MULTILINE)
+    return [*re.findall(r"\]\(([^)]*)\)", text), *defined, *re.findall(r'(?:href|src)="([^"]*)"', text)]
 
 
 def anchors(page):
-    """The anchors that GitHub gives to a page's headings."""
+    """The anchors that GitHub gives to a page's headings: of equal ones the second ends in -1."""
     titles = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    found = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+    return {anchor + f"-{n}" * (n > 0) for i, anchor in enumerate(found) if (n := found[:i].count(anchor)) >= 0}
 
 
 def leads_somewhere(page, link):
@@ -60,7 +69,7 @@ def leads_somewhere(page, link):
 
 
 def test_links_between_pages_lead_somewhere():
-    every = [(page, link) for page in [*PAGES, ROOT / "CONTRIBUTING.md"] for link in links(page)]
+    every = [(page, link) for page in [*PAGES, *ROOT.glob("C*.md")] for link in links(page)]
     assert len(every) > 50
     broken = [f"{page.relative_to(ROOT)}: {link}" for page, link in every if not leads_somewhere(page, link)]
     assert not broken
@@ -70,6 +79,49 @@ def test_a_broken_link_is_noticed():
     assert leads_somewhere(README, "docs/recipes.md#routers")
     for broken in ("docs/recipe.md", "docs/recipes.md#routes", "#recipes"):
         assert not leads_somewhere(README, broken)
+
+
+def commands(page):
+    """The commands of halfstep's in a page's blocks, as lists of words; a backslash goes on in the next line."""
+    blocks = re.findall(r"^```(?:sh|bash|console)?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line, comments=True)[1:] for line in lines if re.match(r"halfstep( |$)", line)]
+
+
+def parsed(words):
+    """Have the command line's own parser take a command's words, without running it; returns its name and options."""
+    name, command, context = "halfstep", COMMAND, None
+    while True:
+        context = command.make_context(name, list(words), parent=context)
+        words = [*context._protected_args, *context.args]
+        if not words or not hasattr(command, "resolve_command"):
+            return context.command_path, context.params
+        name, command, words = command.resolve_command(context, words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_are_halfsteps(page):
+    for words in commands(page):
+        path, options = parsed(words)
+        assert path != "halfstep", words
+        given = options.get("recipe", options.get("recipes"))
+        named = given.split(",") if isinstance(given, str) else given or []
+        for recipe in (each for each in named if not re.search(r"[.:/]|^[A-Z]+$", each)):
+            halfstep.get_recipe(recipe)
+
+
+def test_commands_are_found_in_pages_and_wrong_ones_are_refused():
+    assert sum(len(commands(page)) for page in PAGES) > 60
+    assert parsed(["kb", "check", "google/flan-t5-xxl", "--use", "fp16"])[1]["use"] == "fp16"
+    for wrong in (
+        "kb chek a",
+        "inspect PATH --quik",
+        "memory gpt2 --dp many",
+        "kb export --format pdf",
+        "formats compare bf16",
+    ):
+        with pytest.raises(REFUSED):
+            parsed(wrong.split())
 
 
 def test_the_index_names_every_page_once():

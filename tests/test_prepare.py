@@ -10,7 +10,7 @@ import halfstep
 from families import for_each
 from halfstep.preparation import full_weights
 from halfstep.recipe import DTYPES, Recipe, get_recipe
-from tiny import RECIPES, adamw, assert_same, batch, mlp, prepared
+from tiny import RECIPES, adamw, assert_same, batch, mlp, mostly_slow, prepared
 
 
 def stalls(weights, master=None, rounding="nearest_even", times=4096):
@@ -58,7 +58,7 @@ def test_the_first_update_that_is_lost(weights, step, moves, sign):
     assert (model.weight.item() != 1.0) == moves
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", mostly_slow(RECIPES))
 def test_the_documented_loop(name):
     model = mlp()
     optimizer = adamw(model)

@@ -37,6 +37,14 @@ def mostly_slow(names, *more):
     return [pytest.param(name, *more, marks=() if name in FAST else pytest.mark.slow) for name in names]
 
 
+def fast_and_every(names):
+    """Parameters for tests that loop over recipes: those of `mostly_slow` that are fast, and slow, all of them."""
+    return [
+        pytest.param([name for name in names if name in FAST], id="fast"),
+        pytest.param(names, id="every", marks=pytest.mark.slow),
+    ]
+
+
 def mlp(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from halfstep.errors import HalfstepError
     from halfstep.inspection import diff, inspect
     from halfstep.nn.apply import Report, advance, apply, revert
+    from halfstep.nn.dequantized import dequantize_model
     from halfstep.nn.following import following
     from halfstep.nn.quantized import quantize_model
     from halfstep.ops import (
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from halfstep.probe import ProbeReport, probe_model
     from halfstep.quant import Quantizer, get_quantizer
     from halfstep.recipe import Recipe, get_recipe, list_recipes
+    from halfstep.serving.export import export
+    from halfstep.serving.load import from_pretrained
 
 _HOME = {
     "HalfstepError": "halfstep.errors",
@@ -43,8 +46,11 @@ _HOME = {
     "advance": "halfstep.nn",
     "apply": "halfstep.nn",
     "audit": "halfstep.auditing",
+    "dequantize_model": "halfstep.nn",
     "diff": "halfstep.inspection",
+    "export": "halfstep.serving",
     "following": "halfstep.nn",
+    "from_pretrained": "halfstep.serving",
     "get_recipe": "halfstep.recipe",
     "is_native_available": "halfstep.ops",
     "inspect": "halfstep.inspection",
@@ -79,10 +85,13 @@ __all__ = [
     "apply",
     "audit",
     "decode",
+    "dequantize_model",
     "diff",
     "encode",
+    "export",
     "following",
     "formats",
+    "from_pretrained",
     "get_quantizer",
     "get_recipe",
     "is_native_available",

@@ -12,6 +12,7 @@
     ├── CheckpointError     (ValueError)    a checkpoint that is truncated, edited, or of something else
     ├── AccountError        (ValueError)    an account of memory that cannot be made as asked
     ├── KnowledgeBaseError  (ValueError)    a knowledge base entry that breaks a rule, or an unclear question
+    ├── LayoutError         (ValueError)    weights that a file's layout does not hold, or a layout that is unknown
     ├── ClaimError          (ValueError)    a claim or check that is unknown, or a row that cannot be run as asked
     └── MissingLibraryError (ImportError)   a library of an extra that is not installed
 
@@ -68,6 +69,10 @@ class AccountError(HalfstepError, ValueError):
 
 class KnowledgeBaseError(HalfstepError, ValueError):
     """An entry of the knowledge base breaks a rule, or a question to it cannot be answered as asked."""
+
+
+class LayoutError(HalfstepError, ValueError):
+    """Weights have no place in a file's layout as they are, or the layout is unknown."""
 
 
 class ClaimError(HalfstepError, ValueError):

@@ -15,7 +15,7 @@ from halfstep.nn import apply
 from halfstep.nn.applied import applied_to
 from halfstep.nn.apply import check_model, keep_grads
 from halfstep.nn.codes import hold
-from halfstep.nn.dtypes import storable
+from halfstep.nn.dtypes import storable, wide_adapters
 from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.projections import projections
@@ -106,7 +106,7 @@ def optimize(
     unless `masters` has what they were before.
 
     Args:
-        model: the model that `apply` was called on, or what wraps it (DDP, torch.compile).
+        model: the model that `apply` was called on, or what wraps it (DDP, torch.compile, PEFT).
         optimizer, generator, process_group, amax_group, total_steps: as in `prepare`.
         masters: what `full_weights(model, recipe)` gave before `apply`, of parameters that are still the same objects.
 
@@ -117,8 +117,11 @@ def optimize(
     root = root_of(model)
     applied = applied_to(root)
     recipe = applied.recipe
-    if applied.quantized:
-        raise RecipeError(f"this {type(root).__name__} is quantised for inference; train the model it was made from")
+    if applied.quantized and not applied.adapts:
+        raise RecipeError(
+            f"this {type(root).__name__} is quantised for inference; train the model it was made from, or adapters "
+            "beside its codes: halfstep.quantize_model(model, recipe, adapters=True)"
+        )
     check_total(total_steps)
     if applied.schedule is not None:
         applied.schedule.check(total_steps)
@@ -174,7 +177,8 @@ def _trained(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
 def _mastered(model: nn.Module, recipe: Recipe) -> list[nn.Parameter]:
     if recipe.master is None and (recipe.codes is None or recipe.codes.master is None):
         return []
-    return [p for p in storable(model, recipe.float32_modules)[0].values() if p.requires_grad]
+    moves = storable(model, recipe.float32_modules, wide_adapters(model, recipe))[0]
+    return [p for p in moves.values() if p.requires_grad]
 
 
 def _masters(

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from halfstep.kernels import selftest
-from halfstep.kernels.cpu import adam, cast, codes
+from halfstep.kernels import selftest_matrices as matrices
+from halfstep.kernels.cpu import adam, cast, codes, rows
 from halfstep.kernels.selftest import compare, outcomes
 from halfstep.optim import selftest as optim
 
@@ -15,6 +16,7 @@ def only(monkeypatch, kernel):
     """One kernel, on one format."""
     tests = [(name, ("float8_e5m2",), test) for name, _, test in selftest._TESTS if name == kernel]
     monkeypatch.setattr(selftest, "_TESTS", tests)
+    monkeypatch.setattr(matrices, "_TESTS", ())
     monkeypatch.setattr(optim, "_RECIPES", ())
 
 
@@ -25,7 +27,9 @@ def test_every_kernel_is_the_reference_here(run):
     data = json.loads(out)
     assert data["passed"]
     assert {test["kernel"] for test in data["kernels"]} == {
-        *("cast", "scaled", "amax", "tiles", "posit", "codes", "blocks", "cast errors", "accumulate", "carried", "adam")
+        *("cast", "scaled", "amax", "tiles", "panels", "rotated", "posit", "codes", "blocks", "cast errors"),
+        *("accumulate", "carried", "powered rows", "rotated tiles", "quantiles", "rows", "folded", "sparse products"),
+        *("slopes", "adam"),
     }
     assert all(test["compared"] > 0 and test["difference"] is None for test in data["kernels"])
     paths = {row["recipe"]: row for row in data["recipes"]}
@@ -39,6 +43,7 @@ def test_every_kernel_is_the_reference_here(run):
 def test_the_path_follows_the_machine(run, monkeypatch, carry, here):
     carry(*[torch.bfloat16, torch.float16] if here else [])
     monkeypatch.setattr(selftest, "_TESTS", ())
+    monkeypatch.setattr(matrices, "_TESTS", ())
     monkeypatch.setattr(optim, "_RECIPES", ())
     code, out, _ = run("doctor", "bf16-mixed")
     assert code == 0
@@ -73,6 +78,20 @@ def test_a_kernel_that_raises_is_caught(monkeypatch):
     found = [test for test in outcomes() if not test.passed]
     assert {test.kernel for test in found} == {"codes"}
     assert all(test.difference == "raised RuntimeError: illegal instruction" for test in found)
+
+
+def test_matrices_are_compared_with_their_reference(monkeypatch):
+    """Each of these kernels passes here, and one that differs in one number is found."""
+    found = list(matrices.outcomes())
+    assert all(test.passed and test.compared for test in found), [test for test in found if not test.passed]
+    right = rows.run
+
+    def wrong(x, out, *options):
+        right(x, out, *options)
+        out.view(-1)[-1] += 1
+
+    monkeypatch.setattr(rows, "run", wrong)
+    assert {test.kernel for test in matrices.outcomes() if not test.passed} == {"rows"}
 
 
 def test_an_optimizer_step_that_differs_and_a_kernel_that_refuses_all_are_caught(monkeypatch):

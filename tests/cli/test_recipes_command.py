@@ -6,7 +6,7 @@ import pytest
 
 from halfstep import get_recipe
 from halfstep.recipe import to_data
-from tiny import ALL
+from tiny import ALL, mostly_slow
 
 
 def test_recipes_lists_every_recipe(run):
@@ -23,7 +23,7 @@ def test_recipes_as_json(run):
     assert [recipe["name"] for recipe in json.loads(out)] == ALL
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", mostly_slow(ALL))  # tests/recipe describes every one
 def test_one_recipe_whole(run, name):
     code, out, err = run("recipes", "show", name)
     assert (code, err) == (0, "")

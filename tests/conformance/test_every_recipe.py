@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -36,7 +37,13 @@ from tiny import (
 
 
 every_recipe = pytest.mark.parametrize("name", EVERY)
-both_kinds_of_cpu = pytest.mark.usefixtures("products")
+both_kinds_of_cpu = (
+    pytest.mark.parametrize(  # every recipe with torch's own products, one of each path with carried ones
+        ("name", "products"),
+        [*itertools.product(EVERY, ["own"]), *mostly_slow(EVERY, "carried")],
+        indirect=["products"],
+    )
+)
 WIDE = [name for name in EVERY if get_recipe(name).weights == "fp32"]
 FEW = [name for name in EVERY if any(rule.linear.rounds for rule in get_recipe(name).rules)]
 SANE = [name for name in EVERY if name not in BREAKS]
@@ -50,17 +57,15 @@ def gradients(model, scaler, rows=slice(None)):
     return grads(model)
 
 
-@every_recipe
 @both_kinds_of_cpu
-def test_outputs_are_float32_and_autocast_has_ended(name):
+def test_outputs_are_float32_and_autocast_has_ended(name, products):
     model, _, _ = prepared(name)
     assert model(batch()[0]).dtype == torch.float32
     assert not torch.is_autocast_enabled("cpu")
 
 
-@every_recipe
 @both_kinds_of_cpu
-def test_the_recipe_does_something(name):
+def test_the_recipe_does_something(name, products):
     """Weights, or the products, are other than the stock model's: a recipe that did nothing would pass the rest."""
     stock = model_for(name)(batch()[0])
     model, _, _ = prepared(name)
@@ -179,9 +184,8 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.body, x, use_reentrant=False) if self.on else self.body(x))
 
 
-@every_recipe
 @both_kinds_of_cpu
-def test_activation_checkpointing_changes_no_bit(name):
+def test_activation_checkpointing_changes_no_bit(name, products):
     found = []
     for on in (True, False):
         torch.manual_seed(4)
@@ -190,9 +194,8 @@ def test_activation_checkpointing_changes_no_bit(name):
     assert_same(*found)
 
 
-@every_recipe
 @both_kinds_of_cpu
-def test_two_micro_batches_are_one_batch(name):
+def test_two_micro_batches_are_one_batch(name, products):
     model, _, scaler = prepared(name)
     scaler.update(64.0)
     whole = gradients(model, scaler)
@@ -246,9 +249,8 @@ def test_hooks_survive(name):
     assert set(seen) == {"root", "forward", "backward", "gradient"}
 
 
-@every_recipe
 @both_kinds_of_cpu
-def test_a_copy_follows_the_recipe_too(name):
+def test_a_copy_follows_the_recipe_too(name, products):
     model, _, _ = prepared(name)
     twin = copy.deepcopy(model)
     assert_same(twin(batch()[0]), model(batch()[0]))
@@ -259,7 +261,7 @@ def test_a_copy_follows_the_recipe_too(name):
 
 
 @pytest.mark.parametrize("name", mostly_slow(SANE))
-@both_kinds_of_cpu
+@pytest.mark.usefixtures("products")
 def test_the_loss_falls(name):
     model, optimizer, scaler = prepared(name)
     losses = train(model, optimizer, scaler, 25)

@@ -1,13 +1,14 @@
 """Train under every recipe in every integration, and write down what came of it.
 
-    python tests/integrations/matrix.py --write             # every column: matrix.json, and the table of docs/integrations.md
+    python tests/integrations/matrix.py --write             # every column: matrix.json, and docs/integrations.md
     python tests/integrations/matrix.py --write trainer     # that column alone
     python tests/integrations/matrix.py --render --write    # runs nothing: the table, of matrix.json
 
 A column is a file matrix_NAME.py beside this one. It has a `COLUMN`, the heading in the table, and a function
-`trains(recipe)`, which trains a small model in that library's own loop under the recipe of that name, asserts that it came
-out right, and returns None. A `HalfstepError` that it raises is a refusal, whose first sentence is the cell's reason.
-Whatever else it raises is a fault. tests/integrations/test_matrix.py holds matrix.json to be true for each column it finds.
+`trains(recipe)`, which trains a small model in that library's own loop under the recipe of that name, asserts that it
+came out right, and returns None. A `HalfstepError` that it raises is a refusal, whose first sentence is the cell's
+reason. Whatever else it raises is a fault. tests/integrations/test_matrix.py holds matrix.json to be true for each
+column that it finds.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The matrix of docs/integrations.md says what training found: the page renders matrix.json, which is held true here."""
+"""The matrix of docs/integrations.md says what training found: it renders matrix.json, which is held true here."""
 
 import json
 

@@ -93,7 +93,7 @@ def test_rows_and_columns_rounded(name, rounding, paths):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_beyond_the_bounds(dtype, shape):
     x = drawn(shape, dtype)
-    for tile, quantile in product(("tensor", "row"), (0.6, 0.99)):
+    for tile, quantile in product(("tensor", "row"), (0.51, 0.6, 0.99)):
         clamp = Clamp(quantile, tile)
         bounds = clamp.bounds(x)
         found, wanted = rows.run_beyond(x, bounds), clamp_operators.sparse(clamp.parts(x, bounds)[1])
@@ -118,6 +118,18 @@ def test_sparse_products(dtype, down, scaled):
     wanted = (matrix.t() if down else matrix) @ other.float()
     assert torch.equal(found, wanted if scale is None else wanted * scale)
     assert torch.equal(found, clamp_operators.sparse_product(matrix, None, None, 65, down, other, scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sparse_sums_go_in_order(dtype):
+    """One product and one sum after another, each rounded to float32, however many numbers a row has."""
+    g = torch.Generator().manual_seed(1)
+    matrix = torch.randn(12, 40, generator=g) * (torch.arange(40) < torch.arange(12)[:, None])  # 0 to 11 of them
+    other = torch.randn(40, 70, generator=g).to(dtype)
+    wanted = torch.zeros(12, 70)
+    for i in range(40):
+        wanted += matrix[:, i : i + 1] * other[i].float()
+    assert torch.equal(clamp_operators.sparse_product(*clamp_operators.sparse(matrix), 40, False, other, None), wanted)
 
 
 SLOPED = [name for name in FORMATS if slopes.knows(formats.get(name))]

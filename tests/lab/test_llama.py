@@ -54,7 +54,7 @@ def test_its_gated_mlps_are_smoothed_and_quantised():
 
 
 @pytest.mark.parametrize("model", ["llama-tiny"])
-def test_it_is_compared_by_name(model, tmp_path, run, monkeypatch):
+def test_it_is_compared_by_name(model, tmp_path, run, monkeypatch, unrendered):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     options = ["--data", "text.txt", "--steps", "3", "--batch", "2", "--context", "16", "--baseline-seeds", "1"]

@@ -215,7 +215,8 @@ def test_evaluation_rounds_too(padded):
         assert_same(model(x, **options), stock)
 
 
-@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow  # what the fast tests trace goes the same way
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 def test_a_traced_encoder_rounds_alike(training):
     torch._dynamo.reset()

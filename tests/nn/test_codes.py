@@ -18,6 +18,7 @@ from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import MASTER, get_recipe
+from oracles.numbers import same_bits
 from tiny import FOUR, SCALED, adamw, assert_same, batch, copied, grads, mlp, prepared, train
 
 
@@ -53,6 +54,13 @@ def test_values_are_the_quantizers(x, format):
     if 0 < amax < torch.inf and amax > 1e-30:
         assert float(torch.frexp(scale)[0]) == 0.5
         assert limit / 2 < amax.double() / scale.double() <= limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_code_of_8_bits_is_decoded_as_torch_does(dtype):
+    codes, scale = torch.arange(256, dtype=torch.uint8).view(dtype), torch.tensor(0.25)
+    same_bits(ops.decode_scaled(codes, scale), codes.float() * scale)
+    same_bits(ops.decode_scaled(codes[::3], scale), codes[::3].float() * scale)
 
 
 @pytest.mark.parametrize("format", DTYPES)

@@ -22,11 +22,11 @@ from families import in_turn, slow_unless
 from halfstep import get_recipe
 from halfstep.errors import OptimizerError, RecipeError
 from halfstep.nn.scaling import Scalings
-from tiny import EVERY, SMOOTH, adamw, assert_same, batch, mlp, model_for, prepared, train
+from tiny import EVERY, SMOOTH, adamw, assert_same, batch, mlp, model_for, mostly_slow, prepared, train
 
 
 PLAIN = [name for name in EVERY if name not in SMOOTH]
-every_plain = pytest.mark.parametrize("name", PLAIN)
+every_plain = pytest.mark.parametrize("name", mostly_slow(PLAIN))
 WARNS = r"Coder.encoder is called outside Coder's forward. It follows recipe"
 
 
@@ -236,7 +236,7 @@ class Apart(nn.Module):
         return self.body(x) if self.reentrant is None else checkpoint(self.body, x, use_reentrant=self.reentrant)
 
 
-@pytest.mark.parametrize("name", [name for name in PLAIN if get_recipe(name).weights == "fp32"])
+@pytest.mark.parametrize("name", mostly_slow([name for name in PLAIN if get_recipe(name).weights == "fp32"]))
 def test_what_a_checkpoint_computes_again_is_what_it_computed(name):
     found = []
     for reentrant in (None, False, True):
@@ -261,7 +261,7 @@ def test_threads_do_not_share_their_calls():
 
 @pytest.mark.parametrize(
     "name",
-    slow_unless({"bf16-mixed", "fp8-current"}.__contains__, ["fp32", "bf16-mixed", "fp16-master", "fp8-current"]),
+    slow_unless("fp8-current".__eq__, ["fp32", "bf16-mixed", "fp16-master", "fp8-current"]),
 )
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 def test_traced_parts_follow_too(name):
@@ -339,7 +339,7 @@ def test_no_registry_and_no_metaclass_hears_of_an_adoption(kind):
     assert type(model) is kind
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", mostly_slow(EVERY))
 def test_a_saved_model_is_the_model(name):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler, 2)
@@ -377,7 +377,7 @@ def test_a_failure_half_way_leaves_nothing_behind(monkeypatch):
     assert not list(model.buffers())
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", mostly_slow(EVERY))
 def test_two_steps_are_one_but_for_the_masters(name):
     """`apply` rounds the weights, and a master that starts later starts from there."""
     found = []

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import halfstep
 from families import for_each
 from halfstep.nn.outputs import to_float32
-from tiny import RECIPES
+from tiny import RECIPES, mostly_slow
 
 
 Pair = namedtuple("Pair", "first second")
@@ -57,7 +57,7 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", mostly_slow(RECIPES))
 @for_each("nesting", NESTED)
 def test_floating_outputs_leave_in_float32(name, nesting):
     wrap, get = NESTED[nesting]

@@ -11,12 +11,12 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
-from families import for_each, slow_unless
+from families import for_each
 from halfstep import formats, ops, recipe
 from halfstep.errors import ModelError, RecipeError
 from halfstep.quant import Quantizer
 from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, linear_spec
-from tiny import EVERY, PROJECTED, SMOOTH, assert_same, batch, grads, prepared, train
+from tiny import EVERY, PROJECTED, SMOOTH, assert_same, batch, fast_and_every, grads, prepared, train
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -264,24 +264,29 @@ def test_gradients_of_16_bit_weights_add_up_in_float32():
     assert float(layer.weight_hh_l0.grad) == 4096  # 4095 terms of 1, rounded to fp16; its sums stop at 2048
 
 
-@for_each("name", ROUNDING)
-def test_quantised_for_inference_it_computes_what_evaluation_does_and_says_what_stays_whole(name):
-    if recipe.get_recipe(name).rules[-1].linear.output.rhs is None:
-        return
-    model, optimizer, scaler = prepared(name, Reader())
-    train(model, optimizer, scaler, 2)
-    x = torch.randn(3, 8)
-    model.eval()
-    with torch.no_grad():
-        expected = model(x)
-        report = halfstep.quantize_model(model, name)
-        assert_same(model(x), expected)
-    assert "cell" in report.quantized
-    assert report.kept["read"].startswith("torch lists a recurrent layer's weights beside its parameters")
-    assert {"weight_ih_codes", "weight_hh_codes"} <= dict(model.cell.named_buffers()).keys()
+@pytest.mark.parametrize("names", fast_and_every(ROUNDING))
+def test_quantised_for_inference_it_computes_what_evaluation_does_and_says_what_stays_whole(names):
+    @for_each("name", names)
+    def check(name):
+        if recipe.get_recipe(name).rules[-1].linear.output.rhs is None:
+            return
+        model, optimizer, scaler = prepared(name, Reader())
+        train(model, optimizer, scaler, 2)
+        x = torch.randn(3, 8)
+        model.eval()
+        with torch.no_grad():
+            expected = model(x)
+            report = halfstep.quantize_model(model, name)
+            assert_same(model(x), expected)
+        assert "cell" in report.quantized
+        assert report.kept["read"].startswith("torch lists a recurrent layer's weights beside its parameters")
+        assert {"weight_ih_codes", "weight_hh_codes"} <= dict(model.cell.named_buffers()).keys()
+
+    check()
 
 
-@pytest.mark.parametrize("name", slow_unless("fp8-delayed".__eq__, ["fp8-current", "fp8-delayed"]))
+@pytest.mark.slow  # what the fast tests trace goes the same way
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed"])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 def test_a_compiled_cell_is_the_same(name):
     class Cells(nn.Module):

@@ -366,6 +366,39 @@ def test_checkpointing_changes_nothing(names, reentrant):
     assert_same(values(plain[0]), values(other[0]))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("names", [("fp8-delayed", "bf16-mixed"), ("fp8-current", "mxfp8"), ("fp32", "fp8-current")])
+def test_nothing_is_computed_again_in_another_stage(names, reentrant):
+    """What the change of a stage comes in between: a forward with checkpointing, and its backward."""
+    model = staged(names, lambda: Blocks(reentrant))[0]
+    for _ in range(EVERY - 1):
+        model(batch()[0]).sum().backward()
+        halfstep.advance(model)
+    loss = model(batch()[0]).sum()
+    model(batch()[0]).sum().backward()
+    halfstep.advance(model)
+    assert schedule_of(model).stage == 1
+    model(batch()[0]).sum().backward()
+    with pytest.raises(RecipeError, match=r"a forward of stage 1 again in stage 2.*loss.backward\(\) before scaler"):
+        loss.backward()
+    model(batch()[0]).sum().backward()  # the next ones are right
+
+
+def test_a_backward_pass_after_a_change_has_the_gradients_of_its_own_stage():
+    """Without checkpointing nothing is computed again."""
+    grads = []
+    for late in (False, True):
+        model = staged(("fp8-current", "bf16-mixed"), lambda: Blocks(None))[0]
+        loss = model(batch()[0]).sum()
+        if late:
+            for _ in range(EVERY):
+                halfstep.advance(model)
+            assert schedule_of(model).stage == 1
+        loss.backward()
+        grads.append([parameter.grad for parameter in model.parameters()])
+    assert_same(*grads)
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.parametrize(
     "kind", slow_unless("fewer bits, then more".__eq__, ["fewer bits, then more", "three", "another dtype"])

@@ -149,6 +149,7 @@ def test_a_traced_layer_computes_the_same(operands):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow  # what the fast tests trace goes the same way
 @traces
 def test_a_traced_layer_takes_batches_of_any_size():
     traced = torch.compile(lambda *t: ops.linear(*t, TIMES), backend="aot_eager", fullgraph=True, dynamic=True)

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, St
 import halfstep
 from halfstep.errors import OptimizerError
 from halfstep.quant.masters import get_master
-from tiny import PROJECTED, RECIPES, adamw, assert_same, batch, copied, mlp, prepared, stored, train
+from tiny import PROJECTED, RECIPES, adamw, assert_same, batch, copied, mlp, mostly_slow, prepared, stored, train
 
 
 @pytest.mark.parametrize("build", [lambda o: StepLR(o, 1, 0.5), lambda o: OneCycleLR(o, 0.1, total_steps=9)])
@@ -59,7 +59,7 @@ def test_a_scheduler_resumes():
     assert optimizer.param_groups[0]["lr"] < 0.01
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in PROJECTED])
+@pytest.mark.parametrize("name", mostly_slow([name for name in RECIPES if name not in PROJECTED]))
 def test_moments_move_over_and_take_the_recipes_format(name):
     model = mlp()
     old = adamw(model)
@@ -132,7 +132,7 @@ def test_a_seed_decides_the_stochastic_updates():
     assert not torch.equal(weights(1), weights(2))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", mostly_slow(RECIPES))
 def test_a_copy_of_model_and_optimizer_trains_on_alike(name):
     model, optimizer, scaler = prepared(name)
     train(model, optimizer, scaler)

@@ -14,7 +14,7 @@ import halfstep
 from halfstep import LossScaler
 from halfstep.errors import LossScaleError
 from halfstep.recipe import get_recipe
-from tiny import EVERY, adamw, assert_same, batch, copied, mlp, model_for, prepared, train
+from tiny import EVERY, adamw, assert_same, batch, copied, mlp, model_for, mostly_slow, prepared, train
 
 
 def backward(model, scaler, factor=1.0, seed=1):
@@ -30,7 +30,7 @@ def scales(name):
 # ---- a recipe that scales its loss, and no scaler -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", mostly_slow(EVERY))
 def test_a_loop_without_the_recipes_scaler_is_warned_once(name):
     model = model_for(name)
     model, optimizer, _ = prepared(name, model)

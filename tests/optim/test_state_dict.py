@@ -32,7 +32,7 @@ from tiny import (
 
 
 SMALL = Recipe("bf16 moments", "", "", weights="bf16", master="fp32", moments="bf16", compute="bf16")
-every_recipe = pytest.mark.parametrize("name", [*RECIPES, SMALL], ids=lambda r: getattr(r, "name", r))
+every_recipe = pytest.mark.parametrize("name", [*mostly_slow(RECIPES), SMALL], ids=lambda r: getattr(r, "name", r))
 
 
 @pytest.mark.parametrize("name", [*mostly_slow(RECIPES), SMALL], ids=lambda r: getattr(r, "name", r))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.errors import FormatError
+from halfstep.errors import FormatError, RecipeError
 
 
 class Makes(nn.Module):
@@ -94,6 +94,13 @@ def test_a_format_that_torch_casts_to_none():
     assert probe(normed(1.0), "e4m3fn").cast is None
     with pytest.raises(FormatError, match="torch casts no model to float8_e4m3fn: expected fp16 or bf16"):
         probe(normed(1.0), "e4m3fn", cast_as="half")
+
+
+def test_a_recipe_with_stages_is_refused():
+    """Its first stage alone would be tried."""
+    staged = "fp4-zhou until 90%, then bf16-mixed"
+    with pytest.raises(RecipeError, match=r"has 2 stages, and a probe runs .* one recipe.*and then 'bf16-mixed'"):
+        halfstep.probe_model(nn.Linear(4, 4), "bf16", data=[torch.ones(2, 4)], cast_as=staged)
 
 
 def test_the_advice_is_not_what_was_rejected():

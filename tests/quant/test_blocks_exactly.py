@@ -9,6 +9,7 @@ import torch
 from families import for_each
 from halfstep import formats
 from halfstep.quant import get_quantizer
+from halfstep.quant.scaling import get_scaling
 from oracles import blocks
 from oracles import formats as oracle
 from oracles.numbers import same_bits
@@ -254,6 +255,19 @@ def test_every_block_format_has_an_oracle_and_its_numbers(name):
     assert (f.element.name, f.tile, f.rules[0]) == (element, tile, rule)
     assert set(f.rules) == {r for n, r in RULES if n == name}
     assert set(formats.block_names()) == set(blocks.BLOCKS)
+
+
+@pytest.mark.parametrize("rule", [*blocks.POWERS_OF_TWO, "below"])
+@for_each("format", ["e4m3fn", "e5m2", "e2m1fn", "ocp_int8", "fp16"])
+def test_the_factor_of_one_maximum_is_that_of_many(rule, format):
+    """A number of its own is looked at in Python, and a tensor of them in torch."""
+    scaling, element = get_scaling(rule), formats.get(format)
+    powers = torch.arange(-149, 128, dtype=torch.float64).exp2().float()
+    around = (torch.full_like(powers, end) for end in (0.0, torch.inf))
+    amaxes = [powers, *(powers.nextafter(to) for to in around), powers * 1.75, powers * 1.9375]
+    many = torch.cat([*amaxes, torch.tensor([0.0, torch.inf, torch.nan])])
+    each = torch.stack([scaling.factor(amax, element) for amax in many])
+    same_bits(each, scaling.factor(many, element))
 
 
 @pytest.mark.parametrize(

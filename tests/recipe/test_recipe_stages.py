@@ -81,6 +81,7 @@ KEPT_OTHERWISE = {
     "projection": ("bf16-mixed", replace(get_recipe("galore"), loss_scale=None)),
     "loss_scale": ("bf16-mixed", replace(get_recipe("bf16-mixed"), loss_scale=LossScale())),
     "float32_modules": ("bf16-mixed", replace(get_recipe("bf16-mixed"), float32_modules=("head",))),
+    "float32_adapters": ("bf16-mixed", replace(get_recipe("bf16-mixed"), float32_adapters=False)),
 }  # fmt: skip
 
 

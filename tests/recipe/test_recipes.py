@@ -29,6 +29,8 @@ BYTES = {
     "bf16-nomaster": (2, 2, 0, 8, 0),
     "fp16-nomaster": (2, 2, 0, 8, 0),
     "bf16-stochastic": (2, 2, 0, 8, 0),
+    "nf4": (2, 2, 0, 8, 0),
+    "nf4-double": (2, 2, 0, 8, 0),
     "bf16-pure": (2, 2, 0, 4, 0),
     "bf16-fp32grad": (2, 4, 0, 8, 0),
     "bf16-megatron": (2, 4, 4, 8, 0),

@@ -6,7 +6,7 @@ import torch
 import halfstep
 from halfstep.optim import Update
 from halfstep.tracking import Arrival, arrival, arrivals
-from tiny import RECIPES, batch, prepared, train
+from tiny import RECIPES, batch, mostly_slow, prepared, train
 
 
 def quality(recipe, lr, start=None, seed=3, steps=1):
@@ -75,7 +75,7 @@ def test_stochastic_rounding_is_right_on_average():
     assert draws.std() > 0.1
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", mostly_slow(RECIPES))
 def test_watching_changes_nothing(name):
     """Every recipe reports, under the parameters' names, and trains as it would have."""
     results = []

@@ -74,6 +74,7 @@ def test_narrow_dtypes_compute_what_float64_does_to_within_their_rounding(case, 
     assert [one.dtype for one in found] == [wide] + [dtype] * len(leaves)
 
 
+@pytest.mark.slow  # what the fast tests trace goes the same way
 @traces
 @every_case
 def test_traced_functions_compute_the_same(case):

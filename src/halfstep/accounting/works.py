@@ -13,7 +13,9 @@ PASSES = "forward", "input gradient", "weight gradient"
 """The three products of a layer, or of each of attention's two."""
 
 ATTENTION, FEED_FORWARD, CORE = "attention linears", "feed-forward linears", "attention core"
-LAYERS, OTHERS, HEAD = "other layers", "other products", "head"
+LAYERS, OTHERS = "other layers", "other products"
+HEAD = "head"
+"""The kind of work of the layer whose outputs are the logits."""
 KINDS = ATTENTION, FEED_FORWARD, LAYERS, CORE, OTHERS, HEAD
 """What products are of, in the order of the report."""
 

@@ -15,6 +15,7 @@ VERDICTS = {
     "cannot tell": "measured, and the seeds lie further apart than what is compared",
     "open": "not measured yet",
 }
+"""What a verdict means."""
 
 READ = {
     "text": "the text was read",

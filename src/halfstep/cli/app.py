@@ -12,6 +12,7 @@ from halfstep.cli.claims import claims
 from halfstep.cli.compare import compare
 from halfstep.cli.diff import diff
 from halfstep.cli.doctor import doctor
+from halfstep.cli.export import export
 from halfstep.cli.formats import formats
 from halfstep.cli.inspect import inspect
 from halfstep.cli.kb import kb
@@ -24,7 +25,14 @@ from halfstep.cli.train import train
 from halfstep.errors import HalfstepError
 
 
-_EXTRAS = {"matplotlib": "lab", "jinja2": "lab", "tensorboard": "lab", "sklearn": "lab", "transformers": "hf"}
+_EXTRAS = {
+    "matplotlib": "lab",
+    "jinja2": "lab",
+    "tensorboard": "lab",
+    "sklearn": "lab",
+    "transformers": "hf",
+    "gguf": "export",
+}
 """What commands import that a plain installation has not, and the extra that brings it."""
 
 app = typer.Typer(
@@ -57,6 +65,7 @@ app.command("train")(train)
 app.command("doctor")(doctor)
 app.command("inspect")(inspect)
 app.command("diff")(diff)
+app.command("export")(export)
 app.command("probe")(probe)
 app.command("scales")(scales)
 app.command("memory")(memory)

@@ -27,6 +27,7 @@ def doctor(
     Exit code 1: a kernel differs from the reference on this machine.
     """
     from halfstep.kernels import selftest as kernels
+    from halfstep.kernels import selftest_matrices as matrices
     from halfstep.optim import selftest as optim
     from halfstep.recipe import get_recipe, list_recipes
 
@@ -41,7 +42,7 @@ def doctor(
         }
         for recipe in asked
     ]
-    tests = [*kernels.outcomes(), *optim.outcomes()]
+    tests = [*kernels.outcomes(), *matrices.outcomes(), *optim.outcomes()]
     wrong = [test for test in tests if not test.passed]
     if as_json:
         rows = [
@@ -114,7 +115,7 @@ def _native(recipe: Recipe) -> str:
 def _path(quantizer: Quantizer) -> str:
     import torch
 
-    from halfstep.kernels.cpu import blocks, cast, panels, tiles
+    from halfstep.kernels.cpu import blocks, cast, panels, powered_rows, rows, tiles
     from halfstep.quant.tile import TENSOR
 
     name, scales = quantizer.format.name, quantizer.scales
@@ -123,6 +124,11 @@ def _path(quantizer: Quantizer) -> str:
         known = cast.supports(x, torch.zeros(1), quantizer.format, quantizer.rounding, quantizer.overflow)
         return f"{name} by {'kernel' if known else 'reference: no kernel for the format'}"
     across, sample = f"{name} {scales.tile} by ", torch.zeros(scales.tile.rows or 1, scales.tile.columns or 1)
+    if quantizer.by_rows and rows.knows(quantizer.format, quantizer.rounding):
+        return across + "kernel"
+    quantizer = quantizer.plain.inner or quantizer.plain
+    if powered_rows.supports_values(sample, sample.clone(), quantizer):
+        return across + "kernel"
     if blocks.knows(quantizer, scales.tile.columns or 1) or panels.supports_values(sample, sample.clone(), quantizer):
         return across + "kernel"
     if tiles.supports(sample, sample.clone(), quantizer):

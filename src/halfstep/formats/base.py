@@ -22,8 +22,11 @@ class Format(ABC):
     aliases: tuple[str, ...] = field(default=(), kw_only=True)
 
     has_infinity: ClassVar[bool] = False
+    """Whether codes stand for infinities."""
     has_nan: ClassVar[bool] = False
+    """Whether a code stands for NaN."""
     has_negative_zero: ClassVar[bool] = False
+    """Whether -0 has a code of its own."""
     overflow_from: ClassVar[float] = inf
     """Of a listed format with NaN but no infinity: numbers from here on round to NaN unless saturated."""
     ties: ClassVar[str] = "even"

@@ -192,16 +192,15 @@ def tile_of(shape: Shape, scale: Shape, preferred: tuple[int, int] | None) -> tu
     """
     rows, columns = (1, *shape)[-2:]
     lead = shape[:-2]
+    usual = tuple(-(-n // (b or n)) for n, b in zip((rows, columns), preferred or (0, 0), strict=True))
+    if preferred is not None and scale == (*lead, *usual):
+        return preferred
     if math.prod(scale) == 1 or scale == lead:
         return 0, 0
     if scale in ((rows,), (*lead, rows)):
         scale = (*scale, 1)
     if scale[:-2] != lead or len(scale) < 2:
         return None
-    if preferred is not None and scale[-2:] == tuple(
-        -(-n // (b or n)) for n, b in zip((rows, columns), preferred, strict=True)
-    ):
-        return preferred
     down, across = (_size(n, count) for n, count in zip((rows, columns), scale[-2:], strict=True))
     return None if down is None or across is None else (down, across)
 

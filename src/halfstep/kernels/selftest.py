@@ -117,7 +117,8 @@ def compare(expected: Tensor, found: Tensor, x: Tensor, what: str) -> str | None
     return f"{what}: element {index}{given}: {values}; {int((~same).sum())} of {same.numel()} differ"
 
 
-def _words(x: Tensor, *more: str) -> str:
+def words(x: Tensor, *more: str) -> str:
+    """What a tensor is, in a line."""
     return ", ".join([str(x.dtype).removeprefix("torch."), *more, f"{x.numel()} elements"])
 
 
@@ -130,7 +131,7 @@ def _cast(name: str) -> Iterator[Case]:
                 out, seed = torch.empty_like(x), _SEED if rounding == "stochastic" else None
                 if cast.supports(x, out, format, rounding, "saturate"):
                     cast.run(x, out, format, rounding, "saturate", seed)
-                    yield quant.round_to(x, format, rounding, "saturate", seed), out, x, _words(x, rounding)
+                    yield quant.round_to(x, format, rounding, "saturate", seed), out, x, words(x, rounding)
 
 
 def _scaled(name: str) -> Iterator[Case]:
@@ -141,14 +142,14 @@ def _scaled(name: str) -> Iterator[Case]:
             if cast.supports_scaled(x, out, format):
                 cast.run(x, out, format, "nearest_even", "saturate", None, factor)
                 expected = quant.round_to(x.float() * factor, format, "nearest_even", "saturate", None, out.clone())
-                yield expected, out, x, _words(x, "times a factor")
+                yield expected, out, x, words(x, "times a factor")
 
 
 def _amax(name: str) -> Iterator[Case]:
     for size in SIZES:
         x = hard(size, getattr(torch, name)).nan_to_num(1.0)
         if amax.supports(x):
-            yield x.float().abs().max(), amax.run(x), torch.empty(0), _words(x)
+            yield x.float().abs().max(), amax.run(x), torch.empty(0), words(x)
 
 
 def _tiles(name: str) -> Iterator[Case]:
@@ -160,7 +161,7 @@ def _tiles(name: str) -> Iterator[Case]:
             out = torch.empty_like(x)
             if tiles.supports(x, out, quantizer):
                 tiles.run(x, out, format, quantizer.rounding, scales, None)
-                yield quantizer.quantize(x).dequantize(), out, x, _words(x, str(tile))
+                yield quantizer.quantize(x).dequantize(), out, x, words(x, str(tile))
 
 
 def _panels(name: str) -> Iterator[Case]:
@@ -172,7 +173,7 @@ def _panels(name: str) -> Iterator[Case]:
             seed, out = _SEED if rounding == "stochastic" else None, torch.empty_like(x)
             if panels.supports_values(x, out, quantizer):
                 panels.run_values(x, out, quantizer.format, rounding, scales, seed)
-                yield quantizer.quantize(x, seed).dequantize(), out, x, _words(x, str(tile), rounding)
+                yield quantizer.quantize(x, seed).dequantize(), out, x, words(x, str(tile), rounding)
 
 
 def _rotated(name: str) -> Iterator[Case]:
@@ -185,7 +186,7 @@ def _rotated(name: str) -> Iterator[Case]:
                 quant.rotate(x, signs, dim),
                 rotated.run(x, signs, dim),
                 torch.empty(0),
-                _words(x, f"blocks of {size}"),
+                words(x, f"blocks of {size}"),
             )
 
 
@@ -196,10 +197,10 @@ def _posit(name: str) -> Iterator[Case]:
         out, stored = torch.empty_like(x), torch.empty(x.shape, dtype=CONTAINERS[format.storage_bits])
         if posit.supports(x, out, format, "nearest_even"):
             posit.run(x, out, format)
-            yield quant.round_to(x, format), out, x, _words(x, "values")
+            yield quant.round_to(x, format), out, x, words(x, "values")
         if posit.supports_encode(x, stored, format, "nearest_even"):
             posit.run_encode(x, stored, format)
-            yield quant.encode(x, format), stored, x, _words(x, "codes")
+            yield quant.encode(x, format), stored, x, words(x, "codes")
 
 
 def _codes(name: str) -> Iterator[Case]:
@@ -211,13 +212,13 @@ def _codes(name: str) -> Iterator[Case]:
         out = torch.empty(x.shape, dtype=container)
         if codes.supports(x, out, format, "nearest_even", "saturate"):
             codes.run(x, out, format, "nearest_even", "saturate", None)
-            yield quant.encode(x, format), out, x, _words(x, "codes")
+            yield quant.encode(x, format), out, x, words(x, "codes")
     stored = torch.arange(1 << format.bits).to(container)
     for dtype in (torch.float32, torch.bfloat16):
         back = torch.empty(stored.shape, dtype=dtype)
         if codes.supports_decode(stored, back, format):
             codes.run_decode(stored, back, format)
-            yield quant.decode(stored, format, dtype), back, stored, _words(stored, f"values in {dtype}")
+            yield quant.decode(stored, format, dtype), back, stored, words(stored, f"values in {dtype}")
 
 
 def _blocks(name: str) -> Iterator[Case]:
@@ -225,7 +226,7 @@ def _blocks(name: str) -> Iterator[Case]:
         columns = quantizer.scales.tile.columns if quantizer.scales else 1
         for rows, wide, dtype in ((1, 1, torch.float32), (9, 5, torch.float32), (9, 5, torch.bfloat16)):
             x = hard(rows * wide * columns, dtype).view(rows, wide * columns)
-            yield from _quantised(x, quantizer, _words(x, quantizer.rounding))
+            yield from _quantised(x, quantizer, words(x, quantizer.rounding))
 
 
 def _quantised(x: Tensor, quantizer: Quantizer, words: str) -> Iterator[Case]:
@@ -266,7 +267,7 @@ def _cast_errors(name: str) -> Iterator[Case]:
         found = cast_errors.errors(0.0, int((x != 0).sum()))
         y = quantizer(x.float())
         expected = torch.stack([((y == 0) & (x != 0)).sum(), (~y.isfinite()).sum()])
-        yield expected, torch.tensor([found.zeroed, found.infinite]), torch.empty(0), _words(x, "zeros and infinities")
+        yield expected, torch.tensor([found.zeroed, found.infinite]), torch.empty(0), words(x, "zeros and infinities")
 
 
 def _carried(name: str) -> Iterator[Case]:

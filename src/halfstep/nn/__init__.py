@@ -2,6 +2,7 @@
 
 from halfstep.nn.apply import Report, advance, apply, revert
 from halfstep.nn.attention import DotProductAttention
+from halfstep.nn.dequantized import dequantize_model
 from halfstep.nn.following import following
 from halfstep.nn.quantized import quantize_model
 from halfstep.nn.smooth import measure_smooth_scales, merge_smooth_scales
@@ -9,6 +10,6 @@ from halfstep.nn.unit import UnitReport, unit_scale
 
 
 __all__ = [
-    "DotProductAttention", "Report", "UnitReport", "advance", "apply", "following", "measure_smooth_scales",
-    "merge_smooth_scales", "quantize_model", "revert", "unit_scale",
+    "DotProductAttention", "Report", "UnitReport", "advance", "apply", "dequantize_model", "following",
+    "measure_smooth_scales", "merge_smooth_scales", "quantize_model", "revert", "unit_scale",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -20,15 +20,19 @@ class Applied:
     recipe: Recipe
     autocast: torch.dtype | None
     dtypes: dict[str, torch.dtype]
-    """The dtype that each parameter had."""
+    """The dtype that each parameter had which the recipe stores in its own."""
     grads: torch.dtype
     """The dtype that their gradients accumulate in."""
     clock: Clock | None
     """Where scales, or the stage of the recipe, depend on earlier steps."""
     rounded: tuple[str, ...] = ()
     """The parameters that products round, by name."""
+    adapters: dict[str, torch.dtype] = field(default_factory=dict)
+    """The dtype that each parameter of an adapter had, which is float32 now."""
     quantized: bool = False
     """Whether the weights are quantised for good (`nn.quantize_model`)."""
+    adapts: bool = False
+    """Whether a quantised model trains adapters beside its codes."""
     schedule: Schedule | None = None
     """Which stage of the recipe is in force, where it has several."""
 

@@ -16,12 +16,13 @@ from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.arrangement import Arrangement, arranged
 from halfstep.nn.clock import Clock
 from halfstep.nn.codes import let_go
-from halfstep.nn.dtypes import check_grad_dtype, check_trained, count, storable, store
-from halfstep.nn.following import follow, part_of, unfollow
+from halfstep.nn.dtypes import check_grad_dtype, check_trained, count, storable, store, wide_adapters
+from halfstep.nn.following import follow, part_of, root_of, unfollow
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.ranks import check_ranks
 from halfstep.nn.schedule import Schedule
 from halfstep.nn.stages import Steps, autocast_of, check_alike, clear, lay_in_turn
+from halfstep.nn.tuners import same_parameters
 from halfstep.nn.unit.scale import is_unit_scaled, revert_unit
 from halfstep.recipe import DTYPES, Recipe, get_recipe
 from halfstep.unit import MULTIPLIERS
@@ -98,9 +99,9 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     found = [arranged(model, stage, module_filter) for stage in recipe.by_stage]
     first = found[0]
     check_alike(found)
-    moves, kept = storable(model, recipe.float32_modules if recipe.weights != "fp32" else ())
+    adapters = wide_adapters(model, recipe)
+    moves, kept = storable(model, recipe.float32_modules if recipe.weights != "fp32" else (), adapters)
     _warn_of_narrow(model, recipe, moves)
-    before = {name: parameter.dtype for name, parameter in moves.items()}
     schedule = Schedule(recipe) if recipe.stages else None
     clock = Clock() if any(each.keeps_states for each in found) else None
     if schedule is not None:
@@ -111,7 +112,14 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
         kept |= dict.fromkeys(stacks, "its weights and gradients stay as they are: one scale would serve all experts")
         rounded = {name: weight for name, weight in rounded.items() if name not in stacks}
     applied = Applied(
-        recipe, autocast_of(first.recipe), before, DTYPES[recipe.grad_format], clock, tuple(rounded), schedule=schedule
+        recipe,
+        autocast_of(first.recipe),
+        {name: parameter.dtype for name, parameter in moves.items()},
+        DTYPES[recipe.grad_format],
+        clock,
+        tuple(rounded),
+        {name: parameter.dtype for name, parameter in adapters.items()},
+        schedule=schedule,
     )
     try:
         if schedule is None:
@@ -124,6 +132,8 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
         raise
     for parameter in moves.values():  # last: bits that rounding takes do not come back
         store(parameter, DTYPES[recipe.weights], DTYPES[recipe.grad_format])
+    for parameter in adapters.values():
+        store(parameter, torch.float32)
     if clock is not None:
         clock.begin(model)
     reports = [_report(model, each, kept) for each in found]
@@ -155,16 +165,21 @@ def revert(model: nn.Module) -> None:
     (`halfstep.prepare` keeps the full weights in the optimizer's state, as `master`.) Of a model that is unit-scaled
     and follows no recipe, or no longer, it undoes `unit_scale`, whose weights come back within one rounding.
 
+    Args:
+        model: the model that `apply` was called on, or what wraps it (DDP, torch.compile, PEFT).
+
     Raises:
         RecipeError: the model follows no recipe, is quantised for inference, or has a part that was parametrized since.
     """
+    model = root_of(model)
     if "_halfstep" not in vars(model) and is_unit_scaled(model):
         return revert_unit(model)
     applied = applied_to(model)
     if applied.quantized:
         raise RecipeError(
             f"this {type(model).__name__} is quantised for inference, and its full weights are gone: build it anew and "
-            "load them, or quantise a copy (copy.deepcopy) next time"
+            "load them, or quantise a copy (copy.deepcopy) next time; halfstep.dequantize_model gives it the values of "
+            "its codes"
         )
     for path, module in model.named_modules():
         if is_covered(module):
@@ -175,10 +190,9 @@ def revert(model: nn.Module) -> None:
             )
     let_go(model)
     _undo(model)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, dtype in applied.dtypes.items():
-        if name in parameters:
-            store(parameters[name], dtype)
+    before = applied.dtypes | applied.adapters
+    for parameter, name in same_parameters(model, before):
+        store(parameter, before[name])
     return None
 
 
@@ -189,6 +203,7 @@ def advance(model: nn.Module, *, skipped: bool = False, process_group: Any = Non
     the others there is nothing to move.
 
     Args:
+        model: as for `revert`.
         skipped: the batch was abandoned: no optimizer stepped, and what was recorded of it is forgotten. Where one
             rank says so, it is so on all.
         process_group: over which ranks agree on the largest amaxes: those that hold the same layers (of a pipeline, a
@@ -198,7 +213,7 @@ def advance(model: nn.Module, *, skipped: bool = False, process_group: Any = Non
         RecipeError: the model follows no recipe; it ran in eval(), which records nothing; or stages begin at fractions
             of a run whose length is not known (`halfstep.optimize`, `total_steps`).
     """
-    Steps(model, process_group).advance(skipped)
+    Steps(root_of(model), process_group).advance(skipped)
 
 
 def _undo(model: nn.Module) -> None:
@@ -210,9 +225,8 @@ def _undo(model: nn.Module) -> None:
 def keep_grads(model: nn.Module) -> None:
     """Give parameters back the dtype that their gradients accumulate in: torch's copies and replacements lack it."""
     applied = applied_to(model)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name in applied.dtypes.keys() & parameters.keys():
-        store(parameters[name], parameters[name].dtype, applied.grads)
+    for parameter, _ in same_parameters(model, applied.dtypes):
+        store(parameter, parameter.dtype, applied.grads)
 
 
 def _after_copy(model: nn.Module) -> None:
@@ -229,6 +243,11 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
     for path, module in model.named_modules():
         if (applied := vars(module).get("_halfstep")) is not None:
             where = f"its part {path!r}" if path else "it"
+            if applied.quantized:
+                raise RecipeError(
+                    f"{name}: {where} is quantised under {applied.recipe.name!r}. For adapters that train beside its "
+                    "codes call halfstep.optimize(model, optimizer); otherwise quantise another copy of the model"
+                )
             raise RecipeError(f"{name}: {where} already follows {applied.recipe.name!r}; halfstep.revert it first")
     shared = next((path for path, module in model.named_modules() if part_of(module) is not None), None)
     if shared is not None:

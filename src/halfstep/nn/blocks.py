@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from fnmatch import fnmatchcase
 
 from torch import nn
 
 from halfstep.errors import RecipeError
+from halfstep.nn.tuners import matches
 from halfstep.recipe import Recipe, Rule
 from halfstep.recipe.blocks import chosen
 
@@ -41,7 +41,7 @@ def blocks_of(model: nn.Module, recipe: Recipe, rule: Rule, layers: Collection[s
             does not choose one; or fewer blocks than it numbers.
     """
     assert rule.blocks is not None
-    meant = [layer for layer in layers if fnmatchcase(layer, rule.path)]
+    meant = [layer for layer in layers if matches(layer, rule.path)]
     every = stacks(model, layers)
     found = {path: blocks for path, blocks in every.items() if any(is_in(layer, path) for layer in meant)}
     if not found and rule.optional:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ModelError
 from halfstep.nn.adopt import extend
+from halfstep.nn.tuners import same_parameters
 from halfstep.ops.code_tensor import CodeTensor, parameter, round_gradient, round_gradients
 from halfstep.ops.snapshot import snapshot
 from halfstep.recipe import Codes
@@ -23,16 +24,14 @@ def hold(model: nn.Module, names: Sequence[str], codes: Codes) -> None:
         ModelError: a weight is sharded. Nothing was changed.
     """
     weights: dict[int, nn.Parameter] = {}
-    for name in names:
-        path, _, own = name.rpartition(".")
-        weight = model.get_submodule(path)._parameters.get(own)
+    for weight, name in same_parameters(model, names):
         if hasattr(weight, "device_mesh"):
             raise ModelError(
                 f"{type(model).__name__}: {name} is sharded, and this recipe keeps it as codes with "
                 "scales, of which no rank has the whole. Under fully_shard take a recipe whose weights are values "
                 "('fp8-delayed', 'fp8-current')"
             )
-        if weight is not None and not isinstance(weight, CodeTensor):  # another optimizer of this model has made it one
+        if not isinstance(weight, CodeTensor):  # another optimizer of this model has made it one
             weights[id(weight)] = weight
     for weight in weights.values():
         coded: Any = parameter(CodeTensor.encode(weight, codes.weights.quantizer), weight.requires_grad)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
 from halfstep.nn.adapters import wide
+from halfstep.nn.tuners import adapters_of
 from halfstep.ops.subclasses import foreign
-from halfstep.recipe import DTYPES
+from halfstep.recipe import DTYPES, Recipe
 
 
-def storable(model: nn.Module, float32_modules: Sequence[str] = ()) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
-    """The parameters that a recipe may store in its own dtype, by name, and those it keeps, with the reason."""
+def storable(
+    model: nn.Module, float32_modules: Sequence[str] = (), adapters: Mapping[str, nn.Parameter] | None = None
+) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
+    """The parameters that a recipe may store in its own dtype, by name, and those it keeps, with the reason: `adapters`
+    are in float32."""
     wide_ones = {id(p) for module in wide.find(model, float32_modules).values() for p in module.parameters()}
     moves: dict[str, nn.Parameter] = {}
     kept: dict[str, str] = {}
@@ -25,6 +29,8 @@ def storable(model: nn.Module, float32_modules: Sequence[str] = ()) -> tuple[dic
             full = f"{path}.{name}" if path else name
             if running:
                 kept[full] = "its running statistics average over thousands of steps"
+            elif full in (adapters or ()):
+                kept[full] = "it is an adapter's, in float32"
             elif id(parameter) in wide_ones:
                 kept[full] = "its module computes in float32"
             elif (kind := foreign(parameter)) is not None:
@@ -34,6 +40,15 @@ def storable(model: nn.Module, float32_modules: Sequence[str] = ()) -> tuple[dic
             else:
                 kept[full] = f"it is {parameter.dtype}"
     return moves, kept
+
+
+def wide_adapters(model: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:
+    """The parameters of adapters, where a recipe stores others in fewer bits, and these in float32."""
+    if recipe.weights == "fp32" or not recipe.float32_adapters:
+        return {}
+    is_adapter = adapters_of(model)
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: p for name, p in named if is_adapter(name) and p.dtype in DTYPES.values() and foreign(p) is None}
 
 
 def check_trained(model: nn.Module) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils._pytree import tree_leaves
 
+from halfstep.errors import RecipeError
 from halfstep.nn.adopt import OnCopy, adopt
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.clock import Clock
@@ -29,7 +31,8 @@ class Part:
 
     def __init__(self, model: nn.Module, applied: Applied) -> None:
         self._recipe = applied.recipe.name
-        self._clock: Clock | None = applied.clock
+        self._schedule = applied.schedule
+        self._backward = (-1, 0)  # the last backward pass that came to an output, and the stage that this is of
         self.follow(applied)
         self._calls: dict[int, int] = {}  # by thread: how deep in calls it is
         self._traced = 0  # of a graph that is being traced, which knows no threads
@@ -41,7 +44,8 @@ class Part:
         return {**vars(self), **own}
 
     def follow(self, applied: Applied) -> None:
-        """Enter what is in force: the recipe's dtype of autocast, and the functions that it widens."""
+        """Enter what is in force: the recipe's dtype of autocast, the functions that it widens, the clock."""
+        self._clock: Clock | None = applied.clock
         self._autocast = applied.autocast
         self.functions = applied.stage.float32_functions
 
@@ -114,10 +118,43 @@ class Part:
         if self._clock is not None and root is not None and torch.is_grad_enabled():
             event(self._clock, root)
 
+    def mark(self, output: Any) -> None:
+        """Where the recipe has stages, have a backward pass say from which one the output is that it begins at."""
+        schedule = self._schedule
+        if schedule is None or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return
+        stage = schedule.stage
+
+        def note(grad: Tensor) -> None:
+            self._backward = (torch._C._current_graph_task_id(), stage)
+
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(note)  # type: ignore[no-untyped-call]
+
+    def check_stage(self) -> None:
+        """Refuse to compute something again, in a backward pass, in another stage than it was computed in.
+
+        Raises:
+            RecipeError: this is such a call.
+        """
+        schedule = self._schedule
+        if schedule is None or torch.compiler.is_compiling():
+            return
+        (task, stage), now = self._backward, torch._C._current_graph_task_id()
+        if now != -1 and now == task and stage != schedule.stage:
+            raise RecipeError(
+                f"recipe {schedule.name!r}: activation checkpointing computes a forward of stage {stage + 1} again in "
+                f"stage {schedule.stage + 1}, so its gradients would be of neither. Expected the backward pass before "
+                "the step that changes the stage: loss.backward() before scaler.update() or halfstep.advance(model)"
+            )
+
     def warn(self, module: nn.Module) -> None:
         """Say, once a model, what a part that is called from outside cannot know."""
         root = self._root()
         if self._warned or self._autocast is None or root is None or not _has_forward(root):
+            return
+        if {*module.parameters()} >= {*root.parameters()}:  # the root wraps it, and computes nothing else
             return
         self._warned = True
         name = next((name for name, part in root.named_modules() if part is module), type(module).__name__)
@@ -161,13 +198,21 @@ def part_of(module: nn.Module) -> Part | None:
 
 
 def root_of(model: nn.Module) -> nn.Module:
-    """The module that `apply` was called on, inside of what wraps it (DDP, torch.compile)."""
-    while "_halfstep" not in vars(model):
-        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            break
-        model = inner
-    return model
+    """The one module within `model` that `apply` was called on: what wraps it (DDP, torch.compile, PEFT) will do for
+    it. `model` itself where there is none.
+
+    Raises:
+        RecipeError: several follow a recipe, each its own.
+    """
+    if "_halfstep" in vars(model):
+        return model
+    found = [name for name, module in model.named_modules() if "_halfstep" in vars(module)]
+    if len(found) > 1:
+        raise RecipeError(
+            f"{len(found)} parts of this {type(model).__name__} follow a recipe, each its own: {', '.join(found)}; "
+            "expected one. Hand over one of them"
+        )
+    return model.get_submodule(found[0]) if found else model
 
 
 def following(model: nn.Module) -> AbstractContextManager[None]:
@@ -197,9 +242,12 @@ def _root_forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     part = part_of(model)
     if part is None:  # a bound forward that somebody took before `revert`
         return stock(model, *args, **kwargs)
+    part.check_stage()
     with part.entered(model):
         output = stock(model, *args, **kwargs)
-    return to_float32(output)
+    output = to_float32(output)
+    part.mark(output)
+    return output
 
 
 def _part_forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -207,6 +255,7 @@ def _part_forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     part = part_of(module)
     if part is None:
         return stock(module, *args, **kwargs)
+    part.check_stage()
     if part.is_inside(module):
         if not part.functions:
             return stock(module, *args, **kwargs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 from torch import nn
@@ -16,6 +15,7 @@ from halfstep.nn.adapters import attention, cell, conv1d, convolution, experts, 
 from halfstep.nn.attention import DotProductAttention
 from halfstep.nn.blocks import blocks_of, is_in
 from halfstep.nn.quantized_weights import Weight
+from halfstep.nn.tuners import adapters_of, matches
 from halfstep.ops.subclasses import foreign
 from halfstep.recipe import LinearSpec, Recipe, Rule
 from halfstep.unit import KINDS as KINDS_OF_ROLES
@@ -26,6 +26,7 @@ BRANCH_END = "branch_end"
 """What a rule calls the role of the last layer of a residual branch."""
 ModuleFilter = Callable[[nn.Module, str], bool]
 _ACCUMULATES = "a convolution, whose sums are torch's own; the rule's products accumulate"
+_ADAPTER = "an adapter; rules reach it where the recipe has float32_adapters = false"
 _ROTATES = "a convolution, whose window would mix what a Hadamard transform of the rule's products rotates"
 
 
@@ -81,6 +82,7 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
         ModelError: a rule would round a weight that is another library's tensor.
     """
     kinds, refused = _sorted(model)
+    is_adapter = adapters_of(model)
     others = {path: why for path, kind in kinds.items() if (why := _foreign(model.get_submodule(path), kind))}
     chosen = {p for p in kinds if module_filter is None or module_filter(model.get_submodule(p), p)}
     specs: dict[str, LinearSpec] = {}
@@ -103,10 +105,12 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
                     "apply the recipe before another library quantises the model, keep these layers by module_filter, "
                     "or take a recipe without rules, such as bf16-mixed"
                 )
+            beside = {path for path in hits if recipe.float32_adapters and is_adapter(path)}
+            kept |= dict.fromkeys(beside, _ADAPTER)
             why = _ACCUMULATES if rule.linear.accumulates else _ROTATES if rule.linear.rotates else ""
             whole = {path for path in hits if why and _filters(model.get_submodule(path), kinds[path])}
-            kept |= dict.fromkeys(whole, why)
-            specs |= {path: rule.linear for path in hits if path not in whole}
+            kept |= dict.fromkeys(whole - beside, why)
+            specs |= {path: rule.linear for path in hits if path not in whole | beside}
         else:
             kept |= dict.fromkeys(hits, rule.why or "kept by the recipe")
         for path, why in refused.items():
@@ -142,7 +146,7 @@ def _check_role(recipe: Recipe, rule: Rule) -> None:
 
 def _matches(model: nn.Module, path: str, rule: Rule, blocks: tuple[str, ...] | None, kind: Kind | None = None) -> bool:
     """Whether a rule, for layers in these blocks or in all, means that layer."""
-    if not fnmatchcase(path, rule.path) or not (blocks is None or any(is_in(path, block) for block in blocks)):
+    if not matches(path, rule.path) or not (blocks is None or any(is_in(path, block) for block in blocks)):
         return False
     if rule.role is None:
         return True

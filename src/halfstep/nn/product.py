@@ -9,8 +9,9 @@ from torch import Tensor
 
 from halfstep import ops
 from halfstep.nn.following import part_of
+from halfstep.nn.frozen import ADAPTS, FrozenWeight, frozen_product
 from halfstep.nn.keeping import KEEPING
-from halfstep.nn.quantized_weights import quantized_weight
+from halfstep.nn.quantized_weights import quantized_weight, rows_of
 from halfstep.nn.scaling import states_of
 from halfstep.ops.linear import product_dtype
 from halfstep.ops.operand import Operand
@@ -24,7 +25,7 @@ _PLAIN = LinearSpec()  # of a layer that no rule rounds and another's forward mu
 def product(
     module: Any,
     x: Tensor,
-    weight: Tensor | Operand | ops.RoundedWeight,
+    weight: Tensor | Operand | FrozenWeight | ops.RoundedWeight,
     bias: Tensor | None,
     part: str = "",
     channels: Tensor | None = None,
@@ -35,6 +36,10 @@ def product(
         part: of the layer's products, where it has several.
         channels: as `ops.linear` takes them.
     """
+    if isinstance(weight, FrozenWeight):
+        return frozen_product(
+            x, bias, weight, spec_of(module), lambda x, w, b: product(module, x, w, b, part, channels)
+        )
     states, keeping = states_of(module, part), vars(module).get(KEEPING)
     return ops.linear(x, weight, bias, spec_of(module), states, records(module), channels, keeping)
 
@@ -55,6 +60,9 @@ def weight_of(module: Any, name: str, x: Tensor, expert: int | None = None) -> A
     """The layer's parameter of that name, or one expert's, for a product with x; rounded already (an `Operand`) where
     the layer is quantised for inference."""
     if "_halfstep_stored" in vars(module):
+        if ADAPTS in vars(module) and torch.is_grad_enabled():
+            like = x.new_empty(0, dtype=product_dtype(x))
+            return FrozenWeight(lambda: quantized_weight(module, name, like, expert), rows_of(module, name))
         return quantized_weight(module, name, x, expert)
     weight = getattr(module, name)
     return ops.values_of(weight if expert is None else weight[expert])
@@ -64,7 +72,7 @@ def repeated_weight(module: Any, name: str, x: Tensor, part: str) -> Any:
     """`weight_of` for products of that part with several tensors, of which x is one: rounded once for all of them, and
     with a gradient that adds up in float32."""
     weight = weight_of(module, name, x)
-    if isinstance(weight, Operand):
+    if isinstance(weight, Operand | FrozenWeight):
         return weight
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     if torch.compiler.is_compiling():  # a graph finds by itself what it computes twice

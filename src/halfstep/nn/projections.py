@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 
 from torch import nn
 
 from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.adapters import conv1d
+from halfstep.nn.tuners import matches
 from halfstep.recipe import Projection, Recipe
 from halfstep.recipe.high_precision import KEEP
 
@@ -29,7 +29,7 @@ def projections(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Projecti
         return {}
     layers = dict(_layers(model))
     for glob in projection.paths:
-        if not any(fnmatchcase(path, glob) for path in layers):
+        if not any(matches(path, glob) for path in layers):
             near = ", ".join(get_close_matches(glob, layers, n=3, cutoff=0.0)) or "the model has none"
             raise RecipeError(
                 f"recipe {recipe.name!r}: projection path {glob!r} matched no linear layer. Nearest: {near}"
@@ -61,8 +61,8 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
 
 def _chosen(path: str, projection: Projection) -> bool:
     if projection.paths:
-        return any(fnmatchcase(path, glob) for glob in projection.paths)
-    return not any(fnmatchcase(path, rule.path) for rule in KEEP)
+        return any(matches(path, glob) for glob in projection.paths)
+    return not any(matches(path, rule.path) for rule in KEEP)
 
 
 def _tied(model: nn.Module, parameter: nn.Parameter) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,15 @@ from halfstep.nn.adopt import adopt, extend
 from halfstep.nn.applied import applied_to
 from halfstep.nn.apply import Report, apply, revert
 from halfstep.nn.dtypes import count
+from halfstep.nn.following import part_of
+from halfstep.nn.frozen import ADAPTS
 from halfstep.nn.layers import ModuleFilter, match
-from halfstep.nn.quantized_weights import Weight, check_before_loading, store_weight
+from halfstep.nn.pretrained import write_pretrained
+from halfstep.nn.quantized_weights import Weight, check_before_loading, place_codes, store_weight
 from halfstep.nn.scaling import detach, freeze, moved
 from halfstep.nn.smooth import merge_smooth_scales
+from halfstep.nn.tuners import adapters_of
+from halfstep.ops import Quantized
 from halfstep.recipe import Recipe, get_recipe, list_recipes
 
 
@@ -27,6 +33,7 @@ def quantize_model(
     recipe: str | Recipe,
     module_filter: ModuleFilter | None = None,
     smooth: Mapping[str, Tensor] | None = None,
+    adapters: bool = False,
 ) -> Report:
     """Make `model` its inference form under `recipe`, in place: it computes what it computes in evaluation under the
     recipe, bit for bit, and keeps each weight that a rule rounds as codes and scales only.
@@ -44,6 +51,8 @@ def quantize_model(
         module_filter: as in `apply`.
         smooth: for recipes that smooth gated MLPs by channel: what `nn.measure_smooth_scales` returned, to be merged
             into the weights; {} where they are merged already, or where a state dict is loaded next.
+        adapters: the model is to train adapters beside its codes, which stay as they are (QLoRA): gradients pass
+            through the quantised layers, formed as the recipe says. Adapters that are there already stay trainable.
 
     Returns:
         What was quantised, and what was kept and why.
@@ -54,7 +63,7 @@ def quantize_model(
         ModelError: gradients that no step has used; as `apply`.
     """
     recipe = get_recipe(recipe)
-    _check(model, recipe, smooth)
+    _check(model, recipe, smooth, adapters)
     if smooth:
         merge_smooth_scales(model, smooth)
     histories: dict[str, Tensor] = {}
@@ -65,6 +74,60 @@ def quantize_model(
         revert(model)
     if recipe.smooth_glu == "channel":
         recipe = replace(recipe, smooth_glu=None)  # its scales are in the weights
+
+    def store(path: str, module: Any, weights: tuple[Weight, ...], whole: Collection[str]) -> Counter[str]:
+        states = {n.removeprefix(f"{path}."): s for n, s in histories.items() if n.rpartition(".")[0] == path}
+        return _store(module, weights, whole, states)
+
+    return _lay(model, recipe, module_filter, store, adapters)
+
+
+def load_codes(
+    model: nn.Module,
+    recipe: Recipe,
+    codes: Mapping[str, Quantized],
+    factors: Mapping[str, Mapping[str, Tensor]],
+) -> Report:
+    """Make `model` the inference form that `quantize_model` made of another, from what that one kept: the linear layers
+    of those paths get those codes, whatever their weights are, and no other layer rounds.
+
+    Args:
+        recipe: the other's.
+        codes: by path of a layer.
+        factors: of a delayed scaling, by path and operand.
+
+    Raises:
+        ModelError: there is no linear layer of that path, or its weight has another shape or is another's too.
+    """
+    _check(model, recipe, None, False)
+    for path, made in codes.items():
+        module = dict(model.named_modules()).get(path)
+        found = tuple(module.weight.shape) if isinstance(module, nn.Linear) else None
+        if found != made.shape:
+            raise ModelError(
+                f"{path}: codes of a weight of shape {made.shape} for {'no linear layer' if found is None else found}; "
+                "the file is of another model"
+            )
+
+    def store(path: str, module: Any, weights: tuple[Weight, ...], whole: Collection[str]) -> Counter[str]:
+        if whole:
+            raise ModelError(f"{path}: codes for a weight that is another module's too; the file is of another model")
+        module._halfstep_stored = {"weight": weights[0]}
+        number = place_codes(module, weights[0], [codes[path]])
+        freeze(module, factors.get(path, {}))
+        module.register_load_state_dict_pre_hook(check_before_loading)
+        return Counter({codes[path].quantizer.format.name: number})
+
+    return _lay(model, recipe, lambda _, path: path in codes, store)
+
+
+_Store = Callable[[str, Any, tuple[Weight, ...], Collection[str]], Counter[str]]
+
+
+def _lay(
+    model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None, store: _Store, adapters: bool = False
+) -> Report:
+    """Give the layers that rules round their codes by `store`, and the model what inference needs beside them."""
     kinds = match(model, recipe, module_filter).kinds
     applied = apply(model, recipe, module_filter)
     detach(model)
@@ -74,16 +137,23 @@ def quantize_model(
         weights = kinds[path].weights(module)
         whole = {w.name: why for w in weights if (why := _whole(module, w, path, owners)) is not None}
         kept |= dict.fromkeys([path] * bool(whole), next(iter(whole.values()), ""))
-        states = {n.removeprefix(f"{path}."): s for n, s in histories.items() if n.rpartition(".")[0] == path}
-        codes += _store(module, weights, whole, states)
-    model._halfstep = replace(applied_to(model), dtypes={}, clock=None, quantized=True)  # type: ignore[assignment]
+        codes += store(path, module, weights, whole)
+        if adapters and all(weight.layout is None for weight in weights):
+            setattr(module, ADAPTS, True)
+    quantized = replace(applied_to(model), dtypes={}, clock=None, quantized=True, adapts=adapters)
+    vars(model)["_halfstep"], shared = quantized, part_of(model)
+    assert shared is not None
+    shared.follow(quantized)
     adopt(model, _forward, patchable=True)
     for module in model.modules():
         if hasattr(type(module), "save_pretrained"):
             extend(module, _members)
-    model.eval().requires_grad_(False)
-    quantized = tuple(path for path in applied.quantized if path not in kept)
-    return replace(applied, stored=dict(codes) | count(model), quantized=quantized, kept=kept)
+    is_adapter = adapters_of(model)
+    for name, parameter in model.eval().named_parameters(remove_duplicate=False):
+        if not (adapters and is_adapter(name)):
+            parameter.requires_grad_(False)
+    rounded = tuple(path for path in applied.quantized if path not in kept)
+    return replace(applied, stored=dict(codes) | count(model), quantized=rounded, kept=kept)
 
 
 def _store(
@@ -132,29 +202,38 @@ def _as_before(model: nn.Module, module_filter: ModuleFilter | None) -> ModuleFi
 
 
 def _members(stock: type[nn.Module]) -> dict[str, Any]:
-    """A model that is not saved as one that it is not any more."""
+    """A model that is saved with its codes, in the layout that is closest to its recipe's quantizers."""
 
-    def save_pretrained(model: nn.Module, *_: Any, **__: Any) -> NoReturn:
-        raise ModelError(
-            f"save_pretrained of a {type(model).__name__} that is quantised: its config.json would not name the codes, "
-            "and from_pretrained would fill these layers with new random weights. Save model.state_dict() (torch.save, "
-            "safetensors), and load it into a model that halfstep.quantize_model was called on with the same recipe"
-        )
+    def save_pretrained(
+        model: nn.Module,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        max_shard_size: int | str = "5GB",
+        **others: Any,
+    ) -> None:
+        if others:
+            raise ModelError(
+                f"save_pretrained of a {type(model).__name__} that is quantised takes save_directory, is_main_process "
+                f"and max_shard_size, and was given {', '.join(others)} too; leave it out"
+            )
+        if is_main_process:
+            write_pretrained(model, save_directory, max_shard_size=max_shard_size)
 
     return {"save_pretrained": save_pretrained}
 
 
 def _forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The root's forward: refuses to train."""
-    if model.training and torch.is_grad_enabled():
+    """The root's forward: refuses to train, unless it trains adapters."""
+    if model.training and torch.is_grad_enabled() and not applied_to(model).adapts:
         raise ModelError(
-            f"{type(model).__name__} is quantised for inference: its weights have no gradients. Call model.eval(), or "
-            "train the model first and quantise it then"
+            f"{type(model).__name__} is quantised for inference: its weights have no gradients. Call model.eval(), "
+            "train the model first and quantise it then, or train adapters beside its codes: "
+            "halfstep.quantize_model(model, recipe, adapters=True)"
         )
     return stock(model, *args, **kwargs)
 
 
-def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None) -> None:
+def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None, adapters: bool) -> None:
     """Refuse, before anything is touched, what has no inference form."""
     name = type(model).__name__
     if recipe.stages:
@@ -172,6 +251,11 @@ def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None
         raise RecipeError(
             f"recipe {recipe.name!r} rotates its forward products (hadamard), and codes of rotated weights would give "
             "values that are not the model's: quantise it under a recipe whose output products have no hadamard"
+        )
+    if adapters and any(rule.linear.grad_input.hadamard for rule in recipe.rules):
+        raise RecipeError(
+            f"recipe {recipe.name!r} rotates the product that passes gradients on (hadamard), and the weights are "
+            "codes: train adapters under a recipe whose grad_input products have no hadamard"
         )
     found = vars(model).get("_halfstep")
     if found is not None and found.quantized:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from halfstep.nn.scaling import accept_factors, states_of
 from halfstep.ops.linear import product_dtype
 from halfstep.ops.operand import Operand, decoded, just_in_time, operand, stored
 from halfstep.ops.places import Layout, rounded
+from halfstep.ops.read_only import read_only
 from halfstep.quant import Quantizer
 from halfstep.quant.description import label
 
@@ -54,6 +55,13 @@ class Stored:
         """What a file says of the codes in it, so that they are not taken for others."""
         return label(self.quantizer).encode()
 
+    def values(self, module: Any) -> Tensor:
+        """The parameter that was, rounded: from the codes in that module."""
+        matrices = [quantized.dequantize() for quantized in matrices_of(module, self)]
+        matrices = [matrix.t() if self.weight.transposed else matrix for matrix in matrices]
+        stacked = getattr(module, f"{self.weight.name}_codes").dim() == 3
+        return torch.stack(matrices) if stacked else matrices[0].contiguous()
+
 
 def quantized_weight(module: Any, name: str, x: Tensor, expert: int | None = None) -> Operand:
     """The layer's parameter of that name, or one expert's, for a product with x: rounded, laid out as it was.
@@ -76,6 +84,12 @@ def quantized_weight(module: Any, name: str, x: Tensor, expert: int | None = Non
     return matrix.t() if flipped else matrix
 
 
+def rows_of(module: Any, name: str) -> int:
+    """How many rows the layer's parameter of that name has, or each of several experts'."""
+    entry = module._halfstep_stored[name]
+    return int((entry.shape if isinstance(entry, Stored) else getattr(module, name).shape)[0])
+
+
 @torch.no_grad()
 def store_weight(module: Any, weight: Weight, state: Tensor | None) -> int:
     """Put codes and scales in the place of a parameter, for good; returns how many weights it had."""
@@ -83,7 +97,12 @@ def store_weight(module: Any, weight: Weight, state: Tensor | None) -> int:
     quantizer: Quantizer = module._halfstep_linear.output.rhs
     matrices = [parameter] if parameter.dim() == 2 else list(parameter)
     matrices = [matrix.t().contiguous() if weight.transposed else matrix for matrix in matrices]
-    found = [stored(matrix, quantizer, state) for matrix in matrices]
+    return place_codes(module, weight, [stored(matrix, quantizer, state) for matrix in matrices])
+
+
+def place_codes(module: Any, weight: Weight, found: Sequence[ops.Quantized]) -> int:
+    """Put the codes and scales of its matrices in the place of a parameter; returns how many weights it had."""
+    parameter: Tensor = getattr(module, weight.name)
     first, parts = found[0], tuple(sorted(found[0].tensors))
     entry = Stored(weight, first.quantizer, first.shape, parameter.dtype, parts)
     delattr(module, weight.name)
@@ -117,6 +136,12 @@ def check_before_loading(module: Any, state_dict: Mapping[str, Any], prefix: str
         accept_factors(module, [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)])
 
 
+def matrices_of(module: Any, entry: Stored) -> list[ops.Quantized]:
+    """The codes and scales of each of a parameter's matrices (out, in)."""
+    codes = getattr(module, f"{entry.weight.name}_codes")
+    return [_quantized(module, entry, expert) for expert in ([None] if codes.dim() < 3 else range(len(codes)))]
+
+
 def _quantized(module: Any, entry: Stored, expert: int | None = None) -> ops.Quantized:
     tensors = {part: getattr(module, f"{entry.weight.name}_{part}") for part in entry.parts}
     if expert is not None:
@@ -134,9 +159,4 @@ class _Restoring:
         return {self.name: property(self._value)}
 
     def _value(self, module: Any) -> Tensor:
-        entry: Stored = module._halfstep_stored[self.name]
-        codes = getattr(module, f"{self.name}_codes")
-        experts = [None] if codes.dim() < 3 else range(len(codes))
-        matrices = [_quantized(module, entry, expert).dequantize() for expert in experts]
-        matrices = [matrix.t() if entry.weight.transposed else matrix for matrix in matrices]
-        return matrices[0] if codes.dim() < 3 else torch.stack(matrices)
+        return read_only(module._halfstep_stored[self.name].values(module))

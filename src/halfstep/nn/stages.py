@@ -12,9 +12,9 @@ from torch import nn
 
 from halfstep.errors import RecipeError
 from halfstep.nn.adopt import STAGE, InTurn, Members, extend, extensions, release
-from halfstep.nn.applied import Applied, applied_to
+from halfstep.nn.applied import applied_to
 from halfstep.nn.arrangement import Arrangement
-from halfstep.nn.following import part_of, root_of
+from halfstep.nn.following import part_of
 from halfstep.nn.keeping import KEEPING
 from halfstep.nn.scaling import Scalings, attach_rules, detach, detach_rules, ignore, ignored, rules_of
 from halfstep.nn.schedule import Schedule
@@ -122,9 +122,9 @@ def autocast_of(recipe: Recipe) -> torch.dtype | None:
 
 
 def schedule_of(model: nn.Module) -> Schedule | None:
-    """Which stage is in force in a model, or in what wraps it; None where it follows no recipe with stages."""
-    applied = vars(root_of(model)).get("_halfstep")
-    return applied.schedule if isinstance(applied, Applied) else None
+    """Which stage is in force in a model, or in what wraps it; None where none of it follows a recipe with stages."""
+    roots = [applied for module in model.modules() if (applied := vars(module).get("_halfstep")) is not None]
+    return roots[0].schedule if len(roots) == 1 else None
 
 
 class Steps:

@@ -125,7 +125,9 @@ def quantize(
         out: a result of the same quantizer and shape to write over.
 
     Raises:
-        as `round_to`; also where an unscaled NaN has no code in the format.
+        QuantizationError: `out` is another quantizer's, or of another shape or dtype; an unscaled NaN has no code in
+            the format.
+        FormatError: as `round_to`; so is QuantizationError otherwise.
 
     >>> q = quantize(torch.tensor([7.0, 0.5, -3.0, 0.0]), "mxfp4")
     >>> q.codes, q.scale

@@ -230,9 +230,13 @@ class CodeTensor(Tensor):
         self.write(values.values() if isinstance(values, CodeTensor) else values)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values as an array of their own, which takes no writes."""
+        """The values as an array of their own, which takes no writes.
+
+        Raises:
+            RuntimeError: it requires a gradient, and `force` is False: as torch has it.
+        """
         if self.requires_grad and not force:
-            raise RuntimeError("this tensor requires grad; call tensor.detach().numpy()")  # as torch has it
+            raise RuntimeError("this tensor requires grad; call tensor.detach().numpy()")
         return read_only(self.values().numpy(force=force))
 
     def tolist(self) -> Any:

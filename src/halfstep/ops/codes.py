@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from halfstep import formats
+from halfstep.kernels.cpu import operators
+from halfstep.kernels.cpu.arrays import plain
 from halfstep.ops.casts import Quantized, amax_of, quantize
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import get_scaling
@@ -29,6 +31,10 @@ def encode_scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def decode_scaled(codes: Tensor, scale: Tensor) -> Tensor:
     """codes * scale, in float32, exactly."""
+    if codes.itemsize == 1 and plain(codes, codes.dtype) and not torch.compiler.is_compiling():
+        values = torch.empty(codes.shape, dtype=torch.float32)  # torch's own conversion goes number by number
+        operators.decode_into(codes.view(torch.uint8), values, formats.get(codes.dtype))
+        return values.mul_(scale)
     return codes.to(torch.float32, copy=True).mul_(scale)
 
 

@@ -145,7 +145,8 @@ def _infer(
     if x.requires_grad and torch.is_grad_enabled():
         raise ModelError(
             "a layer that is quantised for inference has no gradients, and its input requires one: run it under "
-            "torch.no_grad(), or train the model first and quantise it then"
+            "torch.no_grad(), train the model first and quantise it then, or train adapters beside its codes: "
+            "halfstep.quantize_model(model, recipe, adapters=True), for layers that are no convolutions"
         )
     dtype, rows = product_dtype(x), matrix(x)
     with torch.autocast(x.device.type, enabled=False):

@@ -12,8 +12,9 @@ from halfstep.errors import RecipeError
 from halfstep.formats import Format
 from halfstep.kernels import carried, scaled_mm
 from halfstep.kernels.cpu import clamp_operators as operators
+from halfstep.kernels.cpu import rotated_tiles
 from halfstep.kernels.cpu.operators import rotate, without_tensor_scale
-from halfstep.ops.casts import Quantized, amax_of, quantize, round_scaled, values, values_noted
+from halfstep.ops.casts import Quantized, amax_of, quantize, round_scaled, seed_of, values, values_noted
 from halfstep.ops.remainder import Remainder, bounds_of, remainder
 from halfstep.ops.rows import rounded_rows
 from halfstep.quant import Clamp, Quantizer, Scales, Scaling, Tile
@@ -114,6 +115,9 @@ def operand(
         dim: which of the two is the shared one, for a transform.
     """
     if signs is not None:
+        made = None if quantizer is None else _rotated(x.contiguous(), quantizer, dtype, signs, dim)
+        if made is not None:
+            return made
         x = rotate(x, signs, dim)
     if quantizer is None:
         return Operand(x.to(dtype))
@@ -141,6 +145,31 @@ def operand(
         into = carrier(format, dtype, _E4M3)
         return Operand(values_noted(x, quantizer, dtype=into, tensor_scale=scale)[0], scale)
     return _blocks(x, quantizer, scales, dtype)
+
+
+def _rotated(x: Tensor, quantizer: Quantizer, dtype: torch.dtype, signs: Tensor, dim: int) -> Operand | None:
+    """A matrix rotated and rounded by a kernel in one pass: what `rotate` and then `operand` make of it. None where
+    these do it."""
+    plain = quantizer.plain
+    ruled = plain.inner or plain
+    scales, format = ruled.scales, ruled.format
+    if quantizer.scales is None or scales is None or quantizer.clamp is not None or torch.compiler.is_compiling():
+        return None
+    two_level, share = scales.rule.two_level, 1.0 if plain.inner is None else quantizer.scales.rule.part
+    narrow = carrier(format, dtype, _E4M3) if two_level else _narrow(format, scales.rule, dtype, x.device)
+    if not rotated_tiles.supports(x, signs, dim, ruled, narrow):
+        return None
+    if two_level:
+        scale = rotated_tiles.tensor_scale(x, signs, ruled)
+        if scale is None:
+            return None
+        seed = seed_of(ruled.rounding, None)
+        return Operand(rotated_tiles.run_two_levels(x, signs, ruled, seed, scale, narrow), scale)
+    seed = seed_of(ruled.rounding, None)
+    made, may_be_subnormal = rotated_tiles.run_powers(x, signs, dim, ruled, seed, share, narrow)
+    if narrow == dtype and may_be_subnormal and _has_subnormals(made):
+        made = _upright(rotate(x, signs, dim) * share, ruled, torch.float32)[0]
+    return Operand(made) if plain.inner is None else _over(Operand(made), share)
 
 
 def _clamped(
@@ -312,14 +341,19 @@ def _blocks(x: Tensor, quantizer: Quantizer, scales: Scales, dtype: torch.dtype)
 
     bf16 matrix units of CPUs treat subnormal numbers as zeros: where there are any, the product is float32's.
     """
-    down = _lies_down(scales.tile)
-    if down:  # kernels know tiles along rows, of a view too
-        x, quantizer = x.t(), quantizer.down
     narrow = _narrow(quantizer.format, scales.rule, dtype, x.device)
-    made, may_be_subnormal = values_noted(x, quantizer, dtype=narrow)
+    made, may_be_subnormal = _upright(x, quantizer, narrow)
     if narrow == dtype and may_be_subnormal and _has_subnormals(made):
-        made = values(x, quantizer, dtype=torch.float32)
-    return Operand(made.t() if down else made)
+        made = _upright(x, quantizer, torch.float32)[0]
+    return Operand(made)
+
+
+def _upright(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """`values_noted`, where tiles lie down of the transposed view: kernels know tiles along rows, of a view too."""
+    if quantizer.scales is None or not _lies_down(quantizer.scales.tile):
+        return values_noted(x, quantizer, dtype=dtype)
+    made, noted = values_noted(x.t(), quantizer.down, dtype=dtype)
+    return made.t(), noted
 
 
 def _is_whole(quantizer: Quantizer) -> bool:

@@ -75,10 +75,12 @@ class Keeping:
         return saved_tensors_hooks(hooks.pack, hooks.unpack)
 
     def find(self, key: Hashable) -> dict[str, Tensor] | None:
+        """What is kept under a key; None where there is nothing, or it is gone."""
         entry = self._kept.get(key)
         return None if entry is None else entry.found()
 
     def note(self, key: Hashable, entry: _Entry) -> None:
+        """Keep something under a key, and let go of what is gone when there is much of it."""
         if len(self._kept) >= self._room:
             self._kept = {key: entry for key, entry in self._kept.items() if entry.found() is not None}
             self._room = max(_ROOM, 2 * len(self._kept))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from halfstep.errors import DataError, FormatError
+from halfstep.errors import DataError, FormatError, RecipeError
 from halfstep.probe.aside import copied, unchanged_generators
 from halfstep.probe.batch import Batch, Loss, moved
 from halfstep.probe.cast import cast_trial
@@ -58,6 +58,7 @@ def probe_model(
 
     Raises:
         FormatError: unknown format, or one for blocks or without negative values.
+        RecipeError: a recipe with stages: only the first would be tried.
         DataError: no batches.
         ModelError: the model has no parameters, cannot be copied, does not take the data, gives nothing to send back,
             or is not finite in float32 either.
@@ -67,6 +68,7 @@ def probe_model(
     if decides == ("recipe",) and cast_as != "recipe":
         assert cast_as is not None
         goal = replace(goal, recipe=get_recipe(cast_as))
+    _check_stages(goal.recipe)
     dtype = get_storage(goal.format.name).dtype if goal.stored and decides != ("recipe",) else None
     if decides == ("cast",) and dtype in (None, torch.float32):
         raise FormatError(f"torch casts no model to {goal.format.name}: expected fp16 or bf16 with cast_as='half'")
@@ -125,6 +127,15 @@ def probe_model(
             return report
         tried = (report.trial,) if report.recipe_safe else _search(own, report, goal, run)
         return replace(report, tried=tried)
+
+
+def _check_stages(recipe: Recipe) -> None:
+    if recipe.stages:
+        later = ", ".join(repr(stage.recipe.name) for stage in recipe.stages)
+        raise RecipeError(
+            f"recipe {recipe.name!r} has {len(recipe.by_stage)} stages, and a probe runs a model under one recipe: "
+            f"expected one without stages. Probe each of them by itself: what it begins with, and then {later}"
+        )
 
 
 def _search(own: nn.Module, report: ProbeReport, goal: Target, run: Callable[[Recipe], Trial]) -> tuple[Trial, ...]:

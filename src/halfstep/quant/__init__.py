@@ -14,6 +14,6 @@ from halfstep.quant.tile import Tile
 
 __all__ = [
     "Accumulator", "Clamp", "Estimator", "Hadamard", "Quantized", "Quantizer", "Scales", "Scaling", "Tile", "decode",
-    "derive_seed", "draw_seed", "encode", "get_accumulator", "get_quantizer", "noise_bits", "quantizer", "rotate",
+    "derive_seed", "draw_seed", "encode", "get_accumulator", "get_quantizer", "noise_bits", "rotate",
     "round_at", "round_to",
 ]  # fmt: skip

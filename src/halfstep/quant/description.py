@@ -27,7 +27,8 @@ MALFORMED = (HalfstepError, ValueError, TypeError, KeyError, AttributeError)
 """What `restore` and `from_label` raise for what they cannot read."""
 
 _KINDS: dict[str, Any] = {k.__name__: k for k in (formats.Float, formats.Integer, formats.Posit, formats.Codebook)}
-_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+"""What a quantised tensor was made from, by torch's names."""
 _LARGEST = 2**48  # elements; what a file may claim before anything is allocated for it
 _DIMENSIONS = 64
 
@@ -61,8 +62,8 @@ def restore(data: Any) -> tuple[Quantizer, tuple[int, ...], torch.dtype]:
     whole = len(shape) <= _DIMENSIONS and all(type(n) is int and 0 <= n <= _LARGEST for n in shape)
     if not whole or math.prod(shape) > _LARGEST:
         raise ValueError(f"shape {shape} found; expected whole numbers, at most 2^48 elements")
-    if data["dtype"] not in _DTYPES:
-        raise ValueError(f"dtype {data['dtype']!r} found; expected one of {', '.join(_DTYPES)}")
+    if data["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {data['dtype']!r} found; expected one of {', '.join(DTYPES)}")
     quantizer = Quantizer(
         _restore_format(data["format"]),
         data["rounding"],
@@ -71,7 +72,7 @@ def restore(data: Any) -> tuple[Quantizer, tuple[int, ...], torch.dtype]:
         data["outliers"],
         Clamp(**data["clamp"]) if "clamp" in data else None,
     )
-    return quantizer, shape, _DTYPES[data["dtype"]]
+    return quantizer, shape, DTYPES[data["dtype"]]
 
 
 def label(q: Quantizer) -> str:

@@ -19,6 +19,12 @@ ROUTERS = ("router", "*.router", "*.router.*", "gate", "*.gate", "*.shared_exper
 ADAPTERS = tuple(f"{before}lora_{which}{after}" for which in "AB" for before in ("", "*.") for after in ("", ".*"))
 """The two factors of LoRA, by PEFT's names: of a few ranks each, so that rounding saves nothing, and trained alone."""
 
+ADAPTER_NAMES = (
+    "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "prompt_encoder",
+)  # fmt: skip
+"""Modules and parameters of adapters, by name: LoRA's and DoRA's, and soft prompts. `Recipe.float32_adapters` means
+them, and what a layer declares to be an adapter's, as PEFT's do (`nn.tuners`)."""
+
 KEEP = tuple(
     Rule(path, LinearSpec(), optional=True, why=why)
     for paths, why in ((ROUTERS, "router"), (HEADS, "output head"), (ADAPTERS, "LoRA adapter"))

@@ -147,6 +147,9 @@ class Recipe:
     span it are kept."""
     float32_modules: tuple[str, ...] = ()
     """Modules that compute in float32 under autocast, with float32 weights: globs on their classes' names or paths."""
+    float32_adapters: bool = True
+    """Whether adapters, such as LoRA's factors and whatever else PEFT's layers train beside a layer, have float32
+    weights whatever `weights` says, and no rule rounds their products."""
     float32_functions: tuple[str, ...] = ()
     """torch's functions, by name, that take 16-bit inputs in float32 under autocast, beside those that it lists for the
     device: `softmax`, `exp`, `sum` ...; methods and operators of that name too."""
@@ -315,6 +318,7 @@ class Recipe:
             ("compute", "as stored" if self.compute == "fp32" else f"torch.autocast to {self.compute}"),
             *[("in fp32", ", ".join(widened))] * bool(widened),
             ("loss scale", str(self.loss_scale or "none")),
+            *([("adapters", "as other layers and weights")] if not self.float32_adapters else []),
             *([("model", "unit-scaled: by halfstep.unit_scale, or written so")] if self.unit_scaled else []),
             *([("gated MLPs", SMOOTH_GLU[self.smooth_glu])] if self.smooth_glu else []),
             *([("codes", str(self.codes))] if self.codes else []),

@@ -47,6 +47,7 @@ class SavedBytes:
 
     @property
     def total(self) -> int:
+        """All bytes, of codes and of what is kept as it is."""
         return sum(row.bytes for row in self.rows)
 
     def __str__(self) -> str:

@@ -21,6 +21,7 @@ KINDS = {
     "norm": "the gain of a norm",
     "bias": "what is added",
 }
+"""The roles of weights, and what each stands for."""
 _ROLES, _DEPTH = "_halfstep_roles", "_halfstep_depth"
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _BIASED = (nn.Linear, nn.modules.conv._ConvNd)

@@ -112,7 +112,7 @@ def _note(x, first, columns, levels, largest, rule, steps, scale, shift):
 
 
 @inner
-def _stepped(x, first, columns, levels, shift, steps, values):
+def stepped_strip(x, first, columns, levels, shift, steps, values):
     size = np.uintp(shift.size)
     for r in range(np.uintp(1 << len(levels))):
         row, to = np.uintp(first) + r * np.uintp(columns), r * size
@@ -121,7 +121,7 @@ def _stepped(x, first, columns, levels, shift, steps, values):
 
 
 @inner
-def _divided(x, first, columns, levels, scale, numbers, values):
+def divided_strip(x, first, columns, levels, scale, numbers, values):
     size = np.uintp(scale.size)
     for r in range(np.uintp(1 << len(levels))):
         row, to = np.uintp(first) + r * np.uintp(columns), r * size
@@ -130,7 +130,7 @@ def _divided(x, first, columns, levels, scale, numbers, values):
 
 
 @inner
-def _transpose(values, levels, out, start, rows):
+def transpose(values, levels, out, start, rows):
     block = 1 << len(levels)
     size = values.size // block
     side = min(block, 64 // values.itemsize)
@@ -155,10 +155,10 @@ def _strips(x, columns, a, size, row, end, levels, rule, steps, out, numbers):
         noted = _note(x, first, columns, levels, largest, rule, steps, scale, shift)
         found |= noted
         if noted & FAR:
-            _divided(x, first, columns, levels, scale, numbers, values)
+            divided_strip(x, first, columns, levels, scale, numbers, values)
         else:
-            _stepped(x, first, columns, levels, shift, steps, values)
-        _transpose(values, levels, out, a * rows + r, rows)
+            stepped_strip(x, first, columns, levels, shift, steps, values)
+        transpose(values, levels, out, a * rows + r, rows)
     return found
 
 

@@ -23,6 +23,7 @@ from halfstep.kernels.cpu import (
     dequantize,
     panels,
     posit,
+    powered_rows,
     rotated,
     tiles,
 )
@@ -94,7 +95,10 @@ def round_tiles_into(
     if scales is not None:
         if columns.supports_values(x, out, quantizer):
             return columns.run_values(x, out, format, scales)
-        x = x.contiguous()
+        if powered_rows.supports_values(x, out, quantizer) or powered_rows.supports_values(
+            x := x.contiguous(), out, quantizer
+        ):
+            return powered_rows.run_values(x, out, format, scales)
         if blocks.supports_values(x, out, quantizer):
             return blocks.run_values(x, out, format, rounding, scales, seed, tensor_scale)
         if panels.supports_values(x, out, quantizer):

@@ -19,9 +19,9 @@ from halfstep.kernels.cpu.lanes import SIGN, bits_of, lanes, vectorise_fully
 from halfstep.quant.quantizer import matrix_shape
 
 
-_WIDTH = 128  # columns that a thread takes at a time, and rows: what it sums lies in the nearest cache
+WIDTH = 128  # columns that a thread takes at a time, and rows: what it sums lies in the nearest cache
 LANES = 16  # of a float32 register
-_SIZES = {2: 1, 4: 2, 8: 3, 16: 4, 32: 5, 64: 6}
+LEVELS = {2: 1, 4: 2, 8: 3, 16: 4, 32: 5, 64: 6}
 
 
 def supports(x: Tensor, signs: Tensor, dim: int) -> bool:
@@ -29,7 +29,7 @@ def supports(x: Tensor, signs: Tensor, dim: int) -> bool:
     first."""
     dim = dim % x.dim() if x.dim() else -1
     known = dim == x.dim() - 1 or (dim == 0 and x.dim() == 2)
-    return known and plain(x) and x.numel() > 0 and len(signs) in _SIZES and plain(signs, torch.float32)
+    return known and plain(x) and x.numel() > 0 and len(signs) in LEVELS and plain(signs, torch.float32)
 
 
 def run(x: Tensor, signs: Tensor, dim: int) -> Tensor:
@@ -39,7 +39,7 @@ def run(x: Tensor, signs: Tensor, dim: int) -> Tensor:
     shape[dim] += -shape[dim] % size
     out = torch.empty(shape, dtype=torch.float32)
     (rows, columns), scale = matrix_shape(tuple(x.shape)), np.float32(math.sqrt(1 / size))
-    given = array(x), rows, columns, array(signs), scale, out.view(-1).numpy(), (np.uint32(0),) * _SIZES[size]
+    given = array(x), rows, columns, array(signs), scale, out.view(-1).numpy(), (np.uint32(0),) * LEVELS[size]
     (_along if dim == x.dim() - 1 else _down)(x.numel(), *given)
     return out
 
@@ -59,7 +59,7 @@ def _zero(sign):
 
 
 @intrinsic
-def _transform(context: Any, x: Any, start: Any, scale: Any, out: Any, to: Any, levels: Any) -> Any:
+def transform(context: Any, x: Any, start: Any, scale: Any, out: Any, to: Any, levels: Any) -> Any:
     """In kernels: a block of x from `start` on, through the transform and times `scale`, to `out` from `to` on.
 
     The pair of each number is the one whose place differs in one bit: a + b in the lane of a is the sum of both lanes,
@@ -90,7 +90,7 @@ def _transform(context: Any, x: Any, start: Any, scale: Any, out: Any, to: Any, 
 
 
 @intrinsic
-def _transform_down(
+def transform_down(
     context: Any, x: Any, start: Any, stride: Any, scale: Any, out: Any, to: Any, out_stride: Any, levels: Any
 ) -> Any:
     """In kernels: the same down as many columns as a register holds, from rows of x a `stride` apart."""
@@ -124,20 +124,26 @@ def _transform_down(
 
 
 @inner
-def _row(x, first, columns, signs, scale, out, to, levels, part):
+def signed_piece(x, first, count, signs, levels, part):
+    """`count` numbers of a row from `first` on, times their signs, in `part`; the whole blocks that these fill."""
     size = 1 << len(levels)
+    filled = (count + size - 1) // size * size
+    for i in range(count, filled):
+        part[i] = _zero(signs[i % size])
+    for block in range(0, count // size * size, size):
+        for i in range(size):
+            part[block + i] = _signed(x[first + block + i], signs[i])
+    for i in range(count // size * size, count):
+        part[i] = _signed(x[first + i], signs[i % size])
+    return filled
+
+
+@inner
+def _row(x, first, columns, signs, scale, out, to, levels, part):
     for start in range(0, columns, part.size):
-        stop = min(columns - start, part.size)
-        filled = (stop + size - 1) // size * size
-        for i in range(stop, filled):
-            part[i] = _zero(signs[i % size])
-        for block in range(0, stop // size * size, size):
-            for i in range(size):
-                part[block + i] = _signed(x[first + start + block + i], signs[i])
-        for i in range(stop // size * size, stop):
-            part[i] = _signed(x[first + start + i], signs[i % size])
-        for block in range(0, filled, size):
-            _transform(part, block, scale, out, to + start + block, levels)
+        filled = signed_piece(x, first + start, min(columns - start, part.size), signs, levels, part)
+        for block in range(0, filled, 1 << len(levels)):
+            transform(part, block, scale, out, to + start + block, levels)
 
 
 @Kernel
@@ -151,39 +157,39 @@ def _along(x, rows, columns, signs, scale, out, levels):
 
 
 @inner
-def _signed_panel(x, first, columns, tall, size, width, signs, part):
+def signed_panel(x, first, columns, tall, size, width, signs, part):
     """`size` rows of `width` columns, of which `tall` are there: in rows of `part` that are whole registers long.
 
     Loops over columns stand beside those over rows, with unsigned indices: see `panels`."""
     for r in range(np.uintp(tall)):
-        row, here = np.uintp(first) + r * np.uintp(columns), r * np.uintp(_WIDTH)
+        row, here = np.uintp(first) + r * np.uintp(columns), r * np.uintp(WIDTH)
         for i in range(np.uintp(width)):
             part[here + i] = _signed(x[row + i], signs[r])
     for r in range(tall, size):
-        part[r * _WIDTH : r * _WIDTH + width] = _zero(signs[r])
+        part[r * WIDTH : r * WIDTH + width] = _zero(signs[r])
 
 
 @inner
 def _few_columns(part, start, count, scale, out, to, columns, levels):
     """Columns that fill no register: through the part's own last ones."""
     for i in range(start, start + count, LANES):
-        _transform_down(part, i, _WIDTH, scale, part, i, _WIDTH, levels)
+        transform_down(part, i, WIDTH, scale, part, i, WIDTH, levels)
     for r in range(1 << len(levels)):
         for i in range(count):
-            out[to + r * columns + i] = part[r * _WIDTH + start + i]
+            out[to + r * columns + i] = part[r * WIDTH + start + i]
 
 
 @Kernel
 def _down(x, rows, columns, signs, scale, out, levels):
     size = 1 << len(levels)
-    across = (columns + _WIDTH - 1) // _WIDTH
+    across = (columns + WIDTH - 1) // WIDTH
     for piece in numba.prange((rows + size - 1) // size * across):
-        row, a = piece // across * size, piece % across * _WIDTH
-        width = min(_WIDTH, columns - a)
-        part, first = np.zeros(size * _WIDTH, np.float32), row * columns + a
-        _signed_panel(x, first, columns, min(size, rows - row), size, width, signs, part)
+        row, a = piece // across * size, piece % across * WIDTH
+        width = min(WIDTH, columns - a)
+        part, first = np.zeros(size * WIDTH, np.float32), row * columns + a
+        signed_panel(x, first, columns, min(size, rows - row), size, width, signs, part)
         whole = width // LANES * LANES
         for i in range(0, whole, LANES):
-            _transform_down(part, i, _WIDTH, scale, out, first + i, columns, levels)
+            transform_down(part, i, WIDTH, scale, out, first + i, columns, levels)
         if whole < width:
             _few_columns(part, whole, width - whole, scale, out, first + whole, columns, levels)

@@ -22,6 +22,11 @@ _TALL = 256  # rows that a thread takes at a time, for the columns' maxima
 _OUTS = (torch.int8, torch.float32, torch.bfloat16)
 
 
+def knows(format: Format, rounding: str) -> bool:
+    """Whether `run` rounds so, on a tensor that it can read."""
+    return rounding != "stochastic" and elements.knows(format) and format.bits <= 8
+
+
 def supports(x: Tensor, out: Tensor, bounds: Tensor | None, factor: Tensor, format: Format, rounding: str) -> bool:
     """Whether `run` can round `x` into `out`: contiguous CPU matrices, in steps that no seed decides."""
     return (
@@ -30,9 +35,7 @@ def supports(x: Tensor, out: Tensor, bounds: Tensor | None, factor: Tensor, form
         and x.numel() > 0
         and plain(out, *_OUTS)
         and separate(x, out)
-        and rounding != "stochastic"
-        and elements.knows(format)
-        and format.bits <= 8
+        and knows(format, rounding)
         and factor.dtype == torch.float32
         and (bounds is None or bounds.dtype == torch.float32)
     )
@@ -204,6 +207,12 @@ def _is_beyond(value, low, high):
     return (number > high).to(32) | (number < low).to(32)
 
 
+@lanes(types.uint8)
+def _flag(value, low, high):
+    number = bits_of(value).float()
+    return (number > high).to(8) | (number < low).to(8)
+
+
 @lanes(types.float32)
 def _less(value, low, high):
     number = bits_of(value).float()
@@ -219,13 +228,21 @@ def _count_row(x, low, high):
 
 
 @inner
-def _take_row(x, low, high, values, columns):
-    taken = 0
+def _flag_row(x, low, high, flags):
     for i in range(x.size):
-        if _is_beyond(x[i], low, high):
-            values[taken] = _less(x[i], low, high)
-            columns[taken] = i
-            taken += 1
+        flags[i] = _flag(x[i], low, high)
+
+
+@inner
+def _take_row(x, low, high, flags, values, columns):
+    eights, taken = flags.view(np.uint64), 0  # few are set
+    for e in range(eights.size):
+        if eights[e]:
+            for i in range(8 * e, min(8 * e + 8, x.size)):
+                if flags[i]:
+                    values[taken] = _less(x[i], low, high)
+                    columns[taken] = i
+                    taken += 1
 
 
 @Kernel
@@ -236,6 +253,9 @@ def _count_beyond(x, limits, counts):
 
 @Kernel
 def _take_beyond(x, limits, starts, values, columns):
-    for r in numba.prange(x.shape[0]):
-        a, b = starts[r], starts[r + 1]
-        _take_row(x[r], limits[0, r], limits[1, r], values[a:b], columns[a:b])
+    for part in numba.prange((x.shape[0] + 15) // 16):
+        flags = np.zeros((x.shape[1] + 7) // 8 * 8, np.uint8)
+        for r in range(part * 16, min(part * 16 + 16, x.shape[0])):
+            a, b = starts[r], starts[r + 1]
+            _flag_row(x[r], limits[0, r], limits[1, r], flags)
+            _take_row(x[r], limits[0, r], limits[1, r], flags, values[a:b], columns[a:b])

@@ -40,6 +40,13 @@ def _plus(total, value, other):
 
 
 @lanes(types.float32)
+def _plus_four(total, values, one, two, three, four):
+    for value, other in zip(values, (one, two, three, four), strict=True):
+        total = total + value * bits_of(other).float()
+    return total
+
+
+@lanes(types.float32)
 def _product_of(total, scale):
     return total * scale
 
@@ -48,6 +55,12 @@ def _product_of(total, scale):
 def _add(out, value, other):
     for j in range(out.size):
         out[j] = _plus(out[j], value, other[j])
+
+
+@inner
+def _add_four(out, values, one, two, three, four):
+    for j in range(out.size):
+        out[j] = _plus_four(out[j], values, one[j], two[j], three[j], four[j])
 
 
 @inner
@@ -61,7 +74,13 @@ def _product(values, columns, starts, other, scale, out):
     for r in numba.prange(out.shape[0]):
         row = out[r]
         row[:] = 0
-        for i in range(starts[r], starts[r + 1]):
+        last = starts[r + 1]
+        rest = last - (last - starts[r]) % 4
+        for i in range(starts[r], rest, 4):  # the sum stays in registers meanwhile
+            four = values[i], values[i + 1], values[i + 2], values[i + 3]
+            one, two, three = other[columns[i]], other[columns[i + 1]], other[columns[i + 2]]
+            _add_four(row, four, one, two, three, other[columns[i + 3]])
+        for i in range(rest, last):
             _add(row, values[i], other[columns[i]])
         if scale is not None:
             _multiply(row, scale)

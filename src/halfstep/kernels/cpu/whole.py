@@ -5,6 +5,7 @@ One pass forms the new moments for their largest magnitudes alone, and a second 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ def is_whole(quantizer: Quantizer) -> bool:
     return quantizer.scales is not None and quantizer.scales.tile == TENSOR
 
 
+@cache
 def knows(quantizer: Quantizer, codes: torch.dtype) -> bool:
     """Whether kernels do what this quantizer does to a tensor whose codes lie in that dtype."""
     scales, format = quantizer.scales, quantizer.format

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.nn.tuners import matches
+
 
 def find(model: nn.Module, globs: Sequence[str]) -> dict[str, nn.Module]:
     """The modules, by path, whose class's name (`LlamaRMSNorm` is an `*RMSNorm`) or whose path a glob matches."""
     return {
         path: module
         for path, module in model.named_modules()
-        if path and any(fnmatchcase(type(module).__name__, glob) or fnmatchcase(path, glob) for glob in globs)
+        if path and any(fnmatchcase(type(module).__name__, glob) or matches(path, glob) for glob in globs)
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import frexp, nextafter
+from math import frexp, isfinite, nan, nextafter
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ class PowerOfTwoScaling(Scaling):
         return stored, self.multiplier(stored, element)
 
     def factor(self, amax: Tensor, element: Format) -> Tensor:
+        if amax.dim() == 0 and _is_at_hand(amax):  # the same, without the twenty calls of torch
+            return torch.tensor(2.0 ** -self._exponent(amax.item(), element), dtype=torch.float32)
         byte = self._byte(amax.double(), element)
         return self.multiplier({"scale": byte}, element).reciprocal()
 
@@ -48,12 +50,26 @@ class PowerOfTwoScaling(Scaling):
         byte = (power.long() - exponent + (fraction >= carry)).clamp(-127, 127) + 127
         return torch.where(amax == 0, 0, torch.where(amax.isfinite(), byte, 255)).to(torch.uint8)
 
+    def _exponent(self, amax: float, element: Format) -> float:
+        """The k of a tile's scale 2^k."""
+        if amax == 0 or not isfinite(amax):
+            return -127 if amax == 0 else nan
+        carry, exponent = self.power(element)
+        fraction, power = frexp(amax)
+        return min(max(power - exponent + (fraction >= carry), -127), 127)
+
     def multiplier(self, stored: Stored, element: Format) -> Tensor:
         byte = stored["scale"].long()
         return torch.where(byte == 255, torch.nan, power_of_two(byte - 127)).float()
 
     def layout(self, grid: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {"scale": (torch.uint8, grid)}
+
+
+def _is_at_hand(amax: Tensor) -> bool:
+    """Whether the number can be asked for: of a plain tensor in this machine's memory, and not under a transform."""
+    plain = type(amax) is Tensor and amax.device.type == "cpu"
+    return plain and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
 def _floor(element: Format) -> float:

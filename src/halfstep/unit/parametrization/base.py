@@ -14,6 +14,7 @@ DECAYS = {
     "independent": "a step at the peak learning rate takes weight_decay of a weight, and follows the schedule",
     "decoupled": "every step takes weight_decay of a weight, whatever the learning rate (`unit.decouple_decay`)",
 }
+"""What a weight decay means, by its name."""
 
 
 @dataclass(frozen=True)

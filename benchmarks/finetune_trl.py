@@ -1,0 +1,224 @@
+"""FP8-LM's fine-tuning: TRL's SFT and DPO of a small Llama under fp8lm-o2 and fp32.
+
+    python benchmarks/finetune_trl.py [--keep] [--out FOLDER]
+
+The Llama is trained in fp32 on Python's standard library, byte by byte, and fine-tuned on the READMEs of the packages
+that are installed beside halfstep. A preference pair is a prompt from a README, its real continuation, and one of the
+same length from another place of the same text. The DPO policy and its reference start from the fp32 fine-tuning of
+seed 0. Loss and reward accuracy are of READMEs that were held out; bytes are of the live tensors. --keep writes
+results/finetune_trl.json. An interrupted run goes on with the trainings that are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, disable_progress_bars
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as Decoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+import halfstep
+from finetune import apart, readmes
+from halfstep.integrations.transformers import HalfstepMixin
+from halfstep.lab.data import load_corpus
+from halfstep.lab.environment import environment
+from halfstep.memory import measure_persistent
+from harness import keep
+
+
+RECIPES, SEEDS, TEXT, PROMPT, REPLY = ("fp32", "fp8lm-o2"), 3, 126, 64, 48
+SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
+QUIET = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "activation_checkpointing": False}
+STEPS = {"pretraining": 300, "sft": 80, "dpo": 60}
+RATES = {"pretraining": 4e-3, "sft": 2e-3, "dpo": 5e-4}
+BATCH, HELD_OUT = 8, 200
+State = dict[str, torch.Tensor]
+
+
+class SFT(HalfstepMixin, SFTTrainer):  # type: ignore[misc]
+    """TRL's SFT by a recipe."""
+
+
+class DPO(HalfstepMixin, DPOTrainer):  # type: ignore[misc]
+    """TRL's DPO by a recipe."""
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte."""
+    words = ["<pad>", "<end>", *sorted(ByteLevel.alphabet())]
+    model = Tokenizer(BPE({word: i for i, word in enumerate(words)}, []))
+    model.pre_tokenizer, model.decoder = ByteLevel(add_prefix_space=False, use_regex=False), Decoder()
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<end>")
+
+
+def llama(state: State | None = None) -> LlamaForCausalLM:
+    """0.13 million parameters: from the seed, or with these weights."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=258, max_position_embeddings=256, pad_token_id=0, **SIZES))
+    if state is not None:
+        model.load_state_dict(state)
+    return model
+
+
+def text_of(folder: str | None, split: str) -> str:
+    """The training or the held-out part of a corpus."""
+    return bytes(getattr(load_corpus(folder, TEXT), split).tolist()).decode("utf-8", errors="ignore")
+
+
+def windows(text: str, count: int, seed: int = 0) -> Dataset:
+    """Pieces of a text, from random places."""
+    places = random.Random(seed).choices(range(len(text) - TEXT), k=count)
+    return Dataset.from_dict({"text": [text[place : place + TEXT] for place in places]})
+
+
+def pairs(text: str, count: int, seed: int = 0) -> Dataset:
+    """Prompts with what follows, and with what follows elsewhere."""
+    rows, draw = [], random.Random(seed)
+    for _ in range(count):
+        place, elsewhere = draw.randrange(len(text) - PROMPT - REPLY), draw.randrange(len(text) - REPLY)
+        after = place + PROMPT
+        rows.append({
+            "prompt": text[place:after], "chosen": text[after : after + REPLY],
+            "rejected": text[elsewhere : elsewhere + REPLY],
+        })  # fmt: skip
+    return Dataset.from_list(rows)
+
+
+def told(kind: str, seed: int, out: Path) -> dict[str, Any]:
+    """The arguments of a training."""
+    return {
+        "output_dir": str(out), "max_steps": STEPS[kind], "learning_rate": RATES[kind], "seed": seed,
+        "warmup_steps": 10, "lr_scheduler_type": "cosine", "per_device_train_batch_size": BATCH,
+        "per_device_eval_batch_size": 32, "logging_steps": 20, "max_length": 128, "save_strategy": "no", **QUIET,
+    }  # fmt: skip
+
+
+def sft(recipe: str, start: State | None, data: tuple[Dataset, Dataset], kind: str, seed: int, out: Path) -> Any:
+    """A trained SFTTrainer."""
+    options = {"args": SFTConfig(**told(kind, seed, out)), "train_dataset": data[0], "eval_dataset": data[1]}
+    trainer = SFT(llama(start), recipe=recipe, generator=seed, processing_class=tokenizer(), audit=False, **options)
+    trainer.train()
+    return trainer
+
+
+def dpo(recipe: str, start: State, data: tuple[Dataset, Dataset], seed: int, out: Path) -> Any:
+    """A trained DPOTrainer."""
+    options = {"args": DPOConfig(**told("dpo", seed, out)), "train_dataset": data[0], "eval_dataset": data[1]}
+    models = {"model": llama(start), "ref_model": llama(start)}
+    trainer = DPO(**models, recipe=recipe, generator=seed, processing_class=tokenizer(), audit=False, **options)
+    trainer.train()
+    return trainer
+
+
+def result(trainer: Any) -> dict[str, Any]:
+    """Held-out figures, and the bytes that stay from step to step, by role."""
+    found = trainer.evaluate()
+    figures = {name: found[name] for name in ("eval_loss", "eval_rewards/accuracies") if name in found}
+    stays = measure_persistent(trainer.model, trainer.optimizer.optimizer)
+    count = sum(p.numel() for p in trainer.model.parameters())
+    own = {"bytes": {role: n for role, n in asdict(stays).items() if n}, "parameters": count}
+    if getattr(trainer, "ref_model", None) is not None:
+        own["reference"] = sum(p.numel() * p.element_size() for p in trainer.ref_model.parameters())
+    return {**figures, **own, "skipped_steps": trainer.scaler.skipped_steps}
+
+
+def kept(path: Path, make: Callable[[], Any]) -> Any:
+    """What is in a file, or is made now and written there."""
+    if not path.exists():
+        row = result(make())
+        path.write_text(json.dumps(row))
+        print(path.stem, {name: value for name, value in row.items() if name != "bytes"}, flush=True)
+    return json.loads(path.read_text())
+
+
+def trained(path: Path, make: Callable[[], Any]) -> State:
+    """Weights from a file, or trained now and written there."""
+    if not path.exists():
+        torch.save(make().model.state_dict(), path)
+    return torch.load(path)  # type: ignore[no-any-return]
+
+
+def measured(out: Path) -> dict[str, Any]:
+    """Every training that is not there yet, and what came of all."""
+    out.mkdir(parents=True, exist_ok=True)
+    folder = str(readmes(out / "readmes"))
+    library, train, rest = text_of(None, "train"), text_of(folder, "train"), text_of(folder, "held_out")
+    text, pretraining = (windows(train, 1000), windows(rest, HELD_OUT)), windows(library, 2500)
+    chosen = pairs(train, 500), pairs(rest, HELD_OUT)
+    base = trained(out / "base.pt", lambda: sft("fp32", None, (pretraining, text[1]), "pretraining", 0, out))
+    policy = trained(out / "policy.pt", lambda: sft("fp32", base, text, "sft", 0, out))
+    found: dict[str, Any] = {"sft": {}, "dpo": {}}
+    for recipe in RECIPES:
+        for kind, make in (
+            ("sft", lambda recipe, seed: sft(recipe, base, text, "sft", seed, out)),
+            ("dpo", lambda recipe, seed: dpo(recipe, policy, chosen, seed, out)),
+        ):
+            rows = [kept(out / f"{kind} {recipe} {n}.json", lambda n=n: make(recipe, n)) for n in range(SEEDS)]  # noqa: B023
+            found[kind][recipe] = rows
+    return {"digest": load_corpus(folder, TEXT).digest, **found, **compared(found)}
+
+
+def compared(found: dict[str, Any]) -> dict[str, Any]:
+    """To fp32 by the rule of `halfstep compare`, and to bf16-master in bytes."""
+
+    def of(kind: str, name: str) -> dict[str, Any]:
+        return {recipe: [row[name] for row in rows] for recipe, rows in found[kind].items()}
+
+    accuracy = "eval_rewards/accuracies"
+    told = {
+        "sft_loss": apart(of("sft", "eval_loss")),
+        "dpo_loss": apart(of("dpo", "eval_loss")),
+        "dpo_accuracy": apart(of("dpo", accuracy), higher_is_better=True),
+        "accuracy": {recipe: sum(each) / len(each) for recipe, each in of("dpo", accuracy).items()},
+    }
+    return told | {"to_bf16_master": {recipe: saved(recipe) for recipe in ("fp8lm-o2", "fp8lm-o3")}}
+
+
+def saved(recipe: str) -> dict[str, float]:
+    """How much fewer bytes stay from step to step than under bf16-master, the model being the one above."""
+    ours, theirs = bytes_of(recipe), bytes_of("bf16-master")
+    roles = {"weights": ("weights",), "optimizer": ("master", "states"), "all": tuple(theirs)}
+    return {name: 1 - sum(ours[r] for r in own) / sum(theirs[r] for r in own) for name, own in roles.items()}
+
+
+def bytes_of(recipe: str) -> dict[str, int]:
+    """What stays, by role, of the model above under a recipe."""
+    model = llama()
+    model, optimizer, _ = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
+    return asdict(measure_persistent(model, optimizer))
+
+
+def main() -> None:
+    """Train what is not trained yet, print, and with --keep write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("runs/finetune_trl"))
+    asked = parser.parse_args()
+    versions = {name: version(name) for name in ("transformers", "trl")}
+    settings = {"steps": STEPS, "rates": RATES, "batch": BATCH, "seeds": SEEDS, "sizes": SIZES}
+    data = {"machine": environment(), "versions": versions, "settings": settings, **measured(asked.out)}
+    for name, row in data.items():
+        if name not in ("machine", "sft", "dpo"):
+            print(name, row)
+    if asked.keep:
+        keep("finetune_trl", data)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    disable_progress_bars()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    main()

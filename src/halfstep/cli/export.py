@@ -1,0 +1,92 @@
+"""`halfstep export`: a model as a folder that servers load, its weights rounded as training rounded them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfstep.cli.terminal import show_json, show_table, stages
+
+
+def export(
+    model: Annotated[
+        str | None, typer.Argument(help="A Hugging Face folder, module:function or file.py:function.")
+    ] = None,
+    output: Annotated[Path | None, typer.Argument(help="A new folder; for GGUF a new file.")] = None,
+    format: Annotated[
+        str | None, typer.Option("--format", help="How weights lie in the file; left out: the closest to the recipe.")
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", help="How weights are rounded; of a model that follows none.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="Of what is not in codes: bf16, fp16, fp32; left out: as it is stored."),
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of one safetensors file.")] = "5GB",
+    listing: Annotated[
+        bool, typer.Option("--list", help="List the formats, those that hold a recipe's weights with --recipe.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write MODEL for servers: vLLM, SGLang, transformers. Values in the file are those that training multiplied by."""
+    if listing:
+        _list(recipe, as_json)
+        return
+    if model is None or output is None:
+        raise typer.BadParameter("expected MODEL and OUTPUT, or --list", param_hint="MODEL OUTPUT")
+    from halfstep.layouts.folder import check_new_folder, dtype_of
+    from halfstep.serving import GGUF, check_format
+
+    check_format(format)  # before the model is loaded
+    dtype_of(dtype)
+    if format not in GGUF:
+        check_new_folder(output.expanduser())
+    with stages() as progress:
+        progress("loading torch and the model")
+        from halfstep.probe.load import load_model
+        from halfstep.serving import export as write
+
+        loaded = load_model(model).model
+        progress("rounding and writing")
+        source = Path(model).expanduser() if ":" not in model else None
+        stored = dtype or _stored(source)
+        done = write(
+            loaded, output, format, recipe=recipe, dtype=stored, max_shard_size=max_shard_size, tokenizer=source
+        )
+    if as_json:
+        show_json({**vars(done), "path": str(done.path)})
+    else:
+        typer.echo(str(done))
+
+
+def _stored(folder: Path | None) -> str | None:
+    """The dtype that a folder's config.json names, where it is one of those that weights are stored in."""
+    from halfstep.errors import CheckpointError
+    from halfstep.layouts.folder import dtype_of
+
+    if folder is None:
+        return None
+    config = json.loads((folder / "config.json").read_text())
+    found = config.get("dtype", config.get("torch_dtype"))
+    try:
+        dtype_of(found)
+    except CheckpointError:
+        return None
+    return found  # type: ignore[no-any-return]
+
+
+def _list(recipe: str | None, as_json: bool) -> None:
+    from halfstep.layouts import get_layout, list_layouts
+    from halfstep.recipe import get_recipe
+    from halfstep.serving import GGUF, layouts_of
+
+    found = [get_layout(n) for n in list_layouts()] if recipe is None else layouts_of(get_recipe(recipe))
+    rows = [(layout.name, layout.summary) for layout in found] + ([*GGUF.items()] if recipe is None else [])
+    if as_json:
+        show_json([{"name": name, "summary": summary} for name, summary in rows])
+    else:
+        show_table(["format", "what it is"], rows)

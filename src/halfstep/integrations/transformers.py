@@ -1,0 +1,262 @@
+"""transformers' Trainer, and TRL's trainers, under a recipe: two changed lines.
+
+    from halfstep.integrations.transformers import HalfstepTrainer
+
+    trainer = HalfstepTrainer(model=model, args=args, train_dataset=data, recipe="fp8-delayed")
+    trainer.train()
+
+For any other trainer, put the mixin first: `class Tuner(HalfstepMixin, trl.SFTTrainer): ...`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.auditing import Audit, audit
+from halfstep.errors import MissingLibraryError, OptimizerError, RecipeError
+from halfstep.nn.layers import ModuleFilter
+from halfstep.nn.stages import schedule_of
+from halfstep.optim import LossScaler, LowBit
+from halfstep.preparation import prepare
+from halfstep.recipe import Recipe, get_recipe
+
+
+try:
+    import transformers
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ModuleNotFoundError as error:
+    raise MissingLibraryError.of(error, "trainer") from None
+
+
+__all__ = ["HalfstepCallback", "HalfstepMixin", "HalfstepTrainer"]
+
+_LOG = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object  # a mixin: the trainer comes after it
+
+if not hasattr(Trainer, "_clip_grad_norm"):
+    raise MissingLibraryError(
+        f"transformers {transformers.__version__} clips gradients where no subclass of Trainer can divide them by the "
+        "loss scale first. Install a later one: pip install -U transformers"
+    )
+
+
+class HalfstepMixin(_Base):
+    """Makes a trainer train its model by a recipe. It comes first in the bases of a subclass of Trainer.
+
+    The model and the optimizer are handed to `halfstep.prepare` when training begins, after TRL's own changes to the
+    model and after a checkpoint's weights have been loaded. Evaluation and generation before that see the model as it
+    was given. The loss scale is the accelerator's scaler, so the trainer's checkpoints hold it, with scaling states and
+    the number of steps that a recipe's stages count, and a resumed run goes on bit for bit.
+
+    Beside the trainer's own, the log has `raw_loss` (as `loss`, with the NaN and infinite values that
+    `logging_nan_inf_filter` hides), `loss_scale` and `skipped_steps` (of this process); `grad_norm` is that of the
+    unscaled gradients.
+
+    Args:
+        recipe: a name, "A until 90%, then B", a file of one's own, or a `Recipe`. Fractions are of the trainer's
+            `max_steps`.
+        module_filter, generator, process_group, amax_group: as in `halfstep.prepare`.
+        audit: whether to print `halfstep.audit` when training ends.
+
+    Raises:
+        RecipeError: the arguments ask for another precision beside the recipe's (`bf16`, `fp16`, `bf16_full_eval`), or
+            for FSDP, DeepSpeed, DataParallel or another parallelism than DDP; the recipe is unknown, or does not fit
+            the model (when training begins); training begins anew where the stages of a recipe are further.
+        OptimizerError: an optimizer that has no counterpart here (when training begins).
+    """
+
+    optimizer: Any
+    scaler: LossScaler
+    """The loss scale, from the beginning of training on; its `overflowed` names parameters."""
+
+    def __init__(
+        self,
+        *args: Any,
+        recipe: str | Recipe,
+        module_filter: ModuleFilter | None = None,
+        generator: torch.Generator | int | None = None,
+        process_group: Any = None,
+        amax_group: Any = None,
+        audit: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.recipe = get_recipe(recipe)
+        self._options: dict[str, Any] = {
+            "module_filter": module_filter,
+            "generator": generator,
+            "process_group": process_group,
+            "amax_group": amax_group,
+        }
+        self._prepared: tuple[nn.Module, LowBit] | None = None
+        self._raw_loss: Tensor | None = None
+        super().__init__(*args, **kwargs)
+        if self.args.n_gpu > 1:
+            raise RecipeError(
+                f"recipe {self.recipe.name!r}: one process sees {self.args.n_gpu} GPUs, for which Trainer takes "
+                "DataParallel, whose copies of the model forget scaling states. Start it with torchrun "
+                f"--nproc_per_node={self.args.n_gpu}, or let it see one GPU (CUDA_VISIBLE_DEVICES=0)"
+            )
+        self.add_callback(HalfstepCallback(audit=audit))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Trainer's, once the arguments leave precision to the recipe."""
+        _check_arguments(self.args, self.recipe)
+        super().create_accelerator_and_postprocess()
+        _check_accelerator(self, self.recipe)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Trainer's, and then `halfstep.prepare`; once a model."""
+        trained = self.model if model is None else model
+        assert trained is not None  # Trainer's own annotation is wider
+        if self._prepared is not None:
+            prepared, low_bit = self._prepared
+            if prepared is trained and getattr(self.optimizer, "optimizer", self.optimizer) is low_bit:
+                return self.optimizer  # type: ignore[no-any-return]
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+            _check_optim(str(getattr(self.args.optim, "value", self.args.optim)))
+        optimizer = super().create_optimizer(model)
+        total_steps = self.state.max_steps if self.state.max_steps > 0 else None
+        _, low_bit, self.scaler = prepare(trained, optimizer, self.recipe, total_steps=total_steps, **self._options)
+        self.optimizer = low_bit
+        self.accelerator.scaler = self.scaler
+        self._prepared = trained, low_bit
+        return low_bit
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Trainer's, with the loss added up before `logging_nan_inf_filter` sees it."""
+        loss: Tensor = super().training_step(*args, **kwargs)
+        if self._raw_loss is None:
+            self._raw_loss, self._logged = torch.zeros_like(loss), self.state.global_step
+        self._raw_loss += loss
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Trainer's, with the raw loss, the loss scale and the number of skipped steps beside the training loss."""
+        if "loss" in logs and self._raw_loss is not None:
+            steps = max(self.state.global_step - self._logged, 1)
+            logs = {**logs, "raw_loss": self.accelerator.gather(self._raw_loss).mean().item() / steps}
+            if self.scaler.is_enabled():
+                logs |= {"loss_scale": self.scaler.get_scale(), "skipped_steps": self.scaler.skipped_steps}
+            self._raw_loss = None
+        super().log(logs, *args, **kwargs)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self.scaler.clip_grad_norm_(self.optimizer, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
+        return self.scaler.clip_grad_norm_(self.optimizer, float("inf")) if grad_norm is None else grad_norm
+
+
+class HalfstepTrainer(HalfstepMixin, Trainer):
+    """`transformers.Trainer` by a recipe: `HalfstepTrainer(model=..., args=..., recipe="fp8-delayed", ...)`."""
+
+
+class HalfstepCallback(TrainerCallback):
+    """Says which parameters overflowed when a step is skipped, and prints the audit when training ends.
+
+    `HalfstepMixin` adds it. `report` is the last audit, None before.
+    """
+
+    def __init__(self, audit: bool = True) -> None:
+        self.report: Audit | None = None
+        self._audits = audit
+        self._skipped = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse a run whose stages stand elsewhere."""
+        self._skipped = kwargs["optimizer"].scaler.skipped_steps
+        schedule = schedule_of(kwargs["model"])
+        if schedule is not None and schedule.steps != state.global_step:
+            raise RecipeError(
+                f"recipe {schedule.name!r} stands after step {schedule.steps} and the trainer after step "
+                f"{state.global_step}: its stages would change at the wrong steps. Resume from a checkpoint that this "
+                "trainer saved (resume_from_checkpoint), or make a new trainer with a new model"
+            )
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Name the parameters for which a step was skipped."""
+        scaler = kwargs["optimizer"].scaler
+        if scaler.skipped_steps == self._skipped:
+            return
+        self._skipped, names = scaler.skipped_steps, scaler.overflowed
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        _LOG.warning(
+            "step %d was skipped: the gradients of %s%s are not finite; the loss scale is now %g",
+            state.global_step + 1,
+            ", ".join(names[:3]) or "another rank",
+            more,
+            scaler.get_scale(),
+        )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Audit what was trained."""
+        if self._audits and state.is_world_process_zero:
+            optimizer = kwargs["optimizer"]
+            self.report = audit(kwargs["model"], optimizer.optimizer, optimizer.scaler)
+            print(self.report)
+
+
+def _check_arguments(args: TrainingArguments, recipe: Recipe) -> None:
+    """Refuse a second word on precision."""
+    named = [name for name in ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval") if getattr(args, name, False)]
+    if named:
+        raise RecipeError(
+            f"the arguments have {named[0]}=True beside recipe {recipe.name!r}, which says the precision of training "
+            f"and of evaluation by itself: set {named[0]}=False (TRL's arguments have bf16=True by default)"
+        )
+
+
+def _check_accelerator(trainer: Trainer, recipe: Recipe) -> None:
+    """Refuse what would wrap or shard the model in a way that a recipe does not survive."""
+    shards = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed" if trainer.is_deepspeed_enabled else None
+    if shards is not None:
+        raise RecipeError(
+            f"{shards} replaces the model's parameters after Trainer has built the optimizer that recipe "
+            f"{recipe.name!r} keeps its masters and moments in. Use DDP (torchrun, with neither fsdp nor deepspeed in "
+            "the arguments or in accelerate's configuration); for FSDP2 write the loop yourself: halfstep.apply(model, "
+            "recipe), fully_shard, halfstep.optimize(model, optimizer)"
+        )
+    if getattr(trainer.accelerator, "parallelism_config", None) is not None or getattr(
+        trainer.model, "is_distributed_loading_by_transformers", False
+    ):
+        raise RecipeError(
+            f"the model is shared between ranks (parallelism_config, or a distributed_config it was loaded with), and "
+            f"Trainer under recipe {recipe.name!r} takes whole models: use DDP (torchrun) without it"
+        )
+    if trainer.accelerator.mixed_precision != "no":
+        raise RecipeError(
+            f"accelerate is set to mixed_precision={trainer.accelerator.mixed_precision!r}, beside recipe "
+            f"{recipe.name!r}: set it to 'no', since the recipe says the precision"
+        )
+
+
+_INSTEAD = {
+    "galore": "the recipe 'galore', 'galore-8bit' or 'galore-bf16'",
+    "8bit": "the recipe 'adamw-8bit' (fp32 weights, bf16 products, moments in 8 bits)",
+    "4bit": "the recipe 'adamw-8bit' (moments in 8 bits), or 'fp8lm-o2' (6 bytes a parameter in all)",
+    "paged": "a recipe with smaller moments, such as 'adamw-8bit'",
+}
+"""What to train with, by what the name of another library's optimizer has in it; the first that fits."""
+
+
+def _check_optim(name: str) -> None:
+    """Refuse another library's low-bit optimizer: how moments are kept is the recipe's to say."""
+    for part, instead in _INSTEAD.items():
+        if part in name:
+            raise OptimizerError(
+                f"optim={name!r} brings another library's optimizer, whose states no recipe of halfstep knows. Set "
+                f"optim='adamw_torch' and take {instead}"
+            )

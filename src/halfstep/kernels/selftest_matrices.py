@@ -1,0 +1,150 @@
+"""Kernels of matrices against the reference, bit for bit: rows with a scale each, clamps, and what is rotated first."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from halfstep import formats, quant
+from halfstep.kernels.cpu import clamp_operators, folded, powered_rows, quantiles, rotated_tiles, rows, slopes, sparse
+from halfstep.kernels.selftest import Case, Outcome, hard, outcome, words
+from halfstep.quant import Clamp, Estimator, Hadamard, Quantizer, Scales, Tile
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import ROW
+
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_NONE = torch.empty(0)
+_SEED = 99
+
+
+def outcomes() -> Iterator[Outcome]:
+    """Test every kernel, a few formats each."""
+    for kernel, names, test in _TESTS:
+        for name in names:
+            yield outcome(kernel, name, test)
+
+
+def _matrix(dtype: torch.dtype, columns: int = 64) -> Tensor:
+    """Numbers of all sizes whose products with small ones are finite."""
+    x = hard(33 * columns, dtype).view(33, columns).nan_to_num(1.0)
+    return torch.where(x.abs() < 1e30, x, 1.0)
+
+
+def _powered_rows(name: str) -> Iterator[Case]:
+    """Rows with a power of two each, of a matrix and of its transposed view."""
+    scales = Scales(ROW, get_scaling("rceil"))
+    quantizer = Quantizer(formats.get(name), scales=scales)
+    for dtype in _DTYPES:
+        x = hard(33 * 64, dtype).view(33, 64)
+        for given, what in ((x, "rows"), (x.t().contiguous().t(), "a transposed view")):
+            out = torch.empty(x.shape, dtype=dtype)
+            if powered_rows.supports_values(given, out, quantizer):
+                powered_rows.run_values(given, out, quantizer.format, scales)
+                yield quantizer.quantize(x).dequantize(), out, x, words(x, what)
+
+
+def _rotated_tiles(name: str) -> Iterator[Case]:
+    """Rotated down the columns and rounded, to nearest and stochastically."""
+    rule, size, high = ("two_level", 16, 16) if name == "nvfp4" else ("rceil", 64, 32)
+    for dtype, rounding in itertools.product(_DTYPES, ("nearest_even", "stochastic")):
+        x, signs, seed = _matrix(dtype), Hadamard(size, 5).signs(), _SEED if rounding == "stochastic" else None
+        quantizer = Quantizer(formats.get("e2m1fn"), rounding, scales=Scales(Tile(high, 1), get_scaling(rule)))
+        wide = quant.rotate(x, signs, 0)
+        if not rotated_tiles.supports(x, signs, 0, quantizer, torch.float32):
+            continue
+        if name == "nvfp4":
+            scale = rotated_tiles.tensor_scale(x, signs, quantizer)
+            assert scale is not None
+            found = rotated_tiles.run_two_levels(x, signs, quantizer, seed, scale, torch.float32)
+            made = quantizer.quantize(wide, seed)
+            parts = made.tensors | {"tensor_scale": torch.ones(())}
+            expected = quant.Quantized(quantizer, made.shape, torch.float32, parts).dequantize()
+            yield made.tensors["tensor_scale"], scale, _NONE, words(x, rounding, "the tensor's scale")
+        else:
+            found = rotated_tiles.run_powers(x, signs, 0, quantizer, seed, 1.0, torch.float32)[0]
+            expected = quantizer.down.quantize(wide.t().contiguous(), seed).dequantize().t()
+        yield expected, found, _NONE, words(x, rounding)
+
+
+def _quantiles(name: str) -> Iterator[Case]:
+    """Quantiles of a tensor and of rows, and what is beyond them."""
+    for dtype, tile in itertools.product(_DTYPES, ("tensor", "row")):
+        x, clamp = _matrix(dtype, 300), Clamp(0.9, tile, name)
+        if quantiles.supports(x):
+            bounds = clamp_operators.bounds(x, clamp)
+            yield clamp.bounds(x), bounds, _NONE, words(x, f"of a {tile}")
+            given = clamp_operators.sparse(clamp.parts(x, bounds)[1].float())
+            for part, expected in zip(rows.run_beyond(x, bounds), given, strict=True):
+                assert expected is not None
+                yield expected, part, _NONE, words(x, f"beyond those of a {tile}")
+
+
+def _rows(name: str) -> Iterator[Case]:
+    """Clamped, multiplied by a factor a row or a column, and rounded: in whole numbers, and to values."""
+    format, bounds = formats.get(name), torch.tensor([[-1.25], [2.5]])
+    for dtype, shape in itertools.product(_DTYPES, ((33, 1), (1, 64))):
+        x, factor = _matrix(dtype), torch.linspace(0.5, 3.0, max(shape)).view(shape)
+        powers = torch.exp2(factor.round())
+        for into, by, steps in ((torch.int8, factor, 2), (torch.bfloat16, powers, 1)):
+            out = torch.empty(x.shape, dtype=into)
+            if rows.supports(x, out, bounds, by, format, "nearest_up"):
+                rows.run(x, out, bounds, by, format, "nearest_up", steps)
+                rounded = quant.round_to(x.float().clamp(-1.25, 2.5) * by, format, "nearest_up")
+                yield (rounded * 2 if steps == 2 else rounded / by).to(into), out, x, words(x, str(into))
+    x = _matrix(torch.float32)
+    for dim in (0, 1):
+        yield x.abs().amax(dim, keepdim=True), rows.run_amax(x, None, dim), _NONE, words(x, f"maxima along {dim}")
+
+
+def _folded(name: str) -> Iterator[Case]:
+    """Times a factor a row or a column, and rounded as one tensor."""
+    format = formats.get(name)
+    for dtype, shape in itertools.product(_DTYPES, ((33, 1), (1, 64))):
+        x, scale, factor = _matrix(dtype), torch.linspace(0.5, 3.0, max(shape)).view(shape), torch.tensor(0.37)
+        out = torch.empty(x.shape, dtype=torch.bfloat16)
+        if folded.supports(x, scale, format, "nearest_even", torch.bfloat16):
+            wide = x.float() * scale
+            folded.run(x, scale, factor, format, "nearest_even", out)
+            yield wide.abs().max(), folded.run_amax(x, scale), _NONE, words(x, "the largest")
+            yield quant.round_to(wide * factor, format).to(torch.bfloat16), out, x, words(x, "rounded")
+
+
+def _sparse(name: str) -> Iterator[Case]:
+    """A sparse matrix times a dense one: whole numbers, so that every sum is exact."""
+    generator = torch.Generator().manual_seed(1)
+    matrix = torch.randint(-8, 9, (33, 65), generator=generator).float()
+    matrix = matrix * (torch.rand(33, 65, generator=generator) < 0.2)
+    parts = clamp_operators.sparse(matrix)
+    for down in (False, True):
+        other = torch.randint(-8, 9, (33 if down else 65, 50), generator=generator).to(getattr(torch, name))
+        out = torch.empty(65 if down else 33, 50)
+        if sparse.supports(parts[0], other, out):
+            sparse.run(parts[0], parts[1], parts[2], 65, down, other, None, out)  # type: ignore[arg-type]
+            yield (matrix.t() if down else matrix) @ other.float(), out, _NONE, "transposed" if down else "as it lies"
+
+
+def _slopes(name: str) -> Iterator[Case]:
+    """A gradient times an estimator's derivative."""
+    for dtype, tile in itertools.product(_DTYPES, (ROW, ROW.transposed)):
+        rule = get_scaling("rceil")
+        quantizer = Quantizer(formats.get(name), scales=Scales(tile, rule), estimator=Estimator())
+        x, grad = _matrix(dtype), torch.linspace(-2, 2, 33 * 64).view(33, 64)
+        factor = rule.factor(tile.reduce(x.abs(), "amax").float(), quantizer.format)
+        if factor is not None and slopes.supports(grad, x, factor, quantizer.format):
+            found = clamp_operators.estimate(grad.clone(), x, quantizer, factor)
+            yield grad * quantizer.derivative(x), found, x, words(x, str(tile))
+
+
+_TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str], Iterator[Case]]], ...] = (
+    ("powered rows", ("float8_e4m3fn", "float8_e5m2", "e2m1fn"), _powered_rows),
+    ("rotated tiles", ("nvfp4", "mxfp4"), _rotated_tiles),
+    ("quantiles", ("exact", "histogram"), _quantiles),
+    ("rows", ("fp4", "float8_e4m3fn"), _rows),
+    ("folded", ("float8_e5m2",), _folded),
+    ("sparse products", ("float32", "bfloat16"), _sparse),
+    ("slopes", ("fp4",), _slopes),
+)

@@ -1,0 +1,1 @@
+"""The layouts, in files by whoever defined them."""

@@ -1,0 +1,76 @@
+"""A quantised model of Hugging Face's as a folder that servers and transformers load."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import LayoutError, ModelError
+from halfstep.layouts import Layout
+from halfstep.layouts.folder import new_folder, size_of, total_bytes, write_weights
+from halfstep.nn.adopt import stock_class
+from halfstep.nn.laid_out import LaidOut, laid_out
+
+
+def write_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    layout: Layout | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    beside: Sequence[Path] = (),
+) -> LaidOut:
+    """Write a quantised model as a Hugging Face folder: config.json, generation_config.json, safetensors files; and
+    copies of the files `beside` them.
+
+    Raises:
+        ModelError: it is not Hugging Face's, or not a whole model.
+        LayoutError: as `laid_out`; the model's file has other names than its modules, of layers that are in codes.
+        CheckpointError: the folder is there and not empty, has no room, or cannot be written.
+    """
+    path, most, name = Path(folder).expanduser(), size_of(max_shard_size), stock_class(model).__name__
+    config: Any = copy.deepcopy(getattr(model, "config", None))
+    if "_halfstep" not in vars(model) or not hasattr(config, "save_pretrained"):
+        raise ModelError(
+            f"this {name} is not a whole Hugging Face model that is quantised, so no config.json could say how it is "
+            "read: save model.state_dict() (torch.save, safetensors), and load it into a model that "
+            "halfstep.quantize_model was called on with the same recipe"
+        )
+    made = laid_out(model, layout, dtype)
+    tensors = published(model, made.plain | made.codes)
+    lost = next((path for path in made.quantized if f"{path}.{made.layout.codes}" not in tensors), None)
+    if lost is not None:
+        raise LayoutError(
+            f"{lost} of {type(model).__name__} has another name in published files than in the model, so config.json "
+            "cannot name it for both; save model.state_dict()"
+        )
+    stored = next((t.dtype for t in made.plain.values() if t.is_floating_point()), torch.float32)
+    config.architectures, config.dtype = [name], str(stored).removeprefix("torch.")
+    with new_folder(path, total_bytes(tensors)) as partial:
+        config.save_pretrained(partial)
+        file = partial / "config.json"
+        said = json.loads(file.read_text()) | {"quantization_config": made.layout.config(made.ignored)}
+        file.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+        generation: Any = getattr(model, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(partial)
+        for source in beside:
+            shutil.copyfile(source, partial / source.name)
+        write_weights(partial, tensors, most, made.metadata)
+    return made
+
+
+def published(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's tensors as its published files have them: under other names where transformers renames them, and
+    experts apart that the model has in one parameter."""
+    revert = import_module("transformers.core_model_loading").revert_weight_conversion
+    found: dict[str, Tensor] = revert(model, dict(tensors))
+    return found

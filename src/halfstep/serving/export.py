@@ -1,0 +1,184 @@
+"""Write a trained, stock or quantised model for servers, its weights rounded as training rounded them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.errors import CheckpointError, LayoutError, ModelError, RecipeError, unknown
+from halfstep.inspection.new_file import refuse_existing
+from halfstep.layouts import Layout, fitting, get_layout, list_layouts
+from halfstep.layouts.folder import check_new_folder, dtype_of
+from halfstep.nn import quantize_model
+from halfstep.nn.applied import Applied
+from halfstep.nn.pretrained import write_pretrained
+from halfstep.recipe import Recipe, get_recipe, list_recipes
+
+
+GGUF = {
+    "gguf-f32": "A GGUF file with matrices in float32: the values as they are.",
+    "gguf-bf16": "A GGUF file with matrices in bfloat16.",
+    "gguf-q8_0": "A GGUF file with matrices in int8 with a scale 32 columns, rounded again by GGUF's own rule.",
+    "gguf-mxfp4": "A GGUF file with the codes of MXFP4, and other matrices in bfloat16.",
+}
+"""What llama.cpp loads, of Llama and GPT-2."""
+_BESIDE = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "spiece.model", "chat_template*", "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+"""What servers read beside weights and config.json: a tokenizer's files."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    path: Path
+    format: str
+    recipe: str
+    """Empty where none rounded anything."""
+    nbytes: int
+    """Of all files."""
+    quantized: tuple[str, ...]
+    """The layers whose weights are codes."""
+    kept: dict[str, str]
+    """The layers that the recipe rounds and the file has as rounded values, with the reason."""
+
+    def __str__(self) -> str:
+        how = f"as {self.recipe} rounds it" if self.recipe else "as it was"
+        lines = [f"{self.path}: {self.format}, {how}, {self.nbytes:,} bytes"]
+        lines += [f"  in codes: {len(self.quantized)} layers"] if self.quantized else []
+        lines += [f"  values, rounded: {path}: {why}" for path, why in self.kept.items()]
+        return "\n".join(lines)
+
+
+def export(
+    model: nn.Module,
+    folder: str | Path,
+    format: str | Layout | None = None,
+    *,
+    recipe: str | Recipe | None = None,
+    dtype: str | torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    tokenizer: str | Path | None = None,
+) -> Exported:
+    """Write a Hugging Face model as a folder that vLLM, SGLang and transformers load, or as a file for llama.cpp.
+
+    Weights are rounded as the recipe's forward products round them, and written without another rounding: values in
+    the file are those of the last forward. The file's metadata names the recipe, the quantizers and this version;
+    `halfstep.from_pretrained` reads it back. A layer that the format has no place for is written as its rounded values,
+    and named in what comes back. The model is not changed; unless `quantize_model` was called on it, a copy is made.
+
+    Args:
+        model: a transformers model: one that follows a recipe, one that `quantize_model` was called on, or a stock one.
+        folder: a new folder; for GGUF a new file.
+        format: a layout's name (`halfstep export --list`), or `gguf-f32`, `gguf-bf16`, `gguf-q8_0`, `gguf-mxfp4` (Llama
+            and GPT-2); None is the layout that is closest to the recipe.
+        recipe: of a stock model: how its weights are rounded.
+        dtype: of what is not in codes (`"bf16"`, `"fp16"`, `"fp32"`); None leaves it as it is.
+        max_shard_size: of one safetensors file.
+        tokenizer: a folder whose tokenizer's files are copied too.
+
+    Raises:
+        LayoutError: an unknown format, or one that does not hold the recipe's weights bit for bit.
+        RecipeError: no recipe, or two; as `quantize_model`.
+        ModelError: it is not a whole model of Hugging Face's; as `quantize_model`.
+        CheckpointError: the folder is there and not empty, has no room, or cannot be written.
+    """
+    path, stored = Path(folder).expanduser(), dtype_of(dtype)
+    check_format(format)
+    (refuse_existing if format in GGUF else check_new_folder)(path)
+    if not hasattr(getattr(model, "config", None), "save_pretrained"):
+        raise ModelError(
+            f"this {type(model).__name__} is no Hugging Face model, and servers know no other: its config.json says "
+            "how it is built. Call halfstep.quantize_model on it and save its state_dict() instead"
+        )
+    if isinstance(format, str) and format in GGUF:
+        return _gguf(model, path, format, recipe)
+    quantized, layout = _quantized(model, recipe), None if format is None else get_layout(format)
+    made = write_pretrained(quantized, path, layout, stored, max_shard_size, _beside(tokenizer))
+    nbytes = sum(file.stat().st_size for file in path.iterdir())
+    return Exported(path, made.layout.name, made.described["recipe"]["name"], nbytes, made.quantized, made.kept)
+
+
+def check_format(format: str | Layout | None) -> None:
+    """Raise a LayoutError if there is no format of that name."""
+    if isinstance(format, str) and format not in GGUF and format not in list_layouts():
+        raise LayoutError(unknown("format", format, [*list_layouts(), *GGUF]))
+
+
+def _gguf(model: nn.Module, path: Path, format: str, recipe: str | Recipe | None) -> Exported:
+    """A GGUF file: as it is of a model whose weights no recipe rounds, and none is to."""
+    found = vars(model).get("_halfstep")
+    plain = recipe is None and not (isinstance(found, Applied) and (found.quantized or _rounds(found.recipe)))
+    write: Any = import_module("halfstep.serving.gguf").write_gguf
+    made = model if plain else _quantized(model, recipe)
+    name, quantized, kept = write(made, path, format, halfstep.__version__)
+    return Exported(path, format, name, path.stat().st_size, quantized, kept)
+
+
+def _quantized(model: nn.Module, recipe: str | Recipe | None) -> nn.Module:
+    """The model, or a copy of it, with its weights in codes."""
+    found = vars(model).get("_halfstep")
+    wanted = None if recipe is None else get_recipe(recipe)
+    if not isinstance(found, Applied):
+        if wanted is None:
+            raise RecipeError(
+                f"this {type(model).__name__} follows no recipe, so nothing says how its weights are rounded: give one "
+                f"(recipe='fp8-rowwise'; one of {', '.join(_rounding())})"
+            )
+        made = copy.deepcopy(model)
+        quantize_model(made, wanted)
+        return made
+    if wanted is not None and wanted != found.recipe:
+        raise RecipeError(
+            f"this {type(model).__name__} follows {found.recipe.name!r}, and recipe={wanted.name!r} is given; leave it "
+            "out, or halfstep.revert the model first"
+        )
+    if found.quantized:
+        return model
+    if not _rounds(found.recipe):
+        raise RecipeError(
+            f"this {type(model).__name__} follows {found.recipe.name!r}, which rounds no weights in its products: "
+            "model.save_pretrained(folder) writes it as it is. To serve it in few bits, halfstep.revert it and give a "
+            f"recipe (one of {', '.join(_rounding())})"
+        )
+    made = copy.deepcopy(model)
+    made.zero_grad(set_to_none=True)
+    quantize_model(made, found.recipe)
+    return made
+
+
+def _beside(folder: str | Path | None) -> list[Path]:
+    """A tokenizer's files, and a processor's."""
+    if folder is None:
+        return []
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise CheckpointError(f"tokenizer={str(folder)!r} is not a folder; name one that holds a tokenizer's files")
+    return sorted({file for pattern in _BESIDE for file in path.glob(pattern) if file.is_file()})
+
+
+def _rounding() -> list[str]:
+    """The recipes whose weights some layout holds."""
+    return [name for name in list_recipes() if layouts_of(get_recipe(name))]
+
+
+def _rounds(recipe: Recipe) -> bool:
+    return any(rule.linear.output.rhs is not None for stage in recipe.by_stage for rule in stage.rules)
+
+
+def layouts_of(recipe: Recipe) -> list[Layout]:
+    """The layouts that hold the weights of a recipe bit for bit, the closest first; none where it rounds no weights."""
+    products = [rule.linear.output for rule in recipe.rules if rule.linear.output.rhs is not None]
+    if recipe.stages or recipe.unit_scaled or not products or any(product.hadamard for product in products):
+        return []
+    weights = tuple(dict.fromkeys(product.rhs.plain for product in products if product.rhs is not None))
+    return fitting(weights, tuple(product.lhs for product in products))

@@ -1,0 +1,166 @@
+"""Read an exported folder back into a quantised model: codes stay codes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import CheckpointError, HalfstepError, MissingLibraryError
+from halfstep.inspection import open_checkpoint
+from halfstep.inspection.bounded_json import parse_object
+from halfstep.inspection.stored import Checkpoint, StoredTensor
+from halfstep.layouts import Layout, get_layout
+from halfstep.nn.laid_out import KEY
+from halfstep.nn.pretrained import published
+from halfstep.nn.quantized import load_codes
+from halfstep.ops import Quantized
+from halfstep.quant.description import DTYPES, MALFORMED, restore
+from halfstep.recipe import Recipe, from_data
+
+
+_FACTORS = ("input", "weight")
+
+
+def from_pretrained(folder: str | Path) -> nn.Module:
+    """The quantised model that `halfstep.export`, or its `save_pretrained`, wrote: the same codes, scales and factors,
+    so that it computes what the model computed that was written, bit for bit where `kept` named no layer and `dtype`
+    was not given.
+
+    Nothing in the folder is run: config.json names a class of transformers, weights are read as safetensors.
+
+    Raises:
+        CheckpointError: there is no such folder; it was not written by halfstep; it is broken, or of another model.
+        MissingLibraryError: transformers is not installed.
+    """
+    checkpoint = open_checkpoint(folder)
+    said = _said(checkpoint)
+    try:
+        layout, recipe = get_layout(said["layout"]), _recipe(said["recipe"])
+        tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
+        codes = {path: _quantized(path, note, said, layout, tensors) for path, note in said["layers"].items()}
+        factors = {path: _factors(note.get("factors", {})) for path, note in said["layers"].items()}
+    except CheckpointError:
+        raise
+    except (*MALFORMED, LookupError, OverflowError) as error:
+        why = str(error)[:300] or type(error).__name__
+        raise CheckpointError(
+            f"{folder}: what its metadata say of the layers cannot be read: {why}. The file was edited, or is of a "
+            "newer version"
+        ) from error
+    model = _stock(Path(folder).expanduser(), checkpoint)
+    try:
+        load_codes(model, recipe, codes, factors)
+    except HalfstepError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    held = {f"{path}.{name}" for path in codes for name in (*layout.parts, "input_scale")}
+    _load(model, {name: tensor for name, tensor in tensors.items() if name not in held}, str(folder))
+    return model
+
+
+def _said(checkpoint: Checkpoint) -> dict[str, Any]:
+    text = checkpoint.metadata.get(KEY)
+    if text is None or checkpoint.config is None:
+        raise CheckpointError(
+            f"{checkpoint.path} has no config.json, or weights without {KEY!r} metadata: it was not written by "
+            "halfstep.export. Load it with transformers"
+        )
+    return parse_object(text.encode(), f"{checkpoint.path}: the metadata {KEY!r}")
+
+
+def _recipe(data: Any) -> Recipe:
+    def named(name: str) -> Recipe:
+        raise CheckpointError(f"the recipe has a base, {name!r}; expected all of its fields")
+
+    return from_data(data, named)
+
+
+def _quantized(
+    path: str, note: Mapping[str, Any], said: Mapping[str, Any], layout: Layout, tensors: Mapping[str, StoredTensor]
+) -> Quantized:
+    quantizer, _, _ = restore(said["quantizers"][note["quantizer"]])
+    rows, columns = note["shape"]
+    if note["dtype"] not in DTYPES:
+        raise CheckpointError(f"{path}: dtype {note['dtype']!r} found; expected one of {', '.join(DTYPES)}")
+    found = {name: _read(tensors[f"{path}.{name}"]) for name in layout.parts if f"{path}.{name}" in tensors}
+    return layout.quantized(found, quantizer, (rows, columns), DTYPES[note["dtype"]], note.get("scale"))
+
+
+def _factors(data: Mapping[str, str]) -> dict[str, Tensor]:
+    return {name: torch.tensor([float.fromhex(data[name])], dtype=torch.float32) for name in _FACTORS if name in data}
+
+
+def _stock(folder: Path, checkpoint: Checkpoint) -> nn.Module:
+    """The model of config.json, with weights to be replaced."""
+    try:
+        transformers = import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise MissingLibraryError.of(error, "export") from None
+    names = (checkpoint.config or {}).get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise CheckpointError(
+            f"{folder}: config.json names the architecture {name!r}, which transformers does not have"
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.random.fork_rng(devices=[]):  # initial weights, which are replaced, draw no number of the user's
+            model: nn.Module = kind._from_config(config, dtype=torch.float32)  # type: ignore[attr-defined]
+        if (folder / "generation_config.json").is_file():
+            generation = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+            model.generation_config = generation
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise CheckpointError(f"{folder}: no model can be built ({type(error).__name__}: {why[:300]})") from error
+    return model
+
+
+def _load(model: nn.Module, tensors: Mapping[str, StoredTensor], what: str) -> None:
+    """Copy what is not in codes, name by name."""
+    state = {name: tensor for name, tensor in model.state_dict().items() if not _in_codes(model, name)}
+    own, memory = published(model, state), {tensor.untyped_storage().data_ptr() for tensor in state.values()}
+    copied = next((name for name, tensor in own.items() if tensor.untyped_storage().data_ptr() not in memory), None)
+    if copied is not None:
+        raise CheckpointError(
+            f"{what}: {copied} is put together from parts of the model, which cannot be filled from the file; load it "
+            "with transformers"
+        )
+    filled = {tensor.data_ptr() for name, tensor in own.items() if name in tensors}
+    missing = [name for name, tensor in own.items() if name not in tensors and tensor.data_ptr() not in filled]
+    extra = sorted(tensors.keys() - own.keys())
+    if missing or extra:
+        raise CheckpointError(
+            f"{what}: {', '.join(missing[:3]) or 'nothing'} missing, {', '.join(extra[:3]) or 'nothing'} unexpected; "
+            "expected the tensors of the model that config.json describes"
+        )
+    for name, stored in tensors.items():
+        if stored.shape != tuple(own[name].shape):
+            raise CheckpointError(f"{what}: {name} is of shape {stored.shape}; expected {tuple(own[name].shape)}")
+        own[name].copy_(_read(stored))
+
+
+def _in_codes(model: nn.Module, name: str) -> bool:
+    """Whether a buffer holds codes, or what belongs to them."""
+    path, _, last = name.rpartition(".")
+    stored = vars(model.get_submodule(path)).get("_halfstep_stored")
+    return stored is not None and last.startswith(("weight_", "_halfstep_"))
+
+
+def _read(stored: StoredTensor) -> Tensor:
+    """A tensor of a file, in memory of its own."""
+    dtype = getattr(torch, stored.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{stored.name} is of type {stored.dtype}, which is none of torch's")
+    whole, place = torch.empty(stored.nbytes, dtype=torch.uint8), 0
+    for chunk in stored.chunks():
+        part = torch.from_numpy(chunk.view("u1").copy())
+        whole[place : place + len(part)] = part
+        place += len(part)
+    return whole.view(dtype).view(stored.shape)

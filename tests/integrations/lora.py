@@ -1,0 +1,56 @@
+"""A tiny Llama with adapters of PEFT's."""
+
+import warnings
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes, **options)).train()
+
+
+def adapted(model, config=None, **options):
+    """The model with adapters; by LoRA, of rank 4, unless told."""
+    torch.manual_seed(1)
+    config = config or LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], **options)
+    with warnings.catch_warnings():  # PEFT asks transformers for what transformers has renamed
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        return get_peft_model(model, config).train()
+
+
+def batch(seed=1):
+    ids = torch.randint(2, 32, (4, 12), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def trained(model):
+    """What of the model trains, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW([*trained(model).values()], **{"lr": 1e-2, **options})
+
+
+def train(model, optimizer, scaler, steps=4):
+    """The documented loop on one batch; returns the losses."""
+    losses = []
+    for _ in range(steps):
+        loss = model(**batch()).loss
+        scaler.scale(loss).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def logits(model):
+    model.eval()
+    with torch.no_grad():
+        return model(**batch()).logits

@@ -1,0 +1,379 @@
+"""Exported models: stock transformers loads each on a CPU, with weights that equal ours bit for bit."""
+
+import copy
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+from transformers.utils import logging
+
+import halfstep
+from halfstep.errors import CheckpointError, LayoutError, ModelError, RecipeError
+from halfstep.layouts import list_layouts
+from halfstep.nn.laid_out import KEY
+from halfstep.recipe import get_recipe, list_recipes
+from halfstep.serving import layouts_of
+from tiny import assert_same
+
+
+logging.disable_progress_bar()
+IDS = torch.arange(40).view(2, 20)
+ROWS = {
+    "fp8-tensor": "fp8-current",
+    "fp8-channel": "fp8-rowwise",
+    "fp8-block": "fp8-block",
+    "deepseek-fp8": "fp8-block",
+    "mxfp8": "mxfp8",
+    "mxfp4": "mxfp4",
+    "nvfp4": "nvfp4",
+}
+"""A recipe for each layout."""
+slow = lambda value: pytest.param(value, marks=pytest.mark.slow)  # noqa: E731
+every_layout = pytest.mark.parametrize("layout", ROWS)
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **options}))
+
+
+def contents(folder):
+    """All that the weights' file says, and config.json."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        found = {key: file.get_tensor(key).contiguous() for key in sorted(file.keys())}
+        tensors = {k: (str(t.dtype), t.shape, t.view(torch.uint8).numpy().tobytes()) for k, t in found.items()}
+        return tensors, file.metadata(), (folder / "config.json").read_text()
+
+
+def stock(folder, layout, dtype=torch.float32):
+    """The model as transformers loads it."""
+    options = {} if layout == "deepseek-fp8" else {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, told = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    return model
+
+
+@every_layout
+def test_transformers_loads_the_values_that_we_multiply_by(layout, tmp_path):
+    model = llama()
+    halfstep.quantize_model(model, ROWS[layout])
+    done = halfstep.export(model, tmp_path / "served", layout)
+    assert (done.format, done.recipe, done.kept) == (layout, ROWS[layout], {})
+    loaded = stock(tmp_path / "served", layout)
+    # compressed-tensors decodes NVFP4 in bf16, whatever dtype is asked for
+    dtype = torch.bfloat16 if layout == "nvfp4" else torch.float32
+    changed = 0
+    for path in done.quantized:
+        assert_same(loaded.get_submodule(path).weight.to(dtype), model.get_submodule(path).weight.to(dtype))
+        changed += not torch.equal(loaded.get_submodule(path).weight, llama().get_submodule(path).weight)
+    assert changed == len(done.quantized) > 5
+    assert_same(loaded.lm_head.weight, llama().lm_head.weight)
+    with safe_open(tmp_path / "served" / "model.safetensors", "pt") as file:
+        said = json.loads(file.metadata()[KEY])
+    assert (said["halfstep"], said["recipe"]["name"], said["layout"]) == (halfstep.__version__, done.recipe, layout)
+
+
+def test_a_stock_model_a_followed_one_and_a_quantised_one_are_written_alike(tmp_path):
+    followed, quantized = llama(), llama()
+    halfstep.apply(followed, "fp8-rowwise")
+    halfstep.quantize_model(quantized, "fp8-rowwise")
+    halfstep.export(llama(), tmp_path / "a", "fp8-channel", recipe="fp8-rowwise")
+    halfstep.export(followed, tmp_path / "b")
+    quantized.save_pretrained(tmp_path / "c")
+    assert contents(tmp_path / "a") == contents(tmp_path / "b") == contents(tmp_path / "c")
+    assert "_halfstep" in vars(followed)  # the model itself is left as it was
+    assert followed.model.layers[0].mlp.up_proj.weight.requires_grad
+
+
+def test_what_has_no_counterpart_is_refused_with_what_has(tmp_path):
+    words = (
+        r"recipe 'fp8-block' rounds weights to float8_e4m3fn \(rceil, 128x128\), which the layout 'fp8-channel' does"
+    )
+    with pytest.raises(LayoutError, match=words + r".*Layouts that do: fp8-block, deepseek-fp8, mxfp8"):
+        halfstep.export(llama(), tmp_path / "a", "fp8-channel", recipe="fp8-block")
+    with pytest.raises(LayoutError, match=r"recipe 'fp8-amax' rounds weights in a way that no layout holds"):
+        halfstep.export(llama(), tmp_path / "a", recipe="fp8-amax")
+    with pytest.raises(LayoutError, match=r"unknown format 'fp8-chanel'; nearest: fp8-channel"):
+        halfstep.export(llama(), tmp_path / "a", "fp8-chanel", recipe="fp8-block")
+    with pytest.raises(RecipeError, match=r"follows no recipe, so nothing says how its weights are rounded: give one"):
+        halfstep.export(llama(), tmp_path / "a")
+    mixed = llama()
+    halfstep.apply(mixed, "bf16-mixed")
+    with pytest.raises(RecipeError, match=r"rounds no weights in its products: model.save_pretrained\(folder\) writes"):
+        halfstep.export(mixed, tmp_path / "a")
+    with pytest.raises(ModelError, match=r"this Linear is no Hugging Face model"):
+        halfstep.export(torch.nn.Linear(8, 8), tmp_path / "a", recipe="mxfp8")
+    with pytest.raises(LayoutError, match=r"left no factor of its input.*: the model was not trained under it before"):
+        halfstep.export(llama(), tmp_path / "a", "fp8-static", recipe="fp8-delayed")
+    with pytest.raises(LayoutError, match=r"left no factor of its input.*: no step leaves a factor of the inputs"):
+        halfstep.export(llama(), tmp_path / "a", "fp8-static", recipe="fp8-current")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"exists and is not empty; name a new folder"):
+        halfstep.export(llama(), tmp_path, recipe="mxfp8")
+    with pytest.raises(CheckpointError, match=r"is not there, or read-only"):
+        halfstep.export(llama(), tmp_path / "no" / "where", recipe="mxfp8")
+    assert [file.name for file in tmp_path.iterdir()] == ["mine"]
+
+
+def test_nothing_is_left_of_a_folder_that_could_not_be_finished(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("halfstep.layouts.folder.save_file", full)
+    with pytest.raises(CheckpointError, match=r"cannot be written: No space left on device"):
+        halfstep.export(llama(), tmp_path / "a", recipe="mxfp8")
+    assert not list(tmp_path.iterdir())
+
+
+def test_layers_that_do_not_fit_are_values_and_under_ignore(tmp_path):
+    """An input of 80 has no whole blocks of 32; k_proj's 64 outputs have none of 128, and q and v go with it."""
+    model = llama(intermediate_size=80)
+    done = halfstep.export(model, tmp_path / "a", recipe="mxfp8")
+    assert done.kept == {
+        f"model.layers.{i}.mlp.down_proj": "its weight is 128x80, and mxfp8 takes an input of a multiple of 32"
+        for i in range(2)
+    }
+    config = json.loads((tmp_path / "a" / "config.json").read_text())["quantization_config"]
+    assert sorted(config["ignore"]) == sorted([*done.kept, "lm_head"])
+    twin = copy.deepcopy(model)
+    halfstep.quantize_model(twin, "mxfp8")
+    loaded = stock(tmp_path / "a", "mxfp8").model.layers[1].mlp.down_proj
+    assert_same(loaded.weight, twin.model.layers[1].mlp.down_proj.weight)
+    done = halfstep.export(llama(num_key_value_heads=1), tmp_path / "b", "fp8-block", recipe="fp8-block")
+    assert "servers put it together with" in done.kept["model.layers.0.self_attn.q_proj"]
+    assert set(done.quantized) & {"model.layers.0.mlp.up_proj", "model.layers.0.self_attn.o_proj"}
+
+
+def test_shards_dtype_ties_and_biases(tmp_path):
+    model = llama(tie_word_embeddings=True, attention_bias=True)
+    halfstep.export(model, tmp_path / "a", recipe="fp8-rowwise", dtype="bf16", max_shard_size="60KB")
+    names = json.loads((tmp_path / "a" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(names.values())) > 2
+    assert "lm_head.weight" not in names
+    loaded, twin = stock(tmp_path / "a", "fp8-channel"), copy.deepcopy(model)
+    halfstep.quantize_model(twin, "fp8-rowwise")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert_same(loaded.lm_head.weight, model.lm_head.weight.bfloat16().float())
+    assert_same(loaded.model.layers[1].mlp.up_proj.weight, twin.model.layers[1].mlp.up_proj.weight)
+    assert_same(loaded.model.layers[0].self_attn.q_proj.bias, model.model.layers[0].self_attn.q_proj.bias.detach())
+    with safe_open(tmp_path / "a" / sorted(set(names.values()))[0], "pt") as file:
+        shapes = {key: (file.get_tensor(key).dtype, file.get_tensor(key).shape) for key in file.keys()}  # noqa: SIM118
+    assert shapes["model.embed_tokens.weight"][0] == torch.bfloat16
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path):
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.inf
+    with pytest.raises(LayoutError, match=r"model.layers.1.mlp.up_proj.weight: a scale is no finite number"):
+        halfstep.export(model, tmp_path / "a", recipe="mxfp8")
+
+
+def test_experts_are_values_under_their_published_names(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+    halfstep.quantize_model(model, "mxfp8")
+    done = halfstep.export(model, tmp_path / "a")
+    assert (list(done.kept), len(done.quantized)) == (["model.layers.0.mlp.experts"], 4)
+    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in load_file(tmp_path / "a" / "model.safetensors")
+    loaded, own = stock(tmp_path / "a", "mxfp8").model.layers[0], model.model.layers[0]
+    assert_same(loaded.mlp.experts.gate_up_proj, own.mlp.experts.gate_up_proj)
+    assert_same(loaded.mlp.experts.down_proj, own.mlp.experts.down_proj)
+    assert_same(loaded.self_attn.q_proj.weight, own.self_attn.q_proj.weight)
+    with pytest.raises(CheckpointError, match=r"is put together from parts of the model.*load it with transformers"):
+        halfstep.from_pretrained(tmp_path / "a")
+
+
+def test_a_model_of_other_layers_than_linear_ones_is_refused(tmp_path):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0))
+    words = r"layout 'mxfp8' has a place for no layer of this GPT2LMHeadModel: it is a Conv1D, and the layout is one of"
+    with pytest.raises(LayoutError, match=words):
+        halfstep.export(model, tmp_path / "a", recipe="mxfp8")
+
+
+def test_unit_scaled_models_are_refused(tmp_path):
+    model = llama()
+    halfstep.unit_scale(model, IDS)
+    with pytest.raises(LayoutError, match=r"LlamaForCausalLM is unit-scaled: its products are multiplied by factors"):
+        halfstep.export(model, tmp_path / "a", recipe="unit-fp8")
+
+
+# ---- what is served computes what we compute, as far as its inputs are rounded alike --------------------------------
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits.float()
+
+
+@pytest.mark.parametrize("layout", ["fp8-channel", "mxfp8"])
+def test_logits_are_as_near_to_ours_as_ours_are_to_full_precision(layout, tmp_path):
+    """transformers rounds no inputs on a CPU, where ours do; the token is another where the first two are as near."""
+    full, model = llama(), llama()
+    halfstep.quantize_model(model, ROWS[layout])
+    model.save_pretrained(tmp_path / "served")
+    served, ours, exact = logits(stock(tmp_path / "served", layout)), logits(model), logits(full)
+    assert 0 < (served - ours).norm() < (ours - exact).norm()
+    bound = 2 * float((ours - exact).abs().max())
+    assert (served - ours).abs().max() < bound
+    first, second = ours.topk(2).values.unbind(-1)
+    clear = first - second > bound
+    assert clear.any()
+    assert_same(served.argmax(-1)[clear], ours.argmax(-1)[clear])
+
+
+def trained(recipe):
+    model, data = llama(), {"input_ids": IDS, "labels": IDS}
+    model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), recipe)
+    for _ in range(2):
+        scaler.scale(model(**data).loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return model
+
+
+def test_a_static_layout_rounds_inputs_with_the_factors_that_training_left(tmp_path):
+    model = trained("fp8-delayed")
+    done = halfstep.export(model, tmp_path / "served", "fp8-static")
+    halfstep.quantize_model(model, "fp8-delayed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        served = AutoModelForCausalLM.from_pretrained(tmp_path / "served", dtype=torch.float32)
+    seen = {}
+    for path in done.quantized:
+        hook = lambda module, inputs, output, path=path: seen.update({path: (inputs[0], output)})  # noqa: E731
+        served.get_submodule(path).register_forward_hook(hook)
+    logits(served)
+    for path, (x, y) in seen.items():
+        own = model.get_submodule(path)
+        factor = own._halfstep_scaling_input
+        rounded = halfstep.round_to(x * factor, "e4m3fn") / factor
+        torch.testing.assert_close(y, rounded @ own.weight.t(), rtol=1e-3, atol=1e-4)
+        assert (y - x @ own.weight.t()).norm() > 10 * (y - rounded @ own.weight.t()).norm()
+    assert seen.keys() == {*done.quantized}
+
+
+# ---- read back ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "recipe", ["fp8-delayed", "fp8-block", "nvfp4", "fp4-wang", *map(slow, ["mxfp8", "mxfp4", "fp8lm-o2", "coat"])]
+)
+def test_a_folder_is_read_back_bit_for_bit(recipe, tmp_path):
+    model = trained(recipe)
+    halfstep.export(model, tmp_path / "served", max_shard_size="200KB")
+    before = torch.get_rng_state()
+    again = halfstep.from_pretrained(tmp_path / "served")
+    assert_same(torch.get_rng_state(), before)
+    halfstep.quantize_model(model, recipe)
+    assert_same(dict(again.state_dict()), dict(model.state_dict()))
+    assert_same(logits(again), logits(model))
+    again.save_pretrained(tmp_path / "twice")
+    assert_same(logits(halfstep.from_pretrained(tmp_path / "twice")), logits(model))
+
+
+def edited(folder, change):
+    """The folder with another file of weights: `change` gets its tensors and what it says of them."""
+    file = folder / "model.safetensors"
+    said = json.loads(safe_open(file, "pt").metadata()[KEY])
+    tensors = load_file(file)
+    change(tensors, said)
+    save_file(tensors, file, metadata={"format": "pt", KEY: json.dumps(said)})
+
+
+Q = "model.layers.0.self_attn.q_proj"
+EDITS = {
+    "a layer that is not there": (lambda t, said: said["layers"].update(x=said["layers"][Q]), "cannot be read"),
+    "a quantizer that is not there": (lambda t, said: said["layers"][Q].update(quantizer=7), "cannot be read"),
+    "another shape": (lambda t, said: said["layers"][Q].update(shape=[64, 256]), r"weight: .* found; fp8-tensor of"),
+    "a shape of anything": (lambda t, said: said["layers"][Q].update(shape="ab"), "cannot be read"),
+    "another dtype": (lambda t, said: said["layers"][Q].update(dtype="object"), "dtype 'object' found"),
+    "another layout": (lambda t, said: said.update(layout="fp9"), "unknown layout 'fp9'"),
+    "another recipe": (lambda t, said: said["recipe"].update(compute="int3"), "compute"),
+    "no recipe": (lambda t, said: said.pop("recipe"), "recipe"),
+    "a missing tensor": (lambda t, said: t.pop("lm_head.weight"), "lm_head.weight missing"),
+    "a tensor too many": (lambda t, said: t.update(x=torch.ones(2)), "nothing missing, x unexpected"),
+    "a missing scale": (lambda t, said: t.pop(f"{Q}.weight_scale"), "weight_scale: nothing found"),
+    "a tensor of another shape": (lambda t, said: t.update({"lm_head.weight": torch.ones(2)}), "is of shape"),
+}
+
+
+def test_edited_folders_are_refused_in_words(tmp_path):
+    halfstep.export(llama(), tmp_path / "good", recipe="fp8-current")
+    for name, (change, words) in EDITS.items():
+        folder = shutil.copytree(tmp_path / "good", tmp_path / name)
+        edited(folder, change)
+        with pytest.raises(CheckpointError, match=words):
+            halfstep.from_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("Linear", "os", "AutoModel", ["LlamaForCausalLM"], None):
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+        with pytest.raises(CheckpointError, match=r"names the architecture|unexpected"):
+            halfstep.from_pretrained(folder)
+    llama().save_pretrained(tmp_path / "stock")
+    with pytest.raises(CheckpointError, match=r"was not written by halfstep.export. Load it with transformers"):
+        halfstep.from_pretrained(tmp_path / "stock")
+
+
+# ---- named ----------------------------------------------------------------------------------------------------------
+
+
+SCHEMES = {"deepseek-fp8": "fine-grained FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4", "nvfp4": "NVFP4"}
+
+
+@every_layout
+def test_inspect_names_the_layout(layout, tmp_path):
+    done = halfstep.export(llama(), tmp_path / "served", layout, recipe=ROWS[layout])
+    report = halfstep.inspect(tmp_path / "served")
+    assert {found.scheme for found in report.schemes} == {SCHEMES.get(layout, "FP8")}
+    assert sum(found.layers for found in report.schemes) == len(done.quantized)
+    assert (report.findings, report.contradictions) == ((), ())
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def table():
+    """Which formats hold which recipe's weights, for docs/export.md."""
+    found = {name: layouts_of(get_recipe(name)) for name in list_recipes()}
+    rows = [
+        f"| `{n}` | {', '.join(f'`{layout.name}`' for layout in layouts)} |" for n, layouts in found.items() if layouts
+    ]
+    return "\n".join(["| recipe | formats that hold its weights |", "| --- | --- |", *rows])
+
+
+def test_the_page_has_the_table_of_recipes():
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    assert table() == page.split("<!-- begin: recipes -->\n")[1].split("\n<!-- end: recipes -->")[0]
+
+
+def test_every_format_is_the_closest_to_some_recipe_or_named_by_hand():
+    first = {layouts[0].name for n in list_recipes() if (layouts := layouts_of(get_recipe(n)))}
+    assert {*list_layouts()} - first == {"fp8-static", "deepseek-fp8"}

@@ -1,0 +1,152 @@
+"""GGUF files: gguf's own reader returns the values that our quantizers made, under llama.cpp's names and order."""
+
+import copy
+import json
+
+import gguf
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import halfstep
+from halfstep.errors import CheckpointError, LayoutError, ModelError, RecipeError
+from halfstep.nn.laid_out import KEY
+from tiny import assert_same
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **HEADS, **options}))
+
+
+def gpt2(**options):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    return GPT2LMHeadModel(GPT2Config(**{**sizes, "bos_token_id": 0, "eos_token_id": 0, **options}))
+
+
+def read(path):
+    """The values of every tensor, as gguf's reader and its own decoding have them, and its metadata."""
+    reader = gguf.GGUFReader(path)
+    values = {
+        t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()).view(*reversed(t.shape.tolist()))
+        for t in reader.tensors
+    }
+    return values, {t.name: t.tensor_type.name for t in reader.tensors}, reader.fields
+
+
+def pairs(weight, heads):
+    """Rows in llama.cpp's order, one by one: of each head the first of both halves, then the second, and so on."""
+    size = len(weight) // heads
+    rows = [h * size + half * size // 2 + i for h in range(heads) for i in range(size // 2) for half in (0, 1)]
+    return weight[rows]
+
+
+def quantized(model, recipe):
+    made = copy.deepcopy(model)
+    halfstep.quantize_model(made, recipe)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "MXFP4"])
+def test_a_llama_is_read_with_the_values_of_our_quantizer(kind, tmp_path):
+    model = llama(attention_bias=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    done = halfstep.export(model, tmp_path / "m.gguf", f"gguf-{kind.lower()}", recipe="mxfp4")
+    ours = quantized(model, "mxfp4")
+    values, types, fields = read(tmp_path / "m.gguf")
+    for i, layer in enumerate(ours.model.layers):
+        own = {
+            "attn_q": pairs(layer.self_attn.q_proj.weight, 4),
+            "attn_k": pairs(layer.self_attn.k_proj.weight, 2),
+            "attn_v": layer.self_attn.v_proj.weight,
+            "attn_output": layer.self_attn.o_proj.weight,
+            "ffn_gate": layer.mlp.gate_proj.weight,
+            "ffn_up": layer.mlp.up_proj.weight,
+            "ffn_down": layer.mlp.down_proj.weight,
+        }
+        for name, weight in own.items():
+            found = values[f"blk.{i}.{name}.weight"]
+            assert types[f"blk.{i}.{name}.weight"] == kind
+            if kind == "Q8_0":
+                step = weight.view(len(weight), -1, 32).abs().amax(-1, keepdim=True) / 127
+                assert ((found - weight).view(len(weight), -1, 32).abs() <= 0.51 * step + 127 * step * 2**-11).all()
+            else:
+                assert (found == weight).all()  # E2M1 times a power of two is a bf16 number; -0 comes back as 0
+        assert_same(values[f"blk.{i}.attn_q.bias"], pairs(model.model.layers[i].self_attn.q_proj.bias.detach(), 4))
+        assert_same(values[f"blk.{i}.attn_norm.weight"], layer.input_layernorm.weight.detach())
+    assert done.quantized == (tuple(path for path in done.quantized) if kind == "MXFP4" else ())
+    assert len(done.quantized) == (14 if kind == "MXFP4" else 0)
+    said = {name: field.contents() for name, field in fields.items()}
+    assert said["general.architecture"] == "llama"
+    assert (said["llama.block_count"], said["llama.attention.head_count_kv"]) == (2, 2)
+    assert said["llama.rope.dimension_count"] == 16
+    assert json.loads(said[KEY])["recipe"]["name"] == "mxfp4"
+
+
+def test_a_gpt2_is_transposed_and_its_tied_head_left_out(tmp_path):
+    model = gpt2()
+    halfstep.export(model, tmp_path / "m.gguf", "gguf-mxfp4", recipe="mxfp4")
+    halfstep.export(model, tmp_path / "stock.gguf", "gguf-f32")
+    ours = quantized(model, "mxfp4")
+    for file, expected in (("m", ours), ("stock", model)):
+        values, types, fields = read(tmp_path / f"{file}.gguf")
+        for i, block in enumerate(expected.transformer.h):
+            own = {"attn_qkv": block.attn.c_attn, "attn_output": block.attn.c_proj}
+            own |= {"ffn_up": block.mlp.c_fc, "ffn_down": block.mlp.c_proj}
+            for name, layer in own.items():
+                assert (values[f"blk.{i}.{name}.weight"] == layer.weight.t()).all()
+                assert_same(values[f"blk.{i}.{name}.bias"], layer.bias.detach())
+        assert "output.weight" not in values
+        assert fields["gpt2.feed_forward_length"].contents() == 256
+    assert types["token_embd.weight"] == "F32"
+    assert_same(values["token_embd.weight"], model.transformer.wte.weight.detach())
+
+
+def test_inspect_names_the_blocks(tmp_path):
+    halfstep.export(llama(), tmp_path / "m.gguf", "gguf-mxfp4", recipe="mxfp4")
+    (found,) = halfstep.inspect(tmp_path / "m.gguf").schemes
+    assert (found.scheme.upper(), found.layers) == ("GGUF MXFP4", 14)
+
+
+def test_what_gguf_does_not_hold_is_refused(tmp_path):
+    path = tmp_path / "m.gguf"
+    qwen = Qwen2ForCausalLM(Qwen2Config(**SIZES, **HEADS))
+    with pytest.raises(ModelError, match=r"Qwen2ForCausalLM cannot be written as GGUF here; expected one of Llama"):
+        halfstep.export(qwen, path, "gguf-bf16")
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(ModelError, match=r"rotary positions of type 'linear' is another model in llama.cpp"):
+        halfstep.export(llama(rope_parameters=rope), path, "gguf-bf16")
+    with pytest.raises(ModelError, match=r"the activation function 'relu' is another model"):
+        halfstep.export(gpt2(activation_function="relu"), path, "gguf-bf16")
+    with pytest.raises(
+        LayoutError, match=r"which gguf-mxfp4 does not hold: values of float8_e4m3fn are not all values"
+    ):
+        halfstep.export(llama(), path, "gguf-mxfp4", recipe="mxfp8")
+    with pytest.raises(LayoutError, match=r"no weight of this model is in such: give a recipe"):
+        halfstep.export(llama(), path, "gguf-mxfp4")
+    with pytest.raises(LayoutError, match=r"unknown format 'gguf-q4_0'; nearest: gguf-q8_0"):
+        halfstep.export(llama(), path, "gguf-q4_0")
+    with pytest.raises(RecipeError, match=r"rounds no weights"):
+        halfstep.export(llama(), path, "gguf-f32", recipe="bf16-mixed")
+    assert not list(tmp_path.iterdir())
+    path.write_text("mine")
+    with pytest.raises(CheckpointError, match=r"exists; name a file that does not"):
+        halfstep.export(llama(), path, "gguf-f32")
+    assert path.read_text() == "mine"
+
+
+def test_layers_without_whole_blocks_are_values(tmp_path):
+    done = halfstep.export(llama(intermediate_size=80), tmp_path / "m.gguf", "gguf-mxfp4", recipe="mxfp4")
+    assert set(done.kept) == {f"model.layers.{i}.mlp.down_proj" for i in range(2)}
+    values, types, _ = read(tmp_path / "m.gguf")
+    ours = quantized(llama(intermediate_size=80), "mxfp4")
+    assert types["blk.1.ffn_down.weight"] == "BF16"
+    assert (values["blk.1.ffn_down.weight"] == ours.model.layers[1].mlp.down_proj.weight).all()

@@ -1,0 +1,153 @@
+"""LoRA by PEFT over a base of frozen codes: beside bitsandbytes' 4 bits, saved, resumed, merged."""
+
+import copy
+import warnings
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from lora import adamw, adapted, batch, llama, logits, train, trained
+from peft import PeftModel, prepare_model_for_kbit_training
+from torch import nn
+from transformers import LlamaForCausalLM
+
+import halfstep
+from halfstep.errors import ModelError
+from halfstep.memory import stored_bytes
+from halfstep.nn.tuners import plain_name
+from tiny import assert_same
+
+
+BASES = ("nf4", "nf4-double", "fp8-current", "mxfp4")
+every_base = pytest.mark.parametrize("name", BASES)
+
+
+def qlora(name, model=None):
+    model = llama() if model is None else model
+    halfstep.quantize_model(model, name, adapters=True)
+    model = adapted(model)
+    return model, *halfstep.optimize(model, adamw(model), generator=3)
+
+
+def with_bitsandbytes(model, double=False):
+    """The same layers as `Linear4bit`, from the same bf16 weights."""
+    model = model.bfloat16()
+    for path, layer in [*model.named_modules()]:
+        if isinstance(layer, nn.Linear) and path != "lm_head":
+            options = {"bias": False, "compute_dtype": torch.bfloat16, "compress_statistics": double}
+            four = bnb.nn.Linear4bit(layer.in_features, layer.out_features, quant_type="nf4", **options)
+            four.weight = bnb.nn.Params4bit(
+                layer.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=double
+            )
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, four.to("cpu"))
+    return model
+
+
+@every_base
+def test_it_trains_adapters_alone(name):
+    model, optimizer, scaler = qlora(name)
+    codes = {n: b.clone() for n, b in model.named_buffers()}
+    assert all("lora_" in n and p.dtype == torch.float32 for n, p in trained(model).items())
+    losses = train(model, optimizer, scaler, 6)
+    assert losses[-1] < losses[0] - 0.05
+    for n, buffer in model.named_buffers():
+        assert_same(buffer, codes[n])
+
+
+def test_its_products_run_in_the_recipes_dtype():
+    model, seen = qlora("nf4")[0], {}
+    for path in ("base_layer", "lora_A.default", "lora_B.default"):
+        layer = model.get_submodule(f"base_model.model.model.layers.0.self_attn.q_proj.{path}")
+        layer.register_forward_hook(lambda _, inputs, output, path=path: seen.update({path: output.dtype}))
+    assert model(**batch()).logits.dtype == torch.float32
+    assert {*seen.values()} == {torch.bfloat16}
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["nf4", "nf4-double"])
+def test_its_weights_are_those_of_bitsandbytes(double):
+    model, other = llama(), with_bitsandbytes(llama(), double)
+    halfstep.quantize_model(model, "nf4-double" if double else "nf4", adapters=True)
+    layer, four = (m.get_submodule("model.layers.1.mlp.down_proj") for m in (model, other))
+    theirs = bnb.functional.dequantize_4bit(four.weight.data, four.weight.quant_state).float()
+    ours = layer.weight.float()
+    if double:
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-3)
+    else:
+        same = (layer.weight_codes.flatten() == four.weight.data.flatten()).float().mean()
+        assert same > 0.999  # they multiply by 1 / absmax, we divide: a number next to a cut may fall elsewhere
+        assert_same(layer.weight_scale.flatten(), four.weight.quant_state.absmax)
+        assert ((ours != theirs.bfloat16().float()).float().mean()) < 1e-3
+
+
+def test_it_takes_the_bytes_and_learns_as_bitsandbytes_does():
+    model, optimizer, scaler = qlora("nf4")
+    other = adapted(with_bitsandbytes(llama()))
+    layer = model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
+    assert stored_bytes(layer) - layer.weight_format.numel() == 64 * 64 * (0.5 + 4 / 64)
+    for (n, one), (m, two) in zip(trained(model).items(), trained(other).items(), strict=True):
+        assert n == m
+        with torch.no_grad():
+            two.copy_(one)
+    ours = train(model, optimizer, scaler, 8)
+    plain = adamw(other)
+    theirs = train(other, plain, halfstep.LossScaler(enabled=False), 8)
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_bit(reentrant):
+    plain, again = qlora("nf4")[0], qlora("nf4")[0]
+    again.enable_input_require_grads()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    for model in (plain, again):
+        model(**batch()).loss.backward()
+    for one, other in zip(trained(plain).values(), trained(again).values(), strict=True):
+        assert_same(one.grad, other.grad)
+
+
+def test_it_resumes_from_the_adapters_file_and_the_optimizers_state(tmp_path):
+    model, optimizer, scaler = qlora("nf4")
+    train(model, optimizer, scaler, 3)
+    model.save_pretrained(tmp_path)
+    states = copy.deepcopy((optimizer.state_dict(), scaler.state_dict()))
+    expected = train(model, optimizer, scaler, 3)
+    base = llama()
+    halfstep.quantize_model(base, "nf4", adapters=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        again = PeftModel.from_pretrained(base, tmp_path, is_trainable=True).train()
+    optimizer, scaler = halfstep.optimize(again, adamw(again), generator=3)
+    optimizer.load_state_dict(states[0])
+    scaler.load_state_dict(states[1])
+    assert train(again, optimizer, scaler, 3) == expected
+
+
+def test_merging_into_codes_is_refused_and_into_values_is_right(tmp_path):
+    model, optimizer, scaler = qlora("nf4")
+    train(model, optimizer, scaler)
+    expected = logits(model)
+    for merge in (model.merge_adapter, lambda: model.merge_adapter(safe_merge=True), model.merge_and_unload):
+        with pytest.raises(ModelError, match=r"halfstep\.dequantize_model\(model\) first"):
+            merge()
+    assert_same(logits(model), expected)
+    halfstep.dequantize_model(model)
+    merged = model.merge_and_unload().float()
+    merged.save_pretrained(tmp_path)
+    stock = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert ((logits(stock) - expected).norm() / expected.norm()) < 2e-2
+
+
+def test_pefts_own_preparation_changes_no_codes():
+    model = llama()
+    halfstep.quantize_model(model, "nf4", adapters=True)
+    codes = {n: b.clone() for n, b in model.named_buffers()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = adapted(prepare_model_for_kbit_training(model))
+    train(model, adamw(model), halfstep.LossScaler(enabled=False), 2)
+    for n, buffer in model.get_base_model().named_buffers():
+        assert_same(buffer, codes[plain_name(n)])

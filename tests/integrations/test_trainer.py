@@ -1,0 +1,296 @@
+"""Trainer by a recipe: what it logs, clips, skips, saves and resumes, and what it refuses."""
+
+import logging
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from trainers import (
+    STEPS,
+    StopAfter,
+    Trained,
+    arguments,
+    examples,
+    llama,
+    state_of,
+    tokens,
+    trainer,
+)
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+
+import halfstep
+from halfstep.errors import OptimizerError, RecipeError
+from halfstep.integrations import transformers as integration
+from tiny import are_same, assert_same, batch, copied, mlp
+
+
+STAGED = "fp8-delayed until 50%, then bf16-mixed"
+
+
+class Overflow(TrainerCallback):
+    """Makes the gradient of a parameter infinite in some steps, and notes each step's learning rate and loss scale."""
+
+    def __init__(self, *steps):
+        self.steps, self.rates, self.scales = steps, [], []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        weight = kwargs["model"].lm_head.weight
+        weight.register_hook(lambda grad: grad / 0 if state.global_step in self.steps else grad)
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.rates.append(kwargs["lr_scheduler"].get_last_lr()[0])
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.scales.append(kwargs["optimizer"].scaler.get_scale())
+
+
+def logged(trained, name):
+    return [row[name] for row in trained.state.log_history if name in row]
+
+
+def test_a_skipped_step_leaves_the_schedule_is_counted_and_named(tmp_path, caplog):
+    overflow = Overflow(2, 5)
+    trained = trainer("fp16-mixed", tmp_path, callbacks=[overflow], lr_scheduler_type="linear")
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        trained.train()
+    rate = 5e-3 / STEPS
+    assert overflow.rates == pytest.approx([5e-3 - rate * n for n in (0, 1, 2, 2, 3, 4, 4, 5)])
+    assert overflow.scales == logged(trained, "loss_scale") == [2.0**16] * 2 + [2.0**15] * 3 + [2.0**14] * 3
+    assert logged(trained, "skipped_steps") == [0, 0, 1, 1, 1, 2, 2, 2]
+    said = "step 3 was skipped: the gradients of lm_head.weight are not finite; the loss scale is now 32768"
+    assert caplog.records[0].getMessage() == said
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler("cpu"), halfstep.LossScaler()])
+def test_accelerates_loop_steps_and_skips_by_our_scaler_as_by_torchs(scaler):
+    model = mlp()
+    halfstep.apply(model, "fp16-mixed")
+    accelerator = Accelerator(mixed_precision="no", cpu=True)
+    accelerator.scaler = scaler
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    skipped, scales = [], []
+    for step in range(20):
+        x, y = batch(step)
+        accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+        if step in (4, 11):
+            model[0].weight.grad[0, 0] = math.nan
+        optimizer.step()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+        scales.append(scaler.get_scale())
+        optimizer.zero_grad()
+    assert [step for step, was in enumerate(skipped) if was] == [4, 11]
+    assert scales == [2.0**16] * 4 + [2.0**15] * 7 + [2.0**14] * 9
+    expected = REACHED.setdefault("state", copied(model.state_dict()))  # torch's, which runs first
+    assert_same(copied(model.state_dict()), expected)
+
+
+REACHED = {}
+
+
+def test_gradients_are_clipped_and_logged_without_the_loss_scale(tmp_path):
+    norms, moved = {}, {}
+    for recipe in ("fp32", "fp16-mixed"):
+        trained = trainer(recipe, tmp_path, max_grad_norm=1e-3, max_steps=1, optim="sgd", learning_rate=1.0)
+        start = copied(trained.model.state_dict())
+        trained.train()
+        norms[recipe] = logged(trained, "grad_norm")[0]
+        ends = trained.model.state_dict()
+        moved[recipe] = math.sqrt(sum(float((ends[name] - start[name]).square().sum()) for name in start))
+    assert norms["fp16-mixed"] == pytest.approx(norms["fp32"], rel=1e-3)
+    assert norms["fp32"] > 0.1
+    assert moved["fp16-mixed"] == pytest.approx(moved["fp32"], rel=1e-3)
+    assert moved["fp32"] == pytest.approx(1e-3, rel=1e-2)
+    unclipped = trainer("fp16-mixed", tmp_path, max_grad_norm=0.0, max_steps=1)
+    unclipped.train()
+    assert logged(unclipped, "grad_norm")[0] == pytest.approx(norms["fp32"], rel=1e-3)
+
+
+def test_a_loss_that_is_not_finite_is_logged_beside_the_one_that_hides_it(tmp_path):
+    class Broken(Trained):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * math.nan if self.state.global_step == 1 else loss
+
+    told = arguments(tmp_path, max_steps=3)
+    broken = Broken(llama(), told, train_dataset=examples(), recipe="fp16-mixed", generator=3, audit=False)
+    broken.train()
+    raw, loss = logged(broken, "raw_loss"), logged(broken, "loss")
+    assert math.isnan(raw[1])
+    assert not math.isnan(loss[1])
+    assert [raw[0], raw[2]] == pytest.approx([loss[0], loss[2]], rel=1e-5)
+    assert broken.scaler.skipped_steps == 1
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "bf16_full_eval"])
+def test_another_precision_beside_a_recipe_is_refused(name, tmp_path):
+    with pytest.raises(RecipeError, match=rf"{name}=True beside recipe 'fp8-delayed'.*set {name}=False"):
+        trainer("fp8-delayed", tmp_path, **{name: True})
+
+
+@pytest.mark.parametrize(
+    ("setup", "said"),
+    [
+        ({"is_fsdp_enabled": True}, "FSDP replaces.*Use DDP.*fully_shard"),
+        ({"is_deepspeed_enabled": True}, "DeepSpeed replaces.*Use DDP"),
+        ({"accelerator": SimpleNamespace(parallelism_config=object(), mixed_precision="no")}, "shared between ranks"),
+        ({"accelerator": SimpleNamespace(parallelism_config=None, mixed_precision="fp8")}, "set it to 'no'"),
+    ],
+)
+def test_what_shards_the_model_or_wraps_its_forward_is_refused(setup, said, monkeypatch, tmp_path):
+    def created(self):
+        stock = SimpleNamespace(parallelism_config=None, mixed_precision="no")
+        vars(self).update({"is_fsdp_enabled": False, "is_deepspeed_enabled": False, "accelerator": stock, **setup})
+
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", created)
+    with pytest.raises(RecipeError, match=said):
+        trainer("bf16-master", tmp_path)
+
+
+def test_several_gpus_in_one_process_are_refused(tmp_path):
+    told = arguments(tmp_path)
+    told._n_gpu = 2
+    with pytest.raises(RecipeError, match=r"sees 2 GPUs.*torchrun --nproc_per_node=2"):
+        Trained(llama(), told, train_dataset=examples(), recipe="fp8-delayed")
+
+
+@pytest.mark.parametrize(
+    ("optim", "said"),
+    [
+        ("adamw_8bit", "optim='adamw_torch' and take the recipe 'adamw-8bit'"),
+        ("adamw_torch_4bit", "take the recipe 'adamw-8bit'"),
+        ("paged_adamw_32bit", "such as 'adamw-8bit'"),
+        ("galore_adamw_8bit", "the recipe 'galore'"),
+        ("adafactor", "Adafactor"),
+    ],
+)
+def test_other_libraries_optimizers_are_refused_with_what_to_take(optim, said, tmp_path):
+    with pytest.raises(OptimizerError, match=said):
+        trainer("bf16-master", tmp_path, optim=optim).train()
+
+
+def test_our_optimizer_in_a_stock_trainer_without_its_scaler_warns_once(tmp_path):
+    model = llama()
+    model, optimizer, _ = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), "fp16-mixed")
+    stock = Trainer(model, arguments(tmp_path), train_dataset=examples(), optimizers=(optimizer, None))
+    with pytest.warns(UserWarning, match="set accelerator.scaler to it before accelerator.prepare") as warned:
+        stock.train()
+    assert len([w for w in warned if "loss scale" in str(w.message)]) == 1
+
+
+def test_stages_count_the_trainers_steps_and_a_second_training_is_refused(tmp_path):
+    stages = []
+
+    class Note(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            stages.append(halfstep.audit(kwargs["model"]).stage.split(",")[0])
+
+    whole = trainer(STAGED, tmp_path, callbacks=[Note()], save_strategy="steps", save_steps=2)
+    whole.train()
+    assert stages == ["stage 1 of 2"] * 4 + ["stage 2 of 2"] * 4
+    for step in (2, 4, 6):
+        resumed = trainer(STAGED, tmp_path)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert_same(state_of(resumed), state_of(whole))
+    with pytest.raises(RecipeError, match="stands after step 8 and the trainer after step 0"):
+        whole.train()
+
+
+def test_one_trainer_trains_on_and_resumes_what_it_trained(tmp_path):
+    whole = trainer("fp8-delayed", tmp_path, save_strategy="steps", save_steps=4)
+    whole.train()
+    expected = state_of(whole)
+    whole.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert_same(state_of(whole), expected)
+    prepared = whole.optimizer.optimizer
+    whole.train()
+    assert whole.optimizer.optimizer is prepared
+    assert not are_same(state_of(whole), expected)
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
+    trainer("bf16-master", tmp_path, callbacks=[StopAfter(1)], save_strategy="steps", save_steps=1).train()
+    with pytest.raises(OptimizerError, match=r"it was saved under another recipe\. Resume under that one"):
+        trainer("bf16-stochastic", tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_model_init_makes_a_model_for_each_training(tmp_path):
+    told = arguments(tmp_path, max_steps=2)
+    trained = Trained(
+        model_init=lambda: llama(), args=told, train_dataset=examples(), recipe="fp8lm-o2", generator=3, audit=False
+    )
+    trained.train()
+    first, model = state_of(trained), trained.model
+    trained.train()
+    assert trained.model is not model
+    assert_same(state_of(trained), first)
+
+
+@pytest.mark.parametrize("recipe", ["bf16-master", "fp8-delayed", "fp8lm-o2"])
+def test_the_best_model_is_loaded_evaluated_saved_and_generates(recipe, tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 3e-2, "max_steps": 6}
+    trained = trainer(recipe, tmp_path, how={"eval_dataset": examples(rows=6)}, **saves, **best)
+    trained.train()
+    losses = logged(trained, "eval_loss")
+    assert trained.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6 if recipe != "fp8-delayed" else 1e-2)
+    trained.save_model(str(tmp_path / "saved"))
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert_same(copied(stock.state_dict()), copied(dict(trained.model.state_dict())))
+    ids = tokens(rows=2)
+    generated = trained.model.generate(ids, max_new_tokens=3, do_sample=False)
+    assert generated.shape == (2, 15)
+    assert (generated[:, :12] == ids).all()
+
+
+def test_options_of_prepare_reach_it(tmp_path):
+    how = {"module_filter": lambda module, path: "q_proj" in path, "generator": 5}
+    trained = trainer("fp8-delayed", tmp_path, how=how, max_steps=1)
+    trained.train()
+    scales = [name for name, _ in trained.model.named_buffers() if "scaling" in name]
+    assert scales
+    assert all("q_proj" in name for name in scales)
+
+
+def test_gradient_checkpointing_changes_no_bit(tmp_path):
+    plain = trainer("fp8-delayed", tmp_path, max_steps=2)
+    again = trainer("fp8-delayed", tmp_path, max_steps=2, activation_checkpointing=True)
+    plain.train()
+    again.train()
+    assert again.model.is_activation_checkpointing
+    assert_same(state_of(again), state_of(plain))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16-mixed", "fp8-delayed", "bf16-stochastic"])
+def test_a_compiled_model_trains_alike(recipe, tmp_path):
+    compiled = trainer(recipe, tmp_path, torch_compile=True, torch_compile_backend="aot_eager", max_steps=2)
+    compiled.train()
+    eager = trainer(recipe, tmp_path, max_steps=2)
+    eager.train()
+    assert compiled.losses == pytest.approx(eager.losses, rel=1e-4)
+
+
+DDP = Path(__file__).with_name("trainer_on_ranks.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp16-mixed", "fp8-delayed", "bf16-stochastic", "fp8lm-o2"])
+def test_two_ranks_train_alike_skip_together_and_resume(recipe, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    done = subprocess.run([*command, str(DDP), recipe, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("alike") == 2, done.stdout[-1000:]
+
+
+def test_the_audit_is_printed_when_training_ends(tmp_path, capsys):
+    trained = trainer("bf16-master", tmp_path, how={"audit": True}, max_steps=1)
+    trained.train()
+    report = next(c for c in trained.callback_handler.callbacks if isinstance(c, integration.HalfstepCallback)).report
+    assert str(report) in capsys.readouterr().out
+    assert "bfloat16" in str(report)

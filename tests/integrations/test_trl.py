@@ -1,0 +1,60 @@
+"""TRL's trainers by a recipe: what they train follows it, whatever TRL does to the forward; what they compare with does
+not."""
+
+import pytest
+import torch
+from datasets import Dataset
+from matrix_trl import tuned
+from trainers import Recording, llama, options, state_of, tokenizer, tokens
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+
+import halfstep
+from halfstep.errors import RecipeError
+from tiny import are_same, assert_same, copied
+
+
+class Preferring(Recording, DPOTrainer):
+    """DPOTrainer, with a record."""
+
+
+class Rewarding(Recording, RewardTrainer):
+    """RewardTrainer, with a record."""
+
+
+def pairs():
+    """Prompts with the words that follow and with others."""
+    rows = [" ".join(f"w{i}" for i in row) for row in tokens(rows=32)]
+    prompts, chosen = zip(*(row.split(" w", 6)[:1] + [row.rsplit(" ", 4)[1]] for row in rows), strict=True)
+    return Dataset.from_dict({"prompt": list(prompts), "chosen": list(chosen), "rejected": list(chosen[::-1])})
+
+
+@pytest.mark.parametrize(("recipe", "dtype"), [("fp16-mixed", torch.float16), ("bf16-stochastic", torch.bfloat16)])
+def test_sft_computes_in_the_recipes_dtype(recipe, dtype):
+    seen, model = set(), llama()
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, given, out: seen.add(out.dtype))
+    trained = tuned(recipe, model, max_steps=2, activation_checkpointing=True)
+    assert model.is_activation_checkpointing
+    assert seen == {dtype}
+    assert {"raw_loss", "mean_token_accuracy"} <= trained.state.log_history[0].keys()
+
+
+def test_dpos_reference_does_not_follow_the_recipe(tmp_path):
+    reference = llama()
+    stock = copied(reference.state_dict())
+    told = DPOConfig(bf16=False, **options(tmp_path, max_steps=2))
+    how = {"train_dataset": pairs(), "processing_class": tokenizer(), "generator": 3, "audit": False}
+    trained = Preferring(llama(), reference, told, recipe="fp8lm-o2", **how)
+    trained.train()
+    assert_same(copied(trained.ref_model.state_dict()), stock)
+    with pytest.raises(RecipeError, match="follows no recipe"):
+        halfstep.revert(trained.ref_model)
+    assert not are_same(copied(trained.model.state_dict()), stock)
+    assert halfstep.audit(trained.model).rows[0].dtype != "float32"
+    assert all(torch.isfinite(torch.tensor(loss)) for loss in trained.losses)
+
+
+def test_trls_default_precision_is_refused(tmp_path, monkeypatch):
+    told = DPOConfig(bf16=False, **options(tmp_path))
+    told.bf16 = True  # what it is by default where there is a GPU
+    with pytest.raises(RecipeError, match=r"bf16=True beside recipe 'fp32'.*TRL's arguments have bf16=True by default"):
+        Preferring(llama(), llama(), told, recipe="fp32", train_dataset=pairs(), processing_class=tokenizer())

@@ -1,0 +1,125 @@
+"""Rows that share a power of two, and those of a transposed view: the reference, bit for bit."""
+
+import pytest
+import torch
+
+from families import for_each
+from halfstep import formats
+from halfstep.kernels.cpu import powered_rows as kernel
+from halfstep.kernels.cpu import tiles
+from halfstep.ops.casts import values, values_noted
+from halfstep.quant import Quantizer, Scales, get_quantizer
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import ROW
+from kernels.test_cpu_blocks import hard
+from kernels.test_cpu_columns import down, has_small
+from oracles.numbers import same_bits
+
+
+FORMATS = ("e4m3fn", "e5m2", "e4m3fnuz", "e2m1fn", "e3m2fn", "ocp_int8", "uint4")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def by_rows(name="e4m3fn", rule="rceil", rounding="nearest_even"):
+    return Quantizer(formats.get(name), rounding, scales=Scales(ROW, get_scaling(rule)))
+
+
+def assert_rounds(x, quantizer, dtypes=DTYPES):
+    """Of the matrix and of a transposed view: the reference's values, and what both say of small ones."""
+    expected = quantizer.quantize(x)
+    for dtype in dtypes:
+        along, across = torch.full(x.shape, 7.0, dtype=dtype), torch.full(x.shape, 7.0, dtype=dtype)
+        assert kernel.supports_values(x, along, quantizer)
+        noted = kernel.run_values(x, along, quantizer.format, quantizer.scales)
+        same_bits(along, expected.dequantize(dtype))
+        assert noted or not has_small(along)
+        assert kernel.supports_values(down(x), across, quantizer) or x.shape[1] % 32
+        if not x.shape[1] % 32:
+            assert kernel.run_values(down(x), across, quantizer.format, quantizer.scales) == noted
+            same_bits(across, along)
+    return noted
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rule", ["rceil", "floor"])
+@for_each("dtype", DTYPES)
+def test_every_kind_of_format(name, rule, dtype):
+    assert_rounds(hard(512, dtype), by_rows(name, rule))
+    assert not assert_rounds(torch.randn(17, 512, generator=torch.Generator().manual_seed(1)).to(dtype), by_rows(name))
+
+
+@for_each("shape", [(1, 32), (31, 64), (17, 1056), (129, 544), (300, 96), (5, 1), (7, 33), (1, 1)])
+def test_shapes(shape):
+    """A part of a register; a rest of rows, of columns, of what a thread takes."""
+    assert not assert_rounds(torch.randn(shape, generator=torch.Generator().manual_seed(2)), by_rows())
+
+
+@for_each("exponent", range(-149, 128))
+def test_every_scale(exponent):
+    x = torch.randn(40, 32, generator=torch.Generator().manual_seed(exponent + 149))
+    x = ((x / x.abs().amax(1, keepdim=True)).double() * 2.0**exponent).float()
+    for name in ("e4m3fn", "e5m2"):
+        assert_rounds(x, by_rows(name))
+        mixed = x.clone()
+        mixed[::2] = 1.0
+        assert_rounds(mixed, by_rows(name))
+
+
+def test_the_largest_number_stays_finite():
+    x = torch.full((2, 32), torch.finfo(torch.float32).max)
+    assert_rounds(x, by_rows("e5m2"))
+
+
+def test_zeros_keep_their_sign_and_lost_rows_are_nan():
+    x = torch.ones(5, 64)
+    x[1], x[2], x[3, 7], x[4, 9] = 0.0, -0.0, torch.nan, torch.inf
+    assert not assert_rounds(x, by_rows())
+    out = values(x, by_rows())
+    assert out[2].signbit().all()
+    assert out[3:].isnan().all()
+    x[1] = 2.0**-120
+    assert assert_rounds(x, by_rows())
+
+
+@for_each("name", ["e4m3fn", "e5m2", "e2m1fn"])
+def test_equals_the_kernel_of_tiles(name):
+    """What rounded such rows before there was a kernel for them."""
+    x, quantizer = hard(512).nan_to_num(1.0), by_rows(name)
+    before, now = torch.empty(x.shape, dtype=torch.bfloat16), torch.empty(x.shape, dtype=torch.bfloat16)
+    tiles.run(x, before, quantizer.format, "nearest_even", quantizer.scales, None)
+    kernel.run_values(x, now, quantizer.format, quantizer.scales)
+    same_bits(before, now)
+
+
+def test_a_traced_graph_rounds_alike():
+    quantizer, x = by_rows(), torch.randn(64, 40)
+    for view in (lambda x: x, lambda x: x.t()):
+        traced = torch.compile(lambda x, view=view: values(view(x), quantizer), backend="aot_eager", fullgraph=True)
+        same_bits(traced(x), quantizer.quantize(view(x).contiguous()).dequantize())
+
+
+def test_views_of_other_kinds_are_copied():
+    x = torch.randn(6, 64, 40)
+    for view in (x[:, 3:], x.transpose(1, 2), x[0, :33].t(), x[0, :, ::2].t(), x[:1, :, :1].expand(6, 64, 32)):
+        out, _ = values_noted(view, by_rows())
+        same_bits(out, by_rows().quantize(view.contiguous()).dequantize())
+
+
+def test_refuses_what_it_does_not_know():
+    x, out = torch.ones(64, 32), torch.empty(64, 32)
+    assert kernel.supports_values(x, out, by_rows())
+    for quantizer in (
+        by_rows(rounding="stochastic"),
+        by_rows(rounding="nearest_up"),
+        by_rows(rule="current"),
+        by_rows().down,
+        by_rows("bf16"),
+        get_quantizer("mxfp8_e4m3"),
+        Quantizer(formats.get("e4m3fn")),
+    ):
+        assert not kernel.supports_values(x, out, quantizer)
+    assert not kernel.supports_values(x, out.half(), by_rows())
+    assert not kernel.supports_values(x, x, by_rows())
+    assert not kernel.supports_values(x.double(), out, by_rows())
+    assert not kernel.supports_values(x[:0], out[:0], by_rows())
+    assert not kernel.supports_values(x[:, ::2], out[:, ::2], by_rows())

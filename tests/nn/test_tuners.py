@@ -1,0 +1,155 @@
+"""Adapters beside layers: found by name or by what their layer declares; names as they were without them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.errors import RecipeError
+from halfstep.nn.tuners import adapters_of, plain_name
+from halfstep.recipe import LinearSpec, Matmul, Rule, get_recipe
+from tiny import adamw, assert_same, mlp, prepared, train
+
+
+class Lora(nn.Module):
+    """LoRA as its paper has it, around a layer."""
+
+    def __init__(self, base_layer, rank=2):
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.Linear(base_layer.in_features, rank, bias=False)
+        self.lora_B = nn.Parameter(torch.zeros(base_layer.out_features, rank))
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_A(x) @ self.lora_B.t().to(x.dtype)
+
+
+class Declaring(nn.Module):
+    """Another method's layer, which says what is its adapter's."""
+
+    adapter_layer_names = ("down",)
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        self.down = nn.Linear(base_layer.in_features, base_layer.out_features)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.down(x)
+
+
+def around(kind, model=None):
+    model = mlp() if model is None else model
+    model[0] = kind(model[0])
+    model[0].base_layer.requires_grad_(False)
+    return model
+
+
+OF_ADAPTERS = {Lora: {"0.lora_A.weight", "0.lora_B"}, Declaring: {"0.down.weight", "0.down.bias"}}
+every_kind = pytest.mark.parametrize("kind", OF_ADAPTERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("base_model.model.model.layers.0.q_proj.base_layer.weight", "model.layers.0.q_proj.weight"),
+        ("base_model.model.lm_head.modules_to_save.default.weight", "lm_head.weight"),
+        ("base_model.model.lm_head.original_module.weight", "lm_head.weight"),
+        ("base_model.encoder.0", "encoder.0"),
+        ("layers.0.lora_A.default", "layers.0.lora_A.default"),
+        ("my_base_layer.weight", "my_base_layer.weight"),
+        ("", ""),
+    ],
+)
+def test_names_without_adapters(name, plain):
+    assert plain_name(name) == plain
+
+
+@every_kind
+def test_what_belongs_to_adapters(kind):
+    model = around(kind)
+    found = adapters_of(model)
+    assert {name for name, _ in model.named_parameters() if found(name)} == OF_ADAPTERS[kind]
+    assert not found("0.download.weight")
+
+
+@every_kind
+@pytest.mark.parametrize("name", ["bf16-stochastic", "fp16-pure", "fp8-amax"])
+def test_they_are_stored_in_float32(kind, name):
+    model = around(kind)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    model.half()
+    report = halfstep.apply(model, name)
+    dtypes = {n: p.dtype for n, p in model.named_parameters()}
+    assert {n for n, dtype in dtypes.items() if dtype == torch.float32} == OF_ADAPTERS[kind]
+    assert OF_ADAPTERS[kind] <= report.kept.keys()
+    halfstep.revert(model)
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+    for n in OF_ADAPTERS[kind]:
+        assert_same(model.get_parameter(n).detach(), before[n].half())
+
+
+@every_kind
+def test_no_rule_rounds_them_unless_the_recipe_says_so(kind):
+    own = get_recipe("bf16-truncate")  # whose rules keep nothing
+    report = halfstep.apply(around(kind), own)
+    assert report.quantized == ("0.base_layer", "3")
+    assert any("float32_adapters = false" in why for why in report.kept.values())
+    model = around(kind)
+    report = halfstep.apply(model, replace(own, name="mine", weights="bf16", float32_adapters=False))
+    assert len(report.quantized) == 3
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_they_train_beside_master_weights():
+    model, optimizer, scaler = prepared("bf16-master", around(Lora))
+    losses = train(model, optimizer, scaler, 4)
+    assert losses[-1] < losses[0]
+    assert "master" not in optimizer.state[model[0].lora_B]
+    assert "master" in optimizer.state[model[3].weight]
+    assert optimizer.state[model[0].lora_B]["exp_avg"].dtype == torch.float32
+
+
+def test_rules_mean_a_layer_by_the_name_that_it_has_without_adapters():
+    product = Matmul(halfstep.get_quantizer("e4m3fn"))
+    mine = replace(get_recipe("fp32"), name="mine", rules=(Rule("0", LinearSpec(output=product)),))
+    assert halfstep.apply(around(Lora), mine).quantized == ("0.base_layer",)
+
+
+@pytest.mark.parametrize("name", ["bf16-stochastic", "fp8lm-o2", "fp8-delayed"])
+def test_adapters_may_come_and_go_while_a_model_follows_its_recipe(name):
+    model = mlp()
+    stock = {n: type(m) for n, m in model.named_modules()}
+    halfstep.apply(model, name)
+    around(Lora, model)
+    optimizer, scaler = halfstep.optimize(model, adamw(model), generator=3)
+    train(model, optimizer, scaler, 3)
+    assert model[0].lora_B.any()
+    if name == "fp8lm-o2":
+        assert model[0].base_layer.weight.codes.dtype == torch.float16
+    model[0] = model[0].base_layer
+    halfstep.revert(model)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {n: type(m) for n, m in model.named_modules()} == stock
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_the_root_is_found_in_what_wraps_it():
+    model = mlp()
+    halfstep.apply(model, "fp8-delayed")
+    wrapped = nn.ModuleDict({"inner": nn.ModuleList([model])})
+    optimizer, scaler = halfstep.optimize(wrapped, adamw(model))
+    train(model, optimizer, scaler, 1)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    halfstep.advance(wrapped)
+    other = mlp()
+    halfstep.apply(other, "fp8-delayed")
+    with pytest.raises(RecipeError, match=r"2 parts of this ModuleList follow a recipe.*: 0, 1; expected one"):
+        halfstep.revert(nn.ModuleList([model, other]))
+    halfstep.revert(wrapped)
+    assert type(model) is nn.Sequential
+    with pytest.raises(RecipeError, match="follows no recipe"):
+        halfstep.revert(wrapped)
