@@ -61,7 +61,6 @@ COMMANDS = [
     (["kb", "model-card", "albert"], None, 0),
     (["kb", "validate"], None, 0),
     (["kb", "export", "--format", "json", "--output", "kb.json"], None, 0),
-    (["kb", "export", "--format", "html", "--output", "kb.html"], "lab", 0),
     (["site", "site.html"], "lab", 0),
     (["claims"], None, 0),
     (["claims", "show", "forum-bytes"], None, 0),

@@ -129,7 +129,19 @@ def test_an_optimizer_of_another_model():
 def test_a_model_that_follows_no_recipe(verb):
     with pytest.raises(RecipeError, match=r"this Sequential follows no recipe; call halfstep.apply"):
         verb(mlp())
+
+
+@pytest.mark.parametrize("verb", [halfstep.revert, halfstep.advance])
+def test_what_wraps_the_one_model_that_follows_a_recipe_will_do(verb):
     wrapped = torch.compile(mlp(), backend="eager")
     halfstep.apply(wrapped._orig_mod, "fp32")
-    with pytest.raises(RecipeError, match="on the module itself, not on what wraps it"):
-        verb(wrapped)
+    verb(wrapped)
+
+
+@pytest.mark.parametrize("verb", [halfstep.revert, halfstep.advance])
+def test_two_models_in_one_wrapper(verb):
+    pair = torch.nn.ModuleList([mlp(), mlp()])
+    for model in pair:
+        halfstep.apply(model, "fp32")
+    with pytest.raises(RecipeError, match="2 parts of this ModuleList follow a recipe, each its own: 0, 1; expected"):
+        verb(pair)

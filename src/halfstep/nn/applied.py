@@ -51,7 +51,6 @@ def applied_to(model: nn.Module) -> Applied:
     applied = vars(model).get("_halfstep")
     if not isinstance(applied, Applied):
         raise RecipeError(
-            f"this {type(model).__name__} follows no recipe; call halfstep.apply or halfstep.prepare on it first "
-            "(on the module itself, not on what wraps it)"
+            f"this {type(model).__name__} follows no recipe; call halfstep.apply or halfstep.prepare on it first"
         )
     return applied
