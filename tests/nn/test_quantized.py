@@ -449,7 +449,7 @@ def test_it_does_not_train():
         model(x)
     with pytest.raises(ModelError, match=r"a layer that is quantised for inference has no gradients, and its input"):
         model.eval()(x.requires_grad_())
-    with pytest.raises(RecipeError, match="it is quantised under .mxfp8."):
+    with pytest.raises(RecipeError, match=r"it is quantised under .mxfp8."):
         halfstep.prepare(model, optimizer, "mxfp8")
     with pytest.raises(RecipeError, match="is quantised for inference, and its full weights are gone"):
         halfstep.revert(model)
