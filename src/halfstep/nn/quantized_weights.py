@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from halfstep import ops
 from halfstep.errors import CheckpointError
 from halfstep.nn.adopt import extend
 from halfstep.nn.scaling import accept_factors, states_of
-from halfstep.ops.few_rows import StoredWeight
+from halfstep.ops.few_rows import Reader, StoredWeight
 from halfstep.ops.linear import product_dtype
 from halfstep.ops.operand import Operand, just_in_time, operand, stored
 from halfstep.ops.places import Layout, rounded
@@ -50,6 +50,8 @@ class Stored:
     dtype: torch.dtype
     """Of the parameter that was."""
     parts: tuple[str, ...]
+    reader: Reader = field(default_factory=Reader, repr=False, compare=False)
+    """Of its one matrix."""
 
     @property
     def label(self) -> bytes:
@@ -71,7 +73,8 @@ def quantized_weight(module: Any, name: str, x: Tensor, expert: int | None = Non
     """
     dtype, entry = product_dtype(x), module._halfstep_stored[name]
     if isinstance(entry, Stored):
-        codes = StoredWeight(_quantized(module, entry, expert), dtype)
+        held, reader = _tensors(module, entry, expert), entry.reader if expert is None else Reader()
+        codes = StoredWeight(entry.quantizer, entry.shape, entry.dtype, held, dtype, False, reader)
         return codes.t() if entry.weight.transposed else codes
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         whole, quantizer, flipped = getattr(module, name), module._halfstep_linear.output.rhs, entry.transposed
@@ -144,10 +147,12 @@ def matrices_of(module: Any, entry: Stored) -> list[ops.Quantized]:
 
 
 def _quantized(module: Any, entry: Stored, expert: int | None = None) -> ops.Quantized:
+    return ops.Quantized(entry.quantizer, entry.shape, entry.dtype, _tensors(module, entry, expert))
+
+
+def _tensors(module: Any, entry: Stored, expert: int | None = None) -> dict[str, Tensor]:
     tensors = {part: getattr(module, f"{entry.weight.name}_{part}") for part in entry.parts}
-    if expert is not None:
-        tensors = {part: tensor[expert] for part, tensor in tensors.items()}
-    return ops.Quantized(entry.quantizer, entry.shape, entry.dtype, tensors)
+    return tensors if expert is None else {part: tensor[expert] for part, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)

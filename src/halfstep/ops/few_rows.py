@@ -6,7 +6,10 @@ inference computes what it computed in evaluation, bit for bit, at the speed at 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,21 +17,82 @@ from torch import Tensor
 from halfstep.kernels.cpu import few_rows
 from halfstep.ops.casts import Quantized
 from halfstep.ops.operand import Operand, decoded, is_whole, scale_of
+from halfstep.quant import Quantizer
 from halfstep.recipe import Matmul
+
+
+class _Known(NamedTuple):
+    """What is known of a stored weight whose tensors are these."""
+
+    tensors: tuple[tuple[weakref.ref[Tensor], int, torch.dtype, torch.Size], ...]
+    given: Any
+    """To the kernel; None where it does not read them."""
+    whole: bool
+    """Whether one scale multiplies all of it."""
+
+
+class Reader:
+    """What a kernel needs of one stored weight, kept from product to product: found again when one of its tensors is
+    another, or lies elsewhere, or in another shape. It keeps no tensor, and copies and pickles know nothing."""
+
+    def __init__(self) -> None:
+        self._known: _Known | None = None
+        self._asked: tuple[Quantizer, tuple[int, ...], bool] | None = None
+
+    def __reduce__(self) -> Any:
+        return Reader, ()
+
+    def knows(self, quantizer: Quantizer, shape: tuple[int, ...]) -> bool:
+        """`few_rows.knows` of a weight of that shape."""
+        asked = self._asked
+        if asked is None or asked[0] is not quantizer or asked[1] != shape:
+            self._asked = asked = quantizer, shape, few_rows.knows(quantizer.plain, *shape)
+        return asked[2]
+
+    def read(self, weight: StoredWeight) -> _Known:
+        """What is known of the weight, which is always the same one but for its tensors."""
+        known, tensors = self._known, weight.tensors.values()
+        if known is None or not all(map(_is_same, known.tensors, tensors)):
+            self._known = known = self._find(weight)
+        return known
+
+    def _find(self, weight: StoredWeight) -> _Known:
+        quantizer, tensors = weight.quantizer, weight.quantized.tensors  # which checks them
+        whole = is_whole(quantizer)
+        codes, scale = tensors["codes"], None if whole else tensors.get("scale")
+        given = few_rows.given(codes, scale, quantizer) if few_rows.supports(codes, scale) else None
+        return _Known(tuple((weakref.ref(t), t.data_ptr(), t.dtype, t.shape) for t in tensors.values()), given, whole)
+
+
+def _is_same(seen: tuple[weakref.ref[Tensor], int, torch.dtype, torch.Size], tensor: Tensor) -> bool:
+    found, pointer, dtype, shape = seen
+    same = found() is tensor and tensor.data_ptr() == pointer and tensor.dtype == dtype and tensor.shape == shape
+    return same and tensor.is_contiguous()
 
 
 @dataclass(frozen=True, eq=False)
 class StoredWeight:
     """A matrix (out, in) in codes, whose rows a product decodes as it needs them; `dtype` is the product's."""
 
-    quantized: Quantized
+    quantizer: Quantizer
+    matrix: tuple[int, ...]
+    """Rows and columns of what the tensors hold."""
+    original: torch.dtype
+    """Of the weight that was."""
+    tensors: Mapping[str, Tensor]
     dtype: torch.dtype
     transposed: bool = False
+    reader: Reader = field(default_factory=Reader)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Rows and columns."""
-        return self.quantized.shape[::-1] if self.transposed else self.quantized.shape
+        return self.matrix[::-1] if self.transposed else self.matrix
+
+    @property
+    def quantized(self) -> Quantized:
+        """What the tensors hold, checked."""
+        return Quantized(self.quantizer, self.matrix, self.original, dict(self.tensors))
 
     def operand(self) -> Operand:
         """All of it, decoded."""
@@ -47,9 +111,9 @@ class StoredWeight:
         return self.operand().split(rows)
 
 
-def supports(lhs: Operand, shape: tuple[int, ...], product: Matmul) -> bool:
-    """Whether the product of lhs (rows, in) and a weight of that shape (out, in), which `product` rounds, is one of few
-    rows here. It hangs on nothing that is otherwise in inference than in evaluation."""
+def supports(lhs: Operand, weight: Operand | StoredWeight, product: Matmul) -> bool:
+    """Whether the product of lhs (rows, in) and a weight (out, in), which `product` rounds, is one of few rows here. It
+    hangs on nothing that is otherwise in inference than in evaluation."""
     values, quantizer = lhs.values, product.rhs
     return (
         0 < len(values) <= few_rows.ROWS
@@ -62,8 +126,14 @@ def supports(lhs: Operand, shape: tuple[int, ...], product: Matmul) -> bool:
         and values.device.type == "cpu"
         and values.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and (torch.compiler.is_compiling() or not hasattr(values, "fake_mode"))
-        and few_rows.knows(quantizer.plain, *shape)
+        and _knows(weight, quantizer)
     )
+
+
+def _knows(weight: Operand | StoredWeight, quantizer: Quantizer) -> bool:
+    if isinstance(weight, StoredWeight) and not torch.compiler.is_compiling():
+        return weight.reader.knows(quantizer, weight.shape)
+    return few_rows.knows(quantizer.plain, *weight.shape)
 
 
 def few_rows_product(
@@ -74,12 +144,10 @@ def few_rows_product(
     x = lhs.values.to(torch.float32).contiguous()
     bias = None if bias is None else bias.detach().float().contiguous()
     if isinstance(weight, StoredWeight) and not weight.transposed and not torch.compiler.is_compiling():
-        quantizer, tensors = weight.quantized.quantizer, weight.quantized.tensors
-        scale = scale_of(lhs, Operand(x, _scale(weight.quantized)))
-        stored = None if is_whole(quantizer) else tensors.get("scale")
-        out = torch.empty(len(x), weight.quantized.shape[0], dtype=dtype)
-        given = x, tensors["codes"], stored, quantizer, few_rows.factor(scale, multiplier), bias, out
-        if few_rows.supports(x, out, tensors["codes"], stored) and few_rows.run(*given):
+        known = weight.reader.read(weight)
+        scale = scale_of(lhs, Operand(x, _scale(weight, known.whole)))
+        out = torch.empty(len(x), weight.matrix[0], dtype=dtype)
+        if known.given is not None and few_rows.run(x, known.given, few_rows.factor(scale, multiplier), bias, out):
             return out
     matrix = weight.operand() if isinstance(weight, StoredWeight) else weight
     values, scale = matrix.values.contiguous(), scale_of(lhs, matrix)
@@ -91,10 +159,9 @@ def few_rows_product(
     return out
 
 
-def _scale(quantized: Quantized) -> Tensor | None:
+def _scale(weight: StoredWeight, whole: bool) -> Tensor | None:
     """What the product of a stored weight is multiplied by."""
-    quantizer, tensors = quantized.quantizer, quantized.tensors
-    if is_whole(quantizer):
-        assert quantizer.scales is not None
-        return quantizer.scales.rule.multiplier(tensors, quantizer.format).view(())
-    return tensors.get("tensor_scale")
+    if whole:
+        assert weight.quantizer.scales is not None
+        return weight.quantizer.scales.rule.multiplier(dict(weight.tensors), weight.quantizer.format).view(())
+    return weight.tensors.get("tensor_scale")

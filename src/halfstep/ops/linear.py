@@ -153,7 +153,7 @@ def _infer(
             "halfstep.quantize_model(model, recipe, adapters=True), for layers that are no convolutions"
         )
     dtype, rows = product_dtype(x), matrix(x)
-    with torch.autocast(x.device.type, enabled=False):
+    with no_autocast(x):
         lhs = operand(rows, product.lhs, dtype, just_in_time(rows, product.lhs, state)).over(channels, dtype)
         y = _forward_product(lhs, weight, bias, dtype, product, rows.shape[1], evaluates)
     return unflatten(y, x)
@@ -343,9 +343,9 @@ def _forward_product(
     evaluates: bool,
 ) -> Tensor:
     """lhs times the transpose of the weight (out, in)."""
-    shape = weight.shape
-    if evaluates and supports(lhs, shape, product):
-        multiplier = None if product.multiplier is None else product.multiplier.of(len(lhs.values), shared, shape[0])
+    if evaluates and supports(lhs, weight, product):
+        across = weight.shape[0]
+        multiplier = None if product.multiplier is None else product.multiplier.of(len(lhs.values), shared, across)
         return few_rows_product(lhs, weight, bias, dtype, multiplier)
     matrix = weight.operand() if isinstance(weight, StoredWeight) else weight
     return _product(lhs, matrix.t(), bias, dtype, product, shared)

@@ -42,13 +42,18 @@ def array(tensor: Tensor, dtype: torch.dtype | None = None) -> Any:
     return np.asarray(_Memory(tensor, _TYPES[dtype or _VIEWS.get(tensor.dtype, tensor.dtype)]))
 
 
+def borrowed(tensor: Tensor) -> Any:
+    """The same array, which does not keep the tensor: for whoever asks each time whether its memory is still there."""
+    return np.asarray(_Memory(tensor, _TYPES[_VIEWS.get(tensor.dtype, tensor.dtype)], keeps=False))
+
+
 class _Memory:
-    """What numpy asks for an address; an array made of it keeps the tensor alive."""
+    """What numpy asks for an address; an array made of it keeps the tensor alive, unless it is said not to."""
 
     __slots__ = ("__array_interface__", "tensor")
 
-    def __init__(self, tensor: Tensor, kind: str) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: Tensor, kind: str, keeps: bool = True) -> None:
+        self.tensor = tensor if keeps else None
         self.__array_interface__ = {
             "version": 3, "typestr": kind, "shape": (tensor.numel(),), "data": (tensor.data_ptr(), False),
         }  # fmt: skip

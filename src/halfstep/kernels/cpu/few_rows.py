@@ -19,7 +19,7 @@ from torch import Tensor
 
 from halfstep.formats import Codebook, Float, Format, ocp
 from halfstep.kernels.cpu import element_codes, packing
-from halfstep.kernels.cpu.arrays import array, plain
+from halfstep.kernels.cpu.arrays import array, borrowed, plain
 from halfstep.kernels.cpu.compiled import Kernel, inner, inner_overload
 from halfstep.kernels.cpu.dots import STEP, dots
 from halfstep.kernels.cpu.lanes import lanes, nearest_as
@@ -33,6 +33,8 @@ ROWS = 8
 _GROUP = 64  # rows of a weight that a thread takes at a time
 _TOGETHER = {1: 4, 4: 2}  # rows of a weight that are read side by side, by how many rows they are multiplied with
 _SPEED = 32  # elements of a weight in the time of one that is rounded, by which `Kernel` knows what threads are worth
+_SIDE_BY_SIDE = {ms: ((np.uint32(0),) * js, (np.uint32(0),) * ms) for ms, js in _TOGETHER.items()}
+_NO_SCALES = None, None, None, None, np.int64(0), np.int64(0)
 _LARGEST = np.uint32(127 + 100 << 23)  # of scales, as bits: a product with any code is then far from infinity
 
 
@@ -70,45 +72,46 @@ def _shift(side: int) -> int | None:
     return 63 if side == 0 else side.bit_length() - 1 if side & (side - 1) == 0 else None
 
 
-def supports(x: Tensor, out: Tensor, weight: Tensor, scale: Tensor | None = None) -> bool:
-    """Whether these lie in memory as `run` and `run_values` take them: plain CPU tensors."""
-    wide = (torch.float32, torch.bfloat16, torch.float16)
-    dtypes = (torch.uint8,) if weight.dtype == torch.uint8 else wide
-    scales = scale is None or plain(scale, torch.float32, torch.uint8)
-    return plain(x, torch.float32) and plain(out, *wide) and plain(weight, *dtypes) and scales
+def supports(codes: Tensor, scale: Tensor | None) -> bool:
+    """Whether these lie in memory as `given` takes them: plain CPU tensors."""
+    return plain(codes, torch.uint8) and (scale is None or plain(scale, torch.float32, torch.uint8))
 
 
-def run(
-    x: Tensor, codes: Tensor, scale: Tensor | None, quantizer: Quantizer, times: float | None, bias: Tensor | None,
-    out: Tensor,
-) -> bool:  # fmt: skip
-    """Write x (rows, in), float32, times the transpose of a weight (out, in), times `times`, plus bias (out), float32,
-    each rounded once in float32 and the last to its dtype, to `out` (rows, out).
+def given(codes: Tensor, scale: Tensor | None, quantizer: Quantizer) -> Any:
+    """What `run` takes of a weight (out, in). It does not keep the tensors: it holds while they, and their memory, do.
 
     Args:
         codes: (out, packed in), bytes.
         scale: of tiles, as stored; None where none is, or where the whole tensor has one, which belongs to `times`.
-
-    Returns:
-        False where codes are not finite, or scales so large that a value may be infinite: what was written is then not
-        the product.
     """
     format, tile = quantizer.format, Tile(0, 0)
     scales: tuple[Any, ...] = (None,) * 4
     if scale is not None:
         assert quantizer.scales is not None
         tile = quantizer.scales.tile
-        scales = array(scale, scale.dtype), *_table(quantizer.scales.rule), np.int64(scale.shape[1])
+        stored = borrowed(scale).view(np.float32 if scale.dtype == torch.float32 else np.uint8)
+        scales = stored, *_table(quantizer.scales.rule), np.int64(scale.shape[1])
     shifts = np.int64(_shift(tile.rows) or 0), np.int64(_shift(tile.columns) or 0)
     meaning = _meaning(format)
     mask = np.uint8(0x7F) if format.bits == 8 and meaning[-1] < 0x7F else None
-    return _run(x, array(codes), (meaning, packing.shifts(format), mask), scales, shifts, times, bias, out)
+    half = np.uint8(255) if mask is None else np.uint8(meaning[-1])
+    return borrowed(codes), meaning, packing.shifts(format), mask, half, *scales, *shifts
+
+
+def run(x: Tensor, weight: Any, times: float | None, bias: Tensor | None, out: Tensor) -> bool:
+    """Write x (rows, in), float32, times the transpose of a `given` weight (out, in), times `times`, plus bias (out),
+    float32, each rounded once in float32 and the last to its dtype, to `out` (rows, out).
+
+    Returns:
+        False where codes are not finite, or scales so large that a value may be infinite: what was written is then not
+        the product.
+    """
+    return _form(x, weight, times, bias, out)
 
 
 def run_values(x: Tensor, weight: Tensor, times: float | None, bias: Tensor | None, out: Tensor) -> None:
     """The same of a weight (out, in) of values: float32, bfloat16 or float16."""
-    none = np.int64(0), np.int64(0)
-    _run(x, array(weight), (None,) * 3, (None,) * 4, none, times, bias, out)
+    _form(x, (array(weight), None, None, None, np.uint8(255), *_NO_SCALES), times, bias, out)
 
 
 def factor(scale: Tensor | None, multiplier: float | None) -> float | None:
@@ -118,18 +121,14 @@ def factor(scale: Tensor | None, multiplier: float | None) -> float | None:
     return float(scale if multiplier is None else scale * multiplier)
 
 
-def _run(
-    x: Tensor, weight: Any, code: Any, scales: Any, shifts: Any, times: float | None, bias: Tensor | None, out: Tensor
-) -> bool:
+def _form(x: Tensor, weight: Any, times: float | None, bias: Tensor | None, out: Tensor) -> bool:
     (rows, columns), across = x.shape, out.shape[1]
     ms = 1 if rows == 1 else 4
     if rows % ms:
         x = torch.cat([x, x.new_zeros(ms - rows % ms, columns)])
     strange = np.zeros(-(-across // _GROUP), np.uint8)
-    half = np.uint8(code[0][-1]) if code[2] is not None else np.uint8(255)
     _products(
-        columns * across // _SPEED, array(x, torch.float32), columns, weight, *code, half, *scales, *shifts,
-        (np.uint32(0),) * _TOGETHER[ms], (np.uint32(0),) * ms,
+        columns * across // _SPEED, array(x, torch.float32), columns, *weight, *_SIDE_BY_SIDE[ms],
         None if times is None else np.float32(times),
         None if bias is None else array(bias, torch.float32), array(out).reshape(rows, across), strange,
     )  # fmt: skip
