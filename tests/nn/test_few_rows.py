@@ -1,6 +1,8 @@
 """Products of a few rows: inference from codes computes what evaluation under the recipe computes, bit for bit."""
 
 import copy
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 import halfstep
 from families import slow_unless
 from halfstep import formats
+from halfstep.errors import QuantizationError
 from halfstep.kernels.cpu import few_rows
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.scaling import get_scaling
@@ -188,3 +191,57 @@ def test_threads_do_not_change_a_sum():
     finally:
         torch.set_num_threads(threads)
     assert_same(*results)
+
+
+def test_nothing_of_a_weight_that_was_is_read(read):
+    """What is kept between two products is found again, whoever writes to a weight and however."""
+    model, _ = both(KNOWN["fp8_128x128"])
+    other = both(KNOWN["fp8_128x128"], layer=nn.Linear(COLUMNS, ACROSS, bias=False))[0]
+    layer, x = model[0], torch.randn(2, COLUMNS)
+    layer.bias = None
+    before, expected = model(x), other(x)
+    saved = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    assert not torch.equal(before, expected)
+    ways = {
+        "in place": lambda: [getattr(layer, n).copy_(v) for n, v in other[0].state_dict().items()],
+        "loaded": lambda: layer.load_state_dict(other[0].state_dict()),
+        "exchanged": lambda: layer.load_state_dict(other[0].state_dict(), assign=True),
+        "memory": lambda: [setattr(getattr(layer, n), "data", v.clone()) for n, v in other[0].state_dict().items()],
+        "one part": lambda: (
+            setattr(layer, "weight_codes", other[0].weight_codes.clone())
+            or layer.weight_scale.copy_(other[0].weight_scale)
+        ),
+    }
+    for way, write in ways.items():
+        write()
+        assert torch.equal(model(x), expected), way
+        assert torch.equal(copy.deepcopy(model)(x), expected), way
+        layer.load_state_dict({name: tensor.clone() for name, tensor in saved.items()}, assign=True)
+        assert torch.equal(model(x), before), way
+    called = torch.func.functional_call(model, {f"0.{n}": v for n, v in other[0].state_dict().items()}, x)
+    assert torch.equal(called, expected)
+    assert torch.equal(model(x), before)
+    assert read["run_values"] == 0
+
+
+def test_a_copy_or_a_pickle_has_its_own():
+    model, _ = both(KNOWN["nvfp4"], "bf16")
+    x = torch.randn(1, COLUMNS)
+    y = model(x)
+    twin, again = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    model[0].weight_codes.zero_()
+    model(x)
+    assert_same(twin(x), y)
+    assert_same(again(x), y)
+    assert_same(model(x), model[0].bias.to(torch.bfloat16).float().expand(1, -1))
+
+
+def test_codes_that_are_taken_away_are_freed():
+    model, _ = both(KNOWN["mxfp8_e4m3"])
+    model(torch.randn(1, COLUMNS))
+    codes = weakref.ref(model[0].weight_codes)
+    model[0].weight_codes = model[0].weight_codes.to("meta")
+    assert codes() is None
+    model[0].weight_codes = torch.zeros(ACROSS, COLUMNS - 32, dtype=torch.uint8)
+    with pytest.raises(QuantizationError, match="codes"):
+        model(torch.randn(1, COLUMNS))

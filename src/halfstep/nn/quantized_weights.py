@@ -151,7 +151,8 @@ def _quantized(module: Any, entry: Stored, expert: int | None = None) -> ops.Qua
 
 
 def _tensors(module: Any, entry: Stored, expert: int | None = None) -> dict[str, Tensor]:
-    tensors = {part: getattr(module, f"{entry.weight.name}_{part}") for part in entry.parts}
+    name, buffers = entry.weight.name, module._buffers
+    tensors = {part: buffers[f"{name}_{part}"] for part in entry.parts}
     return tensors if expert is None else {part: tensor[expert] for part, tensor in tensors.items()}
 
 

@@ -141,7 +141,7 @@ def few_rows_product(
 ) -> Tensor:
     """lhs (rows, in) times the transpose of the weight (out, in), times `multiplier`, plus bias (out): in `dtype`,
     rounded once from float32."""
-    x = lhs.values.to(torch.float32).contiguous()
+    x = (lhs.values if lhs.values.dtype == torch.float32 else lhs.values.float()).contiguous()
     bias = None if bias is None else bias.detach().float().contiguous()
     if isinstance(weight, StoredWeight) and not weight.transposed and not torch.compiler.is_compiling():
         known = weight.reader.read(weight)

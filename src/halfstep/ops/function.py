@@ -35,8 +35,24 @@ def is_derived() -> bool:
 
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Within it autocast is off on x's device: it is entered where it is on, since that takes as long as a function."""
-    on = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
-    return torch.autocast(x.device.type, enabled=False) if on else _NOTHING
+    if torch.compiler.is_compiling():
+        return torch.autocast(x.device.type, enabled=False)
+    return _Off(x.device.type) if torch.is_autocast_enabled(x.device.type) else _NOTHING
+
+
+class _Off:
+    """`torch.autocast(device, enabled=False)` within autocast, whose dtype and cache of casts nobody asks for then."""
+
+    __slots__ = ("device",)
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        torch.set_autocast_enabled(self.device, False)
+
+    def __exit__(self, *exception: object) -> None:
+        torch.set_autocast_enabled(self.device, True)
 
 
 @cache

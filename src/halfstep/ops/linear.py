@@ -152,7 +152,7 @@ def _infer(
             "torch.no_grad(), train the model first and quantise it then, or train adapters beside its codes: "
             "halfstep.quantize_model(model, recipe, adapters=True), for layers that are no convolutions"
         )
-    dtype, rows = product_dtype(x), matrix(x)
+    dtype, rows = weight.dtype if isinstance(weight, StoredWeight) else product_dtype(x), matrix(x)
     with no_autocast(x):
         lhs = operand(rows, product.lhs, dtype, just_in_time(rows, product.lhs, state)).over(channels, dtype)
         y = _forward_product(lhs, weight, bias, dtype, product, rows.shape[1], evaluates)

@@ -59,7 +59,7 @@ def matrix(x: Tensor) -> Tensor:
 def unflatten(y: Tensor, x: Tensor) -> Tensor:
     """The rows of y, which is nobody's, as those of x: no view to autograd, whose views a layer's output may not be
     where somebody writes to it (`y += x`, `ReLU(inplace=True)`)."""
-    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))  # type: ignore[no-any-return]
+    return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))  # type: ignore[no-any-return]
 
 
 class _Traced(torch.autograd.Function):

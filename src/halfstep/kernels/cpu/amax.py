@@ -20,9 +20,10 @@ def supports(x: Tensor) -> bool:
 
 def run(x: Tensor) -> Tensor:
     """max |x| as a float32 scalar; NaN where there is one."""
-    found = torch.empty(-(-x.numel() // CHUNK), dtype=torch.float32)
+    chunks = -(-x.numel() // CHUNK)
+    found = torch.empty(() if chunks == 1 else chunks, dtype=torch.float32)
     _amax(x.numel(), array(x), array(found))
-    return found.max()
+    return found if chunks == 1 else found.max()
 
 
 @lanes("one")

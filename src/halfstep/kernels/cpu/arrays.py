@@ -18,7 +18,7 @@ def plain(tensor: Tensor, *dtypes: torch.dtype) -> bool:
     return (
         tensor.dtype in (dtypes or _VIEWS)
         and type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and tensor.layout == torch.strided
         and tensor.is_contiguous()
         and not tensor.is_neg()
@@ -39,12 +39,12 @@ def array(tensor: Tensor, dtype: torch.dtype | None = None) -> Any:
     It does not use `Tensor.numpy`, which marks the storage as one that cannot be resized: FSDP2, which frees a
     layer's whole weights after each use by resizing their storage to nothing, would then fail.
     """
-    return np.asarray(_Memory(tensor, _TYPES[dtype or _VIEWS.get(tensor.dtype, tensor.dtype)]))
+    return np.asarray(_Memory(tensor, _BITS[tensor.dtype] if dtype is None else _TYPES[dtype]))
 
 
 def borrowed(tensor: Tensor) -> Any:
     """The same array, which does not keep the tensor: for whoever asks each time whether its memory is still there."""
-    return np.asarray(_Memory(tensor, _TYPES[_VIEWS.get(tensor.dtype, tensor.dtype)], keeps=False))
+    return np.asarray(_Memory(tensor, _BITS[tensor.dtype], keeps=False))
 
 
 class _Memory:
@@ -66,3 +66,4 @@ _TYPES = {
         torch.uint8, torch.uint16, torch.uint32,
     )
 }  # fmt: skip
+_BITS = _TYPES | {dtype: _TYPES[bits] for dtype, bits in _VIEWS.items()}
