@@ -1,5 +1,8 @@
 """What `make release` would find wrong with a wheel and a source distribution."""
 
+import ast
+from pathlib import Path
+
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -78,6 +81,14 @@ def test_an_old_public_name_works_and_names_its_new_one(monkeypatch):
     with pytest.warns(DeprecationWarning, match=r"halfstep.list_formats is now halfstep.formats, and halfstep 0.3"):
         assert halfstep.list_formats is halfstep.formats
     assert "list_formats" not in vars(halfstep)
+
+
+def test_every_public_name_is_known_to_type_checkers():
+    tree = ast.parse(Path(halfstep.__file__).read_text())
+    (block,) = (n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    typed = [name.name for statement in block.body for name in statement.names]
+    assert sorted(typed) == sorted(halfstep.__all__)
+    assert {*halfstep._HOME} == {*halfstep.__all__} - {"formats", "kb", "ops", "unit"}
 
 
 def test_what_is_deprecated_has_a_new_name_and_time_left():

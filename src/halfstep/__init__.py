@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from halfstep.nn.dequantized import dequantize_model
     from halfstep.nn.following import following
     from halfstep.nn.quantized import quantize_model
+    from halfstep.nn.unit import UnitReport, unit_scale
     from halfstep.ops import (
         Quantized,
         decode,

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import halfstep
-from halfstep.errors import ModelError
+from halfstep.errors import ModelError, RecipeError
 from halfstep.memory import stored_bytes
 from halfstep.nn.tuners import plain_name
 from tiny import assert_same
@@ -126,6 +126,21 @@ def test_it_resumes_from_the_adapters_file_and_the_optimizers_state(tmp_path):
     optimizer.load_state_dict(states[0])
     scaler.load_state_dict(states[1])
     assert train(again, optimizer, scaler, 3) == expected
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "mxfp4"])
+def test_it_trains_over_an_exported_folder(name, tmp_path):
+    model = llama()
+    halfstep.quantize_model(model, name)
+    halfstep.export(model, tmp_path / "served")
+    model, optimizer, scaler = qlora(name)
+    expected = train(model, optimizer, scaler, 3)
+    again = adapted(halfstep.from_pretrained(tmp_path / "served", adapters=True))
+    optimizer, scaler = halfstep.optimize(again, adamw(again), generator=3)
+    assert train(again, optimizer, scaler, 3) == expected
+    inference = adapted(halfstep.from_pretrained(tmp_path / "served"))
+    with pytest.raises(RecipeError, match="adapters=True"):
+        halfstep.optimize(inference, adamw(inference))
 
 
 def test_merging_into_codes_is_refused_and_into_values_is_right(tmp_path):

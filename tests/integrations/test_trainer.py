@@ -219,6 +219,13 @@ def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
         trainer("bf16-stochastic", tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
+def test_a_checkpoint_of_a_recipe_without_masters_is_told(tmp_path):
+    trainer("fp32", tmp_path, callbacks=[StopAfter(1)], save_strategy="steps", save_steps=1).train()
+    resumed = trainer("bf16-collage-plus", tmp_path, callbacks=[StopAfter(2)])
+    with pytest.warns(UserWarning, match="keeps masters.*goes on under another recipe than before"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
 def test_model_init_makes_a_model_for_each_training(tmp_path):
     told = arguments(tmp_path, max_steps=2)
     trained = Trained(

@@ -167,3 +167,32 @@ def test_a_sparse_gradient_is_refused_and_named():
     model(torch.tensor([1])).sum().backward()
     with pytest.raises(OptimizerError, match=r"parameter 0 \(weight\) has a torch.sparse_coo gradient.*sparse=False"):
         optimizer.step()
+
+
+def test_hooks_move_over_with_their_handles():
+    model, seen = mlp(), []
+    old = adamw(model)
+    handles = [
+        old.register_step_pre_hook(lambda optimizer, args, kwargs: seen.append(("before", optimizer))),
+        old.register_step_post_hook(lambda optimizer, args, kwargs: seen.append(("after", optimizer))),
+        old.register_state_dict_pre_hook(lambda optimizer: seen.append(("saving", optimizer))),
+        old.register_state_dict_post_hook(lambda optimizer, state: {**state, "mark": 1}),
+        old.register_load_state_dict_pre_hook(lambda optimizer, state: seen.append(("loading", state["mark"]))),
+        old.register_load_state_dict_post_hook(lambda optimizer: seen.append(("loaded", optimizer))),
+    ]
+    model, new, scaler = prepared("bf16-master", model, old)
+    train(model, new, scaler, 1)
+    assert seen == [("before", new), ("after", new)]
+    seen.clear()
+    saved = new.state_dict()
+    new.load_state_dict(saved)
+    assert seen == [("saving", new), ("loading", 1), ("loaded", new)]
+    for handle in handles:
+        handle.remove()
+    seen.clear()
+    train(model, new, scaler, 1)
+    new.load_state_dict(new.state_dict())
+    assert seen == []
+    for refused in (old.step, old.state_dict, lambda: old.load_state_dict(saved)):
+        with pytest.raises(OptimizerError, match="was handed to halfstep"):
+            refused()

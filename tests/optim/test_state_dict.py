@@ -126,6 +126,36 @@ def test_a_state_of_another_model_is_refused_and_nothing_changed(other, words):
     assert_same(optimizer.state_dict(), before)
 
 
+@pytest.mark.parametrize("name", ["bf16-collage-plus", "bf16-master", "fp8lm-o3"])
+def test_a_state_without_masters_is_told_unless_it_is_meant(name):
+    """It was saved under another recipe; to change recipes on purpose there is `float32_state_dict`."""
+    before, saved, scaler = prepared("fp32")
+    train(before, saved, scaler)
+    model, optimizer, _ = prepared(name)
+    model.load_state_dict(before.state_dict())
+    said = rf"state of \d parameters was saved under a recipe that keeps nothing.*recipe '{name}'.*float32_state_dict"
+    with pytest.warns(UserWarning, match=said):
+        optimizer.load_state_dict(saved.state_dict())
+    told = copied(optimizer.state_dict())
+    optimizer.load_state_dict(saved.float32_state_dict())
+    assert_same(optimizer.state_dict()["state"], told["state"])
+    optimizer.load_state_dict(told)
+
+
+def test_hooks_of_loading_see_what_is_loaded():
+    model, optimizer, scaler = prepared("bf16-master")
+    train(model, optimizer, scaler)
+    saved, seen = optimizer.state_dict(), []
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: {**state["wrapped"], "mark": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(state.pop("mark")))
+    optimizer.register_load_state_dict_post_hook(lambda loaded: seen.append(len(loaded.state)))
+    given = {"wrapped": copied(saved)}
+    optimizer.load_state_dict(given)
+    assert seen == [1, 6]
+    assert given.keys() == {"wrapped"}
+    assert_same(optimizer.state_dict(), saved)
+
+
 @pytest.mark.parametrize("name", ["bf16-master", "fp16-master"])
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_a_weight_that_somebody_overwrote_is_followed_by_its_master(name, steps_before):

@@ -87,6 +87,7 @@ def load_codes(
     recipe: Recipe,
     codes: Mapping[str, Quantized],
     factors: Mapping[str, Mapping[str, Tensor]],
+    adapters: bool = False,
 ) -> Report:
     """Make `model` the inference form that `quantize_model` made of another, from what that one kept: the linear layers
     of those paths get those codes, whatever their weights are, and no other layer rounds.
@@ -95,11 +96,13 @@ def load_codes(
         recipe: the other's.
         codes: by path of a layer.
         factors: of a delayed scaling, by path and operand.
+        adapters: as in `quantize_model`.
 
     Raises:
+        RecipeError: adapters cannot be trained under the recipe.
         ModelError: there is no linear layer of that path, or its weight has another shape or is another's too.
     """
-    _check(model, recipe, None, False)
+    _check(model, recipe, None, adapters)
     modules = dict(model.named_modules())
     for path, made in codes.items():
         module = modules.get(path)
@@ -119,7 +122,7 @@ def load_codes(
         module.register_load_state_dict_pre_hook(check_before_loading)
         return Counter({codes[path].quantizer.format.name: number})
 
-    return _lay(model, recipe, lambda _, path: path in codes, store)
+    return _lay(model, recipe, lambda _, path: path in codes, store, adapters)
 
 
 _Store = Callable[[str, Any, tuple[Weight, ...], Collection[str]], Counter[str]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -29,8 +30,8 @@ def convert(
     """The optimizer that continues `optimizer` under a recipe: same groups, same moments, same step counts.
 
     The parameter groups are shared, not copied, so a scheduler built on the old optimizer before, or on the new one
-    after, sets the learning rate of both. The old one's state moves over, and the old one refuses to be stepped, saved
-    or loaded from then on.
+    after, sets the learning rate of both. The old one's state and its hooks move over, and the old one refuses to be
+    stepped, saved or loaded from then on.
 
     Args:
         masters: the float32 values of parameters that are stored in fewer bits, taken before they were rounded.
@@ -53,6 +54,7 @@ def convert(
     result.agree_on_the_seed()
     result.take_over(optimizer.state, masters)
     result.awaits_scaler = recipe.loss_scale is not None and (recipe.loss_scale.dynamic or recipe.loss_scale.init != 1)
+    _move_hooks(optimizer, result)
     # A scheduler built on the old optimizer asks whether that one has stepped; its steps are the new one's now.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     if not isinstance(optimizer, (Lamb, Lion)):  # which never stepped and say so themselves
@@ -60,6 +62,14 @@ def convert(
     optimizer.register_state_dict_pre_hook(_refuse)
     optimizer.register_load_state_dict_pre_hook(_refuse)
     return result
+
+
+def _move_hooks(optimizer: torch.optim.Optimizer, result: LowBit) -> None:
+    """Let what was registered on the old optimizer see the new one; a handle that removes a hook goes on to do so."""
+    for name, hooks in vars(optimizer).items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            setattr(result, name, hooks)  # a handle refers to this very dictionary
+            setattr(optimizer, name, OrderedDict())
 
 
 def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> NoReturn:

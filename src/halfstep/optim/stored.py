@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +23,15 @@ from halfstep.optim.states import FORMATS, adopt, foreign, labels, start, widene
 from halfstep.optim.update import OWN
 from halfstep.quant.masters import Master, get_master
 from halfstep.recipe import MASTER, Projection, Recipe, Storage
+
+
+SEED = "rounding_seed"
+"""The option of a parameter group by which a state that was saved here is known from torch's."""
+NO_MASTER = (
+    "the state of {} parameters was saved under a recipe that keeps nothing beside their weights, and recipe {!r} "
+    "keeps masters, which start from the present weights: the run goes on under another recipe than before. "
+    "Resume under that one; or, to change recipes on purpose, load what its optimizer.float32_state_dict() gives"
+)
 
 
 class Stored(torch.optim.Optimizer):
@@ -120,12 +132,17 @@ class Stored(torch.optim.Optimizer):
         """Load what `state_dict` of this class, or of the torch optimizer with the same rule, returned.
 
         Moments and masters keep this optimizer's own dtypes: torch's loader would cast them to the parameter's.
-        A master copy that the state lacks (a torch optimizer has none) is the present one.
+        A master copy that the state lacks (a torch optimizer has none) is the present one; where an optimizer of ours
+        saved the state, that one followed another recipe, and a warning says so.
 
         Raises:
             OptimizerError: the groups differ; a state belongs to a parameter of another shape, or holds what this
                 optimizer would leave unused (AMSGrad's maximum, another recipe's master). Nothing was changed.
         """
+        state_dict = dict(state_dict)  # which hooks may change
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         saved = [len(group["params"]) for group in state_dict["param_groups"]]
         own = [len(group["params"]) for group in self.param_groups]
         if saved != own:
@@ -133,20 +150,28 @@ class Stored(torch.optim.Optimizer):
                 f"the state holds parameter groups of sizes {saved}, this optimizer has {own}; "
                 "build the optimizer over the same parameters first"
             )
-        states: dict[Tensor, dict[str, Any]] = {}
+        states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        lost = 0
         for group, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
             self.rule.check(group)
             for number, parameter in zip(group["params"], mine["params"], strict=True):
                 if number in state_dict["state"]:
                     saved_state, options = state_dict["state"][number], {**mine, **group}
-                    states[parameter] = self._adopt(parameter, saved_state, options, number, group.get(FORMATS))
-        groups = self.param_groups
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.update(loaded)
-        self.param_groups = groups  # the same objects: a scheduler built before `convert` holds them
-        self.state.update(states)
+                    state = self._adopt(parameter, saved_state, options, number, group.get(FORMATS))
+                    keeps, present = self._master(parameter).keeps.keys(), self.state.get(parameter, {})
+                    if not keeps <= state.keys() and keeps <= present.keys():
+                        state.update({name: present[name] for name in keeps})
+                        lost += SEED in group
+                    states[parameter] = state
+        if lost:
+            warnings.warn(NO_MASTER.format(lost, self.recipe.name), stacklevel=2)
+        for group, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            mine.update({name: copy.deepcopy(value) for name, value in group.items() if name != "params"})
+        # The groups stay the same objects: a scheduler built before `convert` holds them.
+        self.__setstate__({"state": states, "param_groups": self.param_groups})
         self._begin()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     @torch.no_grad()
     def _adopt(
@@ -157,15 +182,13 @@ class Stored(torch.optim.Optimizer):
         number: object,
         formats: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """A parameter's saved state in this optimizer's dtypes, with the present master where it has none."""
-        master, present = self._master(parameter), self.state.get(parameter, {})
+        """A parameter's saved state in this optimizer's dtypes."""
+        master = self._master(parameter)
         plan, masters = self.plan(parameter, group), (get_master(self.recipe.master), master)
         kinds = {**plan.kinds, **self._master_kind(parameter)}
         check_subspace(saved, plan.kinds, plan.shapes, parameter, number)
         state = adopt(saved, parameter, kinds, plan.shapes, masters, formats, number)
         check_state(saved, self.rule, foreign(saved, self.recipe, master))
-        if not master.keeps.keys() <= state.keys() and master.keeps.keys() <= present.keys():
-            state.update({name: present[name] for name in master.keeps})
         return state
 
     @torch.no_grad()
@@ -178,7 +201,7 @@ class Stored(torch.optim.Optimizer):
         """
         saved, found = self.state_dict(), {}
         for group, numbers in zip(self.param_groups, saved["param_groups"], strict=True):
-            for number in (FORMATS, "rounding_seed"):
+            for number in (FORMATS, SEED):
                 numbers.pop(number, None)
             for number, parameter in zip(numbers["params"], group["params"], strict=True):
                 if number in saved["state"]:

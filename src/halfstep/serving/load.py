@@ -26,15 +26,20 @@ from halfstep.recipe import Recipe, from_data
 _FACTORS = ("input", "weight")
 
 
-def from_pretrained(folder: str | Path) -> nn.Module:
+def from_pretrained(folder: str | Path, adapters: bool = False) -> nn.Module:
     """The quantised model that `halfstep.export`, or its `save_pretrained`, wrote: the same codes, scales and factors,
     so that it computes what the model computed that was written, bit for bit where `kept` named no layer and `dtype`
     was not given.
 
     Nothing in the folder is run: config.json names a class of transformers, weights are read as safetensors.
 
+    Args:
+        folder: where it lies.
+        adapters: the model is to train adapters beside its codes (QLoRA), as in `halfstep.quantize_model`.
+
     Raises:
-        CheckpointError: there is no such folder; it was not written by halfstep; it is broken, or of another model.
+        CheckpointError: there is no such folder; it was not written by halfstep; it is broken, or of another model;
+            adapters cannot be trained under its recipe.
         MissingLibraryError: transformers is not installed.
     """
     checkpoint = open_checkpoint(folder)
@@ -54,7 +59,7 @@ def from_pretrained(folder: str | Path) -> nn.Module:
         ) from error
     model = _stock(Path(folder).expanduser(), checkpoint)
     try:
-        load_codes(model, recipe, codes, factors)
+        load_codes(model, recipe, codes, factors, adapters)
     except HalfstepError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     held = {f"{path}.{name}" for path in codes for name in (*layout.parts, "input_scale")}
