@@ -174,6 +174,7 @@ def test_a_transposed_weight_and_no_bias(read):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+@pytest.mark.parametrize("products", slow_unless("own".__eq__, ["own", "carried"]), indirect=True)
 @pytest.mark.parametrize("kind", slow_unless("tensor".__eq__, ["tensor", "mxfp8_e4m3", "nvfp4"]))
 def test_a_traced_graph_gives_the_same(kind, read):
     torch._dynamo.reset()
