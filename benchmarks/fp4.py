@@ -45,8 +45,8 @@ LAYERS, WIDTH, HEADS = 4, 192, 6
 ARCHITECTURE, TOKENS = "llama2-7b", 4096
 COSTED = ("fp8-current", "mxfp4", "nvfp4", "fp4-wang", "fp4-zhou-dgrad-fp8", "fp4-zhou-dgrad-bf16")
 """Recipes whose cost in theory is computed, and on what."""
-WORDS = ("name", "summary", "source", "aliases", "notes")
-"""Of a recipe's data, those that move no number."""
+WORDS = ("name", "summary", "source", "aliases", "notes", "float32_adapters")
+"""Of a recipe's data, those that move no number of a model without adapters."""
 
 
 class Constant(Experiment):
@@ -64,7 +64,7 @@ def experiment(case: Case) -> Experiment:
         recipes=("fp32",),
         steps=1000,
         warmup=50,
-        lr=1e-3,
+        lr=1e-3 * case.rate,
         batch=16,
         context=64,
         validations=20,

@@ -27,6 +27,8 @@ class Case:
     """The case of which one part is taken away or changed here."""
     constant: bool = False
     """Whether the learning rate stays where the warm-up ends."""
+    rate: float = 1.0
+    """What the learning rate is multiplied by."""
 
     @property
     def baseline(self) -> str:
@@ -97,6 +99,11 @@ def named(name: str) -> Case:
 def without(base: str, part: str, change: Callable[[Recipe], Recipe]) -> Case:
     """A recipe without a part, or with a part changed."""
     return Case(f"{base} {part}", lambda: change(get_recipe(base)), base)
+
+
+def at_rate(name: str, rate: float) -> Case:
+    """A recipe as it is, at another learning rate: whether a difference to fp32 is one of the rate that fits."""
+    return Case(f"{name} lr x {rate:g}", partial(get_recipe, name), name, rate=rate)
 
 
 # ---- Wang et al. ----------------------------------------------------------------------------------------------------
@@ -248,6 +255,7 @@ ALL = (
     *NVFP4,
     *ZHOU,
     Case(CONSTANT, partial(get_recipe, "fp32"), constant=True),
+    *(at_rate(name, rate) for name in ("fp32", "fp4-wang") for rate in (0.5, 2.0)),
 )
 CASES = {case.name: case for case in ALL}
 """In the order of the page."""

@@ -88,5 +88,10 @@ def _list(recipe: str | None, as_json: bool) -> None:
     rows = [(layout.name, layout.summary) for layout in found] + ([*GGUF.items()] if recipe is None else [])
     if as_json:
         show_json([{"name": name, "summary": summary} for name, summary in rows])
-    else:
+    elif rows:
         show_table(["format", "what it is"], rows)
+    else:
+        typer.echo(
+            f"no format holds the weights of {recipe!r} bit for bit: it rounds none, or in a way that "
+            "servers do not read. docs/export.md has all recipes; a stock model is exported under one of those"
+        )

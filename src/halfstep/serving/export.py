@@ -25,7 +25,7 @@ from halfstep.recipe import Recipe, get_recipe, list_recipes
 GGUF = {
     "gguf-f32": "A GGUF file with matrices in float32: the values as they are.",
     "gguf-bf16": "A GGUF file with matrices in bfloat16.",
-    "gguf-q8_0": "A GGUF file with matrices in int8 with a scale 32 columns, rounded again by GGUF's own rule.",
+    "gguf-q8_0": "A GGUF file with matrices in int8 with a scale for 32 columns, rounded again by GGUF's own rule.",
     "gguf-mxfp4": "A GGUF file with the codes of MXFP4, and other matrices in bfloat16.",
 }
 """What llama.cpp loads, of Llama and GPT-2."""

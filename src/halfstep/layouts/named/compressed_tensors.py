@@ -73,7 +73,7 @@ fp8_static = Layout(
 
 fp8_channel = Layout(
     "fp8-channel",
-    "E4M3 weights with a float32 scale an output channel; inputs rounded by token at every call.",
+    "E4M3 weights with one float32 scale for an output channel; inputs rounded by token at every call.",
     _E4M3,
     ROW,
     Float32(),
@@ -83,7 +83,7 @@ fp8_channel = Layout(
 
 fp8_block = Layout(
     "fp8-block",
-    "E4M3 weights with a float32 scale a block of 128x128; inputs rounded in tiles of 1x128 at every call.",
+    "E4M3 weights with one float32 scale for a block of 128x128; inputs rounded in tiles of 1x128 at every call.",
     _E4M3,
     Tile(128, 128),
     Float32(),
@@ -94,7 +94,7 @@ fp8_block = Layout(
 
 mxfp8 = Layout(
     "mxfp8",
-    "E4M3 weights with a power of two 32 columns; inputs rounded alike at every call.",
+    "E4M3 weights with one power of two for 32 columns; inputs rounded alike at every call.",
     _E4M3,
     Tile(1, 32),
     Exponents(),
@@ -105,7 +105,7 @@ mxfp8 = Layout(
 
 mxfp4 = Layout(
     "mxfp4",
-    "E2M1 weights with a power of two 32 columns; inputs rounded alike at every call.",
+    "E2M1 weights with one power of two for 32 columns; inputs rounded alike at every call.",
     _E2M1,
     Tile(1, 32),
     Exponents(),
@@ -117,7 +117,7 @@ mxfp4 = Layout(
 
 nvfp4 = Layout(
     "nvfp4",
-    "E2M1 weights with an E4M3 scale 16 columns, and a float32 scale of the tensor; inputs stay in 16 bits.",
+    "E2M1 weights with an E4M3 scale for 16 columns, and a float32 scale of the tensor; inputs stay in 16 bits.",
     _E2M1,
     Tile(1, 16),
     TwoLevels(),
