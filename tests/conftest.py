@@ -61,6 +61,13 @@ def pytest_collection():
         gc.set_threshold(50_000, 20, 50)  # compilers make garbage by the million, and next to none of it in cycles
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen():
+    """What collects garbage in a test, as a Trainer and Dynamo do, goes through that of its module alone."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _start(request):
     torch.manual_seed(0)

@@ -124,7 +124,7 @@ def imports(tree):
     for node in ast.walk(tree):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) else []
-        called = isinstance(node, ast.Call) and ast.unparse(node.func) == "import_module"
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "import_module"
         names += [node.args[0].value] if called and isinstance(node.args[0], ast.Constant) else []
         yield from ((name.partition(".")[0], id(node) in caught) for name in names)
 

@@ -31,6 +31,9 @@ KNOWN = {
     "row": Quantizer(E4M3, scales=Scales(Tile(1, 0), get_scaling("current"))),
     "pair of rows": Quantizer(E4M3, scales=Scales(Tile(2, 16), get_scaling("rceil"))),
 }
+PARTS = ("mxfp4", "plain")  # of 4 bits as NVFP4, with the scales of MXFP8; as MXFP8, with none
+each_kind = pytest.mark.parametrize("kind", slow_unless(lambda kind: kind not in PARTS, KNOWN))
+each_compute = pytest.mark.parametrize("compute", slow_unless("bf16".__eq__, ["bf16", "fp32"]))
 UNKNOWN = {
     "posit": Quantizer(formats.get("posit8_1")),
     "mxfp6": get_quantizer("mxfp6_e2m3"),
@@ -70,8 +73,8 @@ def read(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("kind", KNOWN)
-@pytest.mark.parametrize("compute", slow_unless("bf16".__eq__, ["bf16", "fp32"]))
+@each_kind
+@each_compute
 def test_codes_give_what_values_give(kind, compute, read):
     model, twin = both(KNOWN[kind], compute)
     for rows in (1, 3, 8):
@@ -105,25 +108,30 @@ def test_shapes(shape, read):
 
 
 @pytest.mark.parametrize("kind", ["mxfp8_e4m3", "nvfp4", "nf4", "tensor", "fp8_128x128"])
-def test_hard_inputs(kind):
+@each_compute
+def test_hard_inputs(kind, compute):
     """NaN, infinities, subnormal numbers and signed zeros; rows of zeros; columns that lie far apart in memory."""
-    model, twin = both(KNOWN[kind])
+    model, twin = both(KNOWN[kind], compute)
     hard = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1e38, -3e38, 1.0, -1.0]).repeat(12)
     special = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0]).repeat(24)
     for x in (hard, special, torch.zeros(COLUMNS), torch.randn(COLUMNS, 3).t(), torch.randn(4, 2 * COLUMNS)[:, ::2]):
         assert_same(model(x), twin(x))
 
 
-@pytest.mark.parametrize("kind", ["mxfp8_e4m3", "mxfp8_e5m2", "nvfp4", "nf4", "fp8_128x128", "plain"])
+@pytest.mark.parametrize(
+    "kind",
+    slow_unless(lambda kind: kind not in PARTS, ["mxfp8_e4m3", "mxfp8_e5m2", "nvfp4", "nf4", "fp8_128x128", "plain"]),
+)
+@each_compute
 @pytest.mark.parametrize("weight", [torch.nan, torch.inf, 3e38, 1e-40, 0.0])
-def test_hard_weights(kind, weight):
+def test_hard_weights(kind, compute, weight):
     """Codes and scales that are not numbers, and scales at both ends of float32, in one block of the weight."""
     layer = nn.Linear(COLUMNS, ACROSS)
     with torch.no_grad():
         layer.weight[5, 32:64] = weight
         layer.weight[9] = 0.0
     if KNOWN[kind].format.has_nan or KNOWN[kind].scales is not None:
-        model, twin = both(KNOWN[kind], layer=layer)
+        model, twin = both(KNOWN[kind], compute, layer)
         x = torch.randn(2, COLUMNS)
         y, expected = model(x), twin(x)
         assert torch.equal(y.isnan(), expected.isnan())
@@ -169,6 +177,7 @@ def test_a_transposed_weight_and_no_bias(read):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+@pytest.mark.parametrize("products", slow_unless("own".__eq__, ["own", "carried"]), indirect=True)
 @pytest.mark.parametrize("kind", slow_unless("tensor".__eq__, ["tensor", "mxfp8_e4m3", "nvfp4"]))
 def test_a_traced_graph_gives_the_same(kind, read):
     torch._dynamo.reset()

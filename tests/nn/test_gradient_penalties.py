@@ -61,7 +61,7 @@ def test_a_critic_with_a_gradient_penalty_trains_as_stock_torchs(name, stock):
     assert penalised(name) == pytest.approx(stock, abs=0.1)
 
 
-@pytest.mark.parametrize("name", sorted(ROUNDS - {"fp8-smooth-swiglu"}))
+@pytest.mark.parametrize("name", mostly_slow(sorted(ROUNDS)))
 def test_a_penalty_through_rounded_products_says_what_to_do(name):
     with pytest.raises(RecipeError, match=r"second derivative .* module_filter"):
         penalised(name, 1)

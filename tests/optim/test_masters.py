@@ -64,6 +64,7 @@ def test_kahan_follows_a_long_walk():
     assert moved("none", 1.0, -1e-4, 2000) == (1.0, 1.0)
 
 
+@pytest.mark.slow
 def test_kahan_is_itself_bfloat16():
     """1e5 terms of bf16(1e-3): bfloat16 sticks at 0.5, Kahan is 1.8 % low, for its compensation rounds too."""
     term = torch.tensor(1e-3).bfloat16().item()
