@@ -254,3 +254,12 @@ def test_codes_that_are_taken_away_are_freed():
     model[0].weight_codes = torch.zeros(ACROSS, COLUMNS - 32, dtype=torch.uint8)
     with pytest.raises(QuantizationError, match="codes"):
         model(torch.randn(1, COLUMNS))
+
+
+def test_a_vector_with_torchs_negative_bit_is_read_with_its_sign():
+    model = nn.Sequential(nn.Linear(32, 4))
+    halfstep.quantize_model(model, "nf4")
+    z = torch.complex(torch.ones(1, 32), torch.randn(1, 32))
+    x = z.conj().imag
+    assert x.is_neg()
+    assert torch.equal(model(x), model(x.clone().resolve_neg()))
