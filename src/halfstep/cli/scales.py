@@ -15,7 +15,7 @@ from halfstep.printable import printable
 
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from halfstep.lab.task import Task
     from halfstep.probe import Scales
@@ -132,7 +132,13 @@ class _Subject:
             return
         named = dict(batch) if isinstance(batch, Mapping) else {}
         args = () if named else tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        unit_scale(self.model, *args, loss=lambda output: loss_of_output(output)[0], **named)
+
+        def loss(output: Any) -> Tensor:
+            found, _ = loss_of_output(output)
+            assert found is not None  # unit_scale refuses a model that returns no floating tensor
+            return found
+
+        unit_scale(self.model, *args, loss=loss, **named)
 
 
 def _subject(name: str, task: str | None, data: str | None, sizes: _Sizes, seed: int) -> _Subject:
