@@ -290,7 +290,7 @@ def test_an_answer_imports_neither_torch_nor_numpy():
         "for words in sys.argv[1:]:\n"
         "    sys.argv = ['halfstep', 'kb', *words.split()]\n"
         "    try: main()\n"
-        "    except SystemExit as stopped: assert not stopped.code, (words, stopped.code)\n"
+        "    except SystemExit as stopped: assert stopped.code in (None, 0, 1), (words, stopped.code)\n"
         "    found = {'torch', 'numpy', 'jinja2', 'jsonschema'} & set(sys.modules)\n"
         "    assert not found, (words, found)\n"
         "    print('answered', words)"
