@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from families import in_turn
 from halfstep import formats, round_to
 
 
@@ -68,8 +69,7 @@ def test_the_tables_as_json(run):
     assert by_name["nvfp4"]["element"] == "float4_e2m1fn"
 
 
-@pytest.mark.parametrize("name", [*formats.names(), "e8m3", "posit6_1"])
-@pytest.mark.parametrize("columns", [60, 100])
+@pytest.mark.parametrize(("name", "columns"), in_turn([*formats.names(), "e8m3", "posit6_1"], [60, 100]))
 def test_every_format_is_shown_within_the_terminal(run, name, columns):
     code, out, err = run("formats", "show", name, "--value", "0.7", columns=columns)
     assert (code, err) == (0, "")
@@ -202,10 +202,13 @@ def test_additions_of_negative_numbers_and_edges(adding):
     assert adding("fp32", "1e30", "-1e-30")["vanished"]
 
 
-def test_comparisons(run):
-    def compared(a, b):
-        return json.loads(run("formats", "compare", a, b, "--json")[1])
+@pytest.fixture
+def compared(run):
+    """What `compare A B` says as JSON."""
+    return lambda a, b: json.loads(run("formats", "compare", a, b, "--json")[1])
 
+
+def test_comparisons(compared):
     data = compared("e4m3fn", "bf16")
     assert data["only_in_a"] == {"count": 0, "examples": []}
     assert data["values"] == [253, 2 * 254 * 128 + 2 * 127 + 1]
@@ -214,13 +217,22 @@ def test_comparisons(run):
     beyond = compared("posit8_2", "fp16")["only_in_a"]
     assert beyond["count"] == 8  # ± 2^16, 2^18, 2^20, 2^24
     assert all(abs(v) >= 2**16 for v in beyond["examples"])
+
+
+@pytest.mark.slow
+def test_comparisons_of_wide_formats(compared):
     assert compared("posit16_1", "fp32")["only_in_a"]["count"] == 0
     assert compared("bf16", "tf32")["only_in_a"]["count"] == 0
     assert compared("posit32_2", "fp32")["only_in_a"]["count"] / 2**32 == pytest.approx(0.81, abs=0.005)
 
 
 @pytest.mark.parametrize(
-    "pair", [("bf16", "fp16"), ("fp16", "posit16_1"), ("posit16_2", "posit16_1"), ("e3m9", "int8")]
+    "pair",
+    [
+        ("fp16", "posit16_1"),
+        ("e3m9", "int8"),
+        *(pytest.param(pair, marks=pytest.mark.slow) for pair in (("bf16", "fp16"), ("posit16_2", "posit16_1"))),
+    ],
 )
 def test_values_in_common_are_counted_as_by_listing(run, pair):
     a, b = (set(formats.get(name).values()) for name in pair)

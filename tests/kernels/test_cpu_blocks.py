@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from families import in_turn, slow_unless
+from families import slow_unless
 from halfstep import formats
 from halfstep.kernels.cpu import blocks as kernel
 from halfstep.kernels.cpu import dequantize
@@ -39,7 +39,11 @@ def hard(columns, dtype=torch.float32):
     return x.to(dtype)
 
 
-def assert_quantises(x, quantizer, seed=None):
+BOTH = (torch.float32, torch.bfloat16)
+
+
+def assert_quantises(x, quantizer, seed=None, dtypes=BOTH):
+    """Codes and scales; values, and those of the codes, in each of the dtypes."""
     how = quantizer.format, quantizer.rounding, quantizer.scales
     expected = quantizer.quantize(x, seed)
     tensors = {name: torch.full_like(tensor, 1) for name, tensor in expected.tensors.items()}
@@ -50,7 +54,7 @@ def assert_quantises(x, quantizer, seed=None):
             same_bits(tensors[name], tensor)
         else:
             assert torch.equal(tensors[name], tensor), name
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in dtypes:
         out = torch.empty(x.shape, dtype=dtype)
         assert kernel.supports_values(x, out, quantizer)
         kernel.run_values(x, out, *how, seed)
@@ -78,19 +82,23 @@ CASES += [
 CASES += [("int4_64", None)]
 
 
-EVERY_CASE = list(itertools.product(CASES, [torch.float32, torch.bfloat16]))
+EVERY_CASE = list(itertools.product(CASES, BOTH, BOTH))
+INTO_BFLOAT16 = {"mxfp8_e4m3", "nvfp4"}
+"""Of which recipes make values in bfloat16; kernels for the others' are compiled anew."""
 
 
 def is_compiled(case):
     """In bfloat16 each is another kernel, in float32 each codebook: one of either, and the other formats in float32."""
-    (name, rule), dtype = case
-    return (name, rule) == ("mxfp8_e4m3", "rceil") if dtype == torch.bfloat16 else name != "bnb_fp4"
+    (name, rule), dtype, into = case
+    if dtype == torch.bfloat16:
+        return (name, rule) == ("mxfp8_e4m3", "rceil")
+    return name in INTO_BFLOAT16 if into == torch.bfloat16 else name != "bnb_fp4"
 
 
-@pytest.mark.parametrize(("case", "dtype"), slow_unless(is_compiled, EVERY_CASE), ids=str)
-def test_every_block_format(case, dtype):
+@pytest.mark.parametrize(("case", "dtype", "into"), slow_unless(is_compiled, EVERY_CASE), ids=str)
+def test_every_block_format(case, dtype, into):
     name, rule = case
-    assert_quantises(hard(512, dtype), get_quantizer(name, scale=rule))
+    assert_quantises(hard(512, dtype), get_quantizer(name, scale=rule), dtypes=(into,))
 
 
 class Halved(Absmax):
@@ -112,14 +120,20 @@ def test_powers_of_two_with_a_margin_or_a_carry_of_ones_own(rule):
 
 @pytest.mark.parametrize("name", ["uint4", "uint8", "int8"])
 def test_integers_with_and_without_sign(name):
-    assert_quantises(hard(512), Quantizer(formats.get(name), scales=Scales(Tile(1, 64), get_scaling("absmax"))))
+    quantizer = Quantizer(formats.get(name), scales=Scales(Tile(1, 64), get_scaling("absmax")))
+    assert_quantises(hard(512), quantizer, dtypes=BOTH[:1])
 
 
-SIZES, DTYPES = (16, 128), (torch.float32, torch.bfloat16)
+@pytest.mark.slow  # compiled anew
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e3m2", "nf4", "uint4", "uint8", "int8"])
+def test_other_formats_in_bfloat16(name):
+    scales = Scales(Tile(1, 64), get_scaling("absmax"))
+    assert_quantises(hard(512), Quantizer(formats.get(name), scales=scales) if "int" in name else get_quantizer(name))
 
 
 @pytest.mark.parametrize(
-    ("columns", "dtype"), slow_unless(in_turn(SIZES, DTYPES).__contains__, itertools.product(SIZES, DTYPES))
+    ("columns", "dtype"),
+    slow_unless((16, torch.float32).__eq__, itertools.product((16, 128), BOTH)),  # each is compiled anew
 )
 def test_scales_in_bfloat16(columns, dtype):
     rule = Scales(Tile(1, columns), get_scaling("absmax_bf16"))
@@ -138,7 +152,7 @@ def test_stochastic(name):
 @pytest.mark.parametrize("shape", [(64,), (3, 1, 64), (1, CHUNK + 64), (3, CHUNK)])
 def test_shapes(name, shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-    assert_quantises(x, get_quantizer(name))
+    assert_quantises(x, get_quantizer(name), dtypes=BOTH if name in INTO_BFLOAT16 else BOTH[:1])
 
 
 def test_refuses_what_it_does_not_know():

@@ -72,7 +72,10 @@ def some_paths(name, rounding):
 @pytest.mark.parametrize(
     "paths", [some_paths, pytest.param(lambda name, rounding: PATHS, marks=pytest.mark.slow)], ids=["some", "all"]
 )
-@pytest.mark.parametrize(("name", "rounding"), list(product(FORMATS, ROUNDINGS)))
+@pytest.mark.parametrize(
+    ("name", "rounding"),  # each kind of format and each rounding is compiled anew
+    slow_unless(lambda case: case == TRAINED or case in in_turn(FORMATS, ROUNDINGS), product(FORMATS, ROUNDINGS)),
+)
 def test_rows_and_columns_rounded(name, rounding, paths):
     format = formats.get(name)
     for shape, (dtype, by_row, into, bounded) in product(SHAPES, paths(name, rounding)):

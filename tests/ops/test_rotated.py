@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
+from families import in_turn, slow_unless
 from halfstep import formats, ops
 from halfstep.errors import RecipeError
 from halfstep.ops.stacks import stacked_linear
@@ -78,8 +79,12 @@ def test_it_is_the_reference_written_out(quantizer, which, rows):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("hadamard", [R16, R32, Hadamard(64, "anew")], ids=str)
-@pytest.mark.parametrize("which", PRODUCTS)
+ROTATIONS = (R16, R32, Hadamard(64, "anew"))
+
+
+@pytest.mark.parametrize(
+    ("hadamard", "which"), slow_unless(in_turn(ROTATIONS, PRODUCTS).__contains__, pairs(ROTATIONS, PRODUCTS)), ids=str
+)
 def test_operands_that_rounding_leaves_give_the_same_product(hadamard, which):
     """And another rotation of one operand would not: it changes what is rounded."""
     x, w, dy = tensors()
@@ -130,7 +135,10 @@ def test_a_multiplier_counts_the_dimension_as_it_was():
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float64, pytest.param(torch.float16, marks=pytest.mark.slow)],  # compiled anew
+)
 def test_in_other_dtypes(dtype):
     spec = spec_of(**dict.fromkeys(PRODUCTS, R16))
     x, w, dy = (t.detach().to(dtype) for t in tensors())

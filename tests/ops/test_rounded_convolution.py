@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from families import for_each
+from families import for_each, slow_unless
 from halfstep import ops, recipe
 from halfstep.errors import ModelError, RecipeError
 from halfstep.ops import Window
@@ -128,8 +128,13 @@ def test_each_product_is_that_of_operands_rounded_along_its_shared_dimension(cas
 
 @pytest.mark.usefixtures("products")
 @for_each("name", ROUNDING)
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "transposed"),
+    slow_unless(
+        [(torch.float32, True), (torch.bfloat16, False)].__contains__,
+        itertools.product([torch.float32, torch.bfloat16, torch.float16], [False, True]),
+    ),
+)
 def test_a_convolution_of_one_place_is_the_linear_layer_of_its_channels_bit_for_bit(name, transposed, dtype):
     spec, outcomes = SPECS[name], []
     window = Window((1, 1), (0, 0), (1, 1), transposed=transposed)
