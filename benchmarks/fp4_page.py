@@ -31,8 +31,8 @@ PAGE = """# FP4 training
 A Llama of {layers} layers of width {width}, {parameters:.1f} million parameters, on the text of Python's own library:
 {steps:,} steps of AdamW on {batch} x {context} bytes, at a peak learning rate of {lr:g}: of 0.0005, 0.001, 0.002 and
 0.004 the best for fp32 after 300 steps of one seed, and the same for all. It is reached after {warmup} steps, and a
-cosine takes it to zero; in the cases of "constant lr" it stays, as it does for the fp32 that they are compared with. `lr x 2` is
-trained at twice that rate: what fits a recipe may be another rate than what fits fp32.
+cosine takes it to zero; in the cases of "constant lr" it stays, as it does for the fp32 that they are compared with.
+`lr x 2` is trained at twice that rate: what fits a recipe may be another rate than what fits fp32.
 
 {hours}
 
