@@ -258,7 +258,8 @@ def test_codes_that_are_taken_away_are_freed():
 
 def test_a_vector_with_torchs_negative_bit_is_read_with_its_sign():
     model = nn.Sequential(nn.Linear(256, 64))
-    halfstep.apply(model.eval(), "nf4")
+    rule = Rule("*", linear_spec(None, get_quantizer("nf4"), None))
+    halfstep.apply(model.eval(), Recipe("weights-nf4", "", "", rules=(rule,)))  # an input that nothing copies
     x = torch._neg_view(torch.randn(1, 256))
     assert x.is_neg()
     assert torch.equal(model(x), model(x.clone().resolve_neg()))

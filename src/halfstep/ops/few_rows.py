@@ -141,8 +141,8 @@ def few_rows_product(
 ) -> Tensor:
     """lhs (rows, in) times the transpose of the weight (out, in), times `multiplier`, plus bias (out): in `dtype`,
     rounded once from float32."""
-    x = (lhs.values if lhs.values.dtype == torch.float32 else lhs.values.float()).contiguous()
-    bias = None if bias is None else bias.detach().float().contiguous()
+    x = (lhs.values if lhs.values.dtype == torch.float32 else lhs.values.float()).contiguous().resolve_neg()
+    bias = None if bias is None else bias.detach().float().contiguous().resolve_neg()
     if isinstance(weight, StoredWeight) and not weight.transposed and not torch.compiler.is_compiling():
         known = weight.reader.read(weight)
         scale = scale_of(lhs, Operand(x, _scale(weight, known.whole)))
@@ -150,7 +150,7 @@ def few_rows_product(
         if known.given is not None and few_rows.run(x, known.given, few_rows.factor(scale, multiplier), bias, out):
             return out
     matrix = weight.operand() if isinstance(weight, StoredWeight) else weight
-    values, scale = matrix.values.contiguous(), scale_of(lhs, matrix)
+    values, scale = matrix.values.contiguous().resolve_neg(), scale_of(lhs, matrix)
     out = torch.empty(len(x), len(values), dtype=dtype)
     if torch.compiler.is_compiling():
         torch.ops.halfstep.few_rows(x, values, scale, multiplier, bias, out)
