@@ -2,12 +2,13 @@
 
 import json
 from fractions import Fraction
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from families import in_turn
+from families import in_turn, slow_unless
 from halfstep import formats, round_to
 
 
@@ -69,7 +70,12 @@ def test_the_tables_as_json(run):
     assert by_name["nvfp4"]["element"] == "float4_e2m1fn"
 
 
-@pytest.mark.parametrize(("name", "columns"), in_turn([*formats.names(), "e8m3", "posit6_1"], [60, 100]))
+SHOWN, WIDTHS = [*formats.names(), "e8m3", "posit6_1"], (60, 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"), slow_unless(in_turn(SHOWN, WIDTHS).__contains__, [*product(SHOWN, WIDTHS)])
+)
 def test_every_format_is_shown_within_the_terminal(run, name, columns):
     code, out, err = run("formats", "show", name, "--value", "0.7", columns=columns)
     assert (code, err) == (0, "")
