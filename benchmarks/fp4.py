@@ -4,9 +4,10 @@
     python benchmarks/fp4.py --collect [--out FOLDER]
     python benchmarks/fp4.py --page
 
-A run that has ended in --out is read, and one that was killed goes on. --keep writes results/fp4.json, the page and the
-picture of what has ended in --out, whatever was asked for now; --collect does that and trains nothing; --page writes
-the page and the picture of what was kept.
+A run that results/fp4.json keeps is not trained again, one that has ended in --out is read, and one that was killed goes
+on. --keep adds what has ended in --out to results/fp4.json, whatever was asked for now, and writes the page and the
+pictures; --collect does that and trains nothing; --page writes the page and the pictures of what was kept. A kept run
+counts as long as its case has the numbers that it was trained with: experiment, model and recipe.
 """
 
 from __future__ import annotations
@@ -139,12 +140,20 @@ def figures(rows: list[Row]) -> dict[str, Any]:
     return {"loss": final_loss(rows), "diverged_at": diverged, "seconds": round(seconds), "curve": curve}
 
 
+def kept(case: Case) -> dict[str, Any]:
+    """The runs of a case that were kept before, by seed: none, where its numbers are others now."""
+    path = RESULTS / "fp4.json"
+    found = json.loads(path.read_text())["cases"].get(case.name) if path.exists() else None
+    return found["runs"] if found and found["identity"] == identity(case, case.make()) else {}
+
+
 def collected(out: Path, seeds: int = 9) -> Iterator[tuple[str, dict[str, Any]]]:
     """Of every case, the runs that have ended, by seed."""
     for case in CASES.values():
         runs = [Run.of(case, seed, out) for seed in range(seeds)]
-        found = {str(run.seed): figures(rows) for run in runs if (rows := run.rows())}
-        yield case.name, {"base": case.base, "baseline": case.baseline, "runs": found}
+        found = kept(case) | {str(run.seed): figures(rows) for run in runs if (rows := run.rows())}
+        told = {"base": case.base, "baseline": case.baseline, "identity": identity(case, case.make())}
+        yield case.name, told | {"runs": dict(sorted(found.items()))}
 
 
 def results(out: Path) -> dict[str, Any]:
@@ -189,6 +198,8 @@ def main() -> None:
     if not asked.collect and not asked.page:
         for seed in asked.seeds:
             for case in asked_for(asked.cases):
+                if str(seed) in kept(case):
+                    continue
                 run = Run.of(case, seed, asked.out)
                 run.train()
                 print(f"{case.name}, seed {seed}: {final_loss(run.rows())}", flush=True)
