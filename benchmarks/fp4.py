@@ -4,10 +4,10 @@
     python benchmarks/fp4.py --collect [--out FOLDER]
     python benchmarks/fp4.py --page
 
-A run that results/fp4.json keeps is not trained again, one that has ended in --out is read, and one that was killed goes
-on. --keep adds what has ended in --out to results/fp4.json, whatever was asked for now, and writes the page and the
-pictures; --collect does that and trains nothing; --page writes the page and the pictures of what was kept. A kept run
-counts as long as its case has the numbers that it was trained with: experiment, model and recipe.
+A run that results/fp4.json keeps is not trained again, one that has ended in --out is read, and one that was killed
+goes on. --keep adds what has ended in --out to results/fp4.json, whatever was asked for now, and writes the page and
+the pictures; --collect does that and trains nothing; --page writes the page and the pictures of what was kept. A kept
+run counts as long as its case has the numbers that it was trained with: experiment, model and recipe.
 """
 
 from __future__ import annotations

@@ -1,0 +1,46 @@
+"""Values, or codes, of a tensor's numbers rounded one by one: one pass, the largest magnitude noted on the way."""
+
+import triton
+import triton.language as tl
+
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, narrowed, noise, rounded, widened
+
+
+@triton.jit
+def result(stored, factor, drawn, P: tl.constexpr, C: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr):
+    """What is stored of one element; and the bits of its magnitude."""
+    bits = widened(stored, SOURCE)
+    magnitude = bits & 0x7FFFFFFF
+    if factor is not None:
+        bits = as_bits(as_float(bits) * factor)
+    if C is None:
+        return narrowed(rounded(bits, drawn, P), TARGET), magnitude
+    code = coded(bits, drawn, P, C)
+    if TARGET == "uint8":
+        return code.to(tl.uint8), magnitude
+    return code.to(tl.uint16).to(tl.int16, bitcast=True), magnitude
+
+
+@triton.jit(do_not_specialize=["n", "low", "high"])
+def cast(
+    x, out, factor, found, n, low, high,
+    P: tl.constexpr, C: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr, NOISY: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Write what x, times a factor, is rounded to, or its code; raise `found` to the bits of max |x|."""
+    start = tl.program_id(0).to(tl.int64) * B
+    index = tl.arange(0, B)
+    times = None
+    if factor is not None:
+        times = tl.load(factor).to(tl.float32, bitcast=True)
+    drawn = None
+    if NOISY:
+        drawn = noise(low, high, start, index)
+    if start + B <= n:
+        made, magnitude = result(tl.load(x + start + index), times, drawn, P, C, SOURCE, TARGET)
+        tl.store(out + start + index, made)
+    else:
+        inside = start + index < n
+        made, magnitude = result(tl.load(x + start + index, mask=inside, other=0), times, drawn, P, C, SOURCE, TARGET)
+        tl.store(out + start + index, made, mask=inside)
+    if found is not None:
+        tl.atomic_max(found, tl.max(magnitude.to(tl.int32, bitcast=True)))

@@ -1,0 +1,152 @@
+"""Numbers as bits: widened to float32's, rounded, coded; and the noise of stochastic rounding.
+
+A number is the uint32 of its float32 bits. `P` and `C` are the numbers of a rounding and of a coding
+(`kernels.cpu.elements.Rounding`, `element_codes.Coding`), known when a kernel is compiled.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def widened(stored, KIND: tl.constexpr):
+    """The float32 bits of what an integer pointer loaded, of a number of that dtype."""
+    if KIND == "float32":
+        return stored.to(tl.uint32, bitcast=True)
+    bits = stored.to(tl.uint16, bitcast=True).to(tl.uint32)
+    if KIND == "bfloat16":
+        return bits << 16
+    magnitude = (bits & 0x7FFF) << 13
+    number = (as_float(magnitude) * 5.192296858534828e33).to(tl.uint32, bitcast=True)  # 2^112: subnormals, too
+    return tl.where(magnitude >= 0x0F800000, magnitude | 0x7F800000, number) | ((bits & 0x8000) << 16)
+
+
+@triton.jit
+def narrowed(bits, KIND: tl.constexpr):
+    """What an integer pointer stores of float32 bits whose number a dtype holds: NaN stays NaN."""
+    if KIND == "float32":
+        return bits.to(tl.int32, bitcast=True)
+    if KIND == "bfloat16":
+        return (bits >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    number = (as_float(magnitude) * 1.925929944387236e-34).to(tl.uint32, bitcast=True) >> 13  # 2^-112
+    number = tl.where(magnitude >= 0x7F800000, (magnitude >> 13) & 0x7FFF, number)
+    return (number | ((bits >> 16) & 0x8000)).to(tl.uint16).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def as_float(bits):
+    """The float32 of these bits."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def as_bits(number):
+    """The bits of a float32."""
+    return number.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def constant(BITS: tl.constexpr):
+    """The float32 of bits that are known."""
+    return tl.full((), BITS, tl.uint32).to(tl.float32, bitcast=True)
+
+
+# ---- rounding --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def rounded(bits, noise, P: tl.constexpr):
+    """Float32 bits rounded (`kernels.cpu.elements.rounded`): by noise, as P.add says, or to nearest, ties to even."""
+    magnitude = bits & 0x7FFFFFFF
+    if noise is None and P.add is None:
+        on_bits = magnitude + P.half + ((magnitude >> P.shift) & P.odd)
+        fixed = as_bits((as_float(magnitude) + constant(P.magic)) - constant(P.magic))
+    else:
+        on_bits, steps = noisy(bits, magnitude, noise, P)
+        fixed = as_bits(steps * constant(P.step))
+    kept: tl.constexpr = 0xFFFFFFFF >> P.shift << P.shift
+    result = tl.where(magnitude < P.min_normal, fixed, on_bits & kept)
+    if P.zero_sign is None:
+        result = tl.where(result > P.largest, P.over, result)
+        return tl.where(magnitude > P.nan_above, 0x7FC00000, result) | (bits & 0x80000000)
+    negative = bits > 0x7FFFFFFF
+    over = tl.where(negative, P.over_negative, P.over)
+    result = tl.where(result > tl.where(negative, P.largest_negative, P.largest), over, result)
+    result = tl.where(magnitude == 0x7F800000, tl.where(negative, P.infinite_negative, P.infinite), result)
+    result = tl.where(magnitude > P.nan_above, 0x7FC00000, result)
+    return result | tl.where(result == 0, bits & P.zero_sign, bits & 0x80000000)
+
+
+@triton.jit
+def noisy(bits, magnitude, noise, P: tl.constexpr):
+    """The bits with the carry in them, and the number of fixed steps, as a float (`elements.noisy_both`)."""
+    steps = as_float(magnitude) * constant(P.scale)
+    if P.zero_sign is not None:
+        steps = tl.minimum(steps, 8388608.0)
+    whole = steps.to(tl.int32).to(tl.float32)
+    rest = steps - whole
+    remainder = (rest * 4294967296.0).to(tl.uint32)
+    if noise is None:
+        noise = tl.where(bits > 0x7FFFFFFF, P.add_negative, P.add).to(tl.uint32)
+        unseen = (whole <= 0.0) & (magnitude > 0)
+        remainder = remainder | (rest > 0.0).to(tl.uint32) | unseen.to(tl.uint32)
+    whole = tl.where(remainder + noise < remainder, whole + 1.0, whole)
+    return magnitude + (noise >> (32 - P.shift)), whole
+
+
+@triton.jit
+def coded(bits, noise, P: tl.constexpr, C: tl.constexpr):
+    """The code of float32 bits rounded (`kernels.cpu.element_codes.encoded`), 32 bits wide."""
+    magnitude = bits & 0x7FFFFFFF
+    if noise is None and P.add is None:
+        on_bits = magnitude + P.half + ((magnitude >> P.shift) & P.odd)
+        fixed = as_bits(as_float(magnitude) + constant(P.magic)) - P.magic
+    else:
+        on_bits, steps = noisy(bits, magnitude, noise, P)
+        fixed = steps.to(tl.int32).to(tl.uint32, bitcast=True)
+    code = tl.where(magnitude < P.min_normal, fixed, (on_bits >> P.shift) - C.bias)
+    sign = (bits & 0x80000000) >> C.sign_shift
+    if C.complement is None:
+        code = tl.where(code > C.largest, C.over, code)
+        return tl.where(magnitude > P.nan_above, C.nan, code) | sign
+    negative = bits > 0x7FFFFFFF
+    over = tl.where(negative, C.over_negative, C.over)
+    code = tl.where(code > tl.where(negative, C.largest_negative, C.largest), over, code)
+    code = tl.where(magnitude == 0x7F800000, tl.where(negative, C.infinite_negative, C.infinite), code)
+    code = tl.where(magnitude > P.nan_above, C.nan, code)
+    if C.complement:
+        return tl.where(negative, 0 - code, code) & C.complement
+    return code | tl.where(code == 0, (bits & P.zero_sign) >> C.sign_shift, sign)
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def mix(x):
+    """The mixer lowbias32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def noise_keys(low, high, chunk):
+    """The two keys of a chunk's noise (`quant.noise_keys`), of a seed's signed halves and an int64."""
+    golden = tl.full((), 0x9E3779B9, tl.uint32)
+    base = mix(low.to(tl.uint32, bitcast=True) + golden)
+    left = mix(base ^ (chunk & 0xFFFFFFFF).to(tl.uint32))
+    one = mix(left + mix(base ^ high.to(tl.uint32, bitcast=True)) + (chunk >> 32).to(tl.uint32) * golden)
+    return one, mix(one ^ left)
+
+
+@triton.jit
+def noise(low, high, start, index):
+    """32 bits of noise (`quant.noise_bits`) for the elements `start + index`: an int64 that is a multiple of the
+    block's size, which divides 2^14, and int32s below it."""
+    one, two = noise_keys(low, high, start >> 14)
+    x = one + ((start & 0x3FFF).to(tl.uint32) + index.to(tl.uint32))
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ two
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)

@@ -1,0 +1,88 @@
+"""Which tensors Triton kernels take, and how these are launched."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+OLDEST = (3, 6)
+"""The oldest Triton that the kernels were proven with."""
+BLOCK = 4096
+"""Elements of a program, where a kernel goes over a tensor element by element."""
+
+_BITS = {
+    torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16,
+    torch.uint16: torch.int16, torch.uint32: torch.int32,
+}  # fmt: skip
+KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+"""Dtypes of numbers, as kernels are told them: what they load are bits."""
+
+
+@cache
+def missing() -> str | None:
+    """Why no Triton kernels run here; None where they do."""
+    if torch.version.hip is not None:
+        return "ROCm: the Triton kernels are proven for NVIDIA's GPUs alone"
+    if find_spec("triton") is None:
+        return "triton is not installed: torch for CUDA brings it on Linux"
+    found = version("triton")
+    if tuple(map(int, found.split(".")[:2])) < OLDEST:
+        return f"triton {found}: the kernels need {'.'.join(map(str, OLDEST))} or newer"
+    return None
+
+
+def plain(tensor: Tensor, *dtypes: torch.dtype) -> bool:
+    """Whether this is a dense contiguous CUDA tensor of one of the dtypes (fp32, bf16 and fp16 where none is named)
+    that Triton kernels take here."""
+    return tensor.is_cuda and lies_plain(tensor, *dtypes) and missing() is None
+
+
+def lies_plain(tensor: Tensor, *dtypes: torch.dtype) -> bool:
+    """The same but for where the tensor is."""
+    return (
+        tensor.dtype in (dtypes or KINDS)
+        and type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """A tensor as the integers that kernels load and store; integers and bytes as they are."""
+    tensor = tensor.detach()
+    if tensor.itemsize == 1:
+        return tensor.view(torch.uint8)
+    return tensor.view(_BITS.get(tensor.dtype, tensor.dtype))
+
+
+def halves(seed: int | None) -> tuple[int, int]:
+    """The two 32-bit halves of a seed, lower first, as signed numbers: a kernel's integers are signed."""
+    low, high = ((seed or 0) >> shift & 0xFFFFFFFF for shift in (0, 32))
+    return low - (low >> 31 << 32), high - (high >> 31 << 32)
+
+
+@cache
+def functions(name: str) -> ModuleType:
+    """The module of `kernels.gpu.jit` of that name."""
+    return import_module(f"halfstep.kernels.gpu.jit.{name}")
+
+
+def launch(kernel: Any, grid: int, *arguments: Any, device: torch.device, warps: int = 4, **constants: Any) -> None:
+    """Run `grid` programs of a kernel on the device's current stream.
+
+    Multiplications and additions are never contracted, which would round once where the reference rounds twice.
+    """
+    if not grid:
+        return
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[(grid,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
