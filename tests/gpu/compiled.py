@@ -40,7 +40,7 @@ def launches(names: set[str], core: bool) -> Iterator[tuple[str, str, JITFunctio
 
     def note(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
         options = {key: named.pop(key) for key in ("num_warps", "enable_fp_fusion")}
-        made.append((self, dict(zip(self.arg_names, arguments)) | named, options))
+        made.append((self, dict(zip(self.arg_names, arguments, strict=False)) | named, options))
 
     JITFunction.run = note
     seen: set[tuple[str, str]] = set()
