@@ -4,7 +4,7 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install dev demo test test-cpus test-slow mutants check lint docs claims release bench bench-domains bench-which-bf16 bench-fp8 exhaustive clean
+.PHONY: install dev demo test test-cpus test-slow mutants check lint docs claims release gpu-proofs bench bench-domains bench-which-bf16 bench-fp8 exhaustive clean
 
 install: $(VENV)/.lab
 dev: $(VENV)/.dev
@@ -17,7 +17,7 @@ $(VENV)/.lab $(VENV)/.dev $(VENV)/.bench: $(VENV)/.%: pyproject.toml constraints
 demo: install
 	$(BIN)/halfstep compare
 
-test: dev
+test: dev .triton/3.7.1/.fetched
 	$(BIN)/python -m pytest -n logical --dist worksteal
 
 test-cpus: dev
@@ -28,6 +28,14 @@ test-slow: dev
 
 release: dev
 	$(BIN)/python tests/release.py --pip-flags '$(PIP_FLAGS)' $(RELEASE)
+
+# Versions of triton to prove the GPU kernels with, each in a folder of its own: torch for CPUs brings none, and looks
+# for one. Where there is no wheel (not Linux), the proofs are skipped, and say so.
+.triton/%/.fetched: $(VENV)/.dev
+	-$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps --target $(@D) triton==$* && touch $@
+
+gpu-proofs: dev .triton/3.7.1/.fetched .triton/3.6.0/.fetched
+	$(BIN)/python -m pytest -n logical -m 'slow or not slow' tests/gpu
 
 mutants: dev
 	$(BIN)/python tests/mutants.py

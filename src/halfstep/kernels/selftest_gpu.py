@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -16,14 +17,20 @@ SIZES = (0, 1, 17, (1 << 13) + 3)
 _FORMATS = ("float8_e4m3fn", "float8_e5m2", "e4m3fnuz", "e2m1fn", "e3m2fn", "int8", "bf16", "fp16")
 _ROUNDINGS = ("nearest_even", "toward_zero", "stochastic")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Test = Callable[..., Iterator[Case]]
+"""Given the name of a format and a device: what the reference gives there, and what the kernel gave."""
 _SEED = 0x9E3779B97F4A7C15
 
 
 def outcomes(device: torch.device) -> Iterator[Outcome]:
     """Test every kernel, a few formats each, on tensors there: on a CPU Triton's interpreter must be on."""
-    for kernel, names, test in _TESTS:
-        for name in names:
-            yield outcome(f"gpu {kernel}", name, lambda name, test=test: test(name, device))  # type: ignore[misc]
+    for kernel, name, test in tests():
+        yield outcome(f"gpu {kernel}", name, partial(test, device=device))
+
+
+def tests() -> Iterator[tuple[str, str, Test]]:
+    """Every kernel with the name of every format that it is tested on, and the test."""
+    return ((kernel, name, test) for kernel, names, test in _TESTS for name in names)
 
 
 def _cast(name: str, device: torch.device) -> Iterator[Case]:
@@ -53,7 +60,7 @@ def _codes(name: str, device: torch.device) -> Iterator[Case]:
                     yield quant.encode(x, format, rounding, "saturate", seed), out.cpu(), x, words(x, rounding, "codes")
 
 
-_TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str, torch.device], Iterator[Case]]], ...] = (
+_TESTS: tuple[tuple[str, tuple[str, ...], Test], ...] = (
     ("cast", _FORMATS, _cast),
     ("codes", tuple(name for name in _FORMATS if formats.get(name).has_nan), _codes),
 )

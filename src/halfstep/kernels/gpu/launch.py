@@ -16,7 +16,7 @@ from torch import Tensor
 
 OLDEST = (3, 6)
 """The oldest Triton that the kernels were proven with."""
-BLOCK = 4096
+BLOCK = 2048
 """Elements of a program, where a kernel goes over a tensor element by element."""
 
 _BITS = {

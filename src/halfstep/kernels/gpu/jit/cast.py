@@ -14,11 +14,12 @@ def result(stored, factor, drawn, P: tl.constexpr, C: tl.constexpr, SOURCE: tl.c
     if factor is not None:
         bits = as_bits(as_float(bits) * factor)
     if C is None:
-        return narrowed(rounded(bits, drawn, P), TARGET), magnitude
-    code = coded(bits, drawn, P, C)
-    if TARGET == "uint8":
-        return code.to(tl.uint8), magnitude
-    return code.to(tl.uint16).to(tl.int16, bitcast=True), magnitude
+        made = narrowed(rounded(bits, drawn, P), TARGET)
+    elif TARGET == "uint8":
+        made = coded(bits, drawn, P, C).to(tl.uint8)
+    else:
+        made = coded(bits, drawn, P, C).to(tl.uint16).to(tl.int16, bitcast=True)
+    return made, magnitude
 
 
 @triton.jit(do_not_specialize=["n", "low", "high"])

@@ -12,26 +12,28 @@ import triton.language as tl
 def widened(stored, KIND: tl.constexpr):
     """The float32 bits of what an integer pointer loaded, of a number of that dtype."""
     if KIND == "float32":
-        return stored.to(tl.uint32, bitcast=True)
-    bits = stored.to(tl.uint16, bitcast=True).to(tl.uint32)
-    if KIND == "bfloat16":
-        return bits << 16
-    magnitude = (bits & 0x7FFF) << 13
-    number = (as_float(magnitude) * 5.192296858534828e33).to(tl.uint32, bitcast=True)  # 2^112: subnormals, too
-    return tl.where(magnitude >= 0x0F800000, magnitude | 0x7F800000, number) | ((bits & 0x8000) << 16)
+        bits = stored.to(tl.uint32, bitcast=True)
+    else:
+        bits = stored.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        if KIND == "float16":
+            magnitude = (bits & 0x7FFFFFFF) >> 3
+            number = as_bits(as_float(magnitude) * 5.192296858534828e33)  # 2^112: subnormal numbers, too
+            bits = tl.where(magnitude >= 0x0F800000, magnitude | 0x7F800000, number) | (bits & 0x80000000)
+    return bits
 
 
 @triton.jit
 def narrowed(bits, KIND: tl.constexpr):
     """What an integer pointer stores of float32 bits whose number a dtype holds: NaN stays NaN."""
     if KIND == "float32":
-        return bits.to(tl.int32, bitcast=True)
-    if KIND == "bfloat16":
-        return (bits >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    number = (as_float(magnitude) * 1.925929944387236e-34).to(tl.uint32, bitcast=True) >> 13  # 2^-112
-    number = tl.where(magnitude >= 0x7F800000, (magnitude >> 13) & 0x7FFF, number)
-    return (number | ((bits >> 16) & 0x8000)).to(tl.uint16).to(tl.int16, bitcast=True)
+        stored = bits.to(tl.int32, bitcast=True)
+    else:
+        if KIND == "float16":
+            magnitude = bits & 0x7FFFFFFF
+            number = as_bits(as_float(magnitude) * 1.925929944387236e-34) << 3  # 2^-112
+            bits = tl.where(magnitude >= 0x7F800000, magnitude << 3, number) | (bits & 0x80000000)
+        stored = (bits >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
+    return stored
 
 
 @triton.jit
@@ -69,13 +71,15 @@ def rounded(bits, noise, P: tl.constexpr):
     result = tl.where(magnitude < P.min_normal, fixed, on_bits & kept)
     if P.zero_sign is None:
         result = tl.where(result > P.largest, P.over, result)
-        return tl.where(magnitude > P.nan_above, 0x7FC00000, result) | (bits & 0x80000000)
-    negative = bits > 0x7FFFFFFF
-    over = tl.where(negative, P.over_negative, P.over)
-    result = tl.where(result > tl.where(negative, P.largest_negative, P.largest), over, result)
-    result = tl.where(magnitude == 0x7F800000, tl.where(negative, P.infinite_negative, P.infinite), result)
-    result = tl.where(magnitude > P.nan_above, 0x7FC00000, result)
-    return result | tl.where(result == 0, bits & P.zero_sign, bits & 0x80000000)
+        result = tl.where(magnitude > P.nan_above, 0x7FC00000, result) | (bits & 0x80000000)
+    else:
+        negative = bits > 0x7FFFFFFF
+        over = tl.where(negative, P.over_negative, P.over)
+        result = tl.where(result > tl.where(negative, P.largest_negative, P.largest), over, result)
+        result = tl.where(magnitude == 0x7F800000, tl.where(negative, P.infinite_negative, P.infinite), result)
+        result = tl.where(magnitude > P.nan_above, 0x7FC00000, result)
+        result |= tl.where(result == 0, bits & P.zero_sign, bits & 0x80000000)
+    return result
 
 
 @triton.jit
@@ -109,15 +113,18 @@ def coded(bits, noise, P: tl.constexpr, C: tl.constexpr):
     sign = (bits & 0x80000000) >> C.sign_shift
     if C.complement is None:
         code = tl.where(code > C.largest, C.over, code)
-        return tl.where(magnitude > P.nan_above, C.nan, code) | sign
-    negative = bits > 0x7FFFFFFF
-    over = tl.where(negative, C.over_negative, C.over)
-    code = tl.where(code > tl.where(negative, C.largest_negative, C.largest), over, code)
-    code = tl.where(magnitude == 0x7F800000, tl.where(negative, C.infinite_negative, C.infinite), code)
-    code = tl.where(magnitude > P.nan_above, C.nan, code)
-    if C.complement:
-        return tl.where(negative, 0 - code, code) & C.complement
-    return code | tl.where(code == 0, (bits & P.zero_sign) >> C.sign_shift, sign)
+        code = tl.where(magnitude > P.nan_above, C.nan, code) | sign
+    else:
+        negative = bits > 0x7FFFFFFF
+        over = tl.where(negative, C.over_negative, C.over)
+        code = tl.where(code > tl.where(negative, C.largest_negative, C.largest), over, code)
+        code = tl.where(magnitude == 0x7F800000, tl.where(negative, C.infinite_negative, C.infinite), code)
+        code = tl.where(magnitude > P.nan_above, C.nan, code)
+        if C.complement:
+            code = tl.where(negative, 0 - code, code) & C.complement
+        else:
+            code |= tl.where(code == 0, (bits & P.zero_sign) >> C.sign_shift, sign)
+    return code
 
 
 # ---- noise -----------------------------------------------------------------------------------------------------------

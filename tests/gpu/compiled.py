@@ -1,0 +1,178 @@
+"""Compile every kernel that the cases launch for a GPU that is not here, and say what became of it: lines of JSON.
+
+    PYTHONPATH=src:.triton/3.7.1 python tests/gpu/compiled.py [--capability 90] [--core] [KERNEL ...]
+
+--core takes of each function one launch alone.
+
+Run in a process of its own, without TRITON_INTERPRET: launches are not made but written down, each kind once, with the
+dtypes and constants that it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from halfstep.kernels import selftest_gpu
+
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TYPES = {torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8", torch.int64: "i64", torch.float32: "fp32",
+         torch.int8: "i8", torch.bool: "i1", torch.float64: "fp64"}  # fmt: skip
+WARP = 32
+
+
+def launches(names: set[str], core: bool) -> Iterator[tuple[str, str, JITFunction, dict[str, Any], dict[str, Any]]]:
+    """Every kind of launch of the cases: kernel and format it is for, function, arguments by name, options."""
+    made: list[tuple[JITFunction, dict[str, Any], dict[str, Any]]] = []
+
+    def note(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        options = {key: named.pop(key) for key in ("num_warps", "enable_fp_fusion")}
+        made.append((self, dict(zip(self.arg_names, arguments, strict=False)) | named, options))
+
+    JITFunction.run = note
+    seen: set[tuple[str, str]] = set()
+    tested: set[str] = set()
+    for kernel, format, test in selftest_gpu.tests():
+        if (names and kernel not in names) or (core and kernel in tested):
+            continue
+        tested.add(kernel)
+        for _ in test(format, torch.device("cpu")):
+            for function, arguments, options in made:
+                assert not options["enable_fp_fusion"], f"{function.__name__} is launched with contraction"
+                key = function.__name__, "" if core else json.dumps([described(function, arguments), options])
+                if key not in seen:
+                    seen.add(key)
+                    yield kernel, format, function, arguments, options
+            made.clear()
+
+
+def described(function: JITFunction, arguments: dict[str, Any]) -> dict[str, str]:
+    """By parameter: its type, or its value where it is a constant."""
+    kinds = {}
+    for parameter in function.params:
+        value = arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            kinds[parameter.name] = f"={value}"
+        elif isinstance(value, torch.Tensor):
+            kinds[parameter.name] = "*" + TYPES[value.dtype]
+        else:
+            kinds[parameter.name] = "fp32" if isinstance(value, float) else "i64" if abs(value) >> 31 else "i32"
+    return kinds
+
+
+def compiled(function: JITFunction, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> Any:
+    """The kernel, compiled with pointers that are multiples of 16, as torch's allocations are."""
+    kinds = described(function, arguments)
+    constants = {name: arguments[name] for name, kind in kinds.items() if kind.startswith("=")}
+    places = {name: (function.arg_names.index(name),) for name in kinds}
+    source = ASTSource(
+        function,
+        signature={name: "constexpr" if name in constants else kind for name, kind in kinds.items()},
+        constexprs={places[name]: value for name, value in constants.items()},
+        attrs={places[name]: [["tt.divisibility", 16]] for name, kind in kinds.items() if kind.startswith("*")},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, WARP), options=options)
+
+
+def facts(function: JITFunction, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> dict[str, Any]:
+    """What a compiled kernel is: registers, bytes spilled, and instructions an element of a full block."""
+    made = compiled(function, arguments, options, capability)
+    ptx = made.asm["ptx"]
+    found: dict[str, Any] = {
+        "contracted": len(re.findall(r"\bfma\.", ptx)),
+        "approximate": sorted(set(re.findall(r"[a-z0-9.]*(?:\.approx|\.full|\.ftz)[a-z0-9.]*", ptx))),
+        "narrow": narrow(ptx),
+    }
+    if capability >= 100:
+        return found  # PTX is what such a GPU compiles for itself
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(made.asm["cubin"])
+        usage = tool("cuobjdump", "--dump-resource-usage", str(cubin))
+        sass = tool("nvdisasm", "-c", str(cubin))
+    uses = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+    elements = elements_of(arguments) / (WARP * options["num_warps"])
+    found |= {
+        "registers": int(uses["REG"]),
+        "spilled": int(uses["STACK"]) + int(uses["LOCAL"]),
+        "instructions": round(full_path(sass) / elements, 1),
+    }
+    return found
+
+
+def narrow(ptx: str) -> list[str]:
+    """The global accesses of less than 16 bytes in a kernel that has none of 16."""
+    accesses = re.findall(r"(?:ld|st)\.global[.a-z0-9_:]*", ptx)
+    wide = [a for a in accesses if re.search(r"\.v4\.[bu]32|\.v2\.[bu]64|\.v8\.b32", a)]
+    return [] if wide else sorted(set(accesses))
+
+
+def elements_of(arguments: dict[str, Any]) -> int:
+    """The elements of a program: its block's."""
+    return arguments["B"] if "B" in arguments else arguments["ROWS"] * arguments["COLUMNS"]
+
+
+def tool(name: str, *arguments: str) -> str:
+    """What one of the tools says that come with Triton."""
+    return subprocess.run([TOOLS / name, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def full_path(sass: str) -> int:
+    """Instructions of one way through a kernel, loops once: where it parts, the way with the widest accesses."""
+    blocks: dict[str, list[str]] = {}
+    here = ""
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            here = label[1]
+            blocks.setdefault(here, [])
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            blocks.setdefault(here, []).append(instruction[1])
+            if re.search(r"\b(BRA|EXIT|RET|BREAK)\b", instruction[1]):
+                here += "'"
+    names = list(blocks)
+    following = {name: _following(blocks, names, place) for place, name in enumerate(names)}
+    return _weighed(names[0], blocks, following, frozenset())[1]
+
+
+def _following(blocks: dict[str, list[str]], names: list[str], place: int) -> list[str]:
+    last = blocks[names[place]][-1] if blocks[names[place]] else ""
+    ways = re.findall(r"BRA\S*\s.*?`?\(?(\.L_x_\d+)", last)
+    ends = not last.startswith("@") and re.search(r"\b(BRA|EXIT|RET)\b", last)
+    return ways + ([] if ends or place + 1 == len(names) else [names[place + 1]])
+
+
+def _weighed(
+    name: str, blocks: dict[str, list[str]], following: dict[str, list[str]], seen: frozenset[str]
+) -> tuple[int, int]:
+    """Of the best way from a block on: accesses of 16 bytes, less a thousandth of the instructions; and these."""
+    if name in seen:
+        return 0, 0
+    wide = sum(".128" in instruction for instruction in blocks[name])
+    ways = [_weighed(way, blocks, following, seen | {name}) for way in following[name]]
+    best = max(ways, key=lambda way: (way[0], -way[1]), default=(0, 0))
+    return wide + best[0], len(blocks[name]) + best[1]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("--core", action="store_true")
+    parser.add_argument("kernels", nargs="*")
+    asked = parser.parse_args()
+    for kernel, format, function, arguments, options in launches(set(asked.kernels), asked.core):
+        told = {"kernel": kernel, "format": format, "function": function.__name__}
+        told |= {"launch": described(function, arguments), "capability": asked.capability}
+        print(json.dumps(told | facts(function, arguments, options, asked.capability)), flush=True)

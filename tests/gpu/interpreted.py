@@ -1,0 +1,31 @@
+"""Run the cases of every Triton kernel in Triton's interpreter: a line of JSON for each kernel and format.
+
+    TRITON_INTERPRET=1 PYTHONPATH=src:.triton/3.7.1 python tests/gpu/interpreted.py [--core]
+
+Run in a process of its own, since Triton reads the variable when a kernel is defined.
+"""
+
+import dataclasses
+import json
+import sys
+
+import numpy as np
+import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+from halfstep.kernels import selftest_gpu
+from halfstep.kernels.gpu.launch import functions
+from halfstep.kernels.selftest import outcome
+
+
+if __name__ == "__main__":
+    np.seterr(all="ignore")  # the interpreter computes in numpy, which says so where a number is not finite
+    torch.set_num_threads(1)
+    assert isinstance(functions("cast").cast, InterpretedFunction), "TRITON_INTERPRET=1 is not set"
+    seen = set()
+    for kernel, format, test in selftest_gpu.tests():
+        if "--core" not in sys.argv or kernel not in seen:
+            seen.add(kernel)
+            found = outcome(kernel, format, lambda name, test=test: test(name, torch.device("cpu")))
+            print(json.dumps({"triton": triton.__version__} | dataclasses.asdict(found)), flush=True)

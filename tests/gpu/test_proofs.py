@@ -1,0 +1,121 @@
+"""Triton kernels without a GPU: equal to the reference in the interpreter, and compiled for one that is not here.
+
+`make gpu-proofs` fetches the versions of triton that this needs, each into a folder of its own, and runs all of it.
+What is not marked slow takes of every kernel one format, and one launch.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from families import for_each
+from halfstep.kernels import gpu
+
+
+ROOT = Path(__file__).parents[2]
+FOLDER, KERNELS = ROOT / ".triton", Path(gpu.__file__).parent
+PINNED, OLDEST = "3.7.1", "3.6.0"
+"""The triton that torch 2.13 pins; the one of torch 2.11."""
+KEPT = KERNELS / "proofs.json"
+INSTRUCTIONS, REGISTERS = 1.1, 255
+
+
+def told(script, version, *arguments, **variables):
+    """What a script says, under that version of triton."""
+    if not (FOLDER / version / "triton").exists():
+        pytest.skip(f"no triton {version} in {FOLDER}: `make gpu-proofs` fetches it (Linux, x86)")
+    variables["PYTHONPATH"] = os.pathsep.join(str(part) for part in (ROOT / "src", ROOT / "tests", FOLDER / version))
+    run = subprocess.run(
+        [sys.executable, Path(__file__).parent / script, *arguments],
+        env={key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+def equal(outcomes, version):
+    assert outcomes
+    assert {outcome["triton"] for outcome in outcomes} == {version}
+    assert not [outcome for outcome in outcomes if outcome["difference"]]
+    assert all(outcome["compared"] for outcome in outcomes)
+
+
+def sound(kernels):
+    """Nothing contracted, nothing approximate, nothing spilled, and memory read and written 16 bytes at a time."""
+    assert kernels
+    bad = ("contracted", "approximate", "spilled", "narrow")
+    assert not [kernel for kernel in kernels if any(kernel.get(key) for key in bad)]
+
+
+def test_every_kernel_equals_the_reference_in_the_interpreter():
+    equal(told("interpreted.py", PINNED, "--core", TRITON_INTERPRET="1"), PINNED)
+
+
+def test_every_kernel_compiles_for_a_hopper_gpu():
+    sound(told("compiled.py", PINNED, "--core"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [PINNED, OLDEST])
+def test_every_format_equals_the_reference_in_the_interpreter(version):
+    equal(told("interpreted.py", version, TRITON_INTERPRET="1"), version)
+
+
+def summary(kernels):
+    """By kernel and format: how many launches there are, and the most instructions an element and registers."""
+    found = {}
+    for kernel in kernels:
+        formats = found.setdefault(kernel["kernel"], {})
+        row = formats.setdefault(kernel["format"], {"launches": 0, "instructions": 0, "registers": 0})
+        row["launches"] += 1
+        for key in ("instructions", "registers"):
+            row[key] = max(row[key], kernel[key])
+    return found
+
+
+@pytest.mark.slow
+def test_every_launch_compiles_and_takes_no_more_instructions_than_before():
+    """HALFSTEP_KEEP=1 keeps the counts instead: what `halfstep doctor` says of kernels that it cannot run."""
+    kernels = told("compiled.py", PINNED)
+    sound(kernels)
+    found = summary(kernels)
+    if os.environ.get("HALFSTEP_KEEP"):
+        data = {"triton": PINNED, "capability": "9.0", "kernels": found}
+        KEPT.write_text(json.dumps(data, indent=2) + "\n")
+    kept = json.loads(KEPT.read_text())["kernels"]
+    assert {kernel: set(formats) for kernel, formats in found.items()} == {k: set(f) for k, f in kept.items()}
+    for kernel, formats in found.items():
+        for format, row in formats.items():
+            before = kept[kernel][format]["instructions"]
+            assert row["instructions"] <= before * INSTRUCTIONS, f"{kernel}, {format}: {row} for {before}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "89", "100"])
+def test_every_kernel_compiles_for_other_gpus(capability):
+    sound(told("compiled.py", PINNED, "--core", "--capability", capability))
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_with_the_oldest_triton():
+    sound(told("compiled.py", OLDEST, "--core"))
+
+
+CONVERSIONS = {"float8e4nv", "float8e5", "bfloat16", "float16", "sqrt", "exp", "exp2", "log", "log2", "rsqrt", "fma"}
+"""Attributes of triton.language that a GPU and the interpreter do not agree on."""
+
+
+@for_each("file", sorted((KERNELS / "jit").glob("*.py")), ids=lambda file: file.stem)
+def test_kernels_use_nothing_that_is_not_exact_everywhere(file):
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    assert not [node.lineno for node in nodes if isinstance(node, ast.Div)]
+    used = {(node.lineno, node.attr) for node in nodes if isinstance(node, ast.Attribute) and node.attr in CONVERSIONS}
+    assert not used
