@@ -90,7 +90,7 @@ def close(
 @triton.jit
 def searched(number, cuts):
     """How many of 255 rising cuts a number is above."""
-    place = (number * 0.0).to(tl.int32) * 0
+    place = tl.full(number.shape, 0, tl.int32)
     for k in tl.static_range(8):
         step: tl.constexpr = 128 >> k
         place += tl.where(number > tl.load(cuts + place + (step - 1)), step, 0)

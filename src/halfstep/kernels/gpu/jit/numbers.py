@@ -127,6 +127,18 @@ def coded(bits, noise, P: tl.constexpr, C: tl.constexpr):
     return code
 
 
+@triton.jit
+def decoded(code, D: tl.constexpr):
+    """The float32 bits of a code, given 32 bits wide (`kernels.cpu.element_codes.decoded`)."""
+    sign = (code << D.sign_shift) & 0x80000000
+    magnitude = code & (0x7FFFFFFF >> D.sign_shift)
+    fixed = as_bits(magnitude.to(tl.float32) * constant(D.step))
+    value = tl.where(magnitude < D.min_normal, fixed, (magnitude << D.shift) + D.offset)
+    value = tl.where(magnitude > D.largest, D.over, value)
+    value = tl.where(magnitude > D.largest + 1, 0x7FC00000, value) | sign
+    return tl.where(code == D.nan, 0x7FC00000, value)
+
+
 # ---- noise -----------------------------------------------------------------------------------------------------------
 
 

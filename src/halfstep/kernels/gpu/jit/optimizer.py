@@ -66,7 +66,7 @@ def prepare(rows, options, corrections, numbers, grad_scale, found_inf, count, B
     inside = t < count
     go = inside
     if found_inf is not None:
-        go = inside & (tl.load(found_inf) == 0.0)
+        go = t < tl.where(tl.load(found_inf) == 0.0, count, 0)
     row, out = rows + t * COLUMNS, numbers + t * NUMBERS
     taken = tl.load(row + STEP, mask=inside, other=0).to(tl.pointer_type(tl.float32))
     steps = tl.load(taken, mask=inside, other=0.0)
@@ -78,7 +78,7 @@ def prepare(rows, options, corrections, numbers, grad_scale, found_inf, count, B
     seed = tl.load(row + SEED, mask=inside, other=0).to(tl.uint64, bitcast=True)
     seed = splitmix(splitmix(seed ^ seed, seed), number.to(tl.uint64, bitcast=True))
     seed = splitmix(seed, tl.load(row + INDEX, mask=inside, other=0).to(tl.uint64, bitcast=True))
-    tl.store(out + LOW, as_float((seed & 0xFFFFFFFF).to(tl.uint32)), mask=inside)
+    tl.store(out + LOW, as_float(seed.to(tl.uint32)), mask=inside)
     tl.store(out + HIGH, as_float((seed >> 32).to(tl.uint32)), mask=inside)
 
     group = options + tl.load(row + GROUP, mask=inside, other=0) * OPTIONS
@@ -93,8 +93,7 @@ def prepare(rows, options, corrections, numbers, grad_scale, found_inf, count, B
     tl.store(out + SCALE + 5, option(group, L2, inside).to(tl.float32), mask=inside)
     lr = option(group, LR, inside)
     tl.store(out + SCALE + 6, (1.0 - lr * option(group, DECAY, inside)).to(tl.float32), mask=inside)
-    # Of float64s this is a division that rounds once, on GPUs too.
-    size = lr / correction(corrections, group, FIRST_AT, number, inside)
+    size = tl.fdiv(lr, correction(corrections, group, FIRST_AT, number, inside), ieee_rounding=True)
     tl.store(out + SCALE + 7, size.to(tl.float32), mask=inside)
     rescale = correction(corrections, group, SECOND_AT, number, inside)
     tl.store(out + SCALE + 8, rescale.to(tl.float32), mask=inside)
