@@ -170,3 +170,22 @@ def noise(low, high, start, index):
     x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ two
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
+
+
+@triton.jit
+def noise_anywhere(low, high, place):
+    """The same for elements anywhere, at int64 places (`quant.noise_at`)."""
+    one, two = noise_keys(low, high, place >> 14)
+    x = one + (place & 0x3FFF).to(tl.uint32)
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ two
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def splitmix(state, key):
+    """One key more of `quant.derive_seed`, of uint64s; the first state is 0."""
+    state = (state ^ key) + 0x9E3779B97F4A7C15
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    return state ^ (state >> 31)
