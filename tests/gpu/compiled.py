@@ -16,6 +16,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,15 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from halfstep.kernels import selftest_gpu
+from halfstep.optim import selftest_gpu as optim_selftest_gpu
 
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8", torch.int64: "i64", torch.float32: "fp32",
          torch.int8: "i8", torch.bool: "i1", torch.float64: "fp64"}  # fmt: skip
 WARP = 32
+SCALARS = {"prepare"}
+"""Functions that find a few numbers for each tensor."""
 
 
 def launches(names: set[str], core: bool) -> Iterator[tuple[str, str, JITFunction, dict[str, Any], dict[str, Any]]]:
@@ -45,7 +49,7 @@ def launches(names: set[str], core: bool) -> Iterator[tuple[str, str, JITFunctio
     JITFunction.run = note
     seen: set[tuple[str, str]] = set()
     tested: set[str] = set()
-    for kernel, format, test in selftest_gpu.tests():
+    for kernel, format, test in chain(selftest_gpu.tests(), optim_selftest_gpu.tests()):
         if (names and kernel not in names) or (core and kernel in tested):
             continue
         tested.add(kernel)
@@ -94,7 +98,7 @@ def facts(function: JITFunction, arguments: dict[str, Any], options: dict[str, A
     found: dict[str, Any] = {
         "contracted": len(re.findall(r"\bfma\.", ptx)),
         "approximate": sorted(set(re.findall(r"[a-z0-9.]*(?:\.approx|\.full|\.ftz)[a-z0-9.]*", ptx))),
-        "narrow": narrow(ptx),
+        "narrow": [] if function.__name__ in SCALARS else narrow(ptx),
     }
     if capability >= 100:
         return found  # PTX is what such a GPU compiles for itself

@@ -8,6 +8,7 @@ Run in a process of its own, since Triton reads the variable when a kernel is de
 import dataclasses
 import json
 import sys
+from itertools import chain
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from halfstep.kernels import selftest_gpu
 from halfstep.kernels.gpu.launch import functions
 from halfstep.kernels.selftest import outcome
+from halfstep.optim import selftest_gpu as optim_selftest_gpu
 
 
 if __name__ == "__main__":
@@ -24,7 +26,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     assert isinstance(functions("cast").cast, InterpretedFunction), "TRITON_INTERPRET=1 is not set"
     seen = set()
-    for kernel, format, test in selftest_gpu.tests():
+    for kernel, format, test in chain(selftest_gpu.tests(), optim_selftest_gpu.tests()):
         if "--core" not in sys.argv or kernel not in seen:
             seen.add(kernel)
             found = outcome(kernel, format, lambda name, test=test: test(name, torch.device("cpu")))
