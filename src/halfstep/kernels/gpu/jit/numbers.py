@@ -31,7 +31,8 @@ def narrowed(bits, KIND: tl.constexpr):
         if KIND == "float16":
             magnitude = bits & 0x7FFFFFFF
             number = as_bits(as_float(magnitude) * 1.925929944387236e-34) << 3  # 2^-112
-            bits = tl.where(magnitude >= 0x7F800000, magnitude << 3, number) | (bits & 0x80000000)
+            special = (magnitude << 3) & 0x7FFFFFFF
+            bits = tl.where(magnitude >= 0x7F800000, special, number) | (bits & 0x80000000)
         stored = (bits >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
     return stored
 
