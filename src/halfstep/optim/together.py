@@ -10,7 +10,8 @@ from torch import Tensor
 
 from halfstep.errors import OptimizerError
 from halfstep.kernels.gpu.launch import plain
-from halfstep.kernels.gpu.optimizer import Options, Steps, Tensors, takes
+from halfstep.kernels.gpu.kinds import Options, Tensors, takes
+from halfstep.kernels.gpu.optimizer import Steps
 from halfstep.optim.rules.base import Group, Step, UpdateRule, as_kept
 from halfstep.optim.shards import is_spread, local, part, run_of
 
