@@ -48,7 +48,7 @@ class Options(NamedTuple):
     nesterov: bool = False
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def kind(self) -> tuple[str, bool, bool]:
         """What other functions are compiled for."""
         return self.rule, bool(self.l2), self.nesterov
 
@@ -70,8 +70,8 @@ class Tensors(NamedTuple):
     place: tuple[int, int, int] | None
     """Where a part of a tensor lies in the whole: START, RUN and STRIDE of `table`; None: this is all of it."""
     seed: int
-    """The run's one seed, of which each step makes its own for tensor number `index`."""
-    index: int
+    """The run's one seed, of which each step makes its own for tensor number `number`."""
+    number: int
     group: int
 
     @property
@@ -183,17 +183,16 @@ def kind_of(t: Tensors, options: Options) -> tuple[Any, ...]:
     kept = next((_KEPT[kept.dtype] for kept in t.kept.values()), None)
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in t.all)
     noisy = t.rounding == "stochastic"
+    rule, l2, nesterov = options.kind
     kind = Kind(
-        *options.kind, KINDS[t.weight.dtype], KINDS[t.grad.dtype], t.master, kept, t.residual is not None, noisy,
+        rule, l2, nesterov, KINDS[t.weight.dtype], KINDS[t.grad.dtype], t.master, kept, t.residual is not None, noisy,
         noisy and t.place is not None, aligned,
     )  # fmt: skip
     moments: list[Any] = [
-        (moment.quantizer.format, moment.quantizer.scales)
-        if isinstance(moment, Coded)
-        else moment.dtype
+        (moment.quantizer.format, moment.quantizer.scales) if isinstance(moment, Coded) else moment.dtype
         for moment in t.moments
     ]
-    return kind, *(moments + [None, None])[:2]
+    return kind, *[*moments, None, None][:2]
 
 
 def constants_of(key: tuple[Any, ...], device: torch.device) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
@@ -209,8 +208,8 @@ def constants_of(key: tuple[Any, ...], device: torch.device) -> tuple[tuple[Tens
             format, scales = kept
             moment = Moment("codes", scales.tile.columns, elements.float_bits(format.max))
             if isinstance(scales.rule, Expansion):
-                log2s = (elements.float_bits(number) for number in expansion.scalars(format, scales.rule)[:2])
-                moment = Moment("expanded", moment.tile, 0, *log2s, scales.rule.sixteenths)
+                span, top = (elements.float_bits(number) for number in expansion.scalars(format, scales.rule)[:2])
+                moment = Moment("expanded", moment.tile, 0, span, top, scales.rule.sixteenths)
             if isinstance(format, Codebook):
                 moment, found = moment._replace(kind="places"), _elements(format, device)
             else:

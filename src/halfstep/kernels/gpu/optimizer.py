@@ -1,4 +1,4 @@
-"""The steps of an optimizer's tensors on a GPU: one launch finds the numbers of each, one more a kind moves them all."""
+"""The steps of an optimizer's tensors on a GPU: a launch finds the numbers of each, one more a kind moves them all."""
 
 from __future__ import annotations
 
@@ -48,14 +48,20 @@ class Steps:
 
     def __init__(self, tensors: Sequence[Tensors], options: Sequence[Options]) -> None:
         self._device = tensors[0].weight.device
-        self._options: list[Options] = []
-        self._grads = torch.tensor([t.grad.data_ptr() for t in tensors])
+        self._options: list[Options | None] = [None] * len(options)
+        self._betas: list[tuple[str, float, float]] = []
+        self._table = torch.empty(len(options), table.OPTIONS, dtype=torch.float64, device=self._device)
+        self._grads = [t.grad.data_ptr() for t in tensors]
         self._host = torch.tensor([_row(t) for t in tensors])
         self._rows = self._sent(self._host)
         self._numbers = torch.empty(len(tensors), table.NUMBERS, device=self._device)
         # A graph that is captured while gradients are elsewhere takes these for its own.
         self._spare = self._pair() if self._device.type == "cuda" else None
-        self._captured: list[tuple[Tensor, Tensor]] = []
+        self._kept: list[Tensor] = []
+        self._captured = False
+        """Whether a CUDA graph reads the rows that steps take."""
+        self.held = False
+        """Whether one reads any of this."""
         kinds: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for number, t in enumerate(tensors):
             places = kinds.setdefault(kind_of(t, options[t.group]), [])
@@ -72,36 +78,43 @@ class Steps:
 
     def set(self, options: Sequence[Options]) -> None:
         """Take the options of groups as they are now: of the same `kind` as before."""
-        if len(options) != len(self._options) or not all(map(_same, options, self._options)):
+        if not all(map(_same, options, self._options)):
             self._check_capture("its options have changed")
-            corrections: list[float] = [1.0]
-            self._table = self._sent(torch.tensor([_numbers(o, corrections) for o in options], dtype=torch.float64))
-            self._corrections = self._sent(torch.tensor(corrections, dtype=torch.float64))
+            betas = [(own.rule, own.beta1, own.beta2) for own in options]
+            if betas != self._betas:
+                self._places, corrections = _corrections(options)
+                self._betas, self._corrections = betas, self._sent(torch.tensor(corrections, dtype=torch.float64))
+            rows = [_numbers(own, places) for own, places in zip(options, self._places, strict=True)]
+            self._table.copy_(self._pinned(torch.tensor(rows, dtype=torch.float64)), non_blocking=True)
             self._options = list(options)
         for group, own in enumerate(options):
             if isinstance(own.lr, Tensor):
                 self._table[group, table.LR].copy_(own.lr)
 
-    def find(self, grads: Sequence[int]) -> None:
-        """Take gradients of the same dtypes from other addresses."""
-        self._grads = torch.tensor(grads)
-        self._host[:, table.GRAD] = self._grads
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    def find(self, grads: list[int]) -> None:
+        """Take gradients of the same dtypes from these addresses."""
+        if grads == self._grads:
+            return
+        self._grads = grads
+        self._host[:, table.GRAD] = torch.tensor(grads)
+        if self._capturing:
             if self._spare is None:
                 raise OptimizerError(_CAPTURE.format("its gradients have moved"))
-            (pinned, rows), self._spare = self._spare, None
+            (pinned, self._rows), self._spare = self._spare, None
             pinned.copy_(self._host)
-            rows.copy_(pinned, non_blocking=True)
-            self._captured.append((pinned, rows))
-            self._rows = rows
-        elif any(self._rows is rows for _, rows in self._captured):
-            self._rows = self._sent(self._host)
-            self._spare = self._spare or self._pair()
+            self._rows.copy_(pinned, non_blocking=True)
+            self._kept.append(pinned)
+        elif self._captured:  # a graph reads the rows that there were
+            self._rows, self._spare = self._sent(self._host), self._spare or self._pair()
+            self._captured = False
         else:
             self._rows.copy_(self._pinned(self._host), non_blocking=True)
 
     def run(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """Take a step, by gradients that are divided by `grad_scale`, unless `found_inf` is not 0: float32 scalars there."""
+        """Take a step by gradients divided by `grad_scale`, unless `found_inf` is not 0: float32 scalars there."""
+        if self._capturing:
+            self.held = self._captured = True
+            self._kept += [self._rows, self._corrections]
         kernels, count = functions("optimizer"), self._host.shape[0]
         launch(
             kernels.prepare, -(-count // TENSORS),
@@ -125,8 +138,13 @@ class Steps:
         """A copy of its own, which torch keeps until the GPU has read it."""
         return host if self._device.type == "cpu" else host.pin_memory()
 
+    @property
+    def _capturing(self) -> bool:
+        """Whether launches are written down in a CUDA graph."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def _check_capture(self, what: str) -> None:
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._capturing:
             raise OptimizerError(_CAPTURE.format(what))
 
 
@@ -136,31 +154,30 @@ _CAPTURE = (
 )
 
 
-def _same(one: Options, other: Options) -> bool:
+def _same(one: Options, other: Options | None) -> bool:
     """Whether options are the same numbers; which tensor has the learning rate does not matter."""
-    if isinstance(one.lr, Tensor) or isinstance(other.lr, Tensor):
-        return (
-            isinstance(one.lr, Tensor)
-            and isinstance(other.lr, Tensor)
-            and one._replace(lr=0.0) == other._replace(lr=0.0)
-        )
-    return one == other
+    if other is None or isinstance(one.lr, Tensor) != isinstance(other.lr, Tensor):
+        return False
+    return one._replace(lr=0.0) == other._replace(lr=0.0) if isinstance(one.lr, Tensor) else one == other
 
 
-def _numbers(options: Options, corrections: list[float]) -> list[float]:
-    """A group's row, its bias corrections added to all."""
-    row = [0.0] * table.OPTIONS
-    o, row[table.FIRST_COUNT], row[table.SECOND_COUNT] = options, 1.0, 1.0
-    row[: table.EPS + 1] = (
-        o.sign, o.beta1, o.rest1, o.beta2, 1 - o.beta2, o.l2, o.decay, 0.0 if isinstance(o.lr, Tensor) else o.lr, o.eps
-    )  # fmt: skip
-    if o.rule == "adam":
-        for at, made in (
-            (table.FIRST_AT, _first_corrections(o.beta1)), (table.SECOND_AT, _second_corrections(o.beta2)),
-        ):  # fmt: skip
-            row[at : at + 2] = float(len(corrections)), float(len(made))
-            corrections += made
-    return row
+def _corrections(options: Sequence[Options]) -> tuple[list[list[float]], list[float]]:
+    """For each group where its two bias corrections stand and how many there are, and all of them: 1 where none are."""
+    places, all_ = [], [1.0]
+    for own in options:
+        made = [_first_corrections(own.beta1), _second_corrections(own.beta2)] if own.rule == "adam" else []
+        place = []
+        for corrections in made:
+            place += [float(len(all_)), float(len(corrections))]
+            all_ += corrections
+        places.append(place or [0.0, 1.0, 0.0, 1.0])
+    return places, all_
+
+
+def _numbers(o: Options, places: list[float]) -> list[float]:
+    """A group's row."""
+    lr = 0.0 if isinstance(o.lr, Tensor) else o.lr
+    return [o.sign, o.beta1, o.rest1, o.beta2, 1 - o.beta2, o.l2, o.decay, lr, o.eps, *places]
 
 
 def _row(t: Tensors) -> list[int]:
@@ -174,9 +191,7 @@ def _row(t: Tensors) -> list[int]:
         for offset, part in enumerate(("codes", "scale", "exponent", "center")):
             row[at + offset] = parts[part].data_ptr() if part in parts else 0
     row[table.RESIDUAL] = 0 if t.residual is None else t.residual.data_ptr()
-    row[table.SIZE], row[table.INDEX], row[table.GROUP] = t.weight.numel(), t.index, t.group
+    row[table.SIZE], row[table.INDEX], row[table.GROUP] = t.weight.numel(), t.number, t.group
     row[table.START], row[table.RUN], row[table.STRIDE] = t.place or (0, 1, 1)
     row[table.SEED] = t.seed - (t.seed >> 63 << 64)
     return row
-
-

@@ -1,4 +1,4 @@
-"""Range expansion of groups of numbers: `quant.scaling.expansion`, bit for bit, on the polynomials of `quant.logarithm`.
+"""Range expansion of groups of numbers: `quant.scaling.expansion`, on the polynomials of `quant.logarithm`.
 
 `M` is the `Moment` of `kernels.gpu.kinds`.
 """
