@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from halfstep import formats, quant
-from halfstep.kernels.cpu import clamp_operators, folded, powered_rows, quantiles, rotated_tiles, rows, slopes, sparse
+from halfstep.kernels.cpu import (
+    clamp_operators,
+    folded,
+    powered_rows,
+    quantiles,
+    rotated_tiles,
+    rows,
+    slopes,
+    sparse,
+    whole_mm,
+)
 from halfstep.kernels.selftest import Case, Outcome, hard, outcome, words
 from halfstep.quant import Clamp, Estimator, Hadamard, Quantizer, Scales, Tile
 from halfstep.quant.scaling import get_scaling
@@ -127,6 +138,26 @@ def _sparse(name: str) -> Iterator[Case]:
             yield (matrix.t() if down else matrix) @ other.float(), out, _NONE, "transposed" if down else "as it lies"
 
 
+class Whole(NamedTuple):
+    """An operand of `whole_mm`."""
+
+    values: Tensor
+    scale: Tensor | None
+
+
+def _whole_products(name: str) -> Iterator[Case]:
+    """Whole numbers times scales that are powers of two, so that all but the last rounding is exact."""
+    generator, dtype = torch.Generator().manual_seed(1), getattr(torch, name)
+    lhs, rhs = (torch.randint(-12, 13, shape, generator=generator) for shape in ((33, 64), (64, 40)))
+    first, second = torch.exp2(torch.arange(33.0) % 5 - 2)[:, None], torch.exp2(torch.arange(40.0) % 7 - 3)[None]
+    a, b = Whole(lhs.to(torch.int8), first), Whole(rhs.to(torch.int8), second)
+    exact = (lhs.double() @ rhs.double()) * first * second
+    for bias, more in itertools.product((None, torch.ones(40)), (None, torch.ones(33, 40))):
+        if whole_mm.supports(a, b):
+            expected = exact + (0 if bias is None else 1) + (0 if more is None else 1)
+            yield expected.to(dtype), whole_mm.run(a, b, bias, dtype, None, more), _NONE, words(exact, name)
+
+
 def _slopes(name: str) -> Iterator[Case]:
     """A gradient times an estimator's derivative."""
     for dtype, tile in itertools.product(_DTYPES, (ROW, ROW.transposed)):
@@ -146,5 +177,6 @@ _TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str], Iterator[Case]]], ...]
     ("rows", ("fp4", "float8_e4m3fn"), _rows),
     ("folded", ("float8_e5m2",), _folded),
     ("sparse products", ("float32", "bfloat16"), _sparse),
+    ("whole products", ("float32", "bfloat16"), _whole_products),
     ("slopes", ("fp4",), _slopes),
 )

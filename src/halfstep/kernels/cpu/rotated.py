@@ -131,8 +131,9 @@ def signed_piece(x, first, count, signs, levels, part):
     for i in range(count, filled):
         part[i] = _zero(signs[i % size])
     for block in range(0, count // size * size, size):
-        for i in range(size):
-            part[block + i] = _signed(x[first + block + i], signs[i])
+        here, there = np.uintp(block), np.uintp(first + block)
+        for i in range(np.uintp(size)):
+            part[here + i] = _signed(x[there + i], signs[i])
     for i in range(count // size * size, count):
         part[i] = _signed(x[first + i], signs[i % size])
     return filled

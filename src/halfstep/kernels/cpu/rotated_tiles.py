@@ -200,6 +200,37 @@ def _panel(x, rows, columns, row, a, width, signs, scale, levels):
     return held
 
 
+# A column of a piece is `size` numbers one after another, a whole number of tiles, and a chunk of noise whole columns:
+# indices are unsigned, and no slices are made of what is so short.
+
+
+@inner
+def _stepped_columns(x, shift, tiles, levels, steps, out, to, tall):
+    """Round the columns of a piece to `out` from `to` on, where each is `tall` numbers from the next."""
+    block, each = 1 << len(tiles), 1 << len(levels) - len(tiles)
+    for c in range(shift.size >> len(levels) - len(tiles)):
+        for b in range(each):
+            s = shift[c * each + b]
+            start, place = np.uintp((c * each + b) * block), np.uintp(to + c * tall + b * block)
+            for i in range(np.uintp(block)):
+                out[place + i] = stepped(x[start + i], s, steps, out[place + i])
+
+
+@inner
+def _divided_columns(x, scale, tiles, levels, out, to, tall, numbers, seed):
+    """The same by a scale's own arithmetic, with noise where there is a seed."""
+    block, each = 1 << len(tiles), 1 << len(levels) - len(tiles)
+    for c in range(scale.size >> len(levels) - len(tiles)):
+        first = to + c * tall
+        keys, within = chunk_keys(seed, first // CHUNK), first % CHUNK
+        for b in range(each):
+            s = scale[c * each + b]
+            start, place = np.uintp((c * each + b) * block), np.uintp(first + b * block)
+            index = np.uintp(within + b * block)
+            for i in range(np.uintp(block)):
+                out[place + i] = element(x[start + i], s, numbers, None, None, keys, index + i, out[place + i])
+
+
 @Kernel
 def _down(x, rows, columns, signs, scale, levels, part, tiles, rule, steps, found, out, numbers, seed):
     size = 1 << len(levels)
@@ -216,11 +247,11 @@ def _down(x, rows, columns, signs, scale, levels, part, tiles, rule, steps, foun
         powered, shift = np.empty(width * each, np.uint32), np.empty(width * each, np.uint32)
         noted = note_scales(largest_stored(bits, len(tiles)), rule, steps, powered, shift)
         found[piece] = noted
-        far = (noted & FAR) > 0
-        for c in range(width):
-            b, to = c * each, (a + c) * tall + row
-            own, s, t = bits[c * size : (c + 1) * size], powered[b : b + each], shift[b : b + each]
-            _round(own, s, t, far, tiles, steps, out, to, numbers, seed)
+        to = a * tall + row
+        if seed is None and not noted & FAR:
+            _stepped_columns(bits, shift, tiles, levels, steps, out, to, tall)
+        else:
+            _divided_columns(bits, powered, tiles, levels, out, to, tall, numbers, seed)
 
 
 @lanes(types.uint32)
