@@ -32,7 +32,6 @@ WEIGHTS = {
 """Seconds of nine minutes. What a section leaves over goes to those after it, in proportion."""
 GRACE = 8.0
 """Seconds after a section's time in which it may end by itself: a row is not stopped in its middle before."""
-LOST = 3
 RESERVE = 6.0
 """Seconds for the table."""
 
@@ -60,7 +59,7 @@ def main() -> None:
     options = ["--lines", str(journal.path)] + ["--dry"] * asked.dry + ["--exhaustive"] * asked.exhaustive
     doctor = None if asked.dry or "correctness" not in sections else _doctor(asked.out / "doctor.json")
     try:
-        measure(sections, options, time.monotonic() + 60 * asked.minutes - RESERVE)
+        measure(sections, options, journal, time.monotonic() + 60 * asked.minutes - RESERVE)
     except KeyboardInterrupt:
         print("stopped; what was measured:", flush=True)
     if doctor is not None:
@@ -68,17 +67,22 @@ def main() -> None:
     finish(journal, asked.out, asked.dry, sections)
 
 
-def measure(sections: Sequence[str], options: Sequence[str], ends: float) -> None:
-    """Run each section in its share of the time that is left."""
+def measure(sections: Sequence[str], options: Sequence[str], journal: Journal, ends: float) -> None:
+    """Run each section in its share of the time that is left.
+
+    A process that ended in the middle of a row, its GPU's context lost or itself killed, is followed by another, which
+    goes on with the row after that one: as long as each has begun one.
+    """
     for number, section in enumerate(sections):
         rest = sum(WEIGHTS[name] for name in sections[number:])
         until = time.monotonic() + max(ends - time.monotonic() - GRACE, 0) * WEIGHTS[section] / rest
         print(f"== {section}, {until - time.monotonic():.0f} s", flush=True)
-        code = LOST
-        while code == LOST and time.monotonic() < until:  # a process that lost the device: the next goes on after it
-            code = _run(section, options, until)
-        if code:
-            print(f"{section}: ended with exit code {code}", flush=True)
+        before = -1
+        while before < (begun := len(journal.rows())) and time.monotonic() < until:
+            before, code = begun, _run(section, options, until)
+            if not code:
+                break
+            print(f"{section}: its process ended with exit code {code}", flush=True)
 
 
 def _run(section: str, options: Sequence[str], until: float) -> int:

@@ -20,8 +20,6 @@ SECTIONS: dict[str, Section] = {
     "machine": machine.rows, "correctness": correctness.rows, "probes": probes.rows, "casts": casts.rows,
     "products": products.rows, "optimizers": steps.rows, "training": training.rows,
 }  # fmt: skip
-LOST = 3
-"""Exit code: the device did not answer after a row."""
 
 
 def timer() -> Timer:
@@ -50,7 +48,7 @@ def main() -> None:
     sizes = TINY if asked.dry else FULL
     bench = Bench(device, untimed if asked.dry else timer(), ends, sizes, asked.exhaustive)
     if not run(asked.section, SECTIONS[asked.section], bench, Journal(asked.lines)):
-        raise SystemExit(LOST)
+        raise SystemExit("the GPU did not answer after a row")
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def run(section: str, rows: Section, bench: Bench, journal: Journal) -> bool:
         journal.end(section, row.name, found)
         if bench.on_gpu and not _answers():
             return False
-        _swept(bench)
+        swept(bench)
     return True
 
 
@@ -131,7 +131,8 @@ def _answers() -> bool:
     return True
 
 
-def _swept(bench: Bench) -> None:
+def swept(bench: Bench) -> None:
+    """Give back what nothing refers to any more; models and their optimizers refer to each other."""
     gc.collect()
     if bench.on_gpu:
         torch.cuda.empty_cache()

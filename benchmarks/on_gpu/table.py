@@ -19,6 +19,7 @@ def summary(rows: Mapping[tuple[str, str], Mapping[str, Any]], dry: bool, sectio
         dry: whether nothing was measured and every figure only shows that the code runs.
         sections: those that were asked for; a bar whose row is in another one is still listed, as not measured.
     """
+    rows = compared(rows)
     machine = rows.get(("machine", "versions"), {})
     device = str(machine.get("gpu") or "no GPU")
     verdicts = list(judge({name: row for (_, name), row in rows.items()}, device))
@@ -37,6 +38,21 @@ def summary(rows: Mapping[tuple[str, str], Mapping[str, Any]], dry: bool, sectio
         "rows": list(rows.values()),
         "text": "\n".join(_lines(rows, verdicts, device, dry)),
     }  # fmt: skip
+
+
+def compared(rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows, those of training with what each recipe is times bf16-mixed in the same run: rows of one kind and
+    shape, measured by one process or by several."""
+    found = {key: dict(row) for key, row in rows.items()}
+    for (section, name), row in found.items():
+        kind, _, _ = name.partition(": ")
+        base = found.get((section, f"{kind}: bf16-mixed"), {})
+        for measure in ("tokens/s", "peak bytes", "largest batch"):
+            ours, theirs = (each.get("measures", {}).get(measure) for each in (row, base))
+            if ours is not None and theirs and row.get("shape") == base.get("shape"):
+                word = "times bf16-mixed" if measure == "tokens/s" else f"{measure}, times bf16-mixed"
+                row["measures"] = row["measures"] | {word: ours / theirs}
+    return found
 
 
 def _lines(

@@ -12,13 +12,11 @@ import torch
 import halfstep
 from halfstep.lab.data import Corpus, load_corpus
 from on_gpu import twin
-from on_gpu.bench import Bench, Row
+from on_gpu.bench import Bench, Row, swept
 from on_gpu.llamas import RECIPES, Model, stepping
 
 
 STEPS, WARM = 50, 10
-
-
 MODELS = (
     Model("318M, 8192 tokens", 20, 1152, 9, 8, 1024, 40 << 30),
     Model("85M, 8192 tokens", 12, 768, 6, 8, 1024),
@@ -32,31 +30,22 @@ def rows(bench: Bench) -> Iterator[Row]:
     memory = torch.cuda.get_device_properties(bench.device).total_memory if bench.on_gpu else 0
     model = next(m for m in MODELS if memory >= m.needs) if bench.on_gpu else SMALL
     corpus = load_corpus(None, model.context)
-    speeds: dict[str, float] = {}
-    large: dict[str, float] = {}
     kept = twin.kept()
     for number, recipe in enumerate(RECIPES):
         share = 0.6 / (len(RECIPES) - number + 1)
-        yield Row(
-            f"train: {recipe}", lambda r=recipe, s=share: trained(bench, model, r, corpus, speeds, s * bench.left)
-        )  # type: ignore[misc]
+        yield Row(f"train: {recipe}", lambda r=recipe, s=share: trained(bench, model, r, corpus, s * bench.left))  # type: ignore[misc]
         if number == 1:  # the bar's row, before what has none
             for each in RECIPES[:2]:
-                yield Row(f"step: {each}", lambda r=each: _large(bench, memory, r, corpus, large))  # type: ignore[misc]
+                yield Row(f"step: {each}", lambda r=each: _large(bench, memory, r, corpus))  # type: ignore[misc]
     for recipe in RECIPES:
         yield Row(f"twin: {recipe}", lambda r=recipe: twin.beside(bench, r, kept))  # type: ignore[misc]
 
 
-def trained(
-    bench: Bench, model: Model, recipe: str, corpus: Corpus, speeds: dict[str, float], seconds: float
-) -> dict[str, Any]:
+def trained(bench: Bench, model: Model, recipe: str, corpus: Corpus, seconds: float) -> dict[str, Any]:
     """Fifty steps, or as many as the seconds take; then the largest batch, doubled until one does not fit."""
     found = steps(bench, model, recipe, corpus, STEPS if bench.on_gpu else 2, WARM if bench.on_gpu else 1, seconds)
-    speeds[recipe] = found["measures"]["tokens/s"]
-    if "bf16-mixed" in speeds:
-        found["measures"]["times bf16-mixed"] = speeds[recipe] / speeds["bf16-mixed"]
     if bench.on_gpu:
-        torch.cuda.empty_cache()
+        swept(bench)
         found["measures"]["largest batch"] = largest(bench, model, recipe, corpus)
     return found | {"shape": model.name}
 
@@ -104,21 +93,26 @@ def largest(bench: Bench, model: Model, recipe: str, corpus: Corpus) -> int:
             return batch // 2 if batch > model.batch else 0
         finally:
             step = None  # type: ignore[assignment]
-            torch.cuda.empty_cache()
+            swept(bench)
         batch *= 2
     return batch // 2
 
 
-def _large(bench: Bench, memory: int, recipe: str, corpus: Corpus, speeds: dict[str, float]) -> dict[str, Any]:
+def _large(bench: Bench, memory: int, recipe: str, corpus: Corpus) -> dict[str, Any]:
     """Ten steps of the large model; where it does not fit, of as many sequences as do."""
     model = LARGE if bench.on_gpu else SMALL
     if memory < model.needs:
         return {"failed": f"the model needs {model.needs >> 30} GiB of memory; there are {memory >> 30}"}
-    found = steps(bench, model, recipe, corpus, 13 if bench.on_gpu else 2, 3 if bench.on_gpu else 1, 30)
-    speeds[recipe] = found["measures"]["tokens/s"]
-    if "bf16-mixed" in speeds:
-        found["measures"]["times bf16-mixed"] = speeds[recipe] / speeds["bf16-mixed"]
-    return found | {"shape": model.name}
+    count, warm = (13, 3) if bench.on_gpu else (2, 1)
+    while True:
+        try:
+            return steps(bench, model, recipe, corpus, count, warm, 30) | {"shape": model.name}
+        except torch.cuda.OutOfMemoryError:
+            if model.batch == 1:
+                raise
+        swept(bench)
+        smaller = model.batch // 2
+        model = replace(model, batch=smaller, name=f"1B, {smaller * model.context} tokens")
 
 
 def stopwatch(bench: Bench) -> Callable[[], float]:
