@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,6 @@ from torch import Tensor
 import halfstep
 from halfstep import formats, quant
 from halfstep.kernels import selftest_gpu
-from halfstep.kernels.selftest import outcome
 from on_gpu.bench import Bench, Row
 
 
@@ -32,31 +33,46 @@ OTHERS = tuple(
     )
     if pair not in FIRST
 )
+_PROCESSES = 16
 _SEED = 0x9E3779B97F4A7C15
 
 
 def rows(bench: Bench) -> Iterator[Row]:
     """What every figure after it stands on."""
-    for name in dict.fromkeys(kernel for kernel, _, _ in selftest_gpu.tests()):
-        yield Row(f"kernel: {name}", lambda name=name: kernels(bench, name))  # type: ignore[misc]
+    yield Row("kernels", lambda: kernels(bench))
     for name, rounding in (*FIRST, *(OTHERS if bench.exhaustive else ())):
         yield Row(f"all patterns: {name}, {rounding}", lambda n=name, r=rounding: exhaustive(bench, n, r))  # type: ignore[misc]
     yield Row("tests on a GPU", lambda: _tests(bench))
     yield Row("compute-sanitizer", lambda: _sanitized(bench))
 
 
-def kernels(bench: Bench, name: str) -> dict[str, Any]:
-    """A Triton kernel's cases on every format, against the reference, until time is up."""
-    found = [
-        outcome(f"gpu {kernel}", format, lambda given, test=test: test(given, bench.device))  # type: ignore[misc]
-        for kernel, format, test in selftest_gpu.tests()
-        if kernel == name and bench.left > 0
-    ]
-    wrong = [{"format": each.format, "difference": each.difference} for each in found if not each.passed]
-    compared = sum(each.compared for each in found)
-    stopped = "; time was up before the others" if bench.left <= 0 else ""
-    result = f"{len(found) - len(wrong)} of {len(found)} formats equal the reference ({compared:,} results){stopped}"
-    return {"result": result + "".join(f"; {each['format']}: {each['difference']}" for each in wrong), "wrong": wrong}
+def kernels(bench: Bench) -> dict[str, Any]:
+    """Every Triton kernel's cases on every format against the reference, in a process a core, until time is up."""
+    count = min(os.cpu_count() or 1, _PROCESSES) if bench.on_gpu else 1
+    with tempfile.TemporaryDirectory() as folder:
+        told = [Path(folder) / str(number) for number in range(count)]
+        words = [sys.executable, "-m", "on_gpu.cases", bench.device.type]
+        running = []
+        for number, file in enumerate(told):
+            with file.open("w") as out:
+                running.append(subprocess.Popen([*words, str(number), str(count)], stdout=out, cwd=ROOT))
+        for process in running:
+            try:
+                process.wait(max(bench.left, 0))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        lines = [line for file in told for line in file.read_text().splitlines() if line.endswith("}")]
+    found = [json.loads(line) for line in lines]
+    wrong = [each for each in found if each["difference"] is not None]
+    asked = [f"{kernel} {format}" for kernel, format, _ in selftest_gpu.tests()]
+    unheard = sorted(set(asked) - {f"{each['kernel']} {each['format']}" for each in found})
+    compared = sum(each["compared"] for each in found)
+    result = f"{len(found) - len(wrong)} of {len(asked)} tests equal the reference ({compared:,} results)"
+    if unheard:
+        result += f"; {len(unheard)} did not end: {', '.join(unheard[:5])}"
+    told_wrong = "".join(f"; {each['kernel']}, {each['format']}: {each['difference']}" for each in wrong)
+    return {"result": result + told_wrong, "wrong": wrong, "did not end": unheard}
 
 
 def exhaustive(bench: Bench, name: str, rounding: str) -> dict[str, Any]:
@@ -112,7 +128,9 @@ def _sanitized(bench: Bench) -> dict[str, Any]:
     if shutil.which("compute-sanitizer") is None:
         return {"failed": "compute-sanitizer is not here"}
     words = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
-    return _told([*words, sys.executable, "-m", "on_gpu.cases"], bench, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    return _told(
+        [*words, sys.executable, "-m", "on_gpu.cases", "cuda", "0", "1"], bench, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
+    )
 
 
 def _told(words: list[str], bench: Bench, **variables: str) -> dict[str, Any]:

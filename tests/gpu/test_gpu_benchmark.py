@@ -95,7 +95,7 @@ def test_the_command_runs_whole_under_the_interpreter(tmp_path):
     assert "DRY RUN" in told.stdout
     found = json.loads((tmp_path / "gpu.json").read_text())
     rows = {row["row"]: row for row in found["rows"]}
-    assert rows["kernel: cast"]["wrong"] == []
+    assert (rows["kernels"]["wrong"], rows["kernels"]["did not end"]) == ([], [])
     assert "failed" not in rows["codes: bf16 to E4M3, by integers"]
     assert rows["all patterns: float8_e5m2, nearest_even"]["result"] == "3,072 of 3,072 patterns compared, 0 differ"
     assert {bar["verdict"] for bar in found["bars"]} == {"dry run"}
@@ -141,7 +141,7 @@ def test_missed_bars_come_first_in_the_table(load):
         ("machine", "versions"): {"gpu": "NVIDIA H100 80GB HBM3"},
         ("casts", "cast: bf16 to bf16, nearest"): {"measures": {"of copy": 0.95}, "shape": "2^30"},
         ("casts", "cast: bf16, stochastic"): {"measures": {"of copy": 0.5}, "shape": "2^30"},
-        ("correctness", "kernel: cast"): {"result": "8 of 8"},
+        ("correctness", "kernels"): {"result": "8 of 8"},
     }
     found = load("table").summary(rows, False, ["casts"])
     lines = [line for line in found["text"].splitlines() if line.startswith(("missed", "not measured", "met"))]
