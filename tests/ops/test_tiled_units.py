@@ -8,6 +8,7 @@ import mmaemu
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torchao.prototype.mx_formats.utils import to_blocked
 
 import halfstep
@@ -241,6 +242,21 @@ def test_doctor_would_find_a_wrong_layout(name, units, monkeypatch):
         assert not selftest.outcome("units", name, lambda one: selftest_units.tiled_units(one, CPU)).passed
 
 
+class Copies(TorchFunctionMode):
+    """What torch without CUDA does with no tensor that says it is a GPU's, not even with one without memory."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        x = args[0] if args else None
+        if function is torch.Tensor.copy_:
+            return x
+        if function is torch.Tensor.contiguous:
+            return x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if function is torch.Tensor.__getitem__:
+            part = torch.empty(x.shape, device="meta")[args[1]]
+            return x.select(0, args[1]) if isinstance(args[1], int) else x.new_empty(part.shape)
+        return function(*args, **(kwargs or {}))
+
+
 class Context:
     """What autograd gives a function, without its engine, which has no threads for a GPU that is not there."""
 
@@ -255,13 +271,13 @@ class Context:
 
 
 def traced(spec, rows, fan_in, fan_out):
-    """Forward and backward of a layer on tensors without memory. (Torch for a CPU copies none that says it is a GPU's.)"""
-    with FakeTensorMode(), torch.no_grad():
-        x, w, dy = (
-            torch.empty(size, dtype=torch.bfloat16) for size in ((rows, fan_in), (fan_out, fan_in), (rows, fan_out))
-        )
+    """Forward and backward of a layer on tensors, without memory, of a GPU that is not there."""
+    sizes = (rows, fan_in), (fan_out, fan_in), (rows, fan_out)
+    with FakeTensorMode(), Copies(), torch.no_grad():
+        x, w, dy = (torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in sizes)
         x, w = x.requires_grad_(), w.requires_grad_()
-        states = {name: torch.empty(quantizer.stateful.init().shape) for name, quantizer in spec.states.items()}
+        sizes = {name: quantizer.stateful.init("meta").shape for name, quantizer in spec.states.items()}
+        states = {name: torch.empty(size, device="cuda") for name, size in sizes.items()}
         units = units_of(spec, x, w, torch.bfloat16)
         inputs = (x, w, None, spec, states, True, None, None, None, False, units)
         outputs = Rounded.forward(*inputs)
@@ -288,6 +304,7 @@ def test_every_recipe_hands_over_what_torch_asks_for(capability, monkeypatch):
         return stock(*args, **kwargs)  # whose own checks run too
 
     monkeypatch.setattr(scaled_mm, "_capability", lambda device: capability)
+    monkeypatch.setattr("halfstep.ops.casts.draw_seed", lambda generator: 1)  # which tensors without memory do not give
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", watched)
     for name in list_recipes():
         specs = {rule.linear for stage in get_recipe(name).by_stage for rule in stage.rules if rule.linear.rounds}

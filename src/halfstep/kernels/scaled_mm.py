@@ -298,7 +298,7 @@ def _handed(side: Quantized) -> tuple[Tensor, list[Tensor], list[Any], list[Any]
         scales = quantizer.scales.rule.multiplier(side.tensors, quantizer.format).float()
         return codes, [outer(scales) if kind is _ROWS_OF_128 else padded(scales)], recipe, []
     scales, high = side.scale, quantizer.scales.tile.rows
-    scales = scales if high == 1 else scales.repeat_interleave(high, 0)[: side.matrix_shape[0]]
+    scales = scales if high == 1 else scales.repeat_interleave(high, 0).narrow(0, 0, side.matrix_shape[0])
     if kind is _MX:
         return codes, [swizzled(scales).view(torch.float8_e8m0fnu)], recipe, [order.SWIZZLE_32_4_4]
     levels = [swizzled(scales).view(torch.float8_e4m3fn), side.tensors["tensor_scale"]]
