@@ -91,7 +91,7 @@ def _machine() -> dict[str, str]:
 
 def _claims() -> list[str]:
     """What may be said of operands and products on any machine, and which sizes units leave to others."""
-    from halfstep.kernels.scaled_mm import PAYS
+    from halfstep.kernels.unit_kinds import PAYS
 
     return [
         "operands: equal to the reference, every bit, on every device",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep import formats, quant
 from halfstep.formats import Float
-from halfstep.kernels import scaled_mm
+from halfstep.kernels import scaled_mm, unit_kinds
 from halfstep.kernels.selftest import Case, Outcome, outcome
 from halfstep.quant import Quantized, Quantizer, Scales, get_quantizer
 from halfstep.quant.pack import pack
@@ -52,8 +52,8 @@ def fp8_units(name: str, device: torch.device) -> Iterator[Case]:
         lhs, rhs = quant.round_to(draw[0, :rows], left), quant.round_to(draw[1, :across], right)
         exact = (lhs.double() @ rhs.double().t()).float()
         for size, scale in ((1, torch.tensor(0.375)), (rows, 2.0 ** torch.arange(rows)[:, None])):
-            a = Fp8(lhs.to(device, scaled_mm.dtype_of(left)), scale.to(device))
-            b = Fp8(rhs.to(device, scaled_mm.dtype_of(right)).t(), torch.ones((), device=device))
+            a = Fp8(lhs.to(device, unit_kinds.dtype_of(left)), scale.to(device))
+            b = Fp8(rhs.to(device, unit_kinds.dtype_of(right)).t(), torch.ones((), device=device))
             found = scaled_mm.run(a, b, None, torch.bfloat16)
             yield (exact * scale).bfloat16(), found.cpu(), _NONE, f"{rows}x{shared}x{across}, {size} scales"
 

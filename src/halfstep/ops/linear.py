@@ -135,7 +135,8 @@ def _infer(
     coded = False
     if isinstance(weight, StoredWeight) and channels is None and product.accumulate is None:
         sizes = len(rows), rows.shape[1], weight.shape[0]
-        coded = scaled_mm.takes(product.lhs, weight.quantizer, sizes, dtype, x.device)
+        multiplied = product.multiplier is not None
+        coded = scaled_mm.takes(product.lhs, weight.quantizer, sizes, dtype, x.device, multiplied)
     with no_autocast(x):
         lhs = side(rows, product.lhs, dtype, just_in_time(rows, product.lhs, state), coded=coded)
         if channels is not None:

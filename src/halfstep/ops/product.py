@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from halfstep.kernels import scaled_mm
+from halfstep.kernels import scaled_mm, unit_kinds
 from halfstep.kernels.cpu import whole_mm
 from halfstep.ops.few_rows import StoredWeight, few_rows_product, supports
 from halfstep.ops.folding import is_sparse, sparse_sum
@@ -73,6 +73,6 @@ def _with_remainders(
 
 def stored_side(weight: StoredWeight, dtype: torch.dtype, coded: bool) -> Side:
     """All of a stored weight: in its codes where the other side of the product is in codes (`coded`) too."""
-    if coded and not weight.transposed and scaled_mm.is_tiled(weight.quantizer):
+    if coded and not weight.transposed and unit_kinds.is_tiled(weight.quantizer):
         return Coded(weight.quantized, dtype)
     return weight.operand()

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils.weak import TensorWeakRef
 
-from halfstep.kernels import scaled_mm
+from halfstep.kernels import scaled_mm, unit_kinds
 from halfstep.ops.carriers import carrier
 from halfstep.ops.casts import decode, encode
 from halfstep.ops.codes import decode_parts, encode_parts
@@ -60,7 +60,7 @@ class Keeping:
         if found is not None:
             return Operand(of_codes(found["codes"], quantizer, dtype), found["scale"]), found["codes"]
         made = operand(rows, quantizer, dtype, state, record)
-        in_codes = made.values.dtype in scaled_mm.DTYPES
+        in_codes = made.values.dtype in unit_kinds.DTYPES
         codes = made.values.view(torch.uint8) if in_codes else encode(made.values, quantizer.format)
         if key is not None and made.scale is not None:
             self.note(key, _Entry(x, {"codes": codes, "scale": made.scale}))

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep.kernels import scaled_mm
+from halfstep.kernels import scaled_mm, unit_kinds
 from halfstep.kernels.cpu.operators import rotate
 from halfstep.ops.casts import Quantized, quantize, round_scaled
 from halfstep.ops.factors import factor_of
@@ -75,7 +75,7 @@ def units_of(spec: LinearSpec, x: Tensor, weight: Tensor, dtype: torch.dtype) ->
     output = on_units(spec.output, rows, shared, across, dtype, x.device)
     grad_input = on_units(spec.grad_input, rows, across, shared, dtype, x.device)
     if "weight" not in spec.anew and not output and grad_input and spec.grad_input.rhs is not None:
-        grad_input = not scaled_mm.is_tiled(spec.grad_input.rhs)  # of what the forward left, which is not in codes
+        grad_input = not unit_kinds.is_tiled(spec.grad_input.rhs)  # of what the forward left, which is not in codes
     return Units(output, grad_input, on_units(spec.grad_weight, across, rows, shared, dtype, x.device))
 
 
@@ -83,7 +83,8 @@ def on_units(product: Matmul, rows: int, shared: int, across: int, dtype: torch.
     """Whether units there form a product (rows, shared) times (shared, across)."""
     if product.accumulate is not None or not scaled_mm.is_there(device):
         return False
-    return scaled_mm.takes(product.lhs, product.rhs, (rows, shared, across), dtype, device)
+    sizes, multiplied = (rows, shared, across), product.multiplier is not None
+    return scaled_mm.takes(product.lhs, product.rhs, sizes, dtype, device, multiplied)
 
 
 def side(
@@ -98,7 +99,7 @@ def side(
 ) -> Side:
     """The matrix x as one side of a product: `ops.operand`, where the shared dimension is `dim`, along which the
     quantizer's tiles lie. In codes where units form the product (`coded`) and its scales are of tiles."""
-    if quantizer is None or not coded or not scaled_mm.is_tiled(quantizer):
+    if quantizer is None or not coded or not unit_kinds.is_tiled(quantizer):
         down = quantizer if quantizer is None or dim else quantizer.down
         return operand(x, down, dtype, state, record, signs, dim)
     x = x if signs is None else rotate(x, signs, dim)
@@ -117,7 +118,7 @@ def both_sides(
     assert scales is not None
     if scales.tile == TENSOR:
         factor, amax = factor_of(x, quantizer.format, scales.rule, state, record)
-        native = scaled_mm.dtype_of(quantizer.format)
+        native = unit_kinds.dtype_of(quantizer.format)
         assert factor is not None
         assert native is not None
         codes = round_scaled(x, factor, quantizer.format, quantizer.rounding, native, amax=amax)
@@ -125,7 +126,7 @@ def both_sides(
         return Operand(codes, scale), Operand(codes.t().contiguous().t(), scale)
     along = quantize(x, quantizer)
     down = _transposed(along) if scales.tile.rows == scales.tile.columns else quantize(x.t(), quantizer)
-    if scaled_mm.is_tiled(quantizer):
+    if unit_kinds.is_tiled(quantizer):
         return Coded(along, dtype), Coded(down, dtype, turned=True)
     return _by_rows(along), _by_rows(down).t()
 
@@ -134,7 +135,7 @@ def _by_rows(made: Quantized) -> Operand:
     """FP8 numbers with a scale a row."""
     assert made.quantizer.scales is not None
     scale = made.quantizer.scales.rule.multiplier(made.tensors, made.quantizer.format).float()
-    return Operand(scaled_mm.in_dtype(made.codes, made.quantizer.format), scale)
+    return Operand(unit_kinds.in_dtype(made.codes, made.quantizer.format), scale)
 
 
 def _transposed(made: Quantized) -> Quantized:
@@ -159,16 +160,16 @@ def kept_parts(made: Side) -> Kept:
     """What a backward pass keeps of a side that goes along the rows."""
     if isinstance(made, Operand):
         return made.values, made.scale, None
-    codes = scaled_mm.in_dtype(made.made.codes, made.made.quantizer.format)
+    codes = unit_kinds.in_dtype(made.made.codes, made.made.quantizer.format)
     return codes, made.made.scale, made.made.tensors.get("tensor_scale")
 
 
 def restored_side(kept: Kept, quantizer: Quantizer | None, dtype: torch.dtype) -> Side | None:
     """The side again; None where no units' codes were kept. Its quantizer's tiles lie along the shared dimension."""
     values, scale, whole = kept
-    if values is None or scale is None or quantizer is None or values.dtype not in scaled_mm.DTYPES:
+    if values is None or scale is None or quantizer is None or values.dtype not in unit_kinds.DTYPES:
         return None  # units take no clamp's remainder, so that there is none beside codes
-    if not scaled_mm.is_tiled(quantizer):
+    if not unit_kinds.is_tiled(quantizer):
         return Operand(values, scale)
     quantizer, codes = quantizer.plain, values.view(torch.uint8)
     shape = (codes.shape[0], codes.shape[1] * 8 // quantizer.format.bits)
