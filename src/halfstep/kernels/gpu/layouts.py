@@ -42,7 +42,7 @@ def takes(x: Tensor, quantizer: Quantizer, given: bool = False) -> bool:
         return False
     if given:
         coded = rules.element(quantizer.format, quantizer.rounding)
-        return coded is not None and quantizer.format.has_nan and tile.rows == tile.columns == 0
+        return coded is not None and coded.cuts is None and quantizer.format.has_nan and tile.rows == tile.columns == 0
     told = rules.known(quantizer)
     return told is not None and (told[0].kind != "two_level" or bool(tile.rows and tile.columns))
 

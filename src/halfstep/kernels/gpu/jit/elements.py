@@ -10,10 +10,25 @@ from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, narrowed,
 
 
 @triton.jit
+def number_coded(bits, P: tl.constexpr, C: tl.constexpr):
+    """The codes of float32 bits that are no NaN, to nearest, of floats that saturate and whose signs are alike
+    (`kernels.cpu.element_codes.encoded_number`): two thirds of the instructions of `coded`."""
+    magnitude = tl.minimum(bits & 0x7FFFFFFF, P.largest).to(tl.uint32)
+    binade = tl.maximum(magnitude & 0x7F800000, P.min_normal).to(tl.uint32)
+    below: tl.constexpr = P.magic - P.min_normal + (1 << 22) + 256 - ((P.min_normal >> P.shift) & 0xFF)
+    steps = as_bits(as_float(magnitude) + as_float((binade + (below & 0xFFFFFFFF)).to(tl.uint32))) + (binade >> P.shift)
+    sign: tl.constexpr = 0x80000000 >> C.sign_shift
+    return (steps & (sign - 1)) | ((bits >> C.sign_shift) & sign)
+
+
+@triton.jit
 def code_of(bits, drawn, Q: tl.constexpr):
-    """The codes of float32 bits, 32 bits wide."""
+    """The codes of float32 bits that are no NaN, 32 bits wide."""
     if Q.cuts is None:
-        code = coded(bits, drawn, Q.rounding, Q.coding)
+        if drawn is None and Q.coding.complement is None:
+            code = number_coded(bits, Q.rounding, Q.coding)
+        else:
+            code = coded(bits, drawn, Q.rounding, Q.coding)
     else:
         code = tl.zeros_like(bits)
         for i in tl.static_range(len(Q.cuts)):

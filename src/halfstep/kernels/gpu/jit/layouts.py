@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from halfstep.kernels.gpu.jit.elements import code_of, together
-from halfstep.kernels.gpu.jit.numbers import as_bits, as_float
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded
 from halfstep.kernels.gpu.jit.scales import over, scales, tensor_scale_of
 from halfstep.kernels.gpu.jit.tiles import (
     found_before,
@@ -24,18 +24,18 @@ from halfstep.kernels.gpu.jit.tiles import (
 
 @triton.jit
 def store_both(
-    code, codes, turned, first, row, column, rows, columns, Q: tl.constexpr, ALONG: tl.constexpr, DOWN: tl.constexpr,
+    code, codes, turned, first, top, left, row, column, rows, columns, Q: tl.constexpr, ALONG: tl.constexpr, DOWN: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Store the codes of a strip as it lies (ALONG), and transposed (DOWN)."""
     apart: tl.constexpr = 3 if Q.bits == 6 else 1
     if ALONG:
         made = together(code, Q)
-        store(codes, made, first, row, column, rows, columns, code.shape[1] // made.shape[1], apart, MASKED)
+        store(codes, made, first, row, left, rows, columns, code.shape[1] // made.shape[1], apart, MASKED)
     if DOWN:
         made = together(tl.trans(code), Q)
         place = (column.to(tl.int64) * rows)[:, None]
-        store(turned, made, place, column, row, columns, rows, code.shape[0] // made.shape[1], apart, MASKED)
+        store(turned, made, place, column, top, columns, rows, code.shape[0] // made.shape[1], apart, MASKED)
 
 
 @triton.jit
@@ -69,9 +69,9 @@ def square(
             drawn = noise_of(low, high, first + left, tl.arange(0, COLUMNS)[None, :])
         if factor is not None:
             most = tl.maximum(most, (bits & 0x7FFFFFFF).to(tl.int32, bitcast=True))
-            code = code_of(as_bits(as_float(bits) * factor), drawn, Q)
+            code = coded(as_bits(as_float(bits) * factor), drawn, Q.rounding, Q.coding)  # NaN, too
         else:
-            if not shared or 0 < H <= ROWS:
+            if not shared or (H > 0 and H <= ROWS):
                 if W:
                     largest = tile_maxima(bits, H, W)
                 else:
@@ -84,7 +84,7 @@ def square(
                         True,
                     )  # fmt: skip
             code = code_of(over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R), drawn, Q)
-        store_both(code, codes, turned, first, row, column, rows, columns, Q, True, shared, MASKED)
+        store_both(code, codes, turned, first, start, left, row, column, rows, columns, Q, True, shared, MASKED)
         if not shared:
             if W > ROWS:
                 below = tl.maximum(below, tile_maxima(bits, ROWS, 1).to(tl.int32, bitcast=True))
@@ -98,18 +98,19 @@ def square(
                     turned_scale, stored, multiplier, start, left, rows, columns, turned_strides, R, W, 1, FORM, True
                 )  # fmt: skip
                 code = code_of(over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R), None, Q)
-                store_both(code, codes, turned, first, row, column, rows, columns, Q, False, True, MASKED)
+                store_both(code, codes, turned, first, start, left, row, column, rows, columns, Q, False, True, MASKED)
     if amax is not None:
         tl.atomic_max(amax, tl.max(most))
     if not shared and W > ROWS:
         stored, multiplier, meets, keep = scales(below.to(tl.uint32, bitcast=True), turned_tensor_scale, R, E)
         keep_scales(turned_scale, stored, multiplier, top, left, rows, columns, turned_strides, R, W, 1, FORM, True)
         for strip in range(TALL // ROWS):
-            row = top + strip * ROWS + tl.arange(0, ROWS)
+            start = top + strip * ROWS
+            row = start + tl.arange(0, ROWS)
             first = (row.to(tl.int64) * columns)[:, None]
             bits = loaded(x, first, row, column, rows, columns, SOURCE, MASKED)
             code = code_of(over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R), None, Q)
-            store_both(code, codes, turned, first, row, column, rows, columns, Q, False, True, MASKED)
+            store_both(code, codes, turned, first, start, left, row, column, rows, columns, Q, False, True, MASKED)
 
 
 @triton.jit(do_not_specialize=["row_units", "units", "low", "high", "down", "across", "turned_down", "turned_across"])

@@ -39,13 +39,13 @@ def meant(code, D: tl.constexpr):
 
 
 @triton.jit
-def codes_apart(codes, first, row, column, rows, columns, D: tl.constexpr, MASKED: tl.constexpr):
+def codes_apart(codes, first, row, column, left, rows, columns, D: tl.constexpr, MASKED: tl.constexpr):
     """The codes of a block, one an entry, from the bytes they are packed in."""
     ROWS: tl.constexpr = row.shape[0]
     COLUMNS: tl.constexpr = column.shape[0]
     WIDE: tl.constexpr = 2 if D.bits == 4 else (4 if D.bits == 6 else 1)
     BYTES: tl.constexpr = 3 if D.bits == 6 else 1
-    across = tl.min(column) // WIDE + tl.arange(0, COLUMNS // WIDE)
+    across = left // WIDE + tl.arange(0, COLUMNS // WIDE)
     place = first // WIDE + across[None, :]
     inside = None
     other = None
@@ -66,15 +66,15 @@ def codes_apart(codes, first, row, column, rows, columns, D: tl.constexpr, MASKE
 
 @triton.jit
 def multipliers(
-    scale, tensor, row, column, rows, columns, R: tl.constexpr, E: tl.constexpr, H: tl.constexpr, W: tl.constexpr
+    scale, tensor, row, column, top, left, rows, columns, R: tl.constexpr, E: tl.constexpr, H: tl.constexpr, W: tl.constexpr
 ):
     """The multiplier of each tile of a block, from what is stored."""
-    tall: tl.constexpr = row.shape[0] // H if 0 < H < row.shape[0] else 1  # tiles of the block
+    tall: tl.constexpr = row.shape[0] // H if H > 0 and H < row.shape[0] else 1  # tiles of the block
     long: tl.constexpr = column.shape[0] // W if W else 1
     high = H if H else rows
     wide = W if W else columns
-    down = (tl.min(row) // high + tl.arange(0, tall))[:, None]
-    across = (tl.min(column) // wide + tl.arange(0, long))[None, :]
+    down = (top // high + tl.arange(0, tall))[:, None]
+    across = (left // wide + tl.arange(0, long))[None, :]
     whole = (columns + wide - 1) // wide
     inside = (down < (rows + high - 1) // high) & (across < whole)
     stored = tl.load(scale + down.to(tl.int64) * whole + across, mask=inside, other=0)
@@ -93,13 +93,13 @@ def multipliers(
 
 @triton.jit
 def values(
-    codes, scale, tensor, out, row, column, first, rows, columns,
+    codes, scale, tensor, out, top, left, row, column, first, rows, columns,
     R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The values of a block."""
-    code = codes_apart(codes, first, row, column, rows, columns, D, MASKED)
-    multiplier = multipliers(scale, tensor, row, column, rows, columns, R, E, H, W)
+    code = codes_apart(codes, first, row, column, left, rows, columns, D, MASKED)
+    multiplier = multipliers(scale, tensor, row, column, top, left, rows, columns, R, E, H, W)
     made = written(meant(code, D), spread(multiplier, row.shape[0], column.shape[0]), R, OUT, TARGET)
     inside = None
     if MASKED:
@@ -121,6 +121,10 @@ def restore(
     row, column = top + tl.arange(0, ROWS), left + tl.arange(0, COLUMNS)
     first = (row.to(tl.int64) * columns)[:, None]
     if top + ROWS <= rows and left + COLUMNS <= columns:
-        values(codes, scale, tensor, out, row, column, first, rows, columns, R, D, E, TARGET, OUT, H, W, False)
+        values(
+            codes, scale, tensor, out, top, left, row, column, first, rows, columns, R, D, E, TARGET, OUT, H, W, False
+        )
     else:
-        values(codes, scale, tensor, out, row, column, first, rows, columns, R, D, E, TARGET, OUT, H, W, True)
+        values(
+            codes, scale, tensor, out, top, left, row, column, first, rows, columns, R, D, E, TARGET, OUT, H, W, True
+        )

@@ -135,10 +135,10 @@ def keep_scales(
 
 
 @triton.jit
-def store(out, made, first, row, column, rows, columns, WIDE: tl.constexpr, BYTES: tl.constexpr, MASKED: tl.constexpr):
+def store(out, made, first, row, left, rows, columns, WIDE: tl.constexpr, BYTES: tl.constexpr, MASKED: tl.constexpr):
     """Store what was made of a block's rows, where they lie: an entry of WIDE elements each, BYTES one after another of
     an entry (None: whole)."""
-    across = tl.min(column) // WIDE + tl.arange(0, made.shape[1])
+    across = left // WIDE + tl.arange(0, made.shape[1])
     place = first // WIDE + across[None, :]
     inside = None
     if MASKED:
@@ -185,13 +185,13 @@ def block(
         if TARGET is None:
             made = together(code_of(bits, drawn, Q), Q)
             wide: tl.constexpr = COLUMNS // made.shape[1]
-            store(out, made, first, row, column, rows, columns, wide, 3 if Q.bits == 6 else 1, MASKED)
+            store(out, made, first, row, left, rows, columns, wide, 3 if Q.bits == 6 else 1, MASKED)
         else:
             times = multiplier
             if R.kind == "two_level" and not APART:
                 times = multiplier * tensor_scale
             made = written(value_of(bits, drawn, Q), spread(times, ROWS, COLUMNS), R, OUT, TARGET)
-            store(out, made, first, row, column, rows, columns, 1, None, MASKED)
+            store(out, made, first, row, left, rows, columns, 1, None, MASKED)
 
 
 @triton.jit(do_not_specialize=["rows", "units", "low", "high"])
