@@ -11,6 +11,7 @@ dtypes and constants that it had.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -34,7 +35,9 @@ TYPES = {torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8", torch.int64:
 WARP = 32
 
 
-def launches(names: set[str], core: bool) -> Iterator[tuple[str, str, JITFunction, dict[str, Any], dict[str, Any]]]:
+def launches(
+    names: set[str], core: bool, conversions: bool
+) -> Iterator[tuple[str, str, JITFunction, dict[str, Any], dict[str, Any]]]:
     """Every kind of launch of the cases: kernel and format it is for, function, arguments by name, options."""
     made: list[tuple[JITFunction, dict[str, Any], dict[str, Any]]] = []
 
@@ -45,7 +48,8 @@ def launches(names: set[str], core: bool) -> Iterator[tuple[str, str, JITFunctio
     JITFunction.run = note
     seen: set[tuple[str, str]] = set()
     tested: set[str] = set()
-    for kernel, format, test in selftest_gpu.tests():
+    cases = itertools.chain(selftest_gpu.tests(), selftest_gpu.conversions() if conversions else ())
+    for kernel, format, test in cases:
         if (names and kernel not in names) or (core and kernel in tested):
             continue
         tested.add(kernel)
@@ -95,6 +99,7 @@ def facts(function: JITFunction, arguments: dict[str, Any], options: dict[str, A
         "contracted": len(re.findall(r"\bfma\.", ptx)),
         "approximate": sorted(set(re.findall(r"[a-z0-9.]*(?:\.approx|\.full|\.ftz)[a-z0-9.]*", ptx))),
         "narrow": narrow(ptx),
+        "converted": ptx.count("cvt.rn.satfinite."),
     }
     if capability >= 100:
         return found  # PTX is what such a GPU compiles for itself
@@ -174,7 +179,8 @@ if __name__ == "__main__":
     parser.add_argument("--core", action="store_true")
     parser.add_argument("kernels", nargs="*")
     asked = parser.parse_args()
-    for kernel, format, function, arguments, options in launches(set(asked.kernels), asked.core):
+    made = launches(set(asked.kernels), asked.core, asked.capability >= 89)
+    for kernel, format, function, arguments, options in made:
         told = {"kernel": kernel, "format": format, "function": function.__name__}
         told |= {"launch": described(function, arguments), "capability": asked.capability}
         print(json.dumps(told | facts(function, arguments, options, asked.capability)), flush=True)

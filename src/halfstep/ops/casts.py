@@ -12,7 +12,9 @@ from torch import Tensor
 from halfstep import formats, quant
 from halfstep.errors import QuantizationError
 from halfstep.formats import BlockFormat, Format
-from halfstep.kernels.cpu import amax, operators
+from halfstep.kernels import operators
+from halfstep.kernels.cpu import amax
+from halfstep.kernels.gpu import amax as gpu_amax
 from halfstep.quant import Quantizer, draw_seed
 from halfstep.quant.cast import CONTAINERS, check_codes, check_input, prepare_out
 from halfstep.quant.quantizer import layout
@@ -311,8 +313,11 @@ def amax_of(x: Tensor) -> Tensor:
     """max |x|, a float32 scalar: 0 for an empty tensor, NaN where there is one."""
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
-    if not torch.compiler.is_compiling() and amax.supports(x):
-        return amax.run(x)
+    if not torch.compiler.is_compiling():
+        if amax.supports(x):
+            return amax.run(x)
+        if x.is_cuda and gpu_amax.supports(x):
+            return gpu_amax.run(x)
     low, high = torch.aminmax(x.detach())  # one pass, at the speed of memory; abs().amax() would be two
     return torch.maximum(-low, high).float()
 

@@ -27,6 +27,8 @@ from halfstep.kernels.cpu import (
     rotated,
     tiles,
 )
+from halfstep.kernels.gpu import cast as gpu_cast
+from halfstep.kernels.gpu import decode as gpu_decode
 from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile, draw_seed
 from halfstep.quant.cast import no_code_for_nan, no_such_code
 from halfstep.quant.pack import pack, unpack
@@ -43,6 +45,8 @@ def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: 
         posit.run(x, out, format)
     elif cast.supports(x, out, format, rounding, overflow):
         cast.run(x, out, format, rounding, overflow, seed)
+    elif x.is_cuda and gpu_cast.supports(x, out, format, rounding, overflow):
+        gpu_cast.run(x, out, format, rounding, overflow, seed)
     elif not blank(x, out):
         quant.round_to(x, format, rounding, overflow, seed, out)
 
@@ -53,6 +57,8 @@ def round_scaled_into(
     """x * factor in float32 (float64 for float64), rounded and saturated, into `out`; `amax` is raised to max |x|."""
     if cast.supports_scaled(x, out, format):
         cast.run(x, out, format, rounding, "saturate", seed, factor, amax)
+    elif x.is_cuda and gpu_cast.supports_scaled(x, out, format):
+        gpu_cast.run(x, out, format, rounding, "saturate", seed, factor, amax)
     else:
         if amax is not None and x.numel():
             low, high = torch.aminmax(x)  # one pass, at the speed of memory; abs().amax() would be two
@@ -67,20 +73,42 @@ def encode_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow:
     """`quant.encode` into `out`."""
     if isinstance(format, Posit) and posit.supports_encode(x, out, format, rounding):
         posit.run_encode(x, out, format)
-    elif not codes.supports(x, out, format, rounding, overflow):
-        if not blank(x, out):
-            out.copy_(quant.encode(x, format, rounding, overflow, seed))
-    elif not codes.run(x, out, format, rounding, overflow, seed):
+    elif not _codes_into(x, out, format, rounding, overflow, seed) and not blank(x, out):
+        out.copy_(quant.encode(x, format, rounding, overflow, seed))
+
+
+def _codes_into(
+    x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: int | None, packed: bool = False
+) -> bool:
+    """Whether a kernel wrote the codes."""
+    if codes.supports(x, out, format, rounding, overflow, packed):
+        coded = codes.run(x, out, format, rounding, overflow, seed, packed)
+    elif x.is_cuda and gpu_cast.supports_codes(x, out, format, packed):
+        coded = gpu_cast.run_codes(x, out, format, rounding, overflow, seed, packed=packed)
+    else:
+        return False
+    if not coded:
         raise no_code_for_nan(x, format)
+    return True
 
 
 def decode_into(stored: Tensor, out: Tensor, format: Format) -> None:
     """`quant.decode` into `out`."""
-    if not codes.supports_decode(stored, out, format):
-        if not blank(stored, out):
-            out.copy_(quant.decode(stored, format, out.dtype))
-    elif not codes.run_decode(stored, out, format):
+    if not _values_into(stored, out, format) and not blank(stored, out):
+        out.copy_(quant.decode(stored, format, out.dtype))
+
+
+def _values_into(stored: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
+    """Whether a kernel wrote the values of codes."""
+    if codes.supports_decode(stored, out, format, packed):
+        known = codes.run_decode(stored, out, format, packed)
+    elif out.is_cuda and gpu_decode.supports(stored, out, format, packed):
+        known = gpu_decode.run(stored, out, format, packed)
+    else:
+        return False
+    if not known:
         raise no_such_code(stored, format)
+    return True
 
 
 def round_tiles_into(
@@ -119,9 +147,7 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
     """What `quantizer.quantize(x)` keeps, into `tensors` of its layout."""
     format, stored = quantizer.format, tensors["codes"]
     if quantizer.scales is None:
-        if codes.supports(x, stored, format, quantizer.rounding, quantizer.overflow, packed=True):
-            if not codes.run(x, stored, format, quantizer.rounding, quantizer.overflow, seed, packed=True):
-                raise no_code_for_nan(x, format)
+        if _codes_into(x, stored, format, quantizer.rounding, quantizer.overflow, seed, packed=True):
             return
         packed = format.bits in (4, 6) or not stored.is_contiguous()
         whole = torch.empty(x.shape, dtype=stored.dtype, device=x.device) if packed else stored.view(x.shape)
@@ -144,9 +170,9 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
 def dequantize_into(quantized: Quantized, out: Tensor) -> None:
     """`quantized.dequantize` into `out`."""
     format, scales = quantized.quantizer.format, quantized.quantizer.scales
-    if scales is None and codes.supports_decode(quantized.codes, out, format, packed=True):
-        codes.run_decode(quantized.codes, out, format, packed=True)
-    elif scales is None and out.is_contiguous():
+    if scales is None and _values_into(quantized.codes, out, format, packed=True):
+        return
+    if scales is None and out.is_contiguous():
         stored = unpack(quantized.codes, format.bits, quantized.matrix_shape[1], format.high_nibble_first)
         decode_into(stored.contiguous().view(out.shape), out, format)
     elif scales is not None and dequantize.supports(quantized.tensors, out, quantized.quantizer):
