@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import separate
-from halfstep.kernels.gpu import rules
+from halfstep.kernels.gpu import amax, quantizers
 from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain, plain
 from halfstep.quant import Quantizer, Tile
 from halfstep.quant.quantizer import matrix_shape
@@ -63,7 +63,7 @@ def cut(shape: tuple[int, ...], tile: Tile, bits: int) -> Cut | None:
 
 def takes(x: Tensor, quantizer: Quantizer) -> bool:
     """Whether `run` can quantise a tensor like `x`, wherever it is: dense and contiguous, fp32, bf16 or fp16."""
-    told = rules.known(quantizer) if lies_plain(x) and x.numel() else None
+    told = quantizers.known(quantizer) if lies_plain(x) and x.numel() else None
     made = None if told is None else _cut(x, quantizer)
     return told is not None and made is not None and (told[0].kind != "two_level" or all(made.tile))
 
@@ -103,7 +103,7 @@ def run_values(
 def largest(x: Tensor, quantizer: Quantizer) -> Tensor | None:
     """The bits of the largest magnitudes that scales need before the pass that rounds: of the whole tensor, of each row
     or each column; of two levels, of the finite tiles. None where none are needed."""
-    told, scales = rules.known(quantizer), quantizer.scales
+    told, scales = quantizers.known(quantizer), quantizer.scales
     assert told is not None
     assert scales is not None
     made = cut(tuple(x.shape), scales.tile, 8)  # no code is packed
@@ -111,10 +111,12 @@ def largest(x: Tensor, quantizer: Quantizer) -> Tensor | None:
     two_level = told[0].kind == "two_level"
     if all(made.tile) and not two_level:
         return None
-    counts = [size if kept else 1 for size, kept in zip((made.rows, made.columns), made.tile, strict=True)]
-    found = torch.zeros(1 if two_level else counts[0] * counts[1], dtype=torch.int32, device=x.device)
+    if not any(made.tile):
+        return amax.run(x).view(torch.int32)
+    count = 1 if two_level else made.rows if made.tile[0] else made.columns
+    found = torch.zeros(count, dtype=torch.int32, device=x.device)
     launch(
-        functions("amax").amax, made.programs, bits(x), found, made.rows, made.columns // made.unit,
+        functions("maxima").maxima, made.programs, bits(x), found, made.rows, made.columns // made.unit,
         device=x.device, warps=WARPS, SOURCE=KINDS[x.dtype], FINITE=two_level, H=made.tile[0], W=made.tile[1],
         UNIT=made.unit, ROWS=made.block[0], COLUMNS=made.block[1],
     )  # fmt: skip
@@ -129,7 +131,7 @@ def _cut(x: Tensor, quantizer: Quantizer) -> Cut | None:
 def _launch(
     x: Tensor, out: Tensor, scale: Tensor | None, whole: Tensor | None, quantizer: Quantizer, seed: int | None
 ) -> None:
-    told, made = rules.known(quantizer), _cut(x, quantizer)
+    told, made = quantizers.known(quantizer), _cut(x, quantizer)
     assert told is not None
     assert made is not None
     rule, element = told
@@ -138,8 +140,8 @@ def _launch(
         functions("tiles").quantise, made.programs,
         bits(x), bits(out), None if scale is None else bits(scale), None if whole is None else bits(whole),
         largest(x, quantizer), made.rows, made.columns // made.unit, *halves(seed),
-        device=x.device, warps=WARPS, R=rule, Q=element, E=rules.e4m3() if rule.kind == "two_level" else None,
-        SOURCE=KINDS[x.dtype], TARGET=KINDS.get(values), OUT=None if values in (None, torch.float32) else rules.written(values),
+        device=x.device, warps=WARPS, R=rule, Q=element, E=quantizers.e4m3() if rule.kind == "two_level" else None,
+        SOURCE=KINDS[x.dtype], TARGET=KINDS.get(values), OUT=None if values in (None, torch.float32) else quantizers.written(values),
         APART=scale is None and whole is not None, NOISY=seed is not None, H=made.tile[0], W=made.tile[1],
         UNIT=made.unit, ROWS=made.block[0], COLUMNS=made.block[1],
     )  # fmt: skip

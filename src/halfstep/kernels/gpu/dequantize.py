@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import ocp
-from halfstep.kernels.gpu import rules
+from halfstep.kernels.gpu import quantizers
 from halfstep.kernels.gpu.blocks import WARPS, cut
 from halfstep.kernels.gpu.launch import KINDS, bits, functions, launch, lies_plain, plain
 from halfstep.quant import Quantizer
@@ -19,11 +19,11 @@ def takes(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> bool
     scales, format = quantizer.scales, quantizer.format
     if scales is None or tensors.keys() - {"codes", "scale", "tensor_scale"}:
         return False
-    rule = rules.rule(format, scales.rule)
+    rule = quantizers.rule(format, scales.rule)
     return (
         rule is not None
         and not (rule.kind == "power" and scales.rule.holds != "float8_e8m0fnu")
-        and rules.meaning(format) is not None
+        and quantizers.meaning(format) is not None
         and lies_plain(out)
         and out.numel() > 0
         and all(lies_plain(t, t.dtype) for t in tensors.values())
@@ -41,14 +41,16 @@ def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> None:
     scales, format = quantizer.scales, quantizer.format
     assert scales is not None
     made: Any = cut(tuple(out.shape), scales.tile, format.bits)
-    rule: Any = rules.rule(format, scales.rule)
+    rule: Any = quantizers.rule(format, scales.rule)
     whole = tensors.get("tensor_scale")
+    coded: Any = quantizers.meaning(ocp.float8_e4m3fn)
+    scale = coded.decoding if rule.kind == "two_level" else None
     launch(
         functions("restore").restore, made.blocks,
         bits(tensors["codes"]), bits(tensors["scale"]), None if whole is None else bits(whole), bits(out),
         made.rows, made.columns // made.unit,
-        device=out.device, warps=WARPS, R=rule, D=rules.meaning(format),
-        E=rules.meaning(ocp.float8_e4m3fn) if rule.kind == "two_level" else None, TARGET=KINDS[out.dtype],
-        OUT=None if out.dtype == torch.float32 else rules.written(out.dtype), H=made.tile[0], W=made.tile[1],
+        device=out.device, warps=WARPS, R=rule, M=quantizers.meaning(format),
+        E=scale, TARGET=KINDS[out.dtype],
+        OUT=None if out.dtype == torch.float32 else quantizers.written(out.dtype), H=made.tile[0], W=made.tile[1],
         UNIT=made.unit, ROWS=made.block[0], COLUMNS=made.block[1],
     )  # fmt: skip

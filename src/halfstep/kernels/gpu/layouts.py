@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.kernels.gpu import rules
+from halfstep.kernels.gpu import quantizers
 from halfstep.kernels.gpu.blocks import WARPS, largest
 from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain, plain
 from halfstep.quant import Quantizer
@@ -41,9 +41,9 @@ def takes(x: Tensor, quantizer: Quantizer, given: bool = False) -> bool:
     if any(size % every for size in x.shape):
         return False
     if given:
-        coded = rules.element(quantizer.format, quantizer.rounding)
+        coded = quantizers.element(quantizer.format, quantizer.rounding)
         return coded is not None and coded.cuts is None and quantizer.format.has_nan and tile.rows == tile.columns == 0
-    told = rules.known(quantizer)
+    told = quantizers.known(quantizer)
     return told is not None and (told[0].kind != "two_level" or bool(tile.rows and tile.columns))
 
 
@@ -92,9 +92,9 @@ def run(
     scales, (rows, columns) = quantizer.scales, x.shape
     assert scales is not None
     tile = scales.tile
-    told: Any = rules.known(quantizer)
-    element = rules.element(quantizer.format, quantizer.rounding)
-    rule = rules.Rule("given", 0) if factor is not None else told[0]
+    told: Any = quantizers.known(quantizer)
+    element = quantizers.element(quantizer.format, quantizer.rounding)
+    rule = quantizers.Rule("given", 0) if factor is not None else told[0]
     found = turned_found = None
     if factor is None:
         found = largest(x, quantizer)
@@ -110,7 +110,7 @@ def run(
         functions("layouts").both, -(-rows // _SIDE) * -(-columns // _SIDE),
         bits(x), *_handed(along, factor), found, *_handed(turned, factor), turned_found, _cell(factor), _cell(amax),
         rows // units[0], columns // units[1], *halves(seed), *strides[0], *strides[1],
-        device=x.device, warps=WARPS, R=rule, Q=element, E=rules.e4m3() if rule.kind == "two_level" else None,
+        device=x.device, warps=WARPS, R=rule, Q=element, E=quantizers.e4m3() if rule.kind == "two_level" else None,
         SOURCE=KINDS[x.dtype], FORM=form, NOISY=seed is not None, H=tile.rows, W=tile.columns,
         ROW_UNIT=units[0], UNIT=units[1], TALL=_SIDE, ROWS=_STRIP, COLUMNS=_SIDE,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """An element over its tile's scale: its code, packed with its neighbours', or its value times the scale.
 
-`Q` is an `Element` of `kernels.gpu.rules`, known when a kernel is compiled.
+`Q` is an `Element` of `kernels.gpu.quantizers`, known when a kernel is compiled.
 """
 
 import triton

@@ -4,47 +4,34 @@ import triton
 import triton.language as tl
 
 from halfstep.kernels.gpu.jit.elements import written
-from halfstep.kernels.gpu.jit.numbers import as_float, constant
+from halfstep.kernels.gpu.jit.numbers import as_float, constant, decoded
 from halfstep.kernels.gpu.jit.scales import power_of
 from halfstep.kernels.gpu.jit.tiles import spread
 
 
 @triton.jit
-def decoded(code, D: tl.constexpr):
-    """The float32 of a code (`kernels.cpu.element_codes.decoded`); `D` is a `Decoding`, or a `Steps` of an integer."""
-    if D.kind == "integer":
-        value = ((code << D.sign_shift).to(tl.int32, bitcast=True) >> D.sign_shift).to(tl.float32) * constant(D.step)
-    else:
-        shifted = code << D.sign_shift
-        magnitude = (shifted & 0x7FFFFFFF) >> D.sign_shift
-        fixed = magnitude.to(tl.int32).to(tl.float32) * constant(D.step)
-        bits = tl.where(magnitude < D.min_normal, fixed.to(tl.uint32, bitcast=True), (magnitude << D.shift) + D.offset)
-        bits = tl.where(magnitude > D.largest, D.over, bits)
-        bits = tl.where(magnitude > D.largest + 1, 0x7FC00000, bits) | (shifted & 0x80000000)
-        value = as_float(tl.where(code == D.nan, 0x7FC00000, bits).to(tl.uint32))
-    return value
-
-
-@triton.jit
-def meant(code, D: tl.constexpr):
-    """The float32 of a code: of a codebook's table of 16, too."""
-    if D.table is None:
-        value = decoded(code, D)
-    else:
-        bits = tl.full(code.shape, D.table[0], tl.uint32)
+def meant(code, M: tl.constexpr):
+    """The float32 of a code, given 32 bits wide; `M` is a `Meaning` of `kernels.gpu.quantizers`."""
+    if M.table is not None:
+        bits = tl.full(code.shape, M.table[0], tl.uint32)
         for i in tl.static_range(1, 16):
-            bits = tl.where(code == i, D.table[i], bits).to(tl.uint32)
+            bits = tl.where(code == i, M.table[i], bits).to(tl.uint32)
         value = as_float(bits)
+    elif M.whole is not None:
+        number = (code << M.whole[0]).to(tl.int32, bitcast=True) >> M.whole[0]
+        value = number.to(tl.float32) * constant(M.whole[1])
+    else:
+        value = as_float(decoded(code, M.decoding).to(tl.uint32))
     return value
 
 
 @triton.jit
-def codes_apart(codes, first, row, column, left, rows, columns, D: tl.constexpr, MASKED: tl.constexpr):
+def codes_apart(codes, first, row, column, left, rows, columns, M: tl.constexpr, MASKED: tl.constexpr):
     """The codes of a block, one an entry, from the bytes they are packed in."""
     ROWS: tl.constexpr = row.shape[0]
     COLUMNS: tl.constexpr = column.shape[0]
-    WIDE: tl.constexpr = 2 if D.bits == 4 else (4 if D.bits == 6 else 1)
-    BYTES: tl.constexpr = 3 if D.bits == 6 else 1
+    WIDE: tl.constexpr = 2 if M.bits == 4 else (4 if M.bits == 6 else 1)
+    BYTES: tl.constexpr = 3 if M.bits == 6 else 1
     across = left // WIDE + tl.arange(0, COLUMNS // WIDE)
     place = first // WIDE + across[None, :]
     inside = None
@@ -55,10 +42,10 @@ def codes_apart(codes, first, row, column, left, rows, columns, D: tl.constexpr,
     whole = tl.load(codes + place * BYTES, mask=inside, other=other).to(tl.uint32)
     for i in tl.static_range(1, BYTES):
         whole |= tl.load(codes + place * BYTES + i, mask=inside, other=other).to(tl.uint32) << (8 * i)
-    if D.bits == 4:
+    if M.bits == 4:
         one, two = whole & 15, whole >> 4
-        whole = tl.reshape(tl.join(two, one) if D.high_first else tl.join(one, two), (ROWS, COLUMNS))
-    elif D.bits == 6:
+        whole = tl.reshape(tl.join(two, one) if M.high_first else tl.join(one, two), (ROWS, COLUMNS))
+    elif M.bits == 6:
         pairs = tl.reshape(tl.join(whole & 0xFFF, whole >> 12), (ROWS, COLUMNS // 2))
         whole = tl.reshape(tl.join(pairs & 63, pairs >> 6), (ROWS, COLUMNS))
     return whole
@@ -83,7 +70,7 @@ def multipliers(
         if R.part is not None:
             multiplier = tl.div_rn(multiplier, constant(R.part))
     elif R.kind == "two_level":
-        multiplier = decoded(stored.to(tl.uint32), E) * tl.load(tensor).to(tl.float32, bitcast=True)
+        multiplier = as_float(decoded(stored.to(tl.uint32), E).to(tl.uint32)) * tl.load(tensor).to(tl.float32, bitcast=True)
     elif R.kind == "narrow":
         multiplier = as_float(stored.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
     else:
@@ -94,13 +81,13 @@ def multipliers(
 @triton.jit
 def values(
     codes, scale, tensor, out, top, left, row, column, first, rows, columns,
-    R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr,
+    R: tl.constexpr, M: tl.constexpr, E: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The values of a block."""
-    code = codes_apart(codes, first, row, column, left, rows, columns, D, MASKED)
+    code = codes_apart(codes, first, row, column, left, rows, columns, M, MASKED)
     multiplier = multipliers(scale, tensor, row, column, top, left, rows, columns, R, E, H, W)
-    made = written(meant(code, D), spread(multiplier, row.shape[0], column.shape[0]), R, OUT, TARGET)
+    made = written(meant(code, M), spread(multiplier, row.shape[0], column.shape[0]), R, OUT, TARGET)
     inside = None
     if MASKED:
         inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -110,7 +97,7 @@ def values(
 @triton.jit(do_not_specialize=["rows", "units"])
 def restore(
     codes, scale, tensor, out, rows, units,
-    R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr,
+    R: tl.constexpr, M: tl.constexpr, E: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the values of a matrix of `rows` rows and units * UNIT columns; a UNIT of COLUMNS is one block a row."""
@@ -122,9 +109,9 @@ def restore(
     first = (row.to(tl.int64) * columns)[:, None]
     if top + ROWS <= rows and left + COLUMNS <= columns:
         values(
-            codes, scale, tensor, out, top, left, row, column, first, rows, columns, R, D, E, TARGET, OUT, H, W, False
+            codes, scale, tensor, out, top, left, row, column, first, rows, columns, R, M, E, TARGET, OUT, H, W, False
         )
     else:
         values(
-            codes, scale, tensor, out, top, left, row, column, first, rows, columns, R, D, E, TARGET, OUT, H, W, True
+            codes, scale, tensor, out, top, left, row, column, first, rows, columns, R, M, E, TARGET, OUT, H, W, True
         )

@@ -1,6 +1,6 @@
 """The scale of a tile from its largest magnitude, and back: what is stored, and what elements meet.
 
-`R` is a rule (`kernels.gpu.rules.Rule`), `E` the rounding and the coding of E4M3, known when a kernel is compiled.
+`R` is a rule (`kernels.gpu.quantizers.Rule`), `E` the rounding and the coding of E4M3, known when a kernel is compiled.
 """
 
 import triton

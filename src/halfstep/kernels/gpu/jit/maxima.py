@@ -1,4 +1,5 @@
-"""The largest magnitudes of a matrix: of all of it, of each row or each column; as bits, in which NaN is largest."""
+"""The largest magnitude of each row of a matrix or each column, or of all tiles that are finite: as bits, in which NaN
+is largest."""
 
 import triton
 import triton.language as tl
@@ -22,9 +23,7 @@ def raised(
         else:
             tiles = (bits & 0x7FFFFFFF).to(tl.int32, bitcast=True)
     if FINITE:
-        tiles = tl.where(tiles < 0x7F800000, tiles, 0)
-    if FINITE or (H == 0 and W == 0):
-        tl.atomic_max(found, tl.max(tiles))
+        tl.atomic_max(found, tl.max(tl.where(tiles < 0x7F800000, tiles, 0)))
     elif W == 0:
         tl.atomic_max(found + row, tl.max(tiles, 1), mask=row < rows)
     else:
@@ -32,12 +31,12 @@ def raised(
 
 
 @triton.jit(do_not_specialize=["rows", "units"])
-def amax(
+def maxima(
     x, found, rows, units, SOURCE: tl.constexpr, FINITE: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Raise `found`, of zeros: one number, or one a row (W 0) or a column (H 0). FINITE: of the tiles without an infinity
-    or NaN alone."""
+    """Raise `found`, of zeros: a number a row (W 0) or a column (H 0), or one. FINITE: of the tiles without an infinity
+    or NaN."""
     flat: tl.constexpr = UNIT == COLUMNS
     tall: tl.constexpr = H if H > ROWS else ROWS
     columns = COLUMNS if flat else units * UNIT

@@ -12,7 +12,7 @@ import torch
 from halfstep import formats
 from halfstep.formats import Codebook, Float, Format, Integer, ocp
 from halfstep.kernels.cpu import element_codes, elements
-from halfstep.kernels.cpu.element_codes import Coding
+from halfstep.kernels.cpu.element_codes import Coding, Decoding
 from halfstep.kernels.cpu.elements import Rounding, float_bits
 from halfstep.kernels.cpu.scales import knows as knows_element
 from halfstep.kernels.cpu.scales import power_scalars
@@ -59,21 +59,15 @@ class Element(NamedTuple):
 
 
 class Meaning(NamedTuple):
-    """What codes mean: the numbers of a `Decoding`, an integer's sign and step, or the values of a codebook."""
+    """What packed codes mean: one of the last three says it."""
 
-    kind: str
-    """`float`, `integer` or `table`."""
     bits: int
     high_first: bool
+    decoding: Decoding | None = None
+    whole: tuple[int, int] | None = None
+    """An integer's: the bits above its sign, and its step's bits."""
     table: tuple[int, ...] | None = None
-    sign_shift: int = 0
-    shift: int = 0
-    offset: int = 0
-    min_normal: int = 0
-    step: int = 0
-    largest: int = 0
-    over: int = 0
-    nan: int = 0
+    """A codebook's values, as float32 bits."""
 
 
 ROUNDINGS = ("nearest_even", "stochastic")
@@ -131,16 +125,15 @@ def pair(format: Format, rounding: str = "nearest_even") -> Pair:
 @cache
 def meaning(format: Format) -> Meaning | None:
     """None for a format whose codes kernels do not read from a byte."""
-    known = format.bits, format.high_nibble_first
+    made = Meaning(format.bits, format.high_nibble_first)
     if isinstance(format, Codebook):
-        table = _bits(list(map(format.decode, format.codes()))) if format.bits == 4 else None
-        return None if table is None else Meaning("table", *known, table)
+        return made._replace(table=_bits(list(map(format.decode, format.codes())))) if format.bits == 4 else None
     if not isinstance(format, Float | Integer) or not knows_element(format):
         return None
-    numbers = [int(number) for number in element_codes.decoding_scalars(format)]
+    numbers = tuple(int(number) for number in element_codes.decoding_scalars(format))
     if isinstance(format, Integer):
-        return Meaning("integer", *known, sign_shift=numbers[0], step=numbers[1])
-    return Meaning("float", *known, None, *numbers[:-1])  # the last is of codes as halves of float16's
+        return made._replace(whole=numbers)
+    return made._replace(decoding=Decoding(*numbers))
 
 
 def _bits(values: Sequence[float]) -> tuple[int, ...]:
