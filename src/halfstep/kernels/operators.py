@@ -27,8 +27,10 @@ from halfstep.kernels.cpu import (
     rotated,
     tiles,
 )
+from halfstep.kernels.gpu import blocks as gpu_blocks
 from halfstep.kernels.gpu import cast as gpu_cast
 from halfstep.kernels.gpu import decode as gpu_decode
+from halfstep.kernels.gpu import dequantize as gpu_dequantize
 from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile, draw_seed
 from halfstep.quant.cast import no_code_for_nan, no_such_code
 from halfstep.quant.pack import pack, unpack
@@ -143,6 +145,9 @@ def round_tiles_into(
             return panels.run_values(x, out, format, rounding, scales, seed, tensor_scale)
         if tiles.supports(x, out, quantizer):
             return tiles.run(x, out, format, rounding, scales, seed)
+        if x.is_cuda and gpu_blocks.supports_values(x, out, quantizer):
+            gpu_blocks.run_values(x, out, quantizer, seed, tensor_scale)
+            return True
     if tensor_scale is not None:
         if not blank(x, out, tensor_scale):
             quantized = quantizer.quantize(x, seed)
@@ -172,6 +177,9 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
     if codebook.supports(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
         codebook.run(x, quantizer, tensors)
         return
+    if x.is_cuda and gpu_blocks.supports(x, tensors, quantizer):
+        gpu_blocks.run(x, tensors, quantizer, seed)
+        return
     if not blank(x, *tensors.values()):
         for name, tensor in quantizer.quantize(x, seed).tensors.items():
             tensors[name].copy_(tensor)
@@ -189,6 +197,8 @@ def dequantize_into(quantized: Quantized, out: Tensor) -> None:
         dequantize.run(quantized.tensors, out, format, scales)
     elif scales is not None and tiles.supports_decode(quantized, out):
         tiles.run_decode(quantized, out, scales)
+    elif out.is_cuda and gpu_dequantize.supports(quantized.tensors, out, quantized.quantizer):
+        gpu_dequantize.run(quantized.tensors, out, quantized.quantizer)
     elif not blank(quantized.codes, out):
         quant.Quantized.dequantize(quantized, out.dtype, out)
 
