@@ -226,7 +226,7 @@ def test_a_capturable_group_with_what_no_kernel_takes_is_an_error(launches, monk
     low.param_groups[0]["capturable"] = True
     transpose_gradient(low, parameters)
     before = [p.detach().clone() for p in parameters]
-    with pytest.raises(OptimizerError, match="parameter 0 of shape .* capturable"):
+    with pytest.raises(OptimizerError, match=r"parameter 0 of shape .* capturable"):
         low.step()
     assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
 
