@@ -9,6 +9,7 @@ import dataclasses
 import json
 import sys
 from functools import partial
+from itertools import chain
 
 import fuzzed
 import numpy as np
@@ -19,6 +20,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from halfstep.kernels import selftest_gpu
 from halfstep.kernels.gpu.launch import functions
 from halfstep.kernels.selftest import outcome
+from halfstep.optim import selftest_gpu as optim_selftest_gpu
 
 
 if __name__ == "__main__":
@@ -28,7 +30,7 @@ if __name__ == "__main__":
     core, device = "--core" in sys.argv, torch.device("cpu")
     seen: set[str] = set()
     tests = []
-    for kernel, format, test in selftest_gpu.tests():
+    for kernel, format, test in chain(selftest_gpu.tests(), optim_selftest_gpu.tests()):
         if not core or kernel not in seen:
             seen.add(kernel)
             tests.append((kernel, format, partial(test, device=device)))

@@ -24,6 +24,9 @@ def doctor(
 ) -> None:
     """Say which path each recipe takes here and why, and test every kernel against the reference, bit for bit.
 
+    Operands are the reference's bits on every machine. Products that are carried are exact, with sums in float32.
+    Products on a GPU's FP8 units have exact terms and sums of 13 fraction bits (compute capability 8.9 and 9).
+
     Exit code 1: a kernel differs from the reference on this machine.
     """
     import torch
@@ -31,6 +34,7 @@ def doctor(
     from halfstep.kernels import selftest as kernels
     from halfstep.kernels import selftest_gpu as gpu
     from halfstep.kernels import selftest_matrices as matrices
+    from halfstep.kernels import selftest_units as units
     from halfstep.kernels.gpu import launch
     from halfstep.optim import selftest as optim
     from halfstep.recipe import get_recipe, list_recipes
@@ -48,7 +52,7 @@ def doctor(
         }
         for recipe in asked
     ]
-    tests = [*kernels.outcomes(), *matrices.outcomes(), *optim.outcomes()]
+    tests = [*kernels.outcomes(), *matrices.outcomes(), *units.outcomes(), *optim.outcomes()]
     if with_gpu and launch.missing() is None:
         tests += gpu.outcomes(torch.device("cuda"))
     wrong = [test for test in tests if not test.passed]
@@ -56,13 +60,16 @@ def doctor(
         rows = [
             {"kernel": t.kernel, "format": t.format, "compared": t.compared, "difference": t.difference} for t in tests
         ]
-        show_json({"machine": machine, "recipes": paths, "kernels": rows, "passed": not wrong})
+        show_json({"machine": machine, "recipes": paths, "claims": _claims(), "kernels": rows, "passed": not wrong})
     else:
         for key, value in machine.items():
             typer.echo(f"{key:<13} {value}")
         typer.echo()
         head = ["recipe", "products", "operands", "FP8 units", *(["operands on the GPU"] if with_gpu else [])]
         show_table(head, [tuple(path.values()) for path in paths])
+        typer.echo()
+        for line in _claims():
+            typer.echo(line)
         typer.echo()
         compared = sum(test.compared for test in tests)
         typer.echo(f"{len(tests) - len(wrong)} of {len(tests)} kernel tests equal the reference ({compared:,} results)")
@@ -89,6 +96,22 @@ def _machine() -> dict[str, str]:
         found[f"{name} on CPU"] = why
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: nothing below runs on a GPU here"
     return {**found, "cuda": cuda}
+
+
+def _claims() -> list[str]:
+    """What may be said of operands and products on any machine, and which sizes units leave to others."""
+    from halfstep.kernels.unit_kinds import PAYS
+
+    return [
+        "operands: equal to the reference, every bit, on every device",
+        "carried products: exact terms, summed in float32, rounded once; an error of at most 2 K 2^-24 sum|a b| before",
+        "products on FP8 units (8.9, 9.x): exact terms, sums cut to 13 fraction bits in chunks of 128; fast sums are "
+        "never asked for",
+        "carried all the same: products whose sides are no multiples of 16 (tiles of 32 and 16: the shared side, of "
+        "32; tiles of 128: of 128), are empty, or not in bfloat16",
+        f"derived, not measured: units pay where 1/rows + 1/in + 1/out of a layer is below 1/{1 / PAYS:.0f}; no path "
+        "depends on it",
+    ]
 
 
 def _products(recipe: Recipe) -> str:

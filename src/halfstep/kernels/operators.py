@@ -27,8 +27,10 @@ from halfstep.kernels.cpu import (
     rotated,
     tiles,
 )
+from halfstep.kernels.gpu import blocks as gpu_blocks
 from halfstep.kernels.gpu import cast as gpu_cast
 from halfstep.kernels.gpu import decode as gpu_decode
+from halfstep.kernels.gpu import dequantize as gpu_dequantize
 from halfstep.kernels.gpu import posit as gpu_posit
 from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile, draw_seed
 from halfstep.quant.cast import no_code_for_nan, no_such_code
@@ -57,11 +59,21 @@ def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: 
 def round_scaled_into(
     x: Tensor, factor: Tensor, out: Tensor, format: Format, rounding: str, seed: int | None, amax: Tensor | None = None
 ) -> None:
-    """x * factor in float32 (float64 for float64), rounded and saturated, into `out`; `amax` is raised to max |x|."""
+    """x * factor in float32 (float64 for float64), rounded and saturated, into `out`; `amax` is raised to max |x|.
+
+    An `out` of one byte a number is of torch's dtype of the format: its codes.
+    """
     if cast.supports_scaled(x, out, format):
         cast.run(x, out, format, rounding, "saturate", seed, factor, amax)
     elif x.is_cuda and gpu_cast.supports_scaled(x, out, format):
         gpu_cast.run(x, out, format, rounding, "saturate", seed, factor, amax)
+    elif x.is_cuda and out.itemsize == 1 and gpu_cast.supports_codes(x, out.view(torch.uint8), format):
+        gpu_cast.run_codes(x, out.view(torch.uint8), format, rounding, "saturate", seed, factor, amax)
+    elif out.itemsize == 1:
+        rounded = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        round_scaled_into(x, factor, rounded, format, rounding, seed, amax)
+        if not blank(rounded, out):
+            out.copy_(rounded)
     else:
         if amax is not None and x.numel():
             low, high = torch.aminmax(x)  # one pass, at the speed of memory; abs().amax() would be two
@@ -138,6 +150,9 @@ def round_tiles_into(
             return panels.run_values(x, out, format, rounding, scales, seed, tensor_scale)
         if tiles.supports(x, out, quantizer):
             return tiles.run(x, out, format, rounding, scales, seed)
+        if x.is_cuda and gpu_blocks.supports_values(x, out, quantizer):
+            gpu_blocks.run_values(x, out, quantizer, seed, tensor_scale)
+            return True
     if tensor_scale is not None:
         if not blank(x, out, tensor_scale):
             quantized = quantizer.quantize(x, seed)
@@ -167,6 +182,9 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
     if codebook.supports(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
         codebook.run(x, quantizer, tensors)
         return
+    if x.is_cuda and gpu_blocks.supports(x, tensors, quantizer):
+        gpu_blocks.run(x, tensors, quantizer, seed)
+        return
     if not blank(x, *tensors.values()):
         for name, tensor in quantizer.quantize(x, seed).tensors.items():
             tensors[name].copy_(tensor)
@@ -184,6 +202,8 @@ def dequantize_into(quantized: Quantized, out: Tensor) -> None:
         dequantize.run(quantized.tensors, out, format, scales)
     elif scales is not None and tiles.supports_decode(quantized, out):
         tiles.run_decode(quantized, out, scales)
+    elif out.is_cuda and gpu_dequantize.supports(quantized.tensors, out, quantized.quantizer):
+        gpu_dequantize.run(quantized.tensors, out, quantized.quantizer)
     elif not blank(quantized.codes, out):
         quant.Quantized.dequantize(quantized, out.dtype, out)
 
@@ -249,6 +269,14 @@ def _dequantize(
     dequantize_into(Quantized(quantizer, tuple(out.shape), stored.get("outliers", out).dtype, stored), out)
 
 
+def _quantize(
+    x: Tensor, tensors: list[Tensor], names: list[str], key: str, rows: int, columns: int, rule: str, rounding: str,
+    seed: int | None,
+) -> None:  # fmt: skip
+    quantizer = Quantizer(formats.from_key(key), rounding, scales=Scales(Tile(rows, columns), from_text(rule)))
+    quantize_into(x.contiguous(), dict(zip(names, tensors, strict=True)), quantizer, _seed(rounding, seed))
+
+
 def _accumulate(
     lhs: Tensor, rhs: Tensor, out: Tensor, key: str, block: int, aligned: bool, promote: int | None
 ) -> None:
@@ -274,6 +302,8 @@ _OPERATORS = {
     "round_scaled(Tensor x, Tensor factor, Tensor(a!) out, str key, str rounding, int? seed) -> ()": _round_scaled,
     "round_tiles(Tensor x, Tensor(a!) out, str key, int rows, int columns, str rule, float? outliers, str rounding, "
     "int? seed, Tensor(b!)? tensor_scale) -> ()": _round_tiles,
+    "quantize(Tensor x, Tensor(a!)[] tensors, str[] names, str key, int rows, int columns, str rule, str rounding, "
+    "int? seed) -> ()": _quantize,
     "dequantize(Tensor[] tensors, str[] names, Tensor(a!) out, str key, int rows, int columns, str? rule, "
     "float? outliers, str rounding) -> ()": _dequantize,
     "accumulate(Tensor lhs, Tensor rhs, Tensor(a!) out, str key, int block, bool aligned, int? promote) -> ()": (
