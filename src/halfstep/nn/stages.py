@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep.errors import RecipeError
 from halfstep.nn.adopt import STAGE, InTurn, Members, extend, extensions, release
@@ -142,7 +142,7 @@ class Steps:
         """Count that optimizer's steps: one that nobody ended is refused with the next."""
         self._scalings.follow(optimizer)
 
-    def advance(self, skipped: bool = False) -> None:
+    def advance(self, skipped: bool | Tensor = False) -> None:
         """End an optimizer step; where it was the last of a stage, the next stage begins.
 
         Raises:
