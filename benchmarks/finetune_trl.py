@@ -3,8 +3,8 @@
     python benchmarks/finetune_trl.py [--keep] [--out FOLDER]
 
 The Llama is trained in fp32 on Python's standard library, byte by byte, and fine-tuned on the READMEs of the packages
-that are installed beside halfstep. A preference pair is a prompt from a README, its real continuation, and one of the
-same length from another place of the same text. The DPO policy and its reference start from the fp32 fine-tuning of
+that are installed beside halfstep. A preference pair is a prompt from a README, its continuation, and the same with the
+letters of every other word shuffled. The DPO policy and its reference start from the fp32 fine-tuning of
 seed 0. Loss and reward accuracy are of READMEs that were held out; bytes are of the live tensors. --keep writes
 results/finetune_trl.json. An interrupted run goes on with the trainings that are missing.
 """
@@ -12,11 +12,14 @@ results/finetune_trl.json. An interrupted run goes on with the trainings that ar
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import random
+import re
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -84,16 +87,20 @@ def windows(text: str, count: int, seed: int = 0) -> Dataset:
     return Dataset.from_dict({"text": [text[place : place + TEXT] for place in places]})
 
 
+def misspelt(text: str, draw: random.Random) -> str:
+    """The text with the letters of every other word in another order."""
+    odd = itertools.cycle((False, True))
+    return re.sub(r"\w{3,}", lambda word: "".join(draw.sample(word[0], len(word[0]))) if next(odd) else word[0], text)
+
+
 def pairs(text: str, count: int, seed: int = 0) -> Dataset:
-    """Prompts with what follows, and with what follows elsewhere."""
+    """Prompts with what follows, as it stands and misspelt."""
     rows, draw = [], random.Random(seed)
-    for _ in range(count):
-        place, elsewhere = draw.randrange(len(text) - PROMPT - REPLY), draw.randrange(len(text) - REPLY)
-        after = place + PROMPT
-        rows.append({
-            "prompt": text[place:after], "chosen": text[after : after + REPLY],
-            "rejected": text[elsewhere : elsewhere + REPLY],
-        })  # fmt: skip
+    while len(rows) < count:
+        after = PROMPT + draw.randrange(len(text) - PROMPT - REPLY)
+        reply = text[after : after + REPLY]
+        if (wrong := misspelt(reply, draw)) != reply:
+            rows.append({"prompt": text[after - PROMPT : after], "chosen": reply, "rejected": wrong})
     return Dataset.from_list(rows)
 
 
@@ -160,14 +167,13 @@ def measured(out: Path) -> dict[str, Any]:
     chosen = pairs(train, 500), pairs(rest, HELD_OUT)
     base = trained(out / "base.pt", lambda: sft("fp32", None, (pretraining, text[1]), "pretraining", 0, out))
     policy = trained(out / "policy.pt", lambda: sft("fp32", base, text, "sft", 0, out))
-    found: dict[str, Any] = {"sft": {}, "dpo": {}}
-    for recipe in RECIPES:
-        for kind, make in (
-            ("sft", lambda recipe, seed: sft(recipe, base, text, "sft", seed, out)),
-            ("dpo", lambda recipe, seed: dpo(recipe, policy, chosen, seed, out)),
-        ):
-            rows = [kept(out / f"{kind} {recipe} {n}.json", lambda n=n: make(recipe, n)) for n in range(SEEDS)]  # noqa: B023
-            found[kind][recipe] = rows
+    makers = {
+        "sft": lambda recipe, seed: sft(recipe, base, text, "sft", seed, out),
+        "dpo": lambda recipe, seed: dpo(recipe, policy, chosen, seed, out),
+    }
+    found: dict[str, Any] = {kind: {recipe: [] for recipe in RECIPES} for kind in makers}
+    for seed, (kind, make), recipe in itertools.product(range(SEEDS), makers.items(), RECIPES):
+        found[kind][recipe].append(kept(out / f"{kind} {recipe} {seed}.json", partial(make, recipe, seed)))
     return {"digest": load_corpus(folder, TEXT).digest, **found, **compared(found)}
 
 

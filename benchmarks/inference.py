@@ -1,8 +1,9 @@
-"""What does a model quantised for inference cost, and what does it lose? Bytes, time a token, and the error of logits.
+"""What does a model quantised for inference cost, and what does it lose? Bytes, a prompt's time, the error of logits.
 
     python benchmarks/inference.py [--keep] [--steps N]
 
---keep writes results/inference.json and the table of docs/inference.md.
+--keep writes results/inference.json and the table of docs/inference.md. generation.py times tokens that follow each
+other.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def errors(model: nn.Module, task: Any) -> dict[str, dict[str, float]]:
 
 
 def costs(rounds: int) -> dict[str, dict[str, float]]:
-    """By row: bytes in memory and on disk, and the time of one token and of a prompt of 256, of llama-small."""
+    """By row: bytes in memory and on disk, and the time of a prompt of 256 tokens, of llama-small."""
     torch.manual_seed(0)
     model = Llama(VOCABULARY, 256, layers=6, width=384, heads=6)
     forms = {name: inference_form(model, name) for name in (*WIDE, *RECIPES)}
@@ -94,25 +95,23 @@ def costs(rounds: int) -> dict[str, dict[str, float]]:
             file = Path(folder) / f"{name}.safetensors"
             save_file(each.state_dict(), file)
             found[name] = {"memory": stored_bytes(each), "disk": file.stat().st_size}
-        for key, tokens in (("token", torch.zeros(1, 1, dtype=torch.long)), ("prompt", torch.arange(256)[None])):
-            seconds = timings({name: partial(each, tokens) for name, each in forms.items()}, rounds)
-            for name in forms:
-                found[name][f"{key}_ms"] = 1000 * statistics.median(seconds[name])
-                found[name][f"{key}_to_bf16"] = ratio(seconds, name, "bf16")
+        seconds = timings({name: partial(each, torch.arange(256)[None]) for name, each in forms.items()}, rounds)
+    for name in forms:
+        found[name]["prompt_ms"] = 1000 * statistics.median(seconds[name])
+        found[name]["prompt_to_bf16"] = ratio(seconds, name, "bf16")
     return found
 
 
 def table(data: dict[str, Any]) -> str:
     """The figures of docs/inference.md."""
     lines = [
-        "| weights | in memory | on disk | a token | 256 tokens | logits' error | bits a byte |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| weights | in memory | on disk | 256 tokens | logits' error | bits a byte |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, cost in data["costs"].items():
         quality = data["errors"][name]
         lines.append(
             f"| `{name}` | {cost['memory'] / 1e6:.1f} MB | {cost['disk'] / 1e6:.1f} MB | "
-            f"{cost['token_ms']:.1f} ms ({cost['token_to_bf16']:.2f}) | "
             f"{cost['prompt_ms']:.0f} ms ({cost['prompt_to_bf16']:.2f}) | "
             f"{quality['error']:.2%} | {quality['bits_per_byte']:.4f} |"
         )

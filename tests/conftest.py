@@ -12,6 +12,7 @@ import torch
 from hypothesis import settings
 from packaging.version import Version
 
+from families import start
 from halfstep.cli.app import main
 from halfstep.errors import HalfstepError
 from halfstep.kernels import carried
@@ -70,7 +71,7 @@ def _frozen():
 
 @pytest.fixture(autouse=True)
 def _start(request):
-    torch.manual_seed(0)
+    start()
     # Tensors in tests are small: a second thread costs more than it brings, and much more beside another process. Tests
     # of threading set their own number; `make test-cpus` has cells with two.
     torch.set_num_threads(request.config.getoption("threads"))

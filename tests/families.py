@@ -10,6 +10,14 @@ import torch
 _SHOWN = 400  # characters of what went wrong with a member
 
 
+def start():
+    """The seed that every test starts from. `torch.manual_seed` also notes a traceback for each kind of GPU, used or
+    not, which takes longer than many a test."""
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
+
+
 class MembersFail(AssertionError):
     """Some members of a family fail: a line for each."""
 
@@ -58,7 +66,7 @@ def for_each(names, members, ids=str):
         def loop(*args, **kwargs):
             lines, first = [], None
             for member in members:
-                torch.manual_seed(0)
+                start()
                 values = [member] if len(arguments) == 1 else member
                 try:
                     test(*args, **kwargs, **dict(zip(arguments, values, strict=True)))

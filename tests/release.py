@@ -3,14 +3,14 @@
 `make release` does it in two fresh environments: one has the lowest versions that pyproject.toml allows of what
 halfstep and its extras need, the other the newest. Everything lies in dist/. --quick runs a few rooms instead of all
 fast tests; --only takes one environment, or the files alone. torch's default wheel for Linux brings gigabytes of CUDA:
-PIP_FLAGS chooses another index, and a torch that wants CUDA's libraries is refused unless --cuda is given.
+PIP_FLAGS chooses another index, and a torch that wants CUDA's libraries is refused unless --cuda is given. uv finds and
+installs the libraries: where pip goes back and forth for minutes, it takes seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import email
-import json
 import os
 import re
 import shlex
@@ -24,6 +24,8 @@ import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 
 ROOT = Path(__file__).parents[1]
@@ -50,14 +52,17 @@ def project() -> dict[str, Any]:
 
 
 def lowest(project: dict[str, Any], extras: Iterable[str]) -> list[str]:
-    """Constraints that pin every library to its lower bound, those of the extras too.
+    """Constraints that pin every library to its lower bound, those of the extras too: of several bounds the highest.
 
-    >>> lowest({"dependencies": ["torch>=2.8,<2.14"], "optional-dependencies": {"hf": ["transformers>=5.0"]}}, ["hf"])
-    ['torch==2.8', 'transformers==5.0']
+    >>> extras = {"hf": ["transformers>=5.0"], "trainer": ["transformers>=5.8"]}
+    >>> lowest({"dependencies": ["torch>=2.8,<2.14"], "optional-dependencies": extras}, extras)
+    ['torch==2.8', 'transformers==5.8']
     """
     lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
-    found = [re.match(r"([\w.-]+)>=([\w.]+)", line) for line in lines]
-    return [f"{match[1]}=={match[2]}" for match in found if match]
+    bounds: dict[str, Version] = {}
+    for match in filter(None, (re.match(r"([\w.-]+)>=([\w.]+)", line) for line in lines)):
+        bounds[match[1]] = max(Version(match[2]), bounds.get(match[1], Version("0")))
+    return [f"{name}=={version}" for name, version in bounds.items()]
 
 
 def wheel_mistakes(names: Sequence[str], metadata: str, sources: Iterable[str], project: dict[str, Any]) -> list[str]:
@@ -140,7 +145,7 @@ def build() -> tuple[Path, Path]:
     """A wheel and a source distribution of the clone as it is, with twine's own checks of both."""
     python = fresh("build")
     backend = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    run(python, "-m", "pip", "install", "--quiet", *backend, "twine")
+    run(python, "-m", "pip", "install", "--quiet", *backend, "twine", "uv")
     for old in [*OUT.glob("*.whl"), *OUT.glob("*.tar.gz")]:
         old.unlink()
     run(python, "-m", "hatchling", "build", "-d", OUT)
@@ -151,19 +156,22 @@ def build() -> tuple[Path, Path]:
 
 def install(python: Path, wheel: Path, constraints: Sequence[str], flags: Sequence[str], cuda: bool) -> None:
     """The wheel with its extras and what the tests compare with, unless that would bring CUDA unasked."""
-    file = python.parent / "constraints.txt"
-    file.write_text("\n".join(constraints) + "\n")
-    pip = [python, "-m", "pip", "install", "--quiet", *flags, "-c", file, f"{wheel}[dev]"]
-    plan = subprocess.run([*pip, "--dry-run", "--report", "-"], capture_output=True, text=True)
+    place, uv = python.parent, OUT / "build" / "bin" / "uv"
+    (place / "wanted.txt").write_text(f"halfstep[dev] @ {wheel.as_uri()}\n")
+    (place / "constraints.txt").write_text("\n".join(constraints) + "\n")
+    # pip's own rule where there are several indexes: the best version of any.
+    common = ["--quiet", "--python", python, "--index-strategy", "unsafe-best-match", *flags]
+    files = [place / "wanted.txt", "-c", place / "constraints.txt"]
+    plan = subprocess.run([uv, "pip", "compile", *common, *files], capture_output=True, text=True)
     if plan.returncode:
-        sys.exit(f"release: pip finds no such set of libraries:\n{plan.stderr}")
-    wanted = [item["metadata"]["name"] for item in json.loads(plan.stdout)["install"]]
-    nvidia = [name for name in wanted if name.startswith("nvidia-")]
+        sys.exit(f"release: there is no such set of libraries:\n{plan.stderr}")
+    nvidia = re.findall(r"^nvidia-", plan.stdout, re.MULTILINE)
     if nvidia and not cuda:
         sys.exit(
             f"release: torch wants {len(nvidia)} libraries of CUDA; choose an index with PIP_FLAGS, or give --cuda"
         )
-    run(*pip)
+    (place / "all.txt").write_text(plan.stdout)
+    run(uv, "pip", "install", *common, "-r", place / "all.txt")
 
 
 def suite(python: Path, paths: Sequence[str], name: str) -> None:
@@ -188,7 +196,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help=f"run {', '.join(ROOMS)} alone")
     parser.add_argument("--only", choices=["files", "lowest", "newest"], help="the files alone, or one environment")
-    parser.add_argument("--pip-flags", default="", help="given to pip where torch is installed")
+    parser.add_argument(
+        "--pip-flags", default="", help="given to uv, which knows pip's --index-url, --extra-index-url and --find-links"
+    )
     parser.add_argument("--cuda", action="store_true", help="take a torch that brings CUDA's libraries")
     given = parser.parse_args()
     OUT.mkdir(exist_ok=True)

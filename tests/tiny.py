@@ -46,7 +46,7 @@ def fast_and_every(names):
 
 
 def mlp(seed=0):
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
 
 
@@ -65,7 +65,7 @@ class Gated(nn.Module):
 
 
 def gated(seed=0):
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), Gated(), nn.LayerNorm(16), nn.Linear(16, 4))
 
 

@@ -1,11 +1,13 @@
 """Planted pairs: how one tensor was made from another is told, and what the bits do not show is not said."""
 
+import itertools
 import math
 
 import pytest
 import torch
 
 import halfstep
+from families import in_turn, slow_unless
 from halfstep.bits.memory import InMemory
 from halfstep.bits.pair import Pair, as_numbers, change
 from halfstep.bits.relation import KINDS, relation
@@ -164,8 +166,12 @@ def test_a_grid_of_other_values_is_not_said_to_be_of_these():
     assert found.kind == "changed" or found.grid.nearest < 0.9
 
 
-@pytest.mark.parametrize("rank", [1, 4, 16, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+RANKS, DTYPES = (1, 4, 16, 40), (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("rank", "dtype"), slow_unless(in_turn(RANKS, DTYPES).__contains__, itertools.product(RANKS, DTYPES))
+)
 def test_a_merged_lora_is_told_with_its_rank(rank, dtype):
     base = weight(320, 500).to(dtype)
     up, down = torch.randn(320, rank, generator=generator(1)), torch.randn(rank, 500, generator=generator(2))

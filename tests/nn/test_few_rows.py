@@ -204,8 +204,8 @@ def test_threads_do_not_change_a_sum():
 
 def test_nothing_of_a_weight_that_was_is_read(read):
     """What is kept between two products is found again, whoever writes to a weight and however."""
-    model, _ = both(KNOWN["fp8_128x128"])
-    other = both(KNOWN["fp8_128x128"], layer=nn.Linear(COLUMNS, ACROSS, bias=False))[0]
+    model, _ = both(KNOWN["fp8_128x128"], "bf16")
+    other = both(KNOWN["fp8_128x128"], "bf16", nn.Linear(COLUMNS, ACROSS, bias=False))[0]
     layer, x = model[0], torch.randn(2, COLUMNS)
     layer.bias = None
     before, expected = model(x), other(x)
@@ -246,7 +246,7 @@ def test_a_copy_or_a_pickle_has_its_own():
 
 
 def test_codes_that_are_taken_away_are_freed():
-    model, _ = both(KNOWN["mxfp8_e4m3"])
+    model, _ = both(KNOWN["mxfp8_e4m3"], "bf16")
     model(torch.randn(1, COLUMNS))
     codes = weakref.ref(model[0].weight_codes)
     model[0].weight_codes = model[0].weight_codes.to("meta")

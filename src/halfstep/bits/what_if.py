@@ -15,7 +15,7 @@ from halfstep.bits.scan import Progress, Scan, decoded
 from halfstep.bits.values import Values
 from halfstep.bits.verdict import percent
 from halfstep.errors import QuantizationError, unknown
-from halfstep.kernels.cpu import operators
+from halfstep.kernels import operators
 from halfstep.kernels.cpu.cast_errors import ROOM, CastErrors, Rows, knows
 from halfstep.kernels.cpu.comparison import Errors, compare, unit
 from halfstep.quant import Quantizer, Scales, get_quantizer

@@ -21,7 +21,7 @@ from halfstep.inspection.gguf_blocks import DECODED
 from halfstep.inspection.new_file import CODES, Part, new_file, refuse_existing
 from halfstep.inspection.report import TensorReport
 from halfstep.inspection.stored import Checkpoint, StoredTensor
-from halfstep.kernels.cpu import operators
+from halfstep.kernels import operators
 from halfstep.ops.files import metadata
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep.kernels.cpu import operators
+from halfstep.kernels import operators
 
 
 PASSING = "passing"

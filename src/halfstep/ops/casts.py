@@ -12,7 +12,8 @@ from torch import Tensor
 from halfstep import formats, quant
 from halfstep.errors import QuantizationError
 from halfstep.formats import BlockFormat, Format
-from halfstep.kernels.cpu import amax, operators
+from halfstep.kernels import operators
+from halfstep.kernels.cpu import amax
 from halfstep.quant import Quantizer, draw_seed
 from halfstep.quant.cast import CONTAINERS, check_codes, check_input, prepare_out
 from halfstep.quant.quantizer import layout

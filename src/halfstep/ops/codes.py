@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep import formats
-from halfstep.kernels.cpu import operators
+from halfstep.kernels import operators
 from halfstep.kernels.cpu.arrays import plain
 from halfstep.ops.casts import Quantized, amax_of, quantize
 from halfstep.quant import Quantizer

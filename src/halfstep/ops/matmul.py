@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from halfstep.kernels import carried
-from halfstep.kernels.cpu import operators
+from halfstep.kernels import carried, operators
 from halfstep.quant import Accumulator
 
 

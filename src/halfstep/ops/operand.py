@@ -13,7 +13,7 @@ from halfstep.formats import Format
 from halfstep.kernels import carried, scaled_mm
 from halfstep.kernels.cpu import clamp_operators as operators
 from halfstep.kernels.cpu import rotated_tiles
-from halfstep.kernels.cpu.operators import rotate, without_tensor_scale
+from halfstep.kernels.operators import rotate, without_tensor_scale
 from halfstep.ops.casts import Quantized, amax_of, quantize, round_scaled, seed_of, values, values_noted
 from halfstep.ops.remainder import Remainder, bounds_of, remainder
 from halfstep.ops.rows import rounded_rows

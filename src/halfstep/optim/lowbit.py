@@ -19,6 +19,7 @@ from halfstep.optim.rules.base import Step, UpdateRule
 from halfstep.optim.seeds import are_several, first_ranks
 from halfstep.optim.shards import is_spread, like, local, positions
 from halfstep.optim.stored import Stored
+from halfstep.optim.together import Together
 from halfstep.optim.update import OWN, Update, move
 from halfstep.quant import derive_seed
 from halfstep.recipe import Projection, Recipe
@@ -65,6 +66,7 @@ class LowBit(Stored):
         self._agreed = False
         self._versions: dict[Tensor, int] = {}
         self._watch: Callable[[Update], None] | None = None
+        self._together = Together()
         super().__init__(groups, rule, recipe, {"rounding_seed": seed}, projections)
 
     @contextmanager
@@ -90,7 +92,7 @@ class LowBit(Stored):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's load_state_dict comes by here too, with less than a copy brings.
         absent: dict[str, Any] = {"_watch": None, "_present": None, "_process_group": None, "projections": {}}
-        begun = {"_agreed": False, "_versions": {}, "_plans": {}, "per_layer": self.per_layer}
+        begun = {"_agreed": False, "_versions": {}, "_plans": {}, "per_layer": self.per_layer, "_together": Together()}
         super().__setstate__({**absent, **vars(self), **begun, **state})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -130,15 +132,17 @@ class LowBit(Stored):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf = getattr(self, "found_inf", None)
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self.awaits_scaler:
             self.awaits_scaler = False
-            if found_inf is None and not hasattr(self, "grad_scale"):
+            if found_inf is None and scale is None:
                 warnings.warn(UNSCALED, stacklevel=4)  # torch wraps step, twice
-        if found_inf is not None and float(found_inf):
+        if self._watch is None and self._together.again(self, scale, found_inf):
+            torch.clear_autocast_cache()
             return loss
-        scale = getattr(self, "grad_scale", None)
-        grad_scale = 1.0 if scale is None else 1.0 / float(scale)
+        together = self._watch is None and self._together.serves(self)
+        if not together and found_inf is not None and float(found_inf):
+            return loss
         if self.recipe.codes is not None and not any(
             p.grad is not None for group in self.param_groups for p in group["params"]
         ):
@@ -149,10 +153,17 @@ class LowBit(Stored):
         self.check()
         self._start_late()
         stepped = [(p, p.grad, group, i) for i, (p, group) in enumerate(self._all()) if p.grad is not None]
+        if together:
+            stepped = self._together.take(self, stepped)
+            if stepped and found_inf is not None and float(found_inf):
+                return loss
+        grad_scale = 1.0 if scale is None or not stepped else 1.0 / float(scale)
         # Where training is one long autocast: the update's products are float32's, and no cast of a weight outlives it.
         with torch.autocast(stepped[0][0].device.type if stepped else "cpu", enabled=False):
             for parameter, grad, group, index in stepped:
                 self._look(parameter, group, index, grad, grad_scale)
+            if together:
+                self._together.run(scale, found_inf)
             for parameter, grad, group, index in stepped:
                 self._update(parameter, group, index, grad, grad_scale)
         torch.clear_autocast_cache()
@@ -199,8 +210,17 @@ class LowBit(Stored):
         self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor, grad_scale: float = 1.0
     ) -> Step:
         """What the next update of a parameter takes."""
+        _, step = self.taken(parameter, group, grad)
+        number, master = int(self.state[parameter]["step"]) + 1, step.master
+        if master.rounding == "stochastic":
+            seed = derive_seed(group["rounding_seed"], number, index)
+            master = replace(step.master, seed=seed, positions=positions(parameter))  # type: ignore[type-var]
+        return replace(step, master=master, number=number, grad_scale=grad_scale)
+
+    def taken(self, parameter: Tensor, group: dict[str, Any], grad: Tensor) -> tuple[UpdateRule, Step]:
+        """The rule that a parameter is updated by, and what an update takes of it; not yet of which step it is."""
         state, master, plan = self._begun(parameter, group), self._master(parameter), self.plan(parameter, group)
-        number, grad = int(state["step"]) + 1, like(parameter, master.gradient(grad))
+        grad = like(parameter, master.gradient(grad))
         # Of a parameter that is spread over ranks, this one's part; whole where norms of the whole enter.
         weight, kept = local(parameter), {name: local(state[name]) for name in master.keeps}
         moments = {part: state[part] for part in plan.parts}
@@ -208,10 +228,7 @@ class LowBit(Stored):
             grad, moments = local(grad), {name: local(value) for name, value in moments.items()}
         if master is OWN and self.recipe.update_rounding != "nearest_even":
             master = replace(OWN, rounding=self.recipe.update_rounding)
-            if master.rounding == "stochastic":
-                seed = derive_seed(group["rounding_seed"], number, index)
-                master = replace(master, seed=seed, positions=positions(parameter))
-        return Step(weight, master, kept, grad, moments, number, group, grad_scale, plan.kinds, plan.coded)
+        return plan.rule, Step(weight, master, kept, grad, moments, 0, group, 1.0, plan.kinds, plan.coded)
 
     def _update(
         self, parameter: Tensor, group: dict[str, Any], index: int, grad: Tensor, grad_scale: float = 1.0

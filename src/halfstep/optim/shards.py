@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -25,6 +26,11 @@ def local(tensor: Tensor) -> Tensor:
     """This rank's part, sharing memory with the whole."""
     spread: Any = tensor
     return spread.to_local() if is_spread(tensor) else tensor
+
+
+def part(tensor: Tensor) -> Tensor:
+    """The same of one that is, as `to_local` without what autograd needs: for a step that asks at every parameter."""
+    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
 
 
 def like(whole: Tensor, tensor: Tensor) -> Tensor:
@@ -53,6 +59,36 @@ def positions(tensor: Tensor) -> Tensor | None:
     if not is_spread(tensor):
         return None
     whole: Any = tensor
+    starts, sizes = _cut(whole)
+    if sizes == list(whole.shape):
+        return None
+    index = torch.zeros((), dtype=torch.int64, device=whole.device)
+    for start, size, length in zip(starts, sizes, whole.shape, strict=True):
+        index = index[..., None] * length + torch.arange(start, start + size, device=whole.device)
+    return index.view(sizes)
+
+
+def run_of(tensor: Tensor) -> tuple[int, int, int] | None:
+    """The same as start, run and stride: this rank's element i is number start + i // run * stride + i % run of the
+    whole. None where that is not so: a cut along other dimensions than the first and one more.
+
+    Raises:
+        OptimizerError: as `positions`.
+    """
+    whole: Any = tensor
+    starts, sizes = _cut(whole)
+    shape = list(whole.shape)
+    last = max((dim for dim in range(whole.dim()) if sizes[dim] != shape[dim]), default=0)
+    if sizes[1:last] != shape[1:last]:
+        return None
+    start = 0
+    for begin, length in zip(starts, shape, strict=True):
+        start = start * length + begin
+    return start, max(prod(sizes[last:]), 1), prod(shape[last:])
+
+
+def _cut(whole: Any) -> tuple[list[int], list[int]]:
+    """Where along each dimension this rank's part begins, and how long it is."""
     starts, sizes = [0] * whole.dim(), list(whole.shape)
     for axis, placement in enumerate(whole.placements):
         if placement.is_replicate():
@@ -66,9 +102,4 @@ def positions(tensor: Tensor) -> Tensor | None:
         longest = -(-sizes[dim] // parts)
         start = min(whole.device_mesh.get_local_rank(axis) * longest, sizes[dim])
         starts[dim], sizes[dim] = starts[dim] + start, min(longest, sizes[dim] - start)
-    if sizes == list(whole.shape):
-        return None
-    index = torch.zeros((), dtype=torch.int64, device=whole.device)
-    for start, size, length in zip(starts, sizes, whole.shape, strict=True):
-        index = index[..., None] * length + torch.arange(start, start + size, device=whole.device)
-    return index.view(sizes)
+    return starts, sizes

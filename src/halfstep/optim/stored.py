@@ -153,7 +153,7 @@ class Stored(torch.optim.Optimizer):
         states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         lost = 0
         for group, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            self.rule.check(group)
+            self.rule.check({**group, "params": mine["params"]})
             for number, parameter in zip(group["params"], mine["params"], strict=True):
                 if number in state_dict["state"]:
                     saved_state, options = state_dict["state"][number], {**mine, **group}

@@ -12,7 +12,7 @@ from halfstep import formats
 from halfstep.formats import Format
 from halfstep.kernels.cpu import folded, quantiles, rows, slopes
 from halfstep.kernels.cpu import sparse as products
-from halfstep.kernels.cpu.operators import blank
+from halfstep.kernels.operators import blank
 from halfstep.quant import Clamp, Estimator, Quantizer, Scales, Tile, draw_seed
 from halfstep.quant.cast import round_to
 from halfstep.quant.quantizer import as_rows

@@ -35,6 +35,8 @@ _TOGETHER = {1: 4, 4: 2}  # rows of a weight that are read side by side, by how 
 _SPEED = 32  # elements of a weight in the time of one that is rounded, by which `Kernel` knows what threads are worth
 _SIDE_BY_SIDE = {ms: ((np.uint32(0),) * js, (np.uint32(0),) * ms) for ms, js in _TOGETHER.items()}
 _NO_SCALES = None, None, None, None, np.int64(0), np.int64(0)
+_NO_BIAS = np.empty(0, np.float32)
+_NOTHING = np.float32(-0.0)  # what a sum keeps every bit beside
 _LARGEST = np.uint32(127 + 100 << 23)  # of scales, as bits: a product with any code is then far from infinity
 
 
@@ -129,8 +131,8 @@ def _form(x: Tensor, weight: Any, times: float | None, bias: Tensor | None, out:
     strange = np.zeros(-(-across // _GROUP), np.uint8)
     _products(
         columns * across // _SPEED, array(x, torch.float32), columns, *weight, *_SIDE_BY_SIDE[ms],
-        None if times is None else np.float32(times),
-        None if bias is None else array(bias, torch.float32), array(out).reshape(rows, across), strange,
+        np.float32(1 if times is None else times), _NO_BIAS if bias is None else array(bias, torch.float32),
+        array(out).reshape(rows, across), strange,
     )  # fmt: skip
     return not strange.any()
 
@@ -173,8 +175,7 @@ def _larger(largest, scale):
 
 @lanes("like")
 def _finished(total, times, bias, like):
-    y = total if times is None else total * times
-    return nearest_as(y if bias is None else y + bias, like)
+    return nearest_as(total * times + bias, like)
 
 
 @inner
@@ -224,11 +225,8 @@ def _rows(weight, meaning, packed, mask, tiles, x, columns, first, js, ms, times
         for j in range(len(js)):
             for row in range(m, min(m + len(ms), out.shape[0])):
                 total = found[j * len(ms) + row - m]
-                like = out[row, first + j]
-                if bias is None:
-                    out[row, first + j] = _finished(total, times, None, like)
-                else:
-                    out[row, first + j] = _finished(total, times, bias[first + j], like)
+                added = bias[first + j] if bias.size else _NOTHING
+                out[row, first + j] = _finished(total, times, added, out[row, first + j])
     return most
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import Kernel, inner
 from halfstep.kernels.cpu.lanes import lanes, nearest_as
-from halfstep.kernels.cpu.operators import blank
+from halfstep.kernels.operators import blank
 
 
 class Operand(Protocol):

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.cpu import adam as kernel
-from halfstep.kernels.cpu.coded import Coded
-from halfstep.optim.rules.base import Group, Moments, Step, UpdateRule
+from halfstep.kernels.gpu.optimizer import Options
+from halfstep.optim.rules.base import CAPTURABLE, ON_HOST, Group, Moments, Step, UpdateRule, as_kept, learning_rate
 
 
 REFUSED = {
     "amsgrad": "its running maximum is a third moment that no recipe has a format for",
     "differentiable": "the update runs without autograd",
-    "capturable": "the update reads its step count on the host",
+    CAPTURABLE: ON_HOST,
 }
 REFUSED_STATES = {"max_exp_avg_sq": "it is AMSGrad's running maximum, which no recipe has a format for"}
 
@@ -65,25 +65,24 @@ def adam_rule(name: str, torch_class: type[torch.optim.Optimizer], decoupled: bo
         return move(weight, grad, moments, scalars(step, group, 1.0, is_decoupled(group)))
 
     def fused(step: Step) -> bool:
-        master, moments = step.master, _as_kept(step) if step.coded else step.moments
+        master, moments = step.master, as_kept(step) if step.coded else step.moments
         tensors = (step.weight, master.name, step.kept, step.grad, moments)
         if master.positions is not None or not kernel.supports(*tensors, master.rounding):
             return False
         numbers = scalars(step.number, step.group, step.grad_scale, is_decoupled(step.group))
         return kernel.run(*tensors, numbers, master.seed)
 
+    def options(group: Group) -> Options:
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        decay = float(group["weight_decay"])
+        l2, taken = (0.0, decay) if is_decoupled(group) else (decay, 0.0)
+        sign, eps = -1.0 if group.get("maximize") else 1.0, float(group["eps"])
+        return Options("adam", learning_rate(group), sign, beta1, 1 - beta1, beta2, l2, taken, eps)
+
     names = ("exp_avg", "exp_avg_sq")
-    return UpdateRule(name, torch_class, lambda group: names, update, REFUSED, REFUSED_STATES, fused, decay=decay)
-
-
-def _as_kept(step: Step) -> dict[str, kernel.Moment]:
-    """The moments for the kernel: those that are codes with how they are coded."""
-    numbers, codes = dict(step.moments), {}
-    for name, kind in step.kinds.items():
-        for number in kind.numbers(name) if kind.dtype is None else ():
-            parts = {part: numbers.pop(own) for part, own in kind.names(number).items()}
-            codes[number] = Coded(kind.quantizer, parts, kind.matrix(tuple(step.weight.shape)))
-    return {**numbers, **codes}
+    return UpdateRule(
+        name, torch_class, lambda group: names, update, REFUSED, REFUSED_STATES, fused, decay=decay, options=options
+    )
 
 
 adam = adam_rule("adam", torch.optim.Adam, decoupled=False)

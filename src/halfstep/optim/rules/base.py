@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import OptimizerError
+from halfstep.kernels.cpu.coded import Coded
+from halfstep.kernels.gpu.optimizer import Options
 from halfstep.quant.masters import Kept, Master
 from halfstep.recipe import Storage
 from halfstep.registry import collect
@@ -17,6 +19,11 @@ Group = Mapping[str, Any]
 """A parameter group's options, as torch.optim names them."""
 
 Moments = dict[str, Tensor]
+
+CAPTURABLE = "capturable"
+"""torch's option for steps in CUDA graphs: nothing is read on the host."""
+ON_HOST = "on a CPU, and where no kernel does the whole update, it reads its step count on the host"
+"""Why it is refused."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +50,22 @@ class Step:
 Fused = Callable[[Step], bool]
 """The same update in one pass over memory: what is kept follows the weight (`Master.follow`), then weight, kept and
 moments are updated in place. False where it cannot serve these tensors, and has touched none."""
+
+
+def as_kept(step: Step) -> dict[str, Tensor | Coded]:
+    """A step's moments for kernels: those that are codes with how they are coded."""
+    numbers, codes = dict(step.moments), {}
+    for name, kind in step.kinds.items():
+        for number in kind.numbers(name) if kind.dtype is None else ():
+            parts = {part: numbers.pop(own) for part, own in kind.names(number).items()}
+            codes[number] = Coded(kind.quantizer, parts, kind.matrix(tuple(step.weight.shape)))
+    return {**numbers, **codes}
+
+
+def learning_rate(group: Group) -> float | Tensor:
+    """A group's, which stays a tensor where reading it would wait for a GPU."""
+    lr: Any = group["lr"]
+    return lr if isinstance(lr, Tensor) and lr.is_cuda else float(lr)
 
 
 def never(step: Step) -> bool:
@@ -90,6 +113,8 @@ class UpdateRule:
     """The shape of a moment of that name, of a weight of that shape."""
     kept_as: Callable[[str, Group], str | None] = own_name
     """The name under which recipes say how a moment is kept: Adam's for one that is alike; None keeps it in float32."""
+    options: Callable[[Group], Options] | None = None
+    """A group's options for the kernels that step many tensors on a GPU together; None where none know the rule."""
     look: Look | None = None
     lower: Callable[[Step], Tensor] | None = None
     """The gradient in fewer numbers, of which `update` takes the sum over micro-batches as well."""
@@ -101,11 +126,16 @@ class UpdateRule:
             OptimizerError: one is set.
         """
         for option, reason in self.refused.items():
-            if group.get(option):
+            if group.get(option) and not (option == CAPTURABLE and self._counts_on_gpu(group)):
                 raise OptimizerError(
                     f"{self.torch_class.__name__} with {option}=True cannot be expressed: {reason}. "
                     f"Build it with {option}=False"
                 )
+
+    def _counts_on_gpu(self, group: Group) -> bool:
+        """Whether kernels count the steps of all its parameters."""
+        parameters = group.get("params", ())
+        return self.options is not None and bool(parameters) and all(p.is_cuda for p in parameters)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A rule travels by its name: its functions have none that a pickle could find them by."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halfstep.kernels.gpu.optimizer import Options
 from halfstep.optim.classes import Lion
-from halfstep.optim.rules.base import Group, Moments, UpdateRule
+from halfstep.optim.rules.base import Group, Moments, UpdateRule, learning_rate
 
 
 def _update(weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Group) -> tuple[Tensor, Moments]:
@@ -24,4 +25,10 @@ def _update(weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Gr
     return weight * (1 - lr * decay) - direction * lr, {"exp_avg": momentum * beta2 + grad * (1 - beta2)}
 
 
-lion = UpdateRule("lion", Lion, lambda group: ("exp_avg",), _update)
+def _options(group: Group) -> Options:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    sign = -1.0 if group["maximize"] else 1.0
+    return Options("lion", learning_rate(group), sign, beta1, 1 - beta1, beta2, decay=float(group["weight_decay"]))
+
+
+lion = UpdateRule("lion", Lion, lambda group: ("exp_avg",), _update, options=_options)

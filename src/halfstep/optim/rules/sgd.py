@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from halfstep.optim.rules.base import Group, Moments, UpdateRule
+from halfstep.kernels.gpu.optimizer import Options
+from halfstep.optim.rules.base import Group, Moments, UpdateRule, learning_rate
 
 
 def _moments(group: Group) -> tuple[str, ...]:
@@ -31,8 +32,17 @@ def _update(weight: Tensor, grad: Tensor, moments: Moments, step: int, group: Gr
     return weight - direction * lr, {"momentum_buffer": buffer}
 
 
+def _options(group: Group) -> Options:
+    momentum, sign = float(group["momentum"]), -1.0 if group.get("maximize") else 1.0
+    lr, decay, nesterov = learning_rate(group), float(group["weight_decay"]), bool(group["nesterov"])
+    if not momentum:
+        return Options("descent", lr, sign, l2=decay)
+    return Options("momentum", lr, sign, momentum, 1 - float(group["dampening"]), l2=decay, nesterov=nesterov)
+
+
 _REFUSED = {"differentiable": "the update runs without autograd"}
 
 sgd = UpdateRule(
-    "sgd", torch.optim.SGD, _moments, _update, _REFUSED, decay=lambda group: (float(group["weight_decay"]), 1.0)
-)
+    "sgd", torch.optim.SGD, _moments, _update, _REFUSED, decay=lambda group: (float(group["weight_decay"]), 1.0),
+    options=_options,
+)  # fmt: skip

@@ -31,7 +31,8 @@ def narrowed(bits, KIND: tl.constexpr):
         if KIND == "float16":
             magnitude = bits & 0x7FFFFFFF
             number = as_bits(as_float(magnitude) * 1.925929944387236e-34) << 3  # 2^-112
-            bits = tl.where(magnitude >= 0x7F800000, magnitude << 3, number) | (bits & 0x80000000)
+            special = (magnitude << 3) & 0x7FFFFFFF
+            bits = tl.where(magnitude >= 0x7F800000, special, number) | (bits & 0x80000000)
         stored = (bits >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
     return stored
 
@@ -127,6 +128,18 @@ def coded(bits, noise, P: tl.constexpr, C: tl.constexpr):
     return code
 
 
+@triton.jit
+def decoded(code, D: tl.constexpr):
+    """The float32 bits of a code, given 32 bits wide (`kernels.cpu.element_codes.decoded`)."""
+    sign = (code << D.sign_shift) & 0x80000000
+    magnitude = code & (0x7FFFFFFF >> D.sign_shift)
+    fixed = as_bits(magnitude.to(tl.float32) * constant(D.step))
+    value = tl.where(magnitude < D.min_normal, fixed, (magnitude << D.shift) + D.offset)
+    value = tl.where(magnitude > D.largest, D.over, value)
+    value = tl.where(magnitude > D.largest + 1, 0x7FC00000, value) | sign
+    return tl.where(code == D.nan, 0x7FC00000, value)
+
+
 # ---- noise -----------------------------------------------------------------------------------------------------------
 
 
@@ -157,3 +170,22 @@ def noise(low, high, start, index):
     x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ two
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
+
+
+@triton.jit
+def noise_anywhere(low, high, place):
+    """The same for elements anywhere, at int64 places (`quant.noise_at`)."""
+    one, two = noise_keys(low, high, place >> 14)
+    x = one + (place & 0x3FFF).to(tl.uint32)
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ two
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def splitmix(state, key):
+    """One key more of `quant.derive_seed`, of uint64s; the first state is 0."""
+    state = (state ^ key) + 0x9E3779B97F4A7C15
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    return state ^ (state >> 31)

@@ -1,0 +1,106 @@
+"""What takes an update, read and written: a weight and what its master keeps beside it (`quant.masters`)."""
+
+import triton
+import triton.language as tl
+
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, narrowed, rounded, widened
+
+
+@triton.jit
+def nearest_bf16(number):
+    """The bits of a computed float32 rounded to the nearest bfloat16. A NaN is quiet: its upper half is one, too."""
+    bits = as_bits(number)
+    return tl.where(is_nan(bits), bits, bits + ((bits >> 16) & 1) + 0x7FFF) & 0xFFFF0000
+
+
+@triton.jit
+def is_nan(bits):
+    """Whether float32 bits are those of a NaN."""
+    return (bits & 0x7FFFFFFF) > 0x7F800000
+
+
+@triton.jit
+def nearest(number, KIND: tl.constexpr, HALF: tl.constexpr):
+    """What an integer pointer stores of a computed float32, rounded to nearest-even; HALF are float16's numbers."""
+    if KIND == "float32":
+        return narrowed(as_bits(number), KIND)
+    if KIND == "bfloat16":
+        return narrowed(nearest_bf16(number), KIND)
+    return narrowed(rounded(as_bits(number), None, HALF), KIND)
+
+
+@triton.jit
+def stochastic_bf16(number, drawn):
+    """The same of a bfloat16, up with the probability of the remainder."""
+    bits = as_bits(number)
+    up = tl.where((bits & 0x7FFFFFFF) == 0x7F800000, bits, bits + (drawn >> 16))
+    return narrowed(tl.where(is_nan(bits), bits | 0x400000, up), "bfloat16")
+
+
+@triton.jit
+def beside(weight, rest):
+    """The bits of the second number of a sum of two where it can stand beside the first (`masters.drop_strange`)."""
+    size, part = (weight >> 16) & 0x7FFF, (rest >> 16) & 0x7FFF
+    return tl.where(part > tl.where(size > 0x3C0, size, 0x3C0) - 0x380, 0, rest)
+
+
+@triton.jit
+def joined(stored, low):
+    """The bits of a rounded upper half and the signed rest; of the half alone where both together are NaN."""
+    upper = widened(stored, "bfloat16")
+    both = upper + low.to(tl.int32).to(tl.uint32, bitcast=True)
+    return tl.where(is_nan(both), upper, both)
+
+
+@triton.jit
+def whole(stored, kept, MASTER: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr):
+    """The float32 weight that the rule sees, what is kept following what was written to the weight."""
+    own = widened(stored, KIND)
+    if MASTER == "fp32":
+        bits = widened(kept, "float32")
+        image = ~is_nan(bits) & (nearest(as_float(bits), KIND, HALF) == stored)
+        own = tl.where(image, bits, own)
+    if MASTER == "split":
+        own = joined(stored, kept)
+    if MASTER == "collage":
+        return as_float(own) + as_float(beside(own, widened(kept, "bfloat16")))
+    return as_float(own)
+
+
+@triton.jit
+def sum_bf16(one, other):
+    """The sum of two bfloat16 numbers in float32, rounded to the nearest bfloat16."""
+    return as_float(nearest_bf16(one + other))
+
+
+@triton.jit
+def kept_after(
+    updated, full, stored, kept, drawn, MASTER: tl.constexpr, KIND: tl.constexpr, NOISY: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """What is stored of the weight, and what is kept beside it, after the rule made `updated` of `full`."""
+    if MASTER == "split":
+        bits = as_bits(updated)
+        upper = tl.where(is_nan(bits), 0x7FC00000, bits + 0x8000)
+        return narrowed(upper, "bfloat16"), bits.to(tl.uint16).to(tl.int16, bitcast=True)
+    elif MASTER == "kahan":
+        rest = as_float(beside(widened(stored, KIND), widened(kept, KIND)))
+        rest = sum_bf16(rest, as_float(nearest_bf16(updated - full)))
+        grown = sum_bf16(full, rest)
+        rest = sum_bf16(rest, as_float(nearest_bf16(full - grown)))
+        return narrowed(as_bits(grown), KIND), narrowed(as_bits(rest), KIND)
+    elif MASTER == "collage":
+        high = as_float(widened(stored, KIND))
+        rest = as_float(beside(as_bits(high), widened(kept, KIND)))
+        wanted = as_float(nearest_bf16(updated - full))
+        total = sum_bf16(high, wanted)
+        rest = sum_bf16(rest, as_float(nearest_bf16(wanted - as_float(nearest_bf16(total - high)))))
+        grown = sum_bf16(total, rest)
+        rest = as_float(nearest_bf16(rest - as_float(nearest_bf16(grown - total))))
+        return narrowed(as_bits(grown), KIND), narrowed(as_bits(rest), KIND)
+    elif NOISY:
+        return stochastic_bf16(updated, drawn), kept
+    elif MASTER == "fp32":
+        return nearest(updated, KIND, HALF), narrowed(as_bits(updated), "float32")
+    else:
+        return nearest(updated, KIND, HALF), kept

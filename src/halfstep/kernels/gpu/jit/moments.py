@@ -1,0 +1,97 @@
+"""Moments as they are kept, read as float32 and written: numbers, or codes with a scale a tile of the flat tensor."""
+
+import triton
+import triton.language as tl
+
+from halfstep.kernels.gpu.jit.masters import nearest
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, decoded, widened
+
+
+@triton.jit
+def address(row, COLUMN: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """The integer pointer to numbers of a dtype, or to bytes, that a row of the table names."""
+    if KIND == "float32":
+        place = tl.load(row + COLUMN).to(tl.pointer_type(tl.int32))
+    elif KIND == "uint8":
+        place = tl.load(row + COLUMN).to(tl.pointer_type(tl.uint8))
+    else:
+        place = tl.load(row + COLUMN).to(tl.pointer_type(tl.int16))
+    if ALIGNED:
+        place = tl.multiple_of(place, 16)
+    return place
+
+
+@triton.jit
+def read(place, inside):
+    """What is there, 0 outside; all of it is inside where that is None."""
+    if inside is None:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=inside, other=0)
+
+
+@triton.jit
+def held(number):
+    """A float32 within the range of finite ones; NaN stays."""
+    number = tl.where(number > 3.4028234663852886e38, 3.4028234663852886e38, number)
+    return tl.where(number < -3.4028234663852886e38, -3.4028234663852886e38, number)
+
+
+@triton.jit
+def opened(
+    row, COLUMN: tl.constexpr, block, index, inside, size, elements,
+    M: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """The float32 values of a block of a moment; a codebook's `elements` are its values, then its cuts."""
+    if M.tile == 0:
+        return as_float(widened(read(address(row, COLUMN, M.kind, ALIGNED) + index, inside), M.kind))
+    else:
+        code = read(address(row, COLUMN, "uint8", ALIGNED) + index, inside)
+        if M.kind == "places":
+            element = tl.load(elements + code.to(tl.int32))
+        else:
+            element = as_float(decoded(code.to(tl.uint32), D))
+        group = block * (B // M.tile) + tl.arange(0, B // M.tile)
+        scale = read(address(row, COLUMN + 1, "float32", False) + group, group * M.tile < size)
+        scale = as_float(scale.to(tl.uint32, bitcast=True))[:, None]
+        element = tl.reshape(element, (B // M.tile, M.tile))
+        return tl.reshape(tl.where(scale == 0.0, 0.0, held(element * scale)), (B,))
+
+
+@triton.jit
+def close(
+    row, COLUMN: tl.constexpr, block, index, inside, size, elements, number,
+    M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Write a block of a moment; codes of tiles with an infinity or NaN are 0 and their scale is NaN."""
+    if M.tile == 0:
+        tl.store(address(row, COLUMN, M.kind, ALIGNED) + index, nearest(number, M.kind, HALF), mask=inside)
+    else:
+        bits = as_bits(number)
+        if inside is not None:
+            bits = tl.where(inside, bits, 0)
+        tiles = tl.reshape(bits, (B // M.tile, M.tile))
+        most = tl.max((tiles & 0x7FFFFFFF).to(tl.int32, bitcast=True), 1).to(tl.uint32, bitcast=True)
+        most = as_float(tl.where(most >= 0x7F800000, 0x7FC00000, most))
+        scale = tl.div_rn(most, tl.full((), M.largest, tl.uint32).to(tl.float32, bitcast=True) + most * 0.0)
+        group = block * (B // M.tile) + tl.arange(0, B // M.tile)
+        kept = as_bits(scale).to(tl.int32, bitcast=True)
+        tl.store(address(row, COLUMN + 1, "float32", False) + group, kept, mask=group * M.tile < size)
+        divisor = tl.where(scale > 0.0, scale, 1.0)[:, None] + tl.zeros((B // M.tile, M.tile), tl.float32)
+        over = tl.where(scale[:, None] > 0.0, tl.div_rn(as_float(tiles), divisor), 0.0)
+        if M.kind == "places":
+            code = searched(over, elements + 256)
+        else:
+            code = coded(as_bits(over), None, P, C)
+        code = tl.reshape(code.to(tl.uint8), (B,))
+        tl.store(address(row, COLUMN, "uint8", ALIGNED) + index, code, mask=inside)
+
+
+@triton.jit
+def searched(number, cuts):
+    """How many of 255 rising cuts a number is above."""
+    place = tl.full(number.shape, 0, tl.int32)
+    for k in tl.static_range(8):
+        step: tl.constexpr = 128 >> k
+        place += tl.where(number > tl.load(cuts + place + (step - 1)), step, 0)
+    return place

@@ -1,0 +1,173 @@
+"""An optimizer's step over many tensors: one launch that finds each one's numbers, and one a kind that moves them."""
+
+import triton
+import triton.language as tl
+
+from halfstep.kernels.gpu import table
+from halfstep.kernels.gpu.jit.masters import kept_after, nearest, whole
+from halfstep.kernels.gpu.jit.moments import address, close, opened, read
+from halfstep.kernels.gpu.jit.numbers import as_float, noise, noise_anywhere, splitmix, widened
+from halfstep.kernels.gpu.jit.rules import moved
+
+
+WEIGHT: tl.constexpr = tl.constexpr(table.WEIGHT)
+GRAD: tl.constexpr = tl.constexpr(table.GRAD)
+KEPT: tl.constexpr = tl.constexpr(table.KEPT)
+FIRST: tl.constexpr = tl.constexpr(table.FIRST)
+SECOND: tl.constexpr = tl.constexpr(table.SECOND)
+RESIDUAL: tl.constexpr = tl.constexpr(table.RESIDUAL)
+STEP: tl.constexpr = tl.constexpr(table.STEP)
+SIZE: tl.constexpr = tl.constexpr(table.SIZE)
+START: tl.constexpr = tl.constexpr(table.START)
+RUN: tl.constexpr = tl.constexpr(table.RUN)
+STRIDE: tl.constexpr = tl.constexpr(table.STRIDE)
+SEED: tl.constexpr = tl.constexpr(table.SEED)
+INDEX: tl.constexpr = tl.constexpr(table.INDEX)
+GROUP: tl.constexpr = tl.constexpr(table.GROUP)
+COLUMNS: tl.constexpr = tl.constexpr(table.COLUMNS)
+SIGN: tl.constexpr = tl.constexpr(table.SIGN)
+BETA1: tl.constexpr = tl.constexpr(table.BETA1)
+REST1: tl.constexpr = tl.constexpr(table.REST1)
+BETA2: tl.constexpr = tl.constexpr(table.BETA2)
+REST2: tl.constexpr = tl.constexpr(table.REST2)
+L2: tl.constexpr = tl.constexpr(table.L2)
+DECAY: tl.constexpr = tl.constexpr(table.DECAY)
+LR: tl.constexpr = tl.constexpr(table.LR)
+EPS: tl.constexpr = tl.constexpr(table.EPS)
+FIRST_AT: tl.constexpr = tl.constexpr(table.FIRST_AT)
+SECOND_AT: tl.constexpr = tl.constexpr(table.SECOND_AT)
+OPTIONS: tl.constexpr = tl.constexpr(table.OPTIONS)
+GO: tl.constexpr = tl.constexpr(table.GO)
+AT_FIRST: tl.constexpr = tl.constexpr(table.AT_FIRST)
+LOW: tl.constexpr = tl.constexpr(table.LOW)
+HIGH: tl.constexpr = tl.constexpr(table.HIGH)
+SCALE: tl.constexpr = tl.constexpr(table.SCALE)
+NUMBERS: tl.constexpr = tl.constexpr(table.NUMBERS)
+
+
+@triton.jit
+def option(options, NUMBER: tl.constexpr, inside):
+    """An option of each tensor's group, a float64."""
+    return tl.load(options + NUMBER, mask=inside, other=1.0)
+
+
+@triton.jit
+def correction(corrections, options, AT: tl.constexpr, number, inside):
+    """What a table of corrections has for each tensor's step: from its end on, the last entry."""
+    count = option(options, AT + 1, inside).to(tl.int64)
+    place = option(options, AT, inside).to(tl.int64) + tl.where(number < count, number, count) - 1
+    return tl.load(corrections + place, mask=inside, other=1.0)
+
+
+@triton.jit(do_not_specialize=["count"])
+def prepare(rows, options, corrections, numbers, grad_scale, found_inf, count, B: tl.constexpr):
+    """Count a step of every tensor, unless there is an infinity somewhere; and find the numbers of that step."""
+    t = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    inside = t < count
+    go = inside
+    if found_inf is not None:
+        go = t < tl.where(tl.load(found_inf) == 0.0, count, 0)
+    row, out = rows + t * COLUMNS, numbers + t * NUMBERS
+    taken = tl.load(row + STEP, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    steps = tl.load(taken, mask=inside, other=0.0)
+    tl.store(taken, steps + 1.0, mask=go)
+    number = steps.to(tl.int64) + 1
+    tl.store(out + GO, tl.where(go, 1.0, 0.0), mask=inside)
+    tl.store(out + AT_FIRST, tl.where(number == 1, 1.0, 0.0), mask=inside)
+
+    seed = tl.load(row + SEED, mask=inside, other=0).to(tl.uint64, bitcast=True)
+    seed = splitmix(splitmix(seed ^ seed, seed), number.to(tl.uint64, bitcast=True))
+    seed = splitmix(seed, tl.load(row + INDEX, mask=inside, other=0).to(tl.uint64, bitcast=True))
+    tl.store(out + LOW, as_float(seed.to(tl.uint32)), mask=inside)
+    tl.store(out + HIGH, as_float((seed >> 32).to(tl.uint32)), mask=inside)
+
+    group = options + tl.load(row + GROUP, mask=inside, other=0) * OPTIONS
+    scale = option(group, SIGN, inside).to(tl.float32)
+    if grad_scale is not None:
+        scale = scale * tl.div_rn(1.0, tl.load(grad_scale))
+    tl.store(out + SCALE, scale, mask=inside)
+    tl.store(out + SCALE + 1, option(group, BETA1, inside).to(tl.float32), mask=inside)
+    tl.store(out + SCALE + 2, option(group, REST1, inside).to(tl.float32), mask=inside)
+    tl.store(out + SCALE + 3, option(group, BETA2, inside).to(tl.float32), mask=inside)
+    tl.store(out + SCALE + 4, option(group, REST2, inside).to(tl.float32), mask=inside)
+    tl.store(out + SCALE + 5, option(group, L2, inside).to(tl.float32), mask=inside)
+    lr = option(group, LR, inside)
+    tl.store(out + SCALE + 6, (1.0 - lr * option(group, DECAY, inside)).to(tl.float32), mask=inside)
+    size = tl.fdiv(lr, correction(corrections, group, FIRST_AT, number, inside), ieee_rounding=True)
+    tl.store(out + SCALE + 7, size.to(tl.float32), mask=inside)
+    rescale = correction(corrections, group, SECOND_AT, number, inside)
+    tl.store(out + SCALE + 8, rescale.to(tl.float32), mask=inside)
+    tl.store(out + SCALE + 9, option(group, EPS, inside).to(tl.float32), mask=inside)
+
+
+@triton.jit
+def update(
+    rows, blocks, numbers, elements1, elements2,
+    K: tl.constexpr, M1: tl.constexpr, P1: tl.constexpr, C1: tl.constexpr, D1: tl.constexpr,
+    M2: tl.constexpr, P2: tl.constexpr, C2: tl.constexpr, D2: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Move the tensors of one kind: each program a block of one of them, as `blocks` says."""
+    t = tl.load(blocks + 2 * tl.program_id(0)).to(tl.int64)
+    block = tl.load(blocks + 2 * tl.program_id(0) + 1).to(tl.int64)
+    row, step = rows + t * COLUMNS, numbers + t * NUMBERS
+    size = tl.load(row + SIZE)
+    if tl.load(step + GO) != 0.0:
+        if (block + 1) * B <= size:
+            advance(
+                row, step, block, size, None, elements1, elements2, K, M1, P1, C1, D1, M2, P2, C2, D2, HALF, B
+            )  # fmt: skip
+        else:
+            advance(
+                row, step, block, size, block * B + tl.arange(0, B) < size, elements1, elements2,
+                K, M1, P1, C1, D1, M2, P2, C2, D2, HALF, B,
+            )  # fmt: skip
+
+
+@triton.jit
+def advance(
+    row, step, block, size, inside, elements1, elements2,
+    K: tl.constexpr, M1: tl.constexpr, P1: tl.constexpr, C1: tl.constexpr, D1: tl.constexpr,
+    M2: tl.constexpr, P2: tl.constexpr, C2: tl.constexpr, D2: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """One block, read, moved and written."""
+    index = block * B + tl.arange(0, B)
+    weight = address(row, WEIGHT, K.weight, K.aligned) + index
+    stored = read(weight, inside)
+    kept = stored
+    if K.kept is not None:
+        kept = read(address(row, KEPT, K.kept, K.aligned) + index, inside)
+    full = whole(stored, kept, K.master, K.weight, HALF)
+    grad = as_float(widened(read(address(row, GRAD, K.grad, K.aligned) + index, inside), K.grad))
+    first = grad
+    if M1 is not None:
+        first = opened(row, FIRST, block, index, inside, size, elements1, M1, D1, K.aligned, B)
+    second = grad
+    if M2 is not None:
+        second = opened(row, SECOND, block, index, inside, size, elements2, M2, D2, K.aligned, B)
+    if K.residual:
+        rest = address(row, RESIDUAL, M2.kind, K.aligned) + index
+        second = second + as_float(widened(read(rest, inside), M2.kind))
+
+    updated, first, second = moved(full, grad, first, second, step, K.rule, K.l2, K.nesterov)
+
+    drawn = None
+    if K.noisy:
+        low = tl.load(step + LOW).to(tl.int32, bitcast=True)
+        high = tl.load(step + HIGH).to(tl.int32, bitcast=True)
+        if K.spread:
+            run = tl.load(row + RUN)
+            drawn = noise_anywhere(low, high, tl.load(row + START) + index // run * tl.load(row + STRIDE) + index % run)
+        else:
+            drawn = noise(low, high, block * B, tl.arange(0, B))
+    stored, kept = kept_after(updated, full, stored, kept, drawn, K.master, K.weight, K.noisy, HALF)
+    tl.store(weight, stored, mask=inside)
+    if K.kept is not None:
+        tl.store(address(row, KEPT, K.kept, K.aligned) + index, kept, mask=inside)
+    if M1 is not None:
+        close(row, FIRST, block, index, inside, size, elements1, first, M1, P1, C1, HALF, K.aligned, B)
+    if M2 is not None:
+        close(row, SECOND, block, index, inside, size, elements2, second, M2, P2, C2, HALF, K.aligned, B)
+    if K.residual:
+        # What the first number left over, of what it now is.
+        left = second - as_float(widened(nearest(second, M2.kind, HALF), M2.kind))
+        tl.store(rest, nearest(left, M2.kind, HALF), mask=inside)

@@ -1,0 +1,136 @@
+"""Steps of many tensors by Triton kernels against the rules, bit for bit: on a GPU, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.kernels.selftest import Case, Outcome, hard, outcome
+from halfstep.optim.classes import Lion
+from halfstep.optim.conversion import convert
+from halfstep.optim.lowbit import LowBit
+from halfstep.optim.rules.base import never
+from halfstep.optim.together import Together
+from halfstep.recipe import DTYPES, Recipe, get_recipe
+
+
+SIZES = (0, 1, 17, 1024, 4096 + 259)
+"""Of the tensors of one launch: none, few, a block, and several of them with a rest."""
+_RECIPES = (
+    "fp32", "bf16-master", "bf16-pure", "bf16-stochastic", "bf16-split", "bf16-kahan", "bf16-collage-light",
+    "bf16-collage-plus", "fp16-pure", "fp16-master", "fp8-adam", "adamw-8bit",
+)  # fmt: skip
+_OTHERS = ("fp32", "bf16-master", "bf16-stochastic", "adamw-8bit")
+_SCALE = 8.0
+
+
+def outcomes(device: torch.device) -> Iterator[Outcome]:
+    """Test every rule and way of keeping numbers, on tensors there: on a CPU Triton's interpreter must be on."""
+    for kernel, name, test in tests():
+        yield outcome(f"gpu {kernel}", name, partial(test, device=device))
+
+
+def tests() -> Iterator[tuple[str, str, Callable[..., Iterator[Case]]]]:
+    """As `kernels.selftest_gpu.tests`, by recipe."""
+    for kernel, names, make in _OPTIMIZERS:
+        for name in names:
+            yield kernel, name, partial(_steps, make=make)
+
+
+def _steps(name: str, device: torch.device, make: Callable[[list[Tensor]], Any]) -> Iterator[Case]:
+    recipe = get_recipe(name)
+    weights = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in SIZES]
+    for hardest in (False, True):
+        grads = [[hard(size) if hardest else torch.randn(size) * 1e-3**k for size in SIZES] for k in range(2)]
+        expected, _ = _stepped(recipe, weights, grads, make, None)
+        found, together = _stepped(recipe, weights, grads, make, device)
+        if not together:
+            continue  # the kernels take no such tensors: that is no case
+        for key, tensor in expected.items():
+            words = f"{'hard' if hardest else 'ordinary'} gradients, {key}"
+            yield tensor, found[key].cpu(), torch.empty(0), words
+
+
+def _stepped(
+    recipe: Recipe,
+    weights: list[Tensor],
+    grads: list[list[Tensor]],
+    make: Callable[[list[Tensor]], Any],
+    device: torch.device | None,
+) -> tuple[dict[str, Tensor], bool]:
+    """Weights and states after those gradients, by the rule on a CPU or together on a device; whether all were so."""
+    parameters = [nn.Parameter(w.to(device or "cpu", DTYPES[recipe.weights], copy=True)) for w in weights]
+    masters = {p: w.to(p.device, copy=True) for p, w in zip(parameters, weights, strict=True)} if recipe.master else {}
+    optimizer = convert(make(parameters), recipe, masters, 7)
+    if device is None:
+        optimizer.rule = replace(optimizer.rule, fused=never, options=None)
+    else:
+        optimizer._together = Together(anywhere=True)
+    for number, step in enumerate(grads):
+        for parameter, grad in zip(parameters, step, strict=True):
+            parameter.grad = grad.to(parameter.device, parameter.dtype)
+        scaled(optimizer, parameters[0].device, overflowed=False)
+        if not number:
+            scaled(optimizer, parameters[0].device, overflowed=True)  # moves nothing
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter[::7] = 0.0  # as a mask would: what is kept beside them follows
+    states = {
+        f"{key} of {len(p)}": state for p in parameters for key, state in optimizer.state[p].items()
+        if isinstance(state, Tensor)
+    }  # fmt: skip
+    return {f"weight of {len(p)}": p.detach() for p in parameters} | states, optimizer._together.all
+
+
+def scaled(optimizer: LowBit, device: torch.device, overflowed: bool) -> None:
+    """A step whose gradients were multiplied by a scale, or overflowed, as loss scalers tell optimizers."""
+    optimizer.grad_scale = torch.full((), _SCALE, device=device)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.full((), float(overflowed), device=device)  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def _halves(parameters: list[Tensor]) -> list[dict[str, Any]]:
+    """Two groups, of which the second has options of its own."""
+    return [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 3e-3, "weight_decay": 0.0}]
+
+
+def _adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(_halves(parameters), lr=1e-2, weight_decay=0.1)
+
+
+def _adam(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(_halves(parameters), lr=1e-2, weight_decay=0.1, maximize=True)
+
+
+def _sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(_halves(parameters), lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.1)
+
+
+def _nesterov(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(_halves(parameters), lr=1e-2, momentum=0.9, nesterov=True)
+
+
+def _descent(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(_halves(parameters), lr=1e-2, weight_decay=0.1)
+
+
+def _lion(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return Lion(_halves(parameters), lr=1e-2, weight_decay=0.1)
+
+
+_OPTIMIZERS: tuple[tuple[str, tuple[str, ...], Callable[[list[Tensor]], Any]], ...] = (
+    ("adamw", _RECIPES, _adamw),
+    ("adam", _OTHERS, _adam),
+    ("sgd", _OTHERS, _sgd),
+    ("nesterov", ("fp32",), _nesterov),
+    ("descent", ("fp32",), _descent),
+    ("lion", _OTHERS, _lion),
+)

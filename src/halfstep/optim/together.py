@@ -1,0 +1,211 @@
+"""An optimizer's tensors on a GPU stepped together, by a few launches: what is served so, and whether it is as before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import OptimizerError
+from halfstep.kernels.gpu.launch import plain
+from halfstep.kernels.gpu.optimizer import Options, Steps, Tensors, takes
+from halfstep.optim.rules.base import Group, Step, UpdateRule, as_kept
+from halfstep.optim.shards import is_spread, local, part, run_of
+
+
+Stepped = tuple[Tensor, Tensor, dict[str, Any], int]
+"""A parameter, its gradient, its group and its number."""
+
+
+class Owner(Protocol):
+    """What is asked of the optimizer."""
+
+    rule: UpdateRule
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    def taken(self, parameter: Tensor, group: dict[str, Any], grad: Tensor) -> tuple[UpdateRule, Step]:
+        """The rule that a parameter is updated by, and what the update takes; not yet of which step it is."""
+
+
+class _Known(NamedTuple):
+    """A parameter that was stepped, and of which tensors."""
+
+    parameter: Tensor
+    spread: bool
+    state: dict[str, Any]
+    parts: tuple[str, ...]
+    """What of its state the kernels read."""
+    dtype: torch.dtype
+    """The gradient's."""
+
+
+class Together:
+    """The tensors of an optimizer that kernels step together, and where these are in memory.
+
+    A step that finds all of it where it was, with options of the same kind, is a list of addresses compared and a few
+    launches: nothing else is looked at again, and nothing waits for the GPU.
+    """
+
+    def __init__(self, anywhere: bool = False) -> None:
+        self._anywhere = anywhere
+        """Whether tensors need not be on a GPU: Triton's interpreter has them on a CPU."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps: dict[torch.device, Steps] = {}
+        self._known: list[list[_Known | Tensor]] = []
+        self._fixed: list[Any] = []
+        self._weights: list[Tensor] = []
+        self._kinds: list[object] = []
+        self._rule: UpdateRule | None = None
+        self._whole = False
+
+    @property
+    def all(self) -> bool:
+        """Whether the last step took all that had a gradient."""
+        return self._whole
+
+    def serves(self, owner: Owner) -> bool:
+        """Whether some of these tensors may be stepped together, so that what is on the GPU is not asked for."""
+        if owner.rule.options is None:
+            return False
+        return self._anywhere or any(p.is_cuda for group in owner.param_groups for p in group["params"])
+
+    # ---- a step like the last one ------------------------------------------------------------------------------
+
+    def again(self, owner: Owner, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
+        """Take a step like the last one. False where something other than numbers has changed, or not all was stepped
+        so: then nothing has moved."""
+        if not self._whole or owner.rule is not self._rule:
+            return False
+        places = self._places(owner)
+        if places is None or places[0] != self._fixed:
+            return False
+        options = _options(owner)
+        if [own.kind for own in options] != self._kinds:
+            return False
+        for group in owner.param_groups:
+            owner.rule.check(group)
+        self._refresh(options, places[1])
+        self.run(grad_scale, found_inf)
+        return True
+
+    def _refresh(self, options: Sequence[Options], grads: dict[torch.device, list[int]]) -> None:
+        for device, steps in self._steps.items():
+            steps.find(grads[device])
+            steps.set(options)
+
+    def _places(self, owner: Owner) -> tuple[list[Any], dict[torch.device, list[int]]] | None:
+        """The addresses of all that is read but gradients, with the groups' seeds; and those of gradients. None where
+        other parameters have gradients than before, or gradients are of another kind."""
+        fixed: list[Any] = [group["rounding_seed"] for group in owner.param_groups]
+        grads: dict[torch.device, list[int]] = {device: [] for device in self._steps}
+        if len(owner.param_groups) != len(self._known):
+            return None
+        for group, known in zip(owner.param_groups, self._known, strict=True):
+            if len(group["params"]) != len(known):
+                return None
+            for parameter, one in zip(group["params"], known, strict=True):
+                grad = parameter.grad
+                if not isinstance(one, _Known):
+                    if parameter is not one or grad is not None:
+                        return None
+                    continue
+                if parameter is not one.parameter or grad is None or owner.state.get(parameter) is not one.state:
+                    return None
+                weight = parameter
+                if one.spread:
+                    if grad.placements != parameter.placements:
+                        return None
+                    weight, grad = part(parameter), part(grad)
+                if grad.dtype is not one.dtype or grad.layout is not torch.strided or not grad.is_contiguous():
+                    return None
+                fixed.append(weight.data_ptr())
+                for name in one.parts:
+                    held = one.state[name]
+                    fixed.append((part(held) if one.spread else held).data_ptr())
+                grads[grad.device].append(grad.data_ptr())
+        return fixed, grads
+
+    def run(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """Step all that `take` took."""
+        for device, steps in self._steps.items():
+            scalars = (None if one is None else one.to(device, torch.float32, non_blocking=True) for one in
+                       (grad_scale, found_inf))  # fmt: skip
+            steps.run(*scalars)
+        if self._weights:
+            torch.autograd.graph.increment_version(self._weights)
+
+    # ---- a step that is not -------------------------------------------------------------------------------------
+
+    def take(self, owner: Owner, stepped: Iterable[Stepped]) -> list[Stepped]:
+        """Find what `run` can step, which is not stepped yet; and return the rest.
+
+        Raises:
+            OptimizerError: a group is `capturable`, and one of its parameters is among the rest.
+        """
+        self._forget()
+        if owner.rule.options is None:
+            return list(stepped)
+        options, numbers = _options(owner), {id(group): i for i, group in enumerate(owner.param_groups)}
+        by_device: dict[torch.device, list[Tensors]] = {}
+        known: dict[Tensor, _Known] = {}
+        rest = []
+        for parameter, grad, group, index in stepped:
+            own = self._tensors(owner, parameter, grad, group, index, numbers[id(group)])
+            if own is None or not takes(own, options[own.group]):
+                if group.get("capturable"):
+                    raise OptimizerError(_NOT_CAPTURABLE.format(index, tuple(parameter.shape), parameter.dtype))
+                rest.append((parameter, grad, group, index))
+                continue
+            state, device = owner.state[parameter], own.weight.device
+            if state["step"].device != device:
+                state["step"] = state["step"].to(device, torch.float32)
+            own = own._replace(step=state["step"])
+            by_device.setdefault(device, []).append(own)
+            parts = tuple(name for name, value in state.items() if isinstance(value, Tensor))
+            known[parameter] = _Known(parameter, is_spread(parameter), state, parts, own.grad.dtype)
+            self._weights += [own.weight, parameter] if is_spread(parameter) else [parameter]
+        self._steps = {device: Steps(tensors, options) for device, tensors in by_device.items()}
+        self._known = [[known.get(p, p) for p in group["params"]] for group in owner.param_groups]
+        self._kinds, self._rule = [own.kind for own in options], owner.rule
+        found = None if rest or not known else self._places(owner)
+        if found is not None:
+            self._whole, self._fixed = True, found[0]
+        return rest
+
+    def _tensors(
+        self, owner: Owner, parameter: Tensor, grad: Tensor, group: dict[str, Any], index: int, number: int
+    ) -> Tensors | None:
+        """What is read of a parameter; None where no kernel would."""
+        rule, step = owner.taken(parameter, group, grad)
+        if rule is not owner.rule or not (self._anywhere or plain(step.weight)):
+            return None
+        names, moments = rule.moments(group), as_kept(step)
+        residual = moments.pop(f"{names[-1]}_residual", None) if names else None
+        if moments.keys() != set(names) or not isinstance(residual, Tensor | None):
+            return None
+        place, master = None, step.master
+        if is_spread(parameter) and master.rounding == "stochastic":
+            place = run_of(parameter)
+            if place is None:
+                return None
+        return Tensors(
+            step.weight, step.grad, owner.state[parameter]["step"], master.name, step.kept,
+            tuple(moments[name] for name in names), residual, master.rounding, place, group["rounding_seed"], index,
+            number,
+        )  # fmt: skip
+
+
+_NOT_CAPTURABLE = (
+    "parameter {} of shape {} and dtype {} is in a group with capturable=True, and no kernel steps it on its device "
+    "without the host: the update would read its step count there. Put it in a group of its own with capturable=False"
+)
+
+
+def _options(owner: Owner) -> list[Options]:
+    assert owner.rule.options is not None
+    return [owner.rule.options(group) for group in owner.param_groups]
