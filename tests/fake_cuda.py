@@ -1,7 +1,8 @@
-"""Models on "cuda" without a GPU: tensors without values, on which every read by the host is an error."""
+"""Models on "cuda" without a GPU: tensors without values, whose every read by the host is noted."""
 
 import contextlib
 import ctypes
+import traceback
 from collections import defaultdict
 from pathlib import Path
 from unittest import mock
@@ -25,35 +26,40 @@ def fake_cuda():
     before = guards[_CUDA]
     guards[_CUDA] = before or guards[_META]
     try:
-        with FakeTensorMode() as mode, autocast, bf16, Reads():
-            yield mode
+        with FakeTensorMode(), autocast, bf16, Reads() as reads:
+            yield reads
     finally:
         guards[_CUDA] = before
 
 
-class ReadError(AssertionError):
-    """The host read a number that is on the GPU, or copied one there from memory that makes it wait."""
-
-
 class Reads(TorchDispatchMode):
-    """Refuses reads of tensors on "cuda", and copies between there and the host; numbers of the host are 0."""
+    """Notes where numbers of tensors on "cuda" are read, and what is copied between there and the host by a call that
+    waits. A number that is read is 0, a truth value True."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = func.overloadpacket._qualified_op_name
-        if name in ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"):
-            if any(tensor.is_cuda for tensor in args if isinstance(tensor, torch.Tensor)):
-                raise ReadError(f"{name} of a tensor on the GPU")
-            return False if args[0].dtype == torch.bool else 0
-        if name in ("aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::repeat_interleave"):
-            raise ReadError(f"{name}, whose size the host waits for")
+        kwargs, name = kwargs or {}, func.overloadpacket._qualified_op_name
+        if name in ("aten::_local_scalar_dense", "aten::is_nonzero"):
+            if args[0].is_cuda:
+                self._note(name)
+            return True if args[0].dtype == torch.bool else 0
+        if name in ("aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal"):
+            self._note(name)
         if name == "aten::_to_copy" and not kwargs.get("non_blocking"):
-            target = torch.device(kwargs.get("device") or args[0].device)
-            if target.type != args[0].device.type:
-                raise ReadError(f"a copy from {args[0].device} to {target}, which waits")
+            if torch.device(kwargs.get("device") or args[0].device).type != args[0].device.type:
+                self._note(name)
         if name == "aten::copy_" and args[0].device.type != args[1].device.type and True not in (*args[2:], *kwargs.values()):
-            raise ReadError(f"a copy from {args[1].device} to {args[0].device}, which waits")
+            self._note(name)
         return func(*args, **kwargs)
+
+    def _note(self, name):
+        """Which of our functions it was."""
+        ours = [frame for frame in traceback.extract_stack() if "/src/halfstep/" in frame.filename]
+        where = f"{Path(ours[-1].filename).name} {ours[-1].name}" if ours else "outside"
+        self.found.add(f"{where}: {name}")
 
 
 def backward(loss):
