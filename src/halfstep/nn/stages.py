@@ -146,11 +146,18 @@ class Steps:
         """End an optimizer step; where it was the last of a stage, the next stage begins.
 
         Raises:
-            RecipeError: as `Scalings.advance`; stages at fractions of a run whose length is not known.
+            RecipeError: as `Scalings.advance`; stages at fractions of a run whose length is not known; a recipe with
+                stages in a CUDA graph that is being captured.
         """
         schedule = applied_to(self._model).schedule
         if schedule is not None:
             _ = schedule.starts
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                raise RecipeError(
+                    f"recipe {schedule.name!r} has stages, which are counted on the host, and the replays of a CUDA "
+                    "graph would be counted by nobody. Leave scaler.update() out of the graph, and capture a new one "
+                    "for each stage"
+                )
         self._scalings.advance(skipped)
         if schedule is not None:
             schedule.steps += 1
