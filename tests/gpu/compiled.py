@@ -16,6 +16,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,20 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from halfstep.kernels import selftest_gpu
+from halfstep.optim import selftest_gpu as optim_selftest_gpu
 
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8", torch.int64: "i64", torch.float32: "fp32",
          torch.int8: "i8", torch.bool: "i1", torch.float64: "fp64"}  # fmt: skip
 WARP = 32
+SCALARS = {"prepare"}
+"""Functions that find a few numbers for each tensor."""
 
 
-def launches(names: set[str], core: bool) -> Iterator[tuple[str, str, JITFunction, dict[str, Any], dict[str, Any]]]:
+def launches(
+    names: set[str], core: bool, conversions: bool
+) -> Iterator[tuple[str, str, JITFunction, dict[str, Any], dict[str, Any]]]:
     """Every kind of launch of the cases: kernel and format it is for, function, arguments by name, options."""
     made: list[tuple[JITFunction, dict[str, Any], dict[str, Any]]] = []
 
@@ -45,7 +51,8 @@ def launches(names: set[str], core: bool) -> Iterator[tuple[str, str, JITFunctio
     JITFunction.run = note
     seen: set[tuple[str, str]] = set()
     tested: set[str] = set()
-    for kernel, format, test in selftest_gpu.tests():
+    tests = (selftest_gpu.tests(), optim_selftest_gpu.tests(), selftest_gpu.conversions() if conversions else ())
+    for kernel, format, test in chain(*tests):
         if (names and kernel not in names) or (core and kernel in tested):
             continue
         tested.add(kernel)
@@ -94,7 +101,9 @@ def facts(function: JITFunction, arguments: dict[str, Any], options: dict[str, A
     found: dict[str, Any] = {
         "contracted": len(re.findall(r"\bfma\.", ptx)),
         "approximate": sorted(set(re.findall(r"[a-z0-9.]*(?:\.approx|\.full|\.ftz)[a-z0-9.]*", ptx))),
-        "narrow": narrow(ptx),
+        # Functions of scalars, and of rows that start anywhere, have no wide accesses.
+        "narrow": [] if function.__name__ in SCALARS or arguments.get("UNIT") == 1 else narrow(ptx),
+        "converted": ptx.count("cvt.rn.satfinite."),
     }
     if capability >= 100:
         return found  # PTX is what such a GPU compiles for itself
@@ -144,7 +153,7 @@ def full_path(sass: str) -> int:
                 here += "'"
     names = list(blocks)
     following = {name: _following(blocks, names, place) for place, name in enumerate(names)}
-    return _weighed(names[0], blocks, following, frozenset())[1]
+    return _weighed(names[0], blocks, following, {})[1]
 
 
 def _following(blocks: dict[str, list[str]], names: list[str], place: int) -> list[str]:
@@ -155,15 +164,17 @@ def _following(blocks: dict[str, list[str]], names: list[str], place: int) -> li
 
 
 def _weighed(
-    name: str, blocks: dict[str, list[str]], following: dict[str, list[str]], seen: frozenset[str]
+    name: str, blocks: dict[str, list[str]], following: dict[str, list[str]], found: dict[str, tuple[int, int]]
 ) -> tuple[int, int]:
-    """Of the best way from a block on: accesses of 16 bytes, less a thousandth of the instructions; and these."""
-    if name in seen:
-        return 0, 0
-    wide = sum(".128" in instruction for instruction in blocks[name])
-    ways = [_weighed(way, blocks, following, seen | {name}) for way in following[name]]
-    best = max(ways, key=lambda way: (way[0], -way[1]), default=(0, 0))
-    return wide + best[0], len(blocks[name]) + best[1]
+    """Of the best way from a block on: its accesses of 16 bytes and its instructions. A division parts the way twice an
+    element, so each block is weighed once; a way back to one that is being weighed counts for nothing."""
+    if name not in found:
+        found[name] = 0, 0
+        ways = [_weighed(way, blocks, following, found) for way in following[name]]
+        best = max(ways, key=lambda way: (way[0], -way[1]), default=(0, 0))
+        wide = sum(".128" in instruction for instruction in blocks[name])
+        found[name] = wide + best[0], len(blocks[name]) + best[1]
+    return found[name]
 
 
 if __name__ == "__main__":
@@ -172,7 +183,8 @@ if __name__ == "__main__":
     parser.add_argument("--core", action="store_true")
     parser.add_argument("kernels", nargs="*")
     asked = parser.parse_args()
-    for kernel, format, function, arguments, options in launches(set(asked.kernels), asked.core):
+    made = launches(set(asked.kernels), asked.core, asked.capability >= 89)
+    for kernel, format, function, arguments, options in made:
         told = {"kernel": kernel, "format": format, "function": function.__name__}
         told |= {"launch": described(function, arguments), "capability": asked.capability}
         print(json.dumps(told | facts(function, arguments, options, asked.capability)), flush=True)

@@ -99,6 +99,15 @@ def test_every_launch_compiles_and_takes_no_more_instructions_than_before():
 
 
 @pytest.mark.slow
+def test_codes_by_an_instruction_take_at_most_six_an_element():
+    kernels = told("compiled.py", PINNED, "instruction")
+    sound(kernels)
+    assert {kernel["format"] for kernel in kernels} == {"float8_e4m3fn", "float8_e5m2"}
+    assert all(kernel["converted"] for kernel in kernels)
+    assert all(kernel["instructions"] <= 6 for kernel in kernels if kernel["launch"]["SOURCE"] != "=float16")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "89", "100"])
 def test_every_kernel_compiles_for_other_gpus(capability):
     sound(told("compiled.py", PINNED, "--core", "--capability", capability))

@@ -27,6 +27,10 @@ from halfstep.kernels.cpu import (
     rotated,
     tiles,
 )
+from halfstep.kernels.gpu import blocks as gpu_blocks
+from halfstep.kernels.gpu import cast as gpu_cast
+from halfstep.kernels.gpu import decode as gpu_decode
+from halfstep.kernels.gpu import dequantize as gpu_dequantize
 from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile, draw_seed
 from halfstep.quant.cast import no_code_for_nan, no_such_code
 from halfstep.quant.pack import pack, unpack
@@ -43,6 +47,8 @@ def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: 
         posit.run(x, out, format)
     elif cast.supports(x, out, format, rounding, overflow):
         cast.run(x, out, format, rounding, overflow, seed)
+    elif x.is_cuda and gpu_cast.supports(x, out, format, rounding, overflow):
+        gpu_cast.run(x, out, format, rounding, overflow, seed)
     elif not blank(x, out):
         quant.round_to(x, format, rounding, overflow, seed, out)
 
@@ -50,9 +56,21 @@ def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: 
 def round_scaled_into(
     x: Tensor, factor: Tensor, out: Tensor, format: Format, rounding: str, seed: int | None, amax: Tensor | None = None
 ) -> None:
-    """x * factor in float32 (float64 for float64), rounded and saturated, into `out`; `amax` is raised to max |x|."""
+    """x * factor in float32 (float64 for float64), rounded and saturated, into `out`; `amax` is raised to max |x|.
+
+    An `out` of one byte a number is of torch's dtype of the format: its codes.
+    """
     if cast.supports_scaled(x, out, format):
         cast.run(x, out, format, rounding, "saturate", seed, factor, amax)
+    elif x.is_cuda and gpu_cast.supports_scaled(x, out, format):
+        gpu_cast.run(x, out, format, rounding, "saturate", seed, factor, amax)
+    elif x.is_cuda and out.itemsize == 1 and gpu_cast.supports_codes(x, out.view(torch.uint8), format):
+        gpu_cast.run_codes(x, out.view(torch.uint8), format, rounding, "saturate", seed, factor, amax)
+    elif out.itemsize == 1:
+        rounded = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        round_scaled_into(x, factor, rounded, format, rounding, seed, amax)
+        if not blank(rounded, out):
+            out.copy_(rounded)
     else:
         if amax is not None and x.numel():
             low, high = torch.aminmax(x)  # one pass, at the speed of memory; abs().amax() would be two
@@ -67,20 +85,42 @@ def encode_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow:
     """`quant.encode` into `out`."""
     if isinstance(format, Posit) and posit.supports_encode(x, out, format, rounding):
         posit.run_encode(x, out, format)
-    elif not codes.supports(x, out, format, rounding, overflow):
-        if not blank(x, out):
-            out.copy_(quant.encode(x, format, rounding, overflow, seed))
-    elif not codes.run(x, out, format, rounding, overflow, seed):
+    elif not _codes_into(x, out, format, rounding, overflow, seed) and not blank(x, out):
+        out.copy_(quant.encode(x, format, rounding, overflow, seed))
+
+
+def _codes_into(
+    x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: int | None, packed: bool = False
+) -> bool:
+    """Whether a kernel wrote the codes."""
+    if codes.supports(x, out, format, rounding, overflow, packed):
+        coded = codes.run(x, out, format, rounding, overflow, seed, packed)
+    elif x.is_cuda and gpu_cast.supports_codes(x, out, format, packed):
+        coded = gpu_cast.run_codes(x, out, format, rounding, overflow, seed, packed=packed)
+    else:
+        return False
+    if not coded:
         raise no_code_for_nan(x, format)
+    return True
 
 
 def decode_into(stored: Tensor, out: Tensor, format: Format) -> None:
     """`quant.decode` into `out`."""
-    if not codes.supports_decode(stored, out, format):
-        if not blank(stored, out):
-            out.copy_(quant.decode(stored, format, out.dtype))
-    elif not codes.run_decode(stored, out, format):
+    if not _values_into(stored, out, format) and not blank(stored, out):
+        out.copy_(quant.decode(stored, format, out.dtype))
+
+
+def _values_into(stored: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
+    """Whether a kernel wrote the values of codes."""
+    if codes.supports_decode(stored, out, format, packed):
+        known = codes.run_decode(stored, out, format, packed)
+    elif out.is_cuda and gpu_decode.supports(stored, out, format, packed):
+        known = gpu_decode.run(stored, out, format, packed)
+    else:
+        return False
+    if not known:
         raise no_such_code(stored, format)
+    return True
 
 
 def round_tiles_into(
@@ -105,6 +145,9 @@ def round_tiles_into(
             return panels.run_values(x, out, format, rounding, scales, seed, tensor_scale)
         if tiles.supports(x, out, quantizer):
             return tiles.run(x, out, format, rounding, scales, seed)
+        if x.is_cuda and gpu_blocks.supports_values(x, out, quantizer):
+            gpu_blocks.run_values(x, out, quantizer, seed, tensor_scale)
+            return True
     if tensor_scale is not None:
         if not blank(x, out, tensor_scale):
             quantized = quantizer.quantize(x, seed)
@@ -119,9 +162,7 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
     """What `quantizer.quantize(x)` keeps, into `tensors` of its layout."""
     format, stored = quantizer.format, tensors["codes"]
     if quantizer.scales is None:
-        if codes.supports(x, stored, format, quantizer.rounding, quantizer.overflow, packed=True):
-            if not codes.run(x, stored, format, quantizer.rounding, quantizer.overflow, seed, packed=True):
-                raise no_code_for_nan(x, format)
+        if _codes_into(x, stored, format, quantizer.rounding, quantizer.overflow, seed, packed=True):
             return
         packed = format.bits in (4, 6) or not stored.is_contiguous()
         whole = torch.empty(x.shape, dtype=stored.dtype, device=x.device) if packed else stored.view(x.shape)
@@ -136,6 +177,9 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
     if codebook.supports(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
         codebook.run(x, quantizer, tensors)
         return
+    if x.is_cuda and gpu_blocks.supports(x, tensors, quantizer):
+        gpu_blocks.run(x, tensors, quantizer, seed)
+        return
     if not blank(x, *tensors.values()):
         for name, tensor in quantizer.quantize(x, seed).tensors.items():
             tensors[name].copy_(tensor)
@@ -144,15 +188,17 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
 def dequantize_into(quantized: Quantized, out: Tensor) -> None:
     """`quantized.dequantize` into `out`."""
     format, scales = quantized.quantizer.format, quantized.quantizer.scales
-    if scales is None and codes.supports_decode(quantized.codes, out, format, packed=True):
-        codes.run_decode(quantized.codes, out, format, packed=True)
-    elif scales is None and out.is_contiguous():
+    if scales is None and _values_into(quantized.codes, out, format, packed=True):
+        return
+    if scales is None and out.is_contiguous():
         stored = unpack(quantized.codes, format.bits, quantized.matrix_shape[1], format.high_nibble_first)
         decode_into(stored.contiguous().view(out.shape), out, format)
     elif scales is not None and dequantize.supports(quantized.tensors, out, quantized.quantizer):
         dequantize.run(quantized.tensors, out, format, scales)
     elif scales is not None and tiles.supports_decode(quantized, out):
         tiles.run_decode(quantized, out, scales)
+    elif out.is_cuda and gpu_dequantize.supports(quantized.tensors, out, quantized.quantizer):
+        gpu_dequantize.run(quantized.tensors, out, quantized.quantizer)
     elif not blank(quantized.codes, out):
         quant.Quantized.dequantize(quantized, out.dtype, out)
 
@@ -218,6 +264,14 @@ def _dequantize(
     dequantize_into(Quantized(quantizer, tuple(out.shape), stored.get("outliers", out).dtype, stored), out)
 
 
+def _quantize(
+    x: Tensor, tensors: list[Tensor], names: list[str], key: str, rows: int, columns: int, rule: str, rounding: str,
+    seed: int | None,
+) -> None:  # fmt: skip
+    quantizer = Quantizer(formats.from_key(key), rounding, scales=Scales(Tile(rows, columns), from_text(rule)))
+    quantize_into(x.contiguous(), dict(zip(names, tensors, strict=True)), quantizer, _seed(rounding, seed))
+
+
 def _accumulate(
     lhs: Tensor, rhs: Tensor, out: Tensor, key: str, block: int, aligned: bool, promote: int | None
 ) -> None:
@@ -243,6 +297,8 @@ _OPERATORS = {
     "round_scaled(Tensor x, Tensor factor, Tensor(a!) out, str key, str rounding, int? seed) -> ()": _round_scaled,
     "round_tiles(Tensor x, Tensor(a!) out, str key, int rows, int columns, str rule, float? outliers, str rounding, "
     "int? seed, Tensor(b!)? tensor_scale) -> ()": _round_tiles,
+    "quantize(Tensor x, Tensor(a!)[] tensors, str[] names, str key, int rows, int columns, str rule, str rounding, "
+    "int? seed) -> ()": _quantize,
     "dequantize(Tensor[] tensors, str[] names, Tensor(a!) out, str key, int rows, int columns, str? rule, "
     "float? outliers, str rounding) -> ()": _dequantize,
     "accumulate(Tensor lhs, Tensor rhs, Tensor(a!) out, str key, int block, bool aligned, int? promote) -> ()": (

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
 from halfstep import formats, quant
-from halfstep.kernels.gpu import cast
+from halfstep.kernels import selftest_gpu_tiles
+from halfstep.kernels.gpu import amax, cast, decode
 from halfstep.kernels.selftest import Case, Outcome, hard, outcome, words
 from halfstep.quant.cast import CONTAINERS
+from halfstep.quant.pack import pack
 
 
 SIZES = (0, 1, 17, (1 << 13) + 3)
@@ -24,13 +27,20 @@ _SEED = 0x9E3779B97F4A7C15
 
 def outcomes(device: torch.device) -> Iterator[Outcome]:
     """Test every kernel, a few formats each, on tensors there: on a CPU Triton's interpreter must be on."""
-    for kernel, name, test in tests():
+    converts = device.type == "cuda" and torch.cuda.get_device_capability(device) >= cast.ADA
+    for kernel, name, test in itertools.chain(tests(), conversions() if converts else ()):
         yield outcome(f"gpu {kernel}", name, partial(test, device=device))
 
 
 def tests() -> Iterator[tuple[str, str, Test]]:
     """Every kernel with the name of every format that it is tested on, and the test."""
-    return ((kernel, name, test) for kernel, names, test in _TESTS for name in names)
+    every = (*_TESTS, *selftest_gpu_tiles.TESTS)
+    return ((kernel, name, test) for kernel, names, test in every for name in names)
+
+
+def conversions() -> Iterator[tuple[str, str, Test]]:
+    """Kernels with instructions of compute capability 8.9, which no interpreter has."""
+    return (("instruction", name, _instruction) for name in _FORMATS[:2])
 
 
 def _cast(name: str, device: torch.device) -> Iterator[Case]:
@@ -47,20 +57,92 @@ def _cast(name: str, device: torch.device) -> Iterator[Case]:
                         yield expected, out.cpu(), x, words(x, rounding, overflow)
 
 
+def _scaled(name: str, device: torch.device) -> Iterator[Case]:
+    """Values of x times a factor, in another dtype, with the largest magnitude noted; NaN's bits are above all."""
+    format, factor = formats.get(name), torch.tensor(3.7)
+    for dtype, size in itertools.product(_DTYPES, SIZES):
+        x, out = hard(size, dtype, format), torch.empty(size, dtype=torch.bfloat16, device=device)
+        for known in (x, x.nan_to_num(1.0)):
+            largest = torch.full((), 0.5, device=device)
+            if cast.takes(x, out, format, "saturate", factor=True):
+                cast.run(known.to(device), out, format, "nearest_even", "saturate", None, factor.to(device), largest)
+                wide = known.float() * factor
+                expected = quant.round_to(wide, format, "nearest_even", "saturate", None, torch.empty_like(out.cpu()))
+                yield expected, out.cpu(), x, words(x, "times a factor")
+                magnitudes = torch.cat([known.float().abs(), torch.tensor([0.5])])
+                yield magnitudes.max(), largest.cpu(), torch.empty(0), words(x, "largest magnitude")
+
+
 def _codes(name: str, device: torch.device) -> Iterator[Case]:
     format = formats.get(name)
+    for dtype, size, rounding in itertools.product(_DTYPES, SIZES, _ROUNDINGS):
+        x = hard(size, dtype, format)
+        x = x if format.has_nan else x[~x.isnan()]
+        seed = _SEED if rounding == "stochastic" else None
+        out = torch.empty(x.shape, dtype=CONTAINERS[format.storage_bits], device=device)
+        if cast.takes_codes(x, out, format):
+            yield _done(cast.run_codes(x.to(device), out, format, rounding, "saturate", seed))
+            yield quant.encode(x, format, rounding, "saturate", seed), out.cpu(), x, words(x, rounding, "codes")
+
+
+def _packed(name: str, device: torch.device) -> Iterator[Case]:
+    """Codes of 4 and 6 bits in the bytes where `quant.pack` puts them, and the values of these bytes."""
+    format = formats.get(name)
+    for dtype, size in itertools.product(_DTYPES, SIZES):
+        x = hard(4 * size, dtype, format).nan_to_num(1.0).view(size, 4)
+        codes = quant.encode(x, format)
+        expected = pack(codes, format.bits, format.high_nibble_first)
+        out, back = torch.empty_like(expected, device=device), torch.empty_like(x, device=device)
+        if cast.takes_codes(x, out, format, packed=True):
+            yield _done(cast.run_codes(x.to(device), out, format, "nearest_even", "saturate", None, packed=True))
+            yield expected, out.cpu(), torch.empty(0), words(x, "packed codes")
+        if decode.takes(expected, back, format, packed=True):
+            yield _done(decode.run(expected.to(device), back, format, packed=True))
+            yield quant.decode(codes, format, dtype), back.cpu(), torch.empty(0), words(x, "of packed codes")
+
+
+def _decode(name: str, device: torch.device) -> Iterator[Case]:
+    """Every code of the format."""
+    format = formats.get(name)
+    codes = torch.arange(1 << format.bits).to(CONTAINERS[format.storage_bits])
     for dtype in _DTYPES:
-        for size in SIZES:
-            x = hard(size, dtype, format)
-            for rounding in _ROUNDINGS:
-                seed = _SEED if rounding == "stochastic" else None
-                out = torch.empty(size, dtype=CONTAINERS[format.storage_bits], device=device)
-                if cast.takes_codes(x, out, format):
-                    cast.run_codes(x.to(device), out, format, rounding, "saturate", seed)
-                    yield quant.encode(x, format, rounding, "saturate", seed), out.cpu(), x, words(x, rounding, "codes")
+        out = torch.empty(codes.shape, dtype=dtype, device=device)
+        if decode.takes(codes, out, format):
+            yield _done(decode.run(codes.to(device), out, format))
+            yield quant.decode(codes, format, dtype), out.cpu(), codes, words(codes, f"values in {dtype}")
 
 
+def _amax(name: str, device: torch.device) -> Iterator[Case]:
+    for size in (*SIZES, (1 << 14) + 5):
+        x = hard(size, getattr(torch, name))
+        for known in (x, x.nan_to_num(1.0)):
+            if amax.takes(known):
+                expected = known.float().abs().max() if size else torch.tensor(0.0)
+                yield expected, amax.run(known.to(device)).cpu(), torch.empty(0), words(x)
+
+
+def _instruction(name: str, device: torch.device) -> Iterator[Case]:
+    """Codes by the GPU's own conversion, which no interpreter has."""
+    format = formats.get(name)
+    for dtype, size in itertools.product(_DTYPES, SIZES):
+        x, out = hard(size, dtype, format), torch.empty(size, dtype=torch.uint8, device=device)
+        cast.run_codes(
+            x.to(device), out, format, "nearest_even", "saturate", None, instruction=cast.CONVERTED[format.key]
+        )
+        yield quant.encode(x, format), out.cpu(), x, words(x, "codes by an instruction")
+
+
+def _done(done: bool) -> Case:
+    """A case of its own for a kernel's word that it met nothing without a code, or a value."""
+    return torch.tensor(True), torch.tensor(done), torch.empty(0), "refused what has a code"
+
+
+_CODES = ("e2m1fn", "e3m2fn", "int4", "uint4", "nf4")
 _TESTS: tuple[tuple[str, tuple[str, ...], Test], ...] = (
     ("cast", _FORMATS, _cast),
-    ("codes", tuple(name for name in _FORMATS if formats.get(name).has_nan), _codes),
+    ("scaled", _FORMATS[:4], _scaled),
+    ("codes", _FORMATS, _codes),
+    ("packed", _CODES, _packed),
+    ("decode", (*_FORMATS, *_CODES[2:], "posit16_1", "float8_e8m0fnu"), _decode),
+    ("amax", ("float32", "bfloat16", "float16"), _amax),
 )

@@ -14,6 +14,7 @@ from halfstep.errors import QuantizationError
 from halfstep.formats import BlockFormat, Format
 from halfstep.kernels import operators
 from halfstep.kernels.cpu import amax
+from halfstep.kernels.gpu import amax as gpu_amax
 from halfstep.quant import Quantizer, draw_seed
 from halfstep.quant.cast import CONTAINERS, check_codes, check_input, prepare_out
 from halfstep.quant.quantizer import layout
@@ -136,7 +137,10 @@ def quantize(
     >>> q.dequantize()
     tensor([ 6.0000,  0.5000, -3.0000,  0.0000])
     """
-    quantizer = quant.get_quantizer(format, scale=scale, rounding=rounding, overflow=overflow)
+    if isinstance(format, Quantizer) and scale is None and rounding is None and overflow is None:
+        quantizer = format  # what a traced graph knows of it stays known
+    else:
+        quantizer = quant.get_quantizer(format, scale=scale, rounding=rounding, overflow=overflow)
     check_input("quantize", x, quantizer.rounding, quantizer.overflow)
     shape, x = tuple(x.shape), x.detach().contiguous()
     if out is not None and (out.quantizer, out.shape, out.dtype) != (quantizer, shape, x.dtype):
@@ -152,7 +156,14 @@ def quantize(
         sizes = layout(quantizer, shape, x.dtype).items()
         tensors = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes}  # type: ignore[arg-type]
         out = Quantized(quantizer, shape, x.dtype, tensors)
-    operators.quantize_into(x, out.tensors, quantizer, seed_of(quantizer.rounding, generator))
+    seed, scales = seed_of(quantizer.rounding, generator), quantizer.scales
+    if torch.compiler.is_compiling() and scales is not None:
+        torch.ops.halfstep.quantize(
+            x, list(out.tensors.values()), list(out.tensors), quantizer.format.key, scales.tile.rows,
+            scales.tile.columns, scales.rule.text, quantizer.rounding, seed,
+        )  # fmt: skip
+    else:
+        operators.quantize_into(x, out.tensors, quantizer, seed)
     return out
 
 
@@ -312,8 +323,11 @@ def amax_of(x: Tensor) -> Tensor:
     """max |x|, a float32 scalar: 0 for an empty tensor, NaN where there is one."""
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
-    if not torch.compiler.is_compiling() and amax.supports(x):
-        return amax.run(x)
+    if not torch.compiler.is_compiling():
+        if amax.supports(x):
+            return amax.run(x)
+        if x.is_cuda and gpu_amax.supports(x):
+            return gpu_amax.run(x)
     low, high = torch.aminmax(x.detach())  # one pass, at the speed of memory; abs().amax() would be two
     return torch.maximum(-low, high).float()
 

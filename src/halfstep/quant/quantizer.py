@@ -92,12 +92,13 @@ class Quantizer:
         """Whether each row, or column, of numbers of 4 bits has a scale that is known from its amax, and is a power of
         two, or the numbers are whole in some unit."""
         scales = self.scales
-        if scales is None or self.format.bits > 4 or scales.tile not in (ROW, ROW.transposed) or not self._factors:
+        if scales is None or self.format.bits > 4 or scales.tile not in (ROW, ROW.transposed) or not self.factors:
             return False
         return scales.rule.exact or self._steps is not None
 
     @cached_property
-    def _factors(self) -> bool:
+    def factors(self) -> bool:
+        """Whether the amax of a tile alone gives what its elements are multiplied by (`Scaling.factor`)."""
         return self.scales is not None and self.scales.rule.factor(torch.ones(()), self.format) is not None
 
     @property
@@ -111,6 +112,11 @@ class Quantizer:
     def _steps(self) -> int | None:
         tried = (steps for steps in (1, 2, 4, 8, 16) if all((v * steps).is_integer() for v in self.format.values()))
         return next((steps for steps in tried if max(self.format.max, -self.format.min) * steps <= 127), None)
+
+    @cached_property
+    def container(self) -> torch.dtype:
+        """The dtype that packed codes are in."""
+        return CONTAINERS[self.format.storage_bits]
 
     @cached_property
     def inner(self) -> Quantizer | None:
@@ -282,7 +288,7 @@ def layout(
     rows, columns = matrix_shape(shape)
     format = quantizer.format
     tensors: dict[str, tuple[torch.dtype, tuple[int | None, ...]]] = {
-        "codes": (CONTAINERS[format.storage_bits], (rows, packed_columns(columns, format.bits)))
+        "codes": (quantizer.container, (rows, packed_columns(columns, format.bits)))
     }
     if quantizer.scales is not None:
         tensors |= quantizer.scales.rule.layout(quantizer.scales.tile.grid(rows, columns))

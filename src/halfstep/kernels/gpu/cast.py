@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
+from halfstep import formats
 from halfstep.formats import Format
-from halfstep.kernels.cpu import element_codes, elements
+from halfstep.kernels.cpu import element_codes, elements, packing
 from halfstep.kernels.cpu.arrays import separate
 from halfstep.kernels.cpu.element_codes import Coding
 from halfstep.kernels.cpu.elements import Rounding
+from halfstep.kernels.cpu.lanes import INFINITY
 from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, functions, halves, launch, plain
 
 
 _CONTAINERS = {8: torch.uint8, 16: torch.uint16}
+CONVERTED = {formats.get("float8_e4m3fn").key: "e4m3", formats.get("float8_e5m2").key: "e5m2"}
+"""Formats whose codes an instruction makes, by their keys."""
+ADA = (8, 9)
+"""The compute capability from which on GPUs have it."""
 
 
 def supports(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str) -> bool:
@@ -32,19 +40,27 @@ def supports_scaled(x: Tensor, out: Tensor, format: Format) -> bool:
     return plain(x) and plain(out) and takes(x, out, format, "saturate", factor=True)
 
 
-def supports_codes(x: Tensor, out: Tensor, format: Format) -> bool:
-    """Whether `run_codes` can write the codes of `x` to `out`, in a byte or two each: contiguous CUDA tensors."""
-    return plain(x) and takes_codes(x, out, format) and plain(out, out.dtype)
+def supports_codes(x: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
+    """Whether `run_codes` can write the codes of `x` to `out`: contiguous CUDA tensors, one code a byte or two.
+
+    `packed`: 4- and 6-bit codes go to the rows of `out` as `quant.pack` puts them there, and fill them.
+    """
+    return plain(x) and takes_codes(x, out, format, packed) and plain(out, out.dtype)
 
 
-def takes_codes(x: Tensor, out: Tensor, format: Format) -> bool:
-    """The same, of dense tensors anywhere. A format without a code for NaN is left to who can say so."""
-    return (
-        format.has_nan
-        and element_codes.knows(format)
-        and x.shape == out.shape
-        and out.dtype == _CONTAINERS[format.storage_bits]
-    )
+def takes_codes(x: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
+    """The same, of dense tensors anywhere."""
+    return element_codes.knows(format) and lie_in(out, x, format, packed)
+
+
+def lie_in(codes: Tensor, values: Tensor, format: Format, packed: bool) -> bool:
+    """Whether these can be the codes of so many values, a container each or packed."""
+    if codes.dtype != _CONTAINERS.get(format.storage_bits):
+        return False
+    if not packed:
+        return codes.shape == values.shape
+    columns = values.shape[-1] if values.dim() else 1
+    return packing.fills(columns, format.bits) and 8 * codes.numel() == values.numel() * format.bits
 
 
 def run(
@@ -58,8 +74,8 @@ def run(
     amax: Tensor | None = None,
 ) -> None:
     """Write `x`, rounded, to `out`: as `kernels.cpu.cast.run`, of which every bit is equal."""
-    numbers = elements.scalars(format, rounding, overflow, out.dtype)
-    _launch(x, out, numbers, None, KINDS[out.dtype], rounding, seed, factor, amax)
+    numbers = Rounding(*map(int, elements.scalars(format, rounding, overflow, out.dtype)))
+    _launch(x, out, numbers, None, KINDS[out.dtype], rounding, seed, factor, None if amax is None else bits(amax))
 
 
 def run_codes(
@@ -71,29 +87,54 @@ def run_codes(
     seed: int | None,
     factor: Tensor | None = None,
     amax: Tensor | None = None,
-) -> None:
-    """Write the codes of `x`, times a factor, to `out`."""
-    numbers, codes = element_codes.scalars(format, rounding, overflow)
-    coding = Coding(*map(int, codes))
-    _launch(x, out, numbers, coding, f"uint{8 * out.itemsize}", rounding, seed, factor, amax)
+    packed: bool = False,
+    instruction: str | None = None,
+) -> bool:
+    """Write the codes of `x`, times a factor, to `out`. False: there is NaN in x, and the format has no code for it;
+    this is asked of such formats alone, and the host waits for the answer.
+
+    instruction: what `instruction` gave, where the GPU's own conversion is to make the codes.
+    """
+    numbers, codes = (tuple(map(int, part)) for part in element_codes.scalars(format, rounding, overflow))
+    found = None if amax is None else bits(amax)
+    asked = not format.has_nan and x.numel() > 0
+    if asked and found is None:
+        found = torch.zeros((), dtype=torch.int32, device=x.device)
+    shifts = tuple(map(int, packing.shifts(format) or ())) if packed else None
+    kind = f"uint{8 * out.itemsize}"
+    _launch(x, out, Rounding(*numbers), Coding(*codes), kind, rounding, seed, factor, found, shifts, instruction)
+    return not (asked and found is not None and int(found) > INFINITY)
+
+
+def instruction(format: Format, rounding: str, overflow: str, device: torch.device) -> str | None:
+    """The conversion of that GPU that gives the format's codes, as `run_codes` takes it: E4M3 and E5M2 to nearest,
+    saturating, from compute capability 8.9 on. None where there is none."""
+    known = rounding == "nearest_even" and overflow == "saturate" and device.type == "cuda"
+    return CONVERTED.get(format.key) if known and _capability(device) >= ADA else None
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def _launch(
     x: Tensor,
     out: Tensor,
-    numbers: elements.Scalars,
+    numbers: Rounding,
     coding: Coding | None,
     target: str,
     rounding: str,
     seed: int | None,
     factor: Tensor | None,
-    amax: Tensor | None,
+    found: Tensor | None,
+    packed: tuple[int, ...] | None = None,
+    instruction: str | None = None,
 ) -> None:
     n = x.numel()
     launch(
         functions("cast").cast, -(-n // BLOCK),
-        bits(x), bits(out), None if factor is None else bits(factor), None if amax is None else bits(amax), n,
-        *halves(seed),
-        device=x.device, P=Rounding(*map(int, numbers)), C=coding, SOURCE=KINDS[x.dtype], TARGET=target,
-        NOISY=rounding == "stochastic", B=BLOCK,
+        bits(x), bits(out), None if factor is None else bits(factor), found, n, *halves(seed),
+        device=x.device, P=numbers, C=coding, SOURCE=KINDS[x.dtype], TARGET=target,
+        NOISY=rounding == "stochastic", INSTRUCTION=instruction, PACKED=packed, B=BLOCK,
     )  # fmt: skip

@@ -42,6 +42,8 @@ class Scaling(ABC):
     """Whether the scale depends on the tensor at all."""
     quotient: ClassVar[bool] = False
     """Whether the scale is a tile's amax / max in float32, and kept so."""
+    reciprocal: ClassVar[bool] = False
+    """Whether elements are multiplied by max / amax of their tile in float32 (`Current`), the scale being 1 / that."""
     linear: ClassVar[bool] = True
     """Whether values are elements times the multiplier of their tile: not so of a `NonlinearScaling`."""
     narrow: ClassVar[bool] = False
@@ -57,7 +59,7 @@ class Scaling(ABC):
         """What kernels are told of a `scale` holds of that method: a class with another one says it anew."""
         super().__init_subclass__()
         if "scale" in vars(cls):
-            for name in {"quotient", "narrow", "two_level", "power"} - vars(cls).keys():
+            for name in {"quotient", "narrow", "reciprocal", "two_level", "power"} - vars(cls).keys():
                 setattr(cls, name, getattr(Scaling, name))
 
     def __str__(self) -> str:

@@ -22,6 +22,7 @@ class Current(Scaling):
     """
 
     multiplies = True
+    reciprocal = True
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         factor = self.factor(tile.reduce(x.abs(), "amax").float(), element)

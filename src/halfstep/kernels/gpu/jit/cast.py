@@ -3,18 +3,29 @@
 import triton
 import triton.language as tl
 
+from halfstep.kernels.gpu.jit.instruction import converted
 from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, narrowed, noise, rounded, widened
+from halfstep.kernels.gpu.jit.packing import put
 
 
 @triton.jit
-def result(stored, factor, drawn, P: tl.constexpr, C: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr):
+def result(
+    stored, factor, low, high, start, index,
+    P: tl.constexpr, C: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr, NOISY: tl.constexpr,
+    INSTRUCTION: tl.constexpr,
+):  # fmt: skip
     """What is stored of one element; and the bits of its magnitude."""
     bits = widened(stored, SOURCE)
     magnitude = bits & 0x7FFFFFFF
     if factor is not None:
         bits = as_bits(as_float(bits) * factor)
+    drawn = None
+    if NOISY:
+        drawn = noise(low, high, start, index)
     if C is None:
         made = narrowed(rounded(bits, drawn, P), TARGET)
+    elif INSTRUCTION is not None:
+        made = converted(bits, INSTRUCTION)
     elif TARGET == "uint8":
         made = coded(bits, drawn, P, C).to(tl.uint8)
     else:
@@ -25,7 +36,8 @@ def result(stored, factor, drawn, P: tl.constexpr, C: tl.constexpr, SOURCE: tl.c
 @triton.jit(do_not_specialize=["n", "low", "high"])
 def cast(
     x, out, factor, found, n, low, high,
-    P: tl.constexpr, C: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr, NOISY: tl.constexpr, B: tl.constexpr,
+    P: tl.constexpr, C: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr, NOISY: tl.constexpr,
+    INSTRUCTION: tl.constexpr, PACKED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Write what x, times a factor, is rounded to, or its code; raise `found` to the bits of max |x|."""
     start = tl.program_id(0).to(tl.int64) * B
@@ -33,15 +45,13 @@ def cast(
     times = None
     if factor is not None:
         times = tl.load(factor).to(tl.float32, bitcast=True)
-    drawn = None
-    if NOISY:
-        drawn = noise(low, high, start, index)
     if start + B <= n:
-        made, magnitude = result(tl.load(x + start + index), times, drawn, P, C, SOURCE, TARGET)
-        tl.store(out + start + index, made)
+        stored = tl.load(x + start + index)
+        made, magnitude = result(stored, times, low, high, start, index, P, C, SOURCE, TARGET, NOISY, INSTRUCTION)
+        put(out, made, start, n, PACKED, True, B)
     else:
-        inside = start + index < n
-        made, magnitude = result(tl.load(x + start + index, mask=inside, other=0), times, drawn, P, C, SOURCE, TARGET)
-        tl.store(out + start + index, made, mask=inside)
+        stored = tl.load(x + start + index, mask=start + index < n, other=0)
+        made, magnitude = result(stored, times, low, high, start, index, P, C, SOURCE, TARGET, NOISY, INSTRUCTION)
+        put(out, made, start, n, PACKED, False, B)
     if found is not None:
         tl.atomic_max(found, tl.max(magnitude.to(tl.int32, bitcast=True)))

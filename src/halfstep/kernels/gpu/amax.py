@@ -1,0 +1,32 @@
+"""The largest magnitude of a CUDA tensor: read once, nothing widened, NaN kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, functions, launch, lies_plain, plain
+
+
+_BLOCK = 4 * BLOCK  # few programs, since all raise one number
+
+
+def supports(x: Tensor) -> bool:
+    """Whether `run` can read `x`: a contiguous CUDA tensor (fp32, bf16, fp16)."""
+    return plain(x)
+
+
+def takes(x: Tensor) -> bool:
+    """The same, of dense tensors anywhere."""
+    return lies_plain(x)
+
+
+def run(x: Tensor) -> Tensor:
+    """max |x| as a float32 scalar: 0 of an empty tensor, NaN where there is one."""
+    found = torch.zeros((), dtype=torch.int32, device=x.device)
+    n = x.numel()
+    launch(
+        functions("largest").largest, -(-n // _BLOCK), bits(x), found, n,
+        device=x.device, SOURCE=KINDS[x.dtype], PART=BLOCK, B=_BLOCK,
+    )  # fmt: skip
+    return found.view(torch.float32)

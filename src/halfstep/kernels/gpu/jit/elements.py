@@ -1,0 +1,82 @@
+"""An element over its tile's scale: its code, packed with its neighbours', or its value times the scale.
+
+`Q` is an `Element` of `kernels.gpu.quantizers`, known when a kernel is compiled.
+"""
+
+import triton
+import triton.language as tl
+
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, narrowed, rounded
+
+
+@triton.jit
+def number_coded(bits, P: tl.constexpr, C: tl.constexpr):
+    """The codes of float32 bits that are no NaN, to nearest, of floats that saturate and whose signs are alike
+    (`kernels.cpu.element_codes.encoded_number`): two thirds of the instructions of `coded`."""
+    magnitude = tl.minimum(bits & 0x7FFFFFFF, P.largest).to(tl.uint32)
+    binade = tl.maximum(magnitude & 0x7F800000, P.min_normal).to(tl.uint32)
+    below: tl.constexpr = P.magic - P.min_normal + (1 << 22) + 256 - ((P.min_normal >> P.shift) & 0xFF)
+    steps = as_bits(as_float(magnitude) + as_float((binade + (below & 0xFFFFFFFF)).to(tl.uint32))) + (binade >> P.shift)
+    sign: tl.constexpr = 0x80000000 >> C.sign_shift
+    return (steps & (sign - 1)) | ((bits >> C.sign_shift) & sign)
+
+
+@triton.jit
+def code_of(bits, drawn, Q: tl.constexpr):
+    """The codes of float32 bits that are no NaN, 32 bits wide."""
+    if Q.cuts is None:
+        if drawn is None and Q.coding.complement is None:
+            code = number_coded(bits, Q.rounding, Q.coding)
+        else:
+            code = coded(bits, drawn, Q.rounding, Q.coding)
+    else:
+        code = tl.zeros_like(bits)
+        for i in tl.static_range(len(Q.cuts)):
+            code += (as_float(bits) > Q.cuts[i]).to(tl.uint32)
+        if Q.order is not None:
+            half = tl.where(code > 7, Q.order[1], Q.order[0]).to(tl.uint32)
+            code = (half >> ((code & 7) << 2)) & 15
+    return code
+
+
+@triton.jit
+def value_of(bits, drawn, Q: tl.constexpr):
+    """The values of these codes."""
+    if Q.cuts is None:
+        value = as_float(rounded(bits, drawn, Q.rounding))
+    else:
+        found = tl.full(bits.shape, Q.values[0], tl.uint32)
+        for i in tl.static_range(len(Q.cuts)):
+            found = tl.where(as_float(bits) > Q.cuts[i], Q.values[i + 1], found).to(tl.uint32)
+        value = as_float(found)
+    return value
+
+
+@triton.jit
+def together(code, Q: tl.constexpr):
+    """Codes of a block, side by side along its rows: of 4 bits two a byte, of 6 bits four in 24 bits (`quant.pack`)."""
+    ROWS: tl.constexpr = code.shape[0]
+    COLUMNS: tl.constexpr = code.shape[1]
+    if Q.bits == 4:
+        one, two = tl.split(tl.reshape(code, (ROWS, COLUMNS // 2, 2)))
+        made = (two | (one << 4)) if Q.high_first else (one | (two << 4))
+    elif Q.bits == 6:
+        even, odd = tl.split(tl.reshape(code, (ROWS, COLUMNS // 2, 2)))
+        one, two = tl.split(tl.reshape(even | (odd << 6), (ROWS, COLUMNS // 4, 2)))
+        made = one | (two << 12)
+    else:
+        made = code
+    return made
+
+
+@triton.jit
+def written(value, multiplier, R: tl.constexpr, OUT: tl.constexpr, TARGET: tl.constexpr):
+    """What is stored of values times the multiplier of their tile, within the range of the dtype."""
+    product = value * multiplier
+    if R.kind != "power":
+        product = tl.where(multiplier == 0.0, 0.0, product)  # a tile without scale, whatever its codes mean
+    bits = as_bits(product)
+    if OUT is not None:
+        return narrowed(rounded(bits, None, OUT), TARGET)
+    infinite = (bits & 0x7FFFFFFF) == 0x7F800000
+    return narrowed(tl.where(infinite, bits - 1, bits).to(tl.uint32), TARGET)

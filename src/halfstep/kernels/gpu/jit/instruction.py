@@ -1,0 +1,49 @@
+"""E4M3 and E5M2 codes by the instruction that Ada, Hopper and Blackwell have for them; no interpreter runs it.
+
+It rounds to nearest, ties to even, and saturates, infinities too. What it makes of NaN is one code without a sign:
+the signs are put in their place here, as `quant.encode` keeps them, and E5M2's NaN is made 0x7E.
+"""
+
+import triton
+import triton.language as tl
+
+
+# The sign of a code is its number's, NaN's too: of four numbers the upper bytes are gathered for it.
+_E4M3: tl.constexpr = tl.constexpr("""{
+    .reg .b16 low, high;
+    .reg .b32 code, sign, other;
+    cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+    cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+    mov.b32 code, {low, high};
+    prmt.b32 sign, $1, $2, 0x0073;
+    prmt.b32 other, $3, $4, 0x7300;
+    prmt.b32 sign, sign, other, 0x7610;
+    lop3.b32 $0, code, sign, 0x80808080, 0xF8;
+}""")
+
+# No finite code has all five bits of its exponent set: adding 4 to a byte carries into its upper bit for NaN alone.
+_E5M2: tl.constexpr = tl.constexpr("""{
+    .reg .b16 low, high;
+    .reg .b32 code, sign, other;
+    cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+    cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+    mov.b32 code, {low, high};
+    and.b32 other, code, 0x7F7F7F7F;
+    add.u32 other, other, 0x04040404;
+    shr.u32 other, other, 7;
+    lop3.b32 code, code, other, 0x01010101, 0x70;
+    prmt.b32 sign, $1, $2, 0x0073;
+    prmt.b32 other, $3, $4, 0x7300;
+    prmt.b32 sign, sign, other, 0x7610;
+    lop3.b32 $0, code, sign, 0x80808080, 0xF8;
+}""")
+
+
+@triton.jit
+def converted(bits, KIND: tl.constexpr):
+    """The codes of float32 bits, in a byte each: KIND is e4m3 or e5m2."""
+    if KIND == "e4m3":
+        code = tl.inline_asm_elementwise(_E4M3, "=r,r,r,r,r", [bits], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        code = tl.inline_asm_elementwise(_E5M2, "=r,r,r,r,r", [bits], dtype=tl.uint8, is_pure=True, pack=4)
+    return code

@@ -1,0 +1,117 @@
+"""Packed codes and the scales of their tiles back to values (`quant.Quantized.dequantize`)."""
+
+import triton
+import triton.language as tl
+
+from halfstep.kernels.gpu.jit.elements import written
+from halfstep.kernels.gpu.jit.numbers import as_float, constant, decoded
+from halfstep.kernels.gpu.jit.scales import power_of
+from halfstep.kernels.gpu.jit.tiles import spread
+
+
+@triton.jit
+def meant(code, M: tl.constexpr):
+    """The float32 of a code, given 32 bits wide; `M` is a `Meaning` of `kernels.gpu.quantizers`."""
+    if M.table is not None:
+        bits = tl.full(code.shape, M.table[0], tl.uint32)
+        for i in tl.static_range(1, 16):
+            bits = tl.where(code == i, M.table[i], bits).to(tl.uint32)
+        value = as_float(bits)
+    elif M.whole is not None:
+        number = (code << M.whole[0]).to(tl.int32, bitcast=True) >> M.whole[0]
+        value = number.to(tl.float32) * constant(M.whole[1])
+    else:
+        value = as_float(decoded(code, M.decoding).to(tl.uint32))
+    return value
+
+
+@triton.jit
+def codes_apart(codes, first, row, column, left, rows, columns, M: tl.constexpr, MASKED: tl.constexpr):
+    """The codes of a block, one an entry, from the bytes they are packed in."""
+    ROWS: tl.constexpr = row.shape[0]
+    COLUMNS: tl.constexpr = column.shape[0]
+    WIDE: tl.constexpr = 2 if M.bits == 4 else (4 if M.bits == 6 else 1)
+    BYTES: tl.constexpr = 3 if M.bits == 6 else 1
+    across = left // WIDE + tl.arange(0, COLUMNS // WIDE)
+    place = first // WIDE + across[None, :]
+    inside = None
+    other = None
+    if MASKED:
+        inside = (row < rows)[:, None] & (across < columns // WIDE)[None, :]
+        other = 0
+    whole = tl.load(codes + place * BYTES, mask=inside, other=other).to(tl.uint32)
+    for i in tl.static_range(1, BYTES):
+        whole |= tl.load(codes + place * BYTES + i, mask=inside, other=other).to(tl.uint32) << (8 * i)
+    if M.bits == 4:
+        one, two = whole & 15, whole >> 4
+        whole = tl.reshape(tl.join(two, one) if M.high_first else tl.join(one, two), (ROWS, COLUMNS))
+    elif M.bits == 6:
+        pairs = tl.reshape(tl.join(whole & 0xFFF, whole >> 12), (ROWS, COLUMNS // 2))
+        whole = tl.reshape(tl.join(pairs & 63, pairs >> 6), (ROWS, COLUMNS))
+    return whole
+
+
+@triton.jit
+def multipliers(
+    scale, tensor, row, column, top, left, rows, columns, R: tl.constexpr, E: tl.constexpr, H: tl.constexpr, W: tl.constexpr
+):
+    """The multiplier of each tile of a block, from what is stored."""
+    tall: tl.constexpr = row.shape[0] // H if H > 0 and H < row.shape[0] else 1  # tiles of the block
+    long: tl.constexpr = column.shape[0] // W if W else 1
+    high = H if H else rows
+    wide = W if W else columns
+    down = (top // high + tl.arange(0, tall))[:, None]
+    across = (left // wide + tl.arange(0, long))[None, :]
+    whole = (columns + wide - 1) // wide
+    inside = (down < (rows + high - 1) // high) & (across < whole)
+    stored = tl.load(scale + down.to(tl.int64) * whole + across, mask=inside, other=0)
+    if R.kind == "power":
+        multiplier = power_of(stored.to(tl.uint32))
+        if R.part is not None:
+            multiplier = tl.div_rn(multiplier, constant(R.part))
+    elif R.kind == "two_level":
+        multiplier = as_float(decoded(stored.to(tl.uint32), E).to(tl.uint32)) * tl.load(tensor).to(tl.float32, bitcast=True)
+    elif R.kind == "narrow":
+        multiplier = as_float(stored.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+    else:
+        multiplier = stored.to(tl.float32, bitcast=True)
+    return multiplier
+
+
+@triton.jit
+def values(
+    codes, scale, tensor, out, top, left, row, column, first, rows, columns,
+    R: tl.constexpr, M: tl.constexpr, E: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The values of a block."""
+    code = codes_apart(codes, first, row, column, left, rows, columns, M, MASKED)
+    multiplier = multipliers(scale, tensor, row, column, top, left, rows, columns, R, E, H, W)
+    made = written(meant(code, M), spread(multiplier, row.shape[0], column.shape[0]), R, OUT, TARGET)
+    inside = None
+    if MASKED:
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(out + first + column[None, :], made, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "units"])
+def restore(
+    codes, scale, tensor, out, rows, units,
+    R: tl.constexpr, M: tl.constexpr, E: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write the values of a matrix of `rows` rows and units * UNIT columns; a UNIT of COLUMNS is one block a row."""
+    flat: tl.constexpr = UNIT == COLUMNS
+    columns = COLUMNS if flat else units * UNIT
+    across = 1 if flat else (columns + COLUMNS - 1) // COLUMNS
+    top, left = tl.program_id(0) // across * ROWS, tl.program_id(0) % across * COLUMNS
+    row, column = top + tl.arange(0, ROWS), left + tl.arange(0, COLUMNS)
+    first = (row.to(tl.int64) * columns)[:, None]
+    if top + ROWS <= rows and left + COLUMNS <= columns:
+        values(
+            codes, scale, tensor, out, top, left, row, column, first, rows, columns, R, M, E, TARGET, OUT, H, W, False
+        )
+    else:
+        values(
+            codes, scale, tensor, out, top, left, row, column, first, rows, columns, R, M, E, TARGET, OUT, H, W, True
+        )

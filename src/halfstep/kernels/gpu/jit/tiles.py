@@ -1,0 +1,224 @@
+"""Tiles that share a scale, to codes and scales or to values: a block of a matrix a program.
+
+A tile is `H` rows high and `W` columns wide, a power of two each, and a block holds whole tiles; 0 stands for the whole
+dimension, and then the largest magnitudes come from an earlier pass (`found`). Short tiles are filled with zeros.
+"""
+
+import triton
+import triton.language as tl
+
+from halfstep.kernels.gpu.jit.elements import code_of, together, value_of, written
+from halfstep.kernels.gpu.jit.numbers import noise_keys, widened
+from halfstep.kernels.gpu.jit.scales import over, scales, tensor_scale_of
+
+
+@triton.jit
+def tile_maxima(bits, H: tl.constexpr, W: tl.constexpr):
+    """The largest magnitude of each tile of a block; NaN is above infinity."""
+    ROWS: tl.constexpr = bits.shape[0]
+    COLUMNS: tl.constexpr = bits.shape[1]
+    found = (bits & 0x7FFFFFFF).to(tl.int32, bitcast=True)
+    if W == COLUMNS:
+        found = tl.max(found, 1, keep_dims=True)
+    elif W > 1:
+        found = tl.max(tl.reshape(found, (ROWS, COLUMNS // W, W)), 2)
+    if H == ROWS:
+        found = tl.max(found, 0, keep_dims=True)
+    elif H > 1:
+        found = tl.max(tl.reshape(found, (ROWS // H, H, COLUMNS // W)), 1)
+    return found.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def spread(numbers, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Each tile's number at each of its elements."""
+    R: tl.constexpr = numbers.shape[0]
+    C: tl.constexpr = numbers.shape[1]
+    if R > 1 and R < ROWS:
+        numbers = tl.reshape(tl.broadcast_to(tl.expand_dims(numbers, 1), (R, ROWS // R, C)), (ROWS, C))
+    if C > 1 and C < COLUMNS:
+        D: tl.constexpr = numbers.shape[0]
+        numbers = tl.reshape(tl.broadcast_to(tl.expand_dims(numbers, 2), (D, C, COLUMNS // C)), (D, COLUMNS))
+    return tl.broadcast_to(numbers, (ROWS, COLUMNS))
+
+
+@triton.jit
+def noise_of(low, high, first, place):
+    """Noise for the elements first + place: a column of int64s, and a row of int32s that are less than 2^14."""
+    one, two = noise_keys(low, high, first >> 14)
+    next_one, next_two = noise_keys(low, high, (first >> 14) + 1)
+    index = (first & 0x3FFF).to(tl.int32) + place
+    beyond = index > 0x3FFF
+    x = tl.where(beyond, next_one, one) + (index & 0x3FFF).to(tl.uint32)
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ tl.where(beyond, next_two, two)
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def scale_place(row, column, across, strides, SWIZZLED: tl.constexpr):
+    """Where the scale of a tile lies, of a copy with `across` tiles a row: as strides have it, or as Blackwell's units
+    take it, in blocks of 128 rows and 4 columns (32_4_4)."""
+    if SWIZZLED:
+        block = (row // 128).to(tl.int64) * ((across + 3) // 4) + column // 4
+        place = block * 512 + (row % 32) * 16 + ((row % 128) // 32) * 4 + column % 4
+    else:
+        place = row.to(tl.int64) * strides[0] + column.to(tl.int64) * strides[1]
+    return place
+
+
+@triton.jit
+def loaded(x, first, row, column, rows, columns, SOURCE: tl.constexpr, MASKED: tl.constexpr):
+    """The float32 bits of a block of a matrix; 0 beyond its edges."""
+    inside = None
+    other = None
+    if MASKED:
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        other = 0
+    return widened(tl.load(x + first + column[None, :], mask=inside, other=other), SOURCE)
+
+
+@triton.jit
+def largest_of(
+    x, top, column, rows, columns, SOURCE: tl.constexpr, H: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitudes of one row of tiles that are taller than a block, read block by block: (1, tiles)."""
+    found = tl.zeros((1, column.shape[0] // W), tl.int32)
+    for strip in range(H // ROWS):
+        row = top + strip * ROWS + tl.arange(0, ROWS)
+        bits = loaded(x, (row.to(tl.int64) * columns)[:, None], row, column, rows, columns, SOURCE, MASKED)
+        found = tl.maximum(found, tile_maxima(bits, ROWS, W).to(tl.int32, bitcast=True))
+    return found.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def found_before(found, row, column, rows, columns, H: tl.constexpr, W: tl.constexpr):
+    """The largest magnitudes of a block's rows (W 0), of its columns (H 0) or of the tensor, from an earlier pass."""
+    if H == 0 and W == 0:
+        amax = tl.full((1, 1), 0, tl.int32) + tl.load(found)
+    elif H == 0:
+        amax = tl.load(found + column, mask=column < columns, other=0)[None, :]
+    else:
+        amax = tl.load(found + row, mask=row < rows, other=0)[:, None]
+    return amax.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def keep_scales(
+    scale, stored, multiplier, top, left, rows, columns, strides,
+    R: tl.constexpr, H: tl.constexpr, W: tl.constexpr, FORM: tl.constexpr, DOWN: tl.constexpr,
+):  # fmt: skip
+    """Store the scales of tiles, the first of which has the element (top, left), in a FORM: as they are `stored`,
+    `swizzled`, or their multiplier, a `number`. DOWN: for the transposed copy."""
+    high = H if H else rows
+    wide = W if W else columns
+    down = (top // high + tl.arange(0, stored.shape[0]))[:, None]
+    across = (left // wide + tl.arange(0, stored.shape[1]))[None, :]
+    tall, long = (rows + high - 1) // high, (columns + wide - 1) // wide
+    inside = (down < tall) & (across < long)
+    if H == 0:
+        inside = inside & (top == 0)
+    if W == 0:
+        inside = inside & (left == 0)
+    if DOWN:
+        place = scale_place(across, down, tall, strides, FORM == "swizzled")
+    else:
+        place = scale_place(down, across, long, strides, FORM == "swizzled")
+    if FORM == "number" or R.kind == "quotient" or R.kind == "reciprocal":
+        kept = multiplier.to(tl.int32, bitcast=True)
+    elif R.kind == "narrow":
+        kept = (stored >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
+    else:
+        kept = stored.to(tl.uint8)
+    tl.store(scale + place, kept, mask=inside)
+
+
+@triton.jit
+def store(out, made, first, row, left, rows, columns, WIDE: tl.constexpr, BYTES: tl.constexpr, MASKED: tl.constexpr):
+    """Store what was made of a block's rows, where they lie: an entry of WIDE elements each, BYTES one after another of
+    an entry (None: whole)."""
+    across = left // WIDE + tl.arange(0, made.shape[1])
+    place = first // WIDE + across[None, :]
+    inside = None
+    if MASKED:
+        inside = (row < rows)[:, None] & (across < columns // WIDE)[None, :]
+    if BYTES is None:
+        tl.store(out + place, made, mask=inside)
+    else:
+        for i in tl.static_range(BYTES):
+            tl.store(out + place * BYTES + i, (made >> (8 * i)).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def block(
+    x, out, scale, tensor_scale, found, top, left, rows, columns, low, high,
+    R: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr,
+    OUT: tl.constexpr, APART: tl.constexpr, NOISY: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """A block of a matrix, or the blocks of tiles that are taller, to codes (TARGET None) and scales, or to values."""
+    column = left + tl.arange(0, COLUMNS)
+    strides = ((columns + W - 1) // W if W else 1, 1)
+    strips: tl.constexpr = H // ROWS if H > ROWS else 1
+    if strips > 1:
+        amax = largest_of(x, top, column, rows, columns, SOURCE, H, W, ROWS, MASKED)
+        stored, multiplier, meets, keep = scales(amax, tensor_scale, R, E)
+        if TARGET is None:
+            keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, H, W, "stored", False)
+    for strip in range(strips):
+        row = top + strip * ROWS + tl.arange(0, ROWS)
+        first = (row.to(tl.int64) * columns)[:, None]
+        bits = loaded(x, first, row, column, rows, columns, SOURCE, MASKED)
+        if strips == 1:
+            if H and W:
+                amax = tile_maxima(bits, H, W)
+            else:
+                amax = found_before(found, row, column, rows, columns, H, W)
+            stored, multiplier, meets, keep = scales(amax, tensor_scale, R, E)
+            if TARGET is None:
+                keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, H, W, "stored", False)
+        drawn = None
+        if NOISY:
+            drawn = noise_of(low, high, first + left, tl.arange(0, COLUMNS)[None, :])
+        bits = over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R)
+        if TARGET is None:
+            made = together(code_of(bits, drawn, Q), Q)
+            wide: tl.constexpr = COLUMNS // made.shape[1]
+            store(out, made, first, row, left, rows, columns, wide, 3 if Q.bits == 6 else 1, MASKED)
+        else:
+            times = multiplier
+            if R.kind == "two_level" and not APART:
+                times = multiplier * tensor_scale
+            made = written(value_of(bits, drawn, Q), spread(times, ROWS, COLUMNS), R, OUT, TARGET)
+            store(out, made, first, row, left, rows, columns, 1, None, MASKED)
+
+
+@triton.jit(do_not_specialize=["rows", "units", "low", "high"])
+def quantise(
+    x, out, scale, tensor, found, rows, units, low, high,
+    R: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr,
+    APART: tl.constexpr, NOISY: tl.constexpr, H: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Round a matrix of `rows` rows and units * UNIT columns in tiles; a UNIT of COLUMNS is a matrix of one block a row."""
+    flat: tl.constexpr = UNIT == COLUMNS
+    tall: tl.constexpr = H if H > ROWS else ROWS
+    columns = COLUMNS if flat else units * UNIT
+    across = 1 if flat else (columns + COLUMNS - 1) // COLUMNS
+    top, left = tl.program_id(0) // across * tall, tl.program_id(0) % across * COLUMNS
+    tensor_scale = None
+    if R.kind == "two_level":
+        tensor_scale = tensor_scale_of(tl.load(found), R)
+        if tensor is not None and tl.program_id(0) == 0:
+            tl.store(tensor, tensor_scale.to(tl.int32, bitcast=True))
+    if top + tall <= rows and left + COLUMNS <= columns:
+        block(
+            x, out, scale, tensor_scale, found, top, left, rows, columns, low, high,
+            R, Q, E, SOURCE, TARGET, OUT, APART, NOISY, H, W, ROWS, COLUMNS, False,
+        )  # fmt: skip
+    else:
+        block(
+            x, out, scale, tensor_scale, found, top, left, rows, columns, low, high,
+            R, Q, E, SOURCE, TARGET, OUT, APART, NOISY, H, W, ROWS, COLUMNS, True,
+        )  # fmt: skip

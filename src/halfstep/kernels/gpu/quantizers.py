@@ -1,0 +1,165 @@
+"""What kernels are told of a quantizer: its rule for scales, and how elements are rounded, coded and packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from halfstep import formats
+from halfstep.formats import Codebook, Float, Format, Integer, ocp
+from halfstep.kernels.cpu import element_codes, elements
+from halfstep.kernels.cpu.element_codes import Coding, Decoding
+from halfstep.kernels.cpu.elements import Rounding, float_bits
+from halfstep.kernels.cpu.scales import knows as knows_element
+from halfstep.kernels.cpu.scales import power_scalars
+from halfstep.quant import Quantizer
+from halfstep.quant.scaling import Scaling
+
+
+class Rule(NamedTuple):
+    """The numbers of one rule for one element format; float32s as their bits."""
+
+    kind: str
+    """`power`, `reciprocal`, `quotient`, `narrow` or `two_level`: what a `Scaling` calls these."""
+    largest: int
+    """The element format's largest value."""
+    added: int = 0
+    """Of powers: what carries into the exponent of the largest magnitude, and what is taken off it."""
+    exponent: int = 0
+    part: int | None = None
+    """The part of the numbers that the power is for, where it is not all of them."""
+    tensor_largest: int = 0
+    """Of two levels: E4M3's largest value times the element format's; and whether scales go up."""
+    up: bool = False
+
+
+class Pair(NamedTuple):
+    """How numbers are rounded, and coded."""
+
+    rounding: Rounding
+    coding: Coding
+
+
+class Element(NamedTuple):
+    """How elements are rounded and coded: a float or an integer by a `Pair`'s numbers, a codebook by its cut points."""
+
+    rounding: Rounding | None
+    coding: Coding | None
+    bits: int
+    high_first: bool
+    cuts: tuple[float, ...] | None = None
+    values: tuple[int, ...] | None = None
+    """Their values, as float32 bits."""
+    order: tuple[int, int] | None = None
+    """The codes by place, 4 bits each; None where they count up."""
+
+
+class Meaning(NamedTuple):
+    """What packed codes mean: one of the last three says it."""
+
+    bits: int
+    high_first: bool
+    decoding: Decoding | None = None
+    whole: tuple[int, int] | None = None
+    """An integer's: the bits above its sign, and its step's bits."""
+    table: tuple[int, ...] | None = None
+    """A codebook's values, as float32 bits."""
+
+
+ROUNDINGS = ("nearest_even", "stochastic")
+
+
+@cache
+def rule(format: Format, scaling: Scaling) -> Rule | None:
+    """None for a rule that kernels do not know."""
+    largest = float_bits(format.max)
+    inner = scaling if scaling.inner is None else scaling.inner
+    if inner.exact and inner.reads:
+        numbers = power_scalars(format, inner)
+        if numbers is None:
+            return None
+        added, exponent = int(numbers[0]), int(numbers[1])
+        part = None if inner is scaling else float_bits(scaling.part)
+        return Rule("power", largest, added, exponent - (exponent >> 31 << 32), part)
+    if scaling.reciprocal:
+        return Rule("reciprocal", largest)
+    if scaling.quotient:
+        return Rule("quotient", largest)
+    if scaling.narrow:
+        return Rule("narrow", largest)
+    if scaling.two_level:
+        tensor = float_bits(ocp.float8_e4m3fn.max * format.max)
+        return Rule("two_level", largest, tensor_largest=tensor, up=not scaling.clips)  # type: ignore[attr-defined]
+    return None
+
+
+@cache
+def element(format: Format, rounding: str) -> Element | None:
+    """None for a format that kernels do not encode in a byte, or not by that rounding."""
+    first = format.high_nibble_first
+    if isinstance(format, Codebook):
+        if format.bits != 4 or rounding != "nearest_even" or format.ties != "lower":
+            return None
+        values = format.values()
+        cuts = tuple(float(cut) for cut in element_codes.cut_points(format, False))
+        order = [min(c for c in format.codes() if format.decode(c) == value) for value in values]
+        low, high = (sum(code << 4 * i for i, code in enumerate(part)) for part in (order[:8], order[8:]))
+        places = None if order == list(range(16)) else (low, high)
+        return Element(None, None, 4, first, cuts, _bits(values), places)
+    if rounding not in ROUNDINGS or not knows_element(format):
+        return None
+    return Element(*pair(format, rounding), format.bits, first)
+
+
+@cache
+def pair(format: Format, rounding: str = "nearest_even") -> Pair:
+    """The numbers of a float or an integer format, saturating."""
+    numbers, codes = element_codes.scalars(format, rounding, "saturate")
+    return Pair(Rounding(*map(int, numbers)), Coding(*map(int, codes)))
+
+
+@cache
+def meaning(format: Format) -> Meaning | None:
+    """None for a format whose codes kernels do not read from a byte."""
+    made = Meaning(format.bits, format.high_nibble_first)
+    if isinstance(format, Codebook):
+        return made._replace(table=_bits(list(map(format.decode, format.codes())))) if format.bits == 4 else None
+    if not isinstance(format, Float | Integer) or not knows_element(format):
+        return None
+    numbers = tuple(int(number) for number in element_codes.decoding_scalars(format))
+    if isinstance(format, Integer):
+        return made._replace(whole=numbers)
+    return made._replace(decoding=Decoding(*numbers))
+
+
+def _bits(values: Sequence[float]) -> tuple[int, ...]:
+    """As float32's."""
+    return tuple(int(bits) for bits in np.array(values, np.float32).view(np.uint32))
+
+
+def e4m3() -> Pair:
+    """Those of the scales of two levels."""
+    return pair(ocp.float8_e4m3fn)
+
+
+@cache
+def written(dtype: torch.dtype) -> Rounding:
+    """How products are rounded to a dtype of 16 bits, saturating."""
+    format = formats.get(dtype)
+    return Rounding(*map(int, elements.scalars(format, "nearest_even", "saturate")))
+
+
+def known(quantizer: Quantizer) -> tuple[Rule, Element] | None:
+    """What kernels are told of a quantizer; None where they do not do what it does."""
+    scales = quantizer.scales
+    if scales is None or quantizer.outliers is not None or quantizer.clamp is not None:
+        return None
+    ruled, coded = rule(quantizer.format, scales.rule), element(quantizer.format, quantizer.rounding)
+    if ruled is None or coded is None or (coded.cuts is not None and ruled.kind == "power"):
+        return None
+    return ruled, coded
+

@@ -1,0 +1,60 @@
+"""Every format that Triton's casts know, in every rounding, overflow and pair of dtypes: `interpreted.py` runs it."""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from halfstep import formats, quant
+from halfstep.formats import Format
+from halfstep.formats.exact import ROUNDINGS
+from halfstep.kernels.cpu import elements
+from halfstep.kernels.gpu import cast, decode
+from halfstep.kernels.selftest import Case, hard, words
+from halfstep.quant.cast import CONTAINERS
+
+
+SIZE = 2100  # a block and a rest
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WAYS = tuple(itertools.product(ROUNDINGS, ("saturate", "ieee"), DTYPES, DTYPES, (None, 3.7)))
+OTHERS = ("e3m4", "e4m5", "e6m9", "e2m3", "e5m7", "e8m3")
+FEW = 61
+"""A step through the ways that leaves four of each format, others from format to format."""
+SEED = 0x9E3779B97F4A7C15
+
+
+def names() -> list[str]:
+    """Of every format that is rounded by arithmetic, or decoded from a table."""
+    return [name for name in (*formats.names(), *OTHERS) if _known(formats.get(name))]
+
+
+def _known(format: Format) -> bool:
+    return elements.knows(format) or format.bits <= 16
+
+
+def cases(name: str, step: int = 1) -> Iterator[Case]:
+    """Every `step`-th way to round, from a place on that differs from format to format; every code, decoded."""
+    format = formats.get(name)
+    for rounding, overflow, source, target, factor in WAYS[sum(name.encode()) % step :: step]:
+        x = hard(SIZE + 1, source, format)[1:]  # not where 16 bytes begin
+        seed = SEED if rounding == "stochastic" else None
+        said = f"{rounding}, {overflow}, to {target}, times {factor}"
+        wide, times = (x, None) if factor is None else (x.float() * factor, torch.tensor(factor))
+        out = torch.full(x.shape, 7.0, dtype=target)
+        if cast.takes(x, out, format, overflow, factor is not None):
+            cast.run(x, out, format, rounding, overflow, seed, times)
+            expected = torch.empty_like(out)
+            yield quant.round_to(wide, format, rounding, overflow, seed, expected), out, x, words(x, said)
+        known = ~wide.isnan() if not format.has_nan else torch.ones_like(x, dtype=torch.bool)
+        x, wide = x[known], wide[known]
+        codes = torch.full(x.shape, 7, dtype=CONTAINERS[format.storage_bits])
+        if cast.takes_codes(x, codes, format):
+            coded = cast.run_codes(x, codes, format, rounding, overflow, seed, times)
+            yield torch.tensor(True), torch.tensor(coded), torch.empty(0), words(x, said, "refused")
+            yield quant.encode(wide, format, rounding, overflow, seed), codes, x, words(x, said, "codes")
+    for target in DTYPES if format.bits <= 16 else ():
+        codes = torch.arange(1 << format.bits).to(CONTAINERS[format.storage_bits])
+        out = torch.empty(codes.shape, dtype=target)
+        if decode.takes(codes, out, format):
+            decode.run(codes, out, format)
+            yield quant.decode(codes, format, target), out, codes, words(codes, f"decoded to {target}")
