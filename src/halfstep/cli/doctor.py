@@ -36,7 +36,9 @@ def doctor(
     from halfstep.kernels import selftest_matrices as matrices
     from halfstep.kernels import selftest_units as units
     from halfstep.kernels.gpu import launch
+    from halfstep.kernels.gpu.proofs import proofs
     from halfstep.optim import selftest as optim
+    from halfstep.optim import selftest_gpu as gpu_optim
     from halfstep.recipe import get_recipe, list_recipes
 
     with_gpu = torch.cuda.is_available()
@@ -53,14 +55,17 @@ def doctor(
         for recipe in asked
     ]
     tests = [*kernels.outcomes(), *matrices.outcomes(), *units.outcomes(), *optim.outcomes()]
-    if with_gpu and launch.missing() is None:
-        tests += gpu.outcomes(torch.device("cuda"))
+    absent = launch.missing() if with_gpu else "no CUDA device"
+    if absent is None:
+        tests += [*gpu.outcomes(torch.device("cuda")), *gpu_optim.outcomes(torch.device("cuda"))]
+    proven = {} if absent is None else {proof.kernel: str(proof) for proof in proofs()}
     wrong = [test for test in tests if not test.passed]
     if as_json:
         rows = [
             {"kernel": t.kernel, "format": t.format, "compared": t.compared, "difference": t.difference} for t in tests
         ]
-        show_json({"machine": machine, "recipes": paths, "claims": _claims(), "kernels": rows, "passed": not wrong})
+        told = {"machine": machine, "recipes": paths, "claims": _claims(), "kernels": rows, "proven": proven}
+        show_json(told | {"passed": not wrong})
     else:
         for key, value in machine.items():
             typer.echo(f"{key:<13} {value}")
@@ -73,6 +78,9 @@ def doctor(
         typer.echo()
         compared = sum(test.compared for test in tests)
         typer.echo(f"{len(tests) - len(wrong)} of {len(tests)} kernel tests equal the reference ({compared:,} results)")
+        if absent is not None:
+            typer.echo()
+            show_table([f"kernels for CUDA ({absent})", "proven without one"], list(proven.items()))
         for test in wrong:
             fail(f"kernel {test.kernel}, {test.format}: {test.difference}. Do not train with it here; please report it")
     if wrong:
