@@ -51,6 +51,8 @@ def cut(shape: tuple[int, ...], tile: Tile, bits: int) -> Cut | None:
     tiles of another size than a power of two, or more than a block, and rows whose codes leave bits of a byte over."""
     rows, columns = matrix_shape(shape)
     high, wide = tile.rows, tile.columns
+    if 0 in (high, wide) and high + wide > 1:
+        return None  # of a whole dimension, only single rows or columns
     if not shape or any(size & (size - 1) for size in (high, wide)) or high * wide > _LARGEST or max(high, wide) > 1024:
         return None
     if (bits == 4 and columns % 2) or (bits == 6 and columns % 4) or (bits in (4, 6) and wide == 1):
