@@ -4,7 +4,7 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install dev demo test test-cpus test-slow mutants check lint docs claims release gpu-proofs bench bench-domains bench-which-bf16 bench-fp8 exhaustive clean
+.PHONY: install dev demo test test-cpus test-slow mutants check lint docs claims release gpu-proofs bench bench-gpu bench-domains bench-which-bf16 bench-fp8 exhaustive clean
 
 install: $(VENV)/.lab
 dev: $(VENV)/.dev
@@ -70,6 +70,10 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/inspect_speed.py --keep
 	$(BIN)/python benchmarks/inference.py --keep
 	$(BIN)/python benchmarks/generation.py --keep
+
+# On a bare machine with a GPU: PYTHON is one that has torch for it; nothing is installed, nothing fetched (docs/gpu.md).
+bench-gpu:
+	$(PYTHON) benchmarks/gpu.py --minutes 9 --out runs/gpu
 
 bench-which-bf16: install
 	$(BIN)/python benchmarks/which_bf16.py --keep

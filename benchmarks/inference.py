@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import re
 import statistics
@@ -30,7 +29,7 @@ from halfstep.lab.environment import environment
 from halfstep.lab.models.llama import Llama
 from halfstep.lab.tasks import experiment_for, get_task
 from halfstep.memory import stored_bytes
-from harness import RESULTS, ratio, timings
+from harness import RESULTS, keep, ratio, timings
 
 
 WIDE = {"fp32": "fp32", "bf16": "bf16-pure"}  # as stored; the others are quantised
@@ -131,7 +130,7 @@ def main() -> None:
     data |= {"errors": errors(*trained(asked.steps)), "costs": costs(asked.rounds)}
     print(table(data))
     if asked.keep:
-        (RESULTS / "inference.json").write_text(json.dumps(data, indent=2) + "\n")
+        keep("inference", data)
         PAGE.write_text(TABLE.sub(lambda _: table(data), PAGE.read_text()))
 
 

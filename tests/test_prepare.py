@@ -10,7 +10,7 @@ import halfstep
 from families import for_each
 from halfstep.preparation import full_weights
 from halfstep.recipe import DTYPES, Recipe, get_recipe
-from tiny import RECIPES, adamw, assert_same, batch, mlp, mostly_slow, prepared
+from tiny import RECIPES, adamw, assert_same, batch, descend, mlp, mostly_slow, prepared
 
 
 def stalls(weights, master=None, rounding="nearest_even", times=4096):
@@ -64,15 +64,7 @@ def test_the_documented_loop(name):
     optimizer = adamw(model)
     x, y = batch()
     model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe=name)
-    losses = []
-    for _ in range(12):
-        loss = torch.nn.functional.mse_loss(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = descend(lambda: torch.nn.functional.mse_loss(model(x), y), optimizer, scaler, steps=12)
     assert losses[-1] < losses[0]
     scale = get_recipe(name).loss_scale
     assert scaler.get_scale() <= (scale.init if scale else 1.0)

@@ -108,12 +108,19 @@ class Estimated(TorchFunctionMode):
 
 
 def train(model, optimizer, scaler, steps=3, data=None, loss_of=F.mse_loss):
-    """The documented loop on one repeated batch; returns the losses."""
+    """The documented loop on one repeated batch, without clipping; returns the losses."""
     x, y = batch() if data is None else data
+    return descend(lambda: loss_of(model(x), y), optimizer, scaler, steps, max_norm=None)
+
+
+def descend(loss_of, optimizer, scaler, steps, max_norm=1.0):
+    """The documented loop, where `loss_of()` is a step's loss; returns the losses."""
     losses = []
     for _ in range(steps):
-        loss = loss_of(model(x), y)
+        loss = loss_of()
         scaler.scale(loss).backward()
+        if max_norm is not None:
+            scaler.clip_grad_norm_(optimizer, max_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

@@ -1,31 +1,16 @@
 """Audits of what others shard and quantise: FSDP2 and DDP on two ranks, torchao's and bitsandbytes' states."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
 import halfstep
 from halfstep.auditing import Audit
+from ranks import on_ranks
 from tiny import adamw, batch, mlp
 
 
 pytestmark = pytest.mark.slow
-RANK = """
-import sys, torch, torch.distributed as dist
-rank, folder, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-sys.path[:0] = [tests, f'{tests}/auditing']
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-from test_audit_elsewhere import under_ddp, under_fsdp
-under_ddp().save(f"{folder}/ddp{rank}.json")
-for name, report in zip(("fsdp", "stale"), under_fsdp()):
-    report.save(f"{folder}/{name}{rank}.json")
-dist.destroy_process_group()
-"""
 
 
 def step(model, optimizer, x=None):
@@ -49,13 +34,15 @@ def under_fsdp():
     return step(model, adamw(model)), halfstep.audit(model, early)
 
 
+def save_reports(rank, folder):
+    for name, report in zip(("ddp", "fsdp", "stale"), (under_ddp(), *under_fsdp()), strict=True):
+        report.save(f"{folder}/{name}{rank}.json")
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "ignore", "-c", RANK]
-    tests = str(Path(__file__).parent.parent)
-    started = [subprocess.Popen([*command, str(rank), str(folder), tests]) for rank in (0, 1)]
-    assert [process.wait(timeout=300) for process in started] == [0, 0]
+    on_ranks(save_reports, folder, folder)
     return {name: [Audit.load(folder / f"{name}{rank}.json") for rank in (0, 1)] for name in ("ddp", "fsdp", "stale")}
 
 

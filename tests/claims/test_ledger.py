@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from families import for_each
 from halfstep.claims import get_claim, load
 from halfstep.claims.checks import get_check, list_checks
 from halfstep.claims.ledger import data
@@ -14,7 +15,7 @@ from halfstep.errors import ClaimError
 
 
 ROOT = Path(__file__).parents[2]
-every_claim = pytest.mark.parametrize("claim", load(), ids=lambda claim: claim.id)
+every_claim = for_each("claim", load(), ids=lambda claim: claim.id)
 
 
 def test_every_row_keeps_the_rules():

@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+from families import for_each
 from halfstep import formats, quant
 from halfstep.errors import FormatError
 from halfstep.formats import Posit
@@ -15,7 +16,7 @@ from halfstep.formats.line import line, nan_codes
 
 
 FORMATS = [formats.get(name) for name in [*formats.names(), "posit5_1", "posit3_2", "posit32_0", "e6m3", "e5m0"]]
-every_format = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+every_format = for_each("format", FORMATS, ids=lambda f: f.name)
 
 
 def hard_numbers(format):
@@ -59,7 +60,7 @@ def test_what_has_no_code_is_nan_where_the_format_has_none(format):
     assert (round_exactly(math.nan, format).code is None) == (not format.has_nan)
 
 
-@pytest.mark.parametrize("format", [f for f in FORMATS if f.bits <= 16], ids=lambda f: f.name)
+@for_each("format", [f for f in FORMATS if f.bits <= 16], ids=lambda f: f.name)
 def test_the_line_is_the_list(format):
     values = line(format)
     assert tuple(map(values.value, values.numbers)) == format.values()
@@ -153,8 +154,8 @@ def test_neighbours_of_a_posit_beyond_its_ends():
     assert (below.value, above) == (64, None)
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("name", formats.names())
+@for_each("sign", [1, -1])
+@for_each("name", formats.names())
 def test_numbers_beyond_every_float_overflow_and_underflow(name, sign):
     format = formats.get(name)
     for overflow in OVERFLOWS:

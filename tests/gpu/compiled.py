@@ -11,12 +11,12 @@ dtypes and constants that it had.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,15 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from halfstep.kernels import selftest_gpu
+from halfstep.optim import selftest_gpu as optim_selftest_gpu
 
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8", torch.int64: "i64", torch.float32: "fp32",
          torch.int8: "i8", torch.bool: "i1", torch.float64: "fp64"}  # fmt: skip
 WARP = 32
+SCALARS = {"prepare"}
+"""Functions that find a few numbers for each tensor."""
 
 
 def launches(
@@ -48,8 +51,8 @@ def launches(
     JITFunction.run = note
     seen: set[tuple[str, str]] = set()
     tested: set[str] = set()
-    cases = itertools.chain(selftest_gpu.tests(), selftest_gpu.conversions() if conversions else ())
-    for kernel, format, test in cases:
+    tests = (selftest_gpu.tests(), optim_selftest_gpu.tests(), selftest_gpu.conversions() if conversions else ())
+    for kernel, format, test in chain(*tests):
         if (names and kernel not in names) or (core and kernel in tested):
             continue
         tested.add(kernel)
@@ -98,7 +101,8 @@ def facts(function: JITFunction, arguments: dict[str, Any], options: dict[str, A
     found: dict[str, Any] = {
         "contracted": len(re.findall(r"\bfma\.", ptx)),
         "approximate": sorted(set(re.findall(r"[a-z0-9.]*(?:\.approx|\.full|\.ftz)[a-z0-9.]*", ptx))),
-        "narrow": [] if arguments.get("UNIT") == 1 else narrow(ptx),  # of rows that start anywhere
+        # Functions of scalars, and of rows that start anywhere, have no wide accesses.
+        "narrow": [] if function.__name__ in SCALARS or arguments.get("UNIT") == 1 else narrow(ptx),
         "converted": ptx.count("cvt.rn.satfinite."),
     }
     if capability >= 100:

@@ -8,7 +8,10 @@ Run in a process of its own, since Triton reads the variable when a kernel is de
 import dataclasses
 import json
 import sys
+from functools import partial
+from itertools import chain
 
+import fuzzed
 import numpy as np
 import torch
 import triton
@@ -17,15 +20,21 @@ from triton.runtime.interpreter import InterpretedFunction
 from halfstep.kernels import selftest_gpu
 from halfstep.kernels.gpu.launch import functions
 from halfstep.kernels.selftest import outcome
+from halfstep.optim import selftest_gpu as optim_selftest_gpu
 
 
 if __name__ == "__main__":
     np.seterr(all="ignore")  # the interpreter computes in numpy, which says so where a number is not finite
     torch.set_num_threads(1)
     assert isinstance(functions("cast").cast, InterpretedFunction), "TRITON_INTERPRET=1 is not set"
-    seen = set()
-    for kernel, format, test in selftest_gpu.tests():
-        if "--core" not in sys.argv or kernel not in seen:
+    core, device = "--core" in sys.argv, torch.device("cpu")
+    seen: set[str] = set()
+    tests = []
+    for kernel, format, test in chain(selftest_gpu.tests(), optim_selftest_gpu.tests()):
+        if not core or kernel not in seen:
             seen.add(kernel)
-            found = outcome(kernel, format, lambda name, test=test: test(name, torch.device("cpu")))
-            print(json.dumps({"triton": triton.__version__} | dataclasses.asdict(found)), flush=True)
+            tests.append((kernel, format, partial(test, device=device)))
+    tests += [("fuzzed casts", name, partial(fuzzed.cases, step=fuzzed.FEW if core else 1)) for name in fuzzed.names()]
+    for kernel, format, test in tests:
+        found = outcome(kernel, format, test)
+        print(json.dumps({"triton": triton.__version__} | dataclasses.asdict(found)), flush=True)

@@ -77,7 +77,7 @@ def test_scales_of_both_copies_lie_as_units_read_them():
 @pytest.mark.slow
 @pytest.mark.parametrize(("version", "seed"), [(PINNED, 0), (PINNED, 1), (OLDEST, 2)])
 def test_random_tiles_equal_the_reference_in_the_interpreter(version, seed):
-    outcomes = told("fuzzed.py", version, "--seed", str(seed), TRITON_INTERPRET="1")
+    outcomes = told("fuzzed_tiles.py", version, "--seed", str(seed), TRITON_INTERPRET="1")
     refused = [outcome for outcome in outcomes if outcome["difference"] == "the kernel took no input"]
     equal([outcome for outcome in outcomes if outcome not in refused], version)
     assert len(refused) < len(outcomes) / 2

@@ -6,6 +6,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tiny import descend
+
 
 def llama(**options):
     torch.manual_seed(0)
@@ -38,16 +40,7 @@ def adamw(model, **options):
 
 def train(model, optimizer, scaler, steps=4):
     """The documented loop on one batch; returns the losses."""
-    losses = []
-    for _ in range(steps):
-        loss = model(**batch()).loss
-        scaler.scale(loss).backward()
-        scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return descend(lambda: model(**batch()).loss, optimizer, scaler, steps)
 
 
 def logits(model):

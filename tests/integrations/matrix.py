@@ -26,12 +26,12 @@ import torch  # noqa: E402
 from ways import WRONG, sentence  # noqa: E402
 
 import halfstep  # noqa: E402
+from marked import Marked  # noqa: E402
 from tiny import EVERY  # noqa: E402
 
 
-PAGE = HERE.parent.parent / "docs" / "integrations.md"
 KEPT = HERE / "matrix.json"
-BEGIN, END = "<!-- begin: matrix -->\n", "<!-- end: matrix -->\n"
+TABLE = Marked(HERE.parent.parent / "docs" / "integrations.md", "<!-- begin: matrix -->\n", "<!-- end: matrix -->\n")
 QUICK = ("fp32", "bf16-stochastic", "bf16-master", "fp16-mixed", "fp8-delayed", "fp8lm-o2")
 
 
@@ -92,13 +92,6 @@ def render(kept):
     return "\n".join(lines) + "\n"
 
 
-def part(page):
-    """What stands between the marks on a page: before, it, after."""
-    before, rest = page.split(BEGIN)
-    table, after = rest.split(END)
-    return before, table, after
-
-
 def main(arguments):
     chosen = [argument for argument in arguments if not argument.startswith("--")] or columns()
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
@@ -111,8 +104,7 @@ def main(arguments):
     kept = {column: kept[column] for column in columns() if column in kept}
     if "--write" in arguments:
         KEPT.write_text(json.dumps(kept, indent=1) + "\n")
-        before, _, after = part(PAGE.read_text())
-        PAGE.write_text(f"{before}{BEGIN}{render(kept)}{END}{after}")
+        TABLE.write(render(kept))
     return any(reason == WRONG for refused in kept.values() for reason in refused.values())
 
 

@@ -19,7 +19,7 @@ from transformers import (
 import halfstep
 from families import in_turn, slow_unless
 from halfstep.recipe import DTYPES, get_recipe
-from tiny import BREAKS, FAST, RECIPES, assert_same
+from tiny import BREAKS, FAST, RECIPES, assert_same, descend
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -63,16 +63,7 @@ def prepared(kind, name):
 
 
 def train(model, optimizer, scaler, steps):
-    losses = []
-    for _ in range(steps):
-        loss = model(**batch()).loss
-        scaler.scale(loss).backward()
-        scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return descend(lambda: model(**batch()).loss, optimizer, scaler, steps)
 
 
 @every_pair

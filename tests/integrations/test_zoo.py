@@ -10,7 +10,7 @@ from halfstep.errors import RecipeError
 from halfstep.nn.adapters import experts
 from halfstep.recipe import get_recipe
 from halfstep.recipe.high_precision import KEEP
-from tiny import EVERY, SMOOTH, assert_same
+from tiny import EVERY, SMOOTH, assert_same, descend
 
 
 LOW = [name for name in EVERY if set(KEEP) <= set(get_recipe(name).rules)]
@@ -38,16 +38,7 @@ def run(kind, name, steps=6):
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe=name, generator=3)
     torch.manual_seed(2)  # dropout
-    losses = []
-    for _ in range(steps):
-        loss = model(**member.batch()).loss
-        scaler.scale(loss).backward()
-        scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model
+    return descend(lambda: model(**member.batch()).loss, optimizer, scaler, steps), model
 
 
 def check(kind, name, folder):

@@ -1,29 +1,16 @@
 """FP8-LM on two ranks: values in float32 that are rounded as codes would be, so that DDP is one process bit for bit."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from halfstep import ops
 from halfstep.recipe import MASTER
+from ranks import on_ranks
 from tiny import SCALED, assert_same, mlp, prepared
 
 
 pytestmark = pytest.mark.slow
-RANK = """
-import sys, torch, torch.distributed as dist
-rank, folder, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-sys.path[:0] = [tests, f'{tests}/nn']
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-from test_codes_ranks import SCALED, under_ddp, under_fsdp
-torch.save({name: (under_ddp(name, rank), under_fsdp(name)) for name in SCALED}, f"{folder}/{rank}.pt")
-dist.destroy_process_group()
-"""
 
 
 def rows_of(step, rank):
@@ -82,14 +69,13 @@ def in_one_process(name):
     return seen(model, optimizer)
 
 
+def everything(rank):
+    return {name: (under_ddp(name, rank), under_fsdp(name)) for name in SCALED}
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "ignore", "-c", RANK]
-    tests = str(Path(__file__).parent.parent)
-    started = [subprocess.Popen([*command, str(rank), str(folder), tests]) for rank in (0, 1)]
-    assert [process.wait(timeout=300) for process in started] == [0, 0]
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+    return on_ranks(everything, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", SCALED)

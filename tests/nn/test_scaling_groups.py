@@ -1,17 +1,15 @@
 """Four ranks, two pipeline stages of different depth times two data ranks: each stage agrees on amaxes by itself; and
 what is not finite, or skipped, on one rank is so on all of them."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import halfstep
 from halfstep.nn.scaling import Scalings
 from halfstep.optim import LossScaler
+from ranks import on_ranks
 from tiny import assert_same
 
 
@@ -19,17 +17,6 @@ NAMES = ("fp8-delayed", "fp8-delayed-megatron", "fp8lm-o1")
 DEPTHS = (1, 3)
 STEPS = 6
 pytestmark = pytest.mark.slow
-RANK = """
-import sys, torch, torch.distributed as dist
-rank, folder, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-sys.path[:0] = [tests, f'{tests}/nn']
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-from test_scaling_groups import NAMES, on_a_rank
-groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-torch.save({name: on_a_rank(name, rank, groups[rank // 2]) for name in NAMES}, f"{folder}/{rank}.pt")
-dist.destroy_process_group()
-"""
 
 
 def inputs(step, rank):
@@ -65,14 +52,14 @@ def on_a_rank(name, rank, group):
     return found
 
 
+def everything(rank):
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return {name: on_a_rank(name, rank, groups[rank // 2]) for name in NAMES}
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "ignore", "-c", RANK]
-    tests = str(Path(__file__).parent.parent)
-    started = [subprocess.Popen([*command, str(rank), str(folder), tests]) for rank in range(4)]
-    assert [process.wait(timeout=300) for process in started] == [0] * 4
-    return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
+    return on_ranks(everything, tmp_path_factory.mktemp("ranks"), world=4)
 
 
 @pytest.mark.parametrize("name", NAMES)

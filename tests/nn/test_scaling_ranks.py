@@ -1,31 +1,17 @@
 """Two ranks, under DDP and FSDP2, end with the scaling states and weights of one process that saw all data."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 import halfstep
 from halfstep.nn.scaling import Scalings
+from ranks import on_ranks
 from tiny import RECIPES, assert_same, mlp
 
 
 STATEFUL = ("fp8-delayed", "fp8-delayed-megatron")
 NAMES = [name for name in RECIPES if "fp8" in name]  # Smooth-SwiGLU's gradients take noise, each rank its own
 pytestmark = pytest.mark.slow
-RANK = """
-import sys, torch, torch.distributed as dist
-rank, folder, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-sys.path[:0] = [tests, f'{tests}/nn']
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-from test_scaling_ranks import NAMES, on_a_rank
-found = {name: {how: on_a_rank(name, how, rank) for how in ("ddp", "fsdp")} for name in NAMES}
-torch.save(found, f"{folder}/{rank}.pt")
-dist.destroy_process_group()
-"""
 
 
 def micro_batches(step, rank):
@@ -104,14 +90,13 @@ def in_one_process(name):
     return model
 
 
+def everything(rank):
+    return {name: {how: on_a_rank(name, how, rank) for how in ("ddp", "fsdp")} for name in NAMES}
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "ignore", "-c", RANK]
-    tests = str(Path(__file__).parent.parent)
-    started = [subprocess.Popen([*command, str(rank), str(folder), tests]) for rank in (0, 1)]
-    assert [process.wait(timeout=300) for process in started] == [0, 0]
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+    return on_ranks(everything, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", NAMES)

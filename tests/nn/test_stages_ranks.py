@@ -1,9 +1,5 @@
 """Two ranks, under DDP and FSDP2: both change stages in the same step, to what each stage's recipe alone computes."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,23 +7,13 @@ import torch.nn.functional as F
 import halfstep
 from halfstep.nn.stages import schedule_of
 from halfstep.recipe import Stage, chain, get_recipe
+from ranks import on_ranks
 from tiny import assert_same, mlp
 
 
 pytestmark = pytest.mark.slow
 CHAINS = {"three": ("fp8-delayed", "bf16-mixed", "fp8-delayed-megatron"), "wider": ("fp32", "fp8-current")}
 EVERY = 2  # steps a stage
-RANK = """
-import sys, torch, torch.distributed as dist
-rank, folder, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-sys.path[:0] = [tests, f'{tests}/nn']
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-from test_stages_ranks import CHAINS, on_a_rank
-found = {(key, how): on_a_rank(names, how, rank) for key, names in CHAINS.items() for how in ("ddp", "fsdp")}
-torch.save(found, f"{folder}/{rank}.pt")
-dist.destroy_process_group()
-"""
 
 
 def spread(how, recipe, weights=None, **options):
@@ -103,14 +89,13 @@ def on_a_rank(names, how, rank):
             "resumed": resumed, "alone": alone}  # fmt: skip
 
 
+def everything(rank):
+    return {(key, how): on_a_rank(names, how, rank) for key, names in CHAINS.items() for how in ("ddp", "fsdp")}
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "ignore", "-c", RANK]
-    tests = str(Path(__file__).parent.parent)
-    started = [subprocess.Popen([*command, str(rank), str(folder), tests]) for rank in (0, 1)]
-    assert [process.wait(timeout=300) for process in started] == [0, 0]
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+    return on_ranks(everything, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])

@@ -1,9 +1,6 @@
 """A unit-scaled model on two ranks: DDP's and FSDP2's gradients are one process's, and other batches are refused."""
 
-import subprocess
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,21 +11,11 @@ from torch.distributed.fsdp import fully_shard
 
 import halfstep
 from halfstep.errors import ModelError
+from ranks import on_ranks
 from tiny import assert_same
 
 
 pytestmark = pytest.mark.slow
-RANK = """
-import sys, torch, torch.distributed as dist
-rank, folder, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-sys.path[:0] = [tests, f'{tests}/nn']
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-from test_unit_ranks import WAYS, refusal, sharded, under_ddp
-found = {name: under_ddp(rank, *way) for name, way in WAYS.items()}
-torch.save((found, sharded(rank), refusal(rank)), f"{folder}/{rank}.pt")
-dist.destroy_process_group()
-"""
 
 
 class Block(nn.Module):
@@ -129,13 +116,13 @@ def in_one_process(micro):
     return [p.detach() for p in model.parameters()]
 
 
+def everything(rank):
+    return {name: under_ddp(rank, *way) for name, way in WAYS.items()}, sharded(rank), refusal(rank)
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder, tests = tmp_path_factory.mktemp("ranks"), str(Path(__file__).parent.parent)
-    command = [sys.executable, "-W", "ignore", "-c", RANK]
-    started = [subprocess.Popen([*command, str(rank), str(folder), tests]) for rank in (0, 1)]
-    assert [process.wait(timeout=300) for process in started] == [0, 0]
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+    return on_ranks(everything, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", WAYS)

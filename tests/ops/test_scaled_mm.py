@@ -1,13 +1,14 @@
 """Products by FP8 units: torch's scaled_mm, which this test runs on a CPU, against the exact product."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 import halfstep
 from halfstep import formats, get_quantizer, ops
-from halfstep.kernels import scaled_mm, selftest
+from halfstep.kernels import scaled_mm, selftest, selftest_units
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW, TENSOR
@@ -154,7 +155,18 @@ def test_two_e5m2_operands_are_carried(units):
     ((8, 9), scaled(E4, ROW), "a scale a row needs compute capability 9.0"),
     ((9, 0), scaled(E4, ROW), None),
     ((9, 0), scaled("e4m3fnuz"), "FP8 units take float8_e4m3fn and float8_e5m2"),
-    ((10, 0), get_quantizer("mxfp8_e4m3"), "tiles of 1x32"),
+    ((9, 0), get_quantizer("mxfp8_e4m3"), "tiles of 1x32 need compute capability 10.x alone; 9.0 found"),
+    ((10, 0), get_quantizer("mxfp8_e4m3"), None),
+    ((12, 0), get_quantizer("mxfp8_e4m3"), "10.x alone; 12.0 found"),
+    ((9, 0), get_quantizer("nvfp4"), "tiles of 1x16 need compute capability 10.x alone; 9.0 found"),
+    ((10, 3), get_quantizer("nvfp4"), None),
+    ((10, 0), get_quantizer("mxfp4"), "FP4 units take tiles of 1x16 with two levels of scales"),
+    ((9, 0), get_quantizer("fp8_1x128"), None),
+    ((9, 0), get_quantizer("fp8_128x128"), None),
+    ((8, 9), get_quantizer("fp8_1x128"), "tiles of 1x128 need compute capability 9.x alone; 8.9 found"),
+    ((10, 0), get_quantizer("fp8_128x128"), "tiles of 128x128 need compute capability 9.x alone; 10.0 found"),
+    ((9, 0), scaled(E4, scaling="absmax"), "tiles of whole tensor (absmax)"),
+    ((9, 0), replace(scaled(E4), outliers=6.0), "numbers kept apart"),
     ((9, 0), Quantizer(formats.get(E4)), "one scale a tensor or a row"),
 ])  # fmt: skip
 def test_the_reason_for_no_native_path(capability, quantizer, reason, monkeypatch):
@@ -176,10 +188,10 @@ def test_is_native_available_says_why_not(monkeypatch):
 
 
 def test_doctor_tests_the_units_where_there_are_any(units, monkeypatch):
-    found = selftest.outcome("fp8 units", E4, lambda name: selftest.fp8_units(name, CPU))
+    found = selftest.outcome("fp8 units", E4, lambda name: selftest_units.fp8_units(name, CPU))
     assert found.passed
     assert found.compared > 0
     assert units
     stock = scaled_mm.run
     monkeypatch.setattr(scaled_mm, "run", lambda *arguments: 2 * stock(*arguments))
-    assert not selftest.outcome("fp8 units", E4, lambda name: selftest.fp8_units(name, CPU)).passed
+    assert not selftest.outcome("fp8 units", E4, lambda name: selftest_units.fp8_units(name, CPU)).passed

@@ -4,10 +4,7 @@ import copy
 import io
 import pickle
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,19 +14,8 @@ import halfstep
 from halfstep.errors import OptimizerError
 from halfstep.optim import GaLoreAdamW, GaLoreAdamW8bit
 from halfstep.recipe import PROJECTOR, Projection, get_recipe
+from ranks import on_ranks
 from tiny import PROJECTED, assert_same
-
-
-RANK = """
-import sys, torch, torch.distributed as dist
-rank, folder, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-sys.path[:0] = [tests, f'{tests}/optim']
-torch.set_num_threads(1)
-from test_galore_states import on_a_rank
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-torch.save(on_a_rank(rank), f"{folder}/{rank}.pt")
-dist.destroy_process_group()
-"""
 
 
 def net(width=12):
@@ -264,11 +250,7 @@ def on_a_rank(rank):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder, tests = tmp_path_factory.mktemp("ranks"), str(Path(__file__).parent.parent)
-    command = [sys.executable, "-W", "ignore", "-c", RANK]
-    processes = [subprocess.Popen([*command, str(rank), str(folder), tests]) for rank in range(2)]
-    assert [process.wait(timeout=300) for process in processes] == [0, 0]
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return on_ranks(on_a_rank, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.slow

@@ -1,17 +1,16 @@
 """Moments that are codes under fully_shard: bit for bit one process's; saved on 2 ranks, loaded on 1 and 4."""
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
 
 from halfstep.optim import AdamW8bit, LowBitAdamW
 from halfstep.recipe import get_recipe, get_storage
+from ranks import on_ranks
 from tiny import assert_same
 
 
@@ -24,16 +23,6 @@ KINDS = {
         ps, lr=0.01, moments=(("exp_avg", get_storage("mxfp8_e4m3", smallest=4096)), ("exp_avg_sq", "fp32"))
     ),
 }
-RANK = """
-import sys, torch, torch.distributed as dist
-rank, world, folder, tests, saves = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5] == "saves"
-sys.path[:0] = [tests, f'{tests}/optim']
-torch.set_num_threads(1)
-from test_shard_codes import KINDS, trained
-dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
-torch.save({kind: trained(kind, world, f"{folder}/{kind}", saves) for kind in KINDS}, f"{folder}/{world}-{rank}.pt")
-dist.destroy_process_group()
-"""
 
 
 def trained(kind, world=0, folder=None, saves=False):
@@ -74,16 +63,16 @@ def trained(kind, world=0, folder=None, saves=False):
     return [(t.full_tensor() if hasattr(t, "full_tensor") else t).detach() for t in found]
 
 
+def of_each_kind(rank, folder, does):
+    return {kind: trained(kind, dist.get_world_size(), f"{folder}/{kind}", does == "saves") for kind in KINDS}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    tests = str(Path(__file__).parent.parent)
+    saved, found = tmp_path_factory.mktemp("saved"), {}
     for world, does in ((2, "saves"), (1, "loads"), (4, "loads")):
-        command = [sys.executable, "-W", "ignore", "-c", RANK]
-        arguments = [[str(rank), str(world), str(folder), tests, does] for rank in range(world)]
-        started = [subprocess.Popen([*command, *given]) for given in arguments]
-        assert [process.wait(timeout=300) for process in started] == [0] * world
-    return {world: [torch.load(folder / f"{world}-{rank}.pt") for rank in range(world)] for world in (1, 2, 4)}
+        found[world] = on_ranks(of_each_kind, tmp_path_factory.mktemp("ranks"), saved, does, world=world)
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)

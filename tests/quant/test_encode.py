@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from families import in_turn, slow_unless
+from families import for_each, in_turn, slow_unless
 from halfstep import formats
 from halfstep.errors import QuantizationError
 from halfstep.quant import decode, encode
@@ -133,8 +133,8 @@ POSIT_CODES = {
 }
 
 
-@pytest.mark.parametrize("x", POSIT_CODES)
-@pytest.mark.parametrize("column", range(6), ids=POSITS)
+@for_each("x", POSIT_CODES)
+@for_each("column", range(6), ids=POSITS.__getitem__)
 def test_posit_codes_as_universal_gives_them(x, column):
     code = encode(torch.tensor([x], dtype=torch.float64), POSITS[column])
     assert whole(code).item() == POSIT_CODES[x][column]

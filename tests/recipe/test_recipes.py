@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
+from families import for_each
 from halfstep import formats, get_recipe, list_recipes
 from halfstep.errors import QuantizationError, RecipeError
 from halfstep.quant import Quantizer
@@ -75,7 +76,7 @@ BYTES = {
     "fp8lm-o2": (2, 1, 0, 3, 2),
     "fp8lm-o3": (1, 1, 2, 3, 2),
 }
-every_recipe = pytest.mark.parametrize("name", ALL)
+every_recipe = for_each("name", ALL)
 
 
 def made(**fields):

@@ -18,9 +18,12 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch  # noqa: E402
 from ways import EVERY, OUTCOMES, WRONG, outcomes  # noqa: E402
 
+from marked import Marked  # noqa: E402
 
-PAGE = HERE.parent.parent / "docs" / "using.md"
-BEGIN, END = "<!-- begin: written by tests/uses/table.py -->\n", "<!-- end -->\n"
+
+TABLE = Marked(
+    HERE.parent.parent / "docs" / "using.md", "<!-- begin: written by tests/uses/table.py -->\n", "<!-- end -->\n"
+)
 
 
 def ways(files=()):
@@ -64,13 +67,6 @@ def render(recorded):
     return "\n".join(lines).replace(" |\n\n1.", " |\n\nThe exceptions:\n\n1.").strip() + "\n"
 
 
-def part(page):
-    """What stands between the marks on a page: before, it, after."""
-    before, rest = page.split(BEGIN)
-    table, after = rest.split(END)
-    return before, table, after
-
-
 def main(arguments):
     files = [argument for argument in arguments if not argument.startswith("--")]
     recorded = json.loads(OUTCOMES.read_text()) if files or "--render" in arguments else {}
@@ -84,8 +80,7 @@ def main(arguments):
     recorded = {title: recorded[title] for title in order if title in recorded}
     if "--write" in arguments:
         OUTCOMES.write_text(json.dumps(recorded, indent=1) + "\n")
-        before, _, after = part(PAGE.read_text())
-        PAGE.write_text(f"{before}{BEGIN}{render(recorded)}{END}{after}")
+        TABLE.write(render(recorded))
     return any(reason == WRONG for reasons in recorded.values() for reason in reasons.values())
 
 

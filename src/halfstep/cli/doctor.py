@@ -22,15 +22,24 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say which path each recipe takes here and why, and test every CPU kernel against the reference, bit for bit.
+    """Say which path each recipe takes here and why, and test every kernel against the reference, bit for bit.
+
+    Operands are the reference's bits on every machine. Products that are carried are exact, with sums in float32.
+    Products on a GPU's FP8 units have exact terms and sums of 13 fraction bits (compute capability 8.9 and 9).
 
     Exit code 1: a kernel differs from the reference on this machine.
     """
+    import torch
+
     from halfstep.kernels import selftest as kernels
+    from halfstep.kernels import selftest_gpu as gpu
     from halfstep.kernels import selftest_matrices as matrices
+    from halfstep.kernels import selftest_units as units
+    from halfstep.kernels.gpu import launch
     from halfstep.optim import selftest as optim
     from halfstep.recipe import get_recipe, list_recipes
 
+    with_gpu = torch.cuda.is_available()
     asked = [stage for name in recipes or list_recipes() for stage in get_recipe(name).by_stage]
     machine = _machine()
     paths = [
@@ -39,21 +48,28 @@ def doctor(
             "products": _products(recipe),
             "quantised": _quantised(recipe),
             "fp8 units": _native(recipe),
+            **({"quantised on cuda": _quantised_on_gpu(recipe)} if with_gpu else {}),
         }
         for recipe in asked
     ]
-    tests = [*kernels.outcomes(), *matrices.outcomes(), *optim.outcomes()]
+    tests = [*kernels.outcomes(), *matrices.outcomes(), *units.outcomes(), *optim.outcomes()]
+    if with_gpu and launch.missing() is None:
+        tests += gpu.outcomes(torch.device("cuda"))
     wrong = [test for test in tests if not test.passed]
     if as_json:
         rows = [
             {"kernel": t.kernel, "format": t.format, "compared": t.compared, "difference": t.difference} for t in tests
         ]
-        show_json({"machine": machine, "recipes": paths, "kernels": rows, "passed": not wrong})
+        show_json({"machine": machine, "recipes": paths, "claims": _claims(), "kernels": rows, "passed": not wrong})
     else:
         for key, value in machine.items():
             typer.echo(f"{key:<13} {value}")
         typer.echo()
-        show_table(["recipe", "products", "operands", "FP8 units"], [tuple(path.values()) for path in paths])
+        head = ["recipe", "products", "operands", "FP8 units", *(["operands on the GPU"] if with_gpu else [])]
+        show_table(head, [tuple(path.values()) for path in paths])
+        typer.echo()
+        for line in _claims():
+            typer.echo(line)
         typer.echo()
         compared = sum(test.compared for test in tests)
         typer.echo(f"{len(tests) - len(wrong)} of {len(tests)} kernel tests equal the reference ({compared:,} results)")
@@ -82,6 +98,22 @@ def _machine() -> dict[str, str]:
     return {**found, "cuda": cuda}
 
 
+def _claims() -> list[str]:
+    """What may be said of operands and products on any machine, and which sizes units leave to others."""
+    from halfstep.kernels.unit_kinds import PAYS
+
+    return [
+        "operands: equal to the reference, every bit, on every device",
+        "carried products: exact terms, summed in float32, rounded once; an error of at most 2 K 2^-24 sum|a b| before",
+        "products on FP8 units (8.9, 9.x): exact terms, sums cut to 13 fraction bits in chunks of 128; fast sums are "
+        "never asked for",
+        "carried all the same: products whose sides are no multiples of 16 (tiles of 32 and 16: the shared side, of "
+        "32; tiles of 128: of 128), are empty, or not in bfloat16",
+        f"derived, not measured: units pay where 1/rows + 1/in + 1/out of a layer is below 1/{1 / PAYS:.0f}; no path "
+        "depends on it",
+    ]
+
+
 def _products(recipe: Recipe) -> str:
     """The path of the 16-bit products, and of rounded operands, on this CPU."""
     import torch
@@ -100,6 +132,30 @@ def _quantised(recipe: Recipe) -> str:
     """Kernel or reference, for every distinct quantizer of the recipe."""
     quantizers = {quantizer for rule in recipe.rules for quantizer in rule.linear.quantizers}
     return "; ".join(sorted({_path(quantizer) for quantizer in quantizers})) or "not rounded"
+
+
+def _quantised_on_gpu(recipe: Recipe) -> str:
+    """The same for CUDA tensors."""
+    from halfstep.kernels.gpu import launch
+
+    quantizers = {quantizer for rule in recipe.rules for quantizer in rule.linear.quantizers}
+    if quantizers and (why := launch.missing()):
+        return f"reference: {why}"
+    return "; ".join(sorted({gpu_path(quantizer) for quantizer in quantizers})) or "not rounded"
+
+
+def gpu_path(quantizer: Quantizer) -> str:
+    """Triton kernel or reference, for a quantizer of CUDA tensors; asked without a GPU, too."""
+    import torch
+
+    from halfstep.kernels.gpu import cast
+    from halfstep.quant.tile import TENSOR
+
+    name, scales = quantizer.format.name, quantizer.scales
+    if scales is None or scales.tile == TENSOR:
+        known = cast.takes(torch.zeros(1), torch.zeros(1), quantizer.format, quantizer.overflow)
+        return f"{name} by {'kernel' if known else 'reference: no kernel for the format'}"
+    return f"{name} {scales.tile} by reference: no kernel for tiles"
 
 
 def _native(recipe: Recipe) -> str:

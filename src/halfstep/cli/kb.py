@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.cli.kb_add import add
-from halfstep.cli.terminal import fail, show_json, show_table
+from halfstep.cli.terminal import fail, show_json, show_table, write_text
 from halfstep.errors import KnowledgeBaseError, unknown
 
 
@@ -174,12 +174,7 @@ def export(
     if output is None:
         sys.stdout.write(text)
         return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise KnowledgeBaseError(
-            f"cannot write {str(output)!r}: {error.strerror}; name a file in a folder that exists"
-        ) from None
+    write_text(output, text, KnowledgeBaseError)
     typer.echo(f"wrote {output}: {_counted(base.entries)}")
 
 

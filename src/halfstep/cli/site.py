@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from halfstep.cli.terminal import write_text
 from halfstep.errors import KnowledgeBaseError
 
 
@@ -33,10 +34,5 @@ def site(
     if space:
         texts[readme] = card(file=output.name)
     for path, text in texts.items():
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise KnowledgeBaseError(
-                f"cannot write {str(path)!r}: {error.strerror}; name a file in a folder that exists"
-            ) from None
+        write_text(path, text, KnowledgeBaseError)
         typer.echo(f"wrote {path}: {len(text.encode()) / 1000:.0f} kB")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from halfstep.errors import HalfstepError
 from halfstep.printable import printable
 
 
@@ -19,6 +21,18 @@ def fail(message: str) -> None:
     from rich.markup import escape
 
     Console(stderr=True).print(f"[bold red]error:[/] {escape(printable(message))}", highlight=False, soft_wrap=True)
+
+
+def write_text(path: Path, text: str, failed: type[HalfstepError]) -> None:
+    """Write a file that the user named.
+
+    Raises:
+        HalfstepError: of the class `failed`, where it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise failed(f"cannot write {str(path)!r}: {error.strerror}; name a file in a folder that exists") from None
 
 
 def show_json(data: Any) -> None:

@@ -56,11 +56,21 @@ def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: 
 def round_scaled_into(
     x: Tensor, factor: Tensor, out: Tensor, format: Format, rounding: str, seed: int | None, amax: Tensor | None = None
 ) -> None:
-    """x * factor in float32 (float64 for float64), rounded and saturated, into `out`; `amax` is raised to max |x|."""
+    """x * factor in float32 (float64 for float64), rounded and saturated, into `out`; `amax` is raised to max |x|.
+
+    An `out` of one byte a number is of torch's dtype of the format: its codes.
+    """
     if cast.supports_scaled(x, out, format):
         cast.run(x, out, format, rounding, "saturate", seed, factor, amax)
     elif x.is_cuda and gpu_cast.supports_scaled(x, out, format):
         gpu_cast.run(x, out, format, rounding, "saturate", seed, factor, amax)
+    elif x.is_cuda and out.itemsize == 1 and gpu_cast.supports_codes(x, out.view(torch.uint8), format):
+        gpu_cast.run_codes(x, out.view(torch.uint8), format, rounding, "saturate", seed, factor, amax)
+    elif out.itemsize == 1:
+        rounded = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        round_scaled_into(x, factor, rounded, format, rounding, seed, amax)
+        if not blank(rounded, out):
+            out.copy_(rounded)
     else:
         if amax is not None and x.numel():
             low, high = torch.aminmax(x)  # one pass, at the speed of memory; abs().amax() would be two
@@ -254,6 +264,14 @@ def _dequantize(
     dequantize_into(Quantized(quantizer, tuple(out.shape), stored.get("outliers", out).dtype, stored), out)
 
 
+def _quantize(
+    x: Tensor, tensors: list[Tensor], names: list[str], key: str, rows: int, columns: int, rule: str, rounding: str,
+    seed: int | None,
+) -> None:  # fmt: skip
+    quantizer = Quantizer(formats.from_key(key), rounding, scales=Scales(Tile(rows, columns), from_text(rule)))
+    quantize_into(x.contiguous(), dict(zip(names, tensors, strict=True)), quantizer, _seed(rounding, seed))
+
+
 def _accumulate(
     lhs: Tensor, rhs: Tensor, out: Tensor, key: str, block: int, aligned: bool, promote: int | None
 ) -> None:
@@ -279,6 +297,8 @@ _OPERATORS = {
     "round_scaled(Tensor x, Tensor factor, Tensor(a!) out, str key, str rounding, int? seed) -> ()": _round_scaled,
     "round_tiles(Tensor x, Tensor(a!) out, str key, int rows, int columns, str rule, float? outliers, str rounding, "
     "int? seed, Tensor(b!)? tensor_scale) -> ()": _round_tiles,
+    "quantize(Tensor x, Tensor(a!)[] tensors, str[] names, str key, int rows, int columns, str rule, str rounding, "
+    "int? seed) -> ()": _quantize,
     "dequantize(Tensor[] tensors, str[] names, Tensor(a!) out, str key, int rows, int columns, str? rule, "
     "float? outliers, str rounding) -> ()": _dequantize,
     "accumulate(Tensor lhs, Tensor rhs, Tensor(a!) out, str key, int block, bool aligned, int? promote) -> ()": (

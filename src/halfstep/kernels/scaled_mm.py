@@ -1,4 +1,4 @@
-"""FP8 products on a GPU's own FP8 units, through torch.nn.functional.scaled_mm."""
+"""Products on a GPU's own units for 8 and 4 bits, through torch.nn.functional.scaled_mm."""
 
 from __future__ import annotations
 
@@ -8,10 +8,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep import formats
-from halfstep.formats import Format
-from halfstep.quant import Quantizer
-from halfstep.quant.tile import ROW, TENSOR
+from halfstep.kernels.scale_layouts import outer, padded, swizzled
+from halfstep.kernels.unit_kinds import (
+    BLOCKS,
+    FP4,
+    FP8,
+    MX,
+    NV,
+    PAIRS,
+    ROWS,
+    ROWS_OF_128,
+    TENSORS,
+    dtype_of,
+    in_dtype,
+    is_tiled,
+    kind_of,
+    unfit,
+)  # fmt: skip
+from halfstep.quant import Quantized, Quantizer
+
+
+_CUDA = (12, 9)  # whose cuBLASLt was the first to take tiles of 128
 
 
 class Operand(Protocol):
@@ -24,36 +41,92 @@ class Operand(Protocol):
     def scale(self) -> Tensor | None: ...
 
 
-_ALIGNED = 16  # both the shared dimension and the columns must be multiples of it
-
-
-_DTYPES = {formats.get(dtype).key: dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
-
-
-def dtype_of(format: Format) -> torch.dtype | None:
-    """torch's dtype of a format that FP8 units take."""
-    return _DTYPES.get(format.key)
-
-
 def native_dtype(quantizer: Quantizer, device: torch.device) -> torch.dtype | None:
-    """The dtype in which FP8 units there take operands of that quantizer; None where they do not, or there are none."""
-    if _capability(device) == (0, 0) or refusal(quantizer, device) is not None:
-        return None
-    return dtype_of(quantizer.format)
+    """The dtype in which units there take operands of that quantizer; None where they do not, or there are none."""
+    return dtype_of(quantizer.format) if is_there(device) and refusal(quantizer, device) is None else None
+
+
+def outer_dtype(quantizer: Quantizer, device: torch.device) -> torch.dtype | None:
+    """`native_dtype` where the scales are one a tensor or a row, which multiply the sum; None for smaller tiles."""
+    native = native_dtype(quantizer, device)
+    return None if native is None or is_tiled(quantizer) else native
+
+
+def is_there(device: torch.device) -> bool:
+    """Whether there may be such units."""
+    return _capability(device) != (0, 0)
 
 
 def refusal(quantizer: Quantizer, device: torch.device) -> str | None:
-    """Why operands of that quantizer are not multiplied by FP8 units there; None where they are."""
+    """Why operands of that quantizer are not multiplied by units for their format there; None where they are."""
     if (why := _lacks_units(device)) is not None:
         return why
-    if dtype_of(quantizer.format) is None:
-        return f"{quantizer.format.name}: FP8 units take float8_e4m3fn and float8_e5m2"
-    tile = quantizer.scales and quantizer.scales.tile
-    if tile not in (TENSOR, ROW, ROW.transposed):
-        return f"tiles of {tile}: this path takes one scale a tensor or a row"
-    if tile != TENSOR and _capability(device) < (9, 0):
-        return "a scale a row needs compute capability 9.0"
+    format, kind = quantizer.format, kind_of(quantizer)
+    if kind is not NV and format.key not in FP8:
+        if format.key not in FP4:
+            return f"{format.name}: FP8 units take float8_e4m3fn and float8_e5m2"
+        return f"{format.name} with {quantizer.scales}: FP4 units take tiles of 1x16 with two levels of scales"
+    apart = quantizer.clamp is not None or quantizer.outliers is not None
+    if apart or (quantizer.scales is not None and quantizer.scales.rule.inner is not None):
+        return f"{quantizer.scales} with numbers kept apart, or by a rule of several steps: units take codes and scales"
+    if kind is None:
+        tile = "no scale" if quantizer.scales is None else f"tiles of {quantizer.scales.tile} ({quantizer.scales.rule})"
+        return f"{tile}: units take one scale a tensor or a row, tiles of 1x128 and 128x128, of 1x32, of 1x16"
+    found, needed = _capability(device), _text(kind.since)
+    if found < kind.since or (kind.only and found[0] != kind.since[0]):
+        needed, verb = (f"{kind.since[0]}.x alone", " need") if kind.only else (needed, " needs")
+        return f"{kind.words}{verb} compute capability {needed}; {_text(found)} found"
+    if kind in BLOCKS and _toolkit() < _CUDA:
+        return f"{kind.words} need a torch built with CUDA {_text(_CUDA)} or newer; {_text(_toolkit())} found"
     return None
+
+
+def product_refusal(lhs: Quantizer | None, rhs: Quantizer | None, device: torch.device) -> str | None:
+    """Why a product of operands of those quantizers is not formed by units there, whatever its sizes; None where it is.
+    Tiles lie as `recipe.Matmul` has them: along the shared dimension."""
+    for quantizer in (lhs, rhs):
+        if quantizer is not None and (why := refusal(quantizer, device)) is not None:
+            return why
+    if lhs is None or rhs is None:
+        return "one operand of a product is not rounded: units take both in few bits"
+    one, other = kind_of(lhs), kind_of(rhs)
+    assert one is not None
+    assert other is not None
+    if (one, other) not in PAIRS:
+        return f"{one.words} times {other.words}: units take no such pair"
+    if dtype_of(lhs.format) == dtype_of(rhs.format) == torch.float8_e5m2:
+        return "E5M2 times E5M2: FP8 units take E4M3 on one side at least"
+    return None
+
+
+def misfit(lhs: Quantizer, rhs: Quantizer, sizes: tuple[int, int, int]) -> str | None:
+    """Why units do not take sizes (rows, shared, columns) of a product of those operands; None where they do."""
+    one, other = kind_of(lhs), kind_of(rhs)
+    assert one is not None
+    assert other is not None
+    return unfit(one, other, *sizes)
+
+
+def takes(
+    lhs: Quantizer | None,
+    rhs: Quantizer | None,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    multiplied: bool = False,
+) -> bool:
+    """Whether units there form a product (rows, shared, columns) of operands of those quantizers, in `dtype`;
+    `multiplied`, times a number that is no power of two."""
+    if not is_there(device) or lhs is None or rhs is None or product_refusal(lhs, rhs, device) is not None:
+        return False
+    if multiplied and kind_of(lhs) is MX:  # no scale of it takes the number
+        return False
+    whole = kind_of(lhs) is TENSORS and kind_of(rhs) is TENSORS
+    return dtype in _results(whole) and misfit(lhs, rhs, sizes) is None
+
+
+def _results(whole: bool) -> tuple[torch.dtype, ...]:
+    return (torch.bfloat16, torch.float16) if whole else (torch.bfloat16,)
 
 
 def _lacks_units(device: torch.device) -> str | None:
@@ -62,8 +135,12 @@ def _lacks_units(device: torch.device) -> str | None:
     if _capability(device) == (0, 0):
         return f"no FP8 units on {device.type} here"
     if _capability(device) < (8, 9):
-        return f"compute capability {'.'.join(map(str, _capability(device)))}: FP8 units came with 8.9"
+        return f"compute capability {_text(_capability(device))}: FP8 units came with 8.9"
     return None
+
+
+def _text(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -72,49 +149,88 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def _toolkit() -> tuple[int, int]:
+    """The CUDA that torch is built with; the first that does where torch does not tell."""
+    major, minor = (int(part) for part in (torch.version.cuda or _text(_CUDA)).split(".")[:2])
+    return major, minor
+
+
 _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a traced graph takes the answer
+_toolkit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def supports(lhs: Operand, rhs: Operand, dtype: torch.dtype) -> bool:
     """Whether these two have a native product in `dtype`: of FP8 units' dtypes, not both E5M2, with aligned sides."""
     dtypes = {lhs.values.dtype, rhs.values.dtype}
-    whole = all(side.scale is not None and side.scale.dim() == 0 for side in (lhs, rhs))
-    return (
-        dtypes <= set(_DTYPES.values())
-        and dtypes != {torch.float8_e5m2}
-        and dtype in ((torch.bfloat16, torch.float16) if whole else (torch.bfloat16,))
-        and all(size % _ALIGNED == 0 and size for size in rhs.values.shape)
-        and lhs.values.shape[0] > 0
-    )
+    if not dtypes <= set(FP8.values()) or dtypes == {torch.float8_e5m2}:
+        return False
+    one, other = (TENSORS if side.scale is not None and side.scale.dim() == 0 else ROWS for side in (lhs, rhs))
+    whole = one is TENSORS and other is TENSORS
+    (rows, shared), across = lhs.values.shape, rhs.values.shape[1]
+    return dtype in _results(whole) and unfit(one, other, rows, shared, across) is None
 
 
 def run(lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, multiplier: float | None = None) -> Tensor:
     """lhs (rows, shared) times rhs (shared, columns), each times its scale, times multiplier, plus bias, rounded to
     dtype.
 
-    The units sum in float32 registers of their own accuracy; torch is asked for the accurate accumulation, not for
-    the fast one.
+    Units want the rows of lhs and the columns of rhs one after another in memory; what does not lie so is copied.
+    They sum with an accuracy of their own; torch is asked for the accurate accumulation, not for the fast one.
     """
-    kinds: Any = F.ScalingType
     scales = [_scale(side) for side in (lhs, rhs)]
     if multiplier is not None:
         scales[0] = scales[0] * multiplier
-    rows, columns = lhs.values.shape[0], rhs.values.shape[1]
-    kind = kinds.TensorWise
+    kind: Any = F.ScalingType.TensorWise
     if any(scale.dim() for scale in scales):
-        kind = kinds.RowWise
-        scales = [scales[0].expand(rows, 1).contiguous(), scales[1].expand(1, columns).contiguous()]
+        kind = F.ScalingType.RowWise
+        sizes = (lhs.values.shape[0], 1), (1, rhs.values.shape[1])
+        scales = [scale.expand(size).contiguous() for scale, size in zip(scales, sizes, strict=True)]
+    columns = rhs.values.t().contiguous().t()
+    bias = None if bias is None else bias.to(dtype)
     return F.scaled_mm(
-        lhs.values.contiguous(),
-        rhs.values.t().contiguous().t(),
-        scales[0],
-        kind,
-        scales[1],
-        kind,
-        bias=None if bias is None else bias.to(dtype),
-        output_dtype=dtype,
+        lhs.values.contiguous(), columns, scales[0], kind, scales[1], kind, bias=bias, output_dtype=dtype
     )
 
 
 def _scale(side: Operand) -> Tensor:
     return side.values.new_ones((), dtype=torch.float32) if side.scale is None else side.scale
+
+
+def supports_tiled(lhs: Quantized, rhs: Quantized, dtype: torch.dtype, multiplier: float | None = None) -> bool:
+    """Whether `run_tiled` takes these two."""
+    sizes = (lhs.matrix_shape[0], lhs.matrix_shape[1], rhs.matrix_shape[0])
+    return takes(lhs.quantizer, rhs.quantizer, sizes, dtype, lhs.codes.device, multiplier is not None)
+
+
+def run_tiled(
+    lhs: Quantized, rhs: Quantized, bias: Tensor | None, dtype: torch.dtype, multiplier: float | None = None
+) -> Tensor:
+    """lhs (rows, shared) times the transpose of rhs (columns, shared), both in codes with tiles along the shared
+    dimension, times multiplier, plus bias, rounded to dtype. Nothing is copied but scales that do not lie as units
+    read them."""
+    sides = [_handed(side) for side in (lhs, rhs)]
+    (a, scale_a, kind_a, order_a), (b, scale_b, kind_b, order_b) = sides
+    if multiplier is not None:
+        scale_a = [*scale_a[:-1], scale_a[-1] * multiplier]
+    bias = None if bias is None else bias.to(dtype)
+    return F.scaled_mm(
+        a, b.t(), scale_a, kind_a, scale_b, kind_b, order_a or None, order_b or None, bias=bias, output_dtype=dtype
+    )
+
+
+def _handed(side: Quantized) -> tuple[Tensor, list[Tensor], list[Any], list[Any]]:
+    """The codes of one side, its scales, what they are scales of, and how they lie."""
+    quantizer, kind, order = side.quantizer, kind_of(side.quantizer), F.SwizzleType
+    assert kind is not None
+    assert quantizer.scales is not None
+    codes = in_dtype(side.codes, quantizer.format)
+    recipe = [getattr(F.ScalingType, kind.recipe)]
+    if kind in BLOCKS:
+        scales = quantizer.scales.rule.multiplier(side.tensors, quantizer.format).float()
+        return codes, [outer(scales) if kind is ROWS_OF_128 else padded(scales)], recipe, []
+    scales, high = side.scale, quantizer.scales.tile.rows
+    scales = scales if high == 1 else scales.repeat_interleave(high, 0).narrow(0, 0, side.matrix_shape[0])
+    if kind is MX:
+        return codes, [swizzled(scales).view(torch.float8_e8m0fnu)], recipe, [order.SWIZZLE_32_4_4]
+    levels = [swizzled(scales).view(torch.float8_e4m3fn), side.tensors["tensor_scale"]]
+    return codes, levels, [*recipe, F.ScalingType.TensorWise], [order.SWIZZLE_32_4_4, order.NO_SWIZZLE]

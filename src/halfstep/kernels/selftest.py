@@ -6,14 +6,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from halfstep import formats, quant
 from halfstep.formats import Float, Format, Posit
-from halfstep.kernels import carried, scaled_mm
+from halfstep.kernels import carried
 from halfstep.kernels.cpu import (
     accumulate,
     amax,
@@ -34,7 +33,6 @@ from halfstep.kernels.cpu.cast_errors import CastErrors, Rows, knows
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.cast import CONTAINERS
 from halfstep.quant.scaling import get_scaling
-from halfstep.quant.tile import TENSOR
 
 
 SIZES = (0, 1, 17, (1 << 14) + 3)
@@ -65,14 +63,10 @@ Case = tuple[Tensor, Tensor, Tensor, str]
 
 
 def outcomes() -> Iterator[Outcome]:
-    """Test every kernel, a few formats each; a GPU's FP8 units too, where there are any."""
+    """Test every kernel, a few formats each."""
     for kernel, names, test in _TESTS:
         for name in names:
             yield outcome(kernel, name, test)
-    gpu = torch.device("cuda")
-    for name in _UNITS:
-        if scaled_mm.refusal(Quantizer(formats.get(name), scales=Scales(TENSOR, get_scaling("current"))), gpu) is None:
-            yield outcome("fp8 units", name, lambda name: fp8_units(name, gpu))
 
 
 def outcome(kernel: str, name: str, test: Callable[[str], Iterator[Case]]) -> Outcome:
@@ -314,29 +308,6 @@ def _accumulate(name: str) -> Iterator[Case]:
         yield expected, found, torch.empty(0), f"{rows}x{shared}x{across}"
 
 
-def fp8_units(name: str, device: torch.device) -> Iterator[Case]:
-    """The product by FP8 units: E4M3 on the right, `name` on the left; one scale a tensor, then one a row."""
-    left, right = formats.get(name, Float), formats.get("float8_e4m3fn", Float)
-    generator = torch.Generator().manual_seed(1)
-    for rows, shared, across in ((1, 16, 16), (33, 64, 48)):
-        draw = torch.randint(-8, 9, (2, max(rows, across), shared), generator=generator).float()
-        lhs, rhs = quant.round_to(draw[0, :rows], left), quant.round_to(draw[1, :across], right)
-        exact = (lhs.double() @ rhs.double().t()).float()
-        for size, scale in ((1, torch.tensor(0.375)), (rows, 2.0 ** torch.arange(rows)[:, None])):
-            a = Fp8(lhs.to(device, scaled_mm.dtype_of(left)), scale.to(device))
-            b = Fp8(rhs.to(device, scaled_mm.dtype_of(right)).t(), torch.ones((), device=device))
-            found = scaled_mm.run(a, b, None, torch.bfloat16)
-            yield (exact * scale).bfloat16(), found.cpu(), torch.empty(0), f"{rows}x{shared}x{across}, {size} scales"
-
-
-class Fp8(NamedTuple):
-    """An operand of `scaled_mm`."""
-
-    values: Tensor
-    scale: Tensor | None
-
-
-_UNITS = ("float8_e4m3fn", "float8_e5m2")
 _TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str], Iterator[Case]]], ...] = (
     ("cast", _FORMATS, _cast),
     ("scaled", _FORMATS[:4], _scaled),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from halfstep import ops
-from halfstep.ops.linear import bias_gradient
+from halfstep.ops.linear_passes import bias_gradient
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.plain import matrix
 from halfstep.recipe import LinearSpec

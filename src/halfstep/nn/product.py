@@ -14,7 +14,7 @@ from halfstep.nn.keeping import KEEPING
 from halfstep.nn.quantized_weights import quantized_weight, rows_of
 from halfstep.nn.scaling import states_of
 from halfstep.ops.few_rows import StoredWeight
-from halfstep.ops.linear import product_dtype
+from halfstep.ops.linear_passes import product_dtype
 from halfstep.ops.operand import Operand
 from halfstep.recipe import LinearSpec
 from halfstep.unit import MULTIPLIERS

@@ -13,11 +13,13 @@ from halfstep import ops
 from halfstep.errors import CheckpointError
 from halfstep.nn.adopt import extend
 from halfstep.nn.scaling import accept_factors, states_of
+from halfstep.ops.factors import just_in_time
 from halfstep.ops.few_rows import Reader, StoredWeight
-from halfstep.ops.linear import product_dtype
-from halfstep.ops.operand import Operand, just_in_time, operand, stored
+from halfstep.ops.linear_passes import product_dtype
+from halfstep.ops.operand import Operand, operand
 from halfstep.ops.places import Layout, rounded
 from halfstep.ops.read_only import read_only
+from halfstep.ops.stored import stored
 from halfstep.quant import Quantizer
 from halfstep.quant.description import label
 

@@ -6,7 +6,8 @@ from halfstep.ops.code_tensor import CodeTensor
 from halfstep.ops.codes import decode_scaled, encode_scaled
 from halfstep.ops.convolution import convolution
 from halfstep.ops.files import load_quantized, save_quantized
-from halfstep.ops.linear import RoundedWeight, linear, rounded_weight
+from halfstep.ops.linear import linear, rounded_weight
+from halfstep.ops.linear_passes import RoundedWeight
 from halfstep.ops.masters import follow
 from halfstep.ops.matmul import matmul
 from halfstep.ops.native import is_native_available

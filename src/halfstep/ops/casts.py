@@ -153,7 +153,14 @@ def quantize(
         sizes = layout(quantizer, shape, x.dtype).items()
         tensors = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes}  # type: ignore[arg-type]
         out = Quantized(quantizer, shape, x.dtype, tensors)
-    operators.quantize_into(x, out.tensors, quantizer, seed_of(quantizer.rounding, generator))
+    seed, scales = seed_of(quantizer.rounding, generator), quantizer.scales
+    if torch.compiler.is_compiling() and scales is not None:
+        torch.ops.halfstep.quantize(
+            x, list(out.tensors.values()), list(out.tensors), quantizer.format.key, scales.tile.rows,
+            scales.tile.columns, scales.rule.text, quantizer.rounding, seed,
+        )  # fmt: skip
+    else:
+        operators.quantize_into(x, out.tensors, quantizer, seed)
     return out
 
 

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
+from halfstep.ops.factors import just_in_time
 from halfstep.ops.function import run
-from halfstep.ops.linear import States, linear, product_dtype
+from halfstep.ops.linear import linear
+from halfstep.ops.linear_passes import States, product_dtype
 from halfstep.ops.once import Backwards, Once, once
-from halfstep.ops.operand import Operand, just_in_time, kept, scale_of
+from halfstep.ops.operand import Operand, kept, scale_of
 from halfstep.ops.places import derivative, filters, places, rounded
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import check_plain

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from halfstep.kernels.cpu import few_rows
 from halfstep.ops.casts import Quantized
-from halfstep.ops.operand import Operand, decoded, is_whole, scale_of
+from halfstep.ops.operand import Operand, is_whole, scale_of
+from halfstep.ops.stored import decoded
 from halfstep.quant import Quantizer
 from halfstep.recipe import Matmul
 

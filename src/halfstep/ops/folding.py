@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from halfstep.kernels.cpu import clamp_operators as operators
-from halfstep.ops.operand import Operand, carrier, operand
+from halfstep.ops.carriers import carrier
+from halfstep.ops.operand import Operand, operand
 from halfstep.ops.remainder import Remainder
 from halfstep.quant import Quantizer
 from halfstep.quant.tile import ROW, TENSOR
@@ -46,7 +49,7 @@ def folded(
     return operand(wide, quantizer, dtype, state, record), Operand(rhs.values, None, rest)
 
 
-def rest_of(used: Operand, is_kept: bool) -> Rest:
+def rest_of(used: Any, is_kept: bool) -> Rest:
     """What is kept of an operand's remainder for the backward pass."""
     return used.remainder.parts if is_kept and used.remainder is not None else (None, None, None)
 

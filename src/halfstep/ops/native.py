@@ -23,9 +23,11 @@ def is_native_available(
 def is_native_available(
     recipe: str | Recipe, device: str | torch.device = "cuda", *, return_reason: bool = False
 ) -> bool | tuple[bool, str]:
-    """Whether every rounded operand of the recipe is multiplied by FP8 units there; else products are carried.
+    """Whether every product of rounded operands in the recipe is formed by a GPU's units for 8 or 4 bits there; else
+    those that are not are carried in 16 or 32 bits.
 
-    Products whose sides are not multiples of 16 are always carried.
+    Products whose sides are not multiples of 16 are always carried (tiles of 1x32 and 1x16: the shared side, of 32;
+    tiles of 128: the shared side and a side of squares, of 128, rows, of 4).
 
     Args:
         return_reason: return (available, reason), the reason empty where it is.
@@ -35,9 +37,10 @@ def is_native_available(
     """
     recipe, device = get_recipe(recipe), torch.device(device)
     rules = [rule for stage in recipe.by_stage for rule in stage.rules]
-    quantizers = {quantizer for rule in rules for quantizer in rule.linear.quantizers}
-    refusals = {why for quantizer in quantizers if (why := scaled_mm.refusal(quantizer, device)) is not None}
-    products = [p for r in rules for p in (r.linear.output, r.linear.grad_input, r.linear.grad_weight)]
+    products = {p for r in rules for p in (r.linear.output, r.linear.grad_input, r.linear.grad_weight)}
+    rounded = [product for product in products if product.lhs is not None or product.rhs is not None]
+    found = [scaled_mm.product_refusal(product.lhs, product.rhs, device) for product in rounded]
+    refusals = {why for why in found if why is not None}
     refusals |= {str(product.accumulate) for product in products if product.accumulate is not None}
-    reason = "; ".join(sorted(refusals)) if quantizers else f"{recipe.name} rounds no operand"
+    reason = "; ".join(sorted(refusals)) if rounded else f"{recipe.name} rounds no operand"
     return (not reason, reason) if return_reason else not reason

@@ -8,23 +8,19 @@ import torch
 from torch import Tensor
 
 from halfstep import formats
-from halfstep.errors import RecipeError
-from halfstep.formats import Format
-from halfstep.kernels import carried, scaled_mm
+from halfstep.kernels import scaled_mm
 from halfstep.kernels.cpu import clamp_operators as operators
 from halfstep.kernels.cpu import rotated_tiles
-from halfstep.kernels.operators import rotate, without_tensor_scale
-from halfstep.ops.casts import Quantized, amax_of, quantize, round_scaled, seed_of, values, values_noted
+from halfstep.kernels.operators import rotate
+from halfstep.ops.carriers import E4M3_BITS, carrier, has_subnormals, tile_carrier
+from halfstep.ops.casts import quantize, round_scaled, seed_of, values, values_noted
+from halfstep.ops.factors import factor_of
 from halfstep.ops.remainder import Remainder, bounds_of, remainder
 from halfstep.ops.rows import rounded_rows
-from halfstep.quant import Clamp, Quantizer, Scales, Scaling, Tile
+from halfstep.quant import Clamp, Quantizer, Scales, Tile
 from halfstep.quant.hadamard import ANEW
-from halfstep.quant.scaling import StatefulScaling, get_scaling
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe import Matmul
-
-
-_E4M3 = 4  # significant bits of a block's scale, of two levels
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +103,7 @@ def operand(
     record: bool = False,
     signs: Tensor | None = None,
     dim: int = 1,
+    units: bool = True,
 ) -> Operand:
     """The matrix `x` as one side of a product whose result comes in `dtype`.
 
@@ -118,6 +115,7 @@ def operand(
         record: raise the amax of x in the state.
         signs: of a Hadamard transform (`quant.rotate`) of the shared dimension, before x is rounded: None is none.
         dim: which of the two is the shared one, for a transform.
+        units: a GPU's FP8 units may form the product, where they take the quantizer's one scale a tensor or a row.
     """
     if signs is not None:
         made = None if quantizer is None else _rotated(x.contiguous(), quantizer, dtype, signs, dim)
@@ -134,20 +132,21 @@ def operand(
         return Operand(values(x, quantizer, dtype=carrier(format, dtype)))
     if quantizer.inner is not None:
         part = x.to(torch.promote_types(x.dtype, torch.float32)) * scales.rule.part
-        return _over(operand(part, quantizer.inner, dtype), scales.rule.part)
+        return over(operand(part, quantizer.inner, dtype, units=False), scales.rule.part)
     if quantizer.by_rows:
         return Operand(*rounded_rows(x, quantizer, None, _row_dtype(quantizer, dtype, x.device)))
-    native = scaled_mm.native_dtype(quantizer, x.device)
+    native = scaled_mm.outer_dtype(quantizer, x.device) if units else None
     if scales.tile == TENSOR:
-        factor, amax = _factor(x, format, scales.rule, state, record)
+        factor, amax = factor_of(x, format, scales.rule, state, record)
         if factor is not None:
-            rounded = round_scaled(x, factor, format, quantizer.rounding, carrier(format, dtype), amax=amax)
-            return Operand(rounded if native is None else rounded.to(native), factor.reciprocal())
+            into = carrier(format, dtype) if native is None else native
+            rounded = round_scaled(x, factor, format, quantizer.rounding, into, amax=amax)
+            return Operand(rounded, factor.reciprocal())
     elif native is not None:
         return _rows(x, quantizer, scales, native)
     if scales.rule.two_level:
         scale = torch.empty((), device=x.device)
-        into = carrier(format, dtype, _E4M3)
+        into = carrier(format, dtype, E4M3_BITS)
         return Operand(values_noted(x, quantizer, dtype=into, tensor_scale=scale)[0], scale)
     return _blocks(x, quantizer, scales, dtype)
 
@@ -161,7 +160,7 @@ def _rotated(x: Tensor, quantizer: Quantizer, dtype: torch.dtype, signs: Tensor,
     if quantizer.scales is None or scales is None or quantizer.clamp is not None or torch.compiler.is_compiling():
         return None
     two_level, share = scales.rule.two_level, 1.0 if plain.inner is None else quantizer.scales.rule.part
-    narrow = carrier(format, dtype, _E4M3) if two_level else _narrow(format, scales.rule, dtype, x.device)
+    narrow = carrier(format, dtype, E4M3_BITS) if two_level else tile_carrier(format, scales.rule, dtype, x.device)
     if not rotated_tiles.supports(x, signs, dim, ruled, narrow):
         return None
     if two_level:
@@ -172,9 +171,9 @@ def _rotated(x: Tensor, quantizer: Quantizer, dtype: torch.dtype, signs: Tensor,
         return Operand(rotated_tiles.run_two_levels(x, signs, ruled, seed, scale, narrow), scale)
     seed = seed_of(ruled.rounding, None)
     made, may_be_subnormal = rotated_tiles.run_powers(x, signs, dim, ruled, seed, share, narrow)
-    if narrow == dtype and may_be_subnormal and _has_subnormals(made):
+    if narrow == dtype and may_be_subnormal and has_subnormals(made):
         made = _upright(rotate(x, signs, dim) * share, ruled, torch.float32)[0]
-    return Operand(made) if plain.inner is None else _over(Operand(made), share)
+    return Operand(made) if plain.inner is None else over(Operand(made), share)
 
 
 def _clamped(
@@ -185,13 +184,13 @@ def _clamped(
     if plain.by_rows:
         made = Operand(*rounded_rows(x, plain, bounds, _row_dtype(plain, dtype, x.device)))
     else:
-        made = operand(operators.clamped(x, bounds), plain, dtype, state, record)
+        made = operand(operators.clamped(x, bounds), plain, dtype, state, record, units=False)
     return replace(made, remainder=remainder(x, clamp, bounds)) if clamp.compensation else made
 
 
 def _row_dtype(quantizer: Quantizer, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     assert quantizer.scales is not None
-    return _narrow(quantizer.format, quantizer.scales.rule, dtype, device)
+    return tile_carrier(quantizer.format, quantizer.scales.rule, dtype, device)
 
 
 def signs_of(product: Matmul, lhs: Tensor, rhs: Tensor) -> Tensor | None:
@@ -204,75 +203,6 @@ def signs_of(product: Matmul, lhs: Tensor, rhs: Tensor) -> Tensor | None:
     out = lhs.new_empty(hadamard.size, dtype=torch.float32)
     torch.ops.halfstep.draw_signs(lhs, rhs, out)
     return out
-
-
-def stored(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) -> Quantized:
-    """The codes and scales of a matrix, from which `decoded` makes what `operand` makes of the matrix itself.
-
-    The factor of a stateful scaling is kept as a scale that does not change; without a state it is just in time.
-    """
-    if quantizer.clamp is not None:
-        raise RecipeError(
-            f"a weight rounded with a {quantizer.clamp}, to be stored for inference: what it keeps apart has no place "
-            "beside codes. Give the rule's weight no clamp, or keep these layers by module_filter"
-        )
-    quantizer = quantizer.plain
-    if quantizer.stateful is None:
-        return _known(quantize(x, replace(quantizer, outliers=None) if is_whole(quantizer) else quantizer))
-    rounded = operand(x, quantizer, torch.float32, just_in_time(x, quantizer, state)).widened(torch.float32)
-    codes = quantize(rounded.values, Quantizer(quantizer.format)).codes
-    assert rounded.scale is not None
-    tensors = {"codes": codes, "scale": rounded.scale.view(1, 1)}
-    kept = replace(quantizer, scales=Scales(TENSOR, get_scaling("current")))
-    return _known(Quantized(kept, tuple(x.shape), x.dtype, tensors))
-
-
-def _known(made: Quantized) -> Quantized:
-    """The same, when all that `decoded` asks of its quantizer is known: a traced graph cannot take a cached property's
-    lock."""
-    _ = made.quantizer.steps, made.quantizer.inner
-    return made
-
-
-def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
-    """A stored matrix as one side of a product whose result comes in `dtype`: `operand` of what was stored, bitwise."""
-    quantizer = quantized.quantizer
-    format, scales = quantizer.format, quantizer.scales
-    if scales is None:
-        return Operand(quantized.dequantize(carrier(format, dtype)))
-    if quantizer.inner is not None:
-        return _over(decoded(replace(quantized, quantizer=quantizer.inner), dtype), scales.rule.part)
-    if quantizer.steps is not None:
-        unscaled = Quantized(Quantizer(format), quantized.shape, quantized.dtype, {"codes": quantized.codes})
-        whole = unscaled.dequantize(torch.float32).mul_(quantizer.steps).to(torch.int8)
-        return Operand(whole, scales.rule.multiplier(quantized.tensors, format).float() / quantizer.steps)
-    native = scaled_mm.native_dtype(quantizer, quantized.codes.device)
-    if native is not None:
-        scale = scales.rule.multiplier(quantized.tensors, format).float()
-        return Operand(quantized.codes.view(native), scale.view(()) if is_whole(quantizer) else scale)
-    if is_whole(quantizer):
-        unscaled = Quantized(Quantizer(format), quantized.shape, quantized.dtype, {"codes": quantized.codes})
-        scale = scales.rule.multiplier(quantized.tensors, format).view(())
-        into = carrier(format, dtype)
-        wide = carried.supports(into, quantized.codes.device)  # the product would widen them
-        return Operand(unscaled.dequantize(torch.float32 if wide else into), scale)
-    if scales.rule.two_level:
-        blocks = replace(quantized, tensors=without_tensor_scale(quantized.tensors))
-        return Operand(blocks.dequantize(carrier(format, dtype, _E4M3)), quantized.tensors["tensor_scale"])
-    narrow = _narrow(format, scales.rule, dtype, quantized.codes.device)
-    result = quantized.dequantize(narrow)
-    if narrow == dtype and _may_be_subnormal(quantized, scales.rule) and _has_subnormals(result):
-        result = quantized.dequantize(torch.float32)
-    if _lies_down(scales.tile):  # as `operand` lays it out: a product's sums depend on that
-        result = result.t().contiguous().t()
-    return Operand(result)
-
-
-def just_in_time(x: Tensor, quantizer: Quantizer | None, state: Tensor | None) -> Tensor | None:
-    """The state given; where a stateful scaling has none, what it becomes after one step of `x` alone."""
-    if state is None and quantizer is not None and quantizer.stateful is not None:
-        return quantizer.stateful.after(amax_of(x), quantizer.format)
-    return state
 
 
 def kept(
@@ -289,48 +219,15 @@ def scale_of(lhs: Operand, rhs: Operand) -> Tensor | None:
     return lhs.scale if rhs.scale is None else rhs.scale if lhs.scale is None else lhs.scale * rhs.scale
 
 
-def _over(part: Operand, share: float) -> Operand:
+def over(part: Operand, share: float) -> Operand:
     """The operand of which `part` is a share."""
     scale = torch.full((), 1 / share, device=part.values.device)
     return Operand(part.values, scale if part.scale is None else part.scale * scale)
 
 
-def _lies_down(tile: Tile) -> bool:
+def lies_down(tile: Tile) -> bool:
     """Whether the tiles are columns, or pieces of columns."""
     return tile.columns == 1 and tile.rows != 1
-
-
-def _factor(
-    x: Tensor, format: Format, rule: Scaling, state: Tensor | None, record: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """What all of x is multiplied by before it is rounded; and the step's amax, where it has yet to be raised."""
-    if not isinstance(rule, StatefulScaling):
-        amax = amax_of(x) if rule.reads else x.new_zeros((), dtype=torch.float32)
-        return rule.factor(amax, format), None
-    if state is None:
-        raise RecipeError(
-            f"{rule.name} scaling needs the state of its operand: halfstep.apply keeps one beside each layer, and "
-            "`ops.linear` takes them as `states`"
-        )
-    if state.dtype != torch.float32:
-        raise RecipeError(
-            f"the state of {rule.name} scaling is {state.dtype}, expected torch.float32: the model was cast after "
-            "halfstep.apply (model.half(), model.to(dtype)); cast it first, then apply the recipe"
-        )
-    if not rule.waits(state):
-        return rule.in_use(state, None, format), state[1] if record else None
-    amax = amax_of(x)
-    factor = rule.in_use(state, amax, format)  # of this step, whatever comes
-    if record:
-        rule.record(state, amax)
-    return factor, None
-
-
-def factor_in_use(x: Tensor, quantizer: Quantizer, state: Tensor | None) -> Tensor | None:
-    """What the forward multiplied x by, where that depends on earlier steps; None elsewhere."""
-    if quantizer.stateful is None:
-        return None
-    return _factor(x, quantizer.format, quantizer.stateful, state, False)[0]
 
 
 def _rows(x: Tensor, quantizer: Quantizer, scales: Scales, dtype: torch.dtype) -> Operand:
@@ -346,16 +243,16 @@ def _blocks(x: Tensor, quantizer: Quantizer, scales: Scales, dtype: torch.dtype)
 
     bf16 matrix units of CPUs treat subnormal numbers as zeros: where there are any, the product is float32's.
     """
-    narrow = _narrow(quantizer.format, scales.rule, dtype, x.device)
+    narrow = tile_carrier(quantizer.format, scales.rule, dtype, x.device)
     made, may_be_subnormal = _upright(x, quantizer, narrow)
-    if narrow == dtype and may_be_subnormal and _has_subnormals(made):
+    if narrow == dtype and may_be_subnormal and has_subnormals(made):
         made = _upright(x, quantizer, torch.float32)[0]
     return Operand(made)
 
 
 def _upright(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Tensor, bool]:
     """`values_noted`, where tiles lie down of the transposed view: kernels know tiles along rows, of a view too."""
-    if quantizer.scales is None or not _lies_down(quantizer.scales.tile):
+    if quantizer.scales is None or not lies_down(quantizer.scales.tile):
         return values_noted(x, quantizer, dtype=dtype)
     made, noted = values_noted(x.t(), quantizer.down, dtype=dtype)
     return made.t(), noted
@@ -367,37 +264,3 @@ def is_whole(quantizer: Quantizer) -> bool:
     if scales is None or scales.tile != TENSOR:
         return False
     return scales.rule.factor(torch.ones(()), quantizer.format) is not None
-
-
-def _narrow(format: Format, rule: Scaling, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """`dtype` where it is bf16 and holds elements times their tile's power of two, on units for it; else a wider."""
-    fits = dtype == torch.bfloat16 and rule.exact and format.significant_bits <= 8
-    return dtype if fits and not carried.supports(dtype, device) else torch.promote_types(dtype, torch.float32)
-
-
-def _has_subnormals(carrier: Tensor) -> bool:
-    """Whether a CPU's bf16 units would treat some of these bf16 values as zeros."""
-    if carrier.device.type != "cpu" or carrier.dtype != torch.bfloat16 or torch.compiler.is_compiling():
-        return False
-    magnitude = carrier.abs()
-    return bool(((magnitude < torch.finfo(carrier.dtype).smallest_normal) & (magnitude > 0)).any())
-
-
-def carrier(format: Format, dtype: torch.dtype, scale_bits: int = 0) -> torch.dtype:
-    """`dtype` if it holds the format's values, times scales of so many significant bits, exactly; else float32."""
-    if dtype == torch.float64:
-        return dtype
-    info = torch.finfo(dtype)
-    bits, room = format.significant_bits + scale_bits, 2.0 ** (15 if scale_bits else 0)
-    smallest = info.smallest_normal if dtype == torch.bfloat16 else info.smallest_normal * info.eps
-    fits = 2.0 ** (1 - bits) >= info.eps and format.max * room <= info.max and format.smallest / room >= smallest
-    return dtype if fits else torch.float32
-
-
-def _may_be_subnormal(quantized: Quantized, rule: Scaling) -> bool:
-    """Whether the scales, which are fewer than the values, leave that open; True where they cannot be asked."""
-    if quantized.codes.device.type != "cpu" or torch.compiler.is_compiling():
-        return True
-    format = quantized.quantizer.format
-    multiplier = rule.multiplier(quantized.tensors, format)
-    return not bool((multiplier * format.smallest >= torch.finfo(torch.bfloat16).smallest_normal).all())

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.kernels.cpu.clamp_operators import estimate
-from halfstep.ops.operand import Operand, factor_in_use, operand
+from halfstep.ops.factors import factor_in_use
+from halfstep.ops.operand import Operand, operand
 from halfstep.ops.plain import matrix
 from halfstep.quant import Quantizer, Tile
 from halfstep.quant.tile import TENSOR

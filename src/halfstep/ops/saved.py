@@ -18,9 +18,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils.weak import TensorWeakRef
 
+from halfstep.kernels import scaled_mm, unit_kinds
+from halfstep.ops.carriers import carrier
 from halfstep.ops.casts import decode, encode
 from halfstep.ops.codes import decode_parts, encode_parts
-from halfstep.ops.operand import Operand, carrier, operand
+from halfstep.ops.operand import Operand, operand
 from halfstep.ops.subclasses import foreign
 from halfstep.quant import Quantizer
 from halfstep.recipe import Saved, Storage
@@ -56,10 +58,10 @@ class Keeping:
         key = (place_of(x), quantizer, dtype) if state is None and quantizer.rounding == "nearest_even" else None
         found = self.find(key)
         if found is not None:
-            codes = found["codes"]
-            return Operand(decode(codes, quantizer.format, carrier(quantizer.format, dtype)), found["scale"]), codes
+            return Operand(of_codes(found["codes"], quantizer, dtype), found["scale"]), found["codes"]
         made = operand(rows, quantizer, dtype, state, record)
-        codes = encode(made.values, quantizer.format)
+        in_codes = made.values.dtype in unit_kinds.DTYPES
+        codes = made.values.view(torch.uint8) if in_codes else encode(made.values, quantizer.format)
         if key is not None and made.scale is not None:
             self.note(key, _Entry(x, {"codes": codes, "scale": made.scale}))
         return made, codes
@@ -185,6 +187,12 @@ class _Hooks:
         )
         fits = made and x.shape == self._shape and x.dtype in _FLOATS and x.dtype != self._storage.dtype
         return fits and x.numel() > 0 and 0 not in x.stride()
+
+
+def of_codes(codes: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
+    """The values of an operand with one scale, from its codes: as units take them, where there are any."""
+    native = scaled_mm.outer_dtype(quantizer, codes.device)
+    return decode(codes, quantizer.format, carrier(quantizer.format, dtype)) if native is None else codes.view(native)
 
 
 def place_of(x: Tensor) -> Hashable:

@@ -84,5 +84,5 @@ def _product(lhs: Tensor, rhs: Tensor, matmul: Matmul, dtype: torch.dtype) -> Te
 
 
 def _operand(x: Tensor, quantizer: Any, dtype: torch.dtype) -> Operand:
-    made = operand(matrix(x), quantizer, dtype).widened(dtype)
+    made = operand(matrix(x), quantizer, dtype, units=False).widened(dtype)
     return Operand(made.values.view(x.shape), made.scale)

@@ -22,6 +22,7 @@ from halfstep.optim.stored import Stored
 from halfstep.optim.together import Together
 from halfstep.optim.update import OWN, Update, move
 from halfstep.quant import derive_seed
+from halfstep.quant.masters import Own
 from halfstep.recipe import Projection, Recipe
 
 
@@ -212,9 +213,9 @@ class LowBit(Stored):
         """What the next update of a parameter takes."""
         _, step = self.taken(parameter, group, grad)
         number, master = int(self.state[parameter]["step"]) + 1, step.master
-        if master.rounding == "stochastic":
+        if isinstance(master, Own) and master.rounding == "stochastic":
             seed = derive_seed(group["rounding_seed"], number, index)
-            master = replace(step.master, seed=seed, positions=positions(parameter))  # type: ignore[type-var]
+            master = replace(master, seed=seed, positions=positions(parameter))
         return replace(step, master=master, number=number, grad_scale=grad_scale)
 
     def taken(self, parameter: Tensor, group: dict[str, Any], grad: Tensor) -> tuple[UpdateRule, Step]:

@@ -24,9 +24,12 @@ SIZES = (0, 1, 17, 1024, 4096 + 259)
 _RECIPES = (
     "fp32", "bf16-master", "bf16-pure", "bf16-stochastic", "bf16-split", "bf16-kahan", "bf16-collage-light",
     "bf16-collage-plus", "fp16-pure", "fp16-master", "fp8-adam", "adamw-8bit",
+    "coat",
 )  # fmt: skip
 _OTHERS = ("fp32", "bf16-master", "bf16-stochastic", "adamw-8bit")
 _SCALE = 8.0
+Make = Callable[[list[nn.Parameter]], Any]
+"""The torch optimizer of some parameters."""
 
 
 def outcomes(device: torch.device) -> Iterator[Outcome]:
@@ -42,7 +45,7 @@ def tests() -> Iterator[tuple[str, str, Callable[..., Iterator[Case]]]]:
             yield kernel, name, partial(_steps, make=make)
 
 
-def _steps(name: str, device: torch.device, make: Callable[[list[Tensor]], Any]) -> Iterator[Case]:
+def _steps(name: str, device: torch.device, make: Make) -> Iterator[Case]:
     recipe = get_recipe(name)
     weights = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in SIZES]
     for hardest in (False, True):
@@ -60,7 +63,7 @@ def _stepped(
     recipe: Recipe,
     weights: list[Tensor],
     grads: list[list[Tensor]],
-    make: Callable[[list[Tensor]], Any],
+    make: Make,
     device: torch.device | None,
 ) -> tuple[dict[str, Tensor], bool]:
     """Weights and states after those gradients, by the rule on a CPU or together on a device; whether all were so."""
@@ -97,36 +100,36 @@ def scaled(optimizer: LowBit, device: torch.device, overflowed: bool) -> None:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
-def _halves(parameters: list[Tensor]) -> list[dict[str, Any]]:
+def _halves(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     """Two groups, of which the second has options of its own."""
     return [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 3e-3, "weight_decay": 0.0}]
 
 
-def _adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
+def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(_halves(parameters), lr=1e-2, weight_decay=0.1)
 
 
-def _adam(parameters: list[Tensor]) -> torch.optim.Optimizer:
+def _adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(_halves(parameters), lr=1e-2, weight_decay=0.1, maximize=True)
 
 
-def _sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
+def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(_halves(parameters), lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.1)
 
 
-def _nesterov(parameters: list[Tensor]) -> torch.optim.Optimizer:
+def _nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(_halves(parameters), lr=1e-2, momentum=0.9, nesterov=True)
 
 
-def _descent(parameters: list[Tensor]) -> torch.optim.Optimizer:
+def _descent(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(_halves(parameters), lr=1e-2, weight_decay=0.1)
 
 
-def _lion(parameters: list[Tensor]) -> torch.optim.Optimizer:
+def _lion(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return Lion(_halves(parameters), lr=1e-2, weight_decay=0.1)
 
 
-_OPTIMIZERS: tuple[tuple[str, tuple[str, ...], Callable[[list[Tensor]], Any]], ...] = (
+_OPTIMIZERS: tuple[tuple[str, tuple[str, ...], Make], ...] = (
     ("adamw", _RECIPES, _adamw),
     ("adam", _OTHERS, _adam),
     ("sgd", _OTHERS, _sgd),

@@ -1,4 +1,4 @@
-"""An optimizer's tensors on a GPU stepped together, by a few launches: what is served so, and whether it is as before."""
+"""An optimizer's tensors on a GPU stepped together, by a few launches: which they are, and whether all is as before."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import OptimizerError
+from halfstep.kernels.gpu.kinds import Options, Tensors, takes
 from halfstep.kernels.gpu.launch import plain
-from halfstep.kernels.gpu.optimizer import Options, Steps, Tensors, takes
-from halfstep.optim.rules.base import Group, Step, UpdateRule, as_kept
-from halfstep.optim.shards import is_spread, local, part, run_of
+from halfstep.kernels.gpu.optimizer import Steps
+from halfstep.optim.rules.base import Step, UpdateRule, as_kept
+from halfstep.optim.shards import is_spread, part, placed, run_of
 
 
 Stepped = tuple[Tensor, Tensor, dict[str, Any], int]
@@ -52,10 +53,14 @@ class Together:
     def __init__(self, anywhere: bool = False) -> None:
         self._anywhere = anywhere
         """Whether tensors need not be on a GPU: Triton's interpreter has them on a CPU."""
+        self._steps: dict[torch.device, Steps] = {}
+        self._held: list[Steps] = []
+        """What CUDA graphs still read."""
         self._forget()
 
     def _forget(self) -> None:
-        self._steps: dict[torch.device, Steps] = {}
+        self._held += [steps for steps in self._steps.values() if steps.held]
+        self._steps = {}
         self._known: list[list[_Known | Tensor]] = []
         self._fixed: list[Any] = []
         self._weights: list[Tensor] = []
@@ -118,14 +123,16 @@ class Together:
                     return None
                 weight = parameter
                 if one.spread:
-                    if grad.placements != parameter.placements:
+                    if placed(grad) != placed(parameter):
                         return None
                     weight, grad = part(parameter), part(grad)
                 if grad.dtype is not one.dtype or grad.layout is not torch.strided or not grad.is_contiguous():
                     return None
                 fixed.append(weight.data_ptr())
                 for name in one.parts:
-                    held = one.state[name]
+                    held = one.state.get(name)
+                    if held is None:
+                        return None
                     fixed.append((part(held) if one.spread else held).data_ptr())
                 grads[grad.device].append(grad.data_ptr())
         return fixed, grads

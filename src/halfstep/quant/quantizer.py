@@ -92,12 +92,13 @@ class Quantizer:
         """Whether each row, or column, of numbers of 4 bits has a scale that is known from its amax, and is a power of
         two, or the numbers are whole in some unit."""
         scales = self.scales
-        if scales is None or self.format.bits > 4 or scales.tile not in (ROW, ROW.transposed) or not self._factors:
+        if scales is None or self.format.bits > 4 or scales.tile not in (ROW, ROW.transposed) or not self.factors:
             return False
         return scales.rule.exact or self._steps is not None
 
     @cached_property
-    def _factors(self) -> bool:
+    def factors(self) -> bool:
+        """Whether the amax of a tile alone gives what its elements are multiplied by (`Scaling.factor`)."""
         return self.scales is not None and self.scales.rule.factor(torch.ones(()), self.format) is not None
 
     @property

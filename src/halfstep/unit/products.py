@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep import ops
 from halfstep.errors import ModelError
-from halfstep.ops.linear import product_dtype
+from halfstep.ops.linear_passes import product_dtype
 from halfstep.ops.plain import plain, plain_stacked
 from halfstep.unit import factors
 from halfstep.unit.constraint import Constraint, get_constraint

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError
 from halfstep.nn.product import product, spec_of, weight_of
 from halfstep.nn.quantized_weights import Weight
-from halfstep.ops.linear import product_dtype
+from halfstep.ops.linear_passes import product_dtype
 
 
 NAME = "recurrent cell"

@@ -20,7 +20,7 @@ from halfstep.nn.adapters import lstm
 from halfstep.nn.adapters.cell import GATES, State
 from halfstep.nn.product import product, repeated_weight, spec_of, weight_of
 from halfstep.nn.quantized_weights import Weight
-from halfstep.ops.linear import product_dtype
+from halfstep.ops.linear_passes import product_dtype
 
 
 NAME = "recurrent layer"

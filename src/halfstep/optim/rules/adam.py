@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.cpu import adam as kernel
-from halfstep.kernels.gpu.optimizer import Options
+from halfstep.kernels.gpu.kinds import Options
 from halfstep.optim.rules.base import CAPTURABLE, ON_HOST, Group, Moments, Step, UpdateRule, as_kept, learning_rate
 
 

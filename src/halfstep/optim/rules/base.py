@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep.errors import OptimizerError
 from halfstep.kernels.cpu.coded import Coded
-from halfstep.kernels.gpu.optimizer import Options
+from halfstep.kernels.gpu.kinds import Options
 from halfstep.quant.masters import Kept, Master
 from halfstep.recipe import Storage
 from halfstep.registry import collect

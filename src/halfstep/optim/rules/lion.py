@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfstep.kernels.gpu.optimizer import Options
+from halfstep.kernels.gpu.kinds import Options
 from halfstep.optim.classes import Lion
 from halfstep.optim.rules.base import Group, Moments, UpdateRule, learning_rate
 

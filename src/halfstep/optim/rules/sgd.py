@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from halfstep.kernels.gpu.optimizer import Options
+from halfstep.kernels.gpu.kinds import Options
 from halfstep.optim.rules.base import Group, Moments, UpdateRule, learning_rate
 
 

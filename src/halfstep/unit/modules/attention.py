@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ModelError
 from halfstep.ops.attention import ATTRIBUTE
-from halfstep.ops.linear import product_dtype
+from halfstep.ops.linear_passes import product_dtype
 from halfstep.ops.stacks import stacked_linear
 from halfstep.recipe import AttentionSpec
 from halfstep.unit.attention import scaled_dot_product_attention

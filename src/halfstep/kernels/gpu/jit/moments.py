@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
+from halfstep.kernels.gpu.jit.expansion import elements, scales, values
 from halfstep.kernels.gpu.jit.masters import nearest
-from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, decoded, widened
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, constant, decoded, widened
 
 
 @triton.jit
@@ -38,29 +39,46 @@ def held(number):
 
 
 @triton.jit
+def beside(row, COLUMN: tl.constexpr, group, inside):
+    """A number of each tile, as a column."""
+    return as_float(read(address(row, COLUMN, "float32", False) + group, inside).to(tl.uint32, bitcast=True))[:, None]
+
+
+@triton.jit
 def opened(
-    row, COLUMN: tl.constexpr, block, index, inside, size, elements,
+    row, COLUMN: tl.constexpr, block, index, inside, size, known,
     M: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """The float32 values of a block of a moment; a codebook's `elements` are its values, then its cuts."""
+    """The float32 values of a block of a moment; what is `known` of a codebook are its values, then its cuts."""
     if M.tile == 0:
         return as_float(widened(read(address(row, COLUMN, M.kind, ALIGNED) + index, inside), M.kind))
     else:
         code = read(address(row, COLUMN, "uint8", ALIGNED) + index, inside)
         if M.kind == "places":
-            element = tl.load(elements + code.to(tl.int32))
+            element = tl.load(known + code.to(tl.int32))
         else:
             element = as_float(decoded(code.to(tl.uint32), D))
-        group = block * (B // M.tile) + tl.arange(0, B // M.tile)
-        scale = read(address(row, COLUMN + 1, "float32", False) + group, group * M.tile < size)
-        scale = as_float(scale.to(tl.uint32, bitcast=True))[:, None]
         element = tl.reshape(element, (B // M.tile, M.tile))
-        return tl.reshape(tl.where(scale == 0.0, 0.0, held(element * scale)), (B,))
+        group = block * (B // M.tile) + tl.arange(0, B // M.tile)
+        scale = beside(row, COLUMN + 1, group, group * M.tile < size)
+        if M.kind == "expanded":
+            exponent = beside(row, COLUMN + 2, group, group * M.tile < size)
+            center = beside(row, COLUMN + 3, group, group * M.tile < size)
+            value = held(values(element, scale, exponent, center))
+        else:
+            value = tl.where(scale == 0.0, 0.0, held(element * scale))
+        return tl.reshape(value, (B,))
+
+
+@triton.jit
+def keep_beside(row, COLUMN: tl.constexpr, group, inside, number):
+    """Write a number of each tile."""
+    tl.store(address(row, COLUMN, "float32", False) + group, as_bits(number).to(tl.int32, bitcast=True), mask=inside)
 
 
 @triton.jit
 def close(
-    row, COLUMN: tl.constexpr, block, index, inside, size, elements, number,
+    row, COLUMN: tl.constexpr, block, index, inside, size, known, number,
     M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Write a block of a moment; codes of tiles with an infinity or NaN are 0 and their scale is NaN."""
@@ -71,18 +89,23 @@ def close(
         if inside is not None:
             bits = tl.where(inside, bits, 0)
         tiles = tl.reshape(bits, (B // M.tile, M.tile))
-        most = tl.max((tiles & 0x7FFFFFFF).to(tl.int32, bitcast=True), 1).to(tl.uint32, bitcast=True)
-        most = as_float(tl.where(most >= 0x7F800000, 0x7FC00000, most))
-        scale = tl.div_rn(most, tl.full((), M.largest, tl.uint32).to(tl.float32, bitcast=True) + most * 0.0)
         group = block * (B // M.tile) + tl.arange(0, B // M.tile)
-        kept = as_bits(scale).to(tl.int32, bitcast=True)
-        tl.store(address(row, COLUMN + 1, "float32", False) + group, kept, mask=group * M.tile < size)
-        divisor = tl.where(scale > 0.0, scale, 1.0)[:, None] + tl.zeros((B // M.tile, M.tile), tl.float32)
-        over = tl.where(scale[:, None] > 0.0, tl.div_rn(as_float(tiles), divisor), 0.0)
-        if M.kind == "places":
-            code = searched(over, elements + 256)
+        if M.kind == "expanded":
+            scale, exponent, center = scales(tiles, M)
+            keep_beside(row, COLUMN + 2, group, group * M.tile < size, exponent)
+            keep_beside(row, COLUMN + 3, group, group * M.tile < size, center)
+            over = elements(tiles, scale[:, None], exponent[:, None], center[:, None])
         else:
-            code = coded(as_bits(over), None, P, C)
+            most = tl.max((tiles & 0x7FFFFFFF).to(tl.int32, bitcast=True), 1).to(tl.uint32, bitcast=True)
+            most = as_float(tl.where(most >= 0x7F800000, 0x7FC00000, most))
+            scale = tl.div_rn(most, constant(M.largest) + most * 0.0)
+            divisor = tl.where(scale > 0.0, scale, 1.0)[:, None] + tl.zeros((B // M.tile, M.tile), tl.float32)
+            over = as_bits(tl.where(scale[:, None] > 0.0, tl.div_rn(as_float(tiles), divisor), 0.0))
+        keep_beside(row, COLUMN + 1, group, group * M.tile < size, scale)
+        if M.kind == "places":
+            code = searched(as_float(over), known + 256)
+        else:
+            code = coded(over, None, P, C)
         code = tl.reshape(code.to(tl.uint8), (B,))
         tl.store(address(row, COLUMN, "uint8", ALIGNED) + index, code, mask=inside)
 

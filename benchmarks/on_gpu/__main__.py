@@ -1,0 +1,55 @@
+"""One section in a process of its own: `benchmarks/gpu.py` starts it, and again where a row lost the GPU."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from on_gpu import casts, correctness, machine, probes, products, steps, training
+from on_gpu.bench import FULL, TINY, Bench, Section, Timer, run
+from on_gpu.journal import Journal
+from on_gpu.peers import found
+
+
+SECTIONS: dict[str, Section] = {
+    "machine": machine.rows, "correctness": correctness.rows, "probes": probes.rows, "casts": casts.rows,
+    "products": products.rows, "optimizers": steps.rows, "training": training.rows,
+}  # fmt: skip
+
+
+def timer() -> Timer:
+    """The median of a call's milliseconds by CUDA events, the cache flushed before each."""
+    do_bench = found("triton.testing:do_bench")
+    return lambda call: float(do_bench(call, warmup=10, rep=60, return_mode="median"))
+
+
+def untimed(call: Callable[[], Any]) -> float:
+    """Of a dry run: makes the call."""
+    call()
+    return 1.0
+
+
+def main() -> None:
+    """Measure the rows of one section."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("section", choices=SECTIONS)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--lines", type=Path, required=True)
+    parser.add_argument("--exhaustive", action="store_true")
+    parser.add_argument("--dry", action="store_true")
+    asked = parser.parse_args()
+    ends = time.monotonic() + asked.seconds
+    device = torch.device("cpu" if asked.dry else "cuda")
+    sizes = TINY if asked.dry else FULL
+    bench = Bench(device, untimed if asked.dry else timer(), ends, sizes, asked.exhaustive)
+    if not run(asked.section, SECTIONS[asked.section], bench, Journal(asked.lines)):
+        raise SystemExit("the GPU did not answer after a row")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""A share of the Triton kernels' cases, on a device: a line of JSON for each kernel and format.
+
+    python -m on_gpu.cases cuda NUMBER OF
+
+Compiling them takes most of the time, and a GPU's memory holds many processes: `correctness` starts one a core.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import torch
+
+from halfstep.kernels import selftest_gpu
+from halfstep.kernels.selftest import outcome
+
+
+def main() -> None:
+    """Every OFth test, from NUMBER on. Exit code 1: one differs from the reference."""
+    device, passed = torch.device(sys.argv[1]), True
+    for kernel, format, test in list(selftest_gpu.tests())[int(sys.argv[2]) :: int(sys.argv[3])]:
+        found = outcome(kernel, format, lambda name, test=test: test(name, device))  # type: ignore[misc]
+        passed &= found.passed
+        print(json.dumps(asdict(found)), flush=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    raise SystemExit(not passed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Every bit: the kernels of `halfstep doctor`, all 2^32 float32 patterns, the tests that need a GPU, memory checked."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import halfstep
+from halfstep import formats, quant
+from halfstep.kernels import selftest_gpu
+from on_gpu.bench import Bench, Row
+
+
+ROOT = Path(__file__).resolve().parents[2]
+FIRST = (("float8_e4m3fn", "nearest_even"), ("float8_e5m2", "nearest_even"))
+"""What every run compares whole; the others are for `--exhaustive`."""
+OTHERS = tuple(
+    pair
+    for pair in itertools.product(
+        ("float8_e4m3fn", "float8_e5m2", "e4m3fnuz", "e5m2fnuz", "e2m1fn", "e3m2fn", "e2m3fn", "int8", "bf16", "fp16"),
+        ("nearest_even", "nearest_away", "nearest_up", "toward_zero", "up", "down", "stochastic"),
+    )
+    if pair not in FIRST
+)
+_PROCESSES = 16
+_SEED = 0x9E3779B97F4A7C15
+
+
+def rows(bench: Bench) -> Iterator[Row]:
+    """What every figure after it stands on."""
+    yield Row("kernels", lambda: kernels(bench))
+    for name, rounding in (*FIRST, *(OTHERS if bench.exhaustive else ())):
+        yield Row(f"all patterns: {name}, {rounding}", lambda n=name, r=rounding: exhaustive(bench, n, r))  # type: ignore[misc]
+    yield Row("tests on a GPU", lambda: _tests(bench))
+    yield Row("compute-sanitizer", lambda: _sanitized(bench))
+
+
+def kernels(bench: Bench) -> dict[str, Any]:
+    """Every Triton kernel's cases on every format against the reference, in a process a core, until time is up."""
+    count = min(os.cpu_count() or 1, _PROCESSES) if bench.on_gpu else 1
+    with tempfile.TemporaryDirectory() as folder:
+        told = [Path(folder) / str(number) for number in range(count)]
+        words = [sys.executable, "-m", "on_gpu.cases", bench.device.type]
+        running = []
+        for number, file in enumerate(told):
+            with file.open("w") as out:
+                running.append(subprocess.Popen([*words, str(number), str(count)], stdout=out, cwd=ROOT))
+        for process in running:
+            try:
+                process.wait(max(bench.left, 0))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        lines = [line for file in told for line in file.read_text().splitlines() if line.endswith("}")]
+    found = [json.loads(line) for line in lines]
+    wrong = [each for each in found if each["difference"] is not None]
+    asked = [f"{kernel} {format}" for kernel, format, _ in selftest_gpu.tests()]
+    unheard = sorted(set(asked) - {f"{each['kernel']} {each['format']}" for each in found})
+    compared = sum(each["compared"] for each in found)
+    result = f"{len(found) - len(wrong)} of {len(asked)} tests equal the reference ({compared:,} results)"
+    if unheard:
+        result += f"; {len(unheard)} did not end: {', '.join(unheard[:5])}"
+    told_wrong = "".join(f"; {each['kernel']}, {each['format']}: {each['difference']}" for each in wrong)
+    return {"result": result + told_wrong, "wrong": wrong, "did not end": unheard}
+
+
+def exhaustive(bench: Bench, name: str, rounding: str) -> dict[str, Any]:
+    """float32 patterns from 0 on, as values and as codes, by the kernel and by the reference on the same device.
+
+    What is written to is poisoned first. Stops at the first chunk that differs, and where time is up.
+    """
+    format, sizes = formats.get(name), bench.sizes
+    seed = _SEED if rounding == "stochastic" else None
+    result, compared, different = "", 0, 0
+    out = torch.empty(sizes.chunk, device=bench.device)
+    for start in range(0, sizes.patterns, sizes.chunk):
+        if bench.left <= 0:
+            result = "; stopped: time was up"
+            break
+        x = patterns(start, sizes.chunk, bench.device)
+        wrong = _differs(
+            halfstep.round_to(x, format, rounding, generator=seed, out=out.fill_(7)), _value(x, format, rounding, seed)
+        )
+        if format.has_nan:
+            wrong |= halfstep.encode(x, format, rounding, generator=seed) != quant.encode(
+                x, format, rounding, "saturate", seed
+            )
+        compared += x.numel()
+        if different := int(wrong.sum()):
+            bits = int(x[wrong][0].view(torch.int32)) & 0xFFFFFFFF
+            result = f"; {different} differ in one chunk, the first at 0x{bits:08x}"
+            break
+    return {"result": f"{compared:,} of {sizes.patterns:,} patterns compared, {different} differ{result}"}
+
+
+def patterns(start: int, count: int, device: torch.device) -> Tensor:
+    """float32 numbers whose bits are start, start + 1 and so on."""
+    return torch.arange(start, start + count, device=device, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+def _value(x: Tensor, format: formats.Format, rounding: str, seed: int | None) -> Tensor:
+    return quant.round_to(x, format, rounding, "saturate", seed)
+
+
+def _differs(found: Tensor, expected: Tensor) -> Tensor:
+    """Where bits differ; one NaN is as good as another."""
+    return (found.view(torch.int32) != expected.view(torch.int32)) & ~(found.isnan() & expected.isnan())
+
+
+def _tests(bench: Bench) -> dict[str, Any]:
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "--tb=short"]
+    return _told([*words, str(ROOT / "tests" / "gpu")], bench)
+
+
+def _sanitized(bench: Bench) -> dict[str, Any]:
+    """The kernels' cases under memcheck, without torch's pool, which would hide a step beyond a tensor."""
+    if shutil.which("compute-sanitizer") is None:
+        return {"failed": "compute-sanitizer is not here"}
+    words = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+    return _told(
+        [*words, sys.executable, "-m", "on_gpu.cases", "cuda", "0", "1"], bench, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
+    )
+
+
+def _told(words: list[str], bench: Bench, **variables: str) -> dict[str, Any]:
+    """A command's exit code and its last lines; it has the time that is left."""
+    if not bench.on_gpu:
+        return {"result": "not in a dry run"}
+    limit = max(bench.left, 1.0)
+    try:
+        told = subprocess.run(
+            words, capture_output=True, text=True, timeout=limit, cwd=ROOT, env={**os.environ, **variables}
+        )
+    except subprocess.TimeoutExpired as stopped:
+        said = stopped.stdout.decode(errors="replace") if stopped.stdout else ""
+        return {"failed": f"stopped after {limit:.0f} s: time was up", "output": said[-2000:]}
+    lines = (told.stdout + told.stderr).strip().splitlines()
+    return {"result": f"exit code {told.returncode}: {''.join(lines[-1:])[:300]}", "output": lines[-30:]}

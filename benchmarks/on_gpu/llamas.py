@@ -1,0 +1,65 @@
+"""The Llamas that are trained, and one step of training, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import halfstep
+from halfstep.lab.data import VOCABULARY, Corpus
+from halfstep.lab.models.llama import Llama
+
+
+RECIPES = (
+    "bf16-mixed", "fp8-current", "bf16-stochastic", "fp8-delayed", "fp8-rowwise", "fp8-block", "fp8lm-o2", "coat",
+    "fp32",
+)  # fmt: skip
+"""bf16-mixed first: what the others are compared with."""
+RATE = 3e-4
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Llama's sizes, chosen so that every side of its products is one that all kinds of FP8 products take."""
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    batch: int
+    context: int
+    needs: int = 0
+    """Bytes of a GPU's memory from which on it is trained."""
+
+
+def stepping(
+    device: torch.device, model: Model, recipe: str, corpus: Corpus, drawn_on: torch.device | None = None
+) -> Callable[[], Tensor]:
+    """A step of training on random windows of the corpus; it returns the loss, which stays on the device.
+
+    Args:
+        drawn_on: where the weights are drawn, from a fixed seed (default: on the device). Devices draw other numbers.
+    """
+    torch.manual_seed(0)
+    with torch.device(drawn_on or device):
+        network: torch.nn.Module = Llama(VOCABULARY, model.context, model.layers, model.width, model.heads)
+    network = network.to(device)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(network.parameters(), lr=RATE)
+    network, optimizer, scaler = halfstep.prepare(network, optimizer, recipe, generator=0)
+    drawn, highest = torch.Generator().manual_seed(0), len(corpus.train) - model.context
+
+    def step() -> Tensor:
+        starts = torch.randint(0, highest, (model.batch,), generator=drawn)
+        window = corpus.windows("train", starts, model.context + 1).to(device)
+        loss = F.cross_entropy(network(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step

@@ -1,0 +1,188 @@
+"""Products: torch's FP8 ones with all operands given, then a linear layer forward and backward, casts included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import halfstep
+from halfstep.kernels import scaled_mm
+from on_gpu import peers
+from on_gpu.bench import Bench, Row, Run, race
+
+
+RECIPES = ("fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block")
+_TILE, _GROUP = 128, 4
+"""The side of a block, and the number that its scales along the shared side are padded to a multiple of."""
+
+
+def rows(bench: Bench) -> Iterator[Row]:
+    """The bars' shapes first, then the grid of shapes while there is time."""
+    side = bench.sizes.square
+    for kind in KINDS:
+        yield Row(f"product: {kind}", lambda k=kind: _judged(bench, k))  # type: ignore[misc]
+    for recipe in RECIPES:
+        yield Row(f"linear: {recipe}", lambda r=recipe: _linear(bench, r))  # type: ignore[misc]
+    yield Row("linear: fp8-current, carried", lambda: _carried(bench))
+    for m, k, n in bench.sizes.grid:
+        if (m, k, n) != (side, side, side):
+            yield Row(f"products of {m} x {k} x {n}", lambda m=m, k=k, n=n: _grid(bench, m, k, n))  # type: ignore[misc]
+
+
+def half(bench: Bench, m: int, k: int, n: int) -> Run:
+    """A product in bf16, of random data as the others are."""
+    a, b = bench.normal(m, k, dtype=torch.bfloat16), bench.normal(n, k, dtype=torch.bfloat16)
+    return lambda: a @ b.t()
+
+
+def product(bench: Bench, kind: str, m: int, k: int, n: int, fast: bool = False) -> Run:
+    """A product (m, k) by (k, n) of E4M3 codes in bf16, by `scaled_mm` with scales laid out as it wants them."""
+    a, b = (_codes(bench.normal(rows, k)) for rows in (m, n))
+    kinds = F.ScalingType  # type: ignore[attr-defined]
+    ones: dict[str, tuple[Any, Tensor, Any, Tensor]] = {
+        "tensor": (kinds.TensorWise, _scales(bench), kinds.TensorWise, _scales(bench)),
+        "row": (kinds.RowWise, _scales(bench, m, 1), kinds.RowWise, _scales(bench, 1, n)),
+    }
+    if kind == "1x128 by 128x128":
+        groups = -(-k // _TILE)
+        padded = -(-groups // _GROUP) * _GROUP
+        squares = _scales(bench, -(-n // _TILE), padded).t()
+        ones[kind] = kinds.BlockWise1x128, _scales(bench, groups, m).t(), kinds.BlockWise128x128, squares
+    left, scale_a, right, scale_b = ones[kind]
+    return lambda: F.scaled_mm(  # type: ignore[attr-defined]
+        a, b.t(), scale_a, left, scale_b, right, output_dtype=torch.bfloat16, use_fast_accum=fast
+    )
+
+
+KINDS = ("tensor", "row", "1x128 by 128x128")
+
+
+def _codes(x: Tensor) -> Tensor:
+    return x.to(torch.float8_e4m3fn)
+
+
+def _scales(bench: Bench, *shape: int) -> Tensor:
+    return torch.rand(shape, device=bench.device) + 0.5
+
+
+def _judged(bench: Bench, kind: str) -> dict[str, Any]:
+    side = bench.sizes.square
+    shape = side, side, side
+    others = {"bf16": lambda: half(bench, *shape), "fast accumulation": lambda: product(bench, kind, *shape, fast=True)}
+    found = race(bench, product(bench, kind, *shape), others)
+    return _times(found, "bf16", 2 * side**3) | {"shape": f"{side}^3"}
+
+
+def _grid(bench: Bench, m: int, k: int, n: int) -> dict[str, Any]:
+    """Every kind at one shape, beside bf16: what the shape rule's constant is fitted to."""
+    others = {kind: lambda kind=kind: product(bench, kind, m, k, n) for kind in KINDS}
+    found = race(bench, half(bench, m, k, n), others)
+    speeds = {f"{name}, times bf16": found["measures"][f"to {name}"] for name in KINDS if name in found["ms"]}
+    return found | {"measures": speeds, "result": ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items())}
+
+
+def _times(found: dict[str, Any], baseline: str, operations: int = 0) -> dict[str, Any]:
+    """The same with how many times as fast as the baseline ours is, and its speed where operations are counted."""
+    measures = found["measures"]
+    if f"to {baseline}" in measures:
+        measures[f"times {baseline}"] = 1 / measures[f"to {baseline}"]
+    if operations:
+        measures["TFLOP/s"] = operations / found["ms"]["ours"] / 1e9
+    return found
+
+
+class _Sink(torch.autograd.Function):
+    """Ends a model in a scalar whose gradient is a given matrix: no loss to compute, no output to widen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grad: Tensor) -> Tensor:
+        ctx.save_for_backward(grad)
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, unused: Tensor) -> tuple[Tensor, None]:
+        (grad,) = ctx.saved_tensors
+        return grad, None
+
+
+class Layer(nn.Module):
+    """A linear layer within a model, so that what leaves it stays in bf16 as it does between layers."""
+
+    def __init__(self, linear: nn.Module, grad: Tensor) -> None:
+        super().__init__()
+        self.linear, self.grad = linear, grad
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The end of a forward pass, with a gradient to start the backward one from."""
+        return _Sink.apply(self.linear(x), self.grad)  # type: ignore[no-any-return]
+
+
+def _linear(bench: Bench, recipe: str) -> dict[str, Any]:
+    """fp32 weights, as they are trained, under bf16 autocast all."""
+    m, side = bench.sizes.rows, bench.sizes.square
+    x = bench.normal(m, side, dtype=torch.bfloat16).requires_grad_()
+    grad = bench.normal(m, side, dtype=torch.bfloat16)
+
+    def engine() -> Run:
+        layer, context = peers.engine_linear(bench, side, recipe)
+        return _both_passes(bench, Layer(layer, grad), x, context)
+
+    others = {
+        "bf16": lambda: _both_passes(bench, Layer(_plain(bench, side), grad), x),
+        "torchao, compiled": lambda: _both_passes(bench, Layer(peers.torchao_linear(bench, side, recipe), grad), x),
+        "Transformer Engine": engine,
+    }
+    found = race(bench, _ours(bench, recipe, x, grad), others)
+    available, why = halfstep.is_native_available(recipe, bench.device, return_reason=True)
+    return _times(found, "bf16") | {"shape": f"{m} x {side} x {side}", "fp8 units": "yes" if available else why}
+
+
+def _carried(bench: Bench) -> dict[str, Any]:
+    """fp8-current where nothing takes FP8 units, as on a GPU that has none."""
+    m, side = bench.sizes.rows, bench.sizes.square
+    x, grad = (bench.normal(m, side, dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+    with mock.patch.object(scaled_mm, "native_dtype", return_value=None):
+        others = {"bf16": lambda: _both_passes(bench, Layer(_plain(bench, side), grad), x)}
+        return race(bench, _ours(bench, "fp8-current", x, grad), others) | {"shape": f"{m} x {side} x {side}"}
+
+
+def _plain(bench: Bench, side: int) -> nn.Linear:
+    return nn.Linear(side, side, bias=False, device=bench.device)
+
+
+def _ours(bench: Bench, recipe: str, x: Tensor, grad: Tensor) -> Run:
+    """Forward and backward under a recipe, whose scaling states have seen two steps."""
+    model = Layer(_plain(bench, x.shape[1]), grad)
+    halfstep.apply(model, recipe)
+    run = _both_passes(bench, model, x, nullcontext)
+    for _ in range(2):
+        run()
+        halfstep.advance(model)
+    return run
+
+
+def _both_passes(
+    bench: Bench, model: nn.Module, x: Tensor, context: Callable[[], AbstractContextManager[Any]] | None = None
+) -> Run:
+    """Forward under a context (bf16 autocast where none is given), then backward; gradients are new each time."""
+
+    def autocast() -> AbstractContextManager[Any]:
+        return torch.autocast(bench.device.type, torch.bfloat16)
+
+    entered = context or autocast
+
+    def run() -> None:
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+        with entered():
+            end = model(x)
+        end.backward()
+
+    return run

@@ -1,0 +1,74 @@
+"""A Llama of 10.8M parameters, trained by the same 50 steps on a CPU and on a GPU: its losses, side by side.
+
+The text is the repository's LICENSE, which is the same wherever this runs: Python's own sources change with Python.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep.lab.data import Corpus, load_corpus
+from halfstep.lab.environment import environment
+from on_gpu.bench import Bench
+from on_gpu.llamas import RATE, RECIPES, Model, stepping
+
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = ROOT / "benchmarks" / "results" / "gpu_twin_cpu.json"
+TWIN, STEPS = Model("10.8M", 6, 384, 6, 2, 64), 50
+
+
+def text() -> Corpus:
+    """What the twin reads."""
+    return load_corpus(str(ROOT / "LICENSE"), TWIN.context)
+
+
+def losses(recipe: str, device: torch.device, steps: int = STEPS) -> list[float]:
+    """The loss of each step."""
+    step = stepping(device, TWIN, recipe, text(), torch.device("cpu"))
+    return torch.stack([step() for _ in range(steps)]).tolist()  # type: ignore[no-any-return]
+
+
+def asked() -> dict[str, Any]:
+    """What both runs must have in common: the model, the rate and the text."""
+    return {**asdict(TWIN), "learning rate": RATE, "text": text().digest}
+
+
+def kept() -> dict[str, Any]:
+    """What the CPU's run keeps; nothing where there is no such file."""
+    return json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {"asked": asked(), "recipes": {}}
+
+
+def beside(bench: Bench, recipe: str, cpu: dict[str, Any]) -> dict[str, Any]:
+    """The losses here beside those that the CPU's run keeps."""
+    theirs, again = cpu["recipes"].get(recipe), f"`python benchmarks/gpu.py --twin-cpu` writes {KEPT.name}"
+    if cpu["asked"] != asked():
+        return {"failed": f"{KEPT.name} is of another text or model; {again} anew"}
+    if theirs is None:
+        return {"failed": f"no losses of a CPU are kept; {again}"}
+    ours = losses(recipe, bench.device, len(theirs) if bench.on_gpu else 1)
+    gaps = [abs(a - b) / b for a, b in zip(ours, theirs, strict=False)]
+    measures = {"first loss's gap": gaps[0], "largest gap": max(gaps), "last loss's gap": gaps[-1]}
+    last = f"last loss {ours[-1]:.4f}, the CPU's {theirs[len(ours) - 1]:.4f}; largest gap {max(gaps):.2%}"
+    return {"measures": measures, "result": last, "losses": ours}
+
+
+def keep(recipes: tuple[str, ...], machine: dict[str, Any]) -> None:
+    """Train the twin on this CPU under each recipe that the file lacks, and keep its losses."""
+    found = kept()
+    done: dict[str, Any] = found["recipes"] if found["asked"] == asked() else {}
+    for recipe in recipes:
+        if recipe not in done:
+            done[recipe] = losses(recipe, torch.device("cpu"))
+            print(f"{recipe}: last loss {done[recipe][-1]:.4f}", flush=True)
+            data = {"machine": machine, "asked": asked(), "recipes": done}
+            KEPT.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    keep(RECIPES, environment())

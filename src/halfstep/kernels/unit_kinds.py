@@ -1,0 +1,105 @@
+"""The ways of scaling that a GPU's units for 8 and 4 bits take, and the sizes of their products."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfstep import formats
+from halfstep.formats import Format
+from halfstep.quant import Quantizer
+from halfstep.quant.tile import ROW, TENSOR, Tile, block, square
+
+
+class Kind(NamedTuple):
+    """A way of sharing scales that units take, and where."""
+
+    recipe: str
+    """The name of `torch.nn.functional.ScalingType`."""
+    words: str
+    tiles: tuple[Tile, ...]
+    since: tuple[int, int]
+    """The compute capability that it came with."""
+    only: bool = False
+    """Whether units of another generation do without it."""
+    shared: int = 16
+    """What the shared dimension is a multiple of."""
+
+
+_ALIGNED = 16  # the columns of a product, and its shared dimension at least, are multiples of it
+TENSORS = Kind("TensorWise", "one scale a tensor", (TENSOR,), (8, 9))
+ROWS = Kind("RowWise", "a scale a row", (ROW, ROW.transposed), (9, 0))
+ROWS_OF_128 = Kind("BlockWise1x128", "tiles of 1x128", (block(128), block(128).transposed), (9, 0), True, 128)
+SQUARES_OF_128 = Kind("BlockWise128x128", "tiles of 128x128", (square(128),), (9, 0), True, 128)
+MX = Kind("BlockWise1x32", "tiles of 1x32", (block(32), block(32).transposed, square(32)), (10, 0), True, 32)
+NV = Kind("BlockWise1x16", "tiles of 1x16", (block(16), block(16).transposed, square(16)), (10, 0), True, 32)
+KINDS = (TENSORS, ROWS, ROWS_OF_128, SQUARES_OF_128, MX, NV)
+BLOCKS = (ROWS_OF_128, SQUARES_OF_128)
+PAIRS = {(kind, kind) for kind in KINDS} - {(SQUARES_OF_128, SQUARES_OF_128)}
+PAIRS |= {(TENSORS, ROWS), (ROWS, TENSORS), BLOCKS, BLOCKS[::-1]}
+
+FP8 = {formats.get(dtype).key: dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
+FP4 = {formats.get("e2m1fn").key: torch.float4_e2m1fn_x2} if hasattr(torch, "float4_e2m1fn_x2") else {}
+DTYPES = frozenset({*FP8.values(), *FP4.values()})
+"""The dtypes that units take."""
+
+PAYS = 1 / 600
+"""See `pays`."""
+
+
+def pays(rows: int, shared: int, across: int) -> bool:
+    """Whether the forward and backward of a layer of those sizes should take less time with FP8 products, rounding
+    included, than in bf16: where 1/rows + 1/shared + 1/across < `PAYS`.
+
+    Derived, not measured, for an H100: the three products save 6 rows shared across (1/790 - 1/1400) TFLOP/s^-1, and
+    rounding moves 6 bytes for each number of the three matrices at 3 TB/s. No path depends on it.
+    """
+    return 1 / rows + 1 / shared + 1 / across < PAYS
+
+
+def dtype_of(format: Format) -> torch.dtype | None:
+    """torch's dtype of a format that units take; that of FP4 holds two numbers."""
+    return FP8.get(format.key) or FP4.get(format.key)
+
+
+def in_dtype(codes: Tensor, format: Format) -> Tensor:
+    """Codes, a byte each or two in a byte, as numbers of torch's dtype of their format."""
+    dtype = dtype_of(format)
+    assert dtype is not None
+    return codes.view(dtype)
+
+
+def is_tiled(quantizer: Quantizer) -> bool:
+    """Whether units take scales of the quantizer that are of less than a row."""
+    return kind_of(quantizer) not in (None, TENSORS, ROWS)
+
+
+def unfit(one: Kind, other: Kind, rows: int, shared: int, across: int) -> str | None:
+    """Why units do not take a product (rows, shared, across) of sides of those kinds; None where they do."""
+    found = f"a product {rows}x{shared} times {shared}x{across}"
+    if not (rows and shared and across):
+        return f"{found} is empty"
+    if shared % max(one.shared, other.shared):
+        return f"{found}: its shared dimension is no multiple of {max(one.shared, other.shared)}"
+    if across % (128 if other is SQUARES_OF_128 else _ALIGNED):
+        return f"{found}: its columns are no multiple of {128 if other is SQUARES_OF_128 else _ALIGNED}"
+    # The stride of a row's scales is the number of rows, and cuBLASLt reads them 16 bytes at a time.
+    least = {ROWS_OF_128: 4, SQUARES_OF_128: 128}.get(one, 1)
+    return f"{found}: its rows are no multiple of {least}" if rows % least else None
+
+
+def kind_of(quantizer: Quantizer) -> Kind | None:
+    """How the quantizer's scales reach units; None where they cannot."""
+    scales = quantizer.scales
+    if scales is None or not scales.rule.linear or "zero_point" in scales.rule.layout((1, 1)):
+        return None
+    kind = next((kind for kind in KINDS if scales.tile in kind.tiles), None)
+    if kind is TENSORS and quantizer.stateful is None and not quantizer.factors:
+        return None
+    if kind is MX and scales.rule.holds != "float8_e8m0fnu":
+        return None
+    if kind is NV and not (scales.rule.two_level and quantizer.format.key in FP4):
+        return None
+    return kind

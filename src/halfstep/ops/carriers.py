@@ -1,0 +1,39 @@
+"""The dtype that holds rounded values exactly, for products on units for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfstep.formats import Format
+from halfstep.kernels import carried
+from halfstep.quant.scaling import Scaling
+
+
+E4M3_BITS = 4
+"""The significant bits of a block's scale, of two levels."""
+
+
+def tile_carrier(format: Format, rule: Scaling, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """`dtype` where it is bf16 and holds elements times their tile's power of two, on units for it; else a wider."""
+    fits = dtype == torch.bfloat16 and rule.exact and format.significant_bits <= 8
+    return dtype if fits and not carried.supports(dtype, device) else torch.promote_types(dtype, torch.float32)
+
+
+def has_subnormals(carrier: Tensor) -> bool:
+    """Whether a CPU's bf16 units would treat some of these bf16 values as zeros."""
+    if carrier.device.type != "cpu" or carrier.dtype != torch.bfloat16 or torch.compiler.is_compiling():
+        return False
+    magnitude = carrier.abs()
+    return bool(((magnitude < torch.finfo(carrier.dtype).smallest_normal) & (magnitude > 0)).any())
+
+
+def carrier(format: Format, dtype: torch.dtype, scale_bits: int = 0) -> torch.dtype:
+    """`dtype` if it holds the format's values, times scales of so many significant bits, exactly; else float32."""
+    if dtype == torch.float64:
+        return dtype
+    info = torch.finfo(dtype)
+    bits, room = format.significant_bits + scale_bits, 2.0 ** (15 if scale_bits else 0)
+    smallest = info.smallest_normal if dtype == torch.bfloat16 else info.smallest_normal * info.eps
+    fits = 2.0 ** (1 - bits) >= info.eps and format.max * room <= info.max and format.smallest / room >= smallest
+    return dtype if fits else torch.float32

@@ -1,0 +1,52 @@
+"""What all of a tensor is multiplied by before it is rounded, and the state that it may follow."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import RecipeError
+from halfstep.formats import Format
+from halfstep.ops.casts import amax_of
+from halfstep.quant import Quantizer
+from halfstep.quant.scaling import Scaling, StatefulScaling
+
+
+def factor_of(
+    x: Tensor, format: Format, rule: Scaling, state: Tensor | None, record: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """What all of x is multiplied by before it is rounded; and the step's amax, where it has yet to be raised."""
+    if not isinstance(rule, StatefulScaling):
+        amax = amax_of(x) if rule.reads else x.new_zeros((), dtype=torch.float32)
+        return rule.factor(amax, format), None
+    if state is None:
+        raise RecipeError(
+            f"{rule.name} scaling needs the state of its operand: halfstep.apply keeps one beside each layer, and "
+            "`ops.linear` takes them as `states`"
+        )
+    if state.dtype != torch.float32:
+        raise RecipeError(
+            f"the state of {rule.name} scaling is {state.dtype}, expected torch.float32: the model was cast after "
+            "halfstep.apply (model.half(), model.to(dtype)); cast it first, then apply the recipe"
+        )
+    if not rule.waits(state):
+        return rule.in_use(state, None, format), state[1] if record else None
+    amax = amax_of(x)
+    factor = rule.in_use(state, amax, format)  # of this step, whatever comes
+    if record:
+        rule.record(state, amax)
+    return factor, None
+
+
+def factor_in_use(x: Tensor, quantizer: Quantizer, state: Tensor | None) -> Tensor | None:
+    """What the forward multiplied x by, where that depends on earlier steps; None elsewhere."""
+    if quantizer.stateful is None:
+        return None
+    return factor_of(x, quantizer.format, quantizer.stateful, state, False)[0]
+
+
+def just_in_time(x: Tensor, quantizer: Quantizer | None, state: Tensor | None) -> Tensor | None:
+    """The state given; where a stateful scaling has none, what it becomes after one step of `x` alone."""
+    if state is None and quantizer is not None and quantizer.stateful is not None:
+        return quantizer.stateful.after(amax_of(x), quantizer.format)
+    return state

@@ -1,0 +1,270 @@
+"""The forward and the backward pass of a linear layer whose operands are rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.cpu.clamp_operators import estimate
+from halfstep.ops.factors import factor_in_use
+from halfstep.ops.folding import Rest, folded, folds, rest_of, restored
+from halfstep.ops.once import Backwards, Once, once
+from halfstep.ops.operand import Operand, kept, signs_of
+from halfstep.ops.plain import matrix, unflatten
+from halfstep.ops.product import forward_product, product_of
+from halfstep.ops.saved import Keeping, of_codes
+from halfstep.ops.sides import (
+    Coded,
+    Kept,
+    Side,
+    Units,
+    both_sides,
+    goes_both_ways,
+    kept_parts,
+    restored_side,
+    side,
+)  # fmt: skip
+from halfstep.quant import Quantizer
+from halfstep.recipe import LinearSpec, Multiplier
+
+
+States = Mapping[str, Tensor]
+"""States of stateful scalings, by operand: `input`, `weight`, `grad_output` (see `recipe.LinearSpec.states`)."""
+
+
+@dataclass(frozen=True, eq=False)
+class RoundedWeight:
+    """A weight, and what it is rounded to in the two products that take it: for layers that call them several times."""
+
+    weight: Tensor
+    output: Side
+    grad_input: Side
+    signs: tuple[Tensor | None, Tensor | None] = (None, None)
+    """Of the rotations of the two products."""
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a product of x: autocast's where it is on, else x's own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+class Rounded(Once):
+    """The layer with rounded operands: y, an anchor, and what the backward takes of the operands.
+
+    The anchor is a zero that depends on whatever y does, so that a second derivative through the gradients, which do
+    not say so themselves, finds its way to the error.
+    """
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        spec: LinearSpec,
+        states: States,
+        record: bool,
+        channels: Tensor | None,
+        rounded: RoundedWeight | None,
+        keeping: Keeping | None,
+        evaluates: bool,
+        units: Units,
+    ) -> tuple[Tensor | None, ...]:
+        dtype, rows, codes = product_dtype(x), matrix(x), None
+        saved = spec.input_codes if keeping is not None and weight.requires_grad else None
+        signs = rounded.signs[0] if rounded is not None else signs_of(spec.output, x, weight)
+        lhs: Side
+        rhs: Side
+        x_later = weight_later = None
+        with torch.autocast(x.device.type, enabled=False):
+            if keeping is not None and saved is not None:
+                lhs, codes = keeping.operand(x, rows, saved, dtype, states.get("input"), record)
+            elif units.output and units.grad_weight and weight.requires_grad and _both_ways(spec, "input"):
+                lhs, x_later = both_sides(rows, spec.output.lhs, dtype, states.get("input"), record)
+            else:
+                lhs = side(rows, spec.output.lhs, dtype, states.get("input"), record, signs, coded=units.output)
+            if rounded is not None:
+                rhs = rounded.output
+            elif units.output and units.grad_input and x.requires_grad and _both_ways(spec, "weight"):
+                rhs, weight_later = both_sides(weight, spec.output.rhs, dtype, states.get("weight"), record)
+            else:
+                rhs = side(weight, spec.output.rhs, dtype, states.get("weight"), record, signs, coded=units.output)
+            over = lhs.over(channels, dtype) if isinstance(lhs, Operand) else lhs
+            y = forward_product(over, rhs, bias, dtype, spec.output, rows.shape[1], evaluates)
+            # What a backward product takes as the forward did is kept so; what it rounds anew, as it came.
+            x_kept = _kept(lhs, x_later, rows, spec.grad_weight.rhs, "input" in spec.anew, dtype)
+            alone = isinstance(rhs, Coded) and weight_later is None  # codes that no backward product takes
+            again = rounded is not None or ((alone or keeping is not None) and _rounds_again(weight, spec))
+            weight_kept: Kept = (None, None, None)
+            if not again:
+                weight_kept = _kept(rhs, weight_later, weight, spec.grad_input.rhs, "weight" in spec.anew, dtype)
+            rests = rest_of(lhs, "input" not in spec.anew), rest_of(rhs, not again and "weight" not in spec.anew)
+        x_kept = x_kept if codes is None else (codes, *x_kept[1:])
+        return unflatten(y, x), y.new_zeros(()), *x_kept, *weight_kept, *rests[0], *rests[1]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        x, weight, bias, spec, states, record, channels, rounded, keeping, _, units = inputs
+        anchor, x_kept, x_scale, x_whole, weight_kept, *rest = output[1:]
+        ctx.mark_non_differentiable(*[saved for saved in output[2:] if saved is not None])
+        ctx.set_materialize_grads(False)
+        x_kept, weight_kept = x if x_kept is None else x_kept, weight if weight_kept is None else weight_kept
+        if keeping is not None and not weight.requires_grad:
+            x_kept = x_scale = x_whole = None
+        again = (keeping is not None or units.output) and weight_kept is weight
+        estimated = weight if spec.estimates else None
+        dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.layer = _Layer(spec, states, record, product_dtype(x), x.shape, dtypes, rounded, again, units)
+        ctx.save_for_backward(anchor, channels, estimated, x_kept, x_scale, x_whole, weight_kept, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *once(_form, grads[0], ctx.needs_input_grad[:3], ctx.layer, *ctx.saved_tensors), *[None] * 8
+
+
+class Eager(Backwards, Rounded):
+    """The same where it is not traced."""
+
+
+class _Layer(NamedTuple):
+    """What the backward pass knows of the layer, beside tensors."""
+
+    spec: LinearSpec
+    states: States
+    record: bool
+    dtype: torch.dtype
+    """Of the products."""
+    shape: torch.Size
+    """Of x."""
+    dtypes: tuple[torch.dtype | None, ...]
+    """Of x, weight and bias."""
+    rounded: RoundedWeight | None
+    again: bool
+    """The weight is rounded a second time."""
+    units: Units
+
+
+def _form(
+    grad: Tensor,
+    needs: tuple[bool, ...],
+    layer: _Layer,
+    anchor: Tensor,
+    channels: Tensor | None,
+    estimated: Tensor | None,
+    *kept: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight and bias, as far as they are needed. `kept`: of x and then of the weight, values or
+    codes with their scales; and then the parts of their remainders."""
+    spec, states, record, dtype, shape, dtypes, rounded, again, units = layer
+    of_x, of_weight, x_rest, weight_rest = (_three(kept, start) for start in (0, 3, 6, 9))
+    rows = matrix(grad)
+    grad_x = grad_weight = grad_bias = None
+    first, second = spec.grad_input, spec.grad_weight
+    lhs: Side | None = None
+    later: Side | None = None
+    before, after = folds(first), channels is None and folds(second)
+    state = states.get("grad_output")
+    with torch.autocast(rows.device.type, enabled=False):
+        if needs[0]:
+            weight = of_weight[0]
+            assert weight is not None
+            signs = rounded.signs[1] if rounded is not None else signs_of(first, rows, weight)
+            if needs[1] and units.grad_input and units.grad_weight and _both_ways(spec, "grad_output"):
+                lhs, later = both_sides(rows, first.lhs, dtype, state, record)
+            elif not before:
+                lhs = side(rows, first.lhs, dtype, state, record, signs, coded=units.grad_input)
+            rhs = None if rounded is None else rounded.grad_input
+            rhs = rhs or restored_side(of_weight, first.rhs, dtype)
+            if rhs is None and (again or "weight" in spec.anew):
+                rhs = side(weight, first.rhs, dtype, signs=signs, dim=0, coded=units.grad_input)
+            elif rhs is None:
+                rhs = Operand(weight, of_weight[1], restored(weight_rest, weight.shape[1]))
+            if before or lhs is None:
+                assert first.lhs is not None
+                assert isinstance(rhs, Operand)
+                lhs, rhs = folded(rows, rhs, first.lhs, dtype, state, record, down=False)
+            grad_x = product_of(lhs, rhs, None, dtype, first, rows.shape[1]).view(shape).to(dtypes[0])
+            if channels is not None:
+                grad_x = grad_x * channels.reciprocal().to(grad_x.dtype)
+        if needs[1]:
+            x = of_x[0]
+            assert x is not None
+            signs = signs_of(second, rows, x)
+            if later is not None:
+                lhs = later
+            elif not after and (lhs is None or before or "grad_output" in spec.anew):
+                lhs = side(rows, second.lhs, dtype, state, record, signs, 0, units.grad_weight)
+            known = restored_side(of_x, second.rhs, dtype)
+            rhs = _input(x, of_x, x_rest, spec, dtype, signs, units) if known is None else known
+            if channels is not None:
+                assert isinstance(rhs, Operand)
+                rhs = rhs.over(channels, dtype)
+            if after or lhs is None:
+                assert second.lhs is not None
+                assert isinstance(rhs, Operand)
+                lhs, rhs = folded(rows, rhs, second.lhs.down, dtype, state, record, down=True)
+            grad_weight = product_of(lhs.t(), rhs, None, dtype, second, len(rows)).to(dtypes[1])
+            if estimated is not None:
+                assert spec.output.rhs is not None
+                factor = factor_in_use(estimated, spec.output.rhs, states.get("weight"))
+                grad_weight = estimate(grad_weight, estimated, spec.output.rhs, factor)
+        if needs[2]:
+            grad_bias = bias_gradient(rows, second.multiplier).to(dtypes[2])
+    return grad_x, grad_weight, grad_bias
+
+
+def _input(
+    x: Tensor, of_x: tuple[Tensor | None, ...], rest: Rest, spec: LinearSpec, dtype: torch.dtype,
+    signs: Tensor | None, units: Units,
+) -> Side:  # fmt: skip
+    """The layer's input as the weight's gradient takes it, from what was kept: codes of it all, values, or x itself."""
+    x = matrix(x)
+    if x.dtype == torch.uint8:
+        assert spec.input_codes is not None
+        x = of_codes(x, spec.input_codes, dtype)
+    if "input" in spec.anew:
+        return side(x, spec.grad_weight.rhs, dtype, signs=signs, dim=0, coded=units.grad_weight)
+    return Operand(x, of_x[1], restored(rest, x.shape[1]))
+
+
+def bias_gradient(rows: Tensor, multiplier: Multiplier | None) -> Tensor:
+    """The sum of the rows of dy (rows, out): the weight's product with one column of ones, and so its multiplier."""
+    if multiplier is None:
+        return rows.sum(0)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return rows.sum(0, dtype=wide).mul_(multiplier.of(rows.shape[1], rows.shape[0], 1))
+
+
+def _three(tensors: tuple[Tensor | None, ...], start: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return tensors[start], tensors[start + 1], tensors[start + 2]
+
+
+def _both_ways(spec: LinearSpec, name: str) -> bool:
+    """Whether the two products of the `input`, the `weight` or `grad_output` take what `both_sides` makes."""
+    products = spec.output, spec.grad_input, spec.grad_weight
+    first, second = {"input": (0, 2), "weight": (0, 1), "grad_output": (1, 2)}[name]
+    of = {"input": ("lhs", "rhs"), "weight": ("rhs", "rhs"), "grad_output": ("lhs", "lhs")}[name]
+    quantizers = getattr(products[first], of[0]), getattr(products[second], of[1])
+    return goes_both_ways(products[first], products[second], *quantizers)
+
+
+def _kept(used: Side, second: Side | None, x: Tensor, later: Quantizer | None, anew: bool, dtype: torch.dtype) -> Kept:
+    """What a backward product takes of x: what was made for it, what the forward used, or x as it came."""
+    if second is not None:
+        return kept_parts(second)
+    if anew or isinstance(used, Operand):
+        return *kept(used if isinstance(used, Operand) else Operand(x), x, later, anew, dtype), None
+    return *kept(used.operand(), x, later, anew, dtype), None
+
+
+def _rounds_again(weight: Tensor, spec: LinearSpec) -> bool:
+    """Whether rounding a weight a second time gives what the first time gave, from memory that is there anyway."""
+    quantizer = spec.output.rhs
+    if quantizer is None or quantizer.stateful or quantizer.rounding == "stochastic":
+        return False
+    whole = weight if weight._base is None else weight._base
+    return whole.is_leaf and whole.requires_grad

@@ -1,0 +1,78 @@
+"""The product of two operands of a linear layer, on the best path that this machine has for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels import scaled_mm, unit_kinds
+from halfstep.kernels.cpu import whole_mm
+from halfstep.ops.few_rows import StoredWeight, few_rows_product, supports
+from halfstep.ops.folding import is_sparse, sparse_sum
+from halfstep.ops.matmul import matmul
+from halfstep.ops.operand import Operand, scale_of
+from halfstep.ops.sides import Coded, Side
+from halfstep.recipe import Matmul
+
+
+def forward_product(
+    lhs: Side,
+    weight: Side | StoredWeight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    product: Matmul,
+    shared: int,
+    evaluates: bool,
+) -> Tensor:
+    """lhs times the transpose of the weight (out, in)."""
+    if evaluates and isinstance(lhs, Operand) and not isinstance(weight, Coded) and supports(lhs, weight, product):
+        across = weight.shape[0]
+        multiplier = None if product.multiplier is None else product.multiplier.of(len(lhs.values), shared, across)
+        return few_rows_product(lhs, weight, bias, dtype, multiplier)
+    matrix = stored_side(weight, dtype, isinstance(lhs, Coded)) if isinstance(weight, StoredWeight) else weight
+    return product_of(lhs, matrix.t(), bias, dtype, product, shared)
+
+
+def product_of(lhs: Side, rhs: Side, bias: Tensor | None, dtype: torch.dtype, product: Matmul, shared: int) -> Tensor:
+    """lhs times rhs. A rotation fills their `shared` dimension up to whole blocks, no more for a multiplier."""
+    multiplier = None
+    if product.multiplier is not None:
+        multiplier = product.multiplier.of(lhs.shape[0], shared, rhs.shape[1])
+    if isinstance(lhs, Coded) and isinstance(rhs, Coded) and product.accumulate is None:
+        along = not lhs.turned and rhs.turned  # what both are made of lies along the shared dimension
+        if along and scaled_mm.supports_tiled(lhs.made, rhs.made, dtype, multiplier):
+            return scaled_mm.run_tiled(lhs.made, rhs.made, bias, dtype, multiplier)
+    lhs, rhs = (one.operand() if isinstance(one, Coded) else one for one in (lhs, rhs))
+    apart = lhs.remainder is not None or rhs.remainder is not None
+    if product.accumulate is None and not apart and scaled_mm.supports(lhs, rhs, dtype):
+        return scaled_mm.run(lhs, rhs, bias, dtype, multiplier)
+    both = lhs.remainder is not None and rhs.remainder is not None
+    if product.accumulate is None and not both and (whole_mm.supports(lhs, rhs) or is_sparse(lhs, rhs)):
+        return _with_remainders(lhs, rhs, bias, dtype, multiplier)
+    lhs, rhs, bias = lhs.widened(dtype), rhs.widened(dtype), None if bias is None else bias.to(dtype)
+    return matmul(lhs.values, rhs.values, bias, scale_of(lhs, rhs), dtype, product.accumulate, multiplier)
+
+
+def _with_remainders(
+    lhs: Operand, rhs: Operand, bias: Tensor | None, dtype: torch.dtype, multiplier: float | None
+) -> Tensor:
+    """The product of rounded values, in whole numbers where both are such, and of what is sparse beside them."""
+    more = sparse_sum(lhs, rhs) if is_sparse(lhs, rhs) else None
+    if more is not None and multiplier is not None:
+        more = more.mul_(multiplier)
+    if whole_mm.supports(lhs, rhs):
+        return whole_mm.run(lhs, rhs, bias, dtype, multiplier, more)
+    assert more is not None
+    lhs, rhs = replace(lhs, remainder=None).widened(dtype), replace(rhs, remainder=None).widened(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    product = matmul(lhs.values, rhs.values, bias, scale_of(lhs, rhs), dtype, None, multiplier)
+    return product.to(more.dtype).add_(more).to(dtype)
+
+
+def stored_side(weight: StoredWeight, dtype: torch.dtype, coded: bool) -> Side:
+    """All of a stored weight: in its codes where the other side of the product is in codes (`coded`) too."""
+    if coded and not weight.transposed and unit_kinds.is_tiled(weight.quantizer):
+        return Coded(weight.quantized, dtype)
+    return weight.operand()

@@ -1,0 +1,177 @@
+"""The operands of a linear layer's products in codes, as a GPU's units take them: laid out for each product.
+
+Units multiply rows by rows: a product's two sides lie one after another along the dimension that it sums over. A tensor
+enters two products, along its columns and along its rows. So it is rounded once for both, and the second copy, not the
+first, is what a backward pass keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels import scaled_mm, unit_kinds
+from halfstep.kernels.operators import rotate
+from halfstep.ops.casts import Quantized, quantize, round_scaled
+from halfstep.ops.factors import factor_of
+from halfstep.ops.operand import Operand, operand
+from halfstep.ops.stored import decoded
+from halfstep.quant import Quantizer
+from halfstep.quant.pack import pack, unpack
+from halfstep.quant.tile import TENSOR
+from halfstep.recipe import LinearSpec, Matmul
+
+
+@dataclass(frozen=True, eq=False)
+class Coded:
+    """A matrix in codes whose tiles share a scale: what was made of its rows, or `turned`, of its columns."""
+
+    made: Quantized
+    dtype: torch.dtype
+    """Of the product."""
+    turned: bool = False
+    remainder: ClassVar[None] = None
+    """Units take nothing beside codes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns."""
+        return self.made.matrix_shape[::-1] if self.turned else self.made.matrix_shape
+
+    def t(self) -> Coded:
+        """The transposed matrix."""
+        return replace(self, turned=not self.turned)
+
+    def operand(self) -> Operand:
+        """The same for a product that units do not form."""
+        matrix = decoded(self.made, self.dtype)
+        return matrix.t() if self.turned else matrix
+
+
+Side = Operand | Coded
+Kept = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Values or codes, scale, and the scale of the whole tensor beside scales of tiles."""
+
+
+class Units(NamedTuple):
+    """Which products of a linear layer a GPU's units form."""
+
+    output: bool = False
+    grad_input: bool = False
+    grad_weight: bool = False
+
+
+NO_UNITS = Units()
+
+
+def units_of(spec: LinearSpec, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Units:
+    """The products of x (..., in) and a weight (out, in) that units form, in `dtype`."""
+    if not scaled_mm.is_there(x.device):
+        return NO_UNITS
+    (across, shared), rows = weight.shape, x.numel() // max(x.shape[-1], 1)
+    output = on_units(spec.output, rows, shared, across, dtype, x.device)
+    grad_input = on_units(spec.grad_input, rows, across, shared, dtype, x.device)
+    if "weight" not in spec.anew and not output and grad_input and spec.grad_input.rhs is not None:
+        grad_input = not unit_kinds.is_tiled(spec.grad_input.rhs)  # of what the forward left, which is not in codes
+    return Units(output, grad_input, on_units(spec.grad_weight, across, rows, shared, dtype, x.device))
+
+
+def on_units(product: Matmul, rows: int, shared: int, across: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether units there form a product (rows, shared) times (shared, across)."""
+    if product.accumulate is not None or not scaled_mm.is_there(device):
+        return False
+    sizes, multiplied = (rows, shared, across), product.multiplier is not None
+    return scaled_mm.takes(product.lhs, product.rhs, sizes, dtype, device, multiplied)
+
+
+def side(
+    x: Tensor,
+    quantizer: Quantizer | None,
+    dtype: torch.dtype,
+    state: Tensor | None = None,
+    record: bool = False,
+    signs: Tensor | None = None,
+    dim: int = 1,
+    coded: bool = False,
+) -> Side:
+    """The matrix x as one side of a product: `ops.operand`, where the shared dimension is `dim`, along which the
+    quantizer's tiles lie. In codes where units form the product (`coded`) and its scales are of tiles."""
+    if quantizer is None or not coded or not unit_kinds.is_tiled(quantizer):
+        down = quantizer if quantizer is None or dim else quantizer.down
+        return operand(x, down, dtype, state, record, signs, dim)
+    x = x if signs is None else rotate(x, signs, dim)
+    return Coded(quantize(x if dim else x.t(), quantizer.plain), dtype, not dim)
+
+
+def both_sides(
+    x: Tensor, quantizer: Quantizer | None, dtype: torch.dtype, state: Tensor | None = None, record: bool = False
+) -> tuple[Side, Side]:
+    """x as units take it along its columns, and along its rows, both rounded by the quantizer with its tiles along the
+    dimension that is shared; each is laid out for its product. Square tiles, and one scale a tensor, have one
+    rounding."""
+    assert quantizer is not None
+    quantizer = quantizer.plain
+    scales = quantizer.scales
+    assert scales is not None
+    if scales.tile == TENSOR:
+        factor, amax = factor_of(x, quantizer.format, scales.rule, state, record)
+        native = unit_kinds.dtype_of(quantizer.format)
+        assert factor is not None
+        assert native is not None
+        codes = round_scaled(x, factor, quantizer.format, quantizer.rounding, native, amax=amax)
+        scale = factor.reciprocal()
+        return Operand(codes, scale), Operand(codes.t().contiguous().t(), scale)
+    along = quantize(x, quantizer)
+    down = _transposed(along) if scales.tile.rows == scales.tile.columns else quantize(x.t(), quantizer)
+    if unit_kinds.is_tiled(quantizer):
+        return Coded(along, dtype), Coded(down, dtype, turned=True)
+    return _by_rows(along), _by_rows(down).t()
+
+
+def _by_rows(made: Quantized) -> Operand:
+    """FP8 numbers with a scale a row."""
+    assert made.quantizer.scales is not None
+    scale = made.quantizer.scales.rule.multiplier(made.tensors, made.quantizer.format).float()
+    return Operand(unit_kinds.in_dtype(made.codes, made.quantizer.format), scale)
+
+
+def _transposed(made: Quantized) -> Quantized:
+    """What the quantizer, of square tiles, makes of the transposed matrix."""
+    format = made.quantizer.format
+    codes = unpack(made.codes, format.bits, made.matrix_shape[1], format.high_nibble_first)
+    turned = {"codes": pack(codes.t().contiguous(), format.bits, format.high_nibble_first)}
+    turned["scale"] = made.scale.t().contiguous()
+    return Quantized(made.quantizer, made.matrix_shape[::-1], made.dtype, made.tensors | turned)
+
+
+def goes_both_ways(first: Matmul, second: Matmul, quantizer: Quantizer | None, later: Quantizer | None) -> bool:
+    """Whether `both_sides` makes what two products take of a tensor that they round with these quantizers: both alike,
+    neither rotates it, and where the second is rounded anew that draws no noise of its own."""
+    if quantizer is None or quantizer != later or first.hadamard is not None or second.hadamard is not None:
+        return False
+    tile = None if quantizer.scales is None else quantizer.scales.tile
+    return quantizer.rounding != "stochastic" or (tile is not None and tile.rows == tile.columns)
+
+
+def kept_parts(made: Side) -> Kept:
+    """What a backward pass keeps of a side that goes along the rows."""
+    if isinstance(made, Operand):
+        return made.values, made.scale, None
+    codes = unit_kinds.in_dtype(made.made.codes, made.made.quantizer.format)
+    return codes, made.made.scale, made.made.tensors.get("tensor_scale")
+
+
+def restored_side(kept: Kept, quantizer: Quantizer | None, dtype: torch.dtype) -> Side | None:
+    """The side again; None where no units' codes were kept. Its quantizer's tiles lie along the shared dimension."""
+    values, scale, whole = kept
+    if values is None or scale is None or quantizer is None or values.dtype not in unit_kinds.DTYPES:
+        return None  # units take no clamp's remainder, so that there is none beside codes
+    if not unit_kinds.is_tiled(quantizer):
+        return Operand(values, scale)
+    quantizer, codes = quantizer.plain, values.view(torch.uint8)
+    shape = (codes.shape[0], codes.shape[1] * 8 // quantizer.format.bits)
+    tensors = {"codes": codes, "scale": scale} | ({} if whole is None else {"tensor_scale": whole})
+    return Coded(Quantized(quantizer, shape, dtype, tensors), dtype, turned=True)

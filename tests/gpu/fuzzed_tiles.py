@@ -1,0 +1,71 @@
+"""Scaled tiles of random shapes, tiles, rules and dtypes in Triton's interpreter: a line of JSON for each quantizer.
+
+    TRITON_INTERPRET=1 PYTHONPATH=src:.triton/3.7.1 python tests/gpu/fuzzed_tiles.py [--seed 0] [--rounds 2]
+
+Every named block format with every rule that it has, and others of random formats and tiles; whatever `takes` takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import triton
+
+from halfstep import formats
+from halfstep.kernels import selftest_gpu_tiles
+from halfstep.kernels.selftest import Case, outcome
+from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
+from halfstep.quant.scaling import get_scaling
+
+
+ELEMENTS = ("float8_e4m3fn", "float8_e5m2", "e4m3fnuz", "e2m1fn", "e3m2fn", "e2m3fn", "int8", "int4", "e4m3", "e3m4")
+RULES = ("floor", "ceil", "even", "rceil", "below", "absmax", "absmax_bf16", "current", "three_quarters", "two_level",
+         "two_level_up")  # fmt: skip
+SIZES = (0, 1, 2, 4, 16, 32, 64, 128, 256)
+OTHERS = 40
+
+
+def quantizers(chance: random.Random) -> Iterator[Quantizer]:
+    """The named ones, nearest and stochastic, and then random ones."""
+    for name in formats.block_names():
+        for rule, rounding in itertools.product(formats.get_block(name).rules, ("nearest_even", "stochastic")):
+            yield get_quantizer(name, scale=rule, rounding=rounding)
+    for _ in range(OTHERS):
+        format, rule = formats.get(chance.choice(ELEMENTS)), get_scaling(chance.choice(RULES))
+        scales = Scales(Tile(chance.choice(SIZES), chance.choice(SIZES)), rule)
+        yield Quantizer(format, chance.choice(("nearest_even", "stochastic")), scales=scales)
+
+
+def cases(quantizer: Quantizer, chance: random.Random, rounds: int) -> Iterator[Case]:
+    """Of random shapes."""
+    device = torch.device("cpu")
+    for _ in range(rounds):
+        shape = chance.choice((1, 3, 16, 33, 128, 150)), chance.choice((16, 28, 64, 96, 128, 256, 260))
+        dtype = chance.choice((torch.float32, torch.bfloat16, torch.float16))
+        x = selftest_gpu_tiles.hard_matrix(shape, dtype, quantizer)
+        yield from selftest_gpu_tiles.quantised(x, quantizer, device)
+        yield from selftest_gpu_tiles.valued(x, quantizer, device)
+        yield from selftest_gpu_tiles.dequantised(x, quantizer, device)
+        form, outer = chance.choice((("stored", False), ("stored", True), ("swizzled", False), ("number", True)))
+        yield from selftest_gpu_tiles.both(x, quantizer, device, form, outer)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=2)
+    asked = parser.parse_args()
+    np.seterr(all="ignore")  # the interpreter computes in numpy, which says so where a number is not finite
+    torch.set_num_threads(1)
+    chance = random.Random(asked.seed)
+    for quantizer in quantizers(chance):
+        named = f"{quantizer.format.name} {quantizer.scales} {quantizer.rounding}"
+        found = outcome("tiles", named, lambda _, q=quantizer: cases(q, chance, asked.rounds))
+        print(json.dumps({"triton": triton.__version__} | dataclasses.asdict(found)), flush=True)

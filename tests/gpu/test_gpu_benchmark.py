@@ -1,0 +1,309 @@
+"""The benchmark for a GPU, without one: sections run at tiny sizes, bars find their rows, and it ends cleanly."""
+
+import importlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+QUICK = ("probes", "casts", "optimizers", "products")
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a module of the benchmark by name."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return lambda name: importlib.import_module(f"on_gpu.{name}" if name != "gpu" else "gpu")
+
+
+@pytest.fixture
+def bench(load):
+    """A bench on the CPU with a timer that only calls, and an hour."""
+
+    def make(timer=None, **options):
+        call = load("__main__").untimed
+        return load("bench").Bench(CPU, timer or call, time.monotonic() + 3600, load("bench").TINY, **options)
+
+    return make
+
+
+def ran(load, bench, path, sections):
+    """What the sections wrote, by section and row."""
+    journal = load("journal").Journal(path / "rows.jsonl")
+    for section in sections:
+        assert load("bench").run(section, load("__main__").SECTIONS[section], bench, journal)
+    return journal.rows()
+
+
+def wanting(load, rows, sections, absent=()):
+    """The bars of those sections that found no figure, but for want of a peer that a dry run does not call."""
+    names = {name for section, name in rows if section in sections}
+    verdicts = load("bars").judge({name: row for (_, name), row in load("table").compared(rows).items()}, "NVIDIA H100")
+    missing = [v for v in verdicts if v.bar.row in names and v.word == "not measured" and v.bar.row not in absent]
+    excused = "made, not called", "No module named 'triton'"
+    return [(v.bar.row, v.bar.measure, v.why) for v in missing if not any(words in v.why for words in excused)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # those of peers that are imported
+def test_sections_run_and_give_what_their_bars_ask_for(load, bench, tmp_path):
+    rows = ran(load, bench(), tmp_path, QUICK)
+    interpreted = {"codes: bf16 to E4M3, by integers"}  # calls a Triton kernel
+    hopper = {"product: 1x128 by 128x128"}  # torch has that product on Hopper alone
+    failed = {name: row["failed"] for (_, name), row in rows.items() if "failed" in row}
+    assert set(failed) <= interpreted | hopper, failed
+    assert "Invalid scaling configuration" in failed["product: 1x128 by 128x128"]
+    assert not wanting(load, rows, QUICK, interpreted | hopper)
+
+
+def test_every_bar_is_of_a_row(load, bench):
+    made, here = load("__main__").SECTIONS, bench(exhaustive=True)
+    names = {row.name for section in made.values() for row in section(here)}
+    built = {bar.row for bar in load("bars").BARS}
+    assert built - names == {"two layouts: 1x128 and 128x1, by integers"}
+    assert "all patterns: float8_e4m3fn, nearest_even" in names
+
+
+@pytest.mark.slow
+def test_training_runs_under_every_recipe(load, bench, tmp_path):
+    rows = ran(load, bench(), tmp_path, ["training"])
+    assert not [row for row in rows.values() if "failed" in row]
+    assert not wanting(load, rows, ["training"])
+    assert all(row["measures"]["largest gap"] < 0.02 for (_, name), row in rows.items() if name.startswith("twin: "))
+
+
+@pytest.mark.slow
+def test_the_command_runs_whole_under_the_interpreter(tmp_path):
+    triton = ROOT / ".triton" / "3.7.1"
+    if not triton.exists():
+        pytest.skip(f"no triton in {triton}")
+    command = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--dry", "--minutes", "20", "--out", tmp_path]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(triton)}
+    told = subprocess.run(
+        [*command, "--sections", "machine,correctness,casts"], env=environment, capture_output=True, text=True
+    )
+    assert told.returncode == 0, told.stderr
+    assert "DRY RUN" in told.stdout
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    rows = {row["row"]: row for row in found["rows"]}
+    assert (rows["kernels"]["wrong"], rows["kernels"]["did not end"]) == ([], [])
+    assert "failed" not in rows["codes: bf16 to E4M3, by integers"]
+    assert rows["all patterns: float8_e5m2, nearest_even"]["result"] == "3,072 of 3,072 patterns compared, 0 differ"
+    assert {bar["verdict"] for bar in found["bars"]} == {"dry run"}
+
+
+def test_fractions_of_a_copy_and_ratios_are_what_was_timed(load, bench):
+    ours, theirs = lambda: "ours", lambda: "theirs"
+    ms = {"ours": 2.0, "theirs": 4.0}
+    here = bench(lambda call: ms.get(value, 0.5) if isinstance(value := call(), str) else 0.5)
+    copied = here.sizes.copied
+    found = load("bench").race(here, ours, {"them": lambda: theirs, "none": lambda: 1 / 0}, traffic=4 * copied)
+    assert found["measures"] == {"to them": 0.5, "of copy": 0.5}  # 4 units in 2 ms; the copy moves 2 in 0.5
+    assert found["left_out"] == {"none": "ZeroDivisionError: division by zero"}
+    assert found["ms"] == {"ours": 2.0, "them": 4.0, "copy": 0.5}
+
+
+def test_bars_are_judged_at_their_shape_and_on_their_devices(load):
+    judge, name = load("bars").judge, "cast: bf16, stochastic"
+
+    def word(device, value, shape="2^30"):
+        rows = {name: {"measures": {"of copy": value}, "shape": shape}}
+        return next(v.word for v in judge(rows, device) if v.bar.row == name)
+
+    assert (word("NVIDIA H100 80GB HBM3", 0.70), word("NVIDIA H100 80GB HBM3", 0.69)) == ("met", "missed")
+    assert (word("NVIDIA H200", 0.69), word("NVIDIA H200", 0.54)) == ("met", "missed")
+    assert (word("NVIDIA A100", 0.9), word("NVIDIA H100", 0.9, "2^28")) == ("not judged", "not judged")
+    left = {
+        "cast: float32, stochastic": {
+            "measures": {},
+            "left_out": {"torchao's bf16 stochastic rounding, compiled": "none"},
+        }
+    }
+    found = {(v.bar.row, v.bar.measure): (v.word, v.why) for v in judge(left, "NVIDIA H100")}
+    peer = "to torchao's bf16 stochastic rounding, compiled"
+    assert found["cast: float32, stochastic", peer] == ("not measured", "none")
+    assert found[name, "of copy"] == ("not measured", "time was up before it")
+    most = {"host: optimizer.step() over 300 tensors": {"measures": {"ms": 0.6}, "shape": "300 tensors"}}
+    assert next(v.word for v in judge(most, "NVIDIA H100") if v.bar.measure == "ms") == "missed"
+
+
+def test_missed_bars_come_first_in_the_table(load):
+    rows = {
+        ("machine", "versions"): {"gpu": "NVIDIA H100 80GB HBM3"},
+        ("casts", "cast: bf16 to bf16, nearest"): {"measures": {"of copy": 0.95}, "shape": "2^30"},
+        ("casts", "cast: bf16, stochastic"): {"measures": {"of copy": 0.5}, "shape": "2^30"},
+        ("correctness", "kernels"): {"result": "8 of 8"},
+    }
+    found = load("table").summary(rows, False, ["casts"])
+    lines = [line for line in found["text"].splitlines() if line.startswith(("missed", "not measured", "met"))]
+    assert " ".join(lines[0].split()) == "missed cast: bf16, stochastic of copy 0.5 >= 0.7 [36 instructions an element]"
+    assert lines[-1].startswith("met ")
+    assert "cast: bf16 to bf16, nearest" in lines[-1]
+    assert len(lines) == len(load("bars").BARS) == len(found["bars"])
+
+
+def test_recipes_are_compared_over_processes_at_one_shape(load):
+    def row(tokens, shape="318M", **more):
+        return {"measures": {"tokens/s": tokens, **more}, "shape": shape}
+
+    measured = {
+        "bf16-mixed": row(100, **{"largest batch": 32}),
+        "coat": row(150, **{"largest batch": 64}),
+        "fp32": row(10, "85M"),
+    }
+    rows = {("training", f"train: {name}"): found for name, found in measured.items()}
+    found = {name: row["measures"] for (_, name), row in load("table").compared(rows).items()}
+    assert found["train: coat"]["times bf16-mixed"] == 1.5
+    assert found["train: coat"]["largest batch, times bf16-mixed"] == 2
+    assert "times bf16-mixed" not in found["train: fp32"]
+    assert "times bf16-mixed" not in rows["training", "train: coat"]["measures"]
+
+
+def test_a_row_that_raises_is_a_row_and_one_that_ended_its_process_is_known(load, bench, tmp_path):
+    row, journal = load("bench").Row, load("journal").Journal(tmp_path / "rows.jsonl")
+    journal.begin("any", "killed")
+    with journal.path.open("a") as file:
+        file.write('{"section": "any", "row": "cut o')
+
+    def rows(bench):
+        yield row("killed", lambda: pytest.fail("a row that ended its process is not measured again"))
+        yield row("raises", lambda: torch.zeros(2) @ torch.zeros(3))
+        yield row("works", lambda: {"measures": {"x": 1}})
+
+    with journal.path.open("a") as file:
+        file.write("\n")
+    assert load("bench").run("any", rows, bench(), journal)
+    found = journal.rows()
+    assert "it took the process down" in found["any", "killed"]["failed"]
+    assert found["any", "raises"]["failed"].startswith("RuntimeError: ")
+    assert found["any", "works"]["measures"] == {"x": 1}
+
+
+def ticking(load, seconds):
+    """A bench whose clock moves on by a second whenever it is read."""
+    now = itertools.count().__next__
+    return load("bench").Bench(CPU, load("__main__").untimed, float(seconds), load("bench").TINY, now=now)
+
+
+def test_time_ends_a_section_between_rows_and_inside_of_one(load, tmp_path):
+    row, journal = load("bench").Row, load("journal").Journal(tmp_path / "rows.jsonl")
+    endless = (row(str(number), dict) for number in itertools.count())
+    assert load("bench").run("any", lambda bench: endless, ticking(load, 10), journal)
+    assert 2 <= len(journal.rows()) <= 5
+    told = load("correctness").exhaustive(ticking(load, 2), "float8_e4m3fn", "nearest_even")["result"]
+    assert told == "2,048 of 3,072 patterns compared, 0 differ; stopped: time was up"
+
+
+def test_one_wrong_pattern_among_all_is_found(load, bench, monkeypatch):
+    module = load("correctness")
+    right = module.halfstep.encode
+
+    def wrong(x, *options, **named):
+        found = right(x, *options, **named)
+        return found.where(x.view(torch.int32) != 1025, found + 1)
+
+    monkeypatch.setattr(module.halfstep, "encode", wrong)
+    found = module.exhaustive(bench(), "float8_e5m2", "nearest_even")["result"]
+    assert found == "2,048 of 3,072 patterns compared, 1 differ; 1 differ in one chunk, the first at 0x00000401"
+    last = module.patterns(2**32 - 2, 2, CPU).view(torch.int32).tolist()
+    assert last == [-2, -1]
+
+
+def hopper(fast):
+    """A product as an H100 forms it, by the oracle."""
+    mmaemu = pytest.importorskip("mmaemu")
+
+    def product(a, b):
+        lhs, rhs = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+        one = torch.ones(())
+        return mmaemu.scaled_mm(lhs, rhs.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast, splitk=1)
+
+    return product
+
+
+@pytest.mark.parametrize(("fast", "lost"), [(False, 127), (True, 4095)])
+def test_probes_find_what_the_oracle_of_hopper_keeps(load, fast, lost):
+    probes = load("probes")
+    assert probes.fraction_bits(CPU, hopper(fast)) == 13
+    assert probes.swamped(CPU, hopper(fast), 4096) == lost
+    assert probes.swamped(CPU, probes.half, 4096) == 0
+
+
+BYTES = {
+    "fp32": 28, "bf16-master": 28, "bf16-split": 26, "bf16-kahan": 26, "bf16-stochastic": 22, "bf16-collage-light": 18,
+    "bf16-collage-plus": 22, "bf16-pure": 14, "AdamWFp8": 10.0625, "AdamW8bit": 10.0625,
+}  # fmt: skip
+
+
+def test_a_step_moves_the_bytes_that_its_bar_counts(load, bench):
+    steps = load("steps")
+    for name, expected in BYTES.items():
+        kind = getattr(steps, name) if name.startswith("Adam") else steps.get_recipe(name)
+        optimizer = steps.ours(bench(), [(64, 128)], kind)
+        optimizer.step()
+        assert steps.moved(optimizer) / (64 * 128) == expected, name
+
+
+def test_models_have_the_sizes_of_their_names_and_sides_for_every_product(load):
+    training, llamas = load("training"), load("llamas")
+    sizes = {}
+    for model in (*training.MODELS, training.LARGE, load("twin").TWIN):
+        with torch.device("meta"):
+            network = llamas.Llama(256, model.context, model.layers, model.width, model.heads)
+        sizes[model.name.split(",")[0]] = sum(p.numel() for p in network.parameters()) / 1e6
+        sides = {side for p in network.parameters() if p.dim() == 2 for side in p.shape}
+        assert all(side % 16 == 0 for side in sides), (model, sides)
+        assert all(side % 128 == 0 for side in sides), (model, sides)
+        assert model.width % (16 * model.heads) == 0
+    assert {name: round(size) for name, size in sizes.items()} == {"318M": 319, "85M": 85, "1B": 974, "10.8M": 11}
+
+
+def test_time_left_over_goes_to_later_sections_and_a_lost_device_is_tried_again(load, monkeypatch, tmp_path):
+    gpu, ran, journal = load("gpu"), [], load("journal").Journal(tmp_path / "rows.jsonl")
+    codes = iter([0, 1, 1, 1])
+
+    def section(name, options, until):
+        ran.append((name, until - time.monotonic()))
+        if len(ran) < 4:
+            journal.begin(name, f"row {len(ran)}")  # the fourth dies before its first row: there is no fifth
+        return next(codes)
+
+    monkeypatch.setattr(gpu, "_run", section)
+    gpu.measure(["machine", "casts"], [], journal, time.monotonic() + 100 + gpu.GRACE)
+    assert [name for name, _ in ran] == ["machine", "casts", "casts", "casts"]
+    assert ran[0][1] == pytest.approx(100 * 15 / 95, abs=1)
+    assert ran[1][1] == pytest.approx(100, abs=1)
+
+
+def test_a_process_is_ended_with_what_it_started(load):
+    start = "child = subprocess.Popen(['sleep', '60'])"
+    nested = f"import subprocess, time; {start}; print(child.pid, flush=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", nested], start_new_session=True, stdout=subprocess.PIPE, text=True)
+    started = child.stdout.readline().strip()
+    load("gpu").ended(child)
+    child.stdout.close()
+    assert child.returncode is not None
+    status = Path(f"/proc/{started}/status")
+    for _ in range(1000):  # the signal was sent; the process is gone once it is next scheduled
+        if not status.exists() or "Z (zombie)" in status.read_text():
+            return
+        time.sleep(0.01)
+    pytest.fail("what the process started goes on")
+
+
+def test_the_page_has_the_bars_and_the_sections_as_they_are(load):
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    assert load("bars").expectations() in page
+    weights = load("gpu").WEIGHTS
+    assert list(weights) == list(dict.fromkeys(name for name in weights if f"| {name} | {weights[name]} |" in page))
+    assert set(weights) == set(load("__main__").SECTIONS)
+    assert f"{len(load('bars').BARS)} bars" in (ROOT / "CHANGELOG.md").read_text()

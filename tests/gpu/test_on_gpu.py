@@ -1,0 +1,193 @@
+"""What only a GPU can show: its kernels' bits, graphs, steps that wait for nothing, shards; for `make bench-gpu`.
+
+Where a body means something on a CPU as well, it runs there too, so that it is right the day it meets a GPU.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import halfstep
+from halfstep import quant
+from halfstep.kernels import selftest_gpu
+from halfstep.kernels.selftest import compare, hard, outcome
+from halfstep.lab.models.llama import Llama
+from halfstep.optim import AdamWFp8, LowBitAdamW
+
+
+HERE = torch.cuda.is_available()
+GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="no CUDA GPU here: `make bench-gpu` runs it")]
+)
+on_gpu = pytest.mark.parametrize("device", [GPU])
+anywhere = pytest.mark.parametrize("device", [GPU, "cpu"])
+GRAPHED = ("bf16-mixed", "bf16-stochastic", "fp16-mixed", "fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block")
+"""Recipes whose step the host only launches: nothing of it is read back."""
+
+
+@on_gpu
+@pytest.mark.parametrize("kernel", sorted({kernel for kernel, _, _ in selftest_gpu.tests()}))
+def test_every_kernel_is_the_reference(kernel, device):
+    """As `halfstep doctor` asks it."""
+    for name, format, test in selftest_gpu.tests():
+        if name == kernel:
+            found = outcome(name, format, lambda given, test=test: test(given, torch.device(device)))
+            assert found.passed, found
+
+
+@anywhere
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_element_of_a_result_is_written(device, dtype):
+    x = hard(3 * 4096 + 5, dtype)
+    for rounding in ("nearest_even", "stochastic"):
+        seed = 7 if rounding == "stochastic" else None
+        expected = quant.round_to(x, halfstep.formats.get("float8_e4m3fn"), rounding, "saturate", seed)
+        codes = quant.encode(x, halfstep.formats.get("float8_e4m3fn"), rounding, "saturate", seed)
+        for poison in (7, 113):
+            out = torch.full_like(x, poison, device=device)
+            found = halfstep.round_to(x.to(device), "float8_e4m3fn", rounding, generator=seed, out=out)
+            assert compare(expected, found.cpu(), x, f"values over {poison}") is None
+            out = torch.full(x.shape, poison, dtype=torch.uint8, device=device)
+            found = halfstep.encode(x.to(device), "float8_e4m3fn", rounding, generator=seed, out=out)
+            assert compare(codes, found.cpu(), x, f"codes over {poison}") is None
+
+
+@anywhere
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "fp8_1x128", "fp8_128x128", "nvfp4", "mxfp4"])
+def test_codes_and_scales_are_the_references(device, name):
+    x = torch.randn(256, 384, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected, found = quant.get_quantizer(name).quantize(x), halfstep.quantize(x.to(device), name)
+    for key, tensor in expected.tensors.items():
+        assert torch.equal(
+            found.tensors[key].cpu().reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+        ), key
+
+
+def setup(recipe, device):
+    """A small Llama that follows a recipe, and its step on tokens that stay where they are."""
+    torch.manual_seed(0)
+    model = Llama(64, 32, 2, 128, 2).to(device)
+    model, optimizer, scaler = halfstep.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), recipe, generator=3
+    )
+    tokens = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(1)).to(device)
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return model, optimizer, step
+
+
+def everything(model, optimizer):
+    """Weights and states, copied."""
+    kept = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for number, parameter in enumerate(model.parameters()):
+        kept |= {
+            f"{number} {key}": value for key, value in optimizer.state[parameter].items() if torch.is_tensor(value)
+        }
+    return {name: tensor.clone() for name, tensor in kept.items()}
+
+
+def assert_same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(found[name].cpu(), expected[name].cpu())]
+    assert not different, different
+
+
+@on_gpu
+@pytest.mark.parametrize("recipe", GRAPHED)
+def test_a_step_replayed_from_a_graph_is_the_eager_one(recipe, device):
+    warm, replays = 3, 4
+    model, optimizer, step = setup(recipe, device)
+    for _ in range(warm + replays):
+        step()
+    expected = everything(model, optimizer)
+    model, optimizer, step = setup(recipe, device)
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(warm):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(replays):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(everything(model, optimizer), expected)
+
+
+@on_gpu
+@pytest.mark.parametrize("recipe", GRAPHED)
+def test_a_step_waits_for_nothing(recipe, device):
+    _, _, step = setup(recipe, device)
+    for _ in range(3):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@anywhere
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "fp8-current"])
+def test_the_same_steps_give_the_same_bits(recipe, device):
+    ends = []
+    for _ in range(2):
+        model, optimizer, step = setup(recipe, device)
+        for _ in range(2):
+            step()
+        ends.append(everything(model, optimizer))
+    assert_same_bits(*ends)
+
+
+def stepped(kind, weight, grads, rank=None):
+    """A weight after steps by those gradients: whole, or one of two shards of its rows, by a process group of which
+    nothing is ever asked."""
+    options = {"lr": 1e-2, "bf16_stochastic_round": True, "generator": 11}
+    if rank is None:
+        parameter = torch.nn.Parameter(weight.clone())
+        optimizer = kind([parameter], **options)
+        for grad in grads:
+            parameter.grad = grad.clone()
+            optimizer.step()
+        return parameter.detach()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        mesh = DeviceMesh(weight.device.type, [0, 1])
+
+        def shard(tensor):
+            return DTensor.from_local(tensor.chunk(2)[rank].clone(), mesh, [Shard(0)], run_check=False)
+
+        parameter = torch.nn.Parameter(shard(weight))
+        optimizer = kind([parameter], **options)
+        for grad in grads:
+            parameter.grad = shard(grad)
+            optimizer.step()
+        return parameter.detach().to_local()
+    finally:
+        dist.destroy_process_group()
+
+
+@anywhere
+@pytest.mark.parametrize("kind", [LowBitAdamW, AdamWFp8])
+def test_two_shards_take_the_steps_of_the_whole(kind, device, monkeypatch):
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda seeds, **group: None)  # each rank has the same
+    drawn = torch.Generator().manual_seed(5)
+    weight, *grads = (torch.randn(64, 256, generator=drawn).bfloat16().to(device) for _ in range(4))
+    whole = stepped(kind, weight, grads)
+    shards = torch.cat([stepped(kind, weight, copy.deepcopy(grads), rank) for rank in (0, 1)])
+    assert torch.equal(shards, whole)
+    assert not torch.equal(whole, weight)

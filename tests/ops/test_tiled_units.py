@@ -1,0 +1,399 @@
+"""Products by a GPU's units whose scales are of tiles: what is handed to torch, read as the hardware reads it.
+
+There is no GPU here. `emulated` takes what `torch.nn.functional.scaled_mm` is given, checks it against the shapes and
+strides that PyTorch's ScaledBlas.cpp asks for, and multiplies it in float64.
+"""
+
+import mmaemu
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torchao.prototype.mx_formats.utils import to_blocked
+
+import halfstep
+from families import for_each
+from halfstep import formats, get_quantizer, ops
+from halfstep.kernels import probes, scale_layouts, scaled_mm, selftest, selftest_units, unit_kinds
+from halfstep.ops.linear_passes import Rounded
+from halfstep.ops.sides import units_of
+from halfstep.quant import Quantizer, Scales
+from halfstep.quant.scaling import get_scaling
+from halfstep.quant.tile import ROW, TENSOR, square
+from halfstep.recipe import get_recipe, linear_spec, list_recipes
+
+
+pytestmark = pytest.mark.cpu
+CPU, E4, E5 = torch.device("cpu"), "float8_e4m3fn", "float8_e5m2"
+KINDS = torch.nn.functional.ScalingType
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def up(size, multiple):
+    return -(-size // multiple) * multiple
+
+
+def numbers(codes):
+    """The numbers of codes (rows, shared) that lie row by row."""
+    if codes.dtype != torch.float4_e2m1fn_x2:
+        return codes.double()
+    packed = codes.view(torch.uint8).long()
+    halves = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+    return E2M1[halves & 7] * (1 - 2 * (halves >> 3))
+
+
+def checked(rows, shared, scale, kind, swizzle):
+    """The scale of one side, as PyTorch checks it: dtype, shape and strides."""
+    kinds, scales, orders = (v if isinstance(v, list) else [v] for v in (kind, scale, swizzle))
+    first, name = scales[0], kinds[0].name
+    across = -(-shared // 128)
+    if name == "TensorWise":
+        assert (first.dtype, first.numel()) == (torch.float32, 1)
+    elif name == "RowWise":
+        assert (first.dtype, first.numel(), first.stride(-1)) == (torch.float32, rows, 1)
+    elif name == "BlockWise1x128":
+        assert (first.dtype, first.shape, first.stride()) == (torch.float32, (rows, across), (1, rows))
+    elif name == "BlockWise128x128":
+        high = up(across, 4)
+        assert (first.dtype, first.shape, first.stride()) == (torch.float32, (high, -(-rows // 128)), (1, high))
+    else:
+        size = {"BlockWise1x32": 32, "BlockWise1x16": 16}[name]
+        assert first.shape == (up(rows, 128) * up(-(-shared // size), 4),)
+        assert first.is_contiguous()
+        assert first.dtype == {32: torch.float8_e8m0fnu, 16: torch.float8_e4m3fn}[size]
+        assert orders[0].name == "SWIZZLE_32_4_4"
+        if size == 16:
+            assert (scales[1].dtype, scales[1].numel()) == (torch.float32, 1)
+            assert (kinds[1].name, orders[1].name) == ("TensorWise", "NO_SWIZZLE")
+    return name, scales
+
+
+def spread(rows, shared, name, scales):
+    """Each element's scale, (rows, shared), found by the index that the hardware uses."""
+    r, k = torch.arange(rows)[:, None], torch.arange(shared)
+    if name == "TensorWise":
+        return scales[0].double().expand(rows, shared)
+    if name == "RowWise":
+        return scales[0].double().view(rows, 1).expand(rows, shared)
+    if name == "BlockWise1x128":
+        return scales[0].double()[r, k // 128]
+    if name == "BlockWise128x128":
+        return scales[0].double()[k // 128, r // 128]
+    size = 32 if name == "BlockWise1x32" else 16
+    c, wide = k // size, -(-shared // size)
+    places = ((r // 128) * -(-wide // 4) + c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
+    if size == 32:
+        return 2.0 ** (scales[0].view(torch.uint8).double()[places] - 127)
+    return scales[0].float().double()[places] * scales[1].double()
+
+
+def seen(a, b, scale_a, kind_a, scale_b, kind_b, swizzle_a=None, swizzle_b=None, **_):
+    """The names of both sides' kinds, after all checks."""
+    rows, across, packed = a.shape[0], b.shape[1], 2 if a.dtype == torch.float4_e2m1fn_x2 else 1
+    shared = a.shape[1] * packed
+    assert a.stride(1) == 1
+    assert b.stride(0) == 1
+    assert b.shape[0] == a.shape[1]
+    assert shared % 16 == 0
+    assert across % 16 == 0
+    assert {a.dtype, b.dtype} != {torch.float8_e5m2}
+    one = checked(rows, shared, scale_a, kind_a, swizzle_a)
+    return one, checked(across, shared, scale_b, kind_b, swizzle_b), (rows, shared, across)
+
+
+@pytest.fixture
+def units(monkeypatch):
+    """This CPU as a GPU whose units multiply in float64; gives its capability, to be set, and the calls."""
+    calls = {"capability": (9, 0), "kinds": []}
+
+    def emulated(a, b, *args, bias=None, output_dtype=torch.bfloat16, **kwargs):
+        assert "use_fast_accum" not in kwargs
+        one, other, (rows, shared, across) = seen(a, b, *args, **kwargs)
+        calls["kinds"].append((one[0], other[0]))
+        lhs, rhs = numbers(a) * spread(rows, shared, *one), numbers(b.t()) * spread(across, shared, *other)
+        y = lhs @ rhs.t()
+        return (y if bias is None else y + bias.double()).to(output_dtype)
+
+    monkeypatch.setattr(scaled_mm, "_capability", lambda device: calls["capability"])
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", emulated)
+    return calls
+
+
+def squares(name, size, scaling):
+    return Quantizer(formats.get(name), scales=Scales(square(size), get_scaling(scaling)))
+
+
+E8M0 = {name: get_quantizer(name, scale="rceil") for name in ("fp8_1x128", "fp8_128x128", "mxfp8_e4m3")}
+TILED = {
+    "fp8-block": ((9, 0), (E8M0["fp8_1x128"], E8M0["fp8_128x128"], E8M0["fp8_1x128"])),
+    "fp8-block, float32 scales": ((9, 0), tuple(map(get_quantizer, ("fp8_1x128", "fp8_128x128", "fp8_1x128")))),
+    "1x128 everywhere": ((9, 0), (E8M0["fp8_1x128"],) * 3),
+    "mxfp8": ((10, 0), (E8M0["mxfp8_e4m3"],) * 3),
+    "mxfp8, E5M2 gradients": ((10, 0), (E8M0["mxfp8_e4m3"],) * 2 + (get_quantizer("mxfp8_e5m2"),)),
+    "nvfp4": ((10, 0), (get_quantizer("nvfp4"), squares("e2m1fn", 16, "two_level"), get_quantizer("nvfp4"))),
+}
+
+
+@for_each("name", list(TILED))
+def test_the_three_products_are_the_exact_ones(name, units):
+    capability, quantizers = TILED[name]
+    units["capability"] = capability
+    units["kinds"].clear()
+    given = draw(256, 384), draw(128, 384, seed=1), draw(256, 128, seed=2)
+    x, w, dy = (t.to(torch.bfloat16) for t in given)
+    x, w, bias = x.requires_grad_(), w.requires_grad_(), draw(128, seed=3).bfloat16()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = ops.linear(x, w, bias, linear_spec(*quantizers))
+    y.backward(dy)
+    assert len(units["kinds"]) == 3
+    # What is kept for the backward pass is codes, a byte or half a byte a number, and no copy of x or w in 16 bits.
+    assert not [t for t in kept if t.dtype == torch.bfloat16 and t.numel() > 128]
+
+    def rounded(t, quantizer):
+        return quantizer.quantize(t.detach().contiguous()).dequantize(torch.float64)
+
+    of_x, of_w, of_dy = quantizers
+    plus = bias.double()
+    for found, exact in (
+        (y.detach(), rounded(x, of_x) @ rounded(w, of_w).t() + plus),
+        (x.grad, rounded(dy, of_dy) @ rounded(w.t(), of_w).t()),
+        (w.grad, rounded(dy.t(), of_dy) @ rounded(x.t(), of_x).t()),
+    ):
+        # Float32 scales times an element are rounded once in the reference, and not at all here.
+        torch.testing.assert_close(found.double(), exact, rtol=2.0**-8, atol=2.0**-12)
+        assert (found == exact.to(torch.bfloat16)).double().mean() > 0.99
+
+
+SHAPES = {"a shared side": (256, 200, 128), "columns": (256, 384, 72), "rows": (250, 384, 128), "none": (0, 384, 128)}
+
+
+@for_each("what", list(SHAPES))
+def test_sizes_that_units_do_not_take_are_carried(what, units):
+    """Bit for bit as on a machine without units."""
+    rows, fan_in, fan_out = SHAPES[what]
+    given = draw(rows, fan_in), draw(fan_out, fan_in, seed=1), draw(rows, fan_out, seed=2)
+    for name, (capability, quantizers) in TILED.items():
+        results = []
+        for here in ((0, 0), capability):
+            units["capability"] = here
+            x, w, dy = (t.to(torch.bfloat16) for t in given)
+            x, w = x.requires_grad_(), w.requires_grad_()
+            units["kinds"].clear()
+            y = ops.linear(x, w, None, linear_spec(*quantizers))
+            called = len(units["kinds"])
+            y.backward(dy)
+            results.append((y.detach(), x.grad, w.grad))
+        takes = [scaled_mm.misfit(*quantizers[:2], (rows, fan_in, fan_out)) is None]
+        assert called == sum(takes), name
+        for one, other, calls in zip(*results, (called, None, None), strict=True):
+            if not units["kinds"] or calls == 0:
+                assert torch.equal(one, other), name
+            else:
+                torch.testing.assert_close(one, other, rtol=2.0**-7, atol=2.0**-7)
+
+
+def test_pairs_that_units_do_not_take(monkeypatch):
+    monkeypatch.setattr(scaled_mm, "_capability", lambda device: (9, 0))
+    row, whole, rows = get_quantizer("fp8_1x128"), get_quantizer("fp8_128x128"), Quantizer(
+        formats.get(E4), scales=Scales(ROW, get_scaling("rceil"))
+    )  # fmt: skip
+    five = Quantizer(formats.get(E5), scales=Scales(TENSOR, get_scaling("current")))
+    assert "no such pair" in scaled_mm.product_refusal(whole, whole, CPU)
+    assert "no such pair" in scaled_mm.product_refusal(row, rows, CPU)
+    assert "E5M2 times E5M2" in scaled_mm.product_refusal(five, five, CPU)
+    assert "not rounded" in scaled_mm.product_refusal(row, None, CPU)
+    assert scaled_mm.product_refusal(row, whole, CPU) is None
+    assert scaled_mm.product_refusal(whole, row, CPU) is None
+    monkeypatch.setattr(scaled_mm, "_toolkit", lambda: (12, 8))
+    assert "built with CUDA 12.9 or newer; 12.8 found" in scaled_mm.product_refusal(row, whole, CPU)
+
+
+def test_recipes_of_tiles_are_native_where_their_units_are(monkeypatch):
+    for capability, native in (((9, 0), {"fp8-block"}), ((10, 0), {"mxfp8", "nvfp4"})):
+        monkeypatch.setattr(scaled_mm, "_capability", lambda device, found=capability: found)
+        found = {name for name in ("fp8-block", "mxfp8", "nvfp4") if halfstep.is_native_available(name)}
+        assert found == native
+
+
+@for_each("shape", [(256, 12), (1, 1), (128, 4), (300, 7)])
+def test_scales_are_swizzled_as_torchao_does(shape):
+    scales = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1), dtype=torch.int64).to(torch.uint8)
+    assert torch.equal(scale_layouts.swizzled(scales), to_blocked(scales).flatten())
+
+
+def test_scales_that_lie_right_are_not_copied():
+    laid = draw(3, 40).t()
+    assert scale_layouts.outer(laid).data_ptr() == laid.data_ptr()
+
+
+@for_each("name", list(selftest_units._TILES))
+def test_doctor_would_find_a_wrong_layout(name, units, monkeypatch):
+    units["capability"] = (10, 0) if "x" not in name.replace("mx", "") else (9, 0)
+    assert selftest.outcome("units", name, lambda one: selftest_units.tiled_units(one, CPU)).passed
+    with monkeypatch.context() as broken:
+        for layout in ("swizzled", "outer", "padded"):
+            right = getattr(scale_layouts, layout)
+            broken.setattr(scaled_mm, layout, lambda scales, right=right: right(scales.roll(1, 1)))
+        assert not selftest.outcome("units", name, lambda one: selftest_units.tiled_units(one, CPU)).passed
+
+
+class Copies(TorchFunctionMode):
+    """What torch without CUDA does with no tensor that says it is a GPU's, not even with one without memory."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        x = args[0] if args else None
+        if function is torch.Tensor.copy_:
+            return x
+        if function is torch.Tensor.contiguous:
+            return x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if function is torch.Tensor.__getitem__:
+            part = torch.empty(x.shape, device="meta")[args[1]]
+            return x.select(0, args[1]) if isinstance(args[1], int) else x.new_empty(part.shape)
+        return function(*args, **(kwargs or {}))
+
+
+class Context:
+    """What autograd gives a function, without its engine, which has no threads for a GPU that is not there."""
+
+    def save_for_backward(self, *tensors):
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *_):
+        pass
+
+    def set_materialize_grads(self, _):
+        pass
+
+
+def traced(spec, rows, fan_in, fan_out):
+    """Forward and backward of a layer on tensors, without memory, of a GPU that is not there."""
+    sizes = (rows, fan_in), (fan_out, fan_in), (rows, fan_out)
+    with FakeTensorMode(), Copies(), torch.no_grad():
+        x, w, dy = (torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in sizes)
+        x, w = x.requires_grad_(), w.requires_grad_()
+        sizes = {name: quantizer.stateful.init("meta").shape for name, quantizer in spec.states.items()}
+        states = {name: torch.empty(size, device="cuda") for name, size in sizes.items()}
+        units = units_of(spec, x, w, torch.bfloat16)
+        inputs = (x, w, None, spec, states, True, None, None, None, False, units)
+        outputs = Rounded.forward(*inputs)
+        context = Context()
+        context.needs_input_grad = (True, True, False)
+        Rounded.setup_context(context, inputs, outputs)
+        y, grads = outputs[0], Rounded.backward(context, dy)
+        assert (y.shape, grads[0].shape, grads[1].shape) == ((rows, fan_out), x.shape, w.shape)
+        return context.saved_tensors
+
+
+def products_of(spec):
+    return [spec.output, spec.grad_input, spec.grad_weight]
+
+
+@for_each("capability", [(8, 9), (9, 0), (10, 0)])
+def test_every_recipe_hands_over_what_torch_asks_for(capability, monkeypatch):
+    """Every recipe whose products this GPU's units form: dtypes, shapes and strides of all that they are given."""
+    calls, native = [], []
+    stock = torch.nn.functional.scaled_mm
+
+    def watched(*args, **kwargs):
+        calls.append(seen(*args, **kwargs)[:2])
+        return stock(*args, **kwargs)  # whose own checks run too
+
+    monkeypatch.setattr(scaled_mm, "_capability", lambda device: capability)
+    monkeypatch.setattr("halfstep.ops.casts.draw_seed", lambda generator: 1)  # which tensors without memory do not give
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", watched)
+    for name in list_recipes():
+        specs = {rule.linear for stage in get_recipe(name).by_stage for rule in stage.rules if rule.linear.rounds}
+        if not specs or not halfstep.is_native_available(name):
+            continue
+        native.append(name)
+        for spec in specs:
+            calls.clear()
+            traced(spec, 256, 384, 128)
+            assert len(calls) == sum(product.lhs is not None for product in products_of(spec)), name
+    least = {(8, 9): {"fp8-current", "fp8-delayed"}, (9, 0): {"fp8-block", "fp8-rowwise"}, (10, 0): {"mxfp8", "nvfp4"}}
+    assert least[capability] <= set(native)
+
+
+def test_backward_keeps_codes_that_lie_for_its_products(monkeypatch):
+    """The copy that a backward product takes is made once, with the forward's: units are handed it as it lies."""
+    monkeypatch.setattr(scaled_mm, "_capability", lambda device: (9, 0))
+    for name in ("fp8-current", "fp8-rowwise", "fp8-block"):
+        spec = next(rule.linear for rule in get_recipe(name).rules if rule.linear.rounds)
+        saved = traced(spec, 256, 384, 128)
+        kept = [t for t in saved if t is not None and t.dtype == torch.float8_e4m3fn]
+        assert len(kept) == 2
+        lies = {(384, 256), (128, 384)[::-1]} if name == "fp8-block" else {(256, 384), (128, 384)}
+        assert {tuple(t.shape) for t in kept} == lies
+        assert all(t.stride(0 if name != "fp8-block" else 1) == 1 for t in kept)
+
+
+def hopper(a, b, fast=False):
+    """A float32 product by an H100's FP8 units."""
+    one = torch.ones(())
+    lhs, rhs = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()
+    return mmaemu.scaled_mm(lhs, rhs, one, one, out_dtype=torch.float32, use_fast_accum=fast, splitk=1)
+
+
+def test_probes_tell_how_a_product_sums():
+    assert probes.fraction_bits(hopper) == 13
+    assert probes.swamping(hopper, 1024).promoted == 128
+    assert probes.swamping(lambda a, b: hopper(a, b, fast=True), 512) == (511, 511)
+    assert probes.fraction_bits(torch.mm) >= 23
+    assert probes.swamping(torch.mm) == (4095, 0)
+    assert probes.swamping(torch.mm).promoted is None
+    double = lambda a, b: (a.double() @ b.double()).float()  # noqa: E731
+    assert set(probes.order(double).values()) == {0}
+    assert probes.order(hopper, 256, (32,))[32] > 0
+
+
+def lost(lhs, rhs):
+    """At most what the sums lose: in each instruction 33 times 2^-13 of the largest of its 32 terms and of the chunk's
+    sum before it."""
+    total = torch.zeros(lhs.shape[0], rhs.shape[1], dtype=torch.float64)
+    for chunk in range(0, lhs.shape[1], 128):
+        running, loss = torch.zeros_like(total), torch.zeros_like(total)
+        for start in range(chunk, min(chunk + 128, lhs.shape[1]), 32):
+            a, b = lhs[:, start : start + 32], rhs[start : start + 32]
+            largest = torch.maximum((a.abs()[:, :, None] * b.abs()).amax(1), running.abs() + loss)
+            loss, running = loss + 33 * 2.0**-13 * largest, running + a @ b
+        total += loss
+    return total
+
+
+def test_native_products_keep_within_the_bound_that_is_stated(monkeypatch):
+    """A layer's three products with the sums of an H100, bit for bit: each instruction of 32 loses less than 33 2^-13
+    of the largest magnitude that it adds up."""
+
+    def product(a, b, scale_a, kind_a, scale_b, kind_b, bias=None, output_dtype=torch.bfloat16):
+        assert kind_a == kind_b == KINDS.TensorWise
+        return mmaemu.scaled_mm(a, b, scale_a.view(1), scale_b.view(1), out_dtype=output_dtype, splitk=1)
+
+    whole = [Quantizer(formats.get(f), scales=Scales(TENSOR, get_scaling("current"))) for f in (E4, E4, E5)]
+    given = draw(32, 256).abs(), draw(16, 256, seed=1), draw(32, 16, seed=2)
+    results = []
+    for capability in ((0, 0), (9, 0)):
+        monkeypatch.setattr(scaled_mm, "_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(torch.nn.functional, "scaled_mm", product)
+        x, w, dy = (t.to(torch.bfloat16) for t in given)
+        x, w = x.requires_grad_(), w.requires_grad_()
+        y = ops.linear(x, w, None, linear_spec(*whole))
+        y.backward(dy)
+        results.append([y.detach(), x.grad, w.grad])
+    of_x, of_w, of_dy = (q.quantize(t.bfloat16()).dequantize(torch.float64) for q, t in zip(whole, given, strict=True))
+    sides = (of_x, of_w.t()), (of_dy, of_w), (of_dy.t(), of_x)
+    for carried, native, (lhs, rhs) in zip(*results, sides, strict=True):
+        exact, terms = lhs @ rhs, lhs.abs() @ rhs.abs()
+        half = exact.abs() * 2.0**-8
+        assert ((carried.double() - exact).abs() <= half + 2 * lhs.shape[1] * 2.0**-24 * terms).all()
+        assert ((native.double() - exact).abs() <= 2 * half + lost(lhs, rhs)).all()
+    assert not torch.equal(results[0][0], results[1][0])  # or nothing was shown
+
+
+def test_where_units_should_pay():
+    assert unit_kinds.pays(8192, 4096, 4096)
+    assert not unit_kinds.pays(1024, 1024, 1024)

@@ -1,0 +1,270 @@
+"""Steps of many tensors at once: what is launched, when tables are built anew, and what is never read on the host.
+
+The launches are written down and not made; that they are right is tested in Triton's interpreter (`tests/gpu`).
+"""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.errors import OptimizerError
+from halfstep.kernels.gpu import kinds, optimizer, table
+from halfstep.kernels.gpu.kinds import Options
+from halfstep.optim import convert
+from halfstep.optim.shards import positions, run_of
+from halfstep.optim.together import Together
+from halfstep.recipe import get_recipe
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    made = []
+    monkeypatch.setattr(optimizer, "functions", lambda name: SimpleNamespace(prepare="prepare", update="update"))
+    monkeypatch.setattr(optimizer, "launch", lambda kernel, grid, *rest, **named: made.append((kernel, grid, *rest)))
+    return made
+
+
+def stepped(recipe="fp32", make=torch.optim.AdamW, sizes=(3, 2000, 5000), **options):
+    """An optimizer after a step; none is made, its counts stay 0."""
+    dtype = torch.bfloat16 if recipe.startswith("bf16") else torch.float32
+    parameters = [nn.Parameter(torch.ones(size, dtype=dtype)) for size in sizes]
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:]}]
+    low = convert(make(groups, **{"lr": 1e-2, **options}), get_recipe(recipe), {}, 7)
+    low._together = Together(anywhere=True)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    low.step()
+    return low, parameters
+
+
+def steps_of(low):
+    (steps,) = low._together._steps.values()
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("recipe", "make", "options", "kinds"),
+    [
+        ("fp32", torch.optim.AdamW, {}, 1),
+        ("bf16-stochastic", torch.optim.AdamW, {}, 1),
+        ("fp32", torch.optim.SGD, {}, 1),
+        ("adamw-8bit", torch.optim.AdamW, {}, 2),  # moments of small tensors are in fp32
+    ],
+)
+def test_there_is_one_launch_a_kind_and_one_more(launches, recipe, make, options, kinds):
+    low, _ = stepped(recipe, make, **options)
+    assert [kernel for kernel, *_ in launches] == ["prepare"] + ["update"] * kinds
+    assert sum(grid for kernel, grid, *_ in launches if kernel == "update") == 1 + 2 + 5
+    assert low._together.all
+
+
+def test_a_step_like_the_last_one_builds_nothing_and_takes_the_gradients_where_they_are(launches, monkeypatch):
+    low, parameters = stepped()
+    before = steps_of(low)
+    monkeypatch.setattr(type(low), "check", lambda self: pytest.fail("all was looked at again"))
+    for parameter in parameters:
+        parameter.grad = parameter.grad.clone()
+    low.step()
+    assert steps_of(low) is before
+    assert before._rows[:, table.GRAD].tolist() == [p.grad.data_ptr() for p in parameters]
+    assert before._rows[:, table.WEIGHT].tolist() == [p.data_ptr() for p in parameters]
+    assert [kernel for kernel, *_ in launches] == ["prepare", "update"] * 2
+
+
+def replace_weight(low, parameters):
+    parameters[0].data = parameters[0].data.clone()
+
+
+def resize_weight(low, parameters):
+    parameters[0].data = torch.ones(4)
+    parameters[0].grad = torch.ones(4)
+    low.state[parameters[0]].clear()
+
+
+def replace_moment(low, parameters):
+    low.state[parameters[0]]["exp_avg"] = torch.zeros(3)
+
+
+def replace_state(low, parameters):
+    low.state[parameters[0]] = dict(low.state[parameters[0]])
+
+
+def drop_gradient(low, parameters):
+    parameters[0].grad = None
+
+
+def narrow_gradient(low, parameters):
+    low.param_groups[0]["params"] = [nn.Parameter(torch.ones(3))]
+    low.param_groups[0]["params"][0].grad = torch.ones(3)
+
+
+def transpose_gradient(low, parameters):
+    parameters[0].grad = torch.ones(1).expand(3)
+
+
+def add_group(low, parameters):
+    low.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def change_seed(low, parameters):
+    low.param_groups[0]["rounding_seed"] = 8
+
+
+def load(low, parameters):
+    low.load_state_dict(low.state_dict())
+    low._together._anywhere = True
+
+
+@pytest.mark.parametrize(
+    "change",
+    [replace_weight, resize_weight, replace_moment, replace_state, drop_gradient, narrow_gradient,
+     transpose_gradient, add_group, change_seed, load],
+    ids=lambda change: change.__name__,
+)  # fmt: skip
+def test_tables_are_built_anew_where_anything_else_has_changed(launches, change):
+    low, parameters = stepped()
+    before = steps_of(low)
+    change(low, parameters)
+    low.step()
+    assert steps_of(low) is not before
+    held = [p for group in low.param_groups for p in group["params"] if p.grad is not None and p.grad.is_contiguous()]
+    assert steps_of(low)._rows[:, table.WEIGHT].tolist() == [p.data_ptr() for p in held]
+
+
+def test_what_no_kernel_takes_is_stepped_by_the_reference(launches):
+    low, parameters = stepped()
+    transpose_gradient(low, parameters)
+    low.step()
+    assert not low._together.all
+    assert [low.state[p]["step"].item() for p in parameters] == [1, 0, 0]  # the others' launches were not made
+    assert (parameters[0] < 1).all()
+
+
+def test_learning_rates_and_betas_are_numbers_in_memory(launches):
+    low, _ = stepped(weight_decay=0.25)
+    before = steps_of(low)
+    rows = before._table
+    low.param_groups[1].update(lr=0.5, betas=(0.5, 0.75))
+    low.step()
+    assert steps_of(low) is before
+    assert before._table is rows
+    row = rows[1].tolist()
+    assert row[: table.EPS + 1] == [1.0, 0.5, 0.5, 0.75, 0.25, 0.0, 0.25, 0.5, 1e-8]
+    first, count = int(row[table.FIRST_AT]), int(row[table.FIRST_COUNT])
+    assert before._corrections[first : first + 3].tolist() == [0.5, 0.75, 0.875]
+    assert before._corrections[first + count - 1] == 1
+
+
+def test_an_option_that_changes_the_arithmetic_is_another_kind(launches):
+    low, _ = stepped(make=torch.optim.Adam)
+    before = steps_of(low)
+    low.param_groups[0]["weight_decay"] = 0.1
+    low.step()
+    assert steps_of(low) is not before
+    assert [kernel for kernel, *_ in launches] == ["prepare", "update", "prepare", "update", "update"]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.95, 0.999])
+def test_corrections_are_those_of_the_host_at_every_step(beta):
+    first, second = optimizer._first_corrections(beta), optimizer._second_corrections(beta)
+    for step in [*range(1, 50), len(first) - 1, len(first), len(first) + 1, 10 * len(first), 2**24]:
+        if step:
+            place = min(step, len(first)) - 1
+            assert first[place] == 1 - beta**step
+            assert second[place] == 1 / math.sqrt(1 - beta**step)
+
+
+def test_a_beta_whose_corrections_never_end_is_left_to_the_reference():
+    weight, number = torch.ones(4), torch.zeros(())
+    tensors = kinds.Tensors(weight, weight, number, "none", {}, (weight, weight), None, "nearest_even", None, 0, 0, 0)
+    assert kinds.takes(tensors, Options("adam", 1e-3, beta1=0.9, beta2=0.9999))
+    assert not kinds.takes(tensors, Options("adam", 1e-3, beta1=0.9, beta2=1 - 1e-9))
+    assert not kinds.takes(tensors._replace(grad=torch.ones(8)[::2]), Options("adam", 1e-3, beta1=0.9, beta2=0.99))
+    assert not kinds.takes(tensors._replace(rounding="stochastic"), Options("adam", 1e-3, beta1=0.9, beta2=0.99))
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_nothing_is_read_on_the_host(launches, monkeypatch, warm):
+    low, parameters = stepped()
+    if not warm:
+        low._together = Together(anywhere=True)
+    low.grad_scale, low.found_inf = torch.tensor(8.0), torch.tensor(1.0)
+    versions = [p._version for p in parameters]
+    for name in ("item", "__float__", "__bool__", "__int__", "tolist", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda self, name=name: pytest.fail(f"{name} of a tensor"))
+    low.step()
+    monkeypatch.undo()
+    assert launches[-2][-3:-1] == (low.grad_scale, low.found_inf)
+    assert [p._version for p in parameters] == [version + 1 for version in versions]
+
+
+def test_a_watched_step_goes_by_the_reference(launches):
+    low, parameters = stepped()
+    launches.clear()
+    seen = []
+    with low.watched(seen.append):
+        low.step()
+    assert len(seen) == len(parameters)
+    assert not launches
+
+
+def test_a_capturable_group_is_taken_on_a_gpu_and_refused_elsewhere():
+    rule = convert(torch.optim.AdamW([nn.Parameter(torch.ones(2))]), get_recipe("fp32"), {}).rule
+    rule.check({"capturable": True, "params": [SimpleNamespace(is_cuda=True)]})
+    for parameters in ([], [SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)]):
+        with pytest.raises(OptimizerError, match="step count on the host"):
+            rule.check({"capturable": True, "params": parameters})
+
+
+def test_a_capturable_group_with_what_no_kernel_takes_is_an_error(launches, monkeypatch):
+    low, parameters = stepped()
+    monkeypatch.setattr(type(low.rule), "check", lambda self, group: None)
+    low.param_groups[0]["capturable"] = True
+    transpose_gradient(low, parameters)
+    before = [p.detach().clone() for p in parameters]
+    with pytest.raises(OptimizerError, match=r"parameter 0 of shape .* capturable"):
+        low.step()
+    assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
+
+
+class Cut:
+    """What is asked of a sharded tensor."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, shape, placements, mesh, ranks):
+        self.shape, self.placements = shape, placements
+        self.device_mesh = SimpleNamespace(
+            shape=mesh, size=lambda axis: mesh[axis], get_local_rank=lambda axis: ranks[axis]
+        )
+
+    def dim(self):
+        return len(self.shape)
+
+
+def shard(dim):
+    return SimpleNamespace(dim=dim, is_replicate=lambda: False, is_shard=lambda: True)
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 6), (3, 4, 5), (2, 3)])
+@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 0), (0, 1), (0, 2), (1, 2)])
+def test_where_a_part_lies_is_three_numbers(shape, dims):
+    if max(dims) >= len(shape):
+        pytest.skip("no such dimension")
+    mesh, found = (4, 2)[: len(dims)], 0
+    for ranks in itertools.product(*map(range, mesh)):
+        tensor = Cut(shape, [shard(dim) for dim in dims], mesh, ranks)
+        index, place = positions(tensor), run_of(tensor)
+        if place is None:
+            assert dims == (1, 2)
+            continue
+        expected = torch.arange(math.prod(shape)) if index is None else index.flatten()
+        i = torch.arange(expected.numel())
+        start, run, stride = place
+        assert torch.equal(start + i // run * stride + i % run, expected)
+        found += expected.numel()
+    assert found or dims == (1, 2)
