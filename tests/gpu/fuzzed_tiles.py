@@ -1,6 +1,6 @@
 """Scaled tiles of random shapes, tiles, rules and dtypes in Triton's interpreter: a line of JSON for each quantizer.
 
-    TRITON_INTERPRET=1 PYTHONPATH=src:.triton/3.7.1 python tests/gpu/fuzzed_tiles.py [--seed 0] [--rounds 2]
+    TRITON_INTERPRET=1 PYTHONPATH=src:.triton/3.7.1 python tests/gpu/fuzzed_tiles.py [--seed 0] [--rounds 1]
 
 Every named block format with every rule that it has, and others of random formats and tiles; whatever `takes` takes.
 """
@@ -60,7 +60,7 @@ def cases(quantizer: Quantizer, chance: random.Random, rounds: int) -> Iterator[
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     asked = parser.parse_args()
     np.seterr(all="ignore")  # the interpreter computes in numpy, which says so where a number is not finite
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
 """Which scaled tiles Triton kernels take, how their scales lie, and random ones in the interpreter (slow)."""
 
-
 import pytest
 import torch
+from test_proofs import OLDEST, PINNED, equal, told
 
 from families import for_each
 from halfstep import formats
@@ -10,7 +10,6 @@ from halfstep.kernels.gpu import blocks, dequantize, layouts
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.quantizer import layout
 from halfstep.quant.scaling import get_scaling
-from test_proofs import OLDEST, PINNED, equal, told
 
 
 LEFT = {"four_over_six", "double_absmax", "affine"}
@@ -50,7 +49,9 @@ def test_other_dtypes_tiles_and_layouts_are_left_to_the_reference():
     for tile in (Tile(1, 48), Tile(256, 256), Tile(3, 1), Tile(0, 16), Tile(16, 0)):
         scales = Scales(tile, get_scaling("rceil"))
         assert not blocks.takes(x, Quantizer(formats.get("e4m3fn"), scales=scales)), tile
-    assert not blocks.takes(x, Quantizer(formats.get("e4m3fn"), "toward_zero", scales=Scales(Tile(1, 32), get_scaling("rceil"))))
+    assert not blocks.takes(
+        x, Quantizer(formats.get("e4m3fn"), "toward_zero", scales=Scales(Tile(1, 32), get_scaling("rceil")))
+    )
 
 
 def test_both_layouts_by_a_seed_only_where_they_share_their_codes():

@@ -138,12 +138,13 @@ def _launch(
     assert made is not None
     rule, element = told
     values: Any = None if scale is not None else out.dtype
+    narrow = values is not None and values.itemsize == 2
     launch(
         functions("tiles").quantise, made.programs,
         bits(x), bits(out), None if scale is None else bits(scale), None if whole is None else bits(whole),
         largest(x, quantizer), made.rows, made.columns // made.unit, *halves(seed),
         device=x.device, warps=WARPS, R=rule, Q=element, E=quantizers.e4m3() if rule.kind == "two_level" else None,
-        SOURCE=KINDS[x.dtype], TARGET=KINDS.get(values), OUT=None if values in (None, torch.float32) else quantizers.written(values),
+        SOURCE=KINDS[x.dtype], TARGET=KINDS.get(values), OUT=quantizers.written(values) if narrow else None,
         APART=scale is None and whole is not None, NOISY=seed is not None, H=made.tile[0], W=made.tile[1],
         UNIT=made.unit, ROWS=made.block[0], COLUMNS=made.block[1],
     )  # fmt: skip
