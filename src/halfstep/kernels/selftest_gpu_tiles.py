@@ -143,12 +143,11 @@ def given(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterator[Cas
     x[0, :8] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30, -0.0, 0.0, 1e-30, 3.0]).to(x.dtype)
     for known in (x, x.nan_to_num(1.0, 2.0, 2.0)):
         factor, amax, seed = torch.tensor(3.7), torch.full((), 0.5, device=device), _seed(quantizer)
-        along, turned = layouts.empty(x.to(device), quantizer)
-        layouts.run(known.to(device), quantizer, along, turned, seed, factor.to(device), amax)
+        along, turned = layouts.codes(known.to(device), quantizer, seed, factor.to(device), amax)
         plain = Quantizer(quantizer.format, quantizer.rounding)
         expected = plain.quantize(known.float() * factor, seed).codes
-        yield expected, along["codes"].cpu(), known, words(x, "times a factor")
-        yield expected.t(), turned["codes"].cpu(), torch.empty(0), words(x, "times a factor, transposed")
+        yield expected, along.cpu(), known, words(x, "times a factor")
+        yield expected.t(), turned.cpu(), torch.empty(0), words(x, "times a factor, transposed")
         largest = torch.maximum(known.float().abs().amax(), torch.tensor(0.5))
         yield largest, amax.cpu(), torch.empty(0), words(x, "largest magnitude")
 
@@ -173,7 +172,9 @@ def _swizzled(scales: Tensor) -> Tensor:
     return out
 
 
-def _each(test: Callable[[Tensor, Quantizer, torch.device], Iterator[Case]], name: str, device: torch.device) -> Iterator[Case]:
+def _each(
+    test: Callable[[Tensor, Quantizer, torch.device], Iterator[Case]], name: str, device: torch.device
+) -> Iterator[Case]:
     for dtype, shape in _INPUTS:
         yield from test(hard_matrix(shape, dtype, _QUANTIZERS[name]), _QUANTIZERS[name], device)
 

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import scaled_mm, unit_kinds
+from halfstep.kernels.gpu import layouts
 from halfstep.kernels.operators import rotate
-from halfstep.ops.casts import Quantized, quantize, round_scaled
+from halfstep.ops.casts import Quantized, quantize, round_scaled, seed_of
 from halfstep.ops.factors import factor_of
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.stored import decoded
 from halfstep.quant import Quantizer
 from halfstep.quant.pack import pack, unpack
-from halfstep.quant.tile import TENSOR
+from halfstep.quant.tile import TENSOR, block
 from halfstep.recipe import LinearSpec, Matmul
 
 
@@ -114,18 +115,28 @@ def both_sides(
     rounding."""
     assert quantizer is not None
     quantizer = quantizer.plain
-    scales = quantizer.scales
+    scales, eager = quantizer.scales, not torch.compiler.is_compiling()
     assert scales is not None
     if scales.tile == TENSOR:
         factor, amax = factor_of(x, quantizer.format, scales.rule, state, record)
         native = unit_kinds.dtype_of(quantizer.format)
         assert factor is not None
         assert native is not None
-        codes = round_scaled(x, factor, quantizer.format, quantizer.rounding, native, amax=amax)
         scale = factor.reciprocal()
+        if eager and layouts.supports(x, quantizer, given=True):
+            seed = seed_of(quantizer.rounding, None)
+            one, other = layouts.codes(x, quantizer, seed, factor, amax)
+            return Operand(one.view(native), scale), Operand(other.view(native).t(), scale)
+        codes = round_scaled(x, factor, quantizer.format, quantizer.rounding, native, amax=amax)
         return Operand(codes, scale), Operand(codes.t().contiguous().t(), scale)
-    along = quantize(x, quantizer)
-    down = _transposed(along) if scales.tile.rows == scales.tile.columns else quantize(x.t(), quantizer)
+    if eager and layouts.supports(x, quantizer):
+        parts = layouts.empty(x, quantizer, outer=scales.tile == block(128))
+        layouts.run(x, quantizer, *parts, seed_of(quantizer.rounding, None))
+        shapes = tuple(x.shape), tuple(x.shape)[::-1]
+        along, down = (Quantized(quantizer, shape, x.dtype, made) for shape, made in zip(shapes, parts, strict=True))
+    else:
+        along = quantize(x, quantizer)
+        down = _transposed(along) if scales.tile.rows == scales.tile.columns else quantize(x.t(), quantizer)
     if unit_kinds.is_tiled(quantizer):
         return Coded(along, dtype), Coded(down, dtype, turned=True)
     return _by_rows(along), _by_rows(down).t()

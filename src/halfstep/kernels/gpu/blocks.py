@@ -51,6 +51,8 @@ def cut(shape: tuple[int, ...], tile: Tile, bits: int) -> Cut | None:
     tiles of another size than a power of two, or more than a block, and rows whose codes leave bits of a byte over."""
     rows, columns = matrix_shape(shape)
     high, wide = tile.rows, tile.columns
+    if 0 in (high, wide) and high + wide > 1:
+        return None  # of a whole dimension, only single rows or columns
     if not shape or any(size & (size - 1) for size in (high, wide)) or high * wide > _LARGEST or max(high, wide) > 1024:
         return None
     if (bits == 4 and columns % 2) or (bits == 6 and columns % 4) or (bits in (4, 6) and wide == 1):
@@ -136,12 +138,13 @@ def _launch(
     assert made is not None
     rule, element = told
     values: Any = None if scale is not None else out.dtype
+    narrow = values is not None and values.itemsize == 2
     launch(
         functions("tiles").quantise, made.programs,
         bits(x), bits(out), None if scale is None else bits(scale), None if whole is None else bits(whole),
         largest(x, quantizer), made.rows, made.columns // made.unit, *halves(seed),
         device=x.device, warps=WARPS, R=rule, Q=element, E=quantizers.e4m3() if rule.kind == "two_level" else None,
-        SOURCE=KINDS[x.dtype], TARGET=KINDS.get(values), OUT=None if values in (None, torch.float32) else quantizers.written(values),
+        SOURCE=KINDS[x.dtype], TARGET=KINDS.get(values), OUT=quantizers.written(values) if narrow else None,
         APART=scale is None and whole is not None, NOISY=seed is not None, H=made.tile[0], W=made.tile[1],
         UNIT=made.unit, ROWS=made.block[0], COLUMNS=made.block[1],
     )  # fmt: skip

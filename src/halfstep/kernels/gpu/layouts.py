@@ -1,9 +1,11 @@
-"""A matrix in codes twice, as it lies and transposed, from one pass: what FP8 and FP4 products take in a forward and a
-backward pass. `quant.Quantizer` of the matrix, and of its transpose, bit for bit.
+"""A matrix in codes twice, as it lies and transposed, from one pass: `quant.Quantizer` of both, bit for bit.
+
+It is what FP8 and FP4 products take of a tensor in a forward and a backward pass.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,6 +74,19 @@ def empty(x: Tensor, quantizer: Quantizer, form: str = "stored", outer: bool = F
             made["scale"] = torch.empty_strided((down, across), strides, dtype=dtype, device=x.device)
         both.append(made)
     return both[0], both[1]
+
+
+def codes(
+    x: Tensor, quantizer: Quantizer, seed: int | None, factor: Tensor, amax: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The codes of a matrix times `factor`, a float32 scalar, saturating, and the same transposed; `amax`, another, is
+    raised to max |x|."""
+    unscaled = replace(quantizer, scales=None)
+    shapes = tuple(x.shape), tuple(x.shape)[::-1]
+    sizes: list[Any] = [layout(unscaled, shape, x.dtype)["codes"] for shape in shapes]
+    one, other = (torch.empty(size, dtype=dtype, device=x.device) for dtype, size in sizes)
+    run(x, quantizer, {"codes": one}, {"codes": other}, seed, factor, amax)
+    return one, other
 
 
 def run(

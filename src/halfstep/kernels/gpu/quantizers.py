@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -132,7 +132,7 @@ def meaning(format: Format) -> Meaning | None:
         return None
     numbers = tuple(int(number) for number in element_codes.decoding_scalars(format))
     if isinstance(format, Integer):
-        return made._replace(whole=numbers)
+        return made._replace(whole=(numbers[0], numbers[1]))
     return made._replace(decoding=Decoding(*numbers))
 
 
@@ -162,4 +162,3 @@ def known(quantizer: Quantizer) -> tuple[Rule, Element] | None:
     if ruled is None or coded is None or (coded.cuts is not None and ruled.kind == "power"):
         return None
     return ruled, coded
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.quant.scaling.base import Scaling, Stored, finite
+from halfstep.quant.scaling.base import Scaling, Stored, finite, over
 from halfstep.quant.tile import Tile
 
 
@@ -19,7 +19,7 @@ class Absmax(Scaling):
     quotient = True
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
-        scale = (finite(tile.reduce(x.abs(), "amax")) / element.max).float()
+        scale = over(finite(tile.reduce(x.abs(), "amax")), element.max).float()
         return {"scale": scale}, scale
 
     def multiplier(self, stored: Stored, element: Format) -> Tensor:

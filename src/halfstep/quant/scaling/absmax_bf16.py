@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.quant.scaling.base import Scaling, Stored, finite
+from halfstep.quant.scaling.base import Scaling, Stored, finite, over
 from halfstep.quant.tile import Tile
 
 
@@ -23,7 +23,7 @@ class AbsmaxBf16(Scaling):
     narrow = True
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
-        stored = {"scale": (finite(tile.reduce(x.abs(), "amax").float()) / element.max).bfloat16()}
+        stored = {"scale": over(finite(tile.reduce(x.abs(), "amax").float()), element.max).bfloat16()}
         return stored, self.multiplier(stored, element)
 
     def multiplier(self, stored: Stored, element: Format) -> Tensor:

@@ -166,3 +166,8 @@ class StatefulScaling(Scaling):
 def finite(amax: Tensor) -> Tensor:
     """`amax` with NaN for every tile whose maximum is not finite."""
     return torch.where(amax.isfinite(), amax, torch.nan)
+
+
+def over(amax: Tensor, largest: float) -> Tensor:
+    """amax / largest, rounded once on every device: by a Python number, CUDA multiplies by its reciprocal."""
+    return amax / torch.full_like(amax, largest)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.quant.scaling.base import Scaling, Stored
+from halfstep.quant.scaling.base import Scaling, Stored, over
 from halfstep.quant.scaling.power_of_two import below
 from halfstep.quant.tile import Tile
 
@@ -30,7 +30,7 @@ class ThreeQuarters(Scaling):
         return stored, self.part / power
 
     def multiplier(self, stored: Stored, element: Format) -> Tensor:
-        return below.multiplier(stored, element) / self.part
+        return over(below.multiplier(stored, element), self.part)
 
     def layout(self, grid: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return below.layout(grid)

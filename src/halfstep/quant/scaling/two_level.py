@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep.formats import Format, ocp
 from halfstep.quant.cast import decode, encode, round_to
-from halfstep.quant.scaling.base import Scaling, Stored, finite
+from halfstep.quant.scaling.base import Scaling, Stored, finite, over
 from halfstep.quant.tile import Tile
 
 
@@ -49,7 +49,7 @@ class TwoLevel(Scaling):
         return {"scale": (torch.uint8, grid), "tensor_scale": (torch.float32, ())}
 
     def _store(self, amax: Tensor, largest: float, tensor_scale: Tensor) -> Stored:
-        return {"scale": encode((amax / largest).float() / tensor_scale, _BLOCK), "tensor_scale": tensor_scale}
+        return {"scale": encode(over(amax, largest).float() / tensor_scale, _BLOCK), "tensor_scale": tensor_scale}
 
 
 class TwoLevelUp(TwoLevel):
@@ -103,7 +103,7 @@ def _largest(amax: Tensor) -> Tensor:
 
 def _tensor_scale(amax: Tensor, largest: float) -> Tensor:
     """What brings the largest of the blocks' maxima to `largest`."""
-    scale = (amax / largest).float()
+    scale = over(amax, largest).float()
     return torch.where(scale == 0, 1.0, scale)
 
 

@@ -24,8 +24,8 @@ from halfstep.kernels.gpu.jit.tiles import (
 
 @triton.jit
 def store_both(
-    code, codes, turned, first, top, left, row, column, rows, columns, Q: tl.constexpr, ALONG: tl.constexpr, DOWN: tl.constexpr,
-    MASKED: tl.constexpr,
+    code, codes, turned, first, top, left, row, column, rows, columns,
+    Q: tl.constexpr, ALONG: tl.constexpr, DOWN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Store the codes of a strip as it lies (ALONG), and transposed (DOWN)."""
     apart: tl.constexpr = 3 if Q.bits == 6 else 1

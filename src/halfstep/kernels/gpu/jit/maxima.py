@@ -1,5 +1,4 @@
-"""The largest magnitude of each row of a matrix or each column, or of all tiles that are finite: as bits, in which NaN
-is largest."""
+"""The largest magnitude of each row of a matrix or column, or of its finite tiles: as bits, in which NaN is largest."""
 
 import triton
 import triton.language as tl

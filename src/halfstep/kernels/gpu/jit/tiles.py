@@ -201,7 +201,7 @@ def quantise(
     APART: tl.constexpr, NOISY: tl.constexpr, H: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Round a matrix of `rows` rows and units * UNIT columns in tiles; a UNIT of COLUMNS is a matrix of one block a row."""
+    """Round a matrix of `rows` rows and units * UNIT columns in tiles; a UNIT of COLUMNS is one block a row."""
     flat: tl.constexpr = UNIT == COLUMNS
     tall: tl.constexpr = H if H > ROWS else ROWS
     columns = COLUMNS if flat else units * UNIT

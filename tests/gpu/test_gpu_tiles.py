@@ -1,0 +1,84 @@
+"""Which scaled tiles Triton kernels take, how their scales lie, and random ones in the interpreter (slow)."""
+
+import pytest
+import torch
+from test_proofs import OLDEST, PINNED, equal, told
+
+from families import for_each
+from halfstep import formats
+from halfstep.kernels.gpu import blocks, dequantize, layouts
+from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
+from halfstep.quant.quantizer import layout
+from halfstep.quant.scaling import get_scaling
+
+
+LEFT = {"four_over_six", "double_absmax", "affine"}
+"""Rules that are the reference's: sums in float64, scales of scales, zero points."""
+META = torch.device("meta")
+
+
+def test_every_block_format_is_taken_but_those_that_are_known_to_be_left():
+    found = {
+        (name, rule)
+        for name in formats.block_names()
+        for rule in formats.get_block(name).rules
+        if not blocks.takes(torch.empty(128, 256, device=META), get_quantizer(name, scale=rule))
+    }
+    left = {(name, rule) for name in formats.block_names() for rule in formats.get_block(name).rules if rule in LEFT}
+    assert found == left | {("dynamic8", "absmax"), ("llm_int8", "absmax")}
+
+
+@for_each("shape", [(128, 256), (0, 256), (5, 13), (5, 14), (3, 4, 32), (7,), ()], ids=str)
+def test_what_is_taken_can_be_read_back_too(shape):
+    x = torch.empty(shape, device=META)
+    for name in ("mxfp8", "mxfp4", "mxfp6_e3m2", "nvfp4", "nf4", "fp8_1x128", "fp8_128x128", "int8_row"):
+        quantizer = get_quantizer(name)
+        sizes = layout(quantizer, shape, x.dtype).items()
+        tensors = {key: torch.empty(size, dtype=dtype, device=META) for key, (dtype, size) in sizes}
+        taken = blocks.takes(x, quantizer)
+        assert taken == dequantize.takes(tensors, x, quantizer), name
+        whole = {4: 2, 6: 4}.get(quantizer.format.bits, 1)
+        assert taken == bool(shape and x.numel() and shape[-1] % whole == 0), name
+
+
+def test_other_dtypes_tiles_and_layouts_are_left_to_the_reference():
+    x, quantizer = torch.empty(128, 256, device=META), get_quantizer("mxfp8")
+    assert not blocks.takes(x.double(), quantizer)
+    assert not blocks.takes(x.t(), quantizer)
+    assert not blocks.supports(torch.empty(128, 256), {}, quantizer)  # no CUDA tensor
+    for tile in (Tile(1, 48), Tile(256, 256), Tile(3, 1), Tile(0, 16), Tile(16, 0)):
+        scales = Scales(tile, get_scaling("rceil"))
+        assert not blocks.takes(x, Quantizer(formats.get("e4m3fn"), scales=scales)), tile
+    assert not blocks.takes(
+        x, Quantizer(formats.get("e4m3fn"), "toward_zero", scales=Scales(Tile(1, 32), get_scaling("rceil")))
+    )
+
+
+def test_both_layouts_by_a_seed_only_where_they_share_their_codes():
+    x = torch.empty(128, 256, device=META)
+    for name, shared in (("mxfp8", False), ("fp8_1x128", False), ("fp8_128x128", True), ("int8_tensor", True)):
+        assert layouts.takes(x, get_quantizer(name)), name
+        assert layouts.takes(x, get_quantizer(name, rounding="stochastic")) == shared, name
+    assert not layouts.takes(x, get_quantizer("mxfp8"), given=True)
+    assert layouts.takes(x, get_quantizer("int8_tensor"), given=True) == formats.get("int8").has_nan
+    assert not layouts.takes(torch.empty(5, 256, device=META), get_quantizer("mxfp4"))  # 5 codes of 4 bits
+
+
+def test_scales_of_both_copies_lie_as_units_read_them():
+    x = torch.empty(256, 384, device=META)
+    along, turned = layouts.empty(x, get_quantizer("fp8_1x128"), outer=True)
+    assert (along["scale"].shape, along["scale"].stride()) == ((256, 3), (1, 256))
+    assert (turned["scale"].shape, turned["scale"].stride()) == ((384, 2), (1, 384))
+    along, turned = layouts.empty(x, get_quantizer("mxfp8"), "swizzled")
+    assert (along["scale"].numel(), turned["scale"].numel()) == (256 * 12, 384 * 8)
+    along, _ = layouts.empty(x, get_quantizer("mxfp8"), "number")
+    assert along["scale"].dtype == torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("version", "seed"), [(PINNED, 0), (PINNED, 1), (OLDEST, 2)])
+def test_random_tiles_equal_the_reference_in_the_interpreter(version, seed):
+    outcomes = told("fuzzed_tiles.py", version, "--seed", str(seed), TRITON_INTERPRET="1")
+    refused = [outcome for outcome in outcomes if outcome["difference"] == "the kernel took no input"]
+    equal([outcome for outcome in outcomes if outcome not in refused], version)
+    assert len(refused) < len(outcomes) / 2
