@@ -74,7 +74,8 @@ def test_a_tensor_without_values_is_traced_on_a_gpu():
     ("name", "path"),
     [
         ("float8_e4m3fn", "float8_e4m3fn by kernel"),
-        ("posit8_2", "posit8_2 by reference: no kernel for the format"),
+        ("posit8_2", "posit8_2 by kernel"),
+        (formats.get("nf4"), "nf4 by reference: no kernel for the format"),
     ],
 )
 def test_doctor_says_which_casts_have_a_kernel_on_a_gpu(name, path):

@@ -148,12 +148,15 @@ def gpu_path(quantizer: Quantizer) -> str:
     """Triton kernel or reference, for a quantizer of CUDA tensors; asked without a GPU, too."""
     import torch
 
-    from halfstep.kernels.gpu import cast
+    from halfstep.kernels.gpu import cast, posit
     from halfstep.quant.tile import TENSOR
 
     name, scales = quantizer.format.name, quantizer.scales
     if scales is None or scales.tile == TENSOR:
-        known = cast.takes(torch.zeros(1), torch.zeros(1), quantizer.format, quantizer.overflow)
+        x, out = torch.zeros(1), torch.zeros(1)
+        known = cast.takes(x, out, quantizer.format, quantizer.overflow) or (
+            scales is None and posit.takes(x, out, quantizer.format, quantizer.rounding)
+        )
         return f"{name} by {'kernel' if known else 'reference: no kernel for the format'}"
     return f"{name} {scales.tile} by reference: no kernel for tiles"
 

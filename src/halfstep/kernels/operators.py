@@ -31,6 +31,7 @@ from halfstep.kernels.gpu import blocks as gpu_blocks
 from halfstep.kernels.gpu import cast as gpu_cast
 from halfstep.kernels.gpu import decode as gpu_decode
 from halfstep.kernels.gpu import dequantize as gpu_dequantize
+from halfstep.kernels.gpu import posit as gpu_posit
 from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile, draw_seed
 from halfstep.quant.cast import no_code_for_nan, no_such_code
 from halfstep.quant.pack import pack, unpack
@@ -45,6 +46,8 @@ def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: 
     """`quant.round_to` into `out`."""
     if isinstance(format, Posit) and posit.supports(x, out, format, rounding):
         posit.run(x, out, format)
+    elif x.is_cuda and isinstance(format, Posit) and gpu_posit.supports(x, out, format, rounding):
+        gpu_posit.run(x, out, format)
     elif cast.supports(x, out, format, rounding, overflow):
         cast.run(x, out, format, rounding, overflow, seed)
     elif x.is_cuda and gpu_cast.supports(x, out, format, rounding, overflow):
@@ -85,6 +88,8 @@ def encode_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow:
     """`quant.encode` into `out`."""
     if isinstance(format, Posit) and posit.supports_encode(x, out, format, rounding):
         posit.run_encode(x, out, format)
+    elif x.is_cuda and isinstance(format, Posit) and gpu_posit.supports_codes(x, out, format, rounding):
+        gpu_posit.run(x, out, format)
     elif not _codes_into(x, out, format, rounding, overflow, seed) and not blank(x, out):
         out.copy_(quant.encode(x, format, rounding, overflow, seed))
 

@@ -9,8 +9,9 @@ from functools import partial
 import torch
 
 from halfstep import formats, quant
+from halfstep.formats import Posit
 from halfstep.kernels import selftest_gpu_tiles
-from halfstep.kernels.gpu import amax, cast, decode
+from halfstep.kernels.gpu import amax, cast, decode, posit
 from halfstep.kernels.selftest import Case, Outcome, hard, outcome, words
 from halfstep.quant.cast import CONTAINERS
 from halfstep.quant.pack import pack
@@ -55,6 +56,16 @@ def _cast(name: str, device: torch.device) -> Iterator[Case]:
                         cast.run(x.to(device), out, format, rounding, overflow, seed)
                         expected = quant.round_to(x, format, rounding, overflow, seed)
                         yield expected, out.cpu(), x, words(x, rounding, overflow)
+
+
+def _chunks(name: str, device: torch.device) -> Iterator[Case]:
+    """Noise of two chunks, each with keys of its own."""
+    format = formats.get(name)
+    for dtype in _DTYPES:
+        x = hard((1 << 14) + 3000, dtype, format)
+        out = torch.full_like(x, 7, device=device)
+        cast.run(x.to(device), out, format, "stochastic", "saturate", _SEED)
+        yield quant.round_to(x, format, "stochastic", "saturate", _SEED), out.cpu(), x, words(x, "two chunks")
 
 
 def _scaled(name: str, device: torch.device) -> Iterator[Case]:
@@ -112,6 +123,19 @@ def _decode(name: str, device: torch.device) -> Iterator[Case]:
             yield quant.decode(codes, format, dtype), out.cpu(), codes, words(codes, f"values in {dtype}")
 
 
+def _posit(name: str, device: torch.device) -> Iterator[Case]:
+    format = formats.get(name, Posit)
+    for dtype, size in itertools.product(_DTYPES, SIZES):
+        x = hard(size, dtype, format)
+        out, codes = torch.empty_like(x, device=device), torch.empty(size, dtype=CONTAINERS[format.storage_bits])
+        if posit.takes(x, out, format, "nearest_even"):
+            posit.run(x.to(device), out, format)
+            yield quant.round_to(x, format), out.cpu(), x, words(x, "values")
+        if posit.takes_codes(x, codes, format, "nearest_even"):
+            posit.run(x.to(device), codes := codes.to(device), format)
+            yield quant.encode(x, format), codes.cpu(), x, words(x, "codes")
+
+
 def _amax(name: str, device: torch.device) -> Iterator[Case]:
     for size in (*SIZES, (1 << 14) + 5):
         x = hard(size, getattr(torch, name))
@@ -140,9 +164,11 @@ def _done(done: bool) -> Case:
 _CODES = ("e2m1fn", "e3m2fn", "int4", "uint4", "nf4")
 _TESTS: tuple[tuple[str, tuple[str, ...], Test], ...] = (
     ("cast", _FORMATS, _cast),
+    ("chunks of noise", ("float8_e4m3fn",), _chunks),
     ("scaled", _FORMATS[:4], _scaled),
     ("codes", _FORMATS, _codes),
     ("packed", _CODES, _packed),
     ("decode", (*_FORMATS, *_CODES[2:], "posit16_1", "float8_e8m0fnu"), _decode),
+    ("posit", ("posit8_2", "posit16_1", "posit16_2"), _posit),
     ("amax", ("float32", "bfloat16", "float16"), _amax),
 )

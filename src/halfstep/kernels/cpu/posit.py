@@ -42,49 +42,52 @@ class Cutting(NamedTuple):
 def supports(x: Tensor, out: Tensor, format: Format, rounding: str) -> bool:
     """Whether `run` can round `x` into `out`: contiguous CPU tensors of one shape, the same one or apart in memory."""
     return (
-        _knows(x, format, rounding)
+        knows(format, rounding)
+        and plain(x)
         and plain(out)
         and x.shape == out.shape
-        and _holds(format, x.dtype, out.dtype)
+        and holds(format, x.dtype, out.dtype)
         and separate(x, out)
     )
 
 
 def run(x: Tensor, out: Tensor, format: Posit) -> None:
     """Write `x`, rounded to the nearest posit on the bit string, ties to even, to `out`."""
-    _values(x.numel(), array(x), None if x.data_ptr() == out.data_ptr() else array(out), _scalars(format))
+    _values(x.numel(), array(x), None if x.data_ptr() == out.data_ptr() else array(out), scalars(format))
 
 
 def supports_encode(x: Tensor, out: Tensor, format: Format, rounding: str) -> bool:
     """Whether `run_encode` can write the codes of `x` to `out`: contiguous CPU tensors of one shape."""
-    return _knows(x, format, rounding) and plain(out, _CONTAINERS[format.storage_bits]) and x.shape == out.shape
+    known = knows(format, rounding) and plain(x) and x.shape == out.shape
+    return known and plain(out, _CONTAINERS[format.storage_bits])
 
 
 def run_encode(x: Tensor, out: Tensor, format: Posit) -> None:
     """Write the codes of `x`, rounded as by `run`, to `out`."""
-    _codes(x.numel(), array(x), array(out), _scalars(format))
+    _codes(x.numel(), array(x), array(out), scalars(format))
 
 
-def _knows(x: Tensor, format: Format, rounding: str) -> bool:
+def knows(format: Format, rounding: str) -> bool:
     """At least one bit of a float32 is cut, and minpos and maxpos are normal float32 numbers."""
     return (
         isinstance(format, Posit)
         and rounding == "nearest_even"
-        and plain(x)
         and 3 <= format.width <= 25 + format.es
         and (format.width - 2) << format.es <= 120
     )
 
 
 @cache
-def _holds(format: Posit, source: torch.dtype, target: torch.dtype) -> bool:
+def holds(format: Posit, source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether `target` has every posit that rounding a `source` number can give."""
     significant = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}[target]
     fits = (format.width - 2) << format.es <= _RANGE[target]
     return fits and (source == target or format.width - 2 - format.es <= significant)
 
 
 @cache
-def _scalars(format: Posit) -> Scalars:
+def scalars(format: Posit) -> Scalars:
+    """The `Cutting` of a format that `knows` accepts."""
     numbers = Cutting(
         smallest=float_bits(format.smallest),
         largest=float_bits(format.max),
