@@ -26,8 +26,8 @@ def fake_cuda():
     before = guards[_CUDA]
     guards[_CUDA] = before or guards[_META]
     try:
-        with FakeTensorMode(), autocast, bf16, Reads() as reads:
-            yield reads
+        with FakeTensorMode(), autocast, bf16:
+            yield
     finally:
         guards[_CUDA] = before
 
@@ -51,7 +51,11 @@ class Reads(TorchDispatchMode):
         if name == "aten::_to_copy" and not kwargs.get("non_blocking"):
             if torch.device(kwargs.get("device") or args[0].device).type != args[0].device.type:
                 self._note(name)
-        if name == "aten::copy_" and args[0].device.type != args[1].device.type and True not in (*args[2:], *kwargs.values()):
+        if (
+            name == "aten::copy_"
+            and args[0].device.type != args[1].device.type
+            and True not in (*args[2:], *kwargs.values())
+        ):
             self._note(name)
         return func(*args, **kwargs)
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import halfstep
-from fake_cuda import backward, fake_cuda
+from fake_cuda import Reads, backward, fake_cuda
 from halfstep.errors import LossScaleError
 from halfstep.optim import loss_scale
 from tiny import EVERY, assert_same, batch, mlp, model_for, mostly_slow, prepared
@@ -163,7 +163,7 @@ SOMETIMES = {"projected.py": "GaLore: whether gradients are finite where they ch
 @pytest.mark.parametrize("name", mostly_slow(EVERY))
 def test_a_step_on_a_gpu_reads_nothing(name):
     """Forward, backward, clip, step and update, twice."""
-    with fake_cuda() as reads:
+    with fake_cuda(), Reads() as reads:
         with torch.device("cuda"):
             model = model_for(name)
         model, optimizer, scaler = prepared(name, model)
@@ -179,7 +179,7 @@ def test_a_step_on_a_gpu_reads_nothing(name):
 
 
 def test_reads_are_noticed():
-    with fake_cuda() as reads:
+    with fake_cuda(), Reads() as reads:
         x = torch.empty(3, device="cuda")
         for read in (lambda: x.sum().item(), lambda: bool(x.any()), x.cpu, x.nonzero, lambda: x[0].fill_(2).tolist()):
             reads.found.clear()

@@ -87,9 +87,7 @@ class DynamicScale:
 
     @property
     def _numbers(self) -> Numbers:
-        return Numbers(
-            self._scale, self._growth_tracker, self._patience, self._consecutive_skips, self._skipped_steps
-        )
+        return Numbers(self._scale, self._growth_tracker, self._patience, self._consecutive_skips, self._skipped_steps)
 
     def _put(self) -> None:
         """Tell the device of numbers that were set here."""

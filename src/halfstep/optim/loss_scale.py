@@ -190,9 +190,7 @@ class LossScaler(DynamicScale):
             pending.stage = "unscaled"
         return norm
 
-    def _clip(
-        self, optimizer: torch.optim.Optimizer, pending: Pending, max_norm: float, norm_type: float
-    ) -> Tensor:
+    def _clip(self, optimizer: torch.optim.Optimizer, pending: Pending, max_norm: float, norm_type: float) -> Tensor:
         norm = self._norm(optimizer, norm_type)
         if self._scaled_yet(pending) and not pending.found_inf and not norm.isfinite():
             self.unscale_(optimizer)  # finite gradients, whose squares overflow while they are multiplied by S
@@ -338,9 +336,7 @@ class LossScaler(DynamicScale):
     def _grads(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
         return named_grads(optimizer, self._names)
 
-    def _norm(
-        self, optimizer: torch.optim.Optimizer, norm_type: float, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
+    def _norm(self, optimizer: torch.optim.Optimizer, norm_type: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return total_norm([grad for _, grad in self._grads(optimizer)], norm_type, dtype)
 
     def _multiply(self, optimizer: torch.optim.Optimizer, factor: float | Tensor) -> None:

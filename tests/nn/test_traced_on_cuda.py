@@ -1,0 +1,70 @@
+"""torch.compile of models on a GPU that is not there: one graph, whose operators are opaque and stand up to opcheck."""
+
+import pytest
+import torch
+
+from fake_cuda import fake_cuda
+from halfstep import formats, get_quantizer
+from halfstep.kernels import operators
+from tiny import EVERY, model_for, prepared
+
+
+OWN = {"fp8-current", "fp8-block"}  # one of each path that operators take; models that round nothing have none
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OWN else pytest.mark.slow) for n in EVERY])
+def test_one_graph(name):
+    graphs = []
+
+    def kept(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    with fake_cuda():
+        with torch.device("cuda"):
+            model = model_for(name)
+        model, _, _ = prepared(name, model)
+        out = torch.compile(model, fullgraph=True, backend=kept)(torch.empty(12, 8, device="cuda"))
+    assert (out.shape, out.device.type, out.dtype) == ((12, 4), "cuda", torch.float32)
+    (graph,) = graphs
+    called = "".join(str(module.graph) for module in graph.modules() if hasattr(module, "graph"))
+    assert "halfstep.round" in called or name not in OWN
+
+
+X = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+E4M3, MX = formats.get("float8_e4m3fn"), get_quantizer("mxfp8")
+MADE = MX.quantize(X).tensors
+TILES = (1, 32, MX.scales.rule.text)
+CALLS = {
+    "round": (X, torch.empty_like(X), E4M3.key, "nearest_even", "saturate", None),
+    "round_scaled": (X, torch.tensor(0.5), torch.empty_like(X), E4M3.key, "stochastic", 5),
+    "round_tiles": (X, torch.empty_like(X), MX.format.key, *TILES, None, "nearest_even", None, None),
+    "quantize": (
+        X, [torch.empty_like(part) for part in MADE.values()], list(MADE), MX.format.key, *TILES, "nearest_even", None,
+    ),
+    "dequantize": (
+        list(MADE.values()), list(MADE), torch.empty_like(X), MX.format.key, *TILES, None, "nearest_even",
+    ),
+    "accumulate": (X, X.t().contiguous(), torch.empty(4, 4), formats.get("fp16").key, 8, False, None),
+}  # fmt: skip
+DRAWN = {"draw_signs"}  # opcheck runs an operator twice, and wants the same twice
+WATCHED = {"follow"}  # of tensors without values alone, for whoever counts operators: no graph holds it
+
+
+def test_every_operator_is_here():
+    names = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("halfstep::")}
+    assert {name for name in names if hasattr(operators, f"_{name}")} == CALLS.keys() | DRAWN
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_operators_stand_up_to_opcheck(name):
+    torch.library.opcheck(getattr(torch.ops.halfstep, name).default, CALLS[name])
+
+
+@pytest.mark.parametrize("name", [*CALLS, *DRAWN, *WATCHED])
+def test_operators_take_tensors_on_a_gpu(name):
+    """Theirs is one kernel for all devices, by which dispatch comes to Triton's."""
+    for key in ("CPU", "CUDA"):
+        assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"halfstep::{name}", key)
