@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import scaled_mm, unit_kinds
-from halfstep.kernels.operators import rotate
+from halfstep.kernels.rotation import rotate
 from halfstep.ops.casts import Quantized, quantize, round_scaled
 from halfstep.ops.factors import factor_of
 from halfstep.ops.operand import Operand, operand
