@@ -11,7 +11,7 @@ from torch import Tensor
 
 import halfstep
 from halfstep import formats
-from halfstep.kernels.gpu import cast
+from halfstep.kernels.gpu import cast, layouts
 from halfstep.ops.casts import amax_of
 from halfstep.quant import Quantizer, Scales, get_quantizer
 from halfstep.quant.scaling import get_scaling
@@ -62,6 +62,7 @@ def rows(bench: Bench) -> Iterator[Row]:
         bench, "two layouts: 1x128 and 128x1", half, 4.06, _both("fp8_1x128"),
         {"torchao's two kernels": lambda x: peers.two_kernels(x, "act_quant_lhs", "act_quant_transposed_lhs")},
     )  # fmt: skip
+    yield _row(bench, "two layouts: 1x128 and 128x1, by integers", half, 4.06, _both("fp8_1x128"))  # as above, so far
     yield _row(
         bench, "norm: RMSNorm and codes", half, 3.1, _norm(compiled=False),
         {"torch's norm, compiled, then our cast": _norm(compiled=True)},
@@ -101,14 +102,18 @@ def _coding(x: Tensor) -> Run:
 
 def _by_integers(x: Tensor) -> Run:
     out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    # toward_zero has no instruction on any GPU: the codes are formed by integers
-    return lambda: cast.run_codes(x, out, formats.get(E4M3), "toward_zero", "saturate", None)
+    return lambda: cast.run_codes(x, out, formats.get(E4M3), "nearest_even", "saturate", None, instruction=None)
 
 
 def _both(name: str) -> Made:
-    """Codes and scales of a matrix and of its transpose, tiles along the rows of each."""
+    """Codes and scales of a matrix and of its transpose, tiles along the rows of each, from one pass."""
     quantizer = get_quantizer(name)
-    return lambda x: lambda: (halfstep.quantize(x, quantizer), halfstep.quantize(x.t(), quantizer))
+
+    def made(x: Tensor) -> Run:
+        along, turned = layouts.empty(x, quantizer)
+        return lambda: layouts.run(x, quantizer, along, turned)
+
+    return made
 
 
 def _norm(compiled: bool) -> Made:

@@ -18,8 +18,10 @@ from torch import Tensor
 
 import halfstep
 from halfstep import formats, quant
-from halfstep.kernels import selftest_gpu
+from halfstep.kernels import selftest_units
+from halfstep.kernels.gpu import cast
 from on_gpu.bench import Bench, Row
+from on_gpu.cases import tests
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +42,7 @@ _SEED = 0x9E3779B97F4A7C15
 def rows(bench: Bench) -> Iterator[Row]:
     """What every figure after it stands on."""
     yield Row("kernels", lambda: kernels(bench))
+    yield Row("units", lambda: _units(bench))
     for name, rounding in (*FIRST, *(OTHERS if bench.exhaustive else ())):
         yield Row(f"all patterns: {name}, {rounding}", lambda n=name, r=rounding: exhaustive(bench, n, r))  # type: ignore[misc]
     yield Row("tests on a GPU", lambda: _tests(bench))
@@ -65,7 +68,7 @@ def kernels(bench: Bench) -> dict[str, Any]:
         lines = [line for file in told for line in file.read_text().splitlines() if line.endswith("}")]
     found = [json.loads(line) for line in lines]
     wrong = [each for each in found if each["difference"] is not None]
-    asked = [f"{kernel} {format}" for kernel, format, _ in selftest_gpu.tests()]
+    asked = [f"{kernel} {format}" for kernel, format, _ in tests(bench.device)]
     unheard = sorted(set(asked) - {f"{each['kernel']} {each['format']}" for each in found})
     compared = sum(each["compared"] for each in found)
     result = f"{len(found) - len(wrong)} of {len(asked)} tests equal the reference ({compared:,} results)"
@@ -73,6 +76,20 @@ def kernels(bench: Bench) -> dict[str, Any]:
         result += f"; {len(unheard)} did not end: {', '.join(unheard[:5])}"
     told_wrong = "".join(f"; {each['kernel']}, {each['format']}: {each['difference']}" for each in wrong)
     return {"result": result + told_wrong, "wrong": wrong, "did not end": unheard}
+
+
+def _units(bench: Bench) -> dict[str, Any]:
+    """Products of whole numbers by every way of scaling that the units of this GPU take: a wrong layout shows."""
+    found = list(selftest_units.outcomes()) if bench.on_gpu else []
+    wrong = [
+        {"kernel": each.kernel, "format": each.format, "difference": each.difference}
+        for each in found
+        if not each.passed
+    ]
+    return {
+        "result": f"{len(found) - len(wrong)} of {len(found)} ways of scaling are exact; wrong: {wrong}",
+        "wrong": wrong,
+    }
 
 
 def exhaustive(bench: Bench, name: str, rounding: str) -> dict[str, Any]:
@@ -93,9 +110,12 @@ def exhaustive(bench: Bench, name: str, rounding: str) -> dict[str, Any]:
             halfstep.round_to(x, format, rounding, generator=seed, out=out.fill_(7)), _value(x, format, rounding, seed)
         )
         if format.has_nan:
-            wrong |= halfstep.encode(x, format, rounding, generator=seed) != quant.encode(
-                x, format, rounding, "saturate", seed
-            )
+            codes = quant.encode(x, format, rounding, "saturate", seed)
+            wrong |= halfstep.encode(x, format, rounding, generator=seed) != codes
+            if bench.on_gpu:  # encode takes the GPU's own conversion where there is one; this is by integers
+                stored = torch.full_like(codes, 7)
+                cast.run_codes(x, stored, format, rounding, "saturate", seed, instruction=None)
+                wrong |= stored != codes
         compared += x.numel()
         if different := int(wrong.sum()):
             bits = int(x[wrong][0].view(torch.int32)) & 0xFFFFFFFF

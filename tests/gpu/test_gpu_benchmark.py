@@ -57,19 +57,20 @@ def wanting(load, rows, sections, absent=()):
 @pytest.mark.filterwarnings("default")  # those of peers that are imported
 def test_sections_run_and_give_what_their_bars_ask_for(load, bench, tmp_path):
     rows = ran(load, bench(), tmp_path, QUICK)
-    interpreted = {"codes: bf16 to E4M3, by integers"}  # calls a Triton kernel
-    hopper = {"product: 1x128 by 128x128"}  # torch has that product on Hopper alone
     failed = {name: row["failed"] for (_, name), row in rows.items() if "failed" in row}
-    assert set(failed) <= interpreted | hopper, failed
+    kernels = {name for name, why in failed.items() if "No module named 'triton'" in why}
+    assert all(name.startswith(("two layouts: ", "codes: bf16 to E4M3, by integers")) for name in kernels)
+    hopper = {"product: 1x128 by 128x128"}  # torch has that product on Hopper alone
+    assert set(failed) - kernels == hopper, failed
     assert "Invalid scaling configuration" in failed["product: 1x128 by 128x128"]
-    assert not wanting(load, rows, QUICK, interpreted | hopper)
+    assert not wanting(load, rows, QUICK, kernels | hopper)
 
 
 def test_every_bar_is_of_a_row(load, bench):
     made, here = load("__main__").SECTIONS, bench(exhaustive=True)
     names = {row.name for section in made.values() for row in section(here)}
     built = {bar.row for bar in load("bars").BARS}
-    assert built - names == {"two layouts: 1x128 and 128x1, by integers"}
+    assert built <= names
     assert "all patterns: float8_e4m3fn, nearest_even" in names
 
 
@@ -218,24 +219,12 @@ def test_one_wrong_pattern_among_all_is_found(load, bench, monkeypatch):
     assert last == [-2, -1]
 
 
-def hopper(fast):
-    """A product as an H100 forms it, by the oracle."""
-    mmaemu = pytest.importorskip("mmaemu")
-
-    def product(a, b):
-        lhs, rhs = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
-        one = torch.ones(())
-        return mmaemu.scaled_mm(lhs, rhs.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast, splitk=1)
-
-    return product
-
-
-@pytest.mark.parametrize(("fast", "lost"), [(False, 127), (True, 4095)])
-def test_probes_find_what_the_oracle_of_hopper_keeps(load, fast, lost):
-    probes = load("probes")
-    assert probes.fraction_bits(CPU, hopper(fast)) == 13
-    assert probes.swamped(CPU, hopper(fast), 4096) == lost
-    assert probes.swamped(CPU, probes.half, 4096) == 0
+def test_probes_are_asked_of_the_units_and_say_what_they_found(load, bench):
+    """A product that forgets every term after the first."""
+    found = load("probes").probe(CPU, lambda lhs, rhs: lhs[:, :1] @ rhs[:1], 512)
+    assert found["measures"] == {"fraction bits": 0, "products that a large one swamps": 511}
+    exact = load("probes").probe(CPU, load("probes").half, 512)
+    assert exact["measures"] == {"fraction bits": 23, "products that a large one swamps": 0}
 
 
 BYTES = {

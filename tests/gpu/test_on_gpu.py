@@ -16,9 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import halfstep
 from halfstep import quant
 from halfstep.kernels import selftest_gpu
+from halfstep.kernels.gpu import cast
 from halfstep.kernels.selftest import compare, hard, outcome
 from halfstep.lab.models.llama import Llama
 from halfstep.optim import AdamWFp8, LowBitAdamW
+from halfstep.optim import selftest_gpu as optim
 
 
 HERE = torch.cuda.is_available()
@@ -27,17 +29,19 @@ GPU = pytest.param(
 )
 on_gpu = pytest.mark.parametrize("device", [GPU])
 anywhere = pytest.mark.parametrize("device", [GPU, "cpu"])
+CONVERTS = HERE and torch.cuda.get_device_capability() >= cast.ADA
+KERNELS = [*selftest_gpu.tests(), *(selftest_gpu.conversions() if CONVERTS else ()), *optim.tests()]
 GRAPHED = ("bf16-mixed", "bf16-stochastic", "fp16-mixed", "fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block")
 """Recipes whose step the host only launches: nothing of it is read back."""
 
 
 @on_gpu
-@pytest.mark.parametrize("kernel", sorted({kernel for kernel, _, _ in selftest_gpu.tests()}))
+@pytest.mark.parametrize("kernel", sorted({kernel for kernel, _, _ in KERNELS}))
 def test_every_kernel_is_the_reference(kernel, device):
     """As `halfstep doctor` asks it."""
-    for name, format, test in selftest_gpu.tests():
+    for name, format, test in KERNELS:
         if name == kernel:
-            found = outcome(name, format, lambda given, test=test: test(given, torch.device(device)))
+            found = outcome(name, format, lambda given, test=test: test(given, device=torch.device(device)))
             assert found.passed, found
 
 

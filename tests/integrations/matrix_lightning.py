@@ -13,6 +13,7 @@ from tiny import adamw, assert_same, model_for
 
 
 COLUMN = "Lightning"
+QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
 
 
 class Module(LightningModule):
@@ -38,14 +39,8 @@ class Module(LightningModule):
 def trainer_of(recipe, generator=3, total_steps=None, **options):
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     plugin = HalfstepPrecision(recipe, generator=generator, total_steps=total_steps)
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
     settled = {"accelerator": "cpu", "accumulate_grad_batches": ACCUMULATED, "gradient_clip_val": CLIP}
-    return Trainer(plugins=[plugin], max_epochs=EPOCHS, **{**quiet, **settled, **options})
+    return Trainer(plugins=[plugin], max_epochs=EPOCHS, **{**QUIET, **settled, **options})
 
 
 def fit(trainer, module, resume=None):

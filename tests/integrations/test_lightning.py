@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from matrix_accelerate import by_hand, loader
-from matrix_lightning import Module, fit, trainer_of
+from matrix_lightning import QUIET, Module, fit, trainer_of
 from torch import nn
 
 import halfstep
@@ -256,10 +256,49 @@ def test_evaluation_follows_the_recipe_and_a_module_may_be_fitted_again():
         fit(trainer_of("fp32"), module)
 
 
+class Evaluated(Module):
+    """Has something to validate, and notes all that is kept of its weights when a fit begins and when it ends."""
+
+    def validation_step(self, batch, index):
+        self.net(batch[0])
+
+    def kept(self):
+        (optimizer,) = self.trainer.optimizers
+        return [optimizer.full(parameter) for parameter in self.parameters()]
+
+    def on_train_start(self):
+        self.first = self.kept()
+
+    def on_train_end(self):
+        self.last = self.kept()
+
+
+@pytest.mark.parametrize("recipe", ["bf16-master", "fp8lm-o3"])
+def test_masters_outlive_evaluation_and_the_next_fit(recipe):
+    alone = fit(trainer_of(recipe), Module(recipe))
+    module, trainer = Evaluated(recipe), trainer_of(recipe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.validate(module, loader(), verbose=False)
+    assert_same(fit(trainer, module), alone)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.validate(module, loader(), verbose=False)
+    last, plugin = module.last, trainer.precision_plugin
+    assert any(not torch.equal(full, p) for full, p in zip(last, module.parameters(), strict=True))
+    fit(Trainer(plugins=[plugin], accelerator="cpu", max_steps=1, **QUIET), module)
+    assert_same(module.first, last)
+    warnings.simplefilter("ignore")
+    with pytest.warns(UserWarning, match=r"they start again from the rounded weights.*the same plugin"):
+        trainer_of(recipe, max_steps=1).fit(module, loader(), loader())
+
+
 def test_stages_begin_where_the_documented_loop_begins_them():
     recipe = "fp8-delayed until 50%, then bf16-mixed"
-    trainer = trainer_of(recipe)
-    assert_same(fit(trainer, Module(recipe)), by_hand(recipe, total_steps=4))
+    trainer, module = trainer_of(recipe), Module(recipe)
+    assert_same(fit(trainer, module), by_hand(recipe, total_steps=4))
+    with pytest.raises(RecipeError, match=r"stands after step 4 and the Trainer after step 0"):
+        fit(trainer_of(recipe), module)
     assert trainer.precision_plugin.state_dict()["halfstep"]["stages"]["stage"] == 1
     with pytest.raises(RecipeError, match="total_steps"):
         fit(trainer_of(recipe, **LOUD), TwoNetworks(recipe, True))
@@ -303,7 +342,7 @@ RANK = """
 import sys, torch
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
 torch.set_num_threads(1)
-from matrix_lightning import Module, fit, trainer_of
+from matrix_lightning import QUIET, Module, fit, trainer_of
 for name in sys.argv[3].split(","):
     trainer = trainer_of(name, strategy="ddp", devices=2, use_distributed_sampler=False)
     weights = fit(trainer, Module(name))

@@ -56,10 +56,12 @@ def checked(rows, shared, scale, kind, swizzle):
     elif name == "RowWise":
         assert (first.dtype, first.numel(), first.stride(-1)) == (torch.float32, rows, 1)
     elif name == "BlockWise1x128":
-        assert (first.dtype, first.shape, first.stride()) == (torch.float32, (rows, across), (1, rows))
+        assert (first.dtype, first.shape, first.stride(0)) == (torch.float32, (rows, across), 1)
+        assert first.stride(1) == rows or (across, first.stride(1)) == (1, 1)
     elif name == "BlockWise128x128":
         high = up(across, 4)
-        assert (first.dtype, first.shape, first.stride()) == (torch.float32, (high, -(-rows // 128)), (1, high))
+        assert (first.dtype, first.shape, first.stride(0)) == (torch.float32, (high, -(-rows // 128)), 1)
+        assert first.stride(1) == high or (first.shape[1], first.stride(1)) == (1, 1)
     else:
         size = {"BlockWise1x32": 32, "BlockWise1x16": 16}[name]
         assert first.shape == (up(rows, 128) * up(-(-shared // size), 4),)
@@ -330,6 +332,31 @@ def test_backward_keeps_codes_that_lie_for_its_products(monkeypatch):
         lies = {(384, 256), (128, 384)[::-1]} if name == "fp8-block" else {(256, 384), (128, 384)}
         assert {tuple(t.shape) for t in kept} == lies
         assert all(t.stride(0 if name != "fp8-block" else 1) == 1 for t in kept)
+
+
+class Captured(Exception):
+    """A whole graph was."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+@for_each("name", ["fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
+def test_a_layer_on_units_is_one_graph(name, monkeypatch):
+    """Forward and backward are traced without a break; what runs the graph is not there."""
+
+    def capability(device):
+        return (10, 0) if name in ("mxfp8", "nvfp4") else (9, 0)
+
+    def backend(graph, inputs):
+        raise Captured
+
+    capability._dynamo_marked_constant = True  # as its own
+    monkeypatch.setattr(scaled_mm, "_capability", capability)
+    spec = next(rule.linear for rule in get_recipe(name).rules if rule.linear.rounds)
+    x, w = (draw(*size).bfloat16().requires_grad_() for size in ((256, 384), (128, 384)))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="Captured"):
+        torch.compile(lambda x, w: ops.linear(x, w, None, spec), backend=backend, fullgraph=True)(x, w)
 
 
 def hopper(a, b, fast=False):

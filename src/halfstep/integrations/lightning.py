@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,8 @@ from halfstep.nn import apply, following
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.codes import hold
 from halfstep.nn.layers import ModuleFilter
-from halfstep.optim import LossScaler
+from halfstep.nn.stages import schedule_of
+from halfstep.optim import LossScaler, LowBit
 from halfstep.preparation import full_weights, optimize
 from halfstep.recipe import Recipe, get_recipe
 
@@ -48,7 +50,7 @@ class HalfstepPrecision(Precision):
 
     Raises:
         RecipeError: unknown recipe. When `fit` begins: a strategy other than one device or DDP; a model that follows
-            another recipe; as `halfstep.apply` and `halfstep.optimize`.
+            another recipe, or one whose stages stand elsewhere; as `halfstep.apply` and `halfstep.optimize`.
         ModelError, OptimizerError: when `fit` begins, as `halfstep.apply` and `halfstep.optimize`.
     """
 
@@ -67,9 +69,11 @@ class HalfstepPrecision(Precision):
         self._generator = generator
         self._total_steps = total_steps
         self._model: nn.Module | None = None
-        self._masters: Mapping[nn.Parameter, Tensor] = {}
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self._masters: Mapping[nn.Parameter, Tensor] = {}  # what the first fit starts with
+        self._mastered: set[nn.Parameter] = set()
+        self._optimizers: list[LowBit] = []
         self._stepped: set[torch.optim.Optimizer] = set()
+        self._begun = False
         self._skipped = False
 
     # ---- before the run -------------------------------------------------------------------------------------------
@@ -91,6 +95,7 @@ class HalfstepPrecision(Precision):
             )
         if applied is None:
             self._masters = full_weights(module, self.recipe)
+            self._mastered = {*self._masters}
             apply(module, self.recipe, self._module_filter)
             if self.recipe.codes is not None:  # before DDP looks at the parameters
                 hold(module, applied_to(module).rounded, self.recipe.codes)
@@ -98,13 +103,19 @@ class HalfstepPrecision(Precision):
 
     def connect(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
-    ) -> tuple[nn.Module, list[torch.optim.Optimizer], list[Any]]:
+    ) -> tuple[nn.Module, list[Any], list[Any]]:
         """Make the optimizers follow the recipe too, after the strategy wrapped the module."""
-        self._optimizers, self._stepped, self.scaler = [], set(), None
-        total_steps = self._run_length() if optimizers else None
+        if all(one in self._optimizers for one in optimizers):  # evaluation: none, or those of the last fit
+            return model, optimizers, lr_schedulers
+        trained = [(one, p) for one in self._optimizers for group in one.param_groups for p in group["params"]]
+        masters = {**self._masters, **{p: one.full(p) for one, p in trained if p in self._mastered}}
+        if not masters and full_weights(self._module(), self.recipe):
+            _warn_of_rounded(self._module(), self.recipe)
+        self._optimizers, self._stepped, self.scaler, self._begun = [], set(), None, False
+        total_steps = self._run_length()
         for optimizer in optimizers:
             low_bit, scaler = optimize(
-                model, optimizer, generator=self._generator, total_steps=total_steps, masters=self._masters
+                model, optimizer, generator=self._generator, total_steps=total_steps, masters=masters
             )
             self._optimizers.append(low_bit)
             self.scaler = self.scaler or scaler  # one loss, one scale
@@ -136,6 +147,9 @@ class HalfstepPrecision(Precision):
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """The loss times the loss scale."""
+        if not self._begun:
+            _check_stages(module)
+            self._begun = True
         self._settle()
         return super().pre_backward(self._loss_scaler().scale(tensor), module)
 
@@ -230,6 +244,27 @@ def _check(trainer: Trainer) -> None:
         f"HalfstepPrecision does not serve {type(strategy).__name__}: it serves one device and DDP "
         "(strategy='ddp'). For FSDP2 call halfstep.apply(model, recipe), torch's fully_shard, build the optimizer, and "
         "call halfstep.optimize(model, optimizer) in a loop of your own"
+    )
+
+
+def _check_stages(module: LightningModule) -> None:
+    """Refuse a run and stages of which one begins anew and the other does not."""
+    schedule, steps = schedule_of(module), module.trainer.global_step
+    if schedule is not None and (schedule.steps == 0) != (steps == 0):
+        raise RecipeError(
+            f"recipe {schedule.name!r} stands after step {schedule.steps} and the Trainer after step {steps}: its "
+            "stages would change at the wrong steps. Resume from a checkpoint of this recipe "
+            "(trainer.fit(..., ckpt_path=...)), or fit a new module; Tuner takes a module of its own"
+        )
+
+
+def _warn_of_rounded(module: LightningModule, recipe: Recipe) -> None:
+    """Say what a module lacks that another plugin has made follow the recipe."""
+    warnings.warn(
+        f"{type(module).__name__} follows {recipe.name!r} already, and its masters are with another HalfstepPrecision: "
+        "they start again from the rounded weights. To keep all bits, give both Trainers the same plugin, or resume "
+        "from a checkpoint (trainer.fit(..., ckpt_path=...))",
+        stacklevel=2,
     )
 
 

@@ -30,7 +30,8 @@ class Clock:
 
     def __init__(self, moves: str = "scaling states have") -> None:
         self.moves = moves
-        self._steps: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        # What was found of the gradients of each step: a scalar above 0 says that it was none.
+        self._steps: WeakKeyDictionary[torch.optim.Optimizer, list[Tensor | None]] = WeakKeyDictionary()
         self._advanced = False
         self._forget()
 
@@ -40,7 +41,7 @@ class Clock:
         self._left: dict[int, _Seen] = {}
         self._begun: dict[int, _Seen] = {}
         for optimizer in list(self._steps):
-            self._steps[optimizer] = 0
+            self._steps[optimizer] = []
 
     def __reduce__(self) -> Any:
         return Clock, (self.moves,)  # torch counts the writes to copied weights anew
@@ -72,16 +73,16 @@ class Clock:
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """From now on that optimizer tells of its steps, and weights are not asked."""
-        self._steps[optimizer] = 0
+        self._steps[optimizer] = []
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """A followed optimizer has stepped."""
+    def step(self, optimizer: torch.optim.Optimizer, overflowed: Tensor | None = None) -> None:
+        """A followed optimizer has stepped, unless `overflowed` is above 0: that is read when somebody asks."""
         if optimizer in self._steps:
-            self._steps[optimizer] += 1
+            self._steps[optimizer].append(overflowed)
 
     def is_pending(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it has stepped since the last `end`."""
-        return self._steps.get(optimizer, 0) > 0
+        return any(overflowed is None or not float(overflowed) for overflowed in self._steps.get(optimizer, ()))
 
     # ---- what the scaling states tell ---------------------------------------------------------------------------
 
@@ -95,7 +96,7 @@ class Clock:
         if (self._modes or {model.training}) != {False}:
             return False
         now = {} if self._steps else _look(model, values=not self._advanced)
-        return any(self._steps.values()) or _differ(self._left, now) or _differ(self._begun, now)
+        return any(map(self.is_pending, list(self._steps))) or _differ(self._left, now) or _differ(self._begun, now)
 
     def begin(self, model: nn.Module) -> None:
         """The weights are new from here on, and nothing has happened yet."""

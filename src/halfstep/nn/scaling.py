@@ -218,11 +218,12 @@ class Scalings:
             clock.begin(self._model)
 
     @torch.no_grad()
-    def advance(self, skipped: bool = False) -> None:
+    def advance(self, skipped: bool | Tensor = False) -> None:
         """End an optimizer step: the states move on, after ranks have agreed on the largest amaxes.
 
         A skipped step moves nothing, and its amaxes are forgotten: on every rank, if one rank says so. An amax that is
-        not finite on one rank is infinite on all.
+        not finite on one rank is infinite on all. Whatever the number of layers, it is a handful of launches, and the
+        host waits for none of them: `skipped` may be a scalar on their device.
 
         Raises:
             RecipeError: every forward of the step ran in eval(), which records nothing. Nothing was changed.
@@ -230,7 +231,7 @@ class Scalings:
         clock, entries = applied_to(self._model).clock, list(_states(self._model))
         if clock is None:
             return
-        if entries and not skipped and clock.in_eval(self._model) and not self._recorded():
+        if entries and clock.in_eval(self._model) and not skipped and not self._recorded():
             raise RecipeError(
                 f"{type(self._model).__name__} is in eval(), where its scaling states record nothing, and its weights "
                 "have changed: call model.train() before the forwards of training. Parts that are to stay in "
@@ -240,20 +241,23 @@ class Scalings:
         if not entries:  # it is the stage of the recipe that the clock is for
             return
         amaxes = torch.stack([state[1] for _, state, _ in entries])
-        found = torch.cat([amaxes, amaxes.new_full((1,), float(skipped))])
+        says = skipped.to(amaxes) if isinstance(skipped, Tensor) else amaxes.new_full((), float(skipped))
+        found = torch.cat([amaxes, says.reshape(1)])
         found = torch.where(found.isfinite(), found, torch.inf)  # gloo's maximum loses the NaN of some ranks
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self._process_group)
-            skipped = bool(found[-1])
-        alike: dict[tuple[Quantizer, int], list[tuple[Tensor, Tensor]]] = {}  # a whole model's take one operation each
-        for amax, (_, state, quantizer) in zip(found, entries, strict=False):
-            alike.setdefault((quantizer, state.numel()), []).append((state, amax))
-        for (quantizer, _), group in alike.items():
-            states = torch.stack([state for state, _ in group])
-            states[:, 1] = 0.0 if skipped else torch.stack([amax for _, amax in group])
-            if not skipped:
-                _rule(quantizer).advance(states, quantizer.format)
-            torch._foreach_copy_([state for state, _ in group], list(states.unbind()))
+        alike: dict[tuple[Quantizer, int], list[int]] = {}  # a whole model's take one operation each
+        for place, (_, state, quantizer) in enumerate(entries):
+            alike.setdefault((quantizer, state.numel()), []).append(place)
+        amaxes, says = found.split([len(entries), 1])
+        for (quantizer, _), places in alike.items():
+            states = torch.stack([entries[place][1] for place in places])
+            mine = amaxes if len(alike) == 1 else torch.stack([amaxes[place] for place in places])
+            forgotten = states.clone()
+            states[:, 1], forgotten[:, 1] = mine, 0.0
+            _rule(quantizer).advance(states, quantizer.format)
+            states = torch.where(says > 0, forgotten, states)
+            torch._foreach_copy_([entries[place][1] for place in places], list(states.unbind()))
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Count that optimizer's steps: exact, where changes of weights are but a sign. A second step that nobody
@@ -274,8 +278,8 @@ class Scalings:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         clock, overflowed = self._clock(), getattr(optimizer, "found_inf", None)
-        if clock is not None and not (overflowed is not None and float(overflowed)):
-            clock.step(optimizer)
+        if clock is not None:
+            clock.step(optimizer, overflowed)
 
     def _clock(self) -> Clock | None:
         applied = vars(self._model).get("_halfstep")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep.errors import RecipeError
 from halfstep.nn.adopt import STAGE, InTurn, Members, extend, extensions, release
@@ -142,15 +142,22 @@ class Steps:
         """Count that optimizer's steps: one that nobody ended is refused with the next."""
         self._scalings.follow(optimizer)
 
-    def advance(self, skipped: bool = False) -> None:
+    def advance(self, skipped: bool | Tensor = False) -> None:
         """End an optimizer step; where it was the last of a stage, the next stage begins.
 
         Raises:
-            RecipeError: as `Scalings.advance`; stages at fractions of a run whose length is not known.
+            RecipeError: as `Scalings.advance`; stages at fractions of a run whose length is not known; a recipe with
+                stages in a CUDA graph that is being captured.
         """
         schedule = applied_to(self._model).schedule
         if schedule is not None:
             _ = schedule.starts
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                raise RecipeError(
+                    f"recipe {schedule.name!r} has stages, which are counted on the host, and the replays of a CUDA "
+                    "graph would be counted by nobody. Leave scaler.update() out of the graph, and capture a new one "
+                    "for each stage"
+                )
         self._scalings.advance(skipped)
         if schedule is not None:
             schedule.steps += 1

@@ -137,7 +137,10 @@ def quantize(
     >>> q.dequantize()
     tensor([ 6.0000,  0.5000, -3.0000,  0.0000])
     """
-    quantizer = quant.get_quantizer(format, scale=scale, rounding=rounding, overflow=overflow)
+    if isinstance(format, Quantizer) and scale is None and rounding is None and overflow is None:
+        quantizer = format  # what a traced graph knows of it stays known
+    else:
+        quantizer = quant.get_quantizer(format, scale=scale, rounding=rounding, overflow=overflow)
     check_input("quantize", x, quantizer.rounding, quantizer.overflow)
     shape, x = tuple(x.shape), x.detach().contiguous()
     if out is not None and (out.quantizer, out.shape, out.dtype) != (quantizer, shape, x.dtype):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from halfstep.errors import LossScaleError
+from halfstep.optim.device_scale import STUCK, DeviceScale, Numbers, Rule
+from halfstep.optim.overflow import no_gradient
 
 
 EXTRA = "halfstep"  # the one key beside torch's five: patience left, and what the follower keeps
@@ -42,9 +44,9 @@ class DynamicScale:
                 f"init_scale {init_scale}, min_scale {min_scale}, hysteresis {hysteresis}, growth_interval "
                 f"{growth_interval} given; expected positive scales, hysteresis and growth_interval at least 1"
             )
-        self.skipped_steps = 0
-        self.overflowed: tuple[str, ...] = ()
-        """The parameters whose gradients were not finite in the last skipped step."""
+        self._skipped_steps = 0
+        self._overflowed: tuple[str, ...] = ()
+        self._late: DeviceScale | None = None  # where the numbers are, once gradients lie on a GPU
         self._scale = float32(init_scale)
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
@@ -57,31 +59,90 @@ class DynamicScale:
         self._patience = hysteresis
         self._consecutive_skips = 0
 
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped; as `get_scale`, it waits for a GPU."""
+        self._settle()
+        return self._skipped_steps
+
+    @skipped_steps.setter
+    def skipped_steps(self, steps: int) -> None:
+        self._settle()
+        self._skipped_steps = steps
+        self._put()
+
+    @property
+    def overflowed(self) -> tuple[str, ...]:
+        """The parameters whose gradients were not finite in the last skipped step."""
+        self._settle()
+        return self._overflowed
+
+    # ---- on a GPU ---------------------------------------------------------------------------------------------------
+
+    def _on(self, device: torch.device) -> DeviceScale:
+        """The numbers on the device of the gradients, from the first time on that somebody asks."""
+        if self._late is None:
+            self._late = DeviceScale(self._numbers, device)
+        return self._late
+
+    @property
+    def _numbers(self) -> Numbers:
+        return Numbers(
+            self._scale, self._growth_tracker, self._patience, self._consecutive_skips, self._skipped_steps
+        )
+
+    def _put(self) -> None:
+        """Tell the device of numbers that were set here."""
+        if self._late is not None:
+            self._late.put(self._numbers)
+
+    def _settle(self) -> None:
+        """Read what has moved on the device."""
+        if self._late is None:
+            return
+        before, numbers = self._skipped_steps, self._late.numbers()
+        self._scale, self._growth_tracker, self._patience, self._consecutive_skips, self._skipped_steps = numbers
+        if self._skipped_steps != before:
+            self._overflowed = self._late.overflowed()
+
+    def _adapt_there(self, late: DeviceScale, found: torch.Tensor, names: tuple[str, ...], lost: torch.Tensor) -> None:
+        """`_adapt` on the device. What it comes to is raised when the host hears of it: an update or so later."""
+        heard = late.posted()
+        if heard:
+            self._settle()
+            raise LossScaleError(self._stuck() if heard == STUCK else no_gradient(elsewhere=True))
+        if not late.holds(names):
+            self._settle()
+        rule = Rule(
+            self._growth_factor, self._backoff_factor, self._growth_interval, self._dynamic, self._min_scale,
+            self._hysteresis, _MAX_STATIC_SKIPS,
+        )  # fmt: skip
+        late.advance(rule, found, names, lost)
+
+    # ---- on the host ------------------------------------------------------------------------------------------------
+
     def _adapt(self, overflowed: tuple[str, ...] | None) -> None:
         """Move on after a step; `overflowed` names the parameters for which it was skipped, None if it was not."""
         if overflowed is None:
             self._consecutive_skips = 0
             self._grow()
             return
-        self.skipped_steps += 1
+        self._skipped_steps += 1
         self._consecutive_skips += 1
-        self.overflowed = overflowed
+        self._overflowed = overflowed
         self._back_off()
 
     def _back_off(self) -> None:
         self._growth_tracker = 0
         if not self._dynamic:
             if self._consecutive_skips >= _MAX_STATIC_SKIPS:
-                advice = "Try a smaller scale, or a dynamic one. If that does not help, "
-                raise LossScaleError(self._stuck(f"at the constant loss scale {self._scale:g}", advice))
+                raise LossScaleError(self._stuck())
         elif self._patience > 1:
             self._patience -= 1
         else:
             lower = float32(self._scale * self._backoff_factor)
             if lower < self._min_scale:
-                raise LossScaleError(
-                    self._stuck(f"at the loss scale's floor, {self._scale:g}", "No smaller one helps: ")
-                )
+                raise LossScaleError(self._stuck())
             self._scale = lower
 
     def _grow(self) -> None:
@@ -92,8 +153,13 @@ class DynamicScale:
             self._growth_tracker = 0
             self._patience = self._hysteresis
 
-    def _stuck(self, where: str, advice: str) -> str:
-        named = f" in {', '.join(self.overflowed[:3])}" if self.overflowed else ""
+    def _stuck(self) -> str:
+        """What to say where no other scale helps."""
+        where, advice = f"at the loss scale's floor, {self._scale:g}", "No smaller one helps: "
+        if not self._dynamic:
+            where = f"at the constant loss scale {self._scale:g}"
+            advice = "Try a smaller scale, or a dynamic one. If that does not help, "
+        named = f" in {', '.join(self._overflowed[:3])}" if self._overflowed else ""
         return (
             f"the gradients are infinite or NaN{named} {where}, {self._consecutive_skips} steps in a row. {advice}"
             "the forward pass itself overflows or makes NaN. Look for the first non-finite activation "
@@ -103,6 +169,7 @@ class DynamicScale:
 
     def _scale_state(self) -> dict[str, Any]:
         """torch's five keys."""
+        self._settle()
         return {
             "scale": self._scale,
             "growth_factor": self._growth_factor,
@@ -112,17 +179,20 @@ class DynamicScale:
         }
 
     def _load_scale(self, state: Mapping[str, Any], patience: int | None) -> None:
+        self._settle()
         self._scale = float(state["scale"])
         self._growth_factor = float(state["growth_factor"])
         self._backoff_factor = float(state["backoff_factor"])
         self._growth_interval = int(state["growth_interval"])
         self._growth_tracker = int(state["_growth_tracker"])
         self._patience = self._hysteresis if patience is None else int(patience)
+        self._put()
 
     # ---- torch.amp.GradScaler's accessors -------------------------------------------------------------------------
 
     def get_scale(self) -> float:
-        """S, or 1 when disabled."""
+        """S, or 1 when disabled. On a GPU it is read there, which waits for all that was launched."""
+        self._settle()
         return self._scale if self._enabled else 1.0
 
     def get_growth_factor(self) -> float:

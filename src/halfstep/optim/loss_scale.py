@@ -13,8 +13,18 @@ from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError
 from halfstep.optim.dynamic_scale import EXTRA, DynamicScale, check_keys, float32
-from halfstep.optim.gradients import multiply, named_grads, narrow_all, parameters_of, takes_float32, total_norm
-from halfstep.optim.overflow import find_nonfinite
+from halfstep.optim.gradients import (
+    grads_of,
+    late,
+    multiply,
+    named_grads,
+    names_of,
+    narrow_all,
+    parameters_of,
+    takes_float32,
+    total_norm,
+)
+from halfstep.optim.overflow import find_late, find_nonfinite
 from halfstep.optim.pending import AllPending, Pending, unwrapped
 
 
@@ -26,8 +36,8 @@ Outputs = TypeVar("Outputs", Tensor, list[Any], tuple[Any, ...], Iterable[Any])
 class Follower(Protocol):
     """What moves on with the scaler's updates, and is saved with its state."""
 
-    def advance(self, skipped: bool = False) -> None:
-        """End an optimizer step, which was skipped where gradients overflowed."""
+    def advance(self, skipped: bool | Tensor = False) -> None:
+        """End an optimizer step, which was skipped where gradients overflowed; a tensor says so on a GPU."""
 
     def state_dict(self) -> dict[str, Any]:
         """What to save, by names that are none of the scaler's; nothing for most recipes."""
@@ -102,12 +112,18 @@ class LossScaler(DynamicScale):
 
     def _scaled(self, outputs: Outputs) -> Outputs:
         if isinstance(outputs, Tensor):
-            return outputs * torch.full((), self._scale, dtype=torch.float32, device=outputs.device)
+            return outputs * self._factor(outputs.device)
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(self._scaled(output) for output in outputs)
         if isinstance(outputs, Iterable):
             return map(self._scaled, outputs)
         raise LossScaleError(f"scale() got {type(outputs).__name__}; expected a tensor or a sequence of tensors")
+
+    def _factor(self, device: torch.device) -> Tensor:
+        """S there, a float32 scalar."""
+        if self._late is None and not late(device):
+            return torch.full((), self._scale, dtype=torch.float32, device=device)
+        return self._on(device).scale.to(device)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by S in place, once, for code that wants to look at them before `step`.
@@ -129,7 +145,10 @@ class LossScaler(DynamicScale):
                 "before step()"
             )
         self._check(optimizer, pending)
-        self._multiply(optimizer, 1.0 / self._scale)
+        if isinstance(pending.found_inf, Tensor):
+            self._multiply(optimizer, self._factor(pending.found_inf.device).double().reciprocal().float())
+        else:
+            self._multiply(optimizer, 1.0 / self.get_scale())
         pending.stage = "unscaled"
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -163,11 +182,22 @@ class LossScaler(DynamicScale):
             self._check(optimizer, pending)
             if not takes_float32(optimizer):
                 self.unscale_(optimizer)  # as torch does: two multiplications
+        if late(self._device(optimizer)):
+            norm = self._clip_unread(optimizer, pending, max_norm, norm_type)
+        else:
+            norm = self._clip(optimizer, pending, max_norm, norm_type)
+        if self._enabled:
+            pending.stage = "unscaled"
+        return norm
+
+    def _clip(
+        self, optimizer: torch.optim.Optimizer, pending: Pending, max_norm: float, norm_type: float
+    ) -> Tensor:
         norm = self._norm(optimizer, norm_type)
         if self._scaled_yet(pending) and not pending.found_inf and not norm.isfinite():
             self.unscale_(optimizer)  # finite gradients, whose squares overflow while they are multiplied by S
             norm = self._norm(optimizer, norm_type)
-        divisor = self._scale if self._scaled_yet(pending) else 1.0
+        divisor = self.get_scale() if self._scaled_yet(pending) else 1.0
         norm = norm / divisor
         coefficient = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
         factor = coefficient
@@ -176,8 +206,22 @@ class LossScaler(DynamicScale):
             factor = 1.0 / float32(divisor / coefficient) if coefficient else 0.0
         if factor != 1.0:
             self._multiply(optimizer, factor)
-        if self._enabled:
-            pending.stage = "unscaled"
+        return norm
+
+    def _clip_unread(
+        self, optimizer: torch.optim.Optimizer, pending: Pending, max_norm: float, norm_type: float
+    ) -> Tensor:
+        """The same where the host waits for no number: gradients are multiplied whatever the factor is."""
+        scaled = self._scaled_yet(pending)
+        # Squares of gradients that are still multiplied by S stay finite in float64.
+        norm = self._norm(optimizer, norm_type, torch.float64 if scaled else torch.float32)
+        divisor = self._factor(norm.device).double() if scaled else torch.ones_like(norm, dtype=torch.float64)
+        norm = (norm / divisor).float()
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).double()
+        factor = coefficient
+        if takes_float32(optimizer):
+            factor = torch.where(coefficient == 0, 0.0, 1.0 / (divisor / coefficient).float().double())
+        self._multiply(optimizer, factor.float())
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -200,9 +244,11 @@ class LossScaler(DynamicScale):
                 "divided by the scale. Call it yourself before step(), or train without a loss scale ('bf16-mixed')"
             )
         self._check(optimizer, pending)
+        if isinstance(pending.found_inf, Tensor) and _divides(optimizer):
+            return self._step_unread(given, optimizer, pending, *args, **kwargs)
         if not pending.found_inf and pending.stage == "ready" and not _divides(optimizer):
             self.unscale_(optimizer)
-        divisor = self._scale if pending.stage == "ready" else 1.0
+        divisor = self.get_scale() if pending.stage == "ready" else 1.0
         pending.stage = "stepped"
         if pending.found_inf:
             return None
@@ -216,6 +262,20 @@ class LossScaler(DynamicScale):
         finally:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
+    def _step_unread(
+        self, given: torch.optim.Optimizer, optimizer: Any, pending: Pending, *args: Any, **kwargs: Any
+    ) -> Any:
+        """A step that the optimizer leaves out by itself, on the gradients' device."""
+        assert isinstance(pending.found_inf, Tensor)
+        optimizer.grad_scale = self._factor(pending.found_inf.device) if pending.stage == "ready" else None
+        optimizer.found_inf = pending.found_inf
+        pending.stage = "stepped"
+        try:
+            return given.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+            pending.stepped_unread(optimizer)
+
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt S to what the steps since the last update found; call it once, after them.
 
@@ -227,36 +287,63 @@ class LossScaler(DynamicScale):
                 too many steps in a row of a constant scale.
         """
         pending = self._pending.take()
-        skipped = bool(pending) and not any(p.moved(optimizer) for optimizer, p in pending)
+        moved = [p.moved(optimizer) for optimizer, p in pending]
         if self._enabled:
             checked = [p for _, p in pending if p.found_inf is not None]
             if new_scale is not None:
+                self._settle()
                 self._scale = float32(float(new_scale))
+                self._put()
             elif not checked:
                 raise LossScaleError("update() before any step() or unscale_(); call it after scaler.step(optimizer)")
             else:
-                overflowed = tuple(name for p in checked for name in p.overflowed)
-                self._adapt(overflowed if any(p.found_inf for p in checked) else None)
+                self._move_on(checked)
         if self._follower is not None:
-            self._follower.advance(skipped)
+            self._follower.advance(_none(moved))
+
+    def _move_on(self, checked: list[Pending]) -> None:
+        """Adapt S to what was found, where it was found."""
+        names = tuple(name for p in checked for name in p.overflowed)
+        there = next((p.found_inf.device for p in checked if isinstance(p.found_inf, Tensor)), None)
+        if there is None and self._late is None:
+            self._adapt(names if any(p.found_inf for p in checked) else None)
+            return
+        scale = self._on(there or torch.device("cpu"))
+        device = scale.scale.device
+        found = [torch.as_tensor(p.found_inf, dtype=torch.float32, device=device) for p in checked]
+        lost = [
+            torch.ones(len(p.overflowed), dtype=torch.bool, device=device) if p.lost is None else p.lost.to(device)
+            for p in checked
+        ]
+        self._adapt_there(scale, torch.stack(found).amax(), names, torch.cat(lost))
 
     # ---- one optimizer's gradients --------------------------------------------------------------------------------
 
     def _check(self, optimizer: torch.optim.Optimizer, pending: Pending) -> None:
         """Find out, once per update, whether every gradient is finite."""
         if pending.found_inf is None:
-            first = next(parameters_of(optimizer), None)
-            device = torch.device("cpu") if first is None else first.device
-            found = find_nonfinite(self._grads(optimizer), device, self._process_group)
-            pending.found_inf, pending.overflowed = found
+            device = self._device(optimizer)
+            if late(device):
+                pending.overflowed = names_of(optimizer, self._names)
+                pending.found_inf, pending.lost = find_late(grads_of(optimizer), device, self._process_group)
+            else:
+                found = find_nonfinite(self._grads(optimizer), device, self._process_group)
+                pending.found_inf, pending.overflowed = found
+
+    def _device(self, optimizer: torch.optim.Optimizer) -> torch.device:
+        """Where its parameters are, the first of them at least."""
+        first = next(parameters_of(optimizer), None)
+        return torch.device("cpu") if first is None else first.device
 
     def _grads(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
         return named_grads(optimizer, self._names)
 
-    def _norm(self, optimizer: torch.optim.Optimizer, norm_type: float) -> Tensor:
-        return total_norm([grad for _, grad in self._grads(optimizer)], norm_type)
+    def _norm(
+        self, optimizer: torch.optim.Optimizer, norm_type: float, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        return total_norm([grad for _, grad in self._grads(optimizer)], norm_type, dtype)
 
-    def _multiply(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+    def _multiply(self, optimizer: torch.optim.Optimizer, factor: float | Tensor) -> None:
         multiply(optimizer, factor, self._names)
         if takes_float32(optimizer):
             self._widened.add(optimizer)
@@ -309,7 +396,8 @@ class LossScaler(DynamicScale):
                 "a scaler cannot be copied or pickled between unscale_(), clip_grad_norm_() or step() and update(), "
                 "since the gradients would stay behind; do it after scaler.update()"
             )
-        return {name: value for name, value in vars(self).items() if name not in ("_pending", "_widened")}
+        self._settle()
+        return {name: value for name, value in vars(self).items() if name not in ("_pending", "_widened", "_late")}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LossScaler:
         memo[id(self._process_group)] = self._process_group  # ranks do not multiply
@@ -319,9 +407,18 @@ class LossScaler(DynamicScale):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self._late = None
         self._forget()
 
 
 def _divides(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer divides by `grad_scale` inside its update (torch's protocol for fused optimizers)."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _none(moved: list[bool | Tensor]) -> bool | Tensor:
+    """Whether there were optimizers, and not one of them has moved."""
+    if not moved or any(one is True for one in moved):
+        return False
+    unread = [one for one in moved if isinstance(one, Tensor)]
+    return ~torch.stack([one.to(unread[0].device) for one in unread]).any() if unread else True

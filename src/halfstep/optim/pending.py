@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from halfstep.errors import LossScaleError
 from halfstep.optim.gradients import gone, parameters_of, treated
@@ -17,14 +18,20 @@ class Pending:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.stage = "ready"  # -> "unscaled" -> "stepped"; "dropped" once gradients that were unscaled are gone
-        self.found_inf: bool | None = None
+        self.found_inf: bool | Tensor | None = None  # a scalar above 0, where the host does not wait for it
         self.overflowed: tuple[str, ...] = ()
+        self.lost: Tensor | None = None  # of those names, which; all of them where it is None
         self._versions = _versions(optimizer)
 
-    def moved(self, optimizer: torch.optim.Optimizer) -> bool:
+    def stepped_unread(self, optimizer: torch.optim.Optimizer) -> None:
+        """The scaler's step has run, and wrote something unless `found_inf` says no."""
+        self._versions = _versions(optimizer)
+
+    def moved(self, optimizer: torch.optim.Optimizer) -> bool | Tensor:
         """Whether the optimizer has stepped, through the scaler or past it."""
-        by_scaler = self.stage == "stepped" and not self.found_inf
-        return by_scaler or self._versions != _versions(optimizer)
+        if self._versions != _versions(optimizer) or self.stage != "stepped":
+            return self._versions != _versions(optimizer)
+        return self.found_inf == 0 if isinstance(self.found_inf, Tensor) else not self.found_inf
 
 
 class AllPending:

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.kernels.gpu.kinds import Tensors
+from halfstep.kernels.gpu.optimizer import Steps
 from halfstep.kernels.selftest import Case, Outcome, hard, outcome
 from halfstep.optim.classes import Lion
 from halfstep.optim.conversion import convert
 from halfstep.optim.lowbit import LowBit
+from halfstep.optim.rules.adamw import adamw
 from halfstep.optim.rules.base import never
 from halfstep.optim.together import Together
 from halfstep.recipe import DTYPES, Recipe, get_recipe
@@ -43,6 +46,7 @@ def tests() -> Iterator[tuple[str, str, Callable[..., Iterator[Case]]]]:
     for kernel, names, make in _OPTIMIZERS:
         for name in names:
             yield kernel, name, partial(_steps, make=make)
+    yield "adamw of parts", "bf16-stochastic", _parts
 
 
 def _steps(name: str, device: torch.device, make: Make) -> Iterator[Case]:
@@ -57,6 +61,37 @@ def _steps(name: str, device: torch.device, make: Make) -> Iterator[Case]:
         for key, tensor in expected.items():
             words = f"{'hard' if hardest else 'ordinary'} gradients, {key}"
             yield tensor, found[key].cpu(), torch.empty(0), words
+
+
+def _parts(name: str, device: torch.device) -> Iterator[Case]:
+    """Parts of a tensor, as ranks have them, move as they do in the whole: noise is that of their places there."""
+    whole = torch.randn(40, 30, 20, generator=torch.Generator().manual_seed(1)).bfloat16()
+    parameter = nn.Parameter(whole.clone())
+    optimizer = convert(_plain([parameter]), get_recipe(name), {}, 7)
+    optimizer.rule = replace(optimizer.rule, fused=never, options=None)
+    parameter.grad = whole.clone()
+    optimizer.step()
+    (group,) = optimizer.param_groups
+    options = adamw.options(group) if adamw.options else None
+    assert options is not None
+    for rows, columns, place in _PARTS:
+        weight = whole[rows, columns].to(device, copy=True).contiguous()
+        moments = torch.zeros_like(weight, dtype=torch.float32), torch.zeros_like(weight, dtype=torch.float32)
+        tensors = Tensors(
+            weight, weight.clone(), torch.zeros((), device=device), "none", {}, moments, None, "stochastic", place,
+            group["rounding_seed"], 0, 0,
+        )  # fmt: skip
+        Steps([tensors], [options]).run(None, None)
+        yield parameter.detach()[rows, columns], weight.cpu(), torch.empty(0), f"the part that begins at {place[0]}"
+
+
+_PARTS = (
+    (slice(0, 13), slice(0, 30), (0, 7800, 24000)),
+    (slice(13, 40), slice(0, 30), (7800, 16200, 24000)),
+    (slice(0, 40), slice(7, 30), (140, 460, 600)),
+    (slice(20, 40), slice(0, 7), (12000, 140, 600)),
+)
+"""Rows and columns of a tensor of 40, 30 and 20, and where they lie: start, run and stride."""
 
 
 def _stepped(
@@ -103,6 +138,10 @@ def scaled(optimizer: LowBit, device: torch.device, overflowed: bool) -> None:
 def _halves(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     """Two groups, of which the second has options of its own."""
     return [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 3e-3, "weight_decay": 0.0}]
+
+
+def _plain(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

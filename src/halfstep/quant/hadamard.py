@@ -7,6 +7,7 @@ over. Scales of blocks as small as the rotation gain nothing by that: a block's 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.errors import QuantizationError
-from halfstep.quant.rounding import derive_seed
+from halfstep.quant.rounding import check_drawing, derive_seed
 
 
 ANEW = "anew"
+_WORD = 32  # signs that a whole number holds
 _NVFP4 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
@@ -74,10 +76,28 @@ class Hadamard:
         return replace(self, seed=0) if self.seed == ANEW else self
 
     def signs(self, device: torch.device | str | None = None) -> Tensor:
-        """s, float32 (size): for both operands of one product, since another call may draw others."""
+        """s, float32 (size): for both operands of one product, since another call may draw others.
+
+        Raises:
+            QuantizationError: they are drawn anew, and a CUDA graph is being captured.
+        """
+        if not self._fixed:
+            check_drawing("the signs of a Hadamard transform")
+            drawn = torch.randint(0, 2, (self.size,))
+        if device is not None and torch.device(device).type == "cuda" and not torch.compiler.is_compiling():
+            return _made_there([s < 0 for s in self._fixed] or drawn.tolist(), device)
         if self._fixed:
             return torch.tensor(self._fixed, device=device)
-        return (1 - 2 * torch.randint(0, 2, (self.size,))).to(device, torch.float32)
+        return (1 - 2 * drawn).to(device, torch.float32)
+
+
+def _made_there(negative: Sequence[bool | int], device: torch.device | str) -> Tensor:
+    """The signs as a GPU makes them of whole numbers: a copy from the host would be waited for."""
+    places, parts = torch.arange(min(_WORD, len(negative)), device=device), []  # sizes are powers of two
+    for start in range(0, len(negative), _WORD):
+        word = sum(bool(bit) << i for i, bit in enumerate(negative[start : start + _WORD]))
+        parts.append(torch.full_like(places, word) >> places & 1)
+    return 1.0 - 2.0 * torch.cat(parts)
 
 
 def rotate(x: Tensor, signs: Tensor, dim: int = -1) -> Tensor:

@@ -114,6 +114,11 @@ class Quantizer:
         return next((steps for steps in tried if max(self.format.max, -self.format.min) * steps <= 127), None)
 
     @cached_property
+    def container(self) -> torch.dtype:
+        """The dtype that packed codes are in."""
+        return CONTAINERS[self.format.storage_bits]
+
+    @cached_property
     def inner(self) -> Quantizer | None:
         """The quantizer of the rule for a part of the numbers, where the scale rule has one (`Scaling.inner`)."""
         rule = self.scales.rule.inner if self.scales is not None else None
@@ -283,7 +288,7 @@ def layout(
     rows, columns = matrix_shape(shape)
     format = quantizer.format
     tensors: dict[str, tuple[torch.dtype, tuple[int | None, ...]]] = {
-        "codes": (CONTAINERS[format.storage_bits], (rows, packed_columns(columns, format.bits)))
+        "codes": (quantizer.container, (rows, packed_columns(columns, format.bits)))
     }
     if quantizer.scales is not None:
         tensors |= quantizer.scales.rule.layout(quantizer.scales.tile.grid(rows, columns))

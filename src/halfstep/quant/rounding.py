@@ -122,11 +122,30 @@ def derive_seed(seed: int, *keys: int) -> int:
 
 
 def draw_seed(source: torch.Generator | int | None) -> int:
-    """A 64-bit seed: the number itself, or one draw from the generator (torch's default one for None)."""
+    """A 64-bit seed: the number itself, or one draw from the generator (torch's default one for None).
+
+    Raises:
+        QuantizationError: it would be drawn while a CUDA graph is captured.
+    """
     if isinstance(source, int):
         return source
+    check_drawing("a seed of stochastic rounding")
     halves = torch.randint(0, 2**32, (2,), generator=source, dtype=torch.int64).tolist()
     return int(halves[0]) | int(halves[1]) << 32
+
+
+def check_drawing(what: str) -> None:
+    """Called before something is drawn on the host.
+
+    Raises:
+        QuantizationError: a CUDA graph is being captured: all its replays would use what was drawn once.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise QuantizationError(
+            f"{what} would be drawn on the host while a CUDA graph is captured, and every replay of the graph would "
+            "round with the same noise. Leave these layers out of the graph, or take a recipe whose operands are "
+            "rounded to nearest (halfstep recipes); a seed that is given as a number is taken as it is"
+        )
 
 
 DETERMINISTIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

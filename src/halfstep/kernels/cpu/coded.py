@@ -43,8 +43,9 @@ class Coded(NamedTuple):
         columns = self.shape[-1] if self.shape else 1
         quantizer, scales = self.quantizer, self.quantizer.scales
         if scales is not None and self.whole:
-            known = whole.knows(quantizer, self.parts["codes"].dtype) and whole.usual(self.parts["scale"])
-            return known and all(plain(part, part.dtype) for part in self.parts.values())
+            known = whole.knows(quantizer, self.parts["codes"].dtype)
+            known = known and all(plain(part, part.dtype) for part in self.parts.values())
+            return known and whole.usual(self.parts["scale"])  # read last: on a GPU the host would wait for it
         return (
             scales is not None
             and not scales.rule.two_level

@@ -55,7 +55,7 @@ class Delayed(StatefulScaling):
 
     def init(self, device: torch.device | str | None = None) -> Tensor:
         state = torch.zeros(1 + self.history, dtype=torch.float32, device=device)
-        state[0] = 0.0 if self.warmup else 1.0
+        state[:1] = 0.0 if self.warmup else 1.0  # of one element alone it would be a copy that a GPU waits for
         return state
 
     def waits(self, state: Tensor) -> bool:

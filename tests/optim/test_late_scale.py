@@ -1,0 +1,191 @@
+"""A step on a GPU waits for nothing; and what is not read at once comes to the same."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import halfstep
+from fake_cuda import backward, fake_cuda
+from halfstep.errors import LossScaleError
+from halfstep.optim import loss_scale
+from tiny import EVERY, assert_same, batch, mlp, model_for, mostly_slow, prepared
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """Scalers treat these tensors as if they were on a GPU."""
+    monkeypatch.setattr(loss_scale, "late", lambda device: True)
+
+
+def told(scaler):
+    return scaler.get_scale(), scaler.state_dict(), scaler.skipped_steps, scaler.overflowed
+
+
+def twins(monkeypatch, recipe, **options):
+    """Two prepared models that are alike, with scalers of those options."""
+    made = []
+    for _ in range(2):
+        model, optimizer, scaler = prepared(recipe, mlp())
+        if options:
+            names = {parameter: name for name, parameter in model.named_parameters()}
+            scaler = halfstep.LossScaler(names=names, follower=scaler._follower, **options)
+        made.append((model, optimizer, scaler))
+    return made
+
+
+def step(model, optimizer, scaler, seed, bad=(), max_norm=None):
+    """One step; gradients of the parameters with those numbers are not finite."""
+    x, y = batch(seed)
+    scaler.scale(F.mse_loss(model(x), y)).backward()
+    for place in bad:
+        list(model.parameters())[place].grad.view(-1)[0] = torch.inf if place else torch.nan
+    norm = None if max_norm is None else scaler.clip_grad_norm_(optimizer, max_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return norm
+
+
+OPTIONS = [
+    {"init_scale": 2.0**10, "growth_interval": 2},
+    {"init_scale": 2.0**10, "growth_interval": 2, "hysteresis": 2},
+    {"init_scale": 2.0**10, "growth_interval": 3, "growth_factor": 1.7, "backoff_factor": 0.3},
+    {"init_scale": 2.0**127, "growth_interval": 1},  # cannot grow
+    {"init_scale": 8.0, "dynamic": False},
+]
+FLAGS = [(), (), (0,), (), (1, 2), (0,), (), (), (), (3,), (), ()]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_same_numbers_when_nothing_is_read(monkeypatch, options):
+    ours, theirs = twins(monkeypatch, "fp16-mixed", **options)
+    flags = [()] * 3 if options["init_scale"] > 2.0**100 else FLAGS
+    for seed, bad in enumerate(flags):
+        if options["init_scale"] > 2.0**100:
+            bad = (0,) if seed == 1 else ()
+        step(*theirs, seed, bad)
+        with monkeypatch.context() as patch:
+            patch.setattr(loss_scale, "late", lambda device: True)
+            step(*ours, seed, bad)
+        assert told(ours[2]) == told(theirs[2])
+        assert_same(list(ours[0].parameters()), list(theirs[0].parameters()))
+    assert ours[2]._late is not None
+    assert theirs[2]._late is None
+
+
+@pytest.mark.parametrize("recipe", ["fp16-mixed", "fp16-nomaster", "bf16-nomaster", "fp32"])
+def test_clipping_is_the_same_when_nothing_is_read(monkeypatch, recipe):
+    ours, theirs = twins(monkeypatch, recipe)
+    for seed, max_norm in enumerate((0.05, 100.0, 0.01)):
+        expected = step(*theirs, seed, max_norm=max_norm)
+        with monkeypatch.context() as patch:
+            patch.setattr(loss_scale, "late", lambda device: True)
+            found = step(*ours, seed, max_norm=max_norm)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        for mine, other in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=2**-7 if mine.itemsize == 2 else 1e-5, atol=1e-6)
+
+
+def test_huge_gradients_are_clipped_though_their_squares_overflow(unread):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = halfstep.optim.convert(torch.optim.SGD([weight], lr=1.0), halfstep.get_recipe("fp32"), {})
+    scaler = halfstep.LossScaler(init_scale=2.0**16)
+    weight.grad = torch.tensor([3e34, 4e34])
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    assert norm.item() == pytest.approx(5e34 / 2**16)
+    torch.testing.assert_close(weight.grad, torch.tensor([0.6, 0.8]))
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"), [({"init_scale": 2.0**-15}, 2), ({"init_scale": 8.0, "dynamic": False}, 32)], ids=str
+)
+def test_a_run_that_is_stuck_ends_an_update_later(unread, options, steps):
+    model, optimizer, scaler = twins(None, "fp16-mixed", **options)[0]
+    for seed in range(steps):
+        step(model, optimizer, scaler, seed, bad=(0,))
+    with pytest.raises(LossScaleError, match=r"in 0\.weight at the .*in a row"):
+        step(model, optimizer, scaler, 0)
+
+
+def test_an_optimizer_that_cannot_skip_by_itself_is_read_for(unread):
+    model = mlp()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), halfstep.LossScaler(init_scale=4.0)
+    before = copy.deepcopy(list(model.parameters()))
+    step(model, optimizer, scaler, 0, bad=(0,))
+    assert_same(list(model.parameters()), before)
+    assert scaler.skipped_steps == 1
+    step(model, optimizer, scaler, 1)
+    assert not torch.equal(model[0].weight, before[0])
+
+
+def test_scaling_states_forget_a_step_that_nobody_read(monkeypatch):
+    ours, theirs = (prepared("fp8-delayed", mlp()) for _ in range(2))
+    made = []
+    for model, optimizer, scaler in (ours, theirs):
+        follower = scaler._follower
+        made.append((model, optimizer, halfstep.LossScaler(init_scale=4.0, follower=follower)))
+    for seed, bad in enumerate([(), (0,), (), (1,), ()]):
+        step(*made[1], seed, bad)
+        with monkeypatch.context() as patch:
+            patch.setattr(loss_scale, "late", lambda device: True)
+            step(*made[0], seed, bad)
+        assert_same(told(made[0][2])[1], told(made[1][2])[1])
+
+
+def test_a_saved_state_goes_on(unread):
+    model, optimizer, scaler = twins(None, "fp16-mixed", init_scale=64.0, growth_interval=3)[0]
+    step(model, optimizer, scaler, 0, bad=(0,))
+    saved, twin = scaler.state_dict(), copy.deepcopy(scaler)
+    assert told(twin) == told(scaler)
+    step(model, optimizer, scaler, 1, bad=(0,))
+    assert scaler.get_scale() == 16.0
+    scaler.load_state_dict(saved)
+    scaler.skipped_steps = 7
+    step(model, optimizer, scaler, 2)
+    assert (scaler.get_scale(), scaler.skipped_steps, scaler.state_dict()["_growth_tracker"]) == (32.0, 7, 1)
+    scaler.update(new_scale=8.0)
+    assert scaler.scale(torch.ones(())).item() == 8.0
+
+
+# ---- without values -------------------------------------------------------------------------------------------------
+
+WAIT = {
+    "lowbit.py step": "whether to skip, and the gradients' scale",
+    "coded.py follow": "whether somebody wrote to weights in codes: then their master follows",
+}
+"""What a step waits for yet."""
+SOMETIMES = {"projected.py": "GaLore: whether gradients are finite where they choose a subspace, every 200 steps"}
+
+
+@pytest.mark.parametrize("name", mostly_slow(EVERY))
+def test_a_step_on_a_gpu_reads_nothing(name):
+    """Forward, backward, clip, step and update, twice."""
+    with fake_cuda() as reads:
+        with torch.device("cuda"):
+            model = model_for(name)
+        model, optimizer, scaler = prepared(name, model)
+        x, y = torch.empty(12, 8, device="cuda"), torch.empty(12, 4, device="cuda")
+        reads.found.clear()
+        for _ in range(2):
+            backward(scaler.scale(F.mse_loss(model(x), y)))
+            scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert {found for found in reads.found if not found.startswith((*WAIT, *SOMETIMES))} == set()
+
+
+def test_reads_are_noticed():
+    with fake_cuda() as reads:
+        x = torch.empty(3, device="cuda")
+        for read in (lambda: x.sum().item(), lambda: bool(x.any()), x.cpu, x.nonzero, lambda: x[0].fill_(2).tolist()):
+            reads.found.clear()
+            with contextlib.suppress(Exception):  # sizes that depend on values are none
+                read()
+            assert reads.found
+        reads.found.clear()
+        assert (x.to("cpu", non_blocking=True) + 1).shape == (3,)
+        assert reads.found == set()
