@@ -5,7 +5,7 @@ import torch
 
 from families import for_each
 from halfstep.kernels.cpu import rotated as kernel
-from halfstep.kernels.operators import rotate
+from halfstep.kernels.rotation import rotate
 from halfstep.quant import Hadamard
 from halfstep.quant import rotate as reference
 from kernels.test_cpu_blocks import hard

@@ -156,7 +156,7 @@ def gpu_path(quantizer: Quantizer) -> str:
     """Triton kernel or reference, for a quantizer of CUDA tensors; asked without a GPU, too."""
     import torch
 
-    from halfstep.kernels.gpu import cast, posit
+    from halfstep.kernels.gpu import blocks, cast, posit
     from halfstep.quant.tile import TENSOR
 
     name, scales = quantizer.format.name, quantizer.scales
@@ -166,7 +166,9 @@ def gpu_path(quantizer: Quantizer) -> str:
             scales is None and posit.takes(x, out, quantizer.format, quantizer.rounding)
         )
         return f"{name} by {'kernel' if known else 'reference: no kernel for the format'}"
-    return f"{name} {scales.tile} by reference: no kernel for tiles"
+    sample = torch.zeros(scales.tile.rows or 128, scales.tile.columns or 128)
+    known = blocks.takes_values(sample, sample.clone(), quantizer)
+    return f"{name} {scales.tile} by {'kernel' if known else 'reference: no kernel for the tile or its scale rule'}"
 
 
 def _native(recipe: Recipe) -> str:

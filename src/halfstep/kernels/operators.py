@@ -13,6 +13,7 @@ from torch import Tensor
 
 from halfstep import formats, quant
 from halfstep.formats import Format, Posit
+from halfstep.kernels.blank import blank
 from halfstep.kernels.cpu import (
     accumulate,
     blocks,
@@ -24,7 +25,6 @@ from halfstep.kernels.cpu import (
     panels,
     posit,
     powered_rows,
-    rotated,
     tiles,
 )
 from halfstep.kernels.gpu import blocks as gpu_blocks
@@ -208,13 +208,6 @@ def dequantize_into(quantized: Quantized, out: Tensor) -> None:
         quant.Quantized.dequantize(quantized, out.dtype, out)
 
 
-def rotate(x: Tensor, signs: Tensor, dim: int = -1) -> Tensor:
-    """`quant.rotate`."""
-    if not torch.compiler.is_compiling() and rotated.supports(x := x.contiguous(), signs, dim):
-        return rotated.run(x, signs, dim)
-    return quant.rotate(x, signs, dim)
-
-
 def without_tensor_scale(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """What is stored of two levels of scales, with 1 for the tensor's."""
     return tensors | {"tensor_scale": torch.ones_like(tensors["tensor_scale"])}
@@ -228,22 +221,11 @@ def accumulate_into(lhs: Tensor, rhs: Tensor, out: Tensor, accumulator: Accumula
         out.copy_(quant.accumulator.accumulate(lhs, rhs, accumulator))
 
 
-def blank(x: Tensor, *outs: Tensor) -> bool:
-    """Whether x has no values, as torch's FakeTensors have none: then there is nothing to compute, and whoever watches
-    operators is told that `outs` follow from x."""
-    if not hasattr(x, "fake_mode"):
-        return False
-    for out in outs:
-        FOLLOW(x, out)
-    return True
-
-
 # ---- the same as operators, for torch.compile -----------------------------------------------------------------------
 
 
 def _round(x: Tensor, out: Tensor, key: str, rounding: str, overflow: str, seed: int | None) -> None:
-    seed = _seed(rounding, seed)
-    round_into(x.contiguous(), out, formats.from_key(key), rounding, overflow, seed)
+    round_into(x.contiguous(), out, formats.from_key(key), rounding, overflow, _seed(rounding, seed))
 
 
 def _round_scaled(x: Tensor, factor: Tensor, out: Tensor, key: str, rounding: str, seed: int | None) -> None:
@@ -315,7 +297,3 @@ for _schema, _function in _OPERATORS.items():
     _LIBRARY.define(_schema)
     _LIBRARY.impl(_schema.partition("(")[0], _function, "CompositeExplicitAutograd")
     _LIBRARY.impl(_schema.partition("(")[0], lambda *arguments: None, "Meta")
-_LIBRARY.define("follow(Tensor x, Tensor(a!) out) -> Tensor(a!)")
-_LIBRARY.impl("follow", lambda x, out: out, "CompositeExplicitAutograd")
-FOLLOW = torch.ops.halfstep.follow.default
-"""The operator of `blank`."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep.kernels import operators
+from halfstep.kernels.blank import FOLLOW
 
 
 PASSING = "passing"
@@ -77,7 +77,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if made:
-            follows = func is operators.FOLLOW
+            follows = func is FOLLOW
             leaves = tree_leaves(args[:1] if follows else (args, kwargs))
             given = [self._sources(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
             sources = frozenset[str]().union(*given) if given else _NOTHING

@@ -11,7 +11,7 @@ from halfstep import formats
 from halfstep.kernels import scaled_mm
 from halfstep.kernels.cpu import clamp_operators as operators
 from halfstep.kernels.cpu import rotated_tiles
-from halfstep.kernels.operators import rotate
+from halfstep.kernels.rotation import rotate
 from halfstep.ops.carriers import E4M3_BITS, carrier, has_subnormals, tile_carrier
 from halfstep.ops.casts import quantize, round_scaled, seed_of, values, values_noted
 from halfstep.ops.factors import factor_of

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfstep.kernels import scaled_mm, unit_kinds
 from halfstep.kernels.gpu import layouts
-from halfstep.kernels.operators import rotate
+from halfstep.kernels.rotation import rotate
 from halfstep.ops.casts import Quantized, quantize, round_scaled, seed_of
 from halfstep.ops.factors import factor_of
 from halfstep.ops.operand import Operand, operand

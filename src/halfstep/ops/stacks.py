@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import carried
-from halfstep.kernels.operators import rotate
+from halfstep.kernels.rotation import rotate
 from halfstep.ops.function import run
 from halfstep.ops.matmul import accumulated
 from halfstep.ops.once import Backwards, Once, once

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from halfstep import formats
 from halfstep.formats import Format
+from halfstep.kernels.blank import blank
 from halfstep.kernels.cpu import folded, quantiles, rows, slopes
 from halfstep.kernels.cpu import sparse as products
-from halfstep.kernels.operators import blank
 from halfstep.quant import Clamp, Estimator, Quantizer, Scales, Tile, draw_seed
 from halfstep.quant.cast import round_to
 from halfstep.quant.quantizer import as_rows

@@ -8,10 +8,10 @@ import numba
 import torch
 from torch import Tensor
 
+from halfstep.kernels.blank import blank
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import Kernel, inner
 from halfstep.kernels.cpu.lanes import lanes, nearest_as
-from halfstep.kernels.operators import blank
 
 
 class Operand(Protocol):
