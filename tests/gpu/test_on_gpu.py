@@ -19,6 +19,7 @@ from halfstep.kernels import selftest_gpu
 from halfstep.kernels.selftest import compare, hard, outcome
 from halfstep.lab.models.llama import Llama
 from halfstep.optim import AdamWFp8, LowBitAdamW
+from halfstep.optim import selftest_gpu as optim_selftest_gpu
 
 
 HERE = torch.cuda.is_available()
@@ -27,15 +28,16 @@ GPU = pytest.param(
 )
 on_gpu = pytest.mark.parametrize("device", [GPU])
 anywhere = pytest.mark.parametrize("device", [GPU, "cpu"])
+EVERY = [*selftest_gpu.tests(), *optim_selftest_gpu.tests()]
 GRAPHED = ("bf16-mixed", "bf16-stochastic", "fp16-mixed", "fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block")
 """Recipes whose step the host only launches: nothing of it is read back."""
 
 
 @on_gpu
-@pytest.mark.parametrize("kernel", sorted({kernel for kernel, _, _ in selftest_gpu.tests()}))
+@pytest.mark.parametrize("kernel", sorted({kernel for kernel, _, _ in EVERY}))
 def test_every_kernel_is_the_reference(kernel, device):
     """As `halfstep doctor` asks it."""
-    for name, format, test in selftest_gpu.tests():
+    for name, format, test in EVERY:
         if name == kernel:
             found = outcome(name, format, lambda given, test=test: test(given, torch.device(device)))
             assert found.passed, found

@@ -37,6 +37,7 @@ def doctor(
     from halfstep.kernels import selftest_units as units
     from halfstep.kernels.gpu import launch
     from halfstep.optim import selftest as optim
+    from halfstep.optim import selftest_gpu as optim_gpu
     from halfstep.recipe import get_recipe, list_recipes
 
     with_gpu = torch.cuda.is_available()
@@ -54,7 +55,7 @@ def doctor(
     ]
     tests = [*kernels.outcomes(), *matrices.outcomes(), *units.outcomes(), *optim.outcomes()]
     if with_gpu and launch.missing() is None:
-        tests += gpu.outcomes(torch.device("cuda"))
+        tests += [*gpu.outcomes(torch.device("cuda")), *optim_gpu.outcomes(torch.device("cuda"))]
     wrong = [test for test in tests if not test.passed]
     if as_json:
         rows = [

@@ -173,7 +173,9 @@ def _swizzled(scales: Tensor) -> Tensor:
     return out
 
 
-def _each(test: Callable[[Tensor, Quantizer, torch.device], Iterator[Case]], name: str, device: torch.device) -> Iterator[Case]:
+def _each(
+    test: Callable[[Tensor, Quantizer, torch.device], Iterator[Case]], name: str, device: torch.device
+) -> Iterator[Case]:
     for dtype, shape in _INPUTS:
         yield from test(hard_matrix(shape, dtype, _QUANTIZERS[name]), _QUANTIZERS[name], device)
 

@@ -162,4 +162,3 @@ def known(quantizer: Quantizer) -> tuple[Rule, Element] | None:
     if ruled is None or coded is None or (coded.cuts is not None and ruled.kind == "power"):
         return None
     return ruled, coded
-

@@ -53,7 +53,18 @@ def codes_apart(codes, first, row, column, left, rows, columns, M: tl.constexpr,
 
 @triton.jit
 def multipliers(
-    scale, tensor, row, column, top, left, rows, columns, R: tl.constexpr, E: tl.constexpr, H: tl.constexpr, W: tl.constexpr
+    scale,
+    tensor,
+    row,
+    column,
+    top,
+    left,
+    rows,
+    columns,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
 ):
     """The multiplier of each tile of a block, from what is stored."""
     tall: tl.constexpr = row.shape[0] // H if H > 0 and H < row.shape[0] else 1  # tiles of the block
@@ -70,7 +81,9 @@ def multipliers(
         if R.part is not None:
             multiplier = tl.div_rn(multiplier, constant(R.part))
     elif R.kind == "two_level":
-        multiplier = as_float(decoded(stored.to(tl.uint32), E).to(tl.uint32)) * tl.load(tensor).to(tl.float32, bitcast=True)
+        multiplier = as_float(decoded(stored.to(tl.uint32), E).to(tl.uint32)) * tl.load(tensor).to(
+            tl.float32, bitcast=True
+        )
     elif R.kind == "narrow":
         multiplier = as_float(stored.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
     else:
