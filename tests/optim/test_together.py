@@ -106,6 +106,10 @@ def transpose_gradient(low, parameters):
     parameters[0].grad = torch.ones(1).expand(3)
 
 
+def unalign_gradient(low, parameters):
+    parameters[1].grad = torch.ones(2001)[1:]
+
+
 def add_group(low, parameters):
     low.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
@@ -122,7 +126,7 @@ def load(low, parameters):
 @pytest.mark.parametrize(
     "change",
     [replace_weight, resize_weight, replace_moment, replace_state, drop_gradient, narrow_gradient,
-     transpose_gradient, add_group, change_seed, load],
+     transpose_gradient, unalign_gradient, add_group, change_seed, load],
     ids=lambda change: change.__name__,
 )  # fmt: skip
 def test_tables_are_built_anew_where_anything_else_has_changed(launches, change):

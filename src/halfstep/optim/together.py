@@ -134,7 +134,9 @@ class Together:
                     if held is None:
                         return None
                     fixed.append((part(held) if one.spread else held).data_ptr())
-                grads[grad.device].append(grad.data_ptr())
+                place = grad.data_ptr()
+                grads[grad.device].append(place)
+                fixed.append(place % 16 == 0)  # kernels are compiled for that
         return fixed, grads
 
     def run(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
