@@ -4,7 +4,7 @@
 halfstep and its extras need, the other the newest. Everything lies in dist/. --quick runs a few rooms instead of all
 fast tests; --only takes one environment, or the files alone. torch's default wheel for Linux brings gigabytes of CUDA:
 PIP_FLAGS chooses another index, and a torch that wants CUDA's libraries is refused unless --cuda is given. uv finds and
-installs the libraries: where pip goes back and forth for minutes, it takes seconds.
+installs the libraries, in seconds where pip fetches whole wheels to learn what they need.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ BESIDE = (
     "CITATION.cff",
 )
 """What the tests read in a clone; the source is not among it."""
+
+WITHOUT = {"lowest": ("torchao",)}
+"""What an environment does without. torchao 0.18 asks for no torch by number, and is imported beside none before
+2.10; where it is installed transformers imports it."""
 
 
 def project() -> dict[str, Any]:
@@ -154,7 +158,9 @@ def build() -> tuple[Path, Path]:
     return wheel, sdist
 
 
-def install(python: Path, wheel: Path, constraints: Sequence[str], flags: Sequence[str], cuda: bool) -> None:
+def install(
+    python: Path, wheel: Path, constraints: Sequence[str], without: Sequence[str], flags: Sequence[str], cuda: bool
+) -> None:
     """The wheel with its extras and what the tests compare with, unless that would bring CUDA unasked."""
     place, uv = python.parent, OUT / "build" / "bin" / "uv"
     (place / "wanted.txt").write_text(f"halfstep[dev] @ {wheel.as_uri()}\n")
@@ -170,8 +176,9 @@ def install(python: Path, wheel: Path, constraints: Sequence[str], flags: Sequen
         sys.exit(
             f"release: torch wants {len(nvidia)} libraries of CUDA; choose an index with PIP_FLAGS, or give --cuda"
         )
-    (place / "all.txt").write_text(plan.stdout)
-    run(uv, "pip", "install", *common, "-r", place / "all.txt")
+    lines = [line for line in plan.stdout.splitlines() if line.partition("==")[0] not in without]
+    (place / "all.txt").write_text("\n".join(lines) + "\n")
+    run(uv, "pip", "install", "--no-deps", *common, "-r", place / "all.txt")
 
 
 def suite(python: Path, paths: Sequence[str], name: str) -> None:
@@ -210,7 +217,7 @@ def main() -> None:
     for name, constraints in (("lowest", lowest(project(), extras)), ("newest", [])):
         if given.only in (None, name):
             python = fresh(name)
-            install(python, wheel, constraints, shlex.split(given.pip_flags), given.cuda)
+            install(python, wheel, constraints, WITHOUT.get(name, ()), shlex.split(given.pip_flags), given.cuda)
             suite(python, ROOMS if given.quick else (), name)
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from kinds import distributed
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from watching import nothing_but_reading
 
 import halfstep
@@ -311,7 +310,8 @@ def test_states_of_random_numbers_are_passed_over_and_named(tmp_path):
 
 def test_what_a_tensor_of_torchao_wraps(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(64, 32))
-    quantize_(model, Int8WeightOnlyConfig())
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     torch.save(model.state_dict(), tmp_path / "a.pt")
     with nothing_but_reading():
         checkpoint = open_checkpoint(tmp_path / "a.pt")

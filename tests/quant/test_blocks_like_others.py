@@ -13,6 +13,7 @@ from halfstep.quant import get_quantizer, round_to
 from oracles.numbers import same_bits
 
 
+pytest.importorskip("torchao", reason="torchao is not installed")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # both warn of what else could be installed
     import bitsandbytes.functional as bnb
