@@ -121,9 +121,8 @@ def run(
     flat = (0, 0)
     strides = [flat if form == "swizzled" or factor is not None else t["scale"].stride() for t in (along, turned)]
     units = [_UNIT if size % _UNIT == 0 else 1 for size in (rows, columns)]
-    two_level = (
-        rule.kind == "two_level"
-    )  # two scales a tile, and codes to pack: half the elements a thread, or some spill
+    two_level = rule.kind == "two_level"  # with as many elements a thread as others, registers would spill
+    coded = quantizers.e4m3() if two_level else None
     launch(
         functions("layouts").both, -(-rows // _SIDE) * -(-columns // _SIDE),
         bits(x), *_handed(along, factor), found, *_handed(turned, factor), turned_found, _cell(factor), _cell(amax),
