@@ -121,11 +121,13 @@ def run(
     flat = (0, 0)
     strides = [flat if form == "swizzled" or factor is not None else t["scale"].stride() for t in (along, turned)]
     units = [_UNIT if size % _UNIT == 0 else 1 for size in (rows, columns)]
+    two_level = rule.kind == "two_level"  # with as many elements a thread as others, registers would spill
+    coded = quantizers.e4m3() if two_level else None
     launch(
         functions("layouts").both, -(-rows // _SIDE) * -(-columns // _SIDE),
         bits(x), *_handed(along, factor), found, *_handed(turned, factor), turned_found, _cell(factor), _cell(amax),
         rows // units[0], columns // units[1], *halves(seed), *strides[0], *strides[1],
-        device=x.device, warps=WARPS, R=rule, Q=element, E=quantizers.e4m3() if rule.kind == "two_level" else None,
+        device=x.device, warps=2 * WARPS if two_level else WARPS, R=rule, Q=element, E=coded,
         SOURCE=KINDS[x.dtype], FORM=form, NOISY=seed is not None, H=tile.rows, W=tile.columns,
         ROW_UNIT=units[0], UNIT=units[1], TALL=_SIDE, ROWS=_STRIP, COLUMNS=_SIDE,
     )  # fmt: skip
