@@ -86,7 +86,7 @@ def backward(loss):
         with torch.no_grad():
             found = node.apply(*grads) if hasattr(node, "_forward_cls") else node(*grads)
         found = found if isinstance(found, tuple) else (found,)
-        for (after, place), grad in zip(node.next_functions, found, strict=True):
+        for (after, place), grad in zip(node.next_functions, found, strict=False):  # what is no tensor comes last
             if after is not None and grad is not None:
                 others = held[after]
                 others[place] = others[place] + grad if place in others else grad

@@ -55,8 +55,8 @@ def total_norm(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype = t
     """The norm of all gradients together, taken in that dtype; a plain tensor, of all ranks where they are sharded."""
     norms = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) if _alone(grad) else grad for grad in grads]
     for places, members in alike([None if _alone(grad) else grad for grad in grads]):
-        for place, norm in zip(places, torch._foreach_norm(members, norm_type, dtype=dtype), strict=True):
-            norms[place] = norm
+        for place, one in zip(places, torch._foreach_norm(members, norm_type, dtype=dtype), strict=True):
+            norms[place] = one
     whole = [_plain(norm) for norm in norms]
     norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(whole[0].device) for n in whole]), norm_type)
     return norm
