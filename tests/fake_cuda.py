@@ -19,8 +19,8 @@ _CUDA, _META = 1, 14  # c10::DeviceType
 def fake_cuda():
     """FakeTensorMode, with devices of type "cuda". On a build of torch without CUDA its guard is meta's, which does
     nothing: as torch itself sees to on builds with CUDA, where there is no GPU. Autocast believes in one."""
-    autocast = mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    bf16 = mock.patch.object(torch.cuda, "is_bf16_supported", lambda *_: True)
+    autocast = mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=False)
+    bf16 = mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True)
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 32).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     before = guards[_CUDA]
@@ -48,9 +48,9 @@ class Reads(TorchDispatchMode):
             return True if args[0].dtype == torch.bool else 0
         if name in ("aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal"):
             self._note(name)
-        if name == "aten::_to_copy" and not kwargs.get("non_blocking"):
-            if torch.device(kwargs.get("device") or args[0].device).type != args[0].device.type:
-                self._note(name)
+        goes = torch.device(kwargs.get("device") or args[0].device).type if name == "aten::_to_copy" else None
+        if goes is not None and goes != args[0].device.type and not kwargs.get("non_blocking"):
+            self._note(name)
         if (
             name == "aten::copy_"
             and args[0].device.type != args[1].device.type
@@ -85,7 +85,8 @@ def backward(loss):
             grads.append(grad.sum_to_size(tuple(like.shape)).to(like.dtype))
         with torch.no_grad():
             found = node.apply(*grads) if hasattr(node, "_forward_cls") else node(*grads)
-        for (after, place), grad in zip(node.next_functions, found if isinstance(found, tuple) else (found,)):
+        found = found if isinstance(found, tuple) else (found,)
+        for (after, place), grad in zip(node.next_functions, found, strict=False):  # what is no tensor comes last
             if after is not None and grad is not None:
                 others = held[after]
                 others[place] = others[place] + grad if place in others else grad

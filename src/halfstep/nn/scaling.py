@@ -249,7 +249,7 @@ class Scalings:
         alike: dict[tuple[Quantizer, int], list[int]] = {}  # a whole model's take one operation each
         for place, (_, state, quantizer) in enumerate(entries):
             alike.setdefault((quantizer, state.numel()), []).append(place)
-        amaxes, says = found.split([len(entries), 1])
+        amaxes, says = found[:-1], found[-1:]
         for (quantizer, _), places in alike.items():
             states = torch.stack([entries[place][1] for place in places])
             mine = amaxes if len(alike) == 1 else torch.stack([amaxes[place] for place in places])

@@ -19,6 +19,7 @@ from halfstep.nn.keeping import KEEPING
 from halfstep.nn.scaling import Scalings, attach_rules, detach, detach_rules, ignore, ignored, rules_of
 from halfstep.nn.schedule import Schedule
 from halfstep.ops.attention import ATTRIBUTE
+from halfstep.quant.rounding import capturing
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import DTYPES, Recipe
 
@@ -152,7 +153,7 @@ class Steps:
         schedule = applied_to(self._model).schedule
         if schedule is not None:
             _ = schedule.starts
-            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            if capturing():
                 raise RecipeError(
                     f"recipe {schedule.name!r} has stages, which are counted on the host, and the replays of a CUDA "
                     "graph would be counted by nobody. Leave scaler.update() out of the graph, and capture a new one "

@@ -34,7 +34,7 @@ def named_grads(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, s
 def names_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> tuple[str, ...]:
     """The names of all of its parameters, in order."""
     return tuple(
-        names[parameter] if parameter in names else f"parameter {p} of group {g}"
+        names.get(parameter, f"parameter {p} of group {g}")
         for g, group in enumerate(optimizer.param_groups)
         for p, parameter in enumerate(group["params"])
     )
@@ -52,11 +52,11 @@ def takes_float32(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def total_norm(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The norm of all gradients together, taken in that dtype; over all ranks where they are sharded, a plain tensor."""
+    """The norm of all gradients together, taken in that dtype; a plain tensor, of all ranks where they are sharded."""
     norms = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) if _alone(grad) else grad for grad in grads]
     for places, members in alike([None if _alone(grad) else grad for grad in grads]):
-        for place, norm in zip(places, torch._foreach_norm(members, norm_type, dtype=dtype), strict=True):
-            norms[place] = norm
+        for place, one in zip(places, torch._foreach_norm(members, norm_type, dtype=dtype), strict=True):
+            norms[place] = one
     whole = [_plain(norm) for norm in norms]
     norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(whole[0].device) for n in whole]), norm_type)
     return norm
@@ -113,9 +113,9 @@ def _multiply_together(parameters: Sequence[Tensor], factor: Tensor, wide: bool)
         if foreign(members[0]) is not None:
             members[0].mul_(factor)
         elif _half(members[0]):  # in which a factor of their device would be rounded first
-            wide = _float32(members)
-            torch._foreach_mul_(wide, factor.to(members[0].device))
-            torch._foreach_copy_(members, wide)
+            copies = _float32(members)
+            torch._foreach_mul_(copies, factor.to(members[0].device))
+            torch._foreach_copy_(members, copies)
         else:
             torch._foreach_mul_(members, factor.to(members[0].device))
 

@@ -134,13 +134,19 @@ def draw_seed(source: torch.Generator | int | None) -> int:
     return int(halves[0]) | int(halves[1]) << 32
 
 
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured on this thread's stream."""
+    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return begun and torch.cuda.is_current_stream_capturing()
+
+
 def check_drawing(what: str) -> None:
     """Called before something is drawn on the host.
 
     Raises:
         QuantizationError: a CUDA graph is being captured: all its replays would use what was drawn once.
     """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if capturing():
         raise QuantizationError(
             f"{what} would be drawn on the host while a CUDA graph is captured, and every replay of the graph would "
             "round with the same noise. Leave these layers out of the graph, or take a recipe whose operands are "
