@@ -50,8 +50,9 @@ def opened(
     M: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """The float32 values of a block of a moment; what is `known` of a codebook are its values, then its cuts."""
+    KIND: tl.constexpr = M.kind
     if M.tile == 0:
-        return as_float(widened(read(address(row, COLUMN, M.kind, ALIGNED) + index, inside), M.kind))
+        return as_float(widened(read(address(row, COLUMN, KIND, ALIGNED) + index, inside), KIND))
     else:
         code = read(address(row, COLUMN, "uint8", ALIGNED) + index, inside)
         if M.kind == "places":
@@ -82,8 +83,9 @@ def close(
     M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Write a block of a moment; codes of tiles with an infinity or NaN are 0 and their scale is NaN."""
+    KIND: tl.constexpr = M.kind
     if M.tile == 0:
-        tl.store(address(row, COLUMN, M.kind, ALIGNED) + index, nearest(number, M.kind, HALF), mask=inside)
+        tl.store(address(row, COLUMN, KIND, ALIGNED) + index, nearest(number, KIND, HALF), mask=inside)
     else:
         bits = as_bits(number)
         if inside is not None:
@@ -99,7 +101,7 @@ def close(
             most = tl.max((tiles & 0x7FFFFFFF).to(tl.int32, bitcast=True), 1).to(tl.uint32, bitcast=True)
             most = as_float(tl.where(most >= 0x7F800000, 0x7FC00000, most))
             scale = tl.div_rn(most, constant(M.largest) + most * 0.0)
-            divisor = tl.where(scale > 0.0, scale, 1.0)[:, None] + tl.zeros((B // M.tile, M.tile), tl.float32)
+            divisor = tl.where(scale > 0.0, scale, 1.0)[:, None] + tl.full(tiles.shape, 0.0, tl.float32)
             over = as_bits(tl.where(scale[:, None] > 0.0, tl.div_rn(as_float(tiles), divisor), 0.0))
         keep_beside(row, COLUMN + 1, group, group * M.tile < size, scale)
         if M.kind == "places":
@@ -115,6 +117,5 @@ def searched(number, cuts):
     """How many of 255 rising cuts a number is above."""
     place = tl.full(number.shape, 0, tl.int32)
     for k in tl.static_range(8):
-        step: tl.constexpr = 128 >> k
-        place += tl.where(number > tl.load(cuts + place + (step - 1)), step, 0)
+        place += tl.where(number > tl.load(cuts + place + ((128 >> k) - 1)), 128 >> k, 0)
     return place

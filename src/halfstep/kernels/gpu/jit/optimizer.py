@@ -130,28 +130,39 @@ def advance(
     M2: tl.constexpr, P2: tl.constexpr, C2: tl.constexpr, D2: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """One block, read, moved and written."""
+    # Told on, what a tuple holds has to be a constant of its own (triton 3.6).
+    KIND: tl.constexpr = K.weight
+    GRAD_KIND: tl.constexpr = K.grad
+    KEPT_KIND: tl.constexpr = K.kept
+    MASTER: tl.constexpr = K.master
+    ALIGNED: tl.constexpr = K.aligned
+    NOISY: tl.constexpr = K.noisy
+    RULE: tl.constexpr = K.rule
+    WITH_L2: tl.constexpr = K.l2
+    NESTEROV: tl.constexpr = K.nesterov
     index = block * B + tl.arange(0, B)
-    weight = address(row, WEIGHT, K.weight, K.aligned) + index
+    weight = address(row, WEIGHT, KIND, ALIGNED) + index
     stored = read(weight, inside)
     kept = stored
-    if K.kept is not None:
-        kept = read(address(row, KEPT, K.kept, K.aligned) + index, inside)
-    full = whole(stored, kept, K.master, K.weight, HALF)
-    grad = as_float(widened(read(address(row, GRAD, K.grad, K.aligned) + index, inside), K.grad))
+    if KEPT_KIND is not None:
+        kept = read(address(row, KEPT, KEPT_KIND, ALIGNED) + index, inside)
+    full = whole(stored, kept, MASTER, KIND, HALF)
+    grad = as_float(widened(read(address(row, GRAD, GRAD_KIND, ALIGNED) + index, inside), GRAD_KIND))
     first = grad
     if M1 is not None:
-        first = opened(row, FIRST, block, index, inside, size, elements1, M1, D1, K.aligned, B)
+        first = opened(row, FIRST, block, index, inside, size, elements1, M1, D1, ALIGNED, B)
     second = grad
     if M2 is not None:
-        second = opened(row, SECOND, block, index, inside, size, elements2, M2, D2, K.aligned, B)
+        second = opened(row, SECOND, block, index, inside, size, elements2, M2, D2, ALIGNED, B)
     if K.residual:
-        rest = address(row, RESIDUAL, M2.kind, K.aligned) + index
-        second = second + as_float(widened(read(rest, inside), M2.kind))
+        KIND2: tl.constexpr = M2.kind
+        rest = address(row, RESIDUAL, KIND2, ALIGNED) + index
+        second = second + as_float(widened(read(rest, inside), KIND2))
 
-    updated, first, second = moved(full, grad, first, second, step, K.rule, K.l2, K.nesterov)
+    updated, first, second = moved(full, grad, first, second, step, RULE, WITH_L2, NESTEROV)
 
     drawn = None
-    if K.noisy:
+    if NOISY:
         low = tl.load(step + LOW).to(tl.int32, bitcast=True)
         high = tl.load(step + HIGH).to(tl.int32, bitcast=True)
         if K.spread:
@@ -159,15 +170,15 @@ def advance(
             drawn = noise_anywhere(low, high, tl.load(row + START) + index // run * tl.load(row + STRIDE) + index % run)
         else:
             drawn = noise(low, high, block * B, tl.arange(0, B))
-    stored, kept = kept_after(updated, full, stored, kept, drawn, K.master, K.weight, K.noisy, HALF)
+    stored, kept = kept_after(updated, full, stored, kept, drawn, MASTER, KIND, NOISY, HALF)
     tl.store(weight, stored, mask=inside)
-    if K.kept is not None:
-        tl.store(address(row, KEPT, K.kept, K.aligned) + index, kept, mask=inside)
+    if KEPT_KIND is not None:
+        tl.store(address(row, KEPT, KEPT_KIND, ALIGNED) + index, kept, mask=inside)
     if M1 is not None:
-        close(row, FIRST, block, index, inside, size, elements1, first, M1, P1, C1, HALF, K.aligned, B)
+        close(row, FIRST, block, index, inside, size, elements1, first, M1, P1, C1, HALF, ALIGNED, B)
     if M2 is not None:
-        close(row, SECOND, block, index, inside, size, elements2, second, M2, P2, C2, HALF, K.aligned, B)
+        close(row, SECOND, block, index, inside, size, elements2, second, M2, P2, C2, HALF, ALIGNED, B)
     if K.residual:
         # What the first number left over, of what it now is.
-        left = second - as_float(widened(nearest(second, M2.kind, HALF), M2.kind))
-        tl.store(rest, nearest(left, M2.kind, HALF), mask=inside)
+        left = second - as_float(widened(nearest(second, KIND2, HALF), KIND2))
+        tl.store(rest, nearest(left, KIND2, HALF), mask=inside)
