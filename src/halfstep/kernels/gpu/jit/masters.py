@@ -3,20 +3,7 @@
 import triton
 import triton.language as tl
 
-from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, narrowed, rounded, widened
-
-
-@triton.jit
-def nearest_bf16(number):
-    """The bits of a computed float32 rounded to the nearest bfloat16. A NaN is quiet: its upper half is one, too."""
-    bits = as_bits(number)
-    return tl.where(is_nan(bits), bits, bits + ((bits >> 16) & 1) + 0x7FFF) & 0xFFFF0000
-
-
-@triton.jit
-def is_nan(bits):
-    """Whether float32 bits are those of a NaN."""
-    return (bits & 0x7FFFFFFF) > 0x7F800000
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, is_nan, narrowed, nearest_bf16, rounded, widened
 
 
 @triton.jit

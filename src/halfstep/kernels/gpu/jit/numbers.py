@@ -55,6 +55,19 @@ def constant(BITS: tl.constexpr):
     return tl.full((), BITS, tl.uint32).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def nearest_bf16(number):
+    """The bits of a computed float32 rounded to the nearest bfloat16. A NaN is quiet: its upper half is one, too."""
+    bits = as_bits(number)
+    return tl.where(is_nan(bits), bits, bits + ((bits >> 16) & 1) + 0x7FFF) & 0xFFFF0000
+
+
+@triton.jit
+def is_nan(bits):
+    """Whether float32 bits are those of a NaN."""
+    return (bits & 0x7FFFFFFF) > 0x7F800000
+
+
 # ---- rounding --------------------------------------------------------------------------------------------------------
 
 

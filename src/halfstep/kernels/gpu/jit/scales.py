@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, constant, rounded
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, constant, nearest_bf16, rounded
 
 
 @triton.jit
@@ -35,14 +35,6 @@ def inverse_power_of(byte):
 def known(amax):
     """A largest magnitude's number, NaN for one that is not finite."""
     return as_float(tl.where(amax >= 0x7F800000, 0x7FC00000, amax).to(tl.uint32))
-
-
-@triton.jit
-def nearest_bf16(number):
-    """A float32 rounded to bfloat16, as float32 bits; NaN stays NaN."""
-    bits = as_bits(number)
-    up = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, up).to(tl.uint32)
 
 
 @triton.jit
