@@ -1,6 +1,7 @@
 """The comparison of benchmarks/fp4.py: what it says of known losses, what names a run, and what its cases are."""
 
 import importlib
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,11 +89,28 @@ def test_the_page_and_the_pictures_show_what_was_judged(fp4, tmp_path):
 
 def test_before_a_run_has_ended_the_page_says_so(fp4, tmp_path, monkeypatch):
     monkeypatch.setattr(fp4, "costs", dict)  # the accounts have tests of their own
+    monkeypatch.setattr(fp4, "RESULTS", tmp_path)
     data = fp4.results(tmp_path / "nowhere")
     page = fp4.page(data)
     assert "No run has ended yet." in page
     assert "| `nvfp4-plain` |  |  |  | not measured yet |" in page
     fp4.plot(data, tmp_path)
+
+
+def test_runs_that_were_kept_count_until_their_case_has_other_numbers(fp4, tmp_path, monkeypatch):
+    monkeypatch.setattr(fp4, "costs", dict)
+    monkeypatch.setattr(fp4, "RESULTS", tmp_path)
+    data, run = (
+        fp4.results(tmp_path / "nowhere"),
+        {"loss": 1.25, "diverged_at": None, "seconds": 9, "curve": [[1, 1.25]]},
+    )
+    for name in ("fp32", "nvfp4"):
+        data["cases"][name]["runs"] = {"1": run}
+    data["cases"]["nvfp4"]["identity"] = "another"
+    (tmp_path / "fp4.json").write_text(json.dumps(data))
+    cases = fp4.results(tmp_path / "nowhere")["cases"]
+    assert cases["fp32"]["runs"] == {"1": run}
+    assert cases["nvfp4"]["runs"] == {}
 
 
 def test_a_run_is_named_by_what_moves_its_numbers(fp4):

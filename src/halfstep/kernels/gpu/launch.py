@@ -33,7 +33,7 @@ def missing() -> str | None:
     if torch.version.hip is not None:
         return "ROCm: the Triton kernels are proven for NVIDIA's GPUs alone"
     if find_spec("triton") is None:
-        return "triton is not installed: torch for CUDA brings it on Linux"
+        return "triton is not installed: torch for CUDA brings it on Linux, and so does halfstep[gpu]"
     found = version("triton")
     if tuple(map(int, found.split(".")[:2])) < OLDEST:
         return f"triton {found}: the kernels need {'.'.join(map(str, OLDEST))} or newer"
