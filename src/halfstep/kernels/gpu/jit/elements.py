@@ -32,7 +32,7 @@ def code_of(bits, drawn, Q: tl.constexpr):
     else:
         code = tl.zeros_like(bits)
         for i in tl.static_range(len(Q.cuts)):
-            code += (as_float(bits) > Q.cuts[i]).to(tl.uint32)
+            code = tl.where(as_float(bits) > Q.cuts[i], i + 1, code).to(tl.uint32)
         if Q.order is not None:
             half = tl.where(code > 7, Q.order[1], Q.order[0]).to(tl.uint32)
             code = (half >> ((code & 7) << 2)) & 15
