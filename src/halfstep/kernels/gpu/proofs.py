@@ -16,17 +16,16 @@ class Proof:
     """On how many formats."""
     launches: int
     """Kinds of launch that were compiled: dtypes, roundings, scales."""
-    instructions: tuple[float, float]
-    """An element, of a full block: the least and the most of the formats."""
+    instructions: float
+    """An element of a full block, at most."""
     triton: str
     capability: str
 
     def __str__(self) -> str:
-        low, high = self.instructions
-        units = f"sm_{self.capability.replace('.', '')}"
         return (
-            f"compiles for {units} in {self.launches} ways, {low:g} to {high:g} instructions an element; equal in the "
-            f"interpreter (triton {self.triton})"
+            f"compiles for sm_{self.capability.replace('.', '')}, at most {self.instructions:.0f} instructions an "
+            f"element (launches of {self.launches} kinds, formats: {self.formats}); equal in the interpreter, "
+            f"triton {self.triton}"
         )
 
 
@@ -35,8 +34,7 @@ def proofs() -> list[Proof]:
     kept = json.loads((files("halfstep.kernels.gpu") / "proofs.json").read_text())
     found = []
     for kernel, formats in kept["kernels"].items():
-        counts = [row["instructions"] for row in formats.values()]
         launches = sum(row["launches"] for row in formats.values())
-        ends = min(counts), max(counts)
-        found.append(Proof(kernel, len(formats), launches, ends, kept["triton"], kept["capability"]))
+        most = max(row["instructions"] for row in formats.values())
+        found.append(Proof(kernel, len(formats), launches, most, kept["triton"], kept["capability"]))
     return found
