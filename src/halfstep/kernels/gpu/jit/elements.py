@@ -24,11 +24,13 @@ def number_coded(bits, P: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def code_of(bits, drawn, Q: tl.constexpr):
     """The codes of float32 bits that are no NaN, 32 bits wide."""
+    P: tl.constexpr = Q.rounding  # triton 3.6 passes on no tuple of a tuple that is not a constant of its own
+    C: tl.constexpr = Q.coding
     if Q.cuts is None:
         if drawn is None and Q.coding.complement is None:
-            code = number_coded(bits, Q.rounding, Q.coding)
+            code = number_coded(bits, P, C)
         else:
-            code = coded(bits, drawn, Q.rounding, Q.coding)
+            code = coded(bits, drawn, P, C)
     else:
         code = tl.zeros_like(bits)
         for i in tl.static_range(len(Q.cuts)):
@@ -42,8 +44,9 @@ def code_of(bits, drawn, Q: tl.constexpr):
 @triton.jit
 def value_of(bits, drawn, Q: tl.constexpr):
     """The values of these codes."""
+    P: tl.constexpr = Q.rounding
     if Q.cuts is None:
-        value = as_float(rounded(bits, drawn, Q.rounding))
+        value = as_float(rounded(bits, drawn, P))
     else:
         found = tl.full(bits.shape, Q.values[0], tl.uint32)
         for i in tl.static_range(len(Q.cuts)):

@@ -69,7 +69,9 @@ def square(
             drawn = noise_of(low, high, first + left, tl.arange(0, COLUMNS)[None, :])
         if factor is not None:
             most = tl.maximum(most, (bits & 0x7FFFFFFF).to(tl.int32, bitcast=True))
-            code = coded(as_bits(as_float(bits) * factor), drawn, Q.rounding, Q.coding)  # NaN, too
+            P: tl.constexpr = Q.rounding
+            C: tl.constexpr = Q.coding
+            code = coded(as_bits(as_float(bits) * factor), drawn, P, C)  # NaN, too
         else:
             if not shared or (H > 0 and H <= ROWS):
                 if W:

@@ -21,7 +21,8 @@ def meant(code, M: tl.constexpr):
         number = (code << M.whole[0]).to(tl.int32, bitcast=True) >> M.whole[0]
         value = number.to(tl.float32) * constant(M.whole[1])
     else:
-        value = as_float(decoded(code, M.decoding).to(tl.uint32))
+        D: tl.constexpr = M.decoding
+        value = as_float(decoded(code, D).to(tl.uint32))
     return value
 
 

@@ -53,8 +53,10 @@ def tensor_scale_of(amax, R: tl.constexpr):
 @triton.jit
 def e4m3_scale(number, quotient, tensor_scale, R: tl.constexpr, E: tl.constexpr):
     """The code and the number of a tile's scale of two levels: the next one up where the rule wants none clipped."""
-    code = coded(as_bits(quotient), None, E.rounding, E.coding)
-    bits = rounded(as_bits(quotient), None, E.rounding)
+    P: tl.constexpr = E.rounding
+    C: tl.constexpr = E.coding
+    code = coded(as_bits(quotient), None, P, C)
+    bits = rounded(as_bits(quotient), None, P)
     scale = as_float(bits)
     if R.up:
         clipped = tl.div_rn(number, scale * tensor_scale) > constant(R.largest)
