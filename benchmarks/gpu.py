@@ -54,6 +54,8 @@ def main() -> None:
     print(_libraries(), flush=True)
     if asked.twin_cpu:
         raise SystemExit(subprocess.run([sys.executable, "-m", "on_gpu.twin"], env=environment()).returncode)
+    if not asked.dry and (lacking := _lacking()):
+        parser.error(f"{lacking}: nothing can be measured. Take a Python with torch for CUDA and Triton, or try --dry")
     signal.signal(signal.SIGTERM, _interrupt)
     journal = Journal(asked.out / "rows.jsonl")
     options = ["--lines", str(journal.path)] + ["--dry"] * asked.dry + ["--exhaustive"] * asked.exhaustive
@@ -151,6 +153,13 @@ def _libraries() -> str:
     last = told.stderr.strip().splitlines()[-1:] if told.returncode else []
     hint = " -> halfstep needs numba: carry a numpy that it takes (docs/gpu.md)" if last else ""
     return told.stdout.strip() + " ".join(last) + hint
+
+
+def _lacking() -> str:
+    """What keeps this Python from measuring, in a line; empty where nothing does."""
+    words = "import torch, triton; assert torch.cuda.is_available(), 'torch sees no CUDA device here'"
+    told = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
+    return (told.stderr.strip().splitlines() or ["it ended without a word"])[-1] if told.returncode else ""
 
 
 def _interrupt(number: int, frame: object) -> None:
