@@ -143,6 +143,10 @@ def _amax(name: str, device: torch.device) -> Iterator[Case]:
             if amax.takes(known):
                 expected = known.float().abs().max() if size else torch.tensor(0.0)
                 yield expected, amax.run(known.to(device)).cpu(), torch.empty(0), words(x)
+                for number in (-0.0, 1e-45, float("nan")):
+                    wanted = torch.tensor(0.0) if number else expected
+                    found = amax.run(known.to(device), torch.full((), number, device=device)).cpu()
+                    yield wanted, found, torch.empty(0), words(x, f"unless {number}")
 
 
 def _instruction(name: str, device: torch.device) -> Iterator[Case]:

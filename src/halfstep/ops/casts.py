@@ -319,15 +319,18 @@ def round_scaled(
     return out
 
 
-def amax_of(x: Tensor) -> Tensor:
-    """max |x|, a float32 scalar: 0 for an empty tensor, NaN where there is one."""
+def amax_of(x: Tensor, unless: Tensor | None = None) -> Tensor:
+    """max |x|, a float32 scalar: 0 for an empty tensor, NaN where there is one.
+
+    unless: where that float32 scalar is not 0 nobody asks for max |x|, and a GPU reads no x for it.
+    """
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
     if not torch.compiler.is_compiling():
         if amax.supports(x):
             return amax.run(x)
         if x.is_cuda and gpu_amax.supports(x):
-            return gpu_amax.run(x)
+            return gpu_amax.run(x, unless)
     low, high = torch.aminmax(x.detach())  # one pass, at the speed of memory; abs().amax() would be two
     return torch.maximum(-low, high).float()
 

@@ -15,7 +15,8 @@ from halfstep.quant.scaling import Scaling, StatefulScaling
 def factor_of(
     x: Tensor, format: Format, rule: Scaling, state: Tensor | None, record: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What all of x is multiplied by before it is rounded; and the step's amax, where it has yet to be raised."""
+    """What all of x is multiplied by before it is rounded; and the step's amax, where the pass that rounds has yet to
+    raise it. On a GPU it always has: only there is it known whether the factor needs max |x| before that pass."""
     if not isinstance(rule, StatefulScaling):
         amax = amax_of(x) if rule.reads else x.new_zeros((), dtype=torch.float32)
         return rule.factor(amax, format), None
@@ -31,11 +32,18 @@ def factor_of(
         )
     if not rule.waits(state):
         return rule.in_use(state, None, format), state[1] if record else None
-    amax = amax_of(x)
+    amax = amax_of(x, unless=state[0])
     factor = rule.in_use(state, amax, format)  # of this step, whatever comes
+    if record and _noted_later(x):
+        return factor, state[1]
     if record:
         rule.record(state, amax)
     return factor, None
+
+
+def _noted_later(x: Tensor) -> bool:
+    """Whether max |x| that was asked for may not have been found."""
+    return x.is_cuda and not torch.compiler.is_compiling()
 
 
 def factor_in_use(x: Tensor, quantizer: Quantizer, state: Tensor | None) -> Tensor | None:

@@ -21,12 +21,13 @@ def takes(x: Tensor) -> bool:
     return lies_plain(x)
 
 
-def run(x: Tensor) -> Tensor:
-    """max |x| as a float32 scalar: 0 of an empty tensor, NaN where there is one."""
+def run(x: Tensor, unless: Tensor | None = None) -> Tensor:
+    """max |x| as a float32 scalar: 0 of an empty tensor, NaN where there is one. 0 too, and x is not read, where
+    `unless`, another, is not 0."""
     found = torch.zeros((), dtype=torch.int32, device=x.device)
     n = x.numel()
     launch(
-        functions("largest").largest, -(-n // _BLOCK), bits(x), found, n,
+        functions("largest").largest, -(-n // _BLOCK), bits(x), found, None if unless is None else bits(unless), n,
         device=x.device, SOURCE=KINDS[x.dtype], PART=BLOCK, B=_BLOCK,
     )  # fmt: skip
     return found.view(torch.float32)

@@ -130,9 +130,10 @@ class NonlinearScaling(Scaling):
 class StatefulScaling(Scaling):
     """A rule whose scales depend on earlier steps, with one state an operand.
 
-    A state is one float32 tensor: first the factor in use, then the amax of the step that runs, then what the rule
-    likes. Forward and backward may only raise that amax; `advance` alone moves a state on. An amax that is not finite
-    stays so until the step ends (infinite, after ranks have agreed), and no rule lets it into what it keeps.
+    A state is one float32 tensor: first the factor in use, 0 where the tensor's own amax decides; then the amax of the
+    step that runs, then what the rule likes. Forward and backward may only raise that amax; `advance` alone moves a
+    state on. An amax that is not finite stays so until the step ends (infinite, after ranks have agreed), and no rule
+    lets it into what it keeps.
     """
 
     def waits(self, state: Tensor) -> bool:

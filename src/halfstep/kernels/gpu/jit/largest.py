@@ -7,8 +7,18 @@ from halfstep.kernels.gpu.jit.numbers import widened
 
 
 @triton.jit(do_not_specialize=["n"])
-def largest(x, found, n, SOURCE: tl.constexpr, PART: tl.constexpr, B: tl.constexpr):
-    """Raise `found` to the float32 bits of max |x|, a part of a block after the other."""
+def largest(x, found, unless, n, SOURCE: tl.constexpr, PART: tl.constexpr, B: tl.constexpr):
+    """Raise `found` to the float32 bits of max |x|; where there is a number in `unless` that is not 0, read no x."""
+    if unless is None:
+        raised(x, found, n, SOURCE, PART, B)
+    else:
+        if (tl.load(unless) & 0x7FFFFFFF) == 0:
+            raised(x, found, n, SOURCE, PART, B)
+
+
+@triton.jit
+def raised(x, found, n, SOURCE: tl.constexpr, PART: tl.constexpr, B: tl.constexpr):
+    """A part of a block after the other."""
     start = tl.program_id(0).to(tl.int64) * B
     index = tl.arange(0, PART)
     worst = tl.zeros((PART,), tl.int32)

@@ -1,0 +1,114 @@
+"""Delayed scaling as a GPU does it: what a factor still needs is asked for there, and all layers' states move at once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import halfstep
+from fake_cuda import Reads, backward, fake_cuda
+from halfstep.kernels import operators
+from halfstep.nn.scaling import Scalings
+from halfstep.ops import casts, factors
+from halfstep.quant.scaling.delayed import Delayed
+from tiny import Gated, assert_same, batch, model_for, mostly_slow, prepared
+
+
+DELAYED = ["fp8-delayed", "fp8-delayed-megatron", "fp8-smooth-swiglu", "fp8lm-o2", "fp8-fishman"]
+
+
+def trained(recipe, inputs):
+    """The scaling states after each step, and the weights after all."""
+    model, optimizer, scaler = prepared(recipe, model_for(recipe))
+    told = []
+    for x, y in inputs:
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        told += Scalings(model).state_dict().values()
+    return [*told, *model.parameters()]
+
+
+def as_on_a_gpu(patch):
+    """Nothing is known of a state before a pass; what is asked for is 0 where the state has a factor."""
+    seen, whole = [], casts.amax_of
+
+    def amax_of(x, unless=None):
+        asked = unless is None or bool(unless == 0)
+        seen.append(asked)
+        return whole(x) if asked else torch.zeros(())
+
+    patch.setattr(Delayed, "waits", lambda rule, state: rule.warmup > 0)
+    patch.setattr(factors, "_noted_later", lambda x: True)
+    patch.setattr(factors, "amax_of", amax_of)
+    return seen
+
+
+@pytest.mark.parametrize("recipe", mostly_slow(DELAYED))
+def test_the_pass_that_rounds_notes_what_a_pass_before_it_did(monkeypatch, recipe):
+    """With NaN and infinity in one step each, too."""
+    inputs = [batch(seed) for seed in range(5)]
+    inputs[2][0][3, 1] = torch.inf
+    inputs[3][0][5, 2] = torch.nan
+    expected = trained(recipe, inputs)
+    with monkeypatch.context() as patch:
+        seen = as_on_a_gpu(patch)
+        found = trained(recipe, inputs)
+    assert_same(found, expected)
+    assert True in seen  # just in time
+    assert False in seen  # by a factor that is there
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-smooth-swiglu"])
+def test_a_gpu_reads_an_operand_again_only_where_its_state_has_no_factor(monkeypatch, recipe):
+    """Every amax is asked for beside the factor of an operand's state, and the kernel that rounds raises that state's."""
+    asked, raised = [], []
+
+    def run(x, unless=None):
+        asked.append(unless)
+        return torch.zeros((), device=x.device)
+
+    def round_into(x, factor, out, format, rounding, seed, amax=None):
+        raised.append(amax)
+
+    with fake_cuda(), Reads():
+        with torch.device("cuda"):
+            model = model_for(recipe)
+        model, _, _ = prepared(recipe, model)
+        states = [buffer for name, buffer in model.named_buffers() if "scaling" in name]
+        monkeypatch.setattr(casts.gpu_amax, "supports", lambda x: True)
+        monkeypatch.setattr(casts.gpu_amax, "run", run)
+        monkeypatch.setattr(operators, "round_scaled_into", round_into)
+        backward(model(torch.empty(12, 8, device="cuda")).sum())
+    assert len(asked) == len(raised) == len(states)
+    for state in states:
+        assert sum(unless._base is state and unless.storage_offset() == 0 for unless in asked) == 1
+        assert sum(amax._base is state and amax.storage_offset() == 1 for amax in raised) == 1
+
+
+class Launches(TorchDispatchMode):
+    """Counts what is launched: operations that are no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view and func.namespace == "aten"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8lm-o2", "fp8-fishman"])
+def test_the_states_of_many_layers_move_in_as_many_launches_as_those_of_few(recipe):
+    counts = []
+    for layers in (1, 3):
+        with fake_cuda():
+            with torch.device("cuda"):
+                model = nn.Sequential(*[Gated() for _ in range(layers)])
+            halfstep.apply(model, recipe)
+            with Launches() as launches:
+                Scalings(model).advance(torch.zeros((), device="cuda"))
+            counts.append(launches.count)
+    assert counts[0] == counts[1]
