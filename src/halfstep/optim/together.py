@@ -9,15 +9,21 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import OptimizerError
-from halfstep.kernels.gpu.kinds import Options, Tensors, takes
+from halfstep.kernels.cpu.coded import Coded
+from halfstep.kernels.gpu.kinds import Options, Tensors, codes_of, takes
 from halfstep.kernels.gpu.launch import plain
 from halfstep.kernels.gpu.optimizer import Steps
-from halfstep.optim.rules.base import Step, UpdateRule, as_kept
+from halfstep.ops import CodeTensor
+from halfstep.optim.coded import CodedWeight
+from halfstep.optim.rules.base import Step, UpdateRule, as_kept, with_codes
 from halfstep.optim.shards import is_spread, part, placed, run_of
+from halfstep.recipe import MASTER
 
 
 Stepped = tuple[Tensor, Tensor, dict[str, Any], int]
 """A parameter, its gradient, its group and its number."""
+Places = tuple[list[int], list[int]]
+"""The addresses of gradients, and of the scales of those that are codes."""
 
 
 class Owner(Protocol):
@@ -30,6 +36,12 @@ class Owner(Protocol):
     def taken(self, parameter: Tensor, group: dict[str, Any], grad: Tensor) -> tuple[UpdateRule, Step]:
         """The rule that a parameter is updated by, and what the update takes; not yet of which step it is."""
 
+    def follow(self, parameter: Tensor) -> None:
+        """Let what is kept of a parameter follow it, if somebody may have written to it since the last step."""
+
+    def note_written(self, parameter: Tensor) -> None:
+        """A parameter is as a step left it."""
+
 
 class _Known(NamedTuple):
     """A parameter that was stepped, and of which tensors."""
@@ -41,6 +53,8 @@ class _Known(NamedTuple):
     """What of its state the kernels read."""
     dtype: torch.dtype
     """The gradient's."""
+    codes: Any
+    """How the gradient is coded; None where it is numbers."""
 
 
 class Together:
@@ -64,6 +78,10 @@ class Together:
         self._known: list[list[_Known | Tensor]] = []
         self._fixed: list[Any] = []
         self._weights: list[Tensor] = []
+        self._followed: list[Tensor] = []
+        """Parameters whose masters follow where somebody has written."""
+        self._rounded: list[Tensor] = []
+        """Gradients that were rounded for this step alone."""
         self._kinds: list[object] = []
         self._rule: UpdateRule | None = None
         self._whole = False
@@ -95,19 +113,20 @@ class Together:
         for group in owner.param_groups:
             owner.rule.check(group)
         self._refresh(options, places[1])
-        self.run(grad_scale, found_inf)
+        self.run(owner, grad_scale, found_inf)
         return True
 
-    def _refresh(self, options: Sequence[Options], grads: dict[torch.device, list[int]]) -> None:
+    def _refresh(self, options: Sequence[Options], grads: dict[torch.device, Places]) -> None:
         for device, steps in self._steps.items():
-            steps.find(grads[device])
+            steps.find(*grads[device])
             steps.set(options)
 
-    def _places(self, owner: Owner) -> tuple[list[Any], dict[torch.device, list[int]]] | None:
+    def _places(self, owner: Owner) -> tuple[list[Any], dict[torch.device, Places]] | None:
         """The addresses of all that is read but gradients, with the groups' seeds; and those of gradients. None where
         other parameters have gradients than before, or gradients are of another kind."""
         fixed: list[Any] = [group["rounding_seed"] for group in owner.param_groups]
         grads: dict[torch.device, list[int]] = {device: [] for device in self._steps}
+        scales: dict[torch.device, list[int]] = {device: [] for device in self._steps}
         if len(owner.param_groups) != len(self._known):
             return None
         for group, known in zip(owner.param_groups, self._known, strict=True):
@@ -121,7 +140,17 @@ class Together:
                     continue
                 if parameter is not one.parameter or grad is None or owner.state.get(parameter) is not one.state:
                     return None
-                weight = parameter
+                weight: Any = parameter
+                if isinstance(parameter, CodeTensor):
+                    weight = parameter.codes
+                    fixed.append(parameter.scale.data_ptr())
+                if one.codes is not None:
+                    if not isinstance(grad, CodeTensor) or not grad.is_whole or grad.quantizer != one.codes:
+                        return None
+                    scales[grad.device].append(grad.scale.data_ptr())
+                    grad = grad.codes
+                elif type(grad) is CodeTensor:
+                    return None
                 if one.spread:
                     if placed(grad) != placed(parameter):
                         return None
@@ -137,16 +166,20 @@ class Together:
                 place = grad.data_ptr()
                 grads[grad.device].append(place)
                 fixed.append(place % 16 == 0)  # kernels are compiled for that
-        return fixed, grads
+        return fixed, {device: (grads[device], scales[device]) for device in grads}
 
-    def run(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def run(self, owner: Owner, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Step all that `take` took."""
+        for parameter in self._followed:
+            owner.follow(parameter)
         for device, steps in self._steps.items():
             scalars = (None if one is None else one.to(device, torch.float32, non_blocking=True) for one in
                        (grad_scale, found_inf))  # fmt: skip
             steps.run(*scalars)
         if self._weights:
             torch.autograd.graph.increment_version(self._weights)
+        for parameter in self._followed:
+            owner.note_written(parameter)
 
     # ---- a step that is not -------------------------------------------------------------------------------------
 
@@ -170,18 +203,21 @@ class Together:
                     raise OptimizerError(_NOT_CAPTURABLE.format(index, tuple(parameter.shape), parameter.dtype))
                 rest.append((parameter, grad, group, index))
                 continue
-            state, device = owner.state[parameter], own.weight.device
+            state, device = owner.state[parameter], codes_of(own.weight).device
             if state["step"].device != device:
                 state["step"] = state["step"].to(device, torch.float32)
             own = own._replace(step=state["step"])
             by_device.setdefault(device, []).append(own)
             parts = tuple(name for name, value in state.items() if isinstance(value, Tensor))
-            known[parameter] = _Known(parameter, is_spread(parameter), state, parts, own.grad.dtype)
-            self._weights += [own.weight, parameter] if is_spread(parameter) else [parameter]
+            codes = own.grad.quantizer if isinstance(own.grad, Coded) else None
+            known[parameter] = _Known(parameter, is_spread(parameter), state, parts, codes_of(own.grad).dtype, codes)
+            if isinstance(own.weight, Coded) and own.kept:
+                self._followed.append(parameter)
+            self._weights += [part(parameter), parameter] if is_spread(parameter) else [parameter]
         self._steps = {device: Steps(tensors, options) for device, tensors in by_device.items()}
         self._known = [[known.get(p, p) for p in group["params"]] for group in owner.param_groups]
         self._kinds, self._rule = [own.kind for own in options], owner.rule
-        found = None if rest or not known else self._places(owner)
+        found = None if rest or not known or self._rounded else self._places(owner)
         if found is not None:
             self._whole, self._fixed = True, found[0]
         return rest
@@ -191,22 +227,38 @@ class Together:
     ) -> Tensors | None:
         """What is read of a parameter; None where no kernel would."""
         rule, step = owner.taken(parameter, group, grad)
-        if rule is not owner.rule or not (self._anywhere or plain(step.weight)):
+        weight, codes = _numbers(step.weight), _numbers(grad)
+        if rule is not owner.rule or weight is None or codes is None:
+            return None
+        lies = codes_of(weight)
+        if not (self._anywhere or plain(lies, lies.dtype)):
             return None
         names, moments = rule.moments(group), as_kept(step)
         residual = moments.pop(f"{names[-1]}_residual", None) if names else None
         if moments.keys() != set(names) or not isinstance(residual, Tensor | None):
             return None
-        place, master = None, step.master
+        place, master, kept = None, step.master, dict(step.kept)
         if is_spread(parameter) and master.rounding == "stochastic":
             place = run_of(parameter)
             if place is None:
                 return None
+        if isinstance(master, CodedWeight):
+            if master.codes.master is not None:
+                kept = with_codes(kept, {MASTER: master.codes.master}, step.weight)
+            if isinstance(codes, Tensor) and master.codes.grads is not None:
+                self._rounded.append(step.grad)
         return Tensors(
-            step.weight, step.grad, owner.state[parameter]["step"], master.name, step.kept,
-            tuple(moments[name] for name in names), residual, master.rounding, place, group["rounding_seed"], index,
-            number,
+            weight, codes if isinstance(codes, Coded) else step.grad, owner.state[parameter]["step"], master.name,
+            kept, tuple(moments[name] for name in names), residual, master.rounding, place, group["rounding_seed"],
+            index, number,
         )  # fmt: skip
+
+
+def _numbers(tensor: Tensor) -> Tensor | Coded | None:
+    """A weight or a gradient as kernels take it; None of a part of codes."""
+    if not isinstance(tensor, CodeTensor):
+        return tensor
+    return Coded(tensor.quantizer, tensor.parts, tuple(tensor.shape)) if tensor.is_whole else None
 
 
 _NOT_CAPTURABLE = (

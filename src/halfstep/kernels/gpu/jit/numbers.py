@@ -63,6 +63,13 @@ def nearest_bf16(number):
 
 
 @triton.jit
+def held(number):
+    """A float32 within the range of finite ones; NaN stays."""
+    number = tl.where(number > 3.4028234663852886e38, 3.4028234663852886e38, number)
+    return tl.where(number < -3.4028234663852886e38, -3.4028234663852886e38, number)
+
+
+@triton.jit
 def is_nan(bits):
     """Whether float32 bits are those of a NaN."""
     return (bits & 0x7FFFFFFF) > 0x7F800000
