@@ -17,8 +17,9 @@ from halfstep.kernels.cpu.coded import Coded
 from halfstep.kernels.cpu.element_codes import Coding, Decoding
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.masters import KEPT
-from halfstep.kernels.gpu import quantizers
+from halfstep.kernels.gpu import places, quantizers
 from halfstep.kernels.gpu.launch import KINDS, lies_plain
+from halfstep.kernels.gpu.places import Bins
 from halfstep.kernels.gpu.quantizers import Rule
 from halfstep.quant.scaling.expansion import Expansion
 from halfstep.quant.tile import TENSOR
@@ -129,6 +130,8 @@ class Form(NamedTuple):
     """Of floats of a byte."""
     container: str = "uint8"
     """As what kernels load codes under one scale."""
+    bins: Bins | None = None
+    """Of a codebook."""
 
 
 def takes(tensors: Tensors, options: Options) -> bool:
@@ -168,7 +171,7 @@ def _knows_one_scale(coded: Coded) -> bool:
         return False
     lies = lies_plain(codes, *(_SCALED if rule.kind == "power" else (torch.uint8,)))
     bytes = isinstance(quantizer.format, Float) and rule.kind in ("power", "reciprocal", "quotient")
-    return bytes and lies and len(coded.parts) == 2 and lies_plain(scale, torch.float32) and scale.numel() == 1
+    return bytes and lies and len(coded.parts) == 2 and lies_plain(scale, torch.float32) and scale.numel() <= 1
 
 
 def _knows_tiles(moment: Coded) -> bool:
@@ -195,9 +198,7 @@ def _knows_tiles(moment: Coded) -> bool:
 @cache
 def _knows_format(format: Any) -> bool:
     if isinstance(format, Codebook):
-        values = format.values()
-        rising = all(format.decode(code) == value for code, value in enumerate(values))
-        return len(values) == 256 and rising and format.ties == "lower"
+        return places.known(format)
     return isinstance(format, Float) and format.bits == 8 and element_codes.knows(format)
 
 
@@ -242,7 +243,7 @@ def constants_of(key: tuple[Any, ...], device: torch.device) -> tuple[tuple[Tens
     """What a launch of that kind is given beside tables."""
     kind, *kept = key
     looked_up = tuple(
-        _elements(one[0], device) if isinstance(one, tuple) and isinstance(one[0], Codebook) else None
+        places.table(one[0], device) if isinstance(one, tuple) and isinstance(one[0], Codebook) else None
         for one in kept[-2:]
     )
     forms = dict(zip(("W", "X", "G", "M1", "M2"), map(_form, kept), strict=True))
@@ -271,9 +272,11 @@ def _form(kept: Any) -> Form | None:
         span, top = (elements.float_bits(number) for number in expansion.scalars(format, scales.rule)[:2])
         form = Form("expanded", form.tile, 0, span, top, scales.rule.sixteenths)
     if isinstance(format, Codebook):
-        return form._replace(kind="places")
+        return form._replace(kind="places", bins=places.bins(format))
     rounding, coding = quantizers.pair(format)
-    if container != torch.uint8:
+    if container == torch.uint8:
+        rounding = rounding._replace(nan_above=None)  # of what is lost, 0 is rounded
+    else:
         coding = coding._replace(nan=0x7F)  # torch's own
     decoding = Decoding(*map(int, element_codes.decoding_scalars(format)))
     return form._replace(rounding=rounding, coding=coding, decoding=decoding)
@@ -282,9 +285,3 @@ def _form(kept: Any) -> Form | None:
 def _half() -> Rounding:
     """float16's rounding as torch's conversions do it."""
     return Rounding(*map(int, elements.scalars(formats.get("fp16"), "nearest_even", "ieee", torch.float16)))
-
-
-def _elements(format: Codebook, device: torch.device) -> Tensor:
-    """The values of a codebook, then the cuts between them."""
-    cuts = element_codes.cut_points(format, with_values=False)
-    return torch.tensor([*format.values(), *map(float, cuts)], dtype=torch.float32, device=device)

@@ -32,7 +32,7 @@ def note(most, number, inside):
     magnitude = (as_bits(number) & 0x7FFFFFFF).to(tl.int32, bitcast=True)
     if inside is not None:
         magnitude = tl.where(inside, magnitude, 0)
-    tl.atomic_max(most, tl.max(magnitude, 0))
+    tl.atomic_max(most, tl.max(magnitude, 0), sem="relaxed")
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from halfstep.kernels.gpu import table
 from halfstep.kernels.gpu.jit.masters import kept_after, nearest, whole
-from halfstep.kernels.gpu.jit.moments import address, close, keep_beside, opened, read
+from halfstep.kernels.gpu.jit.moments import address, close, keep_scale, opened, read
 from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, noise, noise_anywhere, splitmix, widened
 from halfstep.kernels.gpu.jit.one_scale import codes, new_scale, note, values
 from halfstep.kernels.gpu.jit.rules import moved
@@ -173,12 +173,12 @@ def advance(
     RULE: tl.constexpr = K.rule
     WITH_L2: tl.constexpr = K.l2
     NESTEROV: tl.constexpr = K.nesterov
-    index = block * B + tl.arange(0, B)
-    weight = address(row, WEIGHT, KIND, ALIGNED) + index
+    index = tl.arange(0, B)
+    weight = address(row, WEIGHT, block * B, KIND, ALIGNED) + index
     stored = read(weight, inside)
     kept = stored
     if KEPT_KIND is not None:
-        kept = read(address(row, KEPT, KEPT_KIND, ALIGNED) + index, inside)
+        kept = read(address(row, KEPT, block * B, KEPT_KIND, ALIGNED) + index, inside)
     if X is not None:
         full = values(kept, tl.load(step + KEPT_OLD), X)
     elif W is not None:
@@ -188,7 +188,7 @@ def advance(
             full = values(stored, tl.load(step + WEIGHT_OLD), W)
     else:
         full = whole(stored, kept, MASTER, KIND, HALF)
-    grad = read(address(row, GRAD, GRAD_KIND, ALIGNED) + index, inside)
+    grad = read(address(row, GRAD, block * B, GRAD_KIND, ALIGNED) + index, inside)
     if G is not None:
         grad = values(grad, tl.load(step + GRAD_OLD), G)
     else:
@@ -201,7 +201,7 @@ def advance(
         second = opened(row, SECOND, step + SECOND_OLD, block, index, inside, size, elements2, M2, ALIGNED, B)
     if K.residual:
         KIND2: tl.constexpr = M2.kind
-        rest = address(row, RESIDUAL, KIND2, ALIGNED) + index
+        rest = address(row, RESIDUAL, block * B, KIND2, ALIGNED) + index
         second = second + as_float(widened(read(rest, inside), KIND2))
 
     updated, first, second = moved(full, grad, first, second, step, RULE, WITH_L2, NESTEROV)
@@ -217,22 +217,22 @@ def advance(
             note(most + WEIGHT_MOST, updated, inside)
     else:
         if W is not None:
-            write_codes(row, most, block, index, inside, updated, weight, K, W, X, HALF)
+            write_codes(row, most, block, index, inside, updated, weight, K, W, X, HALF, B)
         else:
             drawn = None
             if NOISY:
                 low = tl.load(step + LOW).to(tl.int32, bitcast=True)
                 high = tl.load(step + HIGH).to(tl.int32, bitcast=True)
                 if K.spread:
-                    run = tl.load(row + RUN)
-                    place = tl.load(row + START) + index // run * tl.load(row + STRIDE) + index % run
+                    run, own = tl.load(row + RUN), block * B + index
+                    place = tl.load(row + START) + own // run * tl.load(row + STRIDE) + own % run
                     drawn = noise_anywhere(low, high, place)
                 else:
-                    drawn = noise(low, high, block * B, tl.arange(0, B))
+                    drawn = noise(low, high, block * B, index)
             stored, kept = kept_after(updated, full, stored, kept, drawn, MASTER, KIND, NOISY, HALF)
             tl.store(weight, stored, mask=inside)
             if KEPT_KIND is not None:
-                tl.store(address(row, KEPT, KEPT_KIND, ALIGNED) + index, kept, mask=inside)
+                tl.store(address(row, KEPT, block * B, KEPT_KIND, ALIGNED) + index, kept, mask=inside)
         if M1 is not None:
             close(row, FIRST, most, FIRST_MOST, block, index, inside, size, elements1, first, M1, HALF, ALIGNED, B)
         if M2 is not None:
@@ -246,7 +246,7 @@ def advance(
 @triton.jit
 def write_codes(
     row, most, block, index, inside, updated, weight, K: tl.constexpr, W: tl.constexpr, X: tl.constexpr,
-    HALF: tl.constexpr,
+    HALF: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Write a weight that is codes; where a master takes the update, that, and the weight is its image."""
     KEPT_KIND: tl.constexpr = K.kept
@@ -258,15 +258,15 @@ def write_codes(
         if X is not None:
             scale, meets, keep = new_scale(largest, X)
             kept = codes(updated, meets, keep, X, HALF)
-            keep_beside(row, KEPT_SCALE, block, block == 0, scale)
+            keep_scale(row, KEPT_SCALE, block, scale)
             updated = values(kept, scale, X)
             top = values(codes(top, meets, keep, X, HALF), scale, X)
         else:
             kept = nearest(updated, KEPT_KIND, HALF)
             updated = as_float(widened(kept, KEPT_KIND))
             top = as_float(widened(nearest(top, KEPT_KIND, HALF), KEPT_KIND))
-        tl.store(address(row, KEPT, KEPT_KIND, ALIGNED) + index, kept, mask=inside)
+        tl.store(address(row, KEPT, block * B, KEPT_KIND, ALIGNED) + index, kept, mask=inside)
         largest = as_bits(top).to(tl.int32, bitcast=True)
     scale, meets, keep = new_scale(largest, W)
     tl.store(weight, codes(updated, meets, keep, W, HALF), mask=inside)
-    keep_beside(row, WEIGHT_SCALE, block, block == 0, scale)
+    keep_scale(row, WEIGHT_SCALE, block, scale)
