@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,14 +16,13 @@ from halfstep.kernels.gpu.optimizer import Steps
 from halfstep.ops import CodeTensor
 from halfstep.optim.coded import CodedWeight
 from halfstep.optim.rules.base import Step, UpdateRule, as_kept, with_codes
-from halfstep.optim.shards import is_spread, part, placed, run_of
+from halfstep.optim.shards import is_spread, part, run_of
+from halfstep.optim.unmoved import Unmoved
 from halfstep.recipe import MASTER
 
 
 Stepped = tuple[Tensor, Tensor, dict[str, Any], int]
 """A parameter, its gradient, its group and its number."""
-Places = tuple[list[int], list[int]]
-"""The addresses of gradients, and of the scales of those that are codes."""
 
 
 class Owner(Protocol):
@@ -41,20 +40,6 @@ class Owner(Protocol):
 
     def note_written(self, parameter: Tensor) -> None:
         """A parameter is as a step left it."""
-
-
-class _Known(NamedTuple):
-    """A parameter that was stepped, and of which tensors."""
-
-    parameter: Tensor
-    spread: bool
-    state: dict[str, Any]
-    parts: tuple[str, ...]
-    """What of its state the kernels read."""
-    dtype: torch.dtype
-    """The gradient's."""
-    codes: Any
-    """How the gradient is coded; None where it is numbers."""
 
 
 class Together:
@@ -75,8 +60,6 @@ class Together:
     def _forget(self) -> None:
         self._held += [steps for steps in self._steps.values() if steps.held]
         self._steps = {}
-        self._known: list[list[_Known | Tensor]] = []
-        self._fixed: list[Any] = []
         self._weights: list[Tensor] = []
         self._followed: list[Tensor] = []
         """Parameters whose masters follow where somebody has written."""
@@ -84,12 +67,13 @@ class Together:
         """Gradients that were rounded for this step alone."""
         self._kinds: list[object] = []
         self._rule: UpdateRule | None = None
-        self._whole = False
+        self._unmoved: Unmoved | None = None
+        """Where the last step found everything; None where it did not take all that had a gradient."""
 
     @property
     def all(self) -> bool:
         """Whether the last step took all that had a gradient."""
-        return self._whole
+        return self._unmoved is not None
 
     def serves(self, owner: Owner) -> bool:
         """Whether some of these tensors may be stepped together, so that what is on the GPU is not asked for."""
@@ -102,71 +86,21 @@ class Together:
     def again(self, owner: Owner, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
         """Take a step like the last one. False where something other than numbers has changed, or not all was stepped
         so: then nothing has moved."""
-        if not self._whole or owner.rule is not self._rule:
+        if self._unmoved is None or owner.rule is not self._rule:
             return False
-        places = self._places(owner)
-        if places is None or places[0] != self._fixed:
+        grads = self._unmoved.gradients(owner.param_groups, owner.state)
+        if grads is None:
             return False
         options = _options(owner)
         if [own.kind for own in options] != self._kinds:
             return False
         for group in owner.param_groups:
             owner.rule.check(group)
-        self._refresh(options, places[1])
-        self.run(owner, grad_scale, found_inf)
-        return True
-
-    def _refresh(self, options: Sequence[Options], grads: dict[torch.device, Places]) -> None:
         for device, steps in self._steps.items():
             steps.find(*grads[device])
             steps.set(options)
-
-    def _places(self, owner: Owner) -> tuple[list[Any], dict[torch.device, Places]] | None:
-        """The addresses of all that is read but gradients, with the groups' seeds; and those of gradients. None where
-        other parameters have gradients than before, or gradients are of another kind."""
-        fixed: list[Any] = [group["rounding_seed"] for group in owner.param_groups]
-        grads: dict[torch.device, list[int]] = {device: [] for device in self._steps}
-        scales: dict[torch.device, list[int]] = {device: [] for device in self._steps}
-        if len(owner.param_groups) != len(self._known):
-            return None
-        for group, known in zip(owner.param_groups, self._known, strict=True):
-            if len(group["params"]) != len(known):
-                return None
-            for parameter, one in zip(group["params"], known, strict=True):
-                grad = parameter.grad
-                if not isinstance(one, _Known):
-                    if parameter is not one or grad is not None:
-                        return None
-                    continue
-                if parameter is not one.parameter or grad is None or owner.state.get(parameter) is not one.state:
-                    return None
-                weight: Any = parameter
-                if isinstance(parameter, CodeTensor):
-                    weight = parameter.codes
-                    fixed.append(parameter.scale.data_ptr())
-                if one.codes is not None:
-                    if not isinstance(grad, CodeTensor) or not grad.is_whole or grad.quantizer != one.codes:
-                        return None
-                    scales[grad.device].append(grad.scale.data_ptr())
-                    grad = grad.codes
-                elif type(grad) is CodeTensor:
-                    return None
-                if one.spread:
-                    if placed(grad) != placed(parameter):
-                        return None
-                    weight, grad = part(parameter), part(grad)
-                if grad.dtype is not one.dtype or grad.layout is not torch.strided or not grad.is_contiguous():
-                    return None
-                fixed.append(weight.data_ptr())
-                for name in one.parts:
-                    held = one.state.get(name)
-                    if held is None:
-                        return None
-                    fixed.append((part(held) if one.spread else held).data_ptr())
-                place = grad.data_ptr()
-                grads[grad.device].append(place)
-                fixed.append(place % 16 == 0)  # kernels are compiled for that
-        return fixed, {device: (grads[device], scales[device]) for device in grads}
+        self.run(owner, grad_scale, found_inf)
+        return True
 
     def run(self, owner: Owner, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Step all that `take` took."""
@@ -194,7 +128,7 @@ class Together:
             return list(stepped)
         options, numbers = _options(owner), {id(group): i for i, group in enumerate(owner.param_groups)}
         by_device: dict[torch.device, list[Tensors]] = {}
-        known: dict[Tensor, _Known] = {}
+        taken: dict[Tensor, Tensors] = {}
         rest = []
         for parameter, grad, group, index in stepped:
             own = self._tensors(owner, parameter, grad, group, index, numbers[id(group)])
@@ -206,20 +140,15 @@ class Together:
             state, device = owner.state[parameter], codes_of(own.weight).device
             if state["step"].device != device:
                 state["step"] = state["step"].to(device, torch.float32)
-            own = own._replace(step=state["step"])
+            taken[parameter] = own = own._replace(step=state["step"])
             by_device.setdefault(device, []).append(own)
-            parts = tuple(name for name, value in state.items() if isinstance(value, Tensor))
-            codes = own.grad.quantizer if isinstance(own.grad, Coded) else None
-            known[parameter] = _Known(parameter, is_spread(parameter), state, parts, codes_of(own.grad).dtype, codes)
             if isinstance(own.weight, Coded) and own.kept:
                 self._followed.append(parameter)
             self._weights += [part(parameter), parameter] if is_spread(parameter) else [parameter]
         self._steps = {device: Steps(tensors, options) for device, tensors in by_device.items()}
-        self._known = [[known.get(p, p) for p in group["params"]] for group in owner.param_groups]
         self._kinds, self._rule = [own.kind for own in options], owner.rule
-        found = None if rest or not known or self._rounded else self._places(owner)
-        if found is not None:
-            self._whole, self._fixed = True, found[0]
+        if taken and not rest and not self._rounded:
+            self._unmoved = Unmoved(owner.param_groups, owner.state, taken)
         return rest
 
     def _tensors(

@@ -53,8 +53,9 @@ class Steps:
         self._table = torch.empty(len(options), table.OPTIONS, dtype=torch.float64, device=self._device)
         self._grads = [codes_of(t.grad).data_ptr() for t in tensors]
         self._coded = [number for number, t in enumerate(tensors) if isinstance(t.grad, Coded)]
-        self._host = torch.tensor([_row(t) for t in tensors])
-        self._scales = self._host[self._coded, table.GRAD_SCALE].tolist()
+        rows = [_row(t) for t in tensors]
+        self._host = torch.tensor(rows)
+        self._scales = [rows[number][table.GRAD_SCALE] for number in self._coded]
         self._rows = self._sent(self._host)
         self._numbers = torch.empty(len(tensors), table.NUMBERS, device=self._device)
         # A graph that is captured while gradients are elsewhere takes these for its own.
