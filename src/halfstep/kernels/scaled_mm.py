@@ -155,7 +155,9 @@ def _toolkit() -> tuple[int, int]:
     return major, minor
 
 
-_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a traced graph takes the answer
+# A traced graph takes their answers. Of two tuples, one an answer, torch 2.8 traces no comparison.
+is_there._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _toolkit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -27,4 +27,4 @@ class DotProductAttention(nn.Module):
     ) -> Tensor:
         """q, k, v (batch, heads, time, d) -> (batch, heads, time, d); see `ops.attention`."""
         dropout = self.dropout if self.training else 0.0
-        return ops.attention(query, key, value, is_causal, mask, dropout, vars(self).get(ATTRIBUTE))
+        return ops.attention(query, key, value, is_causal, mask, dropout, self.__dict__.get(ATTRIBUTE))

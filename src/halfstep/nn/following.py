@@ -198,7 +198,7 @@ def unfollow(model: nn.Module) -> None:
 
 def part_of(module: nn.Module) -> Part | None:
     """What the module shares with its model's other parts; None where it follows no recipe."""
-    return vars(module).get(_PART)
+    return module.__dict__.get(_PART)
 
 
 def root_of(model: nn.Module) -> nn.Module:

@@ -41,14 +41,14 @@ def product(
         return frozen_product(
             x, bias, weight, spec_of(module), lambda x, w, b: product(module, x, w, b, part, channels)
         )
-    states, keeping = states_of(module, part), vars(module).get(KEEPING)
+    states, keeping = states_of(module, part), module.__dict__.get(KEEPING)
     training = records(module), channels, keeping
     return ops.linear(x, weight, bias, spec_of(module), states, *training, evaluates(module))
 
 
 def spec_of(module: Any) -> LinearSpec:
     """How the layer's products round their operands, and what they are multiplied by."""
-    own = vars(module)
+    own = module.__dict__
     return own.get("_halfstep_linear") or own.get(MULTIPLIERS, _PLAIN)  # type: ignore[no-any-return]
 
 
@@ -67,8 +67,8 @@ def evaluates(module: Any) -> bool:
 def weight_of(module: Any, name: str, x: Tensor, expert: int | None = None) -> Any:
     """The layer's parameter of that name, or one expert's, for a product with x; rounded already (an `Operand`, or a
     `StoredWeight`) where the layer is quantised for inference."""
-    if "_halfstep_stored" in vars(module):
-        if ADAPTS in vars(module) and torch.is_grad_enabled():
+    if "_halfstep_stored" in module.__dict__:
+        if ADAPTS in module.__dict__ and torch.is_grad_enabled():
             like = x.new_empty(0, dtype=product_dtype(x))
             return FrozenWeight(lambda: _decoded(quantized_weight(module, name, like, expert)), rows_of(module, name))
         return quantized_weight(module, name, x, expert)
@@ -80,7 +80,7 @@ def repeated_weight(module: Any, name: str, x: Tensor, part: str) -> Any:
     """`weight_of` for products of that part with several tensors, of which x is one: rounded once for all of them, and
     with a gradient that adds up in float32."""
     weight = weight_of(module, name, x)
-    if isinstance(weight, Operand | StoredWeight | FrozenWeight):
+    if isinstance(weight, (Operand, StoredWeight, FrozenWeight)):
         return weight if isinstance(weight, FrozenWeight) else _decoded(weight)
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     if torch.compiler.is_compiling():  # a graph finds by itself what it computes twice

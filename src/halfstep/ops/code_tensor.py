@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from halfstep.errors import QuantizationError
 from halfstep.ops.codes import decode_parts, encode_parts
-from halfstep.ops.dispatch import check, pickled, read_only, written
+from halfstep.ops.dispatch import as_bytes, check, read_only, written
 from halfstep.quant import Quantizer
 from halfstep.recipe.storage import scaled_dtype
 
@@ -285,7 +285,7 @@ class CodeTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not isinstance(self, nn.Parameter):
             return self.values().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-        parts = {name: pickled(part) for name, part in self.parts.items()}
+        parts = {name: as_bytes(part) for name, part in self.parts.items()}
         kind = self.quantizer, tuple(self.whole.shape), self.dtype
         return _restored, (parts, *kind, self.requires_grad, self.grads)
 

@@ -50,6 +50,6 @@ def read_only(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def pickled(part: Tensor) -> Tensor:
-    """What pickle can read, too: torch's float8 tensors are for torch.load alone."""
+def as_bytes(part: Tensor) -> Tensor:
+    """Torch's 8-bit floats as what every function of torch takes, and pickle reads; other tensors as they are."""
     return part.view(torch.uint8) if part.is_floating_point() and part.itemsize == 1 else part

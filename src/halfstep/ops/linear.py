@@ -60,7 +60,7 @@ def linear(
             "(smooth_glu = 'channel'): it mixes the channels. Rotate the backward products alone, or take "
             "smooth_glu = 'token'"
         )
-    if isinstance(weight, Operand | StoredWeight):
+    if isinstance(weight, (Operand, StoredWeight)):
         return _infer(x, weight, bias, spec.output, (states or {}).get("input"), channels, evaluates)
     once_for_all = weight if isinstance(weight, RoundedWeight) else None
     weight = weight.weight if isinstance(weight, RoundedWeight) else values_of(weight)

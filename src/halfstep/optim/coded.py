@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep.ops import CodeTensor, codes
+from halfstep.ops.dispatch import as_bytes
 from halfstep.quant.masters import Kept, Master
 from halfstep.recipe import MASTER, Codes, Storage
 
@@ -66,8 +67,10 @@ class CodedWeight(Master):
             return
         full, now = self.read(weight, kept), self.stored(weight)
         changed = self._image(full, self.codes.weights) != now
-        if bool(changed.any()):
-            codes.write(self.codes.master, MASTER, kept, torch.where(changed, now, full))
+        anew = codes.store(self.codes.master, MASTER, torch.where(changed, now, full))
+        for name, own in kept.items():  # on a GPU the host would wait to hear whether there is anything to do
+            where = torch.where(changed.any(), as_bytes(anew[name]), as_bytes(own))
+            as_bytes(own).copy_(where)
 
     def _image(self, values: Tensor, storage: Storage) -> Tensor:
         """What is left of float32 values that are stored so."""

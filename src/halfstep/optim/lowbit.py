@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep import ops
 from halfstep.errors import OptimizerError
 from halfstep.optim.checks import UNSCALED, check_parameters, check_step, warn_of_late
 from halfstep.optim.gradients import narrow_all
@@ -164,7 +165,7 @@ class LowBit(Stored):
             for parameter, grad, group, index in stepped:
                 self._look(parameter, group, index, grad, grad_scale)
             if together:
-                self._together.run(scale, found_inf)
+                self._together.run(self, scale, found_inf)
             for parameter, grad, group, index in stepped:
                 self._update(parameter, group, index, grad, grad_scale)
         torch.clear_autocast_cache()
@@ -239,12 +240,24 @@ class LowBit(Stored):
         if self._watch is None and rule.fused(step):
             torch.autograd.graph.increment_version(step.weight)
         else:
-            written = not step.master.costly or self._versions.get(parameter) != parameter._version
-            move(rule, step, parameter, written, self._watch)
+            move(rule, step, parameter, not step.master.costly or self._was_written(parameter), self._watch)
         if is_spread(parameter):
             torch.autograd.graph.increment_version(parameter)
         if step.master.costly:
-            self._versions[parameter] = parameter._version
+            self.note_written(parameter)
+
+    def follow(self, parameter: Tensor) -> None:
+        """Let what is kept of a parameter follow it, where somebody may have written to it since the last step."""
+        if self._was_written(parameter):
+            master, state = self._master(parameter), self.state[parameter]
+            ops.follow(master, local(parameter), {name: local(state[name]) for name in master.keeps})
+
+    def _was_written(self, parameter: Tensor) -> bool:
+        return self._versions.get(parameter) != parameter._version
+
+    def note_written(self, parameter: Tensor) -> None:
+        """A parameter is as a step left it."""
+        self._versions[parameter] = parameter._version
 
     # ---- one parameter at a time, for `PerLayer` -----------------------------------------------------------------
 

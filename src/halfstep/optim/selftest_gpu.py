@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from halfstep.kernels.gpu.kinds import Tensors
 from halfstep.kernels.gpu.optimizer import Steps
 from halfstep.kernels.selftest import Case, Outcome, hard, outcome
+from halfstep.ops.code_tensor import CodeTensor, round_gradient
+from halfstep.ops.code_tensor import parameter as code_parameter
 from halfstep.optim.classes import Lion
 from halfstep.optim.conversion import convert
 from halfstep.optim.lowbit import LowBit
@@ -24,13 +26,20 @@ from halfstep.recipe import DTYPES, Recipe, get_recipe
 
 SIZES = (0, 1, 17, 1024, 4096 + 259)
 """Of the tensors of one launch: none, few, a block, and several of them with a rest."""
+_LARGE = 17
 _RECIPES = (
     "fp32", "bf16-master", "bf16-pure", "bf16-stochastic", "bf16-split", "bf16-kahan", "bf16-collage-light",
     "bf16-collage-plus", "fp16-pure", "fp16-master", "fp8-adam", "adamw-8bit",
-    "coat",
+    "coat", "fp8-fishman", "fp8lm-o1", "fp8lm-o2", "fp8lm-o3",
 )  # fmt: skip
 _OTHERS = ("fp32", "bf16-master", "bf16-stochastic", "adamw-8bit")
 _SCALE = 8.0
+_GRADIENTS: dict[str, Callable[[int], Tensor]] = {
+    "ordinary": torch.randn,
+    "wide": lambda size: hard(size).nan_to_num(0.0).clamp(-1e15, 1e15),
+    "hard": hard,
+}
+"""By kind: what one scale of a tensor can hold, and what it cannot."""
 Make = Callable[[list[nn.Parameter]], Any]
 """The torch optimizer of some parameters."""
 
@@ -52,15 +61,14 @@ def tests() -> Iterator[tuple[str, str, Callable[..., Iterator[Case]]]]:
 def _steps(name: str, device: torch.device, make: Make) -> Iterator[Case]:
     recipe = get_recipe(name)
     weights = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in SIZES]
-    for hardest in (False, True):
-        grads = [[hard(size) if hardest else torch.randn(size) * 1e-3**k for size in SIZES] for k in range(2)]
+    for kind, gradient in _GRADIENTS.items():
+        grads = [[gradient(size) * 1e-3**k for size in SIZES] for k in range(2)]
         expected, _ = _stepped(recipe, weights, grads, make, None)
         found, together = _stepped(recipe, weights, grads, make, device)
         if not together:
             continue  # the kernels take no such tensors: that is no case
         for key, tensor in expected.items():
-            words = f"{'hard' if hardest else 'ordinary'} gradients, {key}"
-            yield tensor, found[key].cpu(), torch.empty(0), words
+            yield tensor, found[key].cpu(), torch.empty(0), f"{kind} gradients, {key}"
 
 
 def _parts(name: str, device: torch.device) -> Iterator[Case]:
@@ -102,8 +110,9 @@ def _stepped(
     device: torch.device | None,
 ) -> tuple[dict[str, Tensor], bool]:
     """Weights and states after those gradients, by the rule on a CPU or together on a device; whether all were so."""
-    parameters = [nn.Parameter(w.to(device or "cpu", DTYPES[recipe.weights], copy=True)) for w in weights]
-    masters = {p: w.to(p.device, copy=True) for p, w in zip(parameters, weights, strict=True)} if recipe.master else {}
+    parameters = [_parameter(w.to(device or "cpu"), recipe) for w in weights]
+    has_masters = recipe.master or recipe.codes
+    masters = {p: w.to(p.device, copy=True) for p, w in zip(parameters, weights, strict=True)} if has_masters else {}
     optimizer = convert(make(parameters), recipe, masters, 7)
     if device is None:
         optimizer.rule = replace(optimizer.rule, fused=never, options=None)
@@ -112,6 +121,8 @@ def _stepped(
     for number, step in enumerate(grads):
         for parameter, grad in zip(parameters, step, strict=True):
             parameter.grad = grad.to(parameter.device, parameter.dtype)
+            if isinstance(parameter, CodeTensor):
+                round_gradient(parameter)
         scaled(optimizer, parameters[0].device, overflowed=False)
         if not number:
             scaled(optimizer, parameters[0].device, overflowed=True)  # moves nothing
@@ -122,7 +133,19 @@ def _stepped(
         f"{key} of {len(p)}": state for p in parameters for key, state in optimizer.state[p].items()
         if isinstance(state, Tensor)
     }  # fmt: skip
-    return {f"weight of {len(p)}": p.detach() for p in parameters} | states, optimizer._together.all
+    found = {f"weight of {len(p)}": p.detach() for p in parameters if not isinstance(p, CodeTensor)}
+    for p in parameters:
+        if isinstance(p, CodeTensor):
+            found |= {f"{part} of the weight of {len(p)}": tensor for part, tensor in p.parts.items()}
+    return found | states, optimizer._together.all
+
+
+def _parameter(weight: Tensor, recipe: Recipe) -> Any:
+    """A parameter of those values: a large one as the recipe keeps weights that rules round."""
+    if recipe.codes is None or weight.numel() < _LARGE:
+        return nn.Parameter(weight.to(DTYPES[recipe.weights], copy=True))
+    grads = recipe.codes.grads.quantizer if recipe.codes.grads else None
+    return code_parameter(CodeTensor.encode(weight, recipe.codes.weights.quantizer), grads=grads)
 
 
 def scaled(optimizer: LowBit, device: torch.device, overflowed: bool) -> None:

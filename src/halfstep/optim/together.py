@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from halfstep.errors import OptimizerError
-from halfstep.kernels.gpu.kinds import Options, Tensors, takes
+from halfstep.kernels.cpu.coded import Coded
+from halfstep.kernels.gpu.kinds import Options, Tensors, codes_of, takes
 from halfstep.kernels.gpu.launch import plain
 from halfstep.kernels.gpu.optimizer import Steps
-from halfstep.optim.rules.base import Step, UpdateRule, as_kept
-from halfstep.optim.shards import is_spread, part, placed, run_of
+from halfstep.ops import CodeTensor
+from halfstep.optim.coded import CodedWeight
+from halfstep.optim.rules.base import Step, UpdateRule, as_kept, with_codes
+from halfstep.optim.shards import is_spread, part, run_of
+from halfstep.optim.unmoved import Unmoved
+from halfstep.recipe import MASTER
 
 
 Stepped = tuple[Tensor, Tensor, dict[str, Any], int]
@@ -30,17 +35,11 @@ class Owner(Protocol):
     def taken(self, parameter: Tensor, group: dict[str, Any], grad: Tensor) -> tuple[UpdateRule, Step]:
         """The rule that a parameter is updated by, and what the update takes; not yet of which step it is."""
 
+    def follow(self, parameter: Tensor) -> None:
+        """Let what is kept of a parameter follow it, if somebody may have written to it since the last step."""
 
-class _Known(NamedTuple):
-    """A parameter that was stepped, and of which tensors."""
-
-    parameter: Tensor
-    spread: bool
-    state: dict[str, Any]
-    parts: tuple[str, ...]
-    """What of its state the kernels read."""
-    dtype: torch.dtype
-    """The gradient's."""
+    def note_written(self, parameter: Tensor) -> None:
+        """A parameter is as a step left it."""
 
 
 class Together:
@@ -61,17 +60,20 @@ class Together:
     def _forget(self) -> None:
         self._held += [steps for steps in self._steps.values() if steps.held]
         self._steps = {}
-        self._known: list[list[_Known | Tensor]] = []
-        self._fixed: list[Any] = []
         self._weights: list[Tensor] = []
+        self._followed: list[Tensor] = []
+        """Parameters whose masters follow where somebody has written."""
+        self._rounded: list[Tensor] = []
+        """Gradients that were rounded for this step alone."""
         self._kinds: list[object] = []
         self._rule: UpdateRule | None = None
-        self._whole = False
+        self._unmoved: Unmoved | None = None
+        """Where the last step found everything; None where it did not take all that had a gradient."""
 
     @property
     def all(self) -> bool:
         """Whether the last step took all that had a gradient."""
-        return self._whole
+        return self._unmoved is not None
 
     def serves(self, owner: Owner) -> bool:
         """Whether some of these tensors may be stepped together, so that what is on the GPU is not asked for."""
@@ -84,69 +86,34 @@ class Together:
     def again(self, owner: Owner, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
         """Take a step like the last one. False where something other than numbers has changed, or not all was stepped
         so: then nothing has moved."""
-        if not self._whole or owner.rule is not self._rule:
+        if self._unmoved is None or owner.rule is not self._rule:
             return False
-        places = self._places(owner)
-        if places is None or places[0] != self._fixed:
+        grads = self._unmoved.gradients(owner.param_groups, owner.state)
+        if grads is None:
             return False
         options = _options(owner)
         if [own.kind for own in options] != self._kinds:
             return False
         for group in owner.param_groups:
             owner.rule.check(group)
-        self._refresh(options, places[1])
-        self.run(grad_scale, found_inf)
+        for device, steps in self._steps.items():
+            steps.find(*grads[device])
+            steps.set(options)
+        self.run(owner, grad_scale, found_inf)
         return True
 
-    def _refresh(self, options: Sequence[Options], grads: dict[torch.device, list[int]]) -> None:
-        for device, steps in self._steps.items():
-            steps.find(grads[device])
-            steps.set(options)
-
-    def _places(self, owner: Owner) -> tuple[list[Any], dict[torch.device, list[int]]] | None:
-        """The addresses of all that is read but gradients, with the groups' seeds; and those of gradients. None where
-        other parameters have gradients than before, or gradients are of another kind."""
-        fixed: list[Any] = [group["rounding_seed"] for group in owner.param_groups]
-        grads: dict[torch.device, list[int]] = {device: [] for device in self._steps}
-        if len(owner.param_groups) != len(self._known):
-            return None
-        for group, known in zip(owner.param_groups, self._known, strict=True):
-            if len(group["params"]) != len(known):
-                return None
-            for parameter, one in zip(group["params"], known, strict=True):
-                grad = parameter.grad
-                if not isinstance(one, _Known):
-                    if parameter is not one or grad is not None:
-                        return None
-                    continue
-                if parameter is not one.parameter or grad is None or owner.state.get(parameter) is not one.state:
-                    return None
-                weight = parameter
-                if one.spread:
-                    if placed(grad) != placed(parameter):
-                        return None
-                    weight, grad = part(parameter), part(grad)
-                if grad.dtype is not one.dtype or grad.layout is not torch.strided or not grad.is_contiguous():
-                    return None
-                fixed.append(weight.data_ptr())
-                for name in one.parts:
-                    held = one.state.get(name)
-                    if held is None:
-                        return None
-                    fixed.append((part(held) if one.spread else held).data_ptr())
-                place = grad.data_ptr()
-                grads[grad.device].append(place)
-                fixed.append(place % 16 == 0)  # kernels are compiled for that
-        return fixed, grads
-
-    def run(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def run(self, owner: Owner, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Step all that `take` took."""
+        for parameter in self._followed:
+            owner.follow(parameter)
         for device, steps in self._steps.items():
             scalars = (None if one is None else one.to(device, torch.float32, non_blocking=True) for one in
                        (grad_scale, found_inf))  # fmt: skip
             steps.run(*scalars)
         if self._weights:
             torch.autograd.graph.increment_version(self._weights)
+        for parameter in self._followed:
+            owner.note_written(parameter)
 
     # ---- a step that is not -------------------------------------------------------------------------------------
 
@@ -161,7 +128,7 @@ class Together:
             return list(stepped)
         options, numbers = _options(owner), {id(group): i for i, group in enumerate(owner.param_groups)}
         by_device: dict[torch.device, list[Tensors]] = {}
-        known: dict[Tensor, _Known] = {}
+        taken: dict[Tensor, Tensors] = {}
         rest = []
         for parameter, grad, group, index in stepped:
             own = self._tensors(owner, parameter, grad, group, index, numbers[id(group)])
@@ -170,20 +137,18 @@ class Together:
                     raise OptimizerError(_NOT_CAPTURABLE.format(index, tuple(parameter.shape), parameter.dtype))
                 rest.append((parameter, grad, group, index))
                 continue
-            state, device = owner.state[parameter], own.weight.device
+            state, device = owner.state[parameter], codes_of(own.weight).device
             if state["step"].device != device:
                 state["step"] = state["step"].to(device, torch.float32)
-            own = own._replace(step=state["step"])
+            taken[parameter] = own = own._replace(step=state["step"])
             by_device.setdefault(device, []).append(own)
-            parts = tuple(name for name, value in state.items() if isinstance(value, Tensor))
-            known[parameter] = _Known(parameter, is_spread(parameter), state, parts, own.grad.dtype)
-            self._weights += [own.weight, parameter] if is_spread(parameter) else [parameter]
+            if isinstance(own.weight, Coded) and own.kept:
+                self._followed.append(parameter)
+            self._weights += [part(parameter), parameter] if is_spread(parameter) else [parameter]
         self._steps = {device: Steps(tensors, options) for device, tensors in by_device.items()}
-        self._known = [[known.get(p, p) for p in group["params"]] for group in owner.param_groups]
         self._kinds, self._rule = [own.kind for own in options], owner.rule
-        found = None if rest or not known else self._places(owner)
-        if found is not None:
-            self._whole, self._fixed = True, found[0]
+        if taken and not rest and not self._rounded:
+            self._unmoved = Unmoved(owner.param_groups, owner.state, taken)
         return rest
 
     def _tensors(
@@ -191,22 +156,38 @@ class Together:
     ) -> Tensors | None:
         """What is read of a parameter; None where no kernel would."""
         rule, step = owner.taken(parameter, group, grad)
-        if rule is not owner.rule or not (self._anywhere or plain(step.weight)):
+        weight, codes = _numbers(step.weight), _numbers(grad)
+        if rule is not owner.rule or weight is None or codes is None:
+            return None
+        lies = codes_of(weight)
+        if not (self._anywhere or plain(lies, lies.dtype)):
             return None
         names, moments = rule.moments(group), as_kept(step)
         residual = moments.pop(f"{names[-1]}_residual", None) if names else None
         if moments.keys() != set(names) or not isinstance(residual, Tensor | None):
             return None
-        place, master = None, step.master
+        place, master, kept = None, step.master, dict(step.kept)
         if is_spread(parameter) and master.rounding == "stochastic":
             place = run_of(parameter)
             if place is None:
                 return None
+        if isinstance(master, CodedWeight):
+            if master.codes.master is not None:
+                kept = with_codes(kept, {MASTER: master.codes.master}, step.weight)
+            if isinstance(codes, Tensor) and master.codes.grads is not None:
+                self._rounded.append(step.grad)
         return Tensors(
-            step.weight, step.grad, owner.state[parameter]["step"], master.name, step.kept,
-            tuple(moments[name] for name in names), residual, master.rounding, place, group["rounding_seed"], index,
-            number,
+            weight, codes if isinstance(codes, Coded) else step.grad, owner.state[parameter]["step"], master.name,
+            kept, tuple(moments[name] for name in names), residual, master.rounding, place, group["rounding_seed"],
+            index, number,
         )  # fmt: skip
+
+
+def _numbers(tensor: Tensor) -> Tensor | Coded | None:
+    """A weight or a gradient as kernels take it; None of a part of codes."""
+    if not isinstance(tensor, CodeTensor):
+        return tensor
+    return Coded(tensor.quantizer, tensor.parts, tuple(tensor.shape)) if tensor.is_whole else None
 
 
 _NOT_CAPTURABLE = (

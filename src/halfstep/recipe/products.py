@@ -137,7 +137,7 @@ class LinearSpec:
     @property
     def rounds(self) -> bool:
         """Whether any operand, or any sum, is rounded."""
-        return bool(self.quantizers) or self.accumulates
+        return len(self.quantizers) > 0 or self.accumulates
 
     @property
     def rotates(self) -> bool:

@@ -45,7 +45,8 @@ class Coded(NamedTuple):
         if scales is not None and self.whole:
             known = whole.knows(quantizer, self.parts["codes"].dtype)
             known = known and all(plain(part, part.dtype) for part in self.parts.values())
-            return known and whole.usual(self.parts["scale"])  # read last: on a GPU the host would wait for it
+            # Read last: on a GPU the host would wait for it. (Nothing has no scale.)
+            return known and self.parts["scale"].numel() == 1 and whole.usual(self.parts["scale"])
         return (
             scales is not None
             and not scales.rule.two_level

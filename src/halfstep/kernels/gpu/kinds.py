@@ -17,14 +17,21 @@ from halfstep.kernels.cpu.coded import Coded
 from halfstep.kernels.cpu.element_codes import Coding, Decoding
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.masters import KEPT
+from halfstep.kernels.gpu import places, quantizers
 from halfstep.kernels.gpu.launch import KINDS, lies_plain
+from halfstep.kernels.gpu.places import Bins
+from halfstep.kernels.gpu.quantizers import Rule
 from halfstep.quant.scaling.expansion import Expansion
+from halfstep.quant.tile import TENSOR
 
 
 LONGEST = 1 << 20
 """Steps after which bias corrections must be 1: those of a beta of 0.99996 are."""
 
 _KEPT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int16: "int16"}
+_SCALED = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+"""Of codes that lie as numbers of a dtype, under the smallest power of two that brings all of them in range."""
+_BYTES = "uint8"
 
 
 class Options(NamedTuple):
@@ -54,14 +61,14 @@ class Options(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What one update takes: a weight, what its master keeps, its gradient and its moments."""
+    """What one update takes: a weight, what its master keeps, its gradient and its moments; each numbers or codes."""
 
-    weight: Tensor
-    grad: Tensor
+    weight: Tensor | Coded
+    grad: Tensor | Coded
     step: Tensor
     """How many steps it has taken, a float32 scalar that the step counts on."""
     master: str
-    kept: Mapping[str, Tensor]
+    kept: Mapping[str, Tensor | Coded]
     moments: Sequence[Tensor | Coded]
     """At most two."""
     residual: Tensor | None
@@ -77,18 +84,17 @@ class Tensors(NamedTuple):
     @property
     def all(self) -> tuple[Tensor, ...]:
         """Every tensor of the weight's size, codes among them."""
-        numbers = [moment.parts["codes"] if isinstance(moment, Coded) else moment for moment in self.moments]
-        return (
-            self.weight,
-            self.grad,
-            *self.kept.values(),
-            *numbers,
-            *([] if self.residual is None else [self.residual]),
-        )
+        residual = [] if self.residual is None else [self.residual]
+        return *map(codes_of, (self.weight, self.grad, *self.kept.values(), *self.moments)), *residual
+
+
+def codes_of(numbers: Tensor | Coded) -> Tensor:
+    """The tensor of a weight's size: the numbers themselves, or their codes."""
+    return numbers.parts["codes"] if isinstance(numbers, Coded) else numbers
 
 
 class Kind(NamedTuple):
-    """What one function is compiled for, beside how the two moments are kept."""
+    """What one function is compiled for, beside how codes are read and written."""
 
     rule: str
     l2: bool
@@ -104,8 +110,9 @@ class Kind(NamedTuple):
     """Whether all tensors begin at multiples of 16 bytes."""
 
 
-class Moment(NamedTuple):
-    """How a moment is kept: as numbers of a dtype, or as codes of a byte with a scale for each `tile` of them."""
+class Form(NamedTuple):
+    """How numbers are kept: in a dtype; as codes of a byte with a scale for each `tile` of them; or as codes of a byte
+    or a dtype under one scale of the tensor, which follows from its largest magnitude by a `rule`."""
 
     kind: str
     tile: int = 0
@@ -116,18 +123,32 @@ class Moment(NamedTuple):
     top: int = 0
     sixteenths: bool = False
     """Whether exponents are whole sixteenths."""
+    rule: Rule | None = None
+    rounding: Rounding | None = None
+    coding: Coding | None = None
+    decoding: Decoding | None = None
+    """Of floats of a byte."""
+    container: str = "uint8"
+    """As what kernels load codes under one scale."""
+    bins: Bins | None = None
+    """Of a codebook."""
 
 
 def takes(tensors: Tensors, options: Options) -> bool:
     """Whether `optimizer.Steps` can move these, of dense tensors anywhere."""
-    weight, moments = tensors.weight, tensors.moments
-    numbers = [moment for moment in moments if isinstance(moment, Tensor)]
+    weight, moments, grad = tensors.weight, tensors.moments, tensors.grad
+    numbers = [one for one in (weight, grad, *moments) if isinstance(one, Tensor)]
+    one_scale = [one for one in (weight, grad, *tensors.kept.values()) if isinstance(one, Coded)]
+    size, device = codes_of(weight).numel(), codes_of(weight).device
     return (
-        tensors.master in KEPT
-        and all(lies_plain(t) for t in (weight, tensors.grad, *numbers))
-        and all(lies_plain(t, *_KEPT) for t in tensors.kept.values())
-        and all(t.numel() == weight.numel() and t.device == weight.device for t in tensors.all)
-        and all(_knows(moment) for moment in moments if isinstance(moment, Coded))
+        tensors.master in (KEPT if isinstance(weight, Tensor) else ("codes",))
+        and (isinstance(grad, Tensor) or isinstance(weight, Coded))
+        and len(tensors.kept) <= 1
+        and all(map(lies_plain, numbers))
+        and all(_knows_one_scale(one) for one in one_scale)
+        and all(lies_plain(t, *_KEPT) for t in tensors.kept.values() if isinstance(t, Tensor))
+        and all(t.numel() == size and t.device == device for t in tensors.all)
+        and all(_knows_one_scale(one) or _knows_tiles(one) for one in moments if isinstance(one, Coded))
         and (tensors.residual is None or (lies_plain(tensors.residual) and isinstance(moments[-1], Tensor)))
         and (tensors.rounding == "nearest_even" or _is_noisy(tensors))
         and (options.rule != "adam" or max(steps_to_one(options.beta1), steps_to_one(options.beta2)) <= LONGEST)
@@ -135,10 +156,25 @@ def takes(tensors: Tensors, options: Options) -> bool:
 
 
 def _is_noisy(tensors: Tensors) -> bool:
-    return tensors.rounding == "stochastic" and tensors.weight.dtype == torch.bfloat16 and tensors.master == "none"
+    bf16 = codes_of(tensors.weight).dtype == torch.bfloat16
+    return tensors.rounding == "stochastic" and bf16 and tensors.master == "none"
 
 
-def _knows(moment: Coded) -> bool:
+def _knows_one_scale(coded: Coded) -> bool:
+    """Whether kernels read and write these codes under one float32 scale of the tensor, rounded to nearest: numbers of
+    a dtype times a power of two, or bytes of a float under a scale that is no power."""
+    quantizer, scales, codes = coded.quantizer, coded.quantizer.scales, coded.parts["codes"]
+    if scales is None or scales.tile != TENSOR or quantizer.rounding != "nearest_even" or quantizer.outliers is not None:
+        return False
+    rule, scale = quantizers.rule(quantizer.format, scales.rule), coded.parts["scale"]
+    if rule is None or rule.part is not None or (codes.dtype == torch.uint8 and not _knows_format(quantizer.format)):
+        return False
+    lies = lies_plain(codes, *(_SCALED if rule.kind == "power" else (torch.uint8,)))
+    bytes = isinstance(quantizer.format, Float) and rule.kind in ("power", "reciprocal", "quotient")
+    return bytes and lies and len(coded.parts) == 2 and lies_plain(scale, torch.float32) and scale.numel() <= 1
+
+
+def _knows_tiles(moment: Coded) -> bool:
     """Whether kernels read and write these codes: a byte each, in tiles of the flat tensor, rounded to nearest, with
     scales that are their largest magnitudes over the largest element, or with expanded ranges."""
     quantizer, scales = moment.quantizer, moment.quantizer.scales
@@ -162,9 +198,7 @@ def _knows(moment: Coded) -> bool:
 @cache
 def _knows_format(format: Any) -> bool:
     if isinstance(format, Codebook):
-        values = format.values()
-        rising = all(format.decode(code) == value for code, value in enumerate(values))
-        return len(values) == 256 and rising and format.ties == "lower"
+        return places.known(format)
     return isinstance(format, Float) and format.bits == 8 and element_codes.knows(format)
 
 
@@ -179,55 +213,75 @@ def steps_to_one(beta: float) -> int:
 
 
 def kind_of(t: Tensors, options: Options) -> tuple[Any, ...]:
-    """The kind of a tensor, and the formats of its moments."""
-    kept = next((_KEPT[kept.dtype] for kept in t.kept.values()), None)
+    """The kind of a tensor; and how its weight, what is kept of it, its gradient and its two moments are coded."""
+    kept = next(iter(t.kept.values()), None)
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in t.all)
     noisy = t.rounding == "stochastic"
     rule, l2, nesterov = options.kind
     kind = Kind(
-        rule, l2, nesterov, KINDS[t.weight.dtype], KINDS[t.grad.dtype], t.master, kept, t.residual is not None, noisy,
-        noisy and t.place is not None, aligned,
+        rule, l2, nesterov, _container(t.weight), _container(t.grad), t.master, None if kept is None else
+        _container(kept), t.residual is not None, noisy, noisy and t.place is not None, aligned,
     )  # fmt: skip
-    moments: list[Any] = [
-        (moment.quantizer.format, moment.quantizer.scales) if isinstance(moment, Coded) else moment.dtype
-        for moment in t.moments
-    ]
-    return kind, *[*moments, None, None][:2]
+    moments: list[Any] = [_kept(moment) or moment.dtype for moment in t.moments]  # type: ignore[union-attr]
+    return kind, _kept(t.weight), _kept(kept), _kept(t.grad), *[*moments, None, None][:2]
+
+
+def _container(numbers: Tensor | Coded) -> str:
+    """As what a kernel loads them."""
+    dtype = codes_of(numbers).dtype
+    return _BYTES if dtype.itemsize == 1 else KINDS.get(dtype) or _KEPT[dtype]
+
+
+def _kept(numbers: Tensor | Coded | None) -> Any:
+    """Format, scales and container of what is codes."""
+    if not isinstance(numbers, Coded):
+        return None
+    return numbers.quantizer.format, numbers.quantizer.scales, codes_of(numbers).dtype
 
 
 def constants_of(key: tuple[Any, ...], device: torch.device) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
     """What a launch of that kind is given beside tables."""
-    kind, *moments = key
-    looked_up: list[Tensor | None] = []
-    constants: dict[str, Any] = {"K": kind, "HALF": _half()}
-    for number, kept in enumerate(moments, 1):
-        moment = rounding = coding = decoding = found = None
-        if isinstance(kept, torch.dtype):
-            moment = Moment(KINDS[kept])
-        elif kept is not None:
-            format, scales = kept
-            moment = Moment("codes", scales.tile.columns, elements.float_bits(format.max))
-            if isinstance(scales.rule, Expansion):
-                span, top = (elements.float_bits(number) for number in expansion.scalars(format, scales.rule)[:2])
-                moment = Moment("expanded", moment.tile, 0, span, top, scales.rule.sixteenths)
-            if isinstance(format, Codebook):
-                moment, found = moment._replace(kind="places"), _elements(format, device)
-            else:
-                one, two = element_codes.scalars(format, "nearest_even", "saturate")
-                rounding, coding = Rounding(*map(int, one)), Coding(*map(int, two))
-                decoding = Decoding(*map(int, element_codes.decoding_scalars(format)))
-        looked_up.append(found)
-        names = (f"M{number}", f"P{number}", f"C{number}", f"D{number}")
-        constants |= dict(zip(names, (moment, rounding, coding, decoding), strict=True))
-    return tuple(looked_up), constants
+    kind, *kept = key
+    looked_up = tuple(
+        places.table(one[0], device) if isinstance(one, tuple) and isinstance(one[0], Codebook) else None
+        for one in kept[-2:]
+    )
+    forms = dict(zip(("W", "X", "G", "M1", "M2"), map(_form, kept), strict=True))
+    return looked_up, {"K": kind, **forms, "HALF": _half()}
+
+
+def has_one_scale(constants: Mapping[str, Any]) -> bool:
+    """Whether what a launch writes must be seen as a whole first: it is codes under one scale."""
+    forms = (constants[name] for name in ("W", "M1", "M2"))
+    return any(form is not None and form.rule is not None for form in forms)
+
+
+def _form(kept: Any) -> Form | None:
+    if kept is None:
+        return None
+    if isinstance(kept, torch.dtype):
+        return Form(KINDS[kept])
+    format, scales, container = kept
+    if scales.tile == TENSOR:
+        form = Form("codes", rule=quantizers.rule(format, scales.rule))
+        if container in KINDS:
+            return form._replace(kind=KINDS[container], container=KINDS[container])
+    else:
+        form = Form("codes", scales.tile.columns, elements.float_bits(format.max))
+    if isinstance(scales.rule, Expansion):
+        span, top = (elements.float_bits(number) for number in expansion.scalars(format, scales.rule)[:2])
+        form = Form("expanded", form.tile, 0, span, top, scales.rule.sixteenths)
+    if isinstance(format, Codebook):
+        return form._replace(kind="places", bins=places.bins(format))
+    rounding, coding = quantizers.pair(format)
+    if container == torch.uint8:
+        rounding = rounding._replace(nan_above=None)  # of what is lost, 0 is rounded
+    else:
+        coding = coding._replace(nan=0x7F)  # torch's own
+    decoding = Decoding(*map(int, element_codes.decoding_scalars(format)))
+    return form._replace(rounding=rounding, coding=coding, decoding=decoding)
 
 
 def _half() -> Rounding:
     """float16's rounding as torch's conversions do it."""
     return Rounding(*map(int, elements.scalars(formats.get("fp16"), "nearest_even", "ieee", torch.float16)))
-
-
-def _elements(format: Codebook, device: torch.device) -> Tensor:
-    """The values of a codebook, then the cuts between them."""
-    cuts = element_codes.cut_points(format, with_values=False)
-    return torch.tensor([*format.values(), *map(float, cuts)], dtype=torch.float32, device=device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from halfstep.errors import OptimizerError
 from halfstep.kernels.cpu.coded import Coded
 from halfstep.kernels.gpu import table
-from halfstep.kernels.gpu.kinds import Options, Tensors, constants_of, kind_of, steps_to_one
+from halfstep.kernels.gpu.kinds import Options, Tensors, codes_of, constants_of, has_one_scale, kind_of, steps_to_one
 from halfstep.kernels.gpu.launch import functions, launch
 
 
@@ -47,12 +47,15 @@ class Steps:
     """
 
     def __init__(self, tensors: Sequence[Tensors], options: Sequence[Options]) -> None:
-        self._device = tensors[0].weight.device
+        self._device = codes_of(tensors[0].weight).device
         self._options: list[Options | None] = [None] * len(options)
         self._betas: list[tuple[str, float, float]] = []
         self._table = torch.empty(len(options), table.OPTIONS, dtype=torch.float64, device=self._device)
-        self._grads = [t.grad.data_ptr() for t in tensors]
-        self._host = torch.tensor([_row(t) for t in tensors])
+        self._grads = [codes_of(t.grad).data_ptr() for t in tensors]
+        self._coded = [number for number, t in enumerate(tensors) if isinstance(t.grad, Coded)]
+        rows = [_row(t) for t in tensors]
+        self._host = torch.tensor(rows)
+        self._scales = [rows[number][table.GRAD_SCALE] for number in self._coded]
         self._rows = self._sent(self._host)
         self._numbers = torch.empty(len(tensors), table.NUMBERS, device=self._device)
         # A graph that is captured while gradients are elsewhere takes these for its own.
@@ -65,15 +68,19 @@ class Steps:
         kinds: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for number, t in enumerate(tensors):
             places = kinds.setdefault(kind_of(t, options[t.group]), [])
-            places += [(number, block) for block in range(-(-t.weight.numel() // BLOCK))]
-        self._kinds = [
-            (
-                self._sent(torch.tensor(places, dtype=torch.int32).view(-1, 2)),
-                len(places),
-                constants_of(key, self._device),
-            )
-            for key, places in kinds.items()
-        ]
+            places += [(number, block) for block in range(-(-codes_of(t.weight).numel() // BLOCK))]
+        made = [(places, *constants_of(key, self._device)) for key, places in kinds.items()]
+        self._most = None
+        if any(has_one_scale(constants) for *_, constants in made):
+            self._most = torch.empty(len(tensors), table.MOST, dtype=torch.int32, device=self._device)
+        self._kinds: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
+        for places, elements, constants in made:
+            blocks = self._sent(torch.tensor(places, dtype=torch.int32).view(-1, 2))
+            # One scale for a tensor follows from all of what is to be written.
+            twice = has_one_scale(constants)
+            arguments = (blocks, self._numbers, self._most if twice else None, *elements)
+            for foresees in (True, False) if twice else (False,):
+                self._kinds.append((len(places), arguments, {**constants, "FORESEES": foresees}))
         self.set(options)
 
     def set(self, options: Sequence[Options]) -> None:
@@ -91,12 +98,14 @@ class Steps:
             if isinstance(own.lr, Tensor):
                 self._table[group, table.LR].copy_(own.lr)
 
-    def find(self, grads: list[int]) -> None:
-        """Take gradients of the same dtypes from these addresses."""
-        if grads == self._grads:
+    def find(self, grads: list[int], scales: list[int]) -> None:
+        """Take gradients of the same kinds from these addresses; those that are codes with scales from these."""
+        if grads == self._grads and scales == self._scales:
             return
-        self._grads = grads
+        self._grads, self._scales = grads, scales
         self._host[:, table.GRAD] = torch.tensor(grads)
+        if scales:
+            self._host[self._coded, table.GRAD_SCALE] = torch.tensor(scales)
         if self._capturing:
             if self._spare is None:
                 raise OptimizerError(_CAPTURE.format("its gradients have moved"))
@@ -118,14 +127,11 @@ class Steps:
         kernels, count = functions("optimizer"), self._host.shape[0]
         launch(
             kernels.prepare, -(-count // TENSORS),
-            self._rows, self._table, self._corrections, self._numbers, grad_scale, found_inf, count,
+            self._rows, self._table, self._corrections, self._numbers, self._most, grad_scale, found_inf, count,
             device=self._device, B=TENSORS,
         )  # fmt: skip
-        for blocks, grid, (elements, constants) in self._kinds:
-            launch(
-                kernels.update, grid, self._rows, blocks, self._numbers, *elements,
-                device=self._device, **constants, B=BLOCK,
-            )  # fmt: skip
+        for grid, arguments, constants in self._kinds:
+            launch(kernels.update, grid, self._rows, *arguments, device=self._device, **constants, B=BLOCK)
 
     def _pair(self) -> tuple[Tensor, Tensor]:
         return torch.empty_like(self._host).pin_memory(), torch.empty_like(self._host, device=self._device)
@@ -183,15 +189,23 @@ def _numbers(o: Options, places: list[float]) -> list[float]:
 def _row(t: Tensors) -> list[int]:
     """A tensor's row."""
     row = [0] * table.COLUMNS
-    row[table.WEIGHT], row[table.GRAD], row[table.STEP] = t.weight.data_ptr(), t.grad.data_ptr(), t.step.data_ptr()
-    for kept in t.kept.values():
-        row[table.KEPT] = kept.data_ptr()
+    kept = next(iter(t.kept.values()), None)
+    for numbers, place, scale in (
+        (t.weight, table.WEIGHT, table.WEIGHT_SCALE),
+        (t.grad, table.GRAD, table.GRAD_SCALE),
+        (kept, table.KEPT, table.KEPT_SCALE),
+    ):
+        if numbers is not None:
+            row[place] = codes_of(numbers).data_ptr()
+        if isinstance(numbers, Coded):
+            row[scale] = numbers.parts["scale"].data_ptr()
     for at, moment in zip((table.FIRST, table.SECOND), t.moments, strict=False):
         parts = moment.parts if isinstance(moment, Coded) else {"codes": moment}
         for offset, part in enumerate(("codes", "scale", "exponent", "center")):
             row[at + offset] = parts[part].data_ptr() if part in parts else 0
+    row[table.STEP] = t.step.data_ptr()
     row[table.RESIDUAL] = 0 if t.residual is None else t.residual.data_ptr()
-    row[table.SIZE], row[table.INDEX], row[table.GROUP] = t.weight.numel(), t.number, t.group
+    row[table.SIZE], row[table.INDEX], row[table.GROUP] = codes_of(t.weight).numel(), t.number, t.group
     row[table.START], row[table.RUN], row[table.STRIDE] = t.place or (0, 1, 1)
     row[table.SEED] = t.seed - (t.seed >> 63 << 64)
     return row

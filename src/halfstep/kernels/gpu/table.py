@@ -13,7 +13,9 @@ STEP = 12
 SIZE, START, RUN, STRIDE = 13, 14, 15, 16
 """How many elements there are; element i is number START + i // RUN * STRIDE + i % RUN of the unsharded tensor."""
 SEED, INDEX, GROUP = 17, 18, 19
-COLUMNS = 20
+WEIGHT_SCALE, GRAD_SCALE, KEPT_SCALE = 20, 21, 22
+"""Addresses of the scales of what is codes under one."""
+COLUMNS = 23
 
 SIGN, BETA1, REST1, BETA2, REST2, L2, DECAY, LR, EPS = range(9)
 """Options of a group, all float64."""
@@ -23,5 +25,11 @@ OPTIONS = 13
 
 GO, AT_FIRST, LOW, HIGH = 0, 1, 2, 3
 """Numbers of a tensor's step, 32 bits each: whether there is one, whether it is the first, and its seed's halves."""
-SCALE, NUMBERS = 4, 14
+SCALE = 4
 """From SCALE on, float32: the gradient's factor, beta1, rest1, beta2, rest2, l2, keep, step size, rescale and eps."""
+WEIGHT_OLD, GRAD_OLD, KEPT_OLD, FIRST_OLD, SECOND_OLD = 14, 15, 16, 17, 18
+"""Scales as they were before the step, float32."""
+NUMBERS = 19
+
+FIRST_MOST, SECOND_MOST, WEIGHT_MOST, MOST = 0, 1, 2, 3
+"""Largest magnitudes that a step leaves, as int32 bits, where codes under one scale are to hold them."""

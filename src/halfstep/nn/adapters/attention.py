@@ -142,7 +142,7 @@ def _attention(
     if module.add_zero_attn:
         k, v = (torch.cat([x, x.new_zeros(batch * heads, 1, size)], dim=1) for x in (k, v))
     dropout = module.dropout if module.training else 0.0
-    sources, spec = k.shape[1], vars(module).get(ATTRIBUTE)
+    sources, spec = k.shape[1], module.__dict__.get(ATTRIBUTE)
     if spec is not None:
         q, k, v = (x.view(batch, heads, -1, size) for x in (q, k, v))
         with torch.autocast(q.device.type, enabled=False):

@@ -38,7 +38,7 @@ class Whole:
 
 def own(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The module's forward, whose calls of functions are scaled."""
-    plan: Own = vars(module)[UNIT]
+    plan: Own = module.__dict__[UNIT]
     running = plan.mode()
     with running:
         output = stock(module, *args, **kwargs)
@@ -81,7 +81,7 @@ class Unsaved:
 
 def one_input(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """An embedding's lookup, or a function of each element: both of its factors are its output's."""
-    plan: Whole = vars(module)[UNIT]
+    plan: Whole = module.__dict__[UNIT]
     if plan.name in IN_PLACE:
         x: Tensor = args[0] if args else next(iter(kwargs.values()))
         return times(x, plan.name, plan.alpha, plan.backward[0])
@@ -90,7 +90,7 @@ def one_input(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def attention(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Attention as a module: one factor, and those that residual branches leave at its inputs."""
-    plan: Whole = vars(module)[UNIT]
+    plan: Whole = module.__dict__[UNIT]
     names = ("query", "key", "value")
     given = {**dict(zip((*names, "mask", "is_causal"), args, strict=False)), **kwargs}
     for name, factor in zip(names, plan.backward, strict=True):
@@ -100,7 +100,7 @@ def attention(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def norm(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     """The norm, whose gain and bias have gradients of unit size."""
-    plan: Whole = vars(module)[UNIT]
+    plan: Whole = module.__dict__[UNIT]
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
     x = scale_backward(x, plan.backward[0])
     weight, bias = (_parameter(module, name, x, plan) for name in ("weight", "bias"))

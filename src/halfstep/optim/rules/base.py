@@ -54,11 +54,16 @@ moments are updated in place. False where it cannot serve these tensors, and has
 
 def as_kept(step: Step) -> dict[str, Tensor | Coded]:
     """A step's moments for kernels: those that are codes with how they are coded."""
-    numbers, codes = dict(step.moments), {}
-    for name, kind in step.kinds.items():
+    return with_codes(step.moments, step.kinds, step.weight)
+
+
+def with_codes(tensors: Kept, kinds: Mapping[str, Storage], weight: Tensor) -> dict[str, Tensor | Coded]:
+    """What is kept of a weight in these tensors, by name: what is codes with how it is coded."""
+    numbers, codes = dict(tensors), {}
+    for name, kind in kinds.items():
         for number in kind.numbers(name) if kind.dtype is None else ():
             parts = {part: numbers.pop(own) for part, own in kind.names(number).items()}
-            codes[number] = Coded(kind.quantizer, parts, kind.matrix(tuple(step.weight.shape)))
+            codes[number] = Coded(kind.quantizer, parts, kind.matrix(tuple(weight.shape)))
     return {**numbers, **codes}
 
 

@@ -65,7 +65,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         attend = square_root_attention if self.square_root else scaled_dot_product_attention
         options: Any = {"dropout_p": self.dropout if self.training else 0.0, "is_causal": self.is_causal}
-        mixed = attend(q, k, v, attn_mask=mask, mult=self.mult, spec=vars(self).get(ATTRIBUTE), **options)
+        mixed = attend(q, k, v, attn_mask=mask, mult=self.mult, spec=self.__dict__.get(ATTRIBUTE), **options)
         return self.out_proj(mixed.transpose(1, 2).reshape(batch, time, width))  # type: ignore[no-any-return]
 
 

@@ -24,7 +24,7 @@ _PLAIN = LinearSpec()
 
 def multipliers_of(module: nn.Module) -> LinearSpec:
     """What the products of a layer that is unit-scaled are multiplied by; an empty spec of another."""
-    return vars(module).get(MULTIPLIERS, _PLAIN)  # type: ignore[no-any-return]
+    return module.__dict__.get(MULTIPLIERS, _PLAIN)  # type: ignore[no-any-return]
 
 
 class Linear(nn.Linear):
@@ -67,7 +67,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)"""
-        return ops.linear(input, self.weight, self.bias, vars(self)[MULTIPLIERS])
+        return ops.linear(input, self.weight, self.bias, self.__dict__[MULTIPLIERS])
 
 
 class LinearReadout(Linear):

@@ -63,6 +63,13 @@ def nearest_bf16(number):
 
 
 @triton.jit
+def held(number):
+    """A float32 within the range of finite ones; NaN stays."""
+    number = tl.where(number > 3.4028234663852886e38, 3.4028234663852886e38, number)
+    return tl.where(number < -3.4028234663852886e38, -3.4028234663852886e38, number)
+
+
+@triton.jit
 def is_nan(bits):
     """Whether float32 bits are those of a NaN."""
     return (bits & 0x7FFFFFFF) > 0x7F800000
@@ -127,7 +134,9 @@ def coded(bits, noise, P: tl.constexpr, C: tl.constexpr):
     sign = (bits & 0x80000000) >> C.sign_shift
     if C.complement is None:
         code = tl.where(code > C.largest, C.over, code)
-        code = tl.where(magnitude > P.nan_above, C.nan, code) | sign
+        if P.nan_above is not None:
+            code = tl.where(magnitude > P.nan_above, C.nan, code)
+        code |= sign
     else:
         negative = bits > 0x7FFFFFFF
         over = tl.where(negative, C.over_negative, C.over)
@@ -144,13 +153,27 @@ def coded(bits, noise, P: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def decoded(code, D: tl.constexpr):
     """The float32 bits of a code, given 32 bits wide (`kernels.cpu.element_codes.decoded`)."""
-    sign = (code << D.sign_shift) & 0x80000000
-    magnitude = code & (0x7FFFFFFF >> D.sign_shift)
-    fixed = as_bits(magnitude.to(tl.float32) * constant(D.step))
-    value = tl.where(magnitude < D.min_normal, fixed, (magnitude << D.shift) + D.offset)
-    value = tl.where(magnitude > D.largest, D.over, value)
-    value = tl.where(magnitude > D.largest + 1, 0x7FC00000, value) | sign
-    return tl.where(code == D.nan, 0x7FC00000, value)
+    most: tl.constexpr = 0x7FFFFFFF >> D.sign_shift
+    at_top = code << D.sign_shift
+    if D.offset > 0 and D.offset < 0x40000000 and D.sign_shift >= D.shift:
+        # The code's bits as float32's are the number over a power of two, subnormal ones too.
+        apart = (at_top.to(tl.int32, bitcast=True) >> (D.sign_shift - D.shift)).to(tl.uint32, bitcast=True)
+        value = as_bits(as_float(apart & (0x80000000 | most << D.shift)) * constant(D.offset + 0x3F800000))
+        beyond = (value & 0x7FFFFFFF) > (D.largest << D.shift) + D.offset
+        past = (value & 0x7FFFFFFF) > (D.largest + 1 << D.shift) + D.offset
+    else:
+        magnitude = code & most
+        fixed = as_bits(magnitude.to(tl.float32) * constant(D.step))
+        value = tl.where(magnitude < D.min_normal, fixed, (magnitude << D.shift) + D.offset) | (at_top & 0x80000000)
+        beyond, past = magnitude > D.largest, magnitude > D.largest + 1
+    if D.over == 0x7FC00000 and D.largest < most:
+        value = tl.where(beyond, 0x7FC00000, value)
+    elif D.largest < most:
+        value = tl.where(beyond, D.over | (at_top & 0x80000000), value)
+        value = tl.where(past, 0x7FC00000, value)
+    if D.nan <= 2 * most + 1:
+        value = tl.where(code == D.nan, 0x7FC00000, value)
+    return value.to(tl.uint32)
 
 
 # ---- noise -----------------------------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ import triton.language as tl
 
 from halfstep.kernels.gpu import table
 from halfstep.kernels.gpu.jit.masters import kept_after, nearest, whole
-from halfstep.kernels.gpu.jit.moments import address, close, opened, read
-from halfstep.kernels.gpu.jit.numbers import as_float, noise, noise_anywhere, splitmix, widened
+from halfstep.kernels.gpu.jit.moments import address, close, keep_scale, opened, read
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, noise, noise_anywhere, splitmix, widened
+from halfstep.kernels.gpu.jit.one_scale import codes, new_scale, note, values
 from halfstep.kernels.gpu.jit.rules import moved
 
 
@@ -24,6 +25,11 @@ STRIDE: tl.constexpr = tl.constexpr(table.STRIDE)
 SEED: tl.constexpr = tl.constexpr(table.SEED)
 INDEX: tl.constexpr = tl.constexpr(table.INDEX)
 GROUP: tl.constexpr = tl.constexpr(table.GROUP)
+WEIGHT_SCALE: tl.constexpr = tl.constexpr(table.WEIGHT_SCALE)
+GRAD_SCALE: tl.constexpr = tl.constexpr(table.GRAD_SCALE)
+KEPT_SCALE: tl.constexpr = tl.constexpr(table.KEPT_SCALE)
+FIRST_SCALE: tl.constexpr = tl.constexpr(table.FIRST_SCALE)
+SECOND_SCALE: tl.constexpr = tl.constexpr(table.SECOND_SCALE)
 COLUMNS: tl.constexpr = tl.constexpr(table.COLUMNS)
 SIGN: tl.constexpr = tl.constexpr(table.SIGN)
 BETA1: tl.constexpr = tl.constexpr(table.BETA1)
@@ -42,7 +48,16 @@ AT_FIRST: tl.constexpr = tl.constexpr(table.AT_FIRST)
 LOW: tl.constexpr = tl.constexpr(table.LOW)
 HIGH: tl.constexpr = tl.constexpr(table.HIGH)
 SCALE: tl.constexpr = tl.constexpr(table.SCALE)
+WEIGHT_OLD: tl.constexpr = tl.constexpr(table.WEIGHT_OLD)
+GRAD_OLD: tl.constexpr = tl.constexpr(table.GRAD_OLD)
+KEPT_OLD: tl.constexpr = tl.constexpr(table.KEPT_OLD)
+FIRST_OLD: tl.constexpr = tl.constexpr(table.FIRST_OLD)
+SECOND_OLD: tl.constexpr = tl.constexpr(table.SECOND_OLD)
 NUMBERS: tl.constexpr = tl.constexpr(table.NUMBERS)
+FIRST_MOST: tl.constexpr = tl.constexpr(table.FIRST_MOST)
+SECOND_MOST: tl.constexpr = tl.constexpr(table.SECOND_MOST)
+WEIGHT_MOST: tl.constexpr = tl.constexpr(table.WEIGHT_MOST)
+MOST: tl.constexpr = tl.constexpr(table.MOST)
 
 
 @triton.jit
@@ -59,9 +74,17 @@ def correction(corrections, options, AT: tl.constexpr, number, inside):
     return tl.load(corrections + place, mask=inside, other=1.0)
 
 
+@triton.jit
+def put_aside(row, COLUMN: tl.constexpr, place, inside):
+    """Write a scale as it is before the step to a place of the step's numbers; of many scales, the first."""
+    scale = tl.load(row + COLUMN, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    tl.store(place, tl.load(scale, mask=inside & (tl.load(row + COLUMN, mask=inside, other=0) != 0)), mask=inside)
+
+
 @triton.jit(do_not_specialize=["count"])
-def prepare(rows, options, corrections, numbers, grad_scale, found_inf, count, B: tl.constexpr):
-    """Count a step of every tensor, unless there is an infinity somewhere; and find the numbers of that step."""
+def prepare(rows, options, corrections, numbers, most, grad_scale, found_inf, count, B: tl.constexpr):
+    """Count a step of every tensor, unless there is an infinity somewhere; and find the numbers of that step. `most`
+    is None where nothing is codes under one scale."""
     t = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     inside = t < count
     go = inside
@@ -98,38 +121,48 @@ def prepare(rows, options, corrections, numbers, grad_scale, found_inf, count, B
     rescale = correction(corrections, group, SECOND_AT, number, inside)
     tl.store(out + SCALE + 8, rescale.to(tl.float32), mask=inside)
     tl.store(out + SCALE + 9, option(group, EPS, inside).to(tl.float32), mask=inside)
+    if most is not None:
+        put_aside(row, WEIGHT_SCALE, out + WEIGHT_OLD, inside)
+        put_aside(row, GRAD_SCALE, out + GRAD_OLD, inside)
+        put_aside(row, KEPT_SCALE, out + KEPT_OLD, inside)
+        put_aside(row, FIRST_SCALE, out + FIRST_OLD, inside)
+        put_aside(row, SECOND_SCALE, out + SECOND_OLD, inside)
+        tl.store(most + t * MOST + FIRST_MOST, 0, mask=inside)
+        tl.store(most + t * MOST + SECOND_MOST, 0, mask=inside)
+        tl.store(most + t * MOST + WEIGHT_MOST, 0, mask=inside)
 
 
 @triton.jit
 def update(
-    rows, blocks, numbers, elements1, elements2,
-    K: tl.constexpr, M1: tl.constexpr, P1: tl.constexpr, C1: tl.constexpr, D1: tl.constexpr,
-    M2: tl.constexpr, P2: tl.constexpr, C2: tl.constexpr, D2: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr,
+    rows, blocks, numbers, most, elements1, elements2,
+    K: tl.constexpr, W: tl.constexpr, X: tl.constexpr, G: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
+    HALF: tl.constexpr, FORESEES: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Move the tensors of one kind: each program a block of one of them, as `blocks` says."""
+    """Move the tensors of one kind: each program a block of one of them, as `blocks` says. Or foresee what is moved:
+    nothing is written but the largest magnitudes of what one scale is for."""
     t = tl.load(blocks + 2 * tl.program_id(0)).to(tl.int64)
     block = tl.load(blocks + 2 * tl.program_id(0) + 1).to(tl.int64)
     row, step = rows + t * COLUMNS, numbers + t * NUMBERS
+    if most is not None:
+        most += t * MOST
     size = tl.load(row + SIZE)
     if tl.load(step + GO) != 0.0:
         if (block + 1) * B <= size:
-            advance(
-                row, step, block, size, None, elements1, elements2, K, M1, P1, C1, D1, M2, P2, C2, D2, HALF, B
-            )  # fmt: skip
+            advance(row, step, most, block, size, None, elements1, elements2, K, W, X, G, M1, M2, HALF, FORESEES, B)
         else:
             advance(
-                row, step, block, size, block * B + tl.arange(0, B) < size, elements1, elements2,
-                K, M1, P1, C1, D1, M2, P2, C2, D2, HALF, B,
+                row, step, most, block, size, block * B + tl.arange(0, B) < size, elements1, elements2,
+                K, W, X, G, M1, M2, HALF, FORESEES, B,
             )  # fmt: skip
 
 
 @triton.jit
 def advance(
-    row, step, block, size, inside, elements1, elements2,
-    K: tl.constexpr, M1: tl.constexpr, P1: tl.constexpr, C1: tl.constexpr, D1: tl.constexpr,
-    M2: tl.constexpr, P2: tl.constexpr, C2: tl.constexpr, D2: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr,
+    row, step, most, block, size, inside, elements1, elements2,
+    K: tl.constexpr, W: tl.constexpr, X: tl.constexpr, G: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
+    HALF: tl.constexpr, FORESEES: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """One block, read, moved and written."""
+    """One block, read and moved; and written, or foreseen."""
     # Told on, what a tuple holds has to be a constant of its own (triton 3.6).
     KIND: tl.constexpr = K.weight
     GRAD_KIND: tl.constexpr = K.grad
@@ -140,45 +173,100 @@ def advance(
     RULE: tl.constexpr = K.rule
     WITH_L2: tl.constexpr = K.l2
     NESTEROV: tl.constexpr = K.nesterov
-    index = block * B + tl.arange(0, B)
-    weight = address(row, WEIGHT, KIND, ALIGNED) + index
+    index = tl.arange(0, B)
+    weight = address(row, WEIGHT, block * B, KIND, ALIGNED) + index
     stored = read(weight, inside)
     kept = stored
     if KEPT_KIND is not None:
-        kept = read(address(row, KEPT, KEPT_KIND, ALIGNED) + index, inside)
-    full = whole(stored, kept, MASTER, KIND, HALF)
-    grad = as_float(widened(read(address(row, GRAD, GRAD_KIND, ALIGNED) + index, inside), GRAD_KIND))
+        kept = read(address(row, KEPT, block * B, KEPT_KIND, ALIGNED) + index, inside)
+    if X is not None:
+        full = values(kept, tl.load(step + KEPT_OLD), X)
+    elif W is not None:
+        if KEPT_KIND is not None:
+            full = as_float(widened(kept, KEPT_KIND))
+        else:
+            full = values(stored, tl.load(step + WEIGHT_OLD), W)
+    else:
+        full = whole(stored, kept, MASTER, KIND, HALF)
+    grad = read(address(row, GRAD, block * B, GRAD_KIND, ALIGNED) + index, inside)
+    if G is not None:
+        grad = values(grad, tl.load(step + GRAD_OLD), G)
+    else:
+        grad = as_float(widened(grad, GRAD_KIND))
     first = grad
     if M1 is not None:
-        first = opened(row, FIRST, block, index, inside, size, elements1, M1, D1, ALIGNED, B)
+        first = opened(row, FIRST, step + FIRST_OLD, block, index, inside, size, elements1, M1, ALIGNED, B)
     second = grad
     if M2 is not None:
-        second = opened(row, SECOND, block, index, inside, size, elements2, M2, D2, ALIGNED, B)
+        second = opened(row, SECOND, step + SECOND_OLD, block, index, inside, size, elements2, M2, ALIGNED, B)
     if K.residual:
         KIND2: tl.constexpr = M2.kind
-        rest = address(row, RESIDUAL, KIND2, ALIGNED) + index
+        rest = address(row, RESIDUAL, block * B, KIND2, ALIGNED) + index
         second = second + as_float(widened(read(rest, inside), KIND2))
 
     updated, first, second = moved(full, grad, first, second, step, RULE, WITH_L2, NESTEROV)
 
-    drawn = None
-    if NOISY:
-        low = tl.load(step + LOW).to(tl.int32, bitcast=True)
-        high = tl.load(step + HIGH).to(tl.int32, bitcast=True)
-        if K.spread:
-            run = tl.load(row + RUN)
-            drawn = noise_anywhere(low, high, tl.load(row + START) + index // run * tl.load(row + STRIDE) + index % run)
+    if FORESEES:
+        if M1 is not None:
+            if M1.rule is not None:
+                note(most + FIRST_MOST, first, inside)
+        if M2 is not None:
+            if M2.rule is not None:
+                note(most + SECOND_MOST, second, inside)
+        if W is not None:
+            note(most + WEIGHT_MOST, updated, inside)
+    else:
+        if W is not None:
+            write_codes(row, most, block, index, inside, updated, weight, K, W, X, HALF, B)
         else:
-            drawn = noise(low, high, block * B, tl.arange(0, B))
-    stored, kept = kept_after(updated, full, stored, kept, drawn, MASTER, KIND, NOISY, HALF)
-    tl.store(weight, stored, mask=inside)
+            drawn = None
+            if NOISY:
+                low = tl.load(step + LOW).to(tl.int32, bitcast=True)
+                high = tl.load(step + HIGH).to(tl.int32, bitcast=True)
+                if K.spread:
+                    run, own = tl.load(row + RUN), block * B + index
+                    place = tl.load(row + START) + own // run * tl.load(row + STRIDE) + own % run
+                    drawn = noise_anywhere(low, high, place)
+                else:
+                    drawn = noise(low, high, block * B, index)
+            stored, kept = kept_after(updated, full, stored, kept, drawn, MASTER, KIND, NOISY, HALF)
+            tl.store(weight, stored, mask=inside)
+            if KEPT_KIND is not None:
+                tl.store(address(row, KEPT, block * B, KEPT_KIND, ALIGNED) + index, kept, mask=inside)
+        if M1 is not None:
+            close(row, FIRST, most, FIRST_MOST, block, index, inside, size, elements1, first, M1, HALF, ALIGNED, B)
+        if M2 is not None:
+            close(row, SECOND, most, SECOND_MOST, block, index, inside, size, elements2, second, M2, HALF, ALIGNED, B)
+        if K.residual:
+            # What the first number left over, of what it now is.
+            left = second - as_float(widened(nearest(second, KIND2, HALF), KIND2))
+            tl.store(rest, nearest(left, KIND2, HALF), mask=inside)
+
+
+@triton.jit
+def write_codes(
+    row, most, block, index, inside, updated, weight, K: tl.constexpr, W: tl.constexpr, X: tl.constexpr,
+    HALF: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Write a weight that is codes; where a master takes the update, that, and the weight is its image."""
+    KEPT_KIND: tl.constexpr = K.kept
+    ALIGNED: tl.constexpr = K.aligned
+    largest = tl.load(most + WEIGHT_MOST)
     if KEPT_KIND is not None:
-        tl.store(address(row, KEPT, KEPT_KIND, ALIGNED) + index, kept, mask=inside)
-    if M1 is not None:
-        close(row, FIRST, block, index, inside, size, elements1, first, M1, P1, C1, HALF, ALIGNED, B)
-    if M2 is not None:
-        close(row, SECOND, block, index, inside, size, elements2, second, M2, P2, C2, HALF, ALIGNED, B)
-    if K.residual:
-        # What the first number left over, of what it now is.
-        left = second - as_float(widened(nearest(second, KIND2, HALF), KIND2))
-        tl.store(rest, nearest(left, KIND2, HALF), mask=inside)
+        # Rounding keeps the order of numbers, so that the largest one's image is the largest.
+        top = as_float(largest.to(tl.uint32, bitcast=True))
+        if X is not None:
+            scale, meets, keep = new_scale(largest, X)
+            kept = codes(updated, meets, keep, X, HALF)
+            keep_scale(row, KEPT_SCALE, block, scale)
+            updated = values(kept, scale, X)
+            top = values(codes(top, meets, keep, X, HALF), scale, X)
+        else:
+            kept = nearest(updated, KEPT_KIND, HALF)
+            updated = as_float(widened(kept, KEPT_KIND))
+            top = as_float(widened(nearest(top, KEPT_KIND, HALF), KEPT_KIND))
+        tl.store(address(row, KEPT, block * B, KEPT_KIND, ALIGNED) + index, kept, mask=inside)
+        largest = as_bits(top).to(tl.int32, bitcast=True)
+    scale, meets, keep = new_scale(largest, W)
+    tl.store(weight, codes(updated, meets, keep, W, HALF), mask=inside)
+    keep_scale(row, WEIGHT_SCALE, block, scale)
