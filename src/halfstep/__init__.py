@@ -33,12 +33,13 @@ if TYPE_CHECKING:
     from halfstep.optim import LossScaler
     from halfstep.preparation import optimize, prepare
     from halfstep.probe import ProbeReport, probe_model
-    from halfstep.quant import Quantizer, get_quantizer
+    from halfstep.quant import CUDAGraph, Quantizer, get_quantizer
     from halfstep.recipe import Recipe, get_recipe, list_recipes
     from halfstep.serving.export import export
     from halfstep.serving.load import from_pretrained
 
 _HOME = {
+    "CUDAGraph": "halfstep.quant",
     "HalfstepError": "halfstep.errors",
     "LossScaler": "halfstep.optim",
     "ProbeReport": "halfstep.probe",
@@ -78,6 +79,7 @@ _DEPRECATED: dict[str, tuple[str, str]] = {}
 """An old public name: its new one, and the version that will not have the old one (CONTRIBUTING.md)."""
 
 __all__ = [
+    "CUDAGraph",
     "HalfstepError",
     "LossScaler",
     "ProbeReport",

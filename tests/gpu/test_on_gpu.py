@@ -33,9 +33,11 @@ CONVERTS = HERE and torch.cuda.get_device_capability() >= cast.ADA
 KERNELS = [*selftest_gpu.tests(), *(selftest_gpu.conversions() if CONVERTS else ()), *optim.tests()]
 GRAPHED = ("bf16-mixed", "bf16-stochastic", "fp16-mixed", "fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block")
 """Recipes whose operands are rounded to nearest, and whose steps are counted on the GPU."""
+DRAWN = ("nvfp4", "mxfp4-rht")
+"""Recipes that draw noise and signs in the passes."""
 SILENT = (
     *GRAPHED, "fp32", "bf16-nomaster", "bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-plus", "adamw-8bit",
-    "fp8-adam", "fp8lm-o2", "coat", "mxfp8", "nvfp4",
+    "fp8-adam", "fp8lm-o2", "coat", "mxfp8", *DRAWN,
 )  # fmt: skip
 """Recipes whose step the host only launches: it reads nothing back."""
 
@@ -114,7 +116,7 @@ def assert_same_bits(found, expected):
 
 
 @on_gpu
-@pytest.mark.parametrize("recipe", GRAPHED)
+@pytest.mark.parametrize("recipe", [*GRAPHED, *DRAWN])
 def test_a_step_replayed_from_a_graph_is_the_eager_one(recipe, device):
     warm, replays = 3, 4
     model, optimizer, step = setup(recipe, device)
@@ -122,19 +124,45 @@ def test_a_step_replayed_from_a_graph_is_the_eager_one(recipe, device):
         step()
     expected = everything(model, optimizer)
     model, optimizer, step = setup(recipe, device)
+    graph = captured(step, warm, recipe in DRAWN)
+    for _ in range(replays):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(everything(model, optimizer), expected)
+
+
+@on_gpu
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", *DRAWN])
+def test_eager_steps_and_replays_follow_each_other(recipe, device):
+    """Somebody else draws from the generator in between."""
+    warm, kinds = 3, (True, False, True, True, False)
+    model, optimizer, step = setup(recipe, device)
+    for _ in range(warm):
+        step()
+    for _ in kinds:
+        step()
+        torch.randperm(5)
+    expected = everything(model, optimizer)
+    model, optimizer, step = setup(recipe, device)
+    graph = captured(step, warm, recipe in DRAWN)
+    for replayed in kinds:
+        (graph.replay if replayed else step)()
+        torch.randperm(5)
+    assert_same_bits(everything(model, optimizer), expected)
+
+
+def captured(step, warm, drawn):
+    """The graph of a step, after some eager ones."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
         for _ in range(warm):
             step()
     torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
+    graph = halfstep.CUDAGraph() if drawn else torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    for _ in range(replays):
-        graph.replay()
-    torch.cuda.synchronize()
-    assert_same_bits(everything(model, optimizer), expected)
+    return graph
 
 
 @on_gpu

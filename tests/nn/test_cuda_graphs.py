@@ -1,13 +1,23 @@
-"""What a CUDA graph would hold wrongly is an error while it is captured; signs are made where they are used."""
+"""Noise in CUDA graphs: replays draw as eager steps do; and what a graph would hold wrongly is an error."""
+
+from functools import partial
 
 import pytest
 import torch
 
 import halfstep
+from fake_cuda import Reads, backward, fake_cuda
+from halfstep import quant
 from halfstep.errors import QuantizationError, RecipeError
-from halfstep.quant.hadamard import Hadamard, _made_there
+from halfstep.ops.casts import seed_of
+from halfstep.quant import captured, rounding
+from halfstep.quant.captured import Draws
+from halfstep.quant.hadamard import Hadamard, _drawn_words, _made_there, _words
 from halfstep.recipe import Stage, chain, get_recipe
-from tiny import batch, mlp, prepared
+from tiny import mlp, model_for, prepared
+
+
+GPU = torch.device("cuda")
 
 
 @pytest.fixture
@@ -17,24 +27,57 @@ def capturing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
+@pytest.fixture
+def draws(capturing):
+    """It is a graph of ours."""
+    made = Draws()
+    captured.opened(made)
+    yield made
+    captured.opened(None)
+
+
+class OnHost:
+    """A graph's draws with cells that a test can read, whatever device is asked for."""
+
+    def __init__(self):
+        self._draws, self.taken = Draws(), 0
+
+    def cells(self, draw, count, device):
+        self.taken += 1
+        return self._draws.cells(draw, count, torch.device("cpu"))
+
+    def fill(self):
+        self._draws.fill()
+
+
 def test_noise_that_replays_would_repeat_is_refused(capturing):
     x = torch.ones(4)
     with pytest.raises(QuantizationError, match="every replay of the graph would round with the same noise"):
         halfstep.round_to(x, "e4m3fn", "stochastic")
-    with pytest.raises(QuantizationError, match="signs of a Hadamard transform"):
+    with pytest.raises(QuantizationError, match=r"signs of a Hadamard transform.*not on the GPU"):
         Hadamard(16, "anew").signs()
+    with pytest.raises(QuantizationError, match=r"Capture into halfstep\.CUDAGraph\(\)"):
+        seed_of("stochastic", None, GPU)
     halfstep.round_to(x, "e4m3fn", "stochastic", generator=5)
     halfstep.round_to(x, "e4m3fn")
 
 
+def test_what_is_on_the_host_is_refused_in_a_graph_of_ours(draws):
+    with pytest.raises(QuantizationError, match="not on the GPU"):
+        halfstep.round_to(torch.ones(4), "e4m3fn", "stochastic")
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4-rht"])
-def test_recipes_that_draw_in_the_passes_are_refused(monkeypatch, name):
-    model, _, _ = prepared(name, mlp())
-    loss = model(batch()[0]).sum()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(QuantizationError, match="Leave these layers out of the graph"):
-        loss.backward()
+def test_recipes_that_draw_in_the_passes_are_refused_by_a_graph_of_torch(monkeypatch, name):
+    with fake_cuda(), Reads():
+        with torch.device("cuda"):
+            model = mlp()
+        model, _, _ = prepared(name, model)
+        loss = model(torch.empty(12, 8, device="cuda")).sum()
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(QuantizationError, match=r"in the place of torch\.cuda\.CUDAGraph"):
+            backward(loss)
 
 
 def test_stages_that_nobody_would_count_are_refused(capturing):
@@ -45,7 +88,136 @@ def test_stages_that_nobody_would_count_are_refused(capturing):
         scaler.update()
 
 
+# ---- draws ----------------------------------------------------------------------------------------------------------
+
+
+def drawing(generator=None):
+    """What a step draws: seeds of two generators and signs of several sizes, in an order."""
+    first = seed_of("stochastic", None, GPU)
+    words = captured.drawn("signs", partial(_drawn_words, 64), 2, GPU)
+    return [first, seed_of("stochastic", generator, GPU), *words, rounding.draw_seed(None, GPU)]
+
+
+def as_numbers(drawn):
+    return [int(number) & (1 << 64) - 1 for number in drawn]
+
+
+def test_each_replay_draws_what_an_eager_step_would(monkeypatch):
+    """In between, others draw, eager steps run, and the generators' states are put back; a capture draws nothing."""
+    own = torch.Generator().manual_seed(5)
+    torch.default_generator.manual_seed(3)
+    eager = []
+    for _ in range(4):
+        eager.append(as_numbers(drawing(own)))
+        torch.randperm(7)
+
+    own.manual_seed(5)
+    torch.default_generator.manual_seed(3)
+    graph = OnHost()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        captured.opened(graph)
+        cells = drawing(own)
+        captured.opened(None)
+    assert graph.taken == 4
+    found = []
+    for replayed in (True, False, True):
+        if replayed:
+            graph.fill()
+            found.append(as_numbers(cells))
+        else:
+            found.append(as_numbers(drawing(own)))
+        torch.randperm(7)
+    saved = torch.get_rng_state(), own.get_state()
+    graph.fill()
+    found.append(as_numbers(cells))
+    assert found == eager
+    torch.set_rng_state(saved[0])
+    own.set_state(saved[1])
+    graph.fill()
+    assert as_numbers(cells) == eager[-1]
+
+
+def test_a_graph_is_open_while_it_is_captured_and_filled_before_each_replay(monkeypatch, capturing):
+    told = []
+    for name in ("capture_begin", "capture_end", "replay"):
+        monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda self, *given, name=name, **named: told.append(name))
+    graph = halfstep.CUDAGraph() if torch.backends.cuda.is_built() else object.__new__(halfstep.CUDAGraph)
+    graph.replay()
+    for _ in range(2):  # captured anew, it forgets what was drawn before
+        graph.capture_begin(capture_error_mode="global")
+        numbers = iter((5, 6))
+        cells = captured.check_drawing("noise", GPU).cells(lambda drawn=numbers: [next(drawn)], 1, torch.device("cpu"))
+        graph.capture_end()
+        with pytest.raises(QuantizationError):
+            captured.check_drawing("noise", GPU)
+        for number in (5, 6):
+            graph.replay()
+            assert cells.tolist() == [number]
+    assert told == ["replay", *["capture_begin", "capture_end", "replay", "replay"] * 2]
+
+
+def test_draws_of_more_than_one_part(draws):
+    """A part more where one is full; no draw is split; what is sent is signed."""
+    numbers = iter(range(1 << 64))
+    device = torch.device("cpu")
+    cells = [draws.cells(lambda: [next(numbers) + (1 << 63) for _ in range(3)], 3, device) for _ in range(700)]
+    draws.fill()
+    assert len(draws._parts) == 3
+    assert torch.equal(torch.cat(cells), torch.arange(2100) - 2**63)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 0x9E3779B97F4A7C15, (1 << 64) - 1, 1 << 63, 0xFFFFFFFF])
+def test_noise_of_a_seed_in_memory_is_that_of_the_number(seed):
+    cell = torch.tensor(seed - (seed >> 63 << 64))
+    assert torch.equal(quant.noise_bits(cell, 16000, 900), quant.noise_bits(seed, 16000, 900))
+    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    for name in ("mxfp4", "nvfp4"):
+        quantizer = quant.get_quantizer(name, rounding="stochastic")
+        assert torch.equal(quantizer.quantize(x, cell).dequantize(), quantizer.quantize(x, seed).dequantize())
+
+
+@pytest.mark.parametrize("name", ["mxfp4-rht", "nvfp4", "bf16-stochastic", "fp8-current", "fp8-smooth-swiglu"])
+def test_a_captured_step_draws_from_no_generator_and_reads_nothing(monkeypatch, name):
+    """On tensors without values: as many cells as an eager step has draws, in the place of them."""
+    counts = []
+    for ours in (False, True):
+        eager = []
+        whole = captured.drawn
+
+        def drawn(what, draw, count, device, eager=eager, whole=whole):
+            eager.append(count)
+            return whole(what, draw, count, device)
+
+        graph = Draws()
+        with fake_cuda(), Reads() as reads, monkeypatch.context() as patch:
+            with torch.device("cuda"):
+                model = model_for(name)
+            model, _, _ = prepared(name, model)
+            x = torch.empty(12, 8, device="cuda")
+            patch.setattr(rounding, "drawn", drawn)
+            patch.setattr(quant.hadamard, "drawn", drawn)
+            if ours:
+                patch.setattr(torch.cuda, "is_initialized", lambda: True)
+                patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+                patch.setattr(torch, "randint", None)
+                captured.opened(graph)
+            reads.found.clear()
+            backward(model(x).sum())
+            found = set(reads.found)
+            captured.opened(None)
+        counts.append(eager)
+        if ours:
+            assert found == set()
+            assert sum(sum(part.counts) for part in graph._parts) == sum(eager)
+    assert counts[0] == counts[1]
+    assert bool(counts[0]) == (name not in ("bf16-stochastic", "fp8-current"))
+
+
 @pytest.mark.parametrize("hadamard", [Hadamard(), Hadamard(2, 3), Hadamard(32, 1), Hadamard(128, 7)], ids=str)
 def test_signs_made_of_whole_numbers(hadamard):
     signs = hadamard.signs()
-    assert torch.equal(_made_there((signs < 0).tolist(), "cpu"), signs)
+    words = _words((signs < 0).tolist())
+    assert torch.equal(_made_there(words, hadamard.size, None), signs)
+    assert torch.equal(_made_there(torch.tensor(words), hadamard.size, None), signs)

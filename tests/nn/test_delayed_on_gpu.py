@@ -1,4 +1,4 @@
-"""Delayed scaling as a GPU does it: what a factor still needs is asked for there, and all layers' states move at once."""
+"""Delayed scaling as a GPU does it: what a factor needs is asked for there, and all layers' states move at once."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_the_pass_that_rounds_notes_what_a_pass_before_it_did(monkeypatch, recip
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-smooth-swiglu"])
 def test_a_gpu_reads_an_operand_again_only_where_its_state_has_no_factor(monkeypatch, recipe):
-    """Every amax is asked for beside the factor of an operand's state, and the kernel that rounds raises that state's."""
+    """Every amax is asked for beside the factor of an operand's state; the kernel that rounds raises that state's."""
     asked, raised = [], []
 
     def run(x, unless=None):

@@ -36,20 +36,21 @@ from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile, draw
 from halfstep.quant.cast import no_code_for_nan, no_such_code
 from halfstep.quant.pack import pack, unpack
 from halfstep.quant.quantizer import matrix_shape
+from halfstep.quant.rounding import Seed, number
 from halfstep.quant.scaling import from_text
 
 
 _LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
 
 
-def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: int | None) -> None:
+def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: Seed | None) -> None:
     """`quant.round_to` into `out`."""
     if isinstance(format, Posit) and posit.supports(x, out, format, rounding):
         posit.run(x, out, format)
     elif x.is_cuda and isinstance(format, Posit) and gpu_posit.supports(x, out, format, rounding):
         gpu_posit.run(x, out, format)
     elif cast.supports(x, out, format, rounding, overflow):
-        cast.run(x, out, format, rounding, overflow, seed)
+        cast.run(x, out, format, rounding, overflow, number(seed))
     elif x.is_cuda and gpu_cast.supports(x, out, format, rounding, overflow):
         gpu_cast.run(x, out, format, rounding, overflow, seed)
     elif not blank(x, out):
@@ -57,14 +58,14 @@ def round_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: 
 
 
 def round_scaled_into(
-    x: Tensor, factor: Tensor, out: Tensor, format: Format, rounding: str, seed: int | None, amax: Tensor | None = None
+    x: Tensor, factor: Tensor, out: Tensor, format: Format, rounding: str, seed: Seed | None, amax: Tensor | None = None
 ) -> None:
     """x * factor in float32 (float64 for float64), rounded and saturated, into `out`; `amax` is raised to max |x|.
 
     An `out` of one byte a number is of torch's dtype of the format: its codes.
     """
     if cast.supports_scaled(x, out, format):
-        cast.run(x, out, format, rounding, "saturate", seed, factor, amax)
+        cast.run(x, out, format, rounding, "saturate", number(seed), factor, amax)
     elif x.is_cuda and gpu_cast.supports_scaled(x, out, format):
         gpu_cast.run(x, out, format, rounding, "saturate", seed, factor, amax)
     elif x.is_cuda and out.itemsize == 1 and gpu_cast.supports_codes(x, out.view(torch.uint8), format):
@@ -84,7 +85,7 @@ def round_scaled_into(
         quant.round_to(x.to(wide) * factor.to(wide), format, rounding, "saturate", seed, out)
 
 
-def encode_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: int | None) -> None:
+def encode_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: Seed | None) -> None:
     """`quant.encode` into `out`."""
     if isinstance(format, Posit) and posit.supports_encode(x, out, format, rounding):
         posit.run_encode(x, out, format)
@@ -95,11 +96,11 @@ def encode_into(x: Tensor, out: Tensor, format: Format, rounding: str, overflow:
 
 
 def _codes_into(
-    x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: int | None, packed: bool = False
+    x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, seed: Seed | None, packed: bool = False
 ) -> bool:
     """Whether a kernel wrote the codes."""
     if codes.supports(x, out, format, rounding, overflow, packed):
-        coded = codes.run(x, out, format, rounding, overflow, seed, packed)
+        coded = codes.run(x, out, format, rounding, overflow, number(seed), packed)
     elif x.is_cuda and gpu_cast.supports_codes(x, out, format, packed):
         coded = gpu_cast.run_codes(x, out, format, rounding, overflow, seed, packed=packed)
     else:
@@ -129,7 +130,7 @@ def _values_into(stored: Tensor, out: Tensor, format: Format, packed: bool = Fal
 
 
 def round_tiles_into(
-    x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None, tensor_scale: Tensor | None = None
+    x: Tensor, out: Tensor, quantizer: Quantizer, seed: Seed | None, tensor_scale: Tensor | None = None
 ) -> bool:
     """The values that `quantizer.quantize(x)` stands for, into `out`.
 
@@ -145,11 +146,11 @@ def round_tiles_into(
         ):
             return powered_rows.run_values(x, out, format, scales)
         if blocks.supports_values(x, out, quantizer):
-            return blocks.run_values(x, out, format, rounding, scales, seed, tensor_scale)
+            return blocks.run_values(x, out, format, rounding, scales, number(seed), tensor_scale)
         if panels.supports_values(x, out, quantizer):
-            return panels.run_values(x, out, format, rounding, scales, seed, tensor_scale)
+            return panels.run_values(x, out, format, rounding, scales, number(seed), tensor_scale)
         if tiles.supports(x, out, quantizer):
-            return tiles.run(x, out, format, rounding, scales, seed)
+            return tiles.run(x, out, format, rounding, scales, number(seed))
         if x.is_cuda and gpu_blocks.supports_values(x, out, quantizer):
             gpu_blocks.run_values(x, out, quantizer, seed, tensor_scale)
             return True
@@ -163,7 +164,7 @@ def round_tiles_into(
     return True
 
 
-def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: int | None) -> None:
+def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed | None) -> None:
     """What `quantizer.quantize(x)` keeps, into `tensors` of its layout."""
     format, stored = quantizer.format, tensors["codes"]
     if quantizer.scales is None:
@@ -177,7 +178,7 @@ def quantize_into(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, s
             stored.copy_(pack(rows, format.bits, format.high_nibble_first))
         return
     if blocks.supports(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
-        blocks.run(x, format, quantizer.rounding, quantizer.scales, tensors, seed)
+        blocks.run(x, format, quantizer.rounding, quantizer.scales, tensors, number(seed))
         return
     if codebook.supports(x, quantizer) and all(t.is_contiguous() for t in tensors.values()):
         codebook.run(x, quantizer, tensors)
@@ -225,11 +226,11 @@ def accumulate_into(lhs: Tensor, rhs: Tensor, out: Tensor, accumulator: Accumula
 
 
 def _round(x: Tensor, out: Tensor, key: str, rounding: str, overflow: str, seed: int | None) -> None:
-    round_into(x.contiguous(), out, formats.from_key(key), rounding, overflow, _seed(rounding, seed))
+    round_into(x.contiguous(), out, formats.from_key(key), rounding, overflow, _seed(rounding, seed, x.device))
 
 
 def _round_scaled(x: Tensor, factor: Tensor, out: Tensor, key: str, rounding: str, seed: int | None) -> None:
-    round_scaled_into(x.contiguous(), factor, out, formats.from_key(key), rounding, _seed(rounding, seed))
+    round_scaled_into(x.contiguous(), factor, out, formats.from_key(key), rounding, _seed(rounding, seed, x.device))
 
 
 def _round_tiles(
@@ -238,7 +239,7 @@ def _round_tiles(
 ) -> None:  # fmt: skip
     scales = Scales(Tile(rows, columns), from_text(rule))
     quantizer = Quantizer(formats.from_key(key), rounding, scales=scales, outliers=outliers)
-    round_tiles_into(x, out, quantizer, _seed(rounding, seed), tensor_scale)
+    round_tiles_into(x, out, quantizer, _seed(rounding, seed, x.device), tensor_scale)
 
 
 def _dequantize(
@@ -256,7 +257,7 @@ def _quantize(
     seed: int | None,
 ) -> None:  # fmt: skip
     quantizer = Quantizer(formats.from_key(key), rounding, scales=Scales(Tile(rows, columns), from_text(rule)))
-    quantize_into(x.contiguous(), dict(zip(names, tensors, strict=True)), quantizer, _seed(rounding, seed))
+    quantize_into(x.contiguous(), dict(zip(names, tensors, strict=True)), quantizer, _seed(rounding, seed, x.device))
 
 
 def _accumulate(
@@ -272,10 +273,10 @@ def _draw_signs(lhs: Tensor, rhs: Tensor, out: Tensor) -> None:
     out.copy_(quant.Hadamard(len(out), "anew").signs(out.device))
 
 
-def _seed(rounding: str, seed: int | None) -> int | None:
+def _seed(rounding: str, seed: int | None, device: torch.device) -> Seed | None:
     """A signed seed made unsigned; drawn here where none was given, which a traced graph cannot do."""
     if seed is None:
-        return draw_seed(None) if rounding == "stochastic" else None
+        return draw_seed(None, device) if rounding == "stochastic" else None
     return seed & (1 << 64) - 1
 
 

@@ -64,8 +64,9 @@ def _chunks(name: str, device: torch.device) -> Iterator[Case]:
     for dtype in _DTYPES:
         x = hard((1 << 14) + 3000, dtype, format)
         out = torch.full_like(x, 7, device=device)
-        cast.run(x.to(device), out, format, "stochastic", "saturate", _SEED)
-        yield quant.round_to(x, format, "stochastic", "saturate", _SEED), out.cpu(), x, words(x, "two chunks")
+        for seed in (_SEED, selftest_gpu_tiles.cell(_SEED, device)):
+            cast.run(x.to(device), out.fill_(7), format, "stochastic", "saturate", seed)
+            yield quant.round_to(x, format, "stochastic", "saturate", _SEED), out.cpu(), x, words(x, "two chunks")
 
 
 def _scaled(name: str, device: torch.device) -> Iterator[Case]:

@@ -10,9 +10,11 @@ from torch import Tensor
 from halfstep import formats
 from halfstep.kernels.gpu import blocks, dequantize, layouts
 from halfstep.kernels.selftest import Case, hard, words
-from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
+from halfstep.quant import Quantizer, Scales, Tile, draw_seed, get_quantizer
+from halfstep.quant.captured import Draws
 from halfstep.quant.pack import pack, unpack
 from halfstep.quant.quantizer import layout
+from halfstep.quant.rounding import Seed
 from halfstep.quant.scaling import get_scaling
 
 
@@ -83,7 +85,7 @@ def quantised(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterator
     if blocks.takes(x, quantizer):
         sizes = layout(quantizer, tuple(x.shape), x.dtype).items()
         tensors = {key: torch.full(size, 7, dtype=kind, device=device) for key, (kind, size) in sizes}  # type: ignore[arg-type]
-        blocks.run(x.to(device), tensors, quantizer, seed)
+        blocks.run(x.to(device), tensors, quantizer, _handed(seed, x, device))
         expected = quantizer.quantize(x, seed)
         for key, found in tensors.items():
             yield expected.tensors[key], found.cpu(), torch.empty(0), words(x, key, str(tuple(x.shape)))
@@ -124,7 +126,7 @@ def both(x: Tensor, quantizer: Quantizer, device: torch.device, form: str, outer
     if not layouts.takes(x, quantizer):
         return
     along, turned = layouts.empty(x.to(device), quantizer, form, outer)
-    layouts.run(x.to(device), quantizer, along, turned, seed)
+    layouts.run(x.to(device), quantizer, along, turned, _handed(seed, x, device))
     expected = quantizer.quantize(x, seed).tensors
     other = _transposed(expected, x, quantizer) if seed else quantizer.quantize(x.t().contiguous()).tensors
     for copy, made, which in ((along, expected, "as it lies"), (turned, other, "transposed")):
@@ -143,7 +145,8 @@ def given(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterator[Cas
     x[0, :8] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30, -0.0, 0.0, 1e-30, 3.0]).to(x.dtype)
     for known in (x, x.nan_to_num(1.0, 2.0, 2.0)):
         factor, amax, seed = torch.tensor(3.7), torch.full((), 0.5, device=device), _seed(quantizer)
-        along, turned = layouts.codes(known.to(device), quantizer, seed, factor.to(device), amax)
+        handed = _handed(seed, x, device)
+        along, turned = layouts.codes(known.to(device), quantizer, handed, factor.to(device), amax)
         plain = Quantizer(quantizer.format, quantizer.rounding)
         expected = plain.quantize(known.float() * factor, seed).codes
         yield expected, along.cpu(), known, words(x, "times a factor")
@@ -154,6 +157,16 @@ def given(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterator[Cas
 
 def _seed(quantizer: Quantizer) -> int | None:
     return _SEED if quantizer.rounding == "stochastic" else None
+
+
+def _handed(seed: int | None, x: Tensor, device: torch.device) -> Seed | None:
+    """The seed as a number; for float32 in the GPU's memory."""
+    return seed if seed is None or x.dtype != torch.float32 else cell(seed, device)
+
+
+def cell(seed: int, device: torch.device) -> Tensor:
+    """A seed in the GPU's memory, where the replays of a CUDA graph read it."""
+    return torch.full((), seed - (seed >> 63 << 64), device=device)
 
 
 def _transposed(made: dict[str, Tensor], x: Tensor, quantizer: Quantizer) -> dict[str, Tensor]:
@@ -202,10 +215,26 @@ def _given(name: str, device: torch.device) -> Iterator[Case]:
         yield from given(hard_matrix(shape, dtype, _QUANTIZERS[name]), _QUANTIZERS[name], device)
 
 
+def _replayed(name: str, device: torch.device) -> Iterator[Case]:
+    """The same launches twice, with seeds that are drawn into the GPU's memory before each run: two eager steps."""
+    quantizer = _QUANTIZERS[name]
+    x = hard_matrix((130, 144), torch.float32, quantizer)
+    ours, theirs = (torch.Generator().manual_seed(7) for _ in range(2))
+    draws, outs = Draws(), [torch.full(x.shape, 7.0, device=device) for _ in range(2)]
+    cells = [draws.cells(lambda: [int(draw_seed(ours))], 1, device)[0] for _ in outs]
+    for run in ("first", "second"):
+        draws.fill()
+        for out, seed in zip(outs, cells, strict=True):
+            blocks.run_values(x.to(device), out, quantizer, seed)
+        for out in outs:
+            yield quantizer.quantize(x, theirs).dequantize(), out.cpu(), x, words(x, f"replayed, {run} time")
+
+
 TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str, torch.device], Iterator[Case]]], ...] = (
     ("tiles", tuple(_QUANTIZERS), _quantised),
     ("tile values", _VALUES, _valued),
     ("tiles dequantised", _VALUES, _dequantised),
     ("both layouts", _BOTH, _both),
     ("both layouts of a factor", ("e4m3fn whole current", "e5m2 whole rceil"), _given),
+    ("replays", ("mxfp4 1x32 rceil", "nvfp4 1x16 up"), _replayed),
 )

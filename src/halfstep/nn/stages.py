@@ -19,7 +19,7 @@ from halfstep.nn.keeping import KEEPING
 from halfstep.nn.scaling import Scalings, attach_rules, detach, detach_rules, ignore, ignored, rules_of
 from halfstep.nn.schedule import Schedule
 from halfstep.ops.attention import ATTRIBUTE
-from halfstep.quant.rounding import capturing
+from halfstep.quant.captured import capturing
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import DTYPES, Recipe
 

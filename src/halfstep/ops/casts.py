@@ -18,6 +18,7 @@ from halfstep.kernels.gpu import amax as gpu_amax
 from halfstep.quant import Quantizer, draw_seed
 from halfstep.quant.cast import CONTAINERS, check_codes, check_input, prepare_out
 from halfstep.quant.quantizer import layout
+from halfstep.quant.rounding import Seed
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +101,7 @@ def round_to(
         return values(x, quantizer, generator, out, dtype)
     check_input("round_to", x, rounding, overflow)
     result, x = prepare_out(x.shape, x.dtype, x.device, out, dtype), x.detach()
-    seed = seed_of(rounding, generator)
+    seed = seed_of(rounding, generator, x.device)
     if torch.compiler.is_compiling():
         torch.ops.halfstep.round(x, result, target.key, rounding, overflow, seed)
     else:
@@ -156,7 +157,7 @@ def quantize(
         sizes = layout(quantizer, shape, x.dtype).items()
         tensors = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes}  # type: ignore[arg-type]
         out = Quantized(quantizer, shape, x.dtype, tensors)
-    seed, scales = seed_of(quantizer.rounding, generator), quantizer.scales
+    seed, scales = seed_of(quantizer.rounding, generator, x.device), quantizer.scales
     if torch.compiler.is_compiling() and scales is not None:
         torch.ops.halfstep.quantize(
             x, list(out.tensors.values()), list(out.tensors), quantizer.format.key, scales.tile.rows,
@@ -197,7 +198,7 @@ def values_noted(
     result, x = prepare_out(x.shape, x.dtype, x.device, out, dtype), x.detach()
     if quantizer.clamp is not None:
         return result.copy_(quantizer.quantize(x, generator).dequantize(result.dtype)), True
-    seed = seed_of(quantizer.rounding, generator)
+    seed = seed_of(quantizer.rounding, generator, x.device)
     if torch.compiler.is_compiling():
         torch.ops.halfstep.round_tiles(
             x, result, quantizer.format.key, scales.tile.rows, scales.tile.columns, scales.rule.text,
@@ -221,13 +222,14 @@ def _known(format: str, scale: str | None, rounding: str, overflow: str) -> Quan
     return quant.get_quantizer(format, scale=scale, rounding=rounding, overflow=overflow)
 
 
-def seed_of(rounding: str, generator: torch.Generator | int | None) -> int | None:
-    """The seed of stochastic rounding. A traced graph cannot draw one from the default generator: the operator does."""
+def seed_of(rounding: str, generator: torch.Generator | int | None, device: torch.device) -> Seed | None:
+    """The seed of stochastic rounding of a tensor there. A traced graph cannot draw one from the default generator: the
+    operator does."""
     if rounding != "stochastic":
         return None
     if torch.compiler.is_compiling() and not isinstance(generator, torch.Generator):
         return None if generator is None else generator - (generator >> 63 << 64)
-    return draw_seed(generator)
+    return draw_seed(generator, device)
 
 
 def encode(
@@ -251,7 +253,8 @@ def encode(
     target = formats.get(format)
     check_input("encode", x, rounding, overflow)
     result = _new_codes(x, target, out)
-    operators.encode_into(x.detach().contiguous(), result, target, rounding, overflow, seed_of(rounding, generator))
+    seed = seed_of(rounding, generator, x.device)
+    operators.encode_into(x.detach().contiguous(), result, target, rounding, overflow, seed)
     return result
 
 
@@ -309,7 +312,7 @@ def round_scaled(
         amax: a float32 scalar that is raised to max |x|, in the same pass; NaN where there is one.
     """
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    seed = seed_of(rounding, generator)
+    seed = seed_of(rounding, generator, x.device)
     if torch.compiler.is_compiling():
         torch.ops.halfstep.round_scaled(x, factor, out, format.key, rounding, seed)
         if amax is not None:

@@ -19,6 +19,7 @@ from halfstep.ops.remainder import Remainder, bounds_of, remainder
 from halfstep.ops.rows import rounded_rows
 from halfstep.quant import Clamp, Quantizer, Scales, Tile
 from halfstep.quant.hadamard import ANEW
+from halfstep.quant.rounding import number
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe import Matmul
 
@@ -167,9 +168,9 @@ def _rotated(x: Tensor, quantizer: Quantizer, dtype: torch.dtype, signs: Tensor,
         scale = rotated_tiles.tensor_scale(x, signs, ruled)
         if scale is None:
             return None
-        seed = seed_of(ruled.rounding, None)
+        seed = number(seed_of(ruled.rounding, None, x.device))
         return Operand(rotated_tiles.run_two_levels(x, signs, ruled, seed, scale, narrow), scale)
-    seed = seed_of(ruled.rounding, None)
+    seed = number(seed_of(ruled.rounding, None, x.device))
     made, may_be_subnormal = rotated_tiles.run_powers(x, signs, dim, ruled, seed, share, narrow)
     if narrow == dtype and may_be_subnormal and has_subnormals(made):
         made = _upright(rotate(x, signs, dim) * share, ruled, torch.float32)[0]

@@ -29,6 +29,6 @@ def rounded_rows(
         tiny = bool(((factor > format.smallest * 2.0**126) & (amax > 0)).any())
         dtype = torch.float32 if tiny else dtype
     into = dtype if steps is None else torch.int8
-    seed = seed_of(quantizer.rounding, None)
+    seed = seed_of(quantizer.rounding, None, x.device)
     made = operators.round_rows(x.detach(), bounds, factor, format, quantizer.rounding, seed, steps, into)
     return made, None if steps is None else factor.reciprocal() / steps

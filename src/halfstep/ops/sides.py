@@ -124,14 +124,14 @@ def both_sides(
         assert native is not None
         scale = factor.reciprocal()
         if eager and layouts.supports(x, quantizer, given=True):
-            seed = seed_of(quantizer.rounding, None)
+            seed = seed_of(quantizer.rounding, None, x.device)
             one, other = layouts.codes(x, quantizer, seed, factor, amax)
             return Operand(one.view(native), scale), Operand(other.view(native).t(), scale)
         codes = round_scaled(x, factor, quantizer.format, quantizer.rounding, native, amax=amax)
         return Operand(codes, scale), Operand(codes.t().contiguous().t(), scale)
     if eager and layouts.supports(x, quantizer):
         parts = layouts.empty(x, quantizer, outer=scales.tile == block(128))
-        layouts.run(x, quantizer, *parts, seed_of(quantizer.rounding, None))
+        layouts.run(x, quantizer, *parts, seed_of(quantizer.rounding, None, x.device))
         shapes = tuple(x.shape), tuple(x.shape)[::-1]
         along, down = (Quantized(quantizer, shape, x.dtype, made) for shape, made in zip(shapes, parts, strict=True))
     else:

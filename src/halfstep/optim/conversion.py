@@ -47,7 +47,7 @@ def convert(
     """
     rule = check_optimizer(optimizer, projections=projections)
     # Drawn only where it is used: a recipe that rounds to nearest leaves the model's dropout masks as they were.
-    seed = draw_seed(generator) if recipe.update_rounding == "stochastic" else 0
+    seed = int(draw_seed(generator)) if recipe.update_rounding == "stochastic" else 0
     result = LowBit(list(optimizer.param_groups), rule, recipe, seed, model, process_group, projections)
     result.defaults = {**optimizer.defaults, **result.defaults}
     result.param_groups = optimizer.param_groups

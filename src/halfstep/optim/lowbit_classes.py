@@ -64,7 +64,7 @@ class LowBitAdamW(LowBit):
         recipe = replace(get_recipe("fp32"), name=type(self).__name__, moments=kept)
         if bf16_stochastic_round:
             recipe = replace(recipe, weights="bf16", update_rounding="stochastic")
-        seed = draw_seed(generator) if bf16_stochastic_round else 0
+        seed = int(draw_seed(generator)) if bf16_stochastic_round else 0
         super().__init__(described.param_groups, rule, recipe, seed)
         self.defaults = {**described.defaults, **self.defaults}
         self._warn_of_lost_updates()

@@ -1,6 +1,7 @@
 """Rounding tensors onto formats, in torch, bit-defined: the reference for every kernel."""
 
 from halfstep.quant.accumulator import Accumulator, get_accumulator
+from halfstep.quant.captured import CUDAGraph
 from halfstep.quant.cast import decode, encode, round_at, round_to
 from halfstep.quant.clamp import Clamp
 from halfstep.quant.estimator import Estimator
@@ -13,7 +14,7 @@ from halfstep.quant.tile import Tile
 
 
 __all__ = [
-    "Accumulator", "Clamp", "Estimator", "Hadamard", "Quantized", "Quantizer", "Scales", "Scaling", "Tile", "decode",
-    "derive_seed", "draw_seed", "encode", "get_accumulator", "get_quantizer", "noise_bits", "rotate",
+    "Accumulator", "CUDAGraph", "Clamp", "Estimator", "Hadamard", "Quantized", "Quantizer", "Scales", "Scaling", "Tile",
+    "decode", "derive_seed", "draw_seed", "encode", "get_accumulator", "get_quantizer", "noise_bits", "rotate",
     "round_at", "round_to",
 ]  # fmt: skip

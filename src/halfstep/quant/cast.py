@@ -12,7 +12,7 @@ from halfstep.errors import QuantizationError, unknown
 from halfstep.formats import Format
 from halfstep.formats.exact import OVERFLOWS
 from halfstep.quant import family
-from halfstep.quant.rounding import check_rounding, draw_seed, noise_at, noise_bits
+from halfstep.quant.rounding import Seed, check_rounding, draw_seed, noise_at, noise_bits
 
 
 CONTAINERS = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
@@ -25,7 +25,7 @@ def round_to(
     format: str | Format | torch.dtype,
     rounding: str = "nearest_even",
     overflow: str = "saturate",
-    generator: torch.Generator | int | None = None,
+    generator: torch.Generator | Seed | None = None,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -33,7 +33,7 @@ def round_to(
     target = formats.get(format)
     check_input("round_to", x, rounding, overflow)
     result = prepare_out(x.shape, x.dtype, x.device, out, dtype)
-    seed = draw_seed(generator) if rounding == "stochastic" else None
+    seed = draw_seed(generator, x.device) if rounding == "stochastic" else None
     flat, written = x.detach().contiguous().view(-1), torch.empty(x.numel(), dtype=result.dtype, device=x.device)
     for start in range(0, flat.numel(), _CHUNK):
         piece = flat[start : start + _CHUNK]
@@ -75,12 +75,12 @@ def encode(
     format: str | Format | torch.dtype,
     rounding: str = "nearest_even",
     overflow: str = "saturate",
-    generator: torch.Generator | int | None = None,
+    generator: torch.Generator | Seed | None = None,
 ) -> Tensor:
     """The codes of `x` rounded to a scalar `format`; `halfstep.encode` documents it."""
     target = formats.get(format)
     check_input("encode", x, rounding, overflow)
-    seed = draw_seed(generator) if rounding == "stochastic" else None
+    seed = draw_seed(generator, x.device) if rounding == "stochastic" else None
     flat = x.detach().contiguous().view(-1)
     codes = torch.empty(x.numel(), dtype=CONTAINERS[target.storage_bits], device=x.device)
     for start in range(0, flat.numel(), _CHUNK):

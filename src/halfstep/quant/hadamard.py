@@ -9,17 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.errors import QuantizationError
-from halfstep.quant.rounding import check_drawing, derive_seed
+from halfstep.quant.captured import capturing, check_drawing, drawn
+from halfstep.quant.rounding import derive_seed
 
 
 ANEW = "anew"
+_SIGNS = "the signs of a Hadamard transform"
 _WORD = 32  # signs that a whole number holds
 _NVFP4 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
@@ -79,25 +81,39 @@ class Hadamard:
         """s, float32 (size): for both operands of one product, since another call may draw others.
 
         Raises:
-            QuantizationError: they are drawn anew, and a CUDA graph is being captured.
+            QuantizationError: they are drawn anew, and a CUDA graph is being captured, which is no `CUDAGraph` of
+                ours.
         """
-        if not self._fixed:
-            check_drawing("the signs of a Hadamard transform")
-            drawn = torch.randint(0, 2, (self.size,))
-        if device is not None and torch.device(device).type == "cuda" and not torch.compiler.is_compiling():
-            return _made_there([s < 0 for s in self._fixed] or drawn.tolist(), device)
+        there = None if device is None else torch.device(device)
+        on_gpu = there is not None and there.type == "cuda" and not torch.compiler.is_compiling()
         if self._fixed:
-            return torch.tensor(self._fixed, device=device)
-        return (1 - 2 * drawn).to(device, torch.float32)
+            negative = [s < 0 for s in self._fixed]
+            return (
+                _made_there(_words(negative), self.size, there) if on_gpu else torch.tensor(self._fixed, device=device)
+            )
+        if on_gpu:
+            draw, words = partial(_drawn_words, self.size), -(-self.size // _WORD)
+            return _made_there(drawn(_SIGNS, draw, words, there), self.size, there)
+        if capturing():
+            check_drawing(_SIGNS, there)
+        return (1 - 2 * torch.randint(0, 2, (self.size,))).to(device, torch.float32)
 
 
-def _made_there(negative: Sequence[bool | int], device: torch.device | str) -> Tensor:
+def _drawn_words(size: int) -> list[int]:
+    return _words(torch.randint(0, 2, (size,)).tolist())
+
+
+def _words(negative: Sequence[bool | int]) -> list[int]:
+    """Whole numbers of so many signs, a bit each."""
+    starts = range(0, len(negative), _WORD)
+    return [sum(bool(bit) << i for i, bit in enumerate(negative[start : start + _WORD])) for start in starts]
+
+
+def _made_there(words: Sequence[int] | Tensor, size: int, device: torch.device | None) -> Tensor:
     """The signs as a GPU makes them of whole numbers: a copy from the host would be waited for."""
-    places, parts = torch.arange(min(_WORD, len(negative)), device=device), []  # sizes are powers of two
-    for start in range(0, len(negative), _WORD):
-        word = sum(bool(bit) << i for i, bit in enumerate(negative[start : start + _WORD]))
-        parts.append(torch.full_like(places, word) >> places & 1)
-    return 1.0 - 2.0 * torch.cat(parts)
+    places = torch.arange(min(_WORD, size), device=device)  # sizes are powers of two
+    whole = (word if isinstance(word, Tensor) else torch.full_like(places, word) for word in words)
+    return 1.0 - 2.0 * torch.cat([word >> places & 1 for word in whole])
 
 
 def rotate(x: Tensor, signs: Tensor, dim: int = -1) -> Tensor:

@@ -26,7 +26,7 @@ from halfstep.quant.cast import (
 from halfstep.quant.clamp import Clamp
 from halfstep.quant.estimator import Estimator
 from halfstep.quant.pack import pack, packed_columns, unpack
-from halfstep.quant.rounding import check_rounding, draw_seed, noise_bits
+from halfstep.quant.rounding import Seed, check_rounding, draw_seed, noise_bits
 from halfstep.quant.scales import Scales
 from halfstep.quant.scaling import NonlinearScaling, Scaling, StatefulScaling, get_scaling
 from halfstep.quant.tile import ROW, Tile
@@ -70,7 +70,7 @@ class Quantizer:
         if self.scales is not None and self.overflow != "saturate":
             raise QuantizationError(f"overflow={self.overflow!r} with scaled tiles: elements of a tile always saturate")
 
-    def __call__(self, x: Tensor, generator: torch.Generator | int | None = None) -> Tensor:
+    def __call__(self, x: Tensor, generator: torch.Generator | Seed | None = None) -> Tensor:
         """The values of x after quantising and dequantising, in x's dtype and shape."""
         if self.scales is None:
             return round_to(x, self.format, self.rounding, self.overflow, generator)
@@ -129,7 +129,7 @@ class Quantizer:
         """This quantizer with its tiles down the columns: for an operand whose shared dimension is its first."""
         return self if self.scales is None else replace(self, scales=self.scales.transposed)
 
-    def quantize(self, x: Tensor, generator: torch.Generator | int | None = None) -> Quantized:
+    def quantize(self, x: Tensor, generator: torch.Generator | Seed | None = None) -> Quantized:
         """Codes and scales of x (any shape; float32, bfloat16, float16 or float64).
 
         Raises:
@@ -159,7 +159,7 @@ class Quantizer:
             quotient = _quotient(wide, tile.spread(multiplier, *wide.shape), rule).flatten()
         noise = None
         if self.rounding == "stochastic":
-            noise = noise_bits(draw_seed(generator), 0, x.numel(), x.device)
+            noise = noise_bits(draw_seed(generator, x.device), 0, x.numel(), x.device)
         if "zero_point" in stored:
             shift = tile.spread(stored["zero_point"], *wide.shape).flatten()
             quotient = round_values(quotient, _WHOLE, self.rounding, "saturate", noise, torch.float64) + shift

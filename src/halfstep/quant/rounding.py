@@ -5,14 +5,18 @@ sign is put back by the caller, so `toward_zero` is a floor here.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from halfstep.errors import QuantizationError, unknown
 from halfstep.formats.exact import ROUNDINGS
+from halfstep.quant.captured import drawn
 
 
+Seed = int | Tensor
+"""A seed of 64 bits: a number, or an int64 scalar in a GPU's memory, which the replays of a CUDA graph read."""
 NOISE_BITS = 32
 """Bits of noise that stochastic rounding compares with the remainder; see `noise_bits`."""
 NOISE_CHUNK = 1 << 14
@@ -63,7 +67,7 @@ def stochastic(r: Tensor, noise: Tensor) -> Tensor:
     return down + ((r - down) * 2.0**NOISE_BITS + noise >= 2.0**NOISE_BITS)
 
 
-def noise_bits(seed: int, start: int, count: int, device: torch.device | None = None) -> Tensor:
+def noise_bits(seed: Seed, start: int, count: int, device: torch.device | None = None) -> Tensor:
     """`count` whole numbers uniform on [0, 2^32), a function of (seed, element index) alone.
 
     Element i of a tensor draws hash(seed, start + i), so the result depends on neither the number of threads nor
@@ -79,7 +83,7 @@ def noise_bits(seed: int, start: int, count: int, device: torch.device | None = 
     return _noise(index, one, two)
 
 
-def noise_at(seed: int, index: Tensor) -> Tensor:
+def noise_at(seed: Seed, index: Tensor) -> Tensor:
     """`noise_bits` for elements anywhere: those of a part of a tensor get what they would get in the whole."""
     return _noise(index, *noise_keys(seed, index // NOISE_CHUNK))
 
@@ -91,9 +95,10 @@ def _noise(index: Tensor, one: Tensor, two: Tensor) -> Tensor:
     return x ^ x >> 16
 
 
-def noise_keys(seed: int, chunk: Tensor) -> tuple[Tensor, Tensor]:
+def noise_keys(seed: Seed, chunk: Tensor) -> tuple[Tensor, Tensor]:
     """The two keys of a chunk's noise: a 64-bit mix of the 64-bit seed and the chunk's number."""
-    low = _mix(torch.tensor(seed + 0x9E3779B9 & 0xFFFFFFFF, device=chunk.device))
+    low = seed + 0x9E3779B9 & 0xFFFFFFFF
+    low = _mix(low if isinstance(low, Tensor) else torch.full((), low, device=chunk.device))
     high = _mix(low ^ (seed >> 32 & 0xFFFFFFFF))
     left = _mix(low ^ (chunk & 0xFFFFFFFF))
     one = _mix(left + high + (chunk >> 32) * 0x9E3779B9 & 0xFFFFFFFF)
@@ -121,37 +126,26 @@ def derive_seed(seed: int, *keys: int) -> int:
     return state
 
 
-def draw_seed(source: torch.Generator | int | None) -> int:
-    """A 64-bit seed: the number itself, or one draw from the generator (torch's default one for None).
+def draw_seed(source: torch.Generator | Seed | None, device: torch.device | None = None) -> Seed:
+    """A 64-bit seed: the one given, or one draw from the generator (torch's default one for None), for a tensor there.
 
     Raises:
-        QuantizationError: it would be drawn while a CUDA graph is captured.
+        QuantizationError: it would be drawn while a CUDA graph is captured, which is no `CUDAGraph` of ours.
     """
-    if isinstance(source, int):
+    if isinstance(source, (int, Tensor)):
         return source
-    check_drawing("a seed of stochastic rounding")
+    return drawn("a seed of stochastic rounding", partial(_drawn_seed, source), 1, device)[0]
+
+
+def _drawn_seed(source: torch.Generator | None) -> tuple[int]:
     halves = torch.randint(0, 2**32, (2,), generator=source, dtype=torch.int64).tolist()
-    return int(halves[0]) | int(halves[1]) << 32
+    return (int(halves[0]) | int(halves[1]) << 32,)
 
 
-def capturing() -> bool:
-    """Whether a CUDA graph is being captured on this thread's stream."""
-    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return begun and torch.cuda.is_current_stream_capturing()
-
-
-def check_drawing(what: str) -> None:
-    """Called before something is drawn on the host.
-
-    Raises:
-        QuantizationError: a CUDA graph is being captured: all its replays would use what was drawn once.
-    """
-    if capturing():
-        raise QuantizationError(
-            f"{what} would be drawn on the host while a CUDA graph is captured, and every replay of the graph would "
-            "round with the same noise. Leave these layers out of the graph, or take a recipe whose operands are "
-            "rounded to nearest (halfstep recipes); a seed that is given as a number is taken as it is"
-        )
+def number(seed: Seed | None) -> int | None:
+    """A seed for what is rounded on the host, where none is a tensor."""
+    assert not isinstance(seed, Tensor)
+    return seed
 
 
 DETERMINISTIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -16,6 +16,7 @@ from halfstep.kernels.cpu import sparse as products
 from halfstep.quant import Clamp, Estimator, Quantizer, Scales, Tile, draw_seed
 from halfstep.quant.cast import round_to
 from halfstep.quant.quantizer import as_rows
+from halfstep.quant.rounding import Seed
 from halfstep.quant.scaling import Scaling, from_text
 
 
@@ -59,7 +60,7 @@ def amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor:
 
 
 def round_rows(
-    x: Tensor, bounds: Tensor | None, factor: Tensor, format: Format, rounding: str, seed: int | None,
+    x: Tensor, bounds: Tensor | None, factor: Tensor, format: Format, rounding: str, seed: Seed | None,
     steps: int | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """x between its bounds, times factor (a row's or a column's), rounded and saturated: in whole `steps` of 1, int8;
@@ -73,7 +74,7 @@ def round_rows(
 
 
 def round_rows_into(
-    x: Tensor, bounds: Tensor | None, factor: Tensor, out: Tensor, format: Format, rounding: str, seed: int | None,
+    x: Tensor, bounds: Tensor | None, factor: Tensor, out: Tensor, format: Format, rounding: str, seed: Seed | None,
     steps: int | None,
 ) -> None:  # fmt: skip
     """The same into `out`."""
@@ -200,8 +201,10 @@ def _round_rows(
     x: Tensor, bounds: Tensor | None, factor: Tensor, out: Tensor, key: str, rounding: str, seed: int | None,
     steps: int | None,
 ) -> None:  # fmt: skip
-    seed = draw_seed(None) if seed is None and rounding == "stochastic" else seed and seed & (1 << 64) - 1
-    round_rows_into(x.contiguous(), bounds, factor, out, formats.from_key(key), rounding, seed, steps)
+    drawn: Seed | None = seed and seed & (1 << 64) - 1
+    if seed is None and rounding == "stochastic":
+        drawn = draw_seed(None, x.device)
+    round_rows_into(x.contiguous(), bounds, factor, out, formats.from_key(key), rounding, drawn, steps)
 
 
 def _sparse_product(whole: Tensor, other: Tensor, scale: Tensor | None, out: Tensor, down: bool) -> None:

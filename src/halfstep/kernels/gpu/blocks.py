@@ -16,6 +16,7 @@ from halfstep.kernels.gpu import amax, quantizers
 from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain, plain
 from halfstep.quant import Quantizer, Tile
 from halfstep.quant.quantizer import matrix_shape
+from halfstep.quant.rounding import Seed
 
 
 _LARGEST = 1 << 14  # elements of a tile
@@ -86,14 +87,14 @@ def supports_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
     return plain(x) and plain(out) and takes_values(x, out, quantizer)
 
 
-def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: int | None) -> None:
+def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed | None) -> None:
     """Write what `quantizer.quantize(x)` keeps to `tensors` (`codes`, `scale` ...), of its layout."""
     whole = tensors.get("tensor_scale")
     _launch(x, tensors["codes"], tensors["scale"], whole, quantizer, seed)
 
 
 def run_values(
-    x: Tensor, out: Tensor, quantizer: Quantizer, seed: int | None, tensor_scale: Tensor | None = None
+    x: Tensor, out: Tensor, quantizer: Quantizer, seed: Seed | None, tensor_scale: Tensor | None = None
 ) -> None:
     """Write what x, rounded in these tiles, stands for to `out`.
 
@@ -131,7 +132,7 @@ def _cut(x: Tensor, quantizer: Quantizer) -> Cut | None:
 
 
 def _launch(
-    x: Tensor, out: Tensor, scale: Tensor | None, whole: Tensor | None, quantizer: Quantizer, seed: int | None
+    x: Tensor, out: Tensor, scale: Tensor | None, whole: Tensor | None, quantizer: Quantizer, seed: Seed | None
 ) -> None:
     told, made = quantizers.known(quantizer), _cut(x, quantizer)
     assert told is not None

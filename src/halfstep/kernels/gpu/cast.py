@@ -15,6 +15,7 @@ from halfstep.kernels.cpu.element_codes import Coding
 from halfstep.kernels.cpu.elements import Rounding
 from halfstep.kernels.cpu.lanes import INFINITY
 from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, functions, halves, launch, plain
+from halfstep.quant.rounding import Seed
 
 
 _CONTAINERS = {8: torch.uint8, 16: torch.uint16}
@@ -69,7 +70,7 @@ def run(
     format: Format,
     rounding: str,
     overflow: str,
-    seed: int | None,
+    seed: Seed | None,
     factor: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> None:
@@ -84,7 +85,7 @@ def run_codes(
     format: Format,
     rounding: str,
     overflow: str,
-    seed: int | None,
+    seed: Seed | None,
     factor: Tensor | None = None,
     amax: Tensor | None = None,
     packed: bool = False,
@@ -125,7 +126,7 @@ def _launch(
     coding: Coding | None,
     target: str,
     rounding: str,
-    seed: int | None,
+    seed: Seed | None,
     factor: Tensor | None,
     found: Tensor | None,
     packed: tuple[int, ...] | None = None,

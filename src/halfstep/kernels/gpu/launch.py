@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.quant.rounding import Seed
+
 
 OLDEST = (3, 6)
 """The oldest Triton that the kernels were proven with."""
@@ -65,10 +67,13 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS.get(tensor.dtype, tensor.dtype))
 
 
-def halves(seed: int | None) -> tuple[int, int]:
-    """The two 32-bit halves of a seed, lower first, as signed numbers: a kernel's integers are signed."""
-    low, high = ((seed or 0) >> shift & 0xFFFFFFFF for shift in (0, 32))
-    return low - (low >> 31 << 32), high - (high >> 31 << 32)
+def halves(seed: Seed | None) -> tuple[int, int, int]:
+    """A seed as kernels take it: two 32-bit halves, lower first, as signed numbers (a kernel's integers are signed),
+    and 0; of one in the GPU's memory the halves of its address, and 1. Either way it is the same kernel, so that eager
+    steps compile what a CUDA graph captures."""
+    number = seed.data_ptr() if isinstance(seed, Tensor) else seed or 0
+    low, high = (number >> shift & 0xFFFFFFFF for shift in (0, 32))
+    return low - (low >> 31 << 32), high - (high >> 31 << 32), int(isinstance(seed, Tensor))
 
 
 @cache

@@ -16,6 +16,7 @@ from halfstep.kernels.gpu.blocks import WARPS, largest
 from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain, plain
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout
+from halfstep.quant.rounding import Seed
 
 
 _SIDE = 128  # of the square that a program takes
@@ -77,7 +78,7 @@ def empty(x: Tensor, quantizer: Quantizer, form: str = "stored", outer: bool = F
 
 
 def codes(
-    x: Tensor, quantizer: Quantizer, seed: int | None, factor: Tensor, amax: Tensor | None
+    x: Tensor, quantizer: Quantizer, seed: Seed | None, factor: Tensor, amax: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The codes of a matrix times `factor`, a float32 scalar, saturating, and the same transposed; `amax`, another, is
     raised to max |x|."""
@@ -94,7 +95,7 @@ def run(
     quantizer: Quantizer,
     along: Tensors,
     turned: Tensors,
-    seed: int | None = None,
+    seed: Seed | None = None,
     factor: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> None:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from halfstep.kernels.gpu.jit.instruction import converted
-from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, narrowed, noise, rounded, widened
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, narrowed, noise, rounded, seed_of, widened
 from halfstep.kernels.gpu.jit.packing import put
 
 
@@ -33,15 +33,17 @@ def result(
     return made, magnitude
 
 
-@triton.jit(do_not_specialize=["n", "low", "high"])
+@triton.jit(do_not_specialize=["n", "low", "high", "held"])
 def cast(
-    x, out, factor, found, n, low, high,
+    x, out, factor, found, n, low, high, held,
     P: tl.constexpr, C: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr, NOISY: tl.constexpr,
     INSTRUCTION: tl.constexpr, PACKED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Write what x, times a factor, is rounded to, or its code; raise `found` to the bits of max |x|."""
     start = tl.program_id(0).to(tl.int64) * B
     index = tl.arange(0, B)
+    if NOISY:
+        low, high = seed_of(low, high, held)
     times = None
     if factor is not None:
         times = tl.load(factor).to(tl.float32, bitcast=True)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from halfstep.kernels.gpu.jit.elements import code_of, together
-from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, seed_of
 from halfstep.kernels.gpu.jit.scales import over, scales, tensor_scale_of
 from halfstep.kernels.gpu.jit.tiles import (
     found_before,
@@ -115,10 +115,12 @@ def square(
             store_both(code, codes, turned, first, start, left, row, column, rows, columns, Q, False, True, MASKED)
 
 
-@triton.jit(do_not_specialize=["row_units", "units", "low", "high", "down", "across", "turned_down", "turned_across"])
+@triton.jit(
+    do_not_specialize=["row_units", "units", "low", "high", "held", "down", "across", "turned_down", "turned_across"]
+)
 def both(
     x, codes, scale, tensor, found, turned, turned_scale, turned_tensor, turned_found, factor, amax,
-    row_units, units, low, high, down, across, turned_down, turned_across,
+    row_units, units, low, high, held, down, across, turned_down, turned_across,
     R: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, NOISY: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, ROW_UNIT: tl.constexpr, UNIT: tl.constexpr, TALL: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -128,6 +130,8 @@ def both(
     rows, columns = row_units * ROW_UNIT, units * UNIT
     programs = (columns + COLUMNS - 1) // COLUMNS
     top, left = tl.program_id(0) // programs * TALL, tl.program_id(0) % programs * COLUMNS
+    if NOISY:
+        low, high = seed_of(low, high, held)
     tensor_scale = None
     turned_tensor_scale = None
     if factor is not None:

@@ -188,6 +188,15 @@ def mix(x):
 
 
 @triton.jit
+def seed_of(low, high, held):
+    """The halves of a seed, of what `launch.halves` says of it: these, or of the seed whose address they are."""
+    address = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+    there = held != 0
+    seed = tl.load(address.to(tl.pointer_type(tl.int64)), mask=there, other=0)
+    return tl.where(there, seed.to(tl.int32), low), tl.where(there, (seed >> 32).to(tl.int32), high)
+
+
+@triton.jit
 def noise_keys(low, high, chunk):
     """The two keys of a chunk's noise (`quant.noise_keys`), of a seed's signed halves and an int64."""
     golden = tl.full((), 0x9E3779B9, tl.uint32)

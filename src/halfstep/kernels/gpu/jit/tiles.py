@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from halfstep.kernels.gpu.jit.elements import code_of, together, value_of, written
-from halfstep.kernels.gpu.jit.numbers import noise_keys, widened
+from halfstep.kernels.gpu.jit.numbers import noise_keys, seed_of, widened
 from halfstep.kernels.gpu.jit.scales import over, scales, tensor_scale_of
 
 
@@ -194,9 +194,9 @@ def block(
             store(out, made, first, row, left, rows, columns, 1, None, MASKED)
 
 
-@triton.jit(do_not_specialize=["rows", "units", "low", "high"])
+@triton.jit(do_not_specialize=["rows", "units", "low", "high", "held"])
 def quantise(
-    x, out, scale, tensor, found, rows, units, low, high,
+    x, out, scale, tensor, found, rows, units, low, high, held,
     R: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr,
     APART: tl.constexpr, NOISY: tl.constexpr, H: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -207,6 +207,8 @@ def quantise(
     columns = COLUMNS if flat else units * UNIT
     across = 1 if flat else (columns + COLUMNS - 1) // COLUMNS
     top, left = tl.program_id(0) // across * tall, tl.program_id(0) % across * COLUMNS
+    if NOISY:
+        low, high = seed_of(low, high, held)
     tensor_scale = None
     if R.kind == "two_level":
         tensor_scale = tensor_scale_of(tl.load(found), R)
