@@ -178,6 +178,13 @@ def test_the_values_of_a_view_are_those_of_its_copy(view, name):
     same_bits(values(x, quantizer, 5), values(x.contiguous(), quantizer, 5))
 
 
+def test_a_single_row_is_read_as_it_lies(monkeypatch):
+    """It is contiguous, and the transposed view of a contiguous matrix too."""
+    monkeypatch.setattr(kernel, "run_values", None)
+    quantizer, x = get_quantizer("mxfp8_e4m3", scale="rceil"), torch.randn(1, 64)
+    same_bits(values(x, quantizer, dtype=torch.bfloat16), quantizer.quantize(x).dequantize(torch.bfloat16))
+
+
 def test_a_traced_graph_rounds_views_alike():
     quantizer, x = get_quantizer("mxfp8_e4m3", scale="rceil"), torch.randn(64, 40)
     traced = torch.compile(

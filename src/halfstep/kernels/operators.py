@@ -139,7 +139,7 @@ def round_tiles_into(
     """
     format, rounding, scales = quantizer.format, quantizer.rounding, quantizer.scales
     if scales is not None:
-        if columns.supports_values(x, out, quantizer):
+        if not x.is_contiguous() and columns.supports_values(x, out, quantizer):
             return columns.run_values(x, out, format, scales)
         if powered_rows.supports_values(x, out, quantizer) or powered_rows.supports_values(
             x := x.contiguous(), out, quantizer

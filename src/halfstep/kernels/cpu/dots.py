@@ -14,19 +14,20 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from halfstep.kernels.cpu.element_codes import Decoding, half_of
-from halfstep.kernels.cpu.lanes import WIDTHS, Lane, bits_of, vectorise_fully
+from halfstep.kernels.cpu.lanes import MAGNITUDE, WIDTHS, Lane, bits_of, vectorise_fully
 from halfstep.kernels.cpu.runs import Run, spread
 
 
 STEP = 32
 """Elements of a row that are read at a time."""
-_SCALED = 16
-"""Elements that share a scale at least."""
+PAIRS = STEP // 2
+"""Of neighbours in a step; and elements that share a scale at least."""
+_TABLE = 16
+"""Values of 4 bits."""
 
 
 def _dots(
-    context: Any, codes: Any, first: Any, stride: Any, meaning: Any, shifts: Any, mask: Any, scales: Any,
+    context: Any, codes: Any, first: Any, stride: Any, meaning: Any, mask: Any, scales: Any,
     x: Any, columns: Any, js: Any, ms: Any, out: Any,
 ) -> Any:  # fmt: skip
     """In kernels: out[j * len(ms) + m] = the sum of row j of the weight times row m of x; the largest of the codes,
@@ -36,12 +37,13 @@ def _dots(
         codes: of the weight, flat: bytes with a `meaning`; without one, fp32, bf16 or fp16 values as `lanes.bits_of`
             takes them.
         first, stride: where the first row begins, and how far the rows are apart, in elements.
-        meaning: the numbers of a `Decoding`, or the 16 values of a codebook, or None.
-        shifts: the places of two codes in a byte (`packing.shifts`), or None for a code a byte.
+        meaning: of codes of 4 bits, two a byte, an array of their 16 values; of a code a byte, how many bits of
+            exponent it has less than a float16, and 2^(15 - bias): what its value is over a float16's. Or None.
         mask: the bits of a code without its sign, or None.
-        scales: None, or (stored, table, row, across, down, right): what element k of row j is multiplied by stands at
-            (row + j >> down) * across + (k >> right), and is looked up in the table where that is not None.
-        x: float32, flat: rows of so many `columns`, a multiple of `STEP`.
+        scales: None, or (stored, table, row, across, down, rights): what element k of row j is multiplied by stands at
+            (row + j >> down) * across + (k >> right), and is looked up in the table where that is not None. There are
+            as many `rights` as scales in a step, 1 or 2, and all are the same.
+        x: float32, flat: rows of so many `columns`, a multiple of `STEP`; beside codes, as `in_pairs` leaves them.
         js, ms: tuples, as long as there are rows.
     """
 
@@ -50,7 +52,7 @@ def _dots(
         loop = _Loop(context, builder, signature.args, values)
         return loop.run(len(js), len(ms))
 
-    arguments = (codes, first, stride, meaning, shifts, mask, scales, x, columns, js, ms, out)
+    arguments = (codes, first, stride, meaning, mask, scales, x, columns, js, ms, out)
     return types.uint8(*arguments), code
 
 
@@ -62,22 +64,25 @@ class _Loop:
 
     def __init__(self, context: Any, builder: Any, kinds: Any, values: Any) -> None:
         self.context, self.builder = context, builder
-        (self.codes, self.first, self.stride, meaning, shifts, mask, scales, self.x, self.columns, _, _, self.out) = (
-            zip(kinds, values, strict=True)
+        self.codes, self.first, self.stride, meaning, mask, scales, self.x, self.columns, _, _, self.out = zip(
+            kinds, values, strict=True
         )
-        self.meaning = self._spread_all(meaning, STEP)
-        self.shifts = self._spread_all(shifts, STEP // 2)
         self.mask = None if isinstance(mask[0], types.NoneType) else Run(builder, spread(builder, mask[1], STEP))
         self.scales = None if isinstance(scales[0], types.NoneType) else self._parts(scales)
+        self.read = self._reader(meaning)
+
+    def _reader(self, meaning: Any) -> Any:
+        """What decodes codes."""
+        kind = meaning[0]
+        if isinstance(kind, types.NoneType):
+            return None
+        if isinstance(kind, types.Array):
+            return _Nibbles(self._at(meaning, self._number(0), _TABLE), 16 if _has_avx512(self.context) else 8)
+        return _Bytes(*(Run(self.builder, spread(self.builder, value, PAIRS)) for _, value in self._parts(meaning)))
 
     def _parts(self, given: Any) -> list[Any]:
         kinds, value = given
         return [(kind, self.builder.extract_value(value, i)) for i, kind in enumerate(kinds)]
-
-    def _spread_all(self, given: Any, count: int) -> list[Lane] | None:
-        if isinstance(given[0], types.NoneType):
-            return None
-        return [Run(self.builder, spread(self.builder, value, count), kind) for kind, value in self._parts(given)]
 
     def _number(self, number: int) -> Any:
         return ir.Constant(WIDTHS[64], number)
@@ -97,115 +102,157 @@ class _Loop:
 
     def run(self, js: int, ms: int) -> Any:
         builder = self.builder
-        zeros = ir.Constant(ir.VectorType(ir.FloatType(), STEP), [0.0] * STEP)
-        sums = [cgutils.alloca_once_value(builder, zeros) for _ in range(js * ms)]
         none = ir.Constant(ir.VectorType(WIDTHS[8], STEP), [0] * STEP)
         most = None if self.mask is None else cgutils.alloca_once_value(builder, none)
-        steps = builder.udiv(self.columns[1], self._number(STEP))
-        with cgutils.for_range(builder, steps, intp=WIDTHS[64]) as loop:
-            k = builder.mul(loop.index, self._number(STEP))
-            inputs = [self._at(self.x, self._row(k, self._number(0), self.columns[1], m), STEP) for m in range(ms)]
-            for j in range(js):
-                weight = self._weight(j, k, most)
-                for m, x in enumerate(inputs):
-                    total = sums[j * ms + m]
-                    builder.store(weight.times_plus(x, Run(builder, builder.load(total))).value, total)
-        out = self.context.make_array(self.out[0])(self.context, builder, self.out[1]).data
-        for place, total in enumerate(sums):
-            added = self._folded(builder.load(total), lambda one, other: one + other)
-            builder.store(added, builder.gep(out, [self._number(place)]))
+        together = js if _has_avx512(self.context) else 1  # what more would be added to finds no room in 16 registers
+        for j in range(0, js, together):
+            self._sum(range(j, min(j + together, js)), ms, most)
         if most is None:
             return ir.Constant(WIDTHS[8], 0)
         return self._folded(builder.load(most), lambda one, other: one.max(other))
 
-    def _row(self, k: Any, first: Any, stride: Any, row: int) -> Any:
-        """Where element k of a row is."""
-        return self.builder.add(self.builder.add(first, self.builder.mul(stride, self._number(row))), k)
-
-    def _weight(self, j: int, k: Any, most: Any) -> Any:
-        """A run of row j: float32."""
+    def _sum(self, js: range, ms: int, most: Any) -> None:
+        """The sums of some rows of the weight, side by side."""
         builder = self.builder
-        codes = self._codes(self._row(k, self.first[1], self.stride[1], j))
-        if self.meaning is None:
-            return bits_of(codes).float()
+        zeros = ir.Constant(ir.VectorType(ir.FloatType(), STEP), [0.0] * STEP)
+        sums = {(j, m): cgutils.alloca_once_value(builder, zeros) for j in js for m in range(ms)}
+        steps = builder.udiv(self.columns[1], self._number(STEP))
+        with cgutils.for_range(builder, steps, intp=WIDTHS[64]) as loop:
+            tiles = self._tiles(loop.index)
+            starts = [builder.mul(self.columns[1], self._number(m)) for m in range(ms)]
+            inputs = [self._step(self.x, start, loop.index, STEP) for start in starts]
+            for j in js:
+                weight = self._weight(j, loop.index, tiles, most)
+                for m, x in enumerate(inputs):
+                    total = sums[j, m]
+                    builder.store(weight.times_plus(x, Run(builder, builder.load(total))).value, total)
+        out = self.context.make_array(self.out[0])(self.context, builder, self.out[1]).data
+        for (j, m), total in sums.items():
+            builder.store(self._total(builder.load(total)), builder.gep(out, [self._number(j * ms + m)]))
+
+    def _step(self, array: Any, start: Any, step: Any, size: int) -> Lane:
+        """A step of a row that starts there, of so many elements an array's."""
+        return self._at(array, self.builder.add(start, self.builder.mul(step, self._number(size))), size)
+
+    def _weight(self, j: int, step: Any, tiles: list[Any], most: Any) -> Any:
+        """A step of row j: float32, of codes in the order of `in_pairs`."""
+        builder = self.builder
+        start = builder.add(self.first[1], builder.mul(self.stride[1], self._number(j)))
+        if self.read is None:
+            return bits_of(self._step(self.codes, start, step, STEP)).float()
+        size = STEP * self.read.bits // 8
+        codes = self._step(self.codes, builder.udiv(start, self._number(STEP // size)), step, size)
         if most is not None:
             assert self.mask is not None
             builder.store(Run(builder, builder.load(most)).max(codes & self.mask).value, most)
-        value = _decoded(codes, self.meaning)
-        return value if self.scales is None else value * self._scale(j, k)
+        one, two = self.read.values(codes, [self._scale(j, tile) for tile in tiles])
+        return Run(builder, shuffled(builder, one.value, two.value, list(range(STEP))))
 
-    def _codes(self, place: Any) -> Lane:
-        if self.shifts is None:
-            return self._at(self.codes, place, STEP)
-        both = self._at(self.codes, self.builder.lshr(place, self._number(1)), STEP // 2)
-        one, two = ((both >> shift) & 15 for shift in self.shifts)
-        turns = [place for pair in range(STEP // 2) for place in (pair, pair + STEP // 2)]
-        return Run(self.builder, self._shuffled(one.value, two.value, turns))
+    def _tiles(self, step: Any) -> list[Any]:
+        """Which tiles of their rows a step is in."""
+        if self.scales is None:
+            return []
+        builder = self.builder
+        rights = [value for _, value in self._parts(self.scales[-1])]
+        first = builder.mul(step, self._number(STEP))
+        return [builder.lshr(builder.add(first, self._number(i * PAIRS)), right) for i, right in enumerate(rights)]
 
-    def _scale(self, j: int, k: Any) -> Lane:
-        """What a run of row j is multiplied by."""
+    def _scale(self, j: int, tile: Any) -> Any:
+        """What elements of row j in a tile are multiplied by."""
         assert self.scales is not None
         builder = self.builder
-        stored, table, *places = self.scales
-        first, across, down, right = (place[1] for place in places)
+        stored, table, *places, _ = self.scales
+        first, across, down = (value for _, value in places)
         row = builder.mul(builder.lshr(builder.add(first, self._number(j)), down), across)
-        found = []
-        for ahead in range(0, STEP, _SCALED):
-            tile = builder.add(row, builder.lshr(builder.add(k, self._number(ahead)), right))
-            number = self._entry(stored, tile)
-            if not isinstance(table[0], types.NoneType):
-                number = self._entry(table, builder.zext(number, WIDTHS[64]))
-            found.append(spread(builder, number, _SCALED))
-        return Run(builder, self._shuffled(*found, list(range(STEP))))
+        number = self._entry(stored, builder.add(row, tile))
+        return number if isinstance(table[0], types.NoneType) else self._entry(table, builder.zext(number, WIDTHS[64]))
 
-    def _shuffled(self, one: Any, two: Any, places: list[int]) -> Any:
-        return self.builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(WIDTHS[32], len(places)), places))
+    def _total(self, lanes: Any) -> Any:
+        """The sum of all lanes, which of codes are in the order of `in_pairs`."""
+        if self.read is not None:
+            lanes = shuffled(self.builder, lanes, lanes, [lane // 2 + lane % 2 * PAIRS for lane in range(STEP)])
+        return self._folded(lanes, lambda one, other: one + other)
 
     def _folded(self, whole: Any, join: Any) -> Any:
         """One number of all lanes, half after half."""
         while (count := whole.type.count) > 1:
             lower, upper = list(range(count // 2)), list(range(count // 2, count))
-            halves = (Run(self.builder, self._shuffled(whole, whole, places)) for places in (lower, upper))
+            halves = (Run(self.builder, shuffled(self.builder, whole, whole, places)) for places in (lower, upper))
             whole = join(*halves).value
         return self.builder.extract_element(whole, ir.Constant(WIDTHS[32], 0))
 
 
-def _decoded(codes: Lane, meaning: list[Lane]) -> Lane:
-    """The values of codes, exactly, where no code is above `Decoding.half`."""
-    if len(meaning) == len(Decoding._fields):
-        d = Decoding(*meaning)
-        return half_of(codes, d) * (d.offset + (15 << 23)).float()  # 2^(15 - bias)
-    return _looked_up(codes, meaning)
+def _spread_scales(builder: Any, scales: list[Any]) -> Run | None:
+    """What lanes of either half of a step are multiplied by."""
+    if len(scales) < 2:
+        return Run(builder, spread(builder, scales[0], PAIRS)) if scales else None
+    parts = [spread(builder, scale, PAIRS // 2) for scale in scales]
+    return Run(builder, shuffled(builder, *parts, list(range(PAIRS))))
 
 
-_PERMUTED = 8
-"""Numbers of a register that AVX2 has a permutation for, and so have all that came after it."""
+class _Bytes:
+    """Codes of 8 bits that are the upper bits of a float16, but for its larger range of exponents. The second of a pair
+    has its place in 16 bits already, and the first is moved there."""
+
+    bits = 8
+
+    def __init__(self, fewer: Run, unit: Run) -> None:
+        self.fewer, self.unit = fewer, unit
+        self.kept = fewer.constant(0x7F00) >> fewer | 0x8000
+
+    def values(self, codes: Lane, scales: list[Any]) -> list[Lane]:
+        scale = _spread_scales(codes.builder, scales)
+        times = self.unit if scale is None else self.unit * scale
+        pairs = Run(codes.builder, codes.builder.bitcast(codes.value, ir.VectorType(WIDTHS[16], PAIRS)))
+        return [(each.shift_signed(self.fewer) & self.kept).half_to_float() * times for each in (pairs << 8, pairs)]
 
 
-def _looked_up(codes: Lane, values: list[Lane]) -> Lane:
-    """values[code] of every lane, of 16. LLVM knows numbers that are taken from a register one by one for what they are
-    together, a permutation, where the processor has an instruction for that."""
-    builder = codes.builder
-    ones = [builder.extract_element(value.value, ir.Constant(WIDTHS[32], 0)) for value in values]
-    index = (codes & (_PERMUTED - 1)).to(32).value
-    lower, upper = (_permuted(builder, _vector(builder, part), index) for part in (ones[:_PERMUTED], ones[_PERMUTED:]))
-    return (codes < _PERMUTED).pick(Run(builder, lower), Run(builder, upper))
+class _Nibbles:
+    """Codes of 4 bits, whose values permutations of registers look up in tables of so many `at_once`."""
+
+    bits = 4
+
+    def __init__(self, table: Lane, at_once: int) -> None:
+        self.builder, self.table, self.at_once = table.builder, table, at_once
+
+    def values(self, codes: Lane, scales: list[Any]) -> list[Lane]:
+        wide, scale = codes.to(32), _spread_scales(self.builder, scales)
+        halves = wide & 15, wide >> 4
+        if scale is None:
+            return [self._looked_up(self.table, half) for half in halves]
+        if len(scales) == 1:  # the same products, but fewer
+            return [self._looked_up(self.table * scale, half) for half in halves]
+        return [self._looked_up(self.table, half) * scale for half in halves]
+
+    def _looked_up(self, table: Lane, codes: Lane) -> Lane:
+        count = self.at_once
+        parts = [
+            shuffled(self.builder, table.value, table.value, list(range(start, start + count)))
+            for start in range(0, _TABLE, count)
+        ]
+        found = [Run(self.builder, self._permuted(part, (codes & (count - 1)).value)) for part in parts]
+        return found[0] if len(found) == 1 else (codes << 28 > MAGNITUDE).pick(*found[::-1])
+
+    def _permuted(self, table: Any, index: Any) -> Any:
+        """LLVM knows numbers that are taken from a register one by one for what they are together, a permutation, where
+        the processor has an instruction for that."""
+        builder, count = self.builder, table.type.count
+        parts = []
+        for start in range(0, PAIRS, count):
+            part = ir.Constant(table.type, ir.Undefined)
+            for lane in range(count):
+                place = builder.extract_element(index, ir.Constant(WIDTHS[32], start + lane))
+                number = builder.extract_element(table, place)
+                part = builder.insert_element(part, number, ir.Constant(WIDTHS[32], lane))
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else shuffled(builder, *parts, list(range(PAIRS)))
 
 
-def _vector(builder: Any, numbers: list[Any]) -> Any:
-    found = ir.Constant(ir.VectorType(numbers[0].type, len(numbers)), ir.Undefined)
-    for place, number in enumerate(numbers):
-        found = builder.insert_element(found, number, ir.Constant(WIDTHS[32], place))
-    return found
+def _has_avx512(context: Any) -> bool:
+    """Whether there are 32 registers of 16 numbers, and a permutation of as many; of AVX2's, 16 of 8."""
+    return "+avx512f" in context.codegen().magic_tuple()[2].split(",")
 
 
-def _permuted(builder: Any, table: Any, index: Any) -> Any:
-    parts = []
-    for start in range(0, index.type.count, table.type.count):
-        places = [builder.extract_element(index, ir.Constant(WIDTHS[32], start + lane)) for lane in range(_PERMUTED)]
-        parts.append(_vector(builder, [builder.extract_element(table, place) for place in places]))
-    while len(parts) > 1:
-        count = 2 * parts[0].type.count
-        all_of = ir.Constant(ir.VectorType(WIDTHS[32], count), list(range(count)))
-        parts = [builder.shuffle_vector(*pair, all_of) for pair in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
+def shuffled(builder: Any, one: Any, two: Any, places: list[int]) -> Any:
+    """Lanes of two vectors."""
+    return builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(WIDTHS[32], len(places)), places))

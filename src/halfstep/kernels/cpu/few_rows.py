@@ -8,6 +8,7 @@ weights are rounded values, and inference from codes give the same bits (`ops/fe
 from __future__ import annotations
 
 from functools import cache
+from math import ldexp
 from typing import Any
 
 import numba
@@ -18,10 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halfstep.formats import Codebook, Float, Format, ocp
-from halfstep.kernels.cpu import element_codes, packing
+from halfstep.kernels.cpu import element_codes
 from halfstep.kernels.cpu.arrays import array, borrowed, plain
 from halfstep.kernels.cpu.compiled import Kernel, inner, inner_overload
-from halfstep.kernels.cpu.dots import STEP, dots
+from halfstep.kernels.cpu.dots import PAIRS, STEP, dots
 from halfstep.kernels.cpu.lanes import lanes, nearest_as
 from halfstep.quant.quantizer import Quantizer
 from halfstep.quant.scaling import Scaling
@@ -30,8 +31,9 @@ from halfstep.quant.tile import TENSOR, Tile
 
 ROWS = 8
 """At most so many rows are few: with more of them the decoded weight pays for itself."""
+_FEWEST = 4  # rows of a weight, by which evaluation and inference know alike whose sums have this order
 _GROUP = 64  # rows of a weight that a thread takes at a time
-_TOGETHER = {1: 4, 4: 2}  # rows of a weight that are read side by side, by how many rows they are multiplied with
+_TOGETHER = {1: 1, 4: 2}  # rows of a weight that are read side by side, by how many rows they are multiplied with
 _SPEED = 32  # elements of a weight in the time of one that is rounded, by which `Kernel` knows what threads are worth
 _SIDE_BY_SIDE = {ms: ((np.uint32(0),) * js, (np.uint32(0),) * ms) for ms, js in _TOGETHER.items()}
 _NO_SCALES = None, None, None, None, np.int64(0), np.int64(0)
@@ -44,7 +46,7 @@ def knows(quantizer: Quantizer, rows: int, columns: int) -> bool:
     """Whether kernels here read a weight of that shape in the codes of this quantizer, or of one whose stateful scaling
     has become a number: FP8, FP4 and codebooks of 4 bits, with scales of tiles whose sides are powers of two."""
     scales = quantizer.scales
-    if rows < max(_TOGETHER.values()) or columns % STEP or quantizer.clamp is not None or quantizer.by_rows:
+    if rows < _FEWEST or columns % STEP or quantizer.clamp is not None or quantizer.by_rows:
         return False
     if not _known_format(quantizer.format):
         return False
@@ -74,9 +76,11 @@ def _shift(side: int) -> int | None:
     return 63 if side == 0 else side.bit_length() - 1 if side & (side - 1) == 0 else None
 
 
-def supports(codes: Tensor, scale: Tensor | None) -> bool:
-    """Whether these lie in memory as `given` takes them: plain CPU tensors."""
-    return plain(codes, torch.uint8) and (scale is None or plain(scale, torch.float32, torch.uint8))
+def supports(codes: Tensor, scale: Tensor | None, format: Format) -> bool:
+    """Whether these lie in memory as `given` takes them, plain CPU tensors; and the format's bias is near a float16's:
+    2^(15 - bias) times a scale is then exact."""
+    near = format.bits == 4 or (isinstance(format, Float) and -12 <= format.bias <= 15)
+    return near and plain(codes, torch.uint8) and (scale is None or plain(scale, torch.float32, torch.uint8))
 
 
 def given(codes: Tensor, scale: Tensor | None, quantizer: Quantizer) -> Any:
@@ -87,17 +91,18 @@ def given(codes: Tensor, scale: Tensor | None, quantizer: Quantizer) -> Any:
         scale: of tiles, as stored; None where none is, or where the whole tensor has one, which belongs to `times`.
     """
     format, tile = quantizer.format, Tile(0, 0)
+    meaning, half = _meaning(format)
     scales: tuple[Any, ...] = (None,) * 4
     if scale is not None:
         assert quantizer.scales is not None
         tile = quantizer.scales.tile
         stored = borrowed(scale).view(np.float32 if scale.dtype == torch.float32 else np.uint8)
         scales = stored, *_table(quantizer.scales.rule), np.int64(scale.shape[1])
-    shifts = np.int64(_shift(tile.rows) or 0), np.int64(_shift(tile.columns) or 0)
-    meaning = _meaning(format)
-    mask = np.uint8(0x7F) if format.bits == 8 and meaning[-1] < 0x7F else None
-    half = np.uint8(255) if mask is None else np.uint8(meaning[-1])
-    return borrowed(codes), meaning, packing.shifts(format), mask, half, *scales, *shifts
+    rights = (np.int64(_shift(tile.columns) or 0),)
+    shifts = np.int64(_shift(tile.rows) or 0), rights if tile.columns % STEP == 0 else rights * 2
+    mask = np.uint8(0x7F) if half < 0x7F else None
+    second_first = np.int64(format.bits == 4 and format.high_nibble_first)
+    return borrowed(codes), meaning, second_first, mask, half, *scales, *shifts
 
 
 def run(x: Tensor, weight: Any, times: float | None, bias: Tensor | None, out: Tensor) -> bool:
@@ -113,7 +118,7 @@ def run(x: Tensor, weight: Any, times: float | None, bias: Tensor | None, out: T
 
 def run_values(x: Tensor, weight: Tensor, times: float | None, bias: Tensor | None, out: Tensor) -> None:
     """The same of a weight (out, in) of values: float32, bfloat16 or float16."""
-    _form(x, (array(weight), None, None, None, np.uint8(255), *_NO_SCALES), times, bias, out)
+    _form(x, (array(weight), None, np.int64(0), None, np.uint8(255), *_NO_SCALES), times, bias, out)
 
 
 def factor(scale: Tensor | None, multiplier: float | None) -> float | None:
@@ -138,12 +143,13 @@ def _form(x: Tensor, weight: Any, times: float | None, bias: Tensor | None, out:
 
 
 @cache
-def _meaning(format: Format) -> Any:
-    """What codes are: of 4 bits, their values, else the numbers of their decoding."""
+def _meaning(format: Format) -> tuple[Any, np.uint8]:
+    """What `dots` takes of codes, and the largest one that has this meaning."""
     if format.bits == 4:
-        return tuple(np.float32(value) for value in element_codes.table(format, torch.float32).tolist())
+        return element_codes.table(format, torch.float32).numpy(), np.uint8(255)
     assert isinstance(format, Float)
-    return element_codes.decoding_scalars(format)
+    half = np.uint8(element_codes.decoding_scalars(format)[-1])
+    return (np.uint16(5 - format.exponent_bits), np.float32(ldexp(1.0, 15 - format.bias))), half
 
 
 def _table(rule: Scaling) -> tuple[NDArray[np.float32] | None, Any]:
@@ -185,6 +191,33 @@ def _largest(scales, largest):
     return largest
 
 
+@inner
+def _paired(x, first, out):
+    for start in range(0, x.size, STEP):
+        for i in range(PAIRS):
+            out[start + i + first * PAIRS] = x[start + 2 * i]
+            out[start + i + PAIRS - first * PAIRS] = x[start + 2 * i + 1]
+
+
+def in_pairs(x: Any, meaning: Any, first: Any) -> Any:
+    """In kernels: x as `dots` takes it: in every step the first of each pair, then the second; or the other way round,
+    where `first` is 1, as the first of two codes lies in the upper bits of their byte."""
+    raise NotImplementedError
+
+
+@inner_overload(in_pairs)
+def _in_pairs(x, meaning, first):
+    if isinstance(meaning, types.NoneType):
+        return lambda x, meaning, first: x
+
+    def paired(x, meaning, first):
+        out = np.empty_like(x)
+        _paired(x, first, out)
+        return out
+
+    return paired
+
+
 def tiles_of(stored: Any, table: Any, row: Any, across: Any, down: Any, right: Any) -> Any:
     """In kernels: what `dots` takes of the scales, from a row on."""
     raise NotImplementedError
@@ -215,12 +248,12 @@ def _are_usual(stored, most, across, down, first, last):
 
 
 @inner
-def _rows(weight, meaning, packed, mask, tiles, x, columns, first, js, ms, times, bias, out, found):
+def _rows(weight, meaning, mask, tiles, x, columns, first, js, ms, times, bias, out, found):
     """Some rows of the weight, side by side, with all rows of x; the largest of their codes."""
     most = np.uint8(0)
     for m in range(0, out.shape[0], len(ms)):
         rows = x[m * columns :]
-        worst = dots(weight, first * columns, columns, meaning, packed, mask, tiles, rows, columns, js, ms, found)
+        worst = dots(weight, first * columns, columns, meaning, mask, tiles, rows, columns, js, ms, found)
         most = max(most, worst)
         for j in range(len(js)):
             for row in range(m, min(m + len(ms), out.shape[0])):
@@ -232,9 +265,10 @@ def _rows(weight, meaning, packed, mask, tiles, x, columns, first, js, ms, times
 
 @Kernel
 def _products(
-    x, columns, weight, meaning, packed, mask, half, stored, table, usual, across, down, right, js, ms, times, bias,
-    out, strange,
+    x, columns, weight, meaning, second_first, mask, half, stored, table, usual, across, down, right, js, ms, times,
+    bias, out, strange,
 ):  # fmt: skip
+    ordered = in_pairs(x, meaning, second_first)
     for group in numba.prange(strange.size):
         start = group * _GROUP
         stop = min(start + _GROUP, out.shape[1])
@@ -243,7 +277,7 @@ def _products(
         for j in range(start, stop, len(js)):
             first = min(j, out.shape[1] - len(js))  # the last rows may be computed twice, to the same end
             tiles = tiles_of(stored, table, first, across, down, right)
-            worst = _rows(weight, meaning, packed, mask, tiles, x, columns, first, js, ms, times, bias, out, found)
+            worst = _rows(weight, meaning, mask, tiles, ordered, columns, first, js, ms, times, bias, out, found)
             most = max(most, worst)
         if most > half or not are_usual(stored, usual, across, down, start, stop - 1):
             strange[group] = 1
