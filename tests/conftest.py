@@ -1,6 +1,7 @@
 """What every test starts from: a fixed seed, no deadlines (no clock in a test), one thread, this machine's CPU."""
 
 import gc
+import os
 import re
 import shutil
 import sys
@@ -27,7 +28,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    torch.set_num_threads(config.getoption("threads"))  # a module's fixtures come before `_start`
+    threads = config.getoption("threads")
+    torch.set_num_threads(threads)  # a module's fixtures come before `_start`
+    # In processes that tests start too: with torch's own number they would compile kernels anew, in parallel.
+    os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -145,7 +145,7 @@ def test_scales_in_bfloat16(columns, dtype):
     slow_unless({"mxfp4", "nvfp4"}.__contains__, ["mxfp8_e4m3", "mxfp4", "nvfp4", "fp8_1x128"]),  # compiled anew
 )
 def test_stochastic(name):
-    assert_quantises(hard(512), get_quantizer(name, rounding="stochastic"), seed=5)
+    assert_quantises(hard(512), get_quantizer(name, rounding="stochastic"), seed=5, dtypes=BOTH[1:])
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e3m2", "nvfp4", "nf4"])
