@@ -10,7 +10,7 @@ import torch
 
 from halfstep import formats, quant
 from halfstep.formats import Posit
-from halfstep.kernels import selftest_gpu_tiles
+from halfstep.kernels import selftest_gpu_rotated, selftest_gpu_tiles
 from halfstep.kernels.gpu import amax, cast, decode, posit
 from halfstep.kernels.selftest import Case, Outcome, hard, outcome, words
 from halfstep.quant.cast import CONTAINERS
@@ -35,7 +35,7 @@ def outcomes(device: torch.device) -> Iterator[Outcome]:
 
 def tests() -> Iterator[tuple[str, str, Test]]:
     """Every kernel with the name of every format that it is tested on, and the test."""
-    every = (*_TESTS, *selftest_gpu_tiles.TESTS)
+    every = (*_TESTS, *selftest_gpu_tiles.TESTS, *selftest_gpu_rotated.TESTS)
     return ((kernel, name, test) for kernel, names, test in every for name in names)
 
 

@@ -11,6 +11,7 @@ from halfstep import formats
 from halfstep.kernels import scaled_mm
 from halfstep.kernels.cpu import clamp_operators as operators
 from halfstep.kernels.cpu import rotated_tiles
+from halfstep.kernels.gpu import rotated as gpu_rotated
 from halfstep.kernels.rotation import rotate
 from halfstep.ops.carriers import E4M3_BITS, carrier, has_subnormals, tile_carrier
 from halfstep.ops.casts import quantize, round_scaled, seed_of, values, values_noted
@@ -162,6 +163,10 @@ def _rotated(x: Tensor, quantizer: Quantizer, dtype: torch.dtype, signs: Tensor,
         return None
     two_level, share = scales.rule.two_level, 1.0 if plain.inner is None else quantizer.scales.rule.part
     narrow = carrier(format, dtype, E4M3_BITS) if two_level else tile_carrier(format, scales.rule, dtype, x.device)
+    if x.is_cuda and gpu_rotated.supports(x, signs, dim, ruled):
+        scale, seed = torch.empty((), device=x.device) if two_level else None, seed_of(ruled.rounding, None)
+        values = gpu_rotated.run_values(x, signs, dim, ruled, seed, narrow, share, scale)
+        return Operand(values, scale) if plain.inner is None else over(Operand(values), share)
     if not rotated_tiles.supports(x, signs, dim, ruled, narrow):
         return None
     if two_level:

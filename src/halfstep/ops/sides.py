@@ -15,6 +15,7 @@ from torch import Tensor
 
 from halfstep.kernels import scaled_mm, unit_kinds
 from halfstep.kernels.gpu import layouts
+from halfstep.kernels.gpu import rotated as gpu_rotated
 from halfstep.kernels.rotation import rotate
 from halfstep.ops.casts import Quantized, quantize, round_scaled, seed_of
 from halfstep.ops.factors import factor_of
@@ -103,7 +104,12 @@ def side(
     if quantizer is None or not coded or not unit_kinds.is_tiled(quantizer):
         down = quantizer if quantizer is None or dim else quantizer.down
         return operand(x, down, dtype, state, record, signs, dim)
-    x = x if signs is None else rotate(x, signs, dim)
+    if signs is not None:
+        plain, eager = quantizer.plain, not torch.compiler.is_compiling()
+        if eager and x.is_cuda and gpu_rotated.supports(x := x.contiguous(), signs, dim, plain, turned=True):
+            shape, tensors = gpu_rotated.run_codes(x, signs, dim, plain, seed_of(plain.rounding, None))
+            return Coded(Quantized(plain, shape, torch.float32, tensors), dtype, not dim)
+        x = rotate(x, signs, dim)
     return Coded(quantize(x if dim else x.t(), quantizer.plain), dtype, not dim)
 
 

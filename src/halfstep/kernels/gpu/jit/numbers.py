@@ -207,24 +207,27 @@ def noise_keys(low, high, chunk):
 
 
 @triton.jit
-def noise(low, high, start, index):
-    """32 bits of noise (`quant.noise_bits`) for the elements `start + index`: an int64 that is a multiple of the
-    block's size, which divides 2^14, and int32s below it."""
-    one, two = noise_keys(low, high, start >> 14)
-    x = one + ((start & 0x3FFF).to(tl.uint32) + index.to(tl.uint32))
+def noise_by(one, two, index):
+    """Noise by a chunk's keys of the elements at these places in it."""
+    x = one + index.to(tl.uint32)
     x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ two
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
 
 
 @triton.jit
+def noise(low, high, start, index):
+    """32 bits of noise (`quant.noise_bits`) for the elements `start + index`: an int64 that is a multiple of the
+    block's size, which divides 2^14, and int32s below it."""
+    one, two = noise_keys(low, high, start >> 14)
+    return noise_by(one, two, (start & 0x3FFF).to(tl.uint32) + index.to(tl.uint32))
+
+
+@triton.jit
 def noise_anywhere(low, high, place):
     """The same for elements anywhere, at int64 places (`quant.noise_at`)."""
     one, two = noise_keys(low, high, place >> 14)
-    x = one + (place & 0x3FFF).to(tl.uint32)
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ two
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
+    return noise_by(one, two, place & 0x3FFF)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from halfstep.kernels.gpu.jit.elements import code_of, together, value_of, written
-from halfstep.kernels.gpu.jit.numbers import noise_keys, seed_of, widened
+from halfstep.kernels.gpu.jit.numbers import noise_by, noise_keys, seed_of, widened
 from halfstep.kernels.gpu.jit.scales import over, scales, tensor_scale_of
 
 
@@ -49,10 +49,7 @@ def noise_of(low, high, first, place):
     next_one, next_two = noise_keys(low, high, (first >> 14) + 1)
     index = (first & 0x3FFF).to(tl.int32) + place
     beyond = index > 0x3FFF
-    x = tl.where(beyond, next_one, one) + (index & 0x3FFF).to(tl.uint32)
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ tl.where(beyond, next_two, two)
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
+    return noise_by(tl.where(beyond, next_one, one), tl.where(beyond, next_two, two), index & 0x3FFF)
 
 
 @triton.jit

@@ -1,0 +1,147 @@
+"""Random Hadamard transforms on a GPU (`quant.rotate`), and the rounding to tiles in the same pass, bit for bit.
+
+A matrix is rotated along its rows or down its columns, and so its tiles lie.
+With two levels of scales everything is rotated twice, since the largest number of all comes first.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.cpu.elements import float_bits
+from halfstep.kernels.cpu.rotated import LEVELS
+from halfstep.kernels.gpu import quantizers
+from halfstep.kernels.gpu.blocks import WARPS
+from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain, plain
+from halfstep.quant import Quantizer
+from halfstep.quant.quantizer import layout, matrix_shape
+
+
+_SIZES = (8, 16, 32, 64)
+_BLOCK = 1 << 12  # elements of a program along rows
+_LANES = 128  # of a program down columns: each has whole blocks
+_HELD = 128  # and so many numbers at most
+_UNIT = 16
+
+
+def takes(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer | None = None, turned: bool = False) -> bool:
+    """Whether `run` can rotate a tensor like `x`, wherever it is: dense and contiguous, fp32, bf16 or fp16, along its
+    last dimension or a matrix's first; and round it, by tiles of a row that lie along the rotation and are no longer
+    than its blocks (of a column for dimension 0; there of the transposed matrix's rows, where that is `turned`)."""
+    size, dim = len(signs), dim % x.dim() if x.dim() else -1
+    known = dim == x.dim() - 1 or (dim == 0 and x.dim() == 2)
+    if not (known and lies_plain(x) and x.numel() and lies_plain(signs, torch.float32) and size in _SIZES):
+        return False
+    if quantizer is None:
+        return True
+    told, scales = quantizers.known(quantizer), quantizer.scales
+    if told is None or scales is None or x.dim() != 2:
+        return False
+    tile = scales.tile
+    across, along = (tile.rows, tile.columns) if dim or turned else (tile.columns, tile.rows)
+    return across == 1 and along in LEVELS and along <= size
+
+
+def supports(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer | None = None, turned: bool = False) -> bool:
+    """Whether `run` can rotate `x`, and `run_values` or `run_codes` round it: contiguous CUDA tensors."""
+    return plain(x) and plain(signs, torch.float32) and takes(x, signs, dim, quantizer, turned)
+
+
+def whole_shape(x: Tensor, size: int, dim: int) -> tuple[int, ...]:
+    """The shape of x in whole blocks of a rotation along `dim`."""
+    shape = list(x.shape)
+    shape[dim] += -shape[dim] % size
+    return tuple(shape)
+
+
+def run(x: Tensor, signs: Tensor, dim: int) -> Tensor:
+    """Every block of len(signs) numbers along `dim` through the transform: float32, in whole blocks."""
+    out = torch.empty(whole_shape(x, len(signs), dim), dtype=torch.float32, device=x.device)
+    _launch(x, signs, dim % x.dim() != x.dim() - 1, None, None, None, None, out=out)
+    return out
+
+
+def run_values(
+    x: Tensor,
+    signs: Tensor,
+    dim: int,
+    quantizer: Quantizer,
+    seed: int | None,
+    dtype: torch.dtype,
+    part: float = 1.0,
+    tensor_scale: Tensor | None = None,
+) -> Tensor:
+    """The values of that `part` of the rotated matrix, rounded. Noise is that of the matrix; with one level of scales
+    and along dimension 0, of the transposed one.
+
+    Of two levels of scales, the tensor's goes to `tensor_scale`, where that is given, and is left out of the values.
+    """
+    assert quantizer.scales is not None
+    out = torch.empty(whole_shape(x, len(signs), dim), dtype=dtype, device=x.device)
+    noise = None if seed is None else "rows" if dim or quantizer.scales.rule.two_level else "turned"
+    _launch(x, signs, dim == 0, quantizer, seed, noise, part, out=out, whole=tensor_scale)
+    return out
+
+
+def run_codes(
+    x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, seed: int | None
+) -> tuple[tuple[int, ...], dict[str, Tensor]]:
+    """The shape of the rotated matrix, for dimension 0 of that transposed, and what `quantizer.quantize` keeps of it:
+    `codes`, `scale` ..."""
+    shape = whole_shape(x, len(signs), dim)[:: 1 if dim else -1]
+    sizes: Any = layout(quantizer, shape, torch.float32)
+    made = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes.items()}
+    noise = None if seed is None else "rows" if dim else "turned"
+    whole = made.get("tensor_scale")
+    _launch(x, signs, dim == 0, quantizer, seed, noise, None, out=made["codes"], scale=made["scale"], whole=whole)
+    return shape, made
+
+
+def _launch(
+    x: Tensor,
+    signs: Tensor,
+    down: bool,
+    quantizer: Quantizer | None,
+    seed: int | None,
+    noise: str | None,
+    part: float | None,
+    out: Tensor,
+    scale: Tensor | None = None,
+    whole: Tensor | None = None,
+) -> None:
+    """With two levels of scales, in two passes."""
+    (rows, columns), size = matrix_shape(tuple(x.shape)), len(signs)
+    told: Any = (None, None) if quantizer is None else quantizers.known(quantizer)
+    rule, element = told
+    tile = 0 if quantizer is None or quantizer.scales is None else max(astuple(quantizer.scales.tile))
+    unit = _UNIT if columns % _UNIT == 0 else 1
+    two_level = rule is not None and rule.kind == "two_level"
+    values: Any = out.dtype if rule is not None and scale is None else None
+    constants: dict[str, Any] = {
+        "device": x.device, "R": rule, "Q": element, "E": quantizers.e4m3() if two_level else None,
+        "SOURCE": KINDS[x.dtype], "TARGET": KINDS.get(values),
+        "OUT": quantizers.written(values) if values is not None and values.itemsize == 2 else None,
+        "APART": scale is None and whole is not None, "FACTOR": float_bits(math.sqrt(1 / size)),
+        "PART": None if part in (None, 1.0) else float_bits(part), "LEVELS": LEVELS[size], "NOISE": noise,
+        "W": tile, "UNIT": unit,
+    }  # fmt: skip
+    if down:
+        across = _LANES * min(_HELD // size, 4)
+        grid = -(-rows // size) * -(-columns // across)
+        constants |= {"warps": 4, "ROWS": size, "COLUMNS": across}
+    else:
+        grid = -(-rows * -(-columns // size) * size // _BLOCK)
+        constants |= {"warps": WARPS, "ROWS": _BLOCK // size, "COLUMNS": size}
+    kernel, found = functions("rotated").down if down else functions("rotated").along, None
+    given = signs, rows, columns // unit
+    if two_level:
+        found = torch.zeros(1, dtype=torch.int32, device=x.device)
+        nothing = {"Q": None, "E": None, "TARGET": None, "OUT": None, "APART": False, "NOISE": None}
+        launch(kernel, grid, bits(x), None, None, None, None, found, *given, 0, 0, **(constants | nothing))
+    cells = [None if t is None else bits(t) for t in (out, scale, whole)]
+    launch(kernel, grid, bits(x), *cells, found, None, *given, *halves(seed), **constants)

@@ -1,0 +1,79 @@
+"""Which rotations Triton kernels take, alone and with the rounding after them, and random ones in the interpreter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_proofs import OLDEST, PINNED, equal, told
+
+from families import for_each
+from halfstep.kernels.gpu import rotated
+from halfstep.quant import Hadamard, Scales, Tile, get_quantizer
+from halfstep.quant.scaling import get_scaling
+from halfstep.recipe import get_recipe, list_recipes
+
+
+META = torch.device("meta")
+RECIPES = [name for name in list_recipes() if any(rule.linear.rotates for rule in get_recipe(name).rules)]
+
+
+def signs(size):
+    return torch.empty(size, device=META)
+
+
+def test_recipes_rotate():
+    assert {"nvfp4", "mxfp4-rht"} <= set(RECIPES)
+
+
+@for_each("name", RECIPES)
+def test_what_recipes_rotate_is_rounded_in_the_same_pass(name):
+    """The operands of every rotated product, along either dimension, as values and as codes."""
+    x = torch.empty(128, 256, device=META)
+    specs = [rule.linear for rule in get_recipe(name).rules if rule.linear.rotates]
+    products = [product for spec in specs for product in (spec.output, spec.grad_input, spec.grad_weight)]
+    for product in products:
+        if product.hadamard is None:
+            continue
+        for operand in (product.lhs, product.rhs):
+            inner = operand.plain.inner or operand.plain
+            assert rotated.takes(x, signs(product.hadamard.size), 1, inner)
+            assert rotated.takes(x, signs(product.hadamard.size), 0, inner.down)
+            for dim in (0, 1):
+                assert rotated.takes(x, signs(product.hadamard.size), dim, operand.plain, turned=True)
+            assert not rotated.supports(x, signs(product.hadamard.size), 1, inner)  # no CUDA tensor
+
+
+def test_tiles_that_do_not_lie_along_the_rotation_or_are_longer_are_left():
+    x, quantizer = torch.empty(128, 256, device=META), get_quantizer("mxfp8")
+    assert rotated.takes(x, signs(32), 1, quantizer)
+    assert not rotated.takes(x, signs(16), 1, quantizer)
+    assert not rotated.takes(x, signs(32), 0, quantizer)
+    assert rotated.takes(x, signs(32), 0, quantizer.down)
+    for tile in (Tile(16, 16), Tile(0, 0), Tile(1, 0), Tile(1, 24)):
+        square = replace(quantizer, scales=Scales(tile, get_scaling("rceil")))
+        assert not rotated.takes(x, signs(32), 1, square), tile
+    assert not rotated.takes(x, signs(32), 1, replace(quantizer, rounding="toward_zero"))
+
+
+def test_other_sizes_dtypes_and_layouts_are_left():
+    x = torch.empty(128, 256, device=META)
+    assert [size for size in (2, 4, 8, 16, 32, 64, 128) if rotated.takes(x, signs(size), 0)] == [8, 16, 32, 64]
+    assert not rotated.takes(x.double(), signs(16), 0)
+    assert not rotated.takes(x.t(), signs(16), 0)
+    assert not rotated.takes(x[:0], signs(16), 0)
+    stack = torch.empty(3, 4, 32, device=META)
+    assert rotated.takes(stack, signs(16), -1)
+    assert not rotated.takes(stack, signs(16), 1)
+    assert not rotated.takes(stack, signs(16), -1, get_quantizer("nvfp4"))
+
+
+def test_shapes_grow_to_whole_blocks():
+    x, hadamard = torch.empty(70, 45, device=META), Hadamard(16)
+    assert rotated.whole_shape(x, hadamard.size, 1) == (70, 48)
+    assert rotated.whole_shape(x, hadamard.size, 0) == (80, 45)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("version", "seed"), [(PINNED, 0), (OLDEST, 1)])
+def test_random_rotations_equal_the_reference_in_the_interpreter(version, seed):
+    equal(told("fuzzed_rotated.py", version, "--seed", str(seed), TRITON_INTERPRET="1"), version)
