@@ -72,7 +72,7 @@ class Present:
 
 def _ids(model: nn.Module) -> set[int]:
     """The identities of a model's parameters, ten times as fast as by their names: every step asks."""
-    found: list[Mapping[str, Any]] = []
+    found: list[dict[str, Any]] = []
     seen: set[int] = set()
     waiting = [model]
     while waiting:

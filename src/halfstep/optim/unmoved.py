@@ -1,4 +1,4 @@
-"""Whether all that an optimizer's step read is still where it was: asked at every step, so in a few passes over lists."""
+"""Whether all that an optimizer's step read is where it was: asked at every step, so in a few passes over lists."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ class Unmoved:
         inner = [tensor.data_ptr() for wrapped in self._wrapped for tensor in _inner(wrapped)]
         return inner + [tensor.data_ptr() for tensor in self._read]
 
-    def gradients(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> dict[torch.device, Places] | None:
+    def gradients(
+        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]
+    ) -> dict[torch.device, Places] | None:
         """By device, where gradients are now. None where anything else has moved, other parameters have gradients than
         before, or gradients are of another kind."""
         if len(groups) != len(self._groups) or len(state) != len(self._keys):
