@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch.nn.functional as F
 import halfstep
 from fake_cuda import Reads, backward, fake_cuda
 from halfstep.errors import LossScaleError
-from halfstep.optim import unscaling
+from halfstep.kernels.gpu import kinds, optimizer
+from halfstep.kernels.gpu.launch import KINDS
+from halfstep.optim import together, unscaling
 from tiny import EVERY, assert_same, batch, mlp, model_for, mostly_slow, prepared
 
 
@@ -152,16 +155,30 @@ def test_a_saved_state_goes_on(unread):
 
 # ---- without values -------------------------------------------------------------------------------------------------
 
-WAIT = {
-    "lowbit.py step": "whether to skip, and the gradients' scale",
-    "coded.py follow": "whether somebody wrote to weights in codes: then their master follows",
-}
-"""What a step waits for yet."""
+PROJECTED = ("galore", "galore-8bit", "galore-bf16")
+WAIT = ("lowbit.py step",)
+"""What their steps wait for: whether to skip, and the gradients' scale."""
 SOMETIMES = {"projected.py": "GaLore: whether gradients are finite where they choose a subspace, every 200 steps"}
 
 
+@pytest.fixture
+def kernels(monkeypatch):
+    """Tensors without values are stepped together, as those on a GPU are, by launches that are not made."""
+    launched = []
+    functions = SimpleNamespace(prepare="prepare", update="update")
+    monkeypatch.setattr(optimizer, "functions", lambda name: functions)
+    monkeypatch.setattr(optimizer, "launch", lambda kernel, *rest, **named: launched.append(kernel))
+    for module in (together, kinds):
+        name = "plain" if module is together else "lies_plain"
+        monkeypatch.setattr(module, name, lambda t, *dtypes: t.dtype in (dtypes or KINDS) and t.is_contiguous())
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 16 * id(tensor))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return launched
+
+
 @pytest.mark.parametrize("name", mostly_slow(EVERY))
-def test_a_step_on_a_gpu_reads_nothing(name):
+def test_a_step_on_a_gpu_reads_nothing(name, kernels):
     """Forward, backward, clip, step and update, twice."""
     with fake_cuda(), Reads() as reads:
         with torch.device("cuda"):
@@ -175,7 +192,10 @@ def test_a_step_on_a_gpu_reads_nothing(name):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-    assert {found for found in reads.found if not found.startswith((*WAIT, *SOMETIMES))} == set()
+    waits = (*WAIT, *SOMETIMES) if name in PROJECTED else ()
+    assert {found for found in reads.found if not found.startswith(waits or "nothing")} == set()
+    assert optimizer._together.all == (name not in PROJECTED)
+    assert kernels.count("prepare") == 2
 
 
 def test_reads_are_noticed():

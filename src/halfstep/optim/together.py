@@ -139,7 +139,7 @@ class Together:
                 continue
             state, device = owner.state[parameter], codes_of(own.weight).device
             if state["step"].device != device:
-                state["step"] = state["step"].to(device, torch.float32)
+                state["step"] = state["step"].to(device, torch.float32, non_blocking=True)
             taken[parameter] = own = own._replace(step=state["step"])
             by_device.setdefault(device, []).append(own)
             if isinstance(own.weight, Coded) and own.kept:
