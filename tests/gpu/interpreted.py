@@ -12,6 +12,7 @@ from functools import partial
 from itertools import chain
 
 import fuzzed
+import fuzzed_moments
 import numpy as np
 import torch
 import triton
@@ -34,7 +35,9 @@ if __name__ == "__main__":
         if not core or kernel not in seen:
             seen.add(kernel)
             tests.append((kernel, format, partial(test, device=device)))
-    tests += [] if core else [("fuzzed casts", name, fuzzed.cases) for name in fuzzed.names()]
+    if not core:
+        tests += [("fuzzed casts", name, fuzzed.cases) for name in fuzzed.names()]
+        tests += [(*test[:2], lambda _, run=test[2]: run()) for test in fuzzed_moments.tests()]
     for kernel, format, test in tests:
         found = outcome(kernel, format, test)
         print(json.dumps({"triton": triton.__version__} | dataclasses.asdict(found)), flush=True)

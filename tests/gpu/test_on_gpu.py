@@ -19,7 +19,7 @@ from halfstep.kernels import selftest_gpu
 from halfstep.kernels.gpu import cast
 from halfstep.kernels.selftest import compare, hard, outcome
 from halfstep.lab.models.llama import Llama
-from halfstep.optim import AdamWFp8, LowBitAdamW
+from halfstep.optim import AdamWFp8, LowBitAdamW, projected
 from halfstep.optim import selftest_gpu as optim
 
 
@@ -35,9 +35,11 @@ GRAPHED = ("bf16-mixed", "bf16-stochastic", "fp16-mixed", "fp8-current", "fp8-de
 """Recipes whose operands are rounded to nearest, and whose steps are counted on the GPU."""
 DRAWN = ("nvfp4", "mxfp4-rht")
 """Recipes that draw noise and signs in the passes."""
+GALORE = 0.02
+"""How far a weight under GaLore may end from the CPU's, over how far the farthest of its model has moved."""
 SILENT = (
     *GRAPHED, "fp32", "bf16-nomaster", "bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-plus", "adamw-8bit",
-    "fp8-adam", "fp8lm-o2", "coat", "mxfp8", *DRAWN,
+    "fp8-adam", "fp8-fishman", "fp8lm-o1", "fp8lm-o2", "fp8lm-o3", "coat", "mxfp8", *DRAWN,
 )  # fmt: skip
 """Recipes whose step the host only launches: it reads nothing back."""
 
@@ -228,3 +230,62 @@ def test_two_shards_take_the_steps_of_the_whole(kind, device, monkeypatch):
     shards = torch.cat([stepped(kind, weight, copy.deepcopy(grads), rank) for rank in (0, 1)])
     assert torch.equal(shards, whole)
     assert not torch.equal(whole, weight)
+
+
+def in_float64(monkeypatch):
+    """GaLore by another algorithm: the singular vectors are a Gram matrix's, and all products are summed in float64."""
+
+    def vectors(grad, subspace):
+        gram = grad.double() @ grad.double().T if subspace.left else grad.double().T @ grad.double()
+        found = torch.linalg.eigh(gram)[1].flip(1)[:, : subspace.rank]
+        largest = found.gather(0, found.abs().argmax(0, keepdim=True))
+        return (found * torch.where(largest < 0, -1.0, 1.0)).float().contiguous()
+
+    def product(one, other):
+        return (one.double() @ other.double()).float()
+
+    own = projected._Projected
+    monkeypatch.setattr(projected, "singular_vectors", vectors)
+    monkeypatch.setattr(own, "down", lambda s, p, g: product(p.T, g) if s.subspace.left else product(g, p))
+    monkeypatch.setattr(own, "up", lambda s, p, low: product(p, low) if s.subspace.left else product(low, p.T))
+
+
+def galore(seed, device):
+    """A small model under GaLore, by the same weights on any device."""
+    torch.manual_seed(seed)
+    layers = torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8)
+    model = torch.nn.Sequential(*layers).to(device)
+    return halfstep.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), "galore", generator=3)
+
+
+@anywhere
+@pytest.mark.parametrize("seed", range(3))
+def test_galore_ends_within_the_tolerance_that_is_stated(device, seed, monkeypatch):
+    """The same gradients for both: what differs is how singular vectors are found and how products are summed."""
+    steps, data = (1, 10, 100), torch.Generator().manual_seed(seed + 1)
+    grads, ends = [], []
+    model, optimizer, scaler = galore(seed, "cpu")
+    begun = [p.detach().clone() for p in model.parameters()]
+    for number in range(1, steps[-1] + 1):
+        x, y = torch.randn(128, 32, generator=data), torch.randn(128, 8, generator=data)
+        optimizer.zero_grad()
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+        scaler.step(optimizer)
+        scaler.update()
+        if number in steps:
+            ends.append([p.detach().clone() for p in model.parameters()])
+    if device == "cpu":
+        in_float64(monkeypatch)
+    twin, optimizer, _ = galore(seed, device)
+    for number, given in enumerate(grads, 1):
+        for parameter, grad in zip(twin.parameters(), given, strict=True):
+            parameter.grad = grad.to(device)
+        optimizer.step()
+        if number in steps:
+            expected = ends[steps.index(number)]
+            moved = max((end - start).abs().max() for end, start in zip(expected, begun, strict=True))
+            found = [p.detach().cpu() for p in twin.parameters()]
+            apart = max((one - other).abs().max() for one, other in zip(found, expected, strict=True))
+            print(f"seed {seed}, step {number}: {apart / moved:.1e} of the farthest way")
+            assert 0 < apart < GALORE * moved

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,14 +11,16 @@ import torch.nn.functional as F
 import halfstep
 from fake_cuda import Reads, backward, fake_cuda
 from halfstep.errors import LossScaleError
-from halfstep.optim import loss_scale
+from halfstep.kernels.gpu import kinds, optimizer
+from halfstep.kernels.gpu.launch import KINDS
+from halfstep.optim import together, unscaling
 from tiny import EVERY, assert_same, batch, mlp, model_for, mostly_slow, prepared
 
 
 @pytest.fixture
 def unread(monkeypatch):
     """Scalers treat these tensors as if they were on a GPU."""
-    monkeypatch.setattr(loss_scale, "late", lambda device: True)
+    monkeypatch.setattr(unscaling, "late", lambda device: True)
 
 
 def told(scaler):
@@ -68,7 +71,7 @@ def test_the_same_numbers_when_nothing_is_read(monkeypatch, options):
             bad = (0,) if seed == 1 else ()
         step(*theirs, seed, bad)
         with monkeypatch.context() as patch:
-            patch.setattr(loss_scale, "late", lambda device: True)
+            patch.setattr(unscaling, "late", lambda device: True)
             step(*ours, seed, bad)
         assert told(ours[2]) == told(theirs[2])
         assert_same(list(ours[0].parameters()), list(theirs[0].parameters()))
@@ -82,7 +85,7 @@ def test_clipping_is_the_same_when_nothing_is_read(monkeypatch, recipe):
     for seed, max_norm in enumerate((0.05, 100.0, 0.01)):
         expected = step(*theirs, seed, max_norm=max_norm)
         with monkeypatch.context() as patch:
-            patch.setattr(loss_scale, "late", lambda device: True)
+            patch.setattr(unscaling, "late", lambda device: True)
             found = step(*ours, seed, max_norm=max_norm)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
         for mine, other in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
@@ -130,7 +133,7 @@ def test_scaling_states_forget_a_step_that_nobody_read(monkeypatch):
     for seed, bad in enumerate([(), (0,), (), (1,), ()]):
         step(*made[1], seed, bad)
         with monkeypatch.context() as patch:
-            patch.setattr(loss_scale, "late", lambda device: True)
+            patch.setattr(unscaling, "late", lambda device: True)
             step(*made[0], seed, bad)
         assert_same(told(made[0][2])[1], told(made[1][2])[1])
 
@@ -152,16 +155,30 @@ def test_a_saved_state_goes_on(unread):
 
 # ---- without values -------------------------------------------------------------------------------------------------
 
-WAIT = {
-    "lowbit.py step": "whether to skip, and the gradients' scale",
-    "coded.py follow": "whether somebody wrote to weights in codes: then their master follows",
-}
-"""What a step waits for yet."""
+PROJECTED = ("galore", "galore-8bit", "galore-bf16")
+WAIT = ("lowbit.py step",)
+"""What their steps wait for: whether to skip, and the gradients' scale."""
 SOMETIMES = {"projected.py": "GaLore: whether gradients are finite where they choose a subspace, every 200 steps"}
 
 
+@pytest.fixture
+def kernels(monkeypatch):
+    """Tensors without values are stepped together, as those on a GPU are, by launches that are not made."""
+    launched = []
+    functions = SimpleNamespace(prepare="prepare", update="update")
+    monkeypatch.setattr(optimizer, "functions", lambda name: functions)
+    monkeypatch.setattr(optimizer, "launch", lambda kernel, *rest, **named: launched.append(kernel))
+    for module in (together, kinds):
+        name = "plain" if module is together else "lies_plain"
+        monkeypatch.setattr(module, name, lambda t, *dtypes: t.dtype in (dtypes or KINDS) and t.is_contiguous())
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 16 * id(tensor))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return launched
+
+
 @pytest.mark.parametrize("name", mostly_slow(EVERY))
-def test_a_step_on_a_gpu_reads_nothing(name):
+def test_a_step_on_a_gpu_reads_nothing(name, kernels):
     """Forward, backward, clip, step and update, twice."""
     with fake_cuda(), Reads() as reads:
         with torch.device("cuda"):
@@ -175,7 +192,10 @@ def test_a_step_on_a_gpu_reads_nothing(name):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-    assert {found for found in reads.found if not found.startswith((*WAIT, *SOMETIMES))} == set()
+    waits = (*WAIT, *SOMETIMES) if name in PROJECTED else ()
+    assert {found for found in reads.found if not found.startswith(waits or "nothing")} == set()
+    assert optimizer._together.all == (name not in PROJECTED)
+    assert kernels.count("prepare") == 2
 
 
 def test_reads_are_noticed():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,6 +42,8 @@ class Present:
         if model is None:
             return
         now, held = _ids(model), [p for group in groups for p in group["params"]]
+        if now.issuperset(map(id, held)):
+            return
         gone = [p for p in held if id(p) not in now and self._was_known(p) and not is_spread(p)]
         if not gone:
             return
@@ -69,12 +72,13 @@ class Present:
 
 def _ids(model: nn.Module) -> set[int]:
     """The identities of a model's parameters, ten times as fast as by their names: every step asks."""
-    found: set[int] = set()
+    found: list[dict[str, Any]] = []
     seen: set[int] = set()
     waiting = [model]
     while waiting:
         module = waiting.pop()
-        found.update(map(id, module._parameters.values()))
+        found.append(module._parameters)
         seen.add(id(module))
-        waiting.extend(part for part in module._modules.values() if part is not None and id(part) not in seen)
-    return found
+        if module._modules:
+            waiting.extend(part for part in module._modules.values() if part is not None and id(part) not in seen)
+    return set(map(id, chain.from_iterable(map(dict.values, found))))

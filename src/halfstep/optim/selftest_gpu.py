@@ -59,7 +59,12 @@ def tests() -> Iterator[tuple[str, str, Callable[..., Iterator[Case]]]]:
 
 
 def _steps(name: str, device: torch.device, make: Make) -> Iterator[Case]:
-    recipe = get_recipe(name)
+    yield from stepped_by(get_recipe(name), device, make)
+
+
+def stepped_by(recipe: Recipe, device: torch.device, make: Make | None = None) -> Iterator[Case]:
+    """Weights and states after steps under that recipe, of AdamW unless another optimizer is made."""
+    make = make or _adamw
     weights = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in SIZES]
     for kind, gradient in _GRADIENTS.items():
         grads = [[gradient(size) * 1e-3**k for size in SIZES] for k in range(2)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -139,7 +139,7 @@ class Together:
                 continue
             state, device = owner.state[parameter], codes_of(own.weight).device
             if state["step"].device != device:
-                state["step"] = state["step"].to(device, torch.float32)
+                state["step"] = state["step"].to(device, torch.float32, non_blocking=True)
             taken[parameter] = own = own._replace(step=state["step"])
             by_device.setdefault(device, []).append(own)
             if isinstance(own.weight, Coded) and own.kept:
@@ -166,14 +166,15 @@ class Together:
         residual = moments.pop(f"{names[-1]}_residual", None) if names else None
         if moments.keys() != set(names) or not isinstance(residual, Tensor | None):
             return None
-        place, master, kept = None, step.master, dict(step.kept)
+        place, master = None, step.master
+        kept: dict[str, Tensor | Coded] = {**step.kept}
         if is_spread(parameter) and master.rounding == "stochastic":
             place = run_of(parameter)
             if place is None:
                 return None
         if isinstance(master, CodedWeight):
             if master.codes.master is not None:
-                kept = with_codes(kept, {MASTER: master.codes.master}, step.weight)
+                kept = with_codes(step.kept, {MASTER: master.codes.master}, step.weight)
             if isinstance(codes, Tensor) and master.codes.grads is not None:
                 self._rounded.append(step.grad)
         return Tensors(

@@ -1,8 +1,8 @@
-"""Whether all that an optimizer's step read is still where it was: asked at every step, so in a few passes over lists."""
+"""Whether all that an optimizer's step read is where it was: asked at every step, so in a few passes over lists."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -42,18 +42,22 @@ class Unmoved:
         self._devices = [codes_of(one.weight).device for one in own]
         self._keys, self._states = list(state), list(state.values())
         self._kept = list(chain.from_iterable(map(dict.values, self._states)))
-        self._read = [*taken, *(value for value in self._kept if isinstance(value, Tensor))]
-        self._wrapped = any(is_spread(tensor) or isinstance(tensor, CodeTensor) for tensor in self._read)
+        read = [*taken, *(value for value in self._kept if isinstance(value, Tensor))]
+        self._wrapped = [tensor for tensor in read if is_spread(tensor) or isinstance(tensor, CodeTensor)]
+        wrapped = set(map(id, self._wrapped))
+        self._read = [tensor for tensor in read if id(tensor) not in wrapped]
         self._spread = any(map(is_spread, taken))
         self._addresses = self._now()
         found = [codes_of(one.grad) for one in own]
         self._aligned = [grad.data_ptr() % 16 == 0 for grad in found]
 
     def _now(self) -> list[int]:
-        tensors: Iterable[Tensor] = chain.from_iterable(map(_plain, self._read)) if self._wrapped else self._read
-        return [tensor.data_ptr() for tensor in tensors]
+        inner = [tensor.data_ptr() for wrapped in self._wrapped for tensor in _inner(wrapped)]
+        return inner + [tensor.data_ptr() for tensor in self._read]
 
-    def gradients(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> dict[torch.device, Places] | None:
+    def gradients(
+        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]
+    ) -> dict[torch.device, Places] | None:
         """By device, where gradients are now. None where anything else has moved, other parameters have gradients than
         before, or gradients are of another kind."""
         if len(groups) != len(self._groups) or len(state) != len(self._keys):
@@ -112,8 +116,6 @@ def _same(found: Any, known: list[Any]) -> bool:
     return len(found) == len(known) and all(map(is_, found, known))
 
 
-def _plain(tensor: Tensor) -> tuple[Tensor, ...]:
-    """What a tensor has its numbers in, on this rank."""
-    if isinstance(tensor, CodeTensor):
-        return tuple(tensor.parts.values())
-    return (part(tensor),) if is_spread(tensor) else (tensor,)
+def _inner(tensor: Any) -> tuple[Tensor, ...]:
+    """What a tensor of another class has its numbers in, on this rank."""
+    return tuple(tensor.parts.values()) if isinstance(tensor, CodeTensor) else (part(tensor),)

@@ -164,7 +164,12 @@ def _knows_one_scale(coded: Coded) -> bool:
     """Whether kernels read and write these codes under one float32 scale of the tensor, rounded to nearest: numbers of
     a dtype times a power of two, or bytes of a float under a scale that is no power."""
     quantizer, scales, codes = coded.quantizer, coded.quantizer.scales, coded.parts["codes"]
-    if scales is None or scales.tile != TENSOR or quantizer.rounding != "nearest_even" or quantizer.outliers is not None:
+    if (
+        scales is None
+        or scales.tile != TENSOR
+        or quantizer.rounding != "nearest_even"
+        or quantizer.outliers is not None
+    ):
         return False
     rule, scale = quantizers.rule(quantizer.format, scales.rule), coded.parts["scale"]
     if rule is None or rule.part is not None or (codes.dtype == torch.uint8 and not _knows_format(quantizer.format)):

@@ -1,4 +1,4 @@
-"""Where a number's place among 256 rising values is looked up: bins of numbers, in each of which one cut lies at most."""
+"""Where a number's place among 256 rising values is looked up: bins of numbers with one cut at the most."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from halfstep.kernels.cpu import element_codes
 
 
 class Bins(NamedTuple):
-    """A number's bin is its magnitude's bits, shifted to the right, from `first` on and `count` of them at most; those
-    of negative numbers come after."""
+    """A number's bin is its magnitude's bits, shifted to the right: the `most` of them from `first` on; those of
+    negative numbers come after."""
 
     shift: int
     first: int
-    count: int
+    most: int
 
 
 def known(format: Codebook) -> bool:

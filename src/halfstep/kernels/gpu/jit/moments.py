@@ -55,7 +55,9 @@ def opened(
     D: tl.constexpr = F.decoding
     CONTAINER: tl.constexpr = F.container
     if F.rule is not None:
-        return one_scale.values(read(address(row, COLUMN, block * B, CONTAINER, ALIGNED) + index, inside), tl.load(old), F)
+        return one_scale.values(
+            read(address(row, COLUMN, block * B, CONTAINER, ALIGNED) + index, inside), tl.load(old), F
+        )
     elif F.tile == 0:
         return as_float(widened(read(address(row, COLUMN, block * B, KIND, ALIGNED) + index, inside), KIND))
     else:
@@ -142,7 +144,7 @@ def placed(number, known, T: tl.constexpr):
     """How many of 255 rising cuts a number is above; no NaN."""
     bits = as_bits(number)
     bin = ((bits & 0x7FFFFFFF) >> T.shift).to(tl.int32) - T.first
-    bin = tl.minimum(tl.maximum(bin, 0), T.count - 1) + tl.where(bits > 0x7FFFFFFF, T.count, 0)
+    bin = tl.minimum(tl.maximum(bin, 0), T.most - 1) + tl.where(bits > 0x7FFFFFFF, T.most, 0)
     found = known + 256 + 2 * bin
     cut = as_float(tl.load(found).to(tl.uint32, bitcast=True))
     return tl.load(found + 1) + (number > cut).to(tl.int32)

@@ -207,12 +207,10 @@ def advance(
     updated, first, second = moved(full, grad, first, second, step, RULE, WITH_L2, NESTEROV)
 
     if FORESEES:
-        if M1 is not None:
-            if M1.rule is not None:
-                note(most + FIRST_MOST, first, inside)
-        if M2 is not None:
-            if M2.rule is not None:
-                note(most + SECOND_MOST, second, inside)
+        if M1 is not None and M1.rule is not None:
+            note(most + FIRST_MOST, first, inside)
+        if M2 is not None and M2.rule is not None:
+            note(most + SECOND_MOST, second, inside)
         if W is not None:
             note(most + WEIGHT_MOST, updated, inside)
     else:
