@@ -127,9 +127,9 @@ def test_an_optimizer_that_cannot_skip_by_itself_is_read_for(unread):
 def test_scaling_states_forget_a_step_that_nobody_read(monkeypatch):
     ours, theirs = (prepared("fp8-delayed", mlp()) for _ in range(2))
     made = []
-    for model, optimizer, scaler in (ours, theirs):
+    for model, lowbit, scaler in (ours, theirs):
         follower = scaler._follower
-        made.append((model, optimizer, halfstep.LossScaler(init_scale=4.0, follower=follower)))
+        made.append((model, lowbit, halfstep.LossScaler(init_scale=4.0, follower=follower)))
     for seed, bad in enumerate([(), (0,), (), (1,), ()]):
         step(*made[1], seed, bad)
         with monkeypatch.context() as patch:
