@@ -17,14 +17,14 @@ _CUDA, _META = 1, 14  # c10::DeviceType
 
 @contextlib.contextmanager
 def fake_cuda():
-    """FakeTensorMode, with devices of type "cuda". On a build of torch without CUDA its guard is meta's, which does
-    nothing: as torch itself sees to on builds with CUDA, where there is no GPU. Autocast believes in one."""
+    """FakeTensorMode, with devices of type "cuda". Where there is no GPU its guard is meta's, which does nothing.
+    Autocast believes in one."""
     autocast = mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=False)
     bf16 = mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True)
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 32).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     before = guards[_CUDA]
-    guards[_CUDA] = before or guards[_META]
+    guards[_CUDA] = before if torch.cuda.is_available() else guards[_META]
     try:
         with FakeTensorMode(), autocast, bf16:
             yield

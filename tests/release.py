@@ -44,6 +44,9 @@ BESIDE = (
 )
 """What the tests read in a clone; the source is not among it."""
 
+ASIDE = ("dev", "bench", "site", "gpu")
+"""Extras whose lower bounds are not pinned. A torch for CUDA asks for one triton: 2.8 for 3.4, which gpu does not take."""
+
 WITHOUT = {"lowest": ("torchao",)}
 """What an environment does without. torchao 0.18 asks for no torch by number, and is imported beside none before
 2.10; where it is installed transformers imports it."""
@@ -213,7 +216,7 @@ def main() -> None:
     if mistakes := check(wheel, sdist):
         sys.exit("\n".join(["release:", *mistakes]))
     print(f"{wheel.name} and {sdist.name}: as they should be", flush=True)
-    extras = [name for name in project()["optional-dependencies"] if name not in ("dev", "bench", "site")]
+    extras = [name for name in project()["optional-dependencies"] if name not in ASIDE]
     for name, constraints in (("lowest", lowest(project(), extras)), ("newest", [])):
         if given.only in (None, name):
             python = fresh(name)

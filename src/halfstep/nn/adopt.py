@@ -52,17 +52,17 @@ def extensions(module: nn.Module) -> tuple[Members, ...]:
     """What `release` would take away from the module, first to last."""
     found: list[Members] = []
     kind = type(module)
-    while (members := vars(kind).get("_halfstep_members")) is not None and not getattr(members, "beneath", False):
+    while (members := kind.__dict__.get("_halfstep_members")) is not None and not getattr(members, "beneath", False):
         found.append(members)
-        kind = vars(kind)["_halfstep_stock"]
+        kind = kind.__dict__["_halfstep_stock"]
     return tuple(reversed(found))
 
 
 def release(module: nn.Module) -> None:
     """Give `module` back the class it had before every `adopt` and `extend`, but for those that lie beneath."""
     kind = type(module)
-    while (members := vars(kind).get("_halfstep_members")) is not None and not getattr(members, "beneath", False):
-        kind = vars(kind)["_halfstep_stock"]
+    while (members := kind.__dict__.get("_halfstep_members")) is not None and not getattr(members, "beneath", False):
+        kind = kind.__dict__["_halfstep_stock"]
     module.__class__ = kind
 
 
@@ -75,8 +75,8 @@ def beneath(module: nn.Module) -> type[nn.Module]:
     """The module's class without what unit scaling laid over it: its forward is whoever's wrote the class, or a
     recipe's."""
     kind = type(module)
-    while getattr(vars(kind).get("_halfstep_members"), "beneath", False):
-        kind = vars(kind)["_halfstep_stock"]
+    while getattr(kind.__dict__.get("_halfstep_members"), "beneath", False):
+        kind = kind.__dict__["_halfstep_stock"]
     return kind
 
 
@@ -87,8 +87,8 @@ def stock_class(module: nn.Module) -> type[nn.Module]:
 
 def is_covered(module: nn.Module) -> bool:
     """Whether somebody gave an adopted module another class on top, which hides ours from `release`."""
-    hidden = any("_halfstep_stock" in vars(kind) for kind in type(module).__mro__)
-    return hidden and "_halfstep_stock" not in vars(type(module))
+    hidden = any("_halfstep_stock" in kind.__dict__ for kind in type(module).__mro__)
+    return hidden and "_halfstep_stock" not in type(module).__dict__
 
 
 @dataclass(frozen=True)
@@ -233,8 +233,8 @@ def _derived(stock: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Modul
 def _taken_apart(kind: type[nn.Module]) -> tuple[type[nn.Module], tuple[Members, ...]]:
     """The stock class, and what it was extended by, first to last."""
     extensions: list[Members] = []
-    while (stock := vars(kind).get("_halfstep_stock")) is not None:
-        extensions.append(vars(kind)["_halfstep_members"])
+    while (stock := kind.__dict__.get("_halfstep_stock")) is not None:
+        extensions.append(kind.__dict__["_halfstep_members"])
         kind = stock
     return kind, tuple(reversed(extensions))
 

@@ -51,7 +51,7 @@ def _traced(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         return stock(module, *args, **kwargs)
     if isinstance(module, (nn.GELU, nn.SiLU)) and not getattr(module, "inplace", False):
         return saved_traced.elementwise(lambda x: stock(module, x), x, storage)
-    plain = stock_class(module).forward is nn.LayerNorm.forward and UNIT not in vars(module)
+    plain = stock_class(module).forward is nn.LayerNorm.forward and UNIT not in module.__dict__
     if plain and (module.weight is None or module.weight.dtype in (x.dtype, torch.float32)):
         shape = list(module.normalized_shape)
         return saved_traced.layer_norm(x, shape, module.weight, module.bias, module.eps, storage)

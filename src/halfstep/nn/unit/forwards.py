@@ -92,7 +92,8 @@ def attention(stock: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Attention as a module: one factor, and those that residual branches leave at its inputs."""
     plan: Whole = module.__dict__[UNIT]
     names = ("query", "key", "value")
-    given = {**dict(zip((*names, "mask", "is_causal"), args, strict=False)), **kwargs}
+    placed = (*names, "mask", "is_causal")[: len(args)]
+    given = {**dict(zip(placed, args, strict=True)), **kwargs}
     for name, factor in zip(names, plan.backward, strict=True):
         given[name] = scale_backward(given[name], factor / plan.alpha)
     return stock(module, **given) * plan.alpha

@@ -56,7 +56,8 @@ class Own:
     def mode(self) -> Running:
         """For one call of the module."""
         grad = torch.is_grad_enabled()
-        return Running(self, frozenset(s.function for s in self.steps if s.is_forward or (grad and s.kind != PASSIVE)))
+        names = [s.function for s in self.steps if s.is_forward or (grad and s.kind != PASSIVE)]
+        return Running(self, frozenset(names))
 
 
 class Running(TorchFunctionMode):
@@ -154,7 +155,7 @@ def _matmul(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 def _attention(step: Step, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
     alpha, backward = step.alpha, dict(step.backward)
     for i, name in enumerate(names[:3]):
         given[name] = scale_backward(given[name], backward.get(i, alpha) / alpha)
