@@ -36,8 +36,6 @@ TYPES = {torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8", torch.int64:
 WARP = 32
 SCALARS = {"prepare"}
 """Functions that find a few numbers for each tensor."""
-HOLDING = {"down"}
-"""Functions whose threads hold many rows of a few columns, 4 bytes of each or more: a warp's are whole cache lines."""
 
 
 def launches(
@@ -107,9 +105,7 @@ def facts(
         "contracted": len(re.findall(r"\bfma\.", ptx)),
         "approximate": sorted(set(re.findall(r"[a-z0-9.]*(?:\.approx|\.full|\.ftz)[a-z0-9.]*", ptx))),
         # Functions of scalars, and of rows that start anywhere, have no wide accesses.
-        "narrow": []
-        if function.__name__ in SCALARS or arguments.get("UNIT") == 1
-        else narrow(ptx, function.__name__ in HOLDING),
+        "narrow": [] if function.__name__ in SCALARS or arguments.get("UNIT") == 1 else narrow(ptx),
         "converted": ptx.count("cvt.rn.satfinite."),
     }
     if capability >= 100:
@@ -127,12 +123,9 @@ def facts(
     return found
 
 
-def narrow(ptx: str, holding: bool) -> list[str]:
-    """The global accesses of less than 16 bytes in a kernel that has none of 16; in one whose threads hold columns,
-    those of one 16-bit number (a scale may be a byte)."""
+def narrow(ptx: str) -> list[str]:
+    """The global accesses of less than 16 bytes in a kernel that has none of 16."""
     accesses = re.findall(r"(?:ld|st)\.global[.a-z0-9_:]*", ptx)
-    if holding:
-        return sorted({a for a in accesses if re.search(r"[.][bu]16$", a) and ".v" not in a})
     wide = [a for a in accesses if re.search(r"\.v4\.[bu]32|\.v2\.[bu]64|\.v8\.b32", a)]
     return [] if wide else sorted(set(accesses))
 

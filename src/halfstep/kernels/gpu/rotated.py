@@ -24,8 +24,7 @@ from halfstep.quant.quantizer import layout, matrix_shape
 
 _SIZES = (8, 16, 32, 64)
 _BLOCK = 1 << 12  # elements of a program along rows
-_LANES = 128  # of a program down columns: each has whole blocks
-_HELD = 128  # and so many numbers at most
+_STRIP, _WIDE = 1 << 12, 64  # bytes and columns of one down columns at most: a warp, which waits for no other
 _UNIT = 16
 
 
@@ -130,14 +129,10 @@ def _launch(
         "PART": None if part in (None, 1.0) else float_bits(part), "LEVELS": LEVELS[size], "NOISE": noise,
         "W": tile, "UNIT": unit,
     }  # fmt: skip
-    if down:
-        across = _LANES * min(_HELD // size, 4)
-        grid = -(-rows // size) * -(-columns // across)
-        constants |= {"warps": 4, "ROWS": size, "COLUMNS": across}
-    else:
-        grid = -(-rows * -(-columns // size) * size // _BLOCK)
-        constants |= {"warps": WARPS, "ROWS": _BLOCK // size, "COLUMNS": size}
-    kernel, found = functions("rotated").down if down else functions("rotated").along, None
+    warps, high = (1, min(_WIDE, _STRIP // (size * x.itemsize))) if down else (WARPS, _BLOCK // size)
+    grid = -(-rows // size) * -(-columns // high) if down else -(-rows * -(-columns // size) // high)
+    constants |= {"warps": warps, "DOWN": down, "ROWS": high, "COLUMNS": size}
+    kernel, found = functions("rotated").rotate, None
     given = signs, rows, columns // unit
     if two_level:
         found = torch.zeros(1, dtype=torch.int32, device=x.device)
