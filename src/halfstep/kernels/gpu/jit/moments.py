@@ -1,7 +1,6 @@
-"""Moments as they are kept, read as float32 and written: numbers, or codes with a scale a tile of the flat tensor, or
-one of the whole.
+"""Moments as they are kept, read as float32 and written: numbers, or codes with scales.
 
-`F` is the `Form` of `kernels.gpu.kinds`.
+A scale is that of a tile of the flat tensor, or of the whole. `F` is the `Form` of `kernels.gpu.kinds`.
 """
 
 import triton
