@@ -1,5 +1,4 @@
-"""Moments as they are kept, read as float32 and written: numbers, or codes with a scale a tile of the flat tensor, or
-one of the whole.
+"""Moments as they are kept, read and written: numbers, or codes under a scale a tile of the flat tensor, or one scale.
 
 `F` is the `Form` of `kernels.gpu.kinds`.
 """
