@@ -32,7 +32,7 @@ def _recipes() -> Iterator[tuple[str, Recipe]]:
             moments = (("exp_avg_sq", _stored(second, rule)), ("exp_avg", _stored(first, rule)))
             yield f"{first} and {second}, {rule}", replace(plain, moments=moments)
     for weight, grad, master in (
-        ("float8_e5m2", "float8_e5m2", "fp32"), ("bf16", "float8_e4m3fn", None), ("float8_e4m3fn", "fp16", "bf16"),
+        ("float8_e5m2", "float8_e5m2", "fp32"), ("float8_e4m3fn", "float8_e4m3fn", None), ("fp16", "fp16", "bf16"),
     ):  # fmt: skip
         kept = None if master is None else get_storage(master)
         codes = Codes(_stored(weight, "rceil"), _stored(grad, "rceil"), kept)

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 import halfstep
 from fake_cuda import Reads, backward, fake_cuda
 from halfstep.errors import LossScaleError
-from halfstep.kernels.gpu import kinds, optimizer
+from halfstep.kernels.gpu import kinds
+from halfstep.kernels.gpu import optimizer as launches
 from halfstep.kernels.gpu.launch import KINDS
 from halfstep.optim import together, unscaling
 from tiny import EVERY, assert_same, batch, mlp, model_for, mostly_slow, prepared
@@ -166,8 +167,8 @@ def kernels(monkeypatch):
     """Tensors without values are stepped together, as those on a GPU are, by launches that are not made."""
     launched = []
     functions = SimpleNamespace(prepare="prepare", update="update")
-    monkeypatch.setattr(optimizer, "functions", lambda name: functions)
-    monkeypatch.setattr(optimizer, "launch", lambda kernel, *rest, **named: launched.append(kernel))
+    monkeypatch.setattr(launches, "functions", lambda name: functions)
+    monkeypatch.setattr(launches, "launch", lambda kernel, *rest, **named: launched.append(kernel))
     for module in (together, kinds):
         name = "plain" if module is together else "lies_plain"
         monkeypatch.setattr(module, name, lambda t, *dtypes: t.dtype in (dtypes or KINDS) and t.is_contiguous())

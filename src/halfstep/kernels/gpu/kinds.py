@@ -29,7 +29,7 @@ LONGEST = 1 << 20
 """Steps after which bias corrections must be 1: those of a beta of 0.99996 are."""
 
 _KEPT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int16: "int16"}
-_SCALED = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+_SCALED = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 """Of codes that lie as numbers of a dtype, under the smallest power of two that brings all of them in range."""
 _BYTES = "uint8"
 

@@ -1,6 +1,6 @@
-"""Moments as they are kept, read as float32 and written: numbers, or codes with scales.
+"""Moments as they are kept, read and written: numbers, or codes under a scale a tile of the flat tensor, or one scale.
 
-A scale is that of a tile of the flat tensor, or of the whole. `F` is the `Form` of `kernels.gpu.kinds`.
+`F` is the `Form` of `kernels.gpu.kinds`.
 """
 
 import triton

@@ -141,8 +141,9 @@ def coded(bits, noise, P: tl.constexpr, C: tl.constexpr):
         negative = bits > 0x7FFFFFFF
         over = tl.where(negative, C.over_negative, C.over)
         code = tl.where(code > tl.where(negative, C.largest_negative, C.largest), over, code)
-        code = tl.where(magnitude == 0x7F800000, tl.where(negative, C.infinite_negative, C.infinite), code)
-        code = tl.where(magnitude > P.nan_above, C.nan, code)
+        if P.nan_above is not None:
+            code = tl.where(magnitude == 0x7F800000, tl.where(negative, C.infinite_negative, C.infinite), code)
+            code = tl.where(magnitude > P.nan_above, C.nan, code)
         if C.complement:
             code = tl.where(negative, 0 - code, code) & C.complement
         else:

@@ -55,10 +55,12 @@ def codes(number, meets, keep, F: tl.constexpr, HALF: tl.constexpr):
     C: tl.constexpr = F.coding
     if F.rule.kind == "power":
         number = number * meets
-    elif F.rule.kind == "reciprocal":
-        number = as_float(as_bits(number) & keep) * meets
     else:
-        number = tl.div_rn(as_float(as_bits(number) & keep), meets + number * 0.0)
+        number = as_float(as_bits(number) & keep)
+        if F.rule.kind == "reciprocal":
+            number = number * meets
+        else:
+            number = tl.div_rn(number, meets + number * 0.0)
     if F.kind == "codes":
         return coded(as_bits(number), None, P, C).to(tl.uint8)
     else:
