@@ -164,7 +164,7 @@ def _rotated(x: Tensor, quantizer: Quantizer, dtype: torch.dtype, signs: Tensor,
     two_level, share = scales.rule.two_level, 1.0 if plain.inner is None else quantizer.scales.rule.part
     narrow = carrier(format, dtype, E4M3_BITS) if two_level else tile_carrier(format, scales.rule, dtype, x.device)
     if x.is_cuda and gpu_rotated.supports(x, signs, dim, ruled):
-        scale, seed = torch.empty((), device=x.device) if two_level else None, seed_of(ruled.rounding, None)
+        scale, seed = torch.empty((), device=x.device) if two_level else None, seed_of(ruled.rounding, None, x.device)
         values = gpu_rotated.run_values(x, signs, dim, ruled, seed, narrow, share, scale)
         return Operand(values, scale) if plain.inner is None else over(Operand(values), share)
     if not rotated_tiles.supports(x, signs, dim, ruled, narrow):

@@ -107,7 +107,7 @@ def side(
     if signs is not None:
         plain, eager = quantizer.plain, not torch.compiler.is_compiling()
         if eager and x.is_cuda and gpu_rotated.supports(x := x.contiguous(), signs, dim, plain, turned=True):
-            shape, tensors = gpu_rotated.run_codes(x, signs, dim, plain, seed_of(plain.rounding, None))
+            shape, tensors = gpu_rotated.run_codes(x, signs, dim, plain, seed_of(plain.rounding, None, x.device))
             return Coded(Quantized(plain, shape, torch.float32, tensors), dtype, not dim)
         x = rotate(x, signs, dim)
     return Coded(quantize(x if dim else x.t(), quantizer.plain), dtype, not dim)

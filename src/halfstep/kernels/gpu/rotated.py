@@ -20,6 +20,7 @@ from halfstep.kernels.gpu.blocks import WARPS
 from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain, plain
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout, matrix_shape
+from halfstep.quant.rounding import Seed
 
 
 _SIZES = (8, 16, 32, 64)
@@ -70,7 +71,7 @@ def run_values(
     signs: Tensor,
     dim: int,
     quantizer: Quantizer,
-    seed: int | None,
+    seed: Seed | None,
     dtype: torch.dtype,
     part: float = 1.0,
     tensor_scale: Tensor | None = None,
@@ -88,7 +89,7 @@ def run_values(
 
 
 def run_codes(
-    x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, seed: int | None
+    x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer, seed: Seed | None
 ) -> tuple[tuple[int, ...], dict[str, Tensor]]:
     """The shape of the rotated matrix, for dimension 0 of that transposed, and what `quantizer.quantize` keeps of it:
     `codes`, `scale` ..."""
@@ -106,7 +107,7 @@ def _launch(
     signs: Tensor,
     down: bool,
     quantizer: Quantizer | None,
-    seed: int | None,
+    seed: Seed | None,
     noise: str | None,
     part: float | None,
     out: Tensor,
@@ -137,6 +138,6 @@ def _launch(
     if two_level:
         found = torch.zeros(1, dtype=torch.int32, device=x.device)
         nothing = {"Q": None, "E": None, "TARGET": None, "OUT": None, "APART": False, "NOISE": None}
-        launch(kernel, grid, bits(x), None, None, None, None, found, *given, 0, 0, **(constants | nothing))
+        launch(kernel, grid, bits(x), None, None, None, None, found, *given, *halves(None), **(constants | nothing))
     cells = [None if t is None else bits(t) for t in (out, scale, whole)]
     launch(kernel, grid, bits(x), *cells, found, None, *given, *halves(seed), **constants)

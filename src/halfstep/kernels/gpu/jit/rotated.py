@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from halfstep.kernels.gpu.jit.elements import code_of, together, value_of, written
-from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, constant, noise, noise_anywhere, widened
+from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, constant, noise, noise_anywhere, seed_of, widened
 from halfstep.kernels.gpu.jit.scales import over, scales, tensor_scale_of
 from halfstep.kernels.gpu.jit.tiles import keep_scales, noise_of, spread, store, tile_maxima
 
@@ -100,9 +100,9 @@ def block(
             tl.store(out + lies, made)
 
 
-@triton.jit(do_not_specialize=["rows", "units", "low", "high"])
+@triton.jit(do_not_specialize=["rows", "units", "low", "high", "held"])
 def rotate(
-    x, out, scale, tensor, found, raised, signs, rows, units, low, high,
+    x, out, scale, tensor, found, raised, signs, rows, units, low, high, held,
     R: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr,
     APART: tl.constexpr, NOISE: tl.constexpr, FACTOR: tl.constexpr, PART: tl.constexpr, LEVELS: tl.constexpr,
     DOWN: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -112,6 +112,8 @@ def rotate(
     (R None), that lie as the matrix does; or to raise the largest magnitude `raised` of the tiles without an infinity
     or NaN. NOISE goes by places of the matrix (rows), or of the transposed one (turned)."""
     columns = units * UNIT
+    if NOISE is not None:
+        low, high = seed_of(low, high, held)
     tensor_scale = None
     if found is not None:
         tensor_scale = tensor_scale_of(tl.load(found), R)
