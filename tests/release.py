@@ -45,7 +45,7 @@ BESIDE = (
 """What the tests read in a clone; the source is not among it."""
 
 ASIDE = ("dev", "bench", "site", "gpu")
-"""Extras whose lower bounds are not pinned. torch 2.8 for CUDA asks for triton 3.4, which gpu does not take."""
+"""Extras whose lower bounds are not pinned: a torch for CUDA asks for its own triton, 2.8 for one that gpu refuses."""
 
 WITHOUT = {"lowest": ("torchao",)}
 """What an environment does without. torchao 0.18 asks for no torch by number, and is imported beside none before

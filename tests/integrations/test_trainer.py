@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from trainers import (
+    CHECKPOINTING,
     STEPS,
     StopAfter,
     Trained,
@@ -267,7 +268,7 @@ def test_options_of_prepare_reach_it(tmp_path):
 
 def test_gradient_checkpointing_changes_no_bit(tmp_path):
     plain = trainer("fp8-delayed", tmp_path, max_steps=2)
-    again = trainer("fp8-delayed", tmp_path, max_steps=2, activation_checkpointing=True)
+    again = trainer("fp8-delayed", tmp_path, max_steps=2, **{CHECKPOINTING: True})
     plain.train()
     again.train()
     assert again.model.is_activation_checkpointing

@@ -16,7 +16,9 @@ from tiny import copied
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 QUIET = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
-QUIET |= {"activation_checkpointing": False}  # TRL's arguments have it, by an older name
+KNOWN = TrainingArguments.__dataclass_fields__  # transformers 5.8 has the older name
+CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in KNOWN else "gradient_checkpointing"
+QUIET |= {CHECKPOINTING: False}  # TRL's arguments have it, by an older name
 STEPS, MICRO, ROWS = 8, 2, 2
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
