@@ -49,7 +49,7 @@ def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> None:
         functions("restore").restore, made.blocks,
         bits(tensors["codes"]), bits(tensors["scale"]), None if whole is None else bits(whole), bits(out),
         made.rows, made.columns // made.unit,
-        device=out.device, warps=WARPS, R=rule, M=quantizers.meaning(format),
+        device=out.device, warps=WARPS if made.unit > 1 else 2 * WARPS, R=rule, M=quantizers.meaning(format),
         E=scale, TARGET=KINDS[out.dtype],
         OUT=None if out.dtype == torch.float32 else quantizers.written(out.dtype), H=made.tile[0], W=made.tile[1],
         UNIT=made.unit, ROWS=made.block[0], COLUMNS=made.block[1],
