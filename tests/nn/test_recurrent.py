@@ -1,16 +1,18 @@
 """LSTM, GRU and RNN layers under every recipe: as stock float32 within rounding, however they are called."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import halfstep
-from families import for_each
+from families import for_each, in_turn, slow_unless
 from halfstep import recipe
 from halfstep.nn.adapters import lstm
 from halfstep.tracking import activation_gradients
-from tiny import BREAKS, RECIPES, mostly_slow, prepared
+from tiny import BREAKS, FAST, RECIPES, prepared
 
 
 LAYERS = {
@@ -134,8 +136,11 @@ class Tagger(nn.Module):
         return self.head(self.up(self.rnn(x)[0]).relu())
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-@pytest.mark.parametrize("name", mostly_slow(RECIPES))
+KINDS = [nn.LSTM, nn.GRU]
+FIRST = in_turn([name for name in RECIPES if name in FAST], KINDS)
+
+
+@pytest.mark.parametrize(("name", "kind"), slow_unless(FIRST.__contains__, itertools.product(RECIPES, KINDS)))
 def test_it_trains(name, kind):
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(6, 5, 8, generator=generator), torch.randn(6, 5, 4, generator=generator)
