@@ -63,10 +63,9 @@ def test_it_is_the_reference(quantizer):
 ABSMAX = Quantizer(formats.get("e4m3fn"), scales=Scales(block(32), get_scaling("absmax")))
 
 
+@pytest.mark.slow  # each is compiled in parallel anew; test_cpu_cast.py and test_cpu_adam.py have threads
 @pytest.mark.parametrize(
-    "quantizer",  # each is compiled in parallel anew
-    [get_quantizer("mxfp8"), *(pytest.param(q, marks=pytest.mark.slow) for q in (ABSMAX, get_quantizer("nvfp4")))],
-    ids=["mxfp8", "absmax", "nvfp4"],
+    "quantizer", [get_quantizer("mxfp8"), ABSMAX, get_quantizer("nvfp4")], ids=["mxfp8", "absmax", "nvfp4"]
 )
 def test_two_threads_find_what_one_does(quantizer):
     """Of so many blocks that the scales are shared between them, too."""

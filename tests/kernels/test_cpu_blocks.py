@@ -91,7 +91,7 @@ def is_compiled(case):
     """In bfloat16 each is another kernel, in float32 each codebook: one of either, and the other formats in float32."""
     (name, rule), dtype, into = case
     if dtype == torch.bfloat16:
-        return (name, rule) == ("mxfp8_e4m3", "rceil")
+        return (name, rule, into) == ("mxfp8_e4m3", "rceil", torch.bfloat16)
     return name in INTO_BFLOAT16 if into == torch.bfloat16 else name != "bnb_fp4"
 
 

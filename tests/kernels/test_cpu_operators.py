@@ -1,9 +1,12 @@
 """torch.compile sees one opaque operator, whose results are the eager ones."""
 
+import itertools
+
 import pytest
 import torch
 
 import halfstep
+from families import in_turn, slow_unless
 from halfstep import formats
 from halfstep.formats import Codebook, Float
 from halfstep.quant import Quantizer, Scales, Tile
@@ -24,9 +27,14 @@ def _anew():
     torch.compiler.reset()  # one code object is compiled for many formats here
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+FORMATS = ["e4m3fn", "posit8_2", "fp32", "int8", "e8m0", formats.get("nf4"), OWN, THIRDS]
+BACKENDS = ["aot_eager", "eager"]
+
+
 @pytest.mark.parametrize(
-    "format", ["e4m3fn", "posit8_2", "fp32", "int8", "e8m0", formats.get("nf4"), OWN, THIRDS], ids=str
+    ("format", "backend"),
+    slow_unless(in_turn(FORMATS, BACKENDS).__contains__, itertools.product(FORMATS, BACKENDS)),
+    ids=str,
 )
 def test_scalar_formats_in_one_graph(format, backend):
     def step(x):

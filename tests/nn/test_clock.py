@@ -318,8 +318,9 @@ def test_training_in_eval_is_refused_at_the_first_step(name, how, trained):
     assert not torch.equal(states(model)["3.weight"], before["3.weight"])
 
 
+@pytest.mark.slow  # the fast test of a traced graph is the one of a second step
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-@pytest.mark.parametrize("how", ["prepare", pytest.param("apply", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["prepare", "apply"])
 def test_training_a_compiled_model_in_eval_is_refused_too(how):
     torch._dynamo.reset()
     model, optimizer = applied() if how == "apply" else prepared("fp8-delayed")[:2]
@@ -330,6 +331,7 @@ def test_training_a_compiled_model_in_eval_is_refused_too(how):
         halfstep.advance(model)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 def test_a_compiled_model_that_goes_to_eval_before_its_step_is_ended_has_trained():
     torch._dynamo.reset()

@@ -31,7 +31,8 @@ KNOWN = {
     "row": Quantizer(E4M3, scales=Scales(Tile(1, 0), get_scaling("current"))),
     "pair of rows": Quantizer(E4M3, scales=Scales(Tile(2, 16), get_scaling("rceil"))),
 }
-PARTS = ("nvfp4", "plain")  # of 4 bits, two scales in a step; of 8 bits, with none
+PARTS = ("nvfp4", "plain", "mxfp8_e5m2", "pair of rows")
+"""Of 4 bits, two scales in a step; of 8 bits, with none; as E4M3 and as larger tiles are, and compiled anew."""
 each_kind = pytest.mark.parametrize("kind", slow_unless(lambda kind: kind not in PARTS, KNOWN))
 each_compute = pytest.mark.parametrize("compute", slow_unless("bf16".__eq__, ["bf16", "fp32"]))
 UNKNOWN = {
@@ -199,6 +200,7 @@ def test_a_traced_graph_gives_the_same(kind, read):
     assert read == {"run": 1, "run_values": 1}
 
 
+@pytest.mark.slow  # compiled in parallel
 def test_threads_do_not_change_a_sum():
     model, _ = both(KNOWN["tensor"], layer=nn.Linear(1024, 1200))
     x, threads = torch.randn(1, 1024), torch.get_num_threads()

@@ -1,16 +1,18 @@
 """LSTM, GRU and RNN layers under every recipe: as stock float32 within rounding, however they are called."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import halfstep
-from families import for_each
+from families import for_each, in_turn, slow_unless
 from halfstep import recipe
 from halfstep.nn.adapters import lstm
 from halfstep.tracking import activation_gradients
-from tiny import BREAKS, RECIPES, mostly_slow, prepared
+from tiny import BREAKS, FAST, RECIPES, prepared
 
 
 LAYERS = {
@@ -68,9 +70,8 @@ def inputs(layer, way, stock):
     return x, states if cell else states[1]
 
 
-@pytest.mark.parametrize(("layer", "way", "units"), CELLS)
-@for_each("name", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-stochastic"])
-def test_it_is_stock_float32_within_rounding(name, layer, way, units, monkeypatch):
+def compare(name, layer, way, units, monkeypatch):
+    """A layer under a recipe with stock float32: outputs, and in training gradients."""
     if units == "carried":
         monkeypatch.setattr(lstm, "lacks_kernel", lambda *_: True)
     stock, model = Model(layer, way == "in 16 bits"), Model(layer, way == "in 16 bits")
@@ -90,6 +91,22 @@ def test_it_is_stock_float32_within_rounding(name, layer, way, units, monkeypatc
         sum(t.sum() for t in each).backward()
     for (key, own), wanted in zip(model.layer.named_parameters(), stock.layer.parameters(), strict=True):
         assert (own.grad.float() - wanted.grad).norm() <= 20 * eps * wanted.grad.norm() + 1e-6, key
+
+
+every_cell = pytest.mark.parametrize(("layer", "way", "units"), CELLS)
+
+
+@every_cell
+@for_each("name", ["fp32", "fp16-mixed", "bf16-master"])
+def test_it_is_stock_float32_within_rounding(name, layer, way, units, monkeypatch):
+    compare(name, layer, way, units, monkeypatch)
+
+
+@pytest.mark.slow
+@every_cell
+@for_each("name", ["bf16-mixed", "fp16-master", "bf16-stochastic"])
+def test_it_is_stock_float32_within_rounding_under_the_others(name, layer, way, units, monkeypatch):
+    compare(name, layer, way, units, monkeypatch)
 
 
 def test_a_carried_lstm_is_float32s_between_two_roundings(monkeypatch):
@@ -134,8 +151,11 @@ class Tagger(nn.Module):
         return self.head(self.up(self.rnn(x)[0]).relu())
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-@pytest.mark.parametrize("name", mostly_slow(RECIPES))
+KINDS = [nn.LSTM, nn.GRU]
+FIRST = in_turn([name for name in RECIPES if name in FAST], KINDS)
+
+
+@pytest.mark.parametrize(("name", "kind"), slow_unless(FIRST.__contains__, itertools.product(RECIPES, KINDS)))
 def test_it_trains(name, kind):
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(6, 5, 8, generator=generator), torch.randn(6, 5, 4, generator=generator)

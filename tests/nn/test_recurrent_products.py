@@ -208,8 +208,9 @@ class Reader(nn.Module):
         return self.head(checkpoint(self.features, x, use_reentrant=False) if self.again else self.features(x))
 
 
-@for_each("name", ["fp32", "fp16-mixed", "bf16-kahan", "fp8-delayed", "fp8lm-o3"])
-def test_checkpointed_copied_and_reverted_it_is_the_same(name):
+def use(name):
+    """Checkpointed, copied and reverted, it is the same."""
+
     def losses(setup):
         torch.manual_seed(1)  # operands rounded stochastically draw from torch's own generator, as dropout does
         return train(*setup, 3)
@@ -224,6 +225,17 @@ def test_checkpointed_copied_and_reverted_it_is_the_same(name):
     assert [type(m) for m in run[0].modules()] == [type(m) for m in stock.modules()]
     assert_same(run[0](batch()[0]), run[0](batch()[0]))
     assert not [name for name, _ in run[0].named_buffers()]
+
+
+@for_each("name", ["bf16-kahan", "fp8-delayed", "fp8lm-o3"])
+def test_checkpointed_copied_and_reverted_it_is_the_same(name):
+    use(name)
+
+
+@pytest.mark.slow
+@for_each("name", ["fp32", "fp16-mixed"])
+def test_checkpointed_copied_and_reverted_it_is_the_same_under_the_others(name):
+    use(name)
 
 
 @pytest.mark.slow
@@ -259,9 +271,9 @@ def test_gradients_of_16_bit_weights_add_up_in_float32():
         layer.weight_hh_l0.fill_(0.0)
     spec = linear_spec(*[Quantizer(formats.get("fp16"))] * 3)
     halfstep.apply(layer, Recipe("made", "", "", weights="fp16", compute="fp16", rules=(Rule("*", spec),)))
-    x = torch.ones(4096, 1, 1)
+    x = torch.ones(2560, 1, 1)
     layer(x)[0].sum().backward()
-    assert float(layer.weight_hh_l0.grad) == 4096  # 4095 terms of 1, rounded to fp16; its sums stop at 2048
+    assert float(layer.weight_hh_l0.grad) == 2560  # 2559 terms of 1, rounded to fp16; its sums stop at 2048
 
 
 @pytest.mark.parametrize("names", fast_and_every(ROUNDING))

@@ -266,7 +266,7 @@ def test_two_optimizers_of_a_model_agree_on_its_length():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_loop_that_never_updates_is_told_so(compiled):
     model, optimizer, _ = halfstep.prepare(m := mlp(), adamw(m), "fp8-current until step 1, then bf16-mixed")
     called, (x, y) = torch.compile(model, backend="eager") if compiled else model, batch()
@@ -404,10 +404,12 @@ def test_a_backward_pass_after_a_change_has_the_gradients_of_its_own_stage():
     "kind", slow_unless("fewer bits, then more".__eq__, ["fewer bits, then more", "three", "another dtype"])
 )
 def test_a_stage_compiles_once(kind):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     names = CHAINS[kind]
     torch._dynamo.reset()  # of the other tests, whose models have the same code
     plain, traced = staged(names), staged(names)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     called = torch.compile(traced[0], backend=counter, fullgraph=True)
     for stage in range(len(names)):
         losses = steps(*plain, EVERY)

@@ -229,7 +229,8 @@ def test_the_trace_changes_nothing_else(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-@pytest.mark.parametrize("name", slow_unless("gpt".__eq__, MODELS))  # functions are traced in tests/unit
+@pytest.mark.slow  # functions are traced in tests/unit, and a model in test_unit_ways.py
+@every_model
 def test_a_traced_graph_is_the_same(name):
     model, inputs, _ = made(name)
     output, grads = passes(model, inputs, {})

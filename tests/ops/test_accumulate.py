@@ -82,7 +82,7 @@ def test_other_formats_take_the_reference():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
-@pytest.mark.parametrize("name", ["fp16-accumulate", "bf16-accumulate"])
+@pytest.mark.parametrize("name", [pytest.param("fp16-accumulate", marks=pytest.mark.slow), "bf16-accumulate"])
 def test_a_traced_model_is_the_same(name):
     model = torch.nn.Linear(24, 5)
     halfstep.apply(model, name)

@@ -1,12 +1,13 @@
 """RMSprop and NAdam under every recipe: they learn, resume bit for bit, are kept as Adam's, and go back to torch."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 
 import halfstep
-from families import for_each
+from families import for_each, in_turn
 from halfstep.optim import convert
 from halfstep.recipe import get_recipe
 from tiny import BREAKS, EVERY, FAST, assert_same, batch, mlp, model_for, prepared, train
@@ -17,7 +18,7 @@ BROUGHT = {
     "centered": lambda model: torch.optim.RMSprop(model.parameters(), lr=3e-3, centered=True),
     "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=1e-2, weight_decay=0.1),
 }
-every_optimizer = pytest.mark.parametrize("kind", BROUGHT)
+FIRST = in_turn(sorted({*EVERY} & FAST), [*BROUGHT])  # a recipe and an optimizer
 
 
 def begun(name, kind, seed=0):
@@ -47,16 +48,14 @@ def learns_and_resumes(name, kind):
     assert_same(dict(second[0].state_dict()), dict(whole[0].state_dict()))
 
 
-@every_optimizer
-@for_each("name", sorted(set(EVERY) & FAST))
-def test_it_learns_and_resumes_bit_for_bit(kind, name):
+@for_each("name, kind", FIRST)
+def test_it_learns_and_resumes_bit_for_bit(name, kind):
     learns_and_resumes(name, kind)
 
 
 @pytest.mark.slow
-@every_optimizer
-@for_each("name", sorted(set(EVERY) - FAST))
-def test_it_learns_and_resumes_bit_for_bit_under_the_others(kind, name):
+@for_each("name, kind", sorted({*itertools.product(EVERY, BROUGHT)} - {*FIRST}))
+def test_it_learns_and_resumes_bit_for_bit_under_the_others(name, kind):
     learns_and_resumes(name, kind)
 
 
@@ -86,7 +85,7 @@ def test_what_is_subtracted_from_another_stays_in_float32():
     assert (product.dtype, product.shape) == (torch.float32, ())
 
 
-@every_optimizer
+@pytest.mark.parametrize("kind", BROUGHT)
 def test_the_state_goes_back_to_torch(kind):
     """Of the whole optimizer, which then takes the steps that ours would."""
     model, twin = mlp(), mlp()

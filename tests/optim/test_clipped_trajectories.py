@@ -76,7 +76,7 @@ def distance(one, other):
 @every_fp16_recipe
 @every_optimizer
 @both_kinds_of_cpu
-@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, SEEDS), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, SEEDS), marks=pytest.mark.slow)], ids=str)
 def test_it_ends_where_the_float32_reference_does(name, optimizer, seeds):
     """On an EPYC 1.4e-7 apart with SGD and 2.6e-7 with AdamW, at the farthest of the seeds."""
     for seed in seeds:

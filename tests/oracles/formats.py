@@ -70,8 +70,13 @@ NAMES = [*LISTED, *WIDE]
 def exact_float(value: Fraction) -> float:
     """A fraction as a float64 that it must be."""
     result = float(value)
-    assert Fraction(result) == value
+    assert result.as_integer_ratio() == value.as_integer_ratio()
     return result
+
+
+def times_power_of_two(whole: int, power: int) -> Fraction:
+    """whole * 2^power."""
+    return Fraction(whole << power) if power >= 0 else Fraction(whole, 1 << -power)
 
 
 def float_code(code: int, exponent_bits: int, mantissa_bits: int, bias: int, specials: str) -> float:
@@ -89,9 +94,9 @@ def float_code(code: int, exponent_bits: int, mantissa_bits: int, bias: int, spe
     if specials == "minus zero" and code == 2 ** (exponent_bits + mantissa_bits):
         return math.nan
     if stored_exponent == 0:
-        magnitude = Fraction(stored_mantissa, 2**mantissa_bits) * Fraction(2) ** (1 - bias)
+        magnitude = times_power_of_two(stored_mantissa, 1 - bias - mantissa_bits)
     else:
-        magnitude = (1 + Fraction(stored_mantissa, 2**mantissa_bits)) * Fraction(2) ** (stored_exponent - bias)
+        magnitude = times_power_of_two(2**mantissa_bits + stored_mantissa, stored_exponent - bias - mantissa_bits)
     return math.copysign(exact_float(magnitude), sign)
 
 
@@ -114,7 +119,7 @@ def posit_by_magnitude(code: int, bits: int, es: int) -> Fraction | None:
         exponent = 2 * exponent + (word >> position & 1 if position >= 0 else 0)
         position -= 1
     left = max(position + 1, 0)
-    value = (1 + Fraction(word % 2**left, 2**left)) * Fraction(2) ** (regime * 2**es + exponent)
+    value = times_power_of_two(2**left + word % 2**left, regime * 2**es + exponent - left)
     return -value if negative else value
 
 
@@ -128,8 +133,9 @@ def posit_closed_form(code: int, bits: int, es: int) -> Fraction | None:
     regime = run - 1 if body[0] == "1" else -run
     rest = body[run + 1 :] + "0" * es
     e, fraction = int(rest[:es] or "0", 2), rest[es:]
-    f = Fraction(int(fraction or "0", 2), 2 ** len(fraction))
-    return ((1 - 3 * s) + f) * Fraction(2) ** ((1 - 2 * s) * (regime * 2**es + e + s))
+    steps = len(fraction)  # f is a whole number of steps of 2^-steps
+    whole = (1 - 3 * s) * 2**steps + int(fraction or "0", 2)
+    return times_power_of_two(whole, (1 - 2 * s) * (regime * 2**es + e + s) - steps)
 
 
 def float32(value: Fraction) -> float:
@@ -302,7 +308,13 @@ def _code_of(format: Listed) -> dict[float, int]:
 
 
 def middles(values: list[float]) -> np.ndarray:
-    return np.array([exact_float((Fraction(a) + Fraction(b)) / 2) for a, b in pairwise(values)])
+    """Between neighbours; no sum of two is rounded, nor is its half."""
+    low, high = np.array(values[:-1]), np.array(values[1:])
+    sums = low + high
+    back = sums - low
+    assert ((low - (sums - back)) + (high - back) == 0).all()  # what the sums lost (Knuth's two-sum)
+    assert (sums / 2 * 2 == sums).all()
+    return sums / 2
 
 
 def to_the_even_code(values: list[float], code: dict[float, int]) -> np.ndarray:

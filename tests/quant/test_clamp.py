@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from families import slow_unless
 from halfstep import formats
 from halfstep.errors import QuantizationError
 from halfstep.kernels.cpu import clamp_operators
@@ -14,6 +15,9 @@ from halfstep.quant.tile import ROW, TENSOR
 
 FP4 = formats.get("fp4")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+every_dtype = pytest.mark.parametrize(
+    "dtype", slow_unless(lambda dtype: dtype != torch.float16, DTYPES)
+)  # compiled anew
 SHAPES = ((64, 96), (1, 1), (3, 1), (1, 7), (130, 257), (257, 1024))
 
 
@@ -28,7 +32,7 @@ def expected(x, quantile, tile):
     return np.quantile(tiles, [1 - quantile, quantile], axis=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_dtype
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tile", ["tensor", "row"])
 def test_exact_quantiles_are_numpys(dtype, shape, tile):
@@ -39,7 +43,7 @@ def test_exact_quantiles_are_numpys(dtype, shape, tile):
         assert torch.equal(found, Clamp(quantile, tile).bounds(x))  # a kernel's bits are the reference's
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_dtype
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tile", ["tensor", "row"])
 def test_a_histograms_quantiles_are_off_by_at_most_what_is_stated(dtype, shape, tile):
@@ -85,7 +89,7 @@ def test_empty_tensors_have_bounds_of_zero():
     assert clamp_operators.bounds(torch.empty(3, 0), Clamp(tile="row")).tolist() == [[0, 0, 0]] * 2
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_dtype
 @pytest.mark.parametrize("tile", ["tensor", "row"])
 def test_a_quantizer_clamps_rounds_and_adds_what_it_took(dtype, tile):
     """Against the equation, in torch: Q(clamp(x)) + (x - clamp(x))."""
@@ -113,6 +117,7 @@ def signal_to_noise(x, quantizer):
     return float(10 * torch.log10(x.square().sum() / (quantizer(x) - x).square().sum()))
 
 
+@pytest.mark.slow  # what is kept apart and what is not is compared with numpy above
 def test_the_published_figures_on_outliers():
     """Student's t with 2.5 degrees of freedom, one channel in a hundred times 8, a scale a token: compensation raises
     the signal-to-noise ratio with the share of what is kept apart; clamping alone lowers it on such data."""

@@ -4,6 +4,7 @@ import io
 import math
 import warnings
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -174,6 +175,7 @@ def test_nanogpt_resumes(name):
     assert_same(values(resumed.raw_model), values(first.raw_model))
 
 
+@pytest.mark.slow  # test_graphs.py has the fast ones
 @way(core=("fp8-delayed",))
 def test_nanogpt_compiles(name):
     """nanoGPT compiled: the same numbers; a checkpoint's keys have `_orig_mod.`, which its script strips."""
