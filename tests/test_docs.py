@@ -202,7 +202,7 @@ def test_example_of_an_own_loop_learns():
     assert example("bf16-stochastic", steps=60) < 0.5
 
 
-@pytest.mark.parametrize("recipe", ["fp16-mixed", "bf16-master"])
+@pytest.mark.parametrize("recipe", ["fp16-mixed", pytest.param("bf16-master", marks=pytest.mark.slow)])
 def test_example_of_nanogpts_loop_learns(recipe):
     assert runpy.run_path(str(ROOT / "examples" / "nanogpt_loop.py"))["main"](recipe, max_iters=40) < 1.2
 
