@@ -40,7 +40,7 @@ def images(model, examples, length):
 
 ALIKE = {"fp4-wang-msamp", "fp8-amax", "fp16-lists", "bf16-kahan"}
 STORED = sorted(FAST - ALIKE)  # those keep what fp4-wang, fp8-current and fp16-mixed do, and less than collage-plus
-ROUNDED = ["bf16-stochastic", "fp16-mixed", "fp4-wang", "fp8-block", "fp8-current", "fp8-delayed", "fp8lm-o3", "mxfp8"]
+ROUNDED = ["bf16-stochastic", "fp16-mixed", "fp4-wang", "fp8-block", "fp8-delayed", "fp8lm-o3", "mxfp8"]
 SUBJECTS = {
     "gpt": Subject("gpt", lambda: GPT(64, 40, layers=2, width=64, heads=4), tokens, LENGTH),
     "llama": Subject("llama", lambda: Llama(64, 40, layers=2, width=64, heads=4), tokens, LENGTH),

@@ -95,11 +95,9 @@ STATES = {
     "fp32",
     "fp16-mixed",
     "bf16-split",
-    "bf16-kahan",
     "bf16-stochastic",
     "fp8-delayed",
     "fp8lm-o3",
-    "fp4-wang-msamp",
 }
 """A recipe of each kind of state that a run saves; the tests of optimizers take all of them up again, outside a run."""
 
