@@ -190,6 +190,7 @@ def test_a_page_shows_the_figures_that_were_kept(page, module, function, figures
     assert write(*kept) in (DOCS / page).read_text()
 
 
+@pytest.mark.slow  # test_prepare.py asks the same of one weight
 def test_example_of_lost_updates_ends_where_arithmetic_says():
     ends = runpy.run_path(str(ROOT / "examples" / "lost_updates.py"))["main"]()
     assert ends["fp32"] == ends["bf16-master"] == 0.0
@@ -202,7 +203,7 @@ def test_example_of_an_own_loop_learns():
     assert example("bf16-stochastic", steps=60) < 0.5
 
 
-@pytest.mark.parametrize("recipe", ["fp16-mixed", "bf16-master"])
+@pytest.mark.parametrize("recipe", ["fp16-mixed", pytest.param("bf16-master", marks=pytest.mark.slow)])
 def test_example_of_nanogpts_loop_learns(recipe):
     assert runpy.run_path(str(ROOT / "examples" / "nanogpt_loop.py"))["main"](recipe, max_iters=40) < 1.2
 

@@ -40,7 +40,7 @@ def images(model, examples, length):
 
 ALIKE = {"fp4-wang-msamp", "fp8-amax", "fp16-lists", "bf16-kahan"}
 STORED = sorted(FAST - ALIKE)  # those keep what fp4-wang, fp8-current and fp16-mixed do, and less than collage-plus
-ROUNDED = ["bf16-stochastic", "fp16-mixed", "fp4-wang", "fp8-block", "fp8-current", "fp8-delayed", "fp8lm-o3", "mxfp8"]
+ROUNDED = ["bf16-stochastic", "fp16-mixed", "fp4-wang", "fp8-block", "fp8-delayed", "fp8lm-o3", "mxfp8"]
 SUBJECTS = {
     "gpt": Subject("gpt", lambda: GPT(64, 40, layers=2, width=64, heads=4), tokens, LENGTH),
     "llama": Subject("llama", lambda: Llama(64, 40, layers=2, width=64, heads=4), tokens, LENGTH),
@@ -103,12 +103,12 @@ def assert_measured_otherwise(model, low_bit, counted):
     assert size.total * count == pytest.approx(own, abs=len(low_bit.state) * 5 * 2100)
 
 
-KEPT = ("fp32", "bf16-mixed", "bf16-master", "fp16-mixed", "fp8-current", "fp8lm-o2")
+KEPT = ("bf16-mixed", "fp16-mixed", "fp8-current", "fp8lm-o2", "fp32", "bf16-master")
 GPTS = ("gpt", "llama")
 
 
 @pytest.mark.parametrize(
-    ("recipe", "kind"), slow_unless(in_turn(KEPT, GPTS).__contains__, itertools.product(KEPT, GPTS))
+    ("recipe", "kind"), slow_unless(in_turn(KEPT[:4], GPTS).__contains__, itertools.product(KEPT, GPTS))
 )
 def test_what_is_saved_is_what_autograd_says_it_keeps(recipe, kind):
     subject = SUBJECTS[kind]
@@ -131,7 +131,7 @@ def test_what_is_saved_is_what_autograd_says_it_keeps(recipe, kind):
     assert saved(measured) == sum(sizes.values())
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", slow_unless(("sgd", "momentum", "adamw", "lion").__contains__, OPTIMIZERS))
 def test_states_of_each_optimizer(optimizer):
     counted = of(SUBJECTS["gpt"], "fp32", optimizer=optimizer)
     _, low_bit, measured = real(SUBJECTS["gpt"], "fp32", optimizer)

@@ -98,9 +98,12 @@ def test_scales_of_tiles_are_recognised(name, tile):
     assert (found.key, found.confidence) == (f"scaled {name} {tile}", "certain")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("tile", ["128x128", "row", "1x32"])
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "int8", "nf4"])
+WIDER = ["float8_e4m3fn", "int8", "nf4"], ["128x128", "row", "1x32"], [torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("name", "tile", "dtype"), slow_unless(in_turn(*WIDER).__contains__, itertools.product(*WIDER))
+)
 def test_in_wider_types_too(name, tile, dtype):
     values = quantised(weights(256, 384), name, *TILES[tile])
     assert origin_of(values.to(dtype)).key == f"scaled {name} {tile}"
@@ -201,7 +204,7 @@ def test_values_that_come_again_count_once():
     assert fit_tiles(places(few), bf16) is None
 
 
-@pytest.mark.parametrize("levels", [4, 6])
+@pytest.mark.parametrize("levels", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_evidence_is_no_more_than_chance_allows(levels):
     """Of random mantissas at most 2^-10 reach 10 bits, all formats and scales together."""
     bf16, rng, trials = formats.get("bf16", Float), np.random.default_rng(levels), 4000

@@ -48,7 +48,7 @@ COMMANDS = [
     (["formats"], None, 0),
     (["formats", "show", "e4m3fn"], None, 0),
     (["formats", "show", "e4m3fn", "--plot", "f.png"], "lab", 0),
-    (["formats", "compare", "bf16", "fp16"], None, 0),
+    (["formats", "compare", "e4m3fn", "e5m2"], None, 0),
     (["formats", "add", "bf16", "1", "0.001"], None, 0),
     (["recipes"], None, 0),
     (["recipes", "show", "fp8-delayed"], None, 0),

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src:.triton/3.7.1 python tests/gpu/compiled.py [--capability 90] [--core] [KERNEL ...]
 
---core takes of each function one launch alone, and counts no instructions.
+--core takes of each function one launch alone, of the first case of a kernel that has any, and counts no instructions.
 
 Run in a process of its own, without TRITON_INTERPRET: launches are not made but written down, each kind once, with the
 dtypes and constants that it had.
@@ -57,6 +57,7 @@ def launches(
             continue
         tested.add(kernel)
         for _ in test(format, torch.device("cpu")):
+            launched = bool(made)
             for function, arguments, options in made:
                 assert not options["enable_fp_fusion"], f"{function.__name__} is launched with contraction"
                 key = function.__name__, "" if core else json.dumps([described(function, arguments), options])
@@ -64,6 +65,8 @@ def launches(
                     seen.add(key)
                     yield kernel, format, function, arguments, options
             made.clear()
+            if core and launched:
+                break
 
 
 def described(function: JITFunction, arguments: dict[str, Any]) -> dict[str, str]:

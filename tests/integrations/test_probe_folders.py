@@ -7,6 +7,7 @@ import torch
 from zoo import MEMBERS
 
 import halfstep
+from families import slow_unless
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def probe(run, folder, *words):
     return run("probe", str(folder), "--batches", "1", "--context", "12", *words)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("t5", marks=pytest.mark.slow), "gpt2", "llama", "bert"])
+@pytest.mark.parametrize("kind", slow_unless(("gpt2", "llama").__contains__, ["t5", "gpt2", "llama", "bert"]))
 def test_a_healthy_model_of_a_folder_is_safe(run, saved, kind):
     code, out, _ = probe(run, saved(kind), "--json")
     found = json.loads(out)

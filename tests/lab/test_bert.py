@@ -107,6 +107,7 @@ def test_what_cannot_be_masked_or_is_no_logits_is_refused(corpus):
         task.loss(lambda tokens: torch.zeros(4, 16, 256), task.batch(0, 1))
 
 
+@pytest.mark.slow  # as lab/test_llama.py; the task trains in conformance/test_every_task.py
 def test_it_is_compared_by_name(corpus, run, tmp_path, monkeypatch, unrendered):
     monkeypatch.chdir(tmp_path)
     options = ["--data", str(corpus), "--steps", "3", "--batch", "2", "--context", "16", "--baseline-seeds", "1"]
