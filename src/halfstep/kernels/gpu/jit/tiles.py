@@ -56,8 +56,9 @@ def errors(bits, meets, keep, R: tl.constexpr):
     """How far elements are from their values by these scales: float64s."""
     ROWS: tl.constexpr = bits.shape[0]
     COLUMNS: tl.constexpr = bits.shape[1]
+    NEAREST: tl.constexpr = R.nearest
     scale = spread(meets, ROWS, COLUMNS)
-    element = as_float(rounded(over(bits, scale, spread(keep, ROWS, COLUMNS), R), None, R.nearest))
+    element = as_float(rounded(over(bits, scale, spread(keep, ROWS, COLUMNS), R), None, NEAREST))
     return tl.abs(element.to(tl.float64) * scale.to(tl.float64) - as_float(bits).to(tl.float64))
 
 
