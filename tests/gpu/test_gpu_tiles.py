@@ -6,14 +6,14 @@ from test_proofs import OLDEST, PINNED, equal, told
 
 from families import for_each
 from halfstep import formats
-from halfstep.kernels.gpu import blocks, dequantize, layouts
+from halfstep.kernels.gpu import blocks, dequantize, layouts, rotated
 from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.quantizer import layout
 from halfstep.quant.scaling import get_scaling
 
 
-LEFT = {"four_over_six", "double_absmax", "affine"}
-"""Rules that are the reference's: sums in float64, scales of scales, zero points."""
+LEFT = {"double_absmax", "affine"}
+"""Rules that are the reference's: scales of scales, zero points."""
 META = torch.device("meta")
 
 
@@ -52,6 +52,22 @@ def test_other_dtypes_tiles_and_layouts_are_left_to_the_reference():
     assert not blocks.takes(
         x, Quantizer(formats.get("e4m3fn"), "toward_zero", scales=Scales(Tile(1, 32), get_scaling("rceil")))
     )
+
+
+def test_a_choice_of_two_scales_is_made_where_its_sums_are_exact_and_a_block_holds_the_tile():
+    x, rule = torch.empty(128, 256, device=META), get_scaling("four_over_six")
+    for format, tile, taken in (
+        ("e2m1fn", Tile(16, 16), True),
+        ("e2m1fn", Tile(1, 256), True),
+        ("e2m1fn", Tile(128, 128), False),
+        ("e2m1fn", Tile(1, 0), False),
+        ("e4m3fn", Tile(1, 16), False),
+        ("int4", Tile(1, 16), False),
+    ):
+        quantizer = Quantizer(formats.get(format), scales=Scales(tile, rule))
+        assert blocks.takes(x, quantizer) == taken, (format, tile)
+        assert not layouts.takes(x, quantizer)
+        assert not rotated.takes(x, torch.empty(16, device=META), 1, quantizer)
 
 
 def test_both_layouts_by_a_seed_only_where_they_share_their_codes():

@@ -8,7 +8,8 @@ import torch
 
 from families import for_each, in_turn, slow_unless
 from halfstep import formats
-from halfstep.quant import get_quantizer
+from halfstep.kernels.selftest_gpu_tiles import tied
+from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.scaling import get_scaling
 from oracles import blocks
 from oracles import formats as oracle
@@ -238,6 +239,24 @@ def test_four_over_six_keeps_six_where_the_errors_are_equal():
     found = get_quantizer("nvfp4", scale="four_over_six").quantize(torch.eye(1, 16) * 1536)
     assert found.tensors["tensor_scale"].item() == 1
     assert formats.get("e4m3fn").decode(found.scale.item()) == 256
+
+
+def test_four_over_six_compares_errors_exactly():
+    """Of 16 and of 256 elements that tie but for small ones, which make sums of float64s round, in any order."""
+    x, shuffled = tied(48, 64), torch.randperm(16, generator=torch.Generator().manual_seed(0))
+    other = x.view(48, 4, 16)[:, :, shuffled].reshape(48, 64)
+    for each in (x, other, x.flip(0).contiguous()):
+        matches("nvfp4", "four_over_six", each)
+    for tile, times in ((Tile(1, 16), 16), (Tile(16, 16), 1)):
+        quantizer = Quantizer(formats.get("e2m1fn"), scales=Scales(tile, get_scaling("four_over_six")))
+        for each in (x, other):
+            multiplier = e4m3_values(quantizer.quantize(each).scale)
+            assert multiplier.tolist() == [[top] * 4 for top in (256, 256, 384) for _ in range(times)]
+
+
+def e4m3_values(codes):
+    """The numbers of codes of E4M3."""
+    return codes.view(torch.float8_e4m3fn).float()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ _QUANTIZERS: dict[str, Quantizer] = {
     "mxint8 1x32 even": get_quantizer("mxint8", scale="even"),
     "nvfp4 1x16": get_quantizer("nvfp4"),
     "nvfp4 1x16 up": get_quantizer("nvfp4", scale="two_level_up", rounding="stochastic"),
+    "nvfp4 1x16 four_over_six": get_quantizer("nvfp4", scale="four_over_six"),
     "nf4 1x64": get_quantizer("nf4"),
     "bnb_fp4 1x64": get_quantizer("bnb_fp4"),
     "fp8 1x128": get_quantizer("fp8_1x128"),
@@ -43,6 +44,7 @@ _QUANTIZERS |= {
     "int4 1x256": _with("int4", Tile(1, 256), "absmax", "stochastic"),
     "e4m3fn 128x1 rceil": _with("e4m3fn", Tile(128, 1), "rceil"),
     "e2m1fn 16x16 two_level": _with("e2m1fn", Tile(16, 16), "two_level"),
+    "e2m1fn 16x16 four_over_six": _with("e2m1fn", Tile(16, 16), "four_over_six", "stochastic"),
     "e5m2 2x32 current": _with("e5m2", Tile(2, 32), "current", "stochastic"),
     "e4m3fn whole current": _with("e4m3fn", Tile(0, 0), "current"),
     "e5m2 whole rceil": _with("e5m2", Tile(0, 0), "rceil", "stochastic"),
@@ -52,7 +54,8 @@ _QUANTIZERS |= {
 }
 _VALUES = (
     "mxfp8 1x32", "mxfp4 1x32 rceil", "mxint8 1x32 even", "nvfp4 1x16 up", "bnb_fp4 1x64", "fp8 1x128", "fp8 128x128",
-    "e2m1fn 1x32 three_quarters", "e4m3fn 1x16 absmax_bf16", "e5m2 2x32 current", "e4m3fn columns absmax",
+    "e2m1fn 16x16 four_over_six", "e2m1fn 1x32 three_quarters", "e4m3fn 1x16 absmax_bf16", "e5m2 2x32 current",
+    "e4m3fn columns absmax",
 )  # fmt: skip
 _BOTH = (
     "fp8 1x128", "mxfp8 1x32", "fp8 128x128", "nvfp4 1x16", "e2m1fn 16x16 two_level", "e4m3fn whole current",
@@ -77,6 +80,17 @@ def hard_matrix(shape: tuple[int, int], dtype: torch.dtype, quantizer: Quantizer
         x[3] *= 2.0**-110
         x[-1] = hard(4 * columns, format=quantizer.format)[-columns:]
     return x.to(dtype)
+
+
+def tied(rows: int, columns: int) -> Tensor:
+    """Tiles of 16 columns that `four_over_six` takes to 6 with the multiplier 256, or to 4 with 384, with equal errors;
+    the third 16 rows of 48 have smaller ones by 384, the first by 256: by 2^-15 a row."""
+    generator = torch.Generator().manual_seed(columns)
+    apart = torch.randint(0, 2**20, (rows, columns // 16, 4), generator=generator) * 2.0**-16
+    tiny = torch.randn(rows, columns // 16, 7, generator=generator) * 2.0**-30
+    x = torch.cat([torch.full_like(tiny[..., :1], 1536), 160 + apart, -160 + apart, tiny], -1)
+    x[..., 1] += (torch.arange(rows) // 16 % 3 - 1)[:, None] * 2.0**-16
+    return x.view(rows, columns)
 
 
 def quantised(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterator[Case]:
@@ -193,7 +207,9 @@ def _each(
 
 
 def _quantised(name: str, device: torch.device) -> Iterator[Case]:
-    return _each(quantised, name, device)
+    yield from _each(quantised, name, device)
+    if "four_over_six" in name:
+        yield from quantised(tied(48, 144), _QUANTIZERS[name], device)
 
 
 def _valued(name: str, device: torch.device) -> Iterator[Case]:

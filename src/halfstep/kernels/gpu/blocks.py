@@ -66,9 +66,13 @@ def cut(shape: tuple[int, ...], tile: Tile, bits: int) -> Cut | None:
 
 def takes(x: Tensor, quantizer: Quantizer) -> bool:
     """Whether `run` can quantise a tensor like `x`, wherever it is: dense and contiguous, fp32, bf16 or fp16."""
-    told = quantizers.known(quantizer) if lies_plain(x) and x.numel() else None
+    told = quantizers.known(quantizer, choice=True) if lies_plain(x) and x.numel() else None
     made = None if told is None else _cut(x, quantizer)
-    return told is not None and made is not None and (told[0].kind != "two_level" or all(made.tile))
+    if told is None or made is None:
+        return False
+    if told[0].second is not None and made.tile[0] > made.block[0]:
+        return False  # of a tile that is read strip by strip, no sum is formed
+    return told[0].kind != "two_level" or all(made.tile)
 
 
 def supports(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer) -> bool:
@@ -106,7 +110,7 @@ def run_values(
 def largest(x: Tensor, quantizer: Quantizer) -> Tensor | None:
     """The bits of the largest magnitudes that scales need before the pass that rounds: of the whole tensor, of each row
     or each column; of two levels, of the finite tiles. None where none are needed."""
-    told, scales = quantizers.known(quantizer), quantizer.scales
+    told, scales = quantizers.known(quantizer, choice=True), quantizer.scales
     assert told is not None
     assert scales is not None
     made = cut(tuple(x.shape), scales.tile, 8)  # no code is packed
@@ -134,7 +138,7 @@ def _cut(x: Tensor, quantizer: Quantizer) -> Cut | None:
 def _launch(
     x: Tensor, out: Tensor, scale: Tensor | None, whole: Tensor | None, quantizer: Quantizer, seed: Seed | None
 ) -> None:
-    told, made = quantizers.known(quantizer), _cut(x, quantizer)
+    told, made = quantizers.known(quantizer, choice=True), _cut(x, quantizer)
     assert told is not None
     assert made is not None
     rule, element = told

@@ -18,6 +18,7 @@ from halfstep.kernels.cpu.scales import knows as knows_element
 from halfstep.kernels.cpu.scales import power_scalars
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import Scaling
+from halfstep.quant.scaling.two_level import FourOverSix
 
 
 class Rule(NamedTuple):
@@ -35,6 +36,10 @@ class Rule(NamedTuple):
     tensor_largest: int = 0
     """Of two levels: E4M3's largest value times the element format's; and whether scales go up."""
     up: bool = False
+    second: Rule | None = None
+    """Of two levels with a choice: the rule that a tile takes where it leaves the smaller sum of errors."""
+    nearest: Rounding | None = None
+    """How elements are rounded for these sums."""
 
 
 class Pair(NamedTuple):
@@ -94,6 +99,10 @@ def rule(format: Format, scaling: Scaling) -> Rule | None:
     if scaling.two_level:
         tensor = float_bits(ocp.float8_e4m3fn.max * format.max)
         return Rule("two_level", largest, tensor_largest=tensor, up=not scaling.clips)  # type: ignore[attr-defined]
+    if type(scaling) is FourOverSix and format.key == ocp.float4_e2m1fn.key:  # whose sums of errors are exact
+        tensor = float_bits(scaling.room * format.max)
+        four = Rule("two_level", float_bits(format.max / 1.5), tensor_largest=tensor)
+        return Rule("two_level", largest, tensor_largest=tensor, second=four, nearest=pair(format).rounding)
     return None
 
 
@@ -153,12 +162,15 @@ def written(dtype: torch.dtype) -> Rounding:
     return Rounding(*map(int, elements.scalars(format, "nearest_even", "saturate")))
 
 
-def known(quantizer: Quantizer) -> tuple[Rule, Element] | None:
-    """What kernels are told of a quantizer; None where they do not do what it does."""
+def known(quantizer: Quantizer, choice: bool = False) -> tuple[Rule, Element] | None:
+    """What kernels are told of a quantizer; None where they do not do what it does, or if they do not make a `choice`
+    that its rule leaves (`Rule.second`)."""
     scales = quantizer.scales
     if scales is None or quantizer.outliers is not None or quantizer.clamp is not None:
         return None
     ruled, coded = rule(quantizer.format, scales.rule), element(quantizer.format, quantizer.rounding)
-    if ruled is None or coded is None or (coded.cuts is not None and ruled.kind == "power"):
+    if ruled is None or coded is None or (ruled.second is not None and not choice):
+        return None
+    if coded.cuts is not None and ruled.kind == "power":
         return None
     return ruled, coded

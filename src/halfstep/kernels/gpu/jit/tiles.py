@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from halfstep.kernels.gpu.jit.elements import code_of, together, value_of, written
-from halfstep.kernels.gpu.jit.numbers import noise_by, noise_keys, seed_of, widened
+from halfstep.kernels.gpu.jit.numbers import as_float, noise_by, noise_keys, rounded, seed_of, widened
 from halfstep.kernels.gpu.jit.scales import over, scales, tensor_scale_of
 
 
@@ -40,6 +40,40 @@ def spread(numbers, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
         D: tl.constexpr = numbers.shape[0]
         numbers = tl.reshape(tl.broadcast_to(tl.expand_dims(numbers, 2), (D, C, COLUMNS // C)), (D, COLUMNS))
     return tl.broadcast_to(numbers, (ROWS, COLUMNS))
+
+
+@triton.jit
+def tile_sums(numbers, H: tl.constexpr, W: tl.constexpr):
+    """The sum of each tile's float64s, which is the same in any order where it is exact."""
+    ROWS: tl.constexpr = numbers.shape[0]
+    COLUMNS: tl.constexpr = numbers.shape[1]
+    found = tl.sum(tl.reshape(numbers, (ROWS, COLUMNS // W, W)), 2)
+    return tl.sum(tl.reshape(found, (ROWS // H, H, COLUMNS // W)), 1)
+
+
+@triton.jit
+def errors(bits, meets, keep, R: tl.constexpr):
+    """How far elements are from their values by these scales: float64s."""
+    ROWS: tl.constexpr = bits.shape[0]
+    COLUMNS: tl.constexpr = bits.shape[1]
+    NEAREST: tl.constexpr = R.nearest
+    scale = spread(meets, ROWS, COLUMNS)
+    element = as_float(rounded(over(bits, scale, spread(keep, ROWS, COLUMNS), R), None, NEAREST))
+    return tl.abs(element.to(tl.float64) * scale.to(tl.float64) - as_float(bits).to(tl.float64))
+
+
+@triton.jit
+def scales_of(bits, amax, tensor_scale, R: tl.constexpr, E: tl.constexpr, H: tl.constexpr, W: tl.constexpr):
+    """The `scales` of a block's tiles: of a rule with a second one, the second's where it leaves the smaller sum of
+    errors, which is exact (`quant.scaling.two_level.FourOverSix`)."""
+    stored, multiplier, meets, keep = scales(amax, tensor_scale, R, E)
+    if R.second is not None:
+        SECOND: tl.constexpr = R.second
+        second, its_multiplier, its_meets, its_keep = scales(amax, tensor_scale, SECOND, E)
+        worse = tile_sums(errors(bits, meets, keep, R) - errors(bits, its_meets, its_keep, R), H, W) > 0.0
+        stored, multiplier = tl.where(worse, second, stored), tl.where(worse, its_multiplier, multiplier)
+        meets, keep = tl.where(worse, its_meets, meets), tl.where(worse, its_keep, keep)
+    return stored, multiplier, meets, keep
 
 
 @triton.jit
@@ -172,7 +206,7 @@ def block(
                 amax = tile_maxima(bits, H, W)
             else:
                 amax = found_before(found, row, column, rows, columns, H, W)
-            stored, multiplier, meets, keep = scales(amax, tensor_scale, R, E)
+            stored, multiplier, meets, keep = scales_of(bits, amax, tensor_scale, R, E, H, W)
             if TARGET is None:
                 keep_scales(scale, stored, multiplier, top, left, rows, columns, strides, R, H, W, "stored", False)
         drawn = None
