@@ -112,7 +112,8 @@ def optimize(
 
     Raises:
         RecipeError: the model follows no recipe; `total_steps`, as in `prepare`.
-        OptimizerError: as `prepare`. Nothing was changed.
+        OptimizerError: as `prepare`; the optimizer trains an adapter that came in fewer than 32 bits after `apply`,
+            under a recipe that keeps adapters in float32. Nothing was changed.
     """
     root = root_of(model)
     applied = applied_to(root)
@@ -126,6 +127,7 @@ def optimize(
     if applied.schedule is not None:
         applied.schedule.check(total_steps)
     _check(root, optimizer, recipe)
+    _check_adapters(root, optimizer, recipe)
     keep_grads(root)
     masters = _masters(root, optimizer, recipe, masters or {})
     groups = process_group, amax_group
@@ -168,6 +170,18 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -
         )
     check_ranks(recipe, parameters.values())
     _scaler(model, recipe, None, None)  # refuses an impossible scale
+
+
+def _check_adapters(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """Refuse what `apply` would have stored in float32, had it been there then."""
+    trained = _trained(optimizer)
+    for name, parameter in wide_adapters(model, recipe).items():
+        if parameter in trained and parameter.itemsize < torch.float32.itemsize:
+            raise OptimizerError(
+                f"{name} is an adapter's and is stored in {parameter.dtype}; {recipe.name!r} keeps adapters in "
+                "float32. PEFT gives one the dtype of what it adapts where autocast_adapter_dtype is False, and 0.18 "
+                "does in add_adapter. Cast each of its parameters first: parameter.data = parameter.data.float()"
+            )
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:

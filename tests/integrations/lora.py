@@ -15,13 +15,13 @@ def llama(**options):
     return LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes, **options)).train()
 
 
-def adapted(model, config=None, **options):
+def adapted(model, config=None, autocast_adapter_dtype=True, **options):
     """The model with adapters; by LoRA, of rank 4, unless told."""
     torch.manual_seed(1)
     config = config or LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], **options)
     with warnings.catch_warnings():  # PEFT asks transformers for what transformers has renamed
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        return get_peft_model(model, config).train()
+        return get_peft_model(model, config, autocast_adapter_dtype=autocast_adapter_dtype).train()
 
 
 def batch(seed=1):

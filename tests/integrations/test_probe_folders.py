@@ -1,6 +1,7 @@
 """Hugging Face models, saved to a folder and probed through the command line."""
 
 import json
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -94,4 +95,6 @@ def test_folders_that_cannot_be_loaded(run, saved):
 
 def test_a_mixture_of_experts_with_a_batch_of_ones_own_in_python():
     member = MEMBERS["mixtral"]
+    if version("torch").startswith("2.8.") and version("transformers").startswith("5.8."):
+        pytest.skip("transformers 5.8 calls torch._grouped_mm, which torch 2.8 does not run on a CPU")
     assert halfstep.probe_model(member.build(), data=[member.batch()]).safe

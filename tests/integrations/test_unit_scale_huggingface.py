@@ -35,6 +35,8 @@ def built(name, attention="sdpa", dropout=0.0, layers=2):
             hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **common,
         )  # fmt: skip
         return transformers.BertForMaskedLM(config), {"input_ids": IDS, "token_type_ids": IDS % 2}
+    if attention == "sdpa" and not transformers.T5PreTrainedModel._supports_sdpa:
+        pytest.skip(f"transformers {transformers.__version__} has one attention for T5, the eager one")
     config = transformers.T5Config(
         d_model=64, d_ff=128, d_kv=16, num_layers=layers, num_heads=4, dropout_rate=dropout,
         decoder_start_token_id=0, **common,
@@ -58,6 +60,8 @@ every_model = pytest.mark.parametrize(("name", "attention"), EACH)
 def test_gradients_are_multiples_of_the_true_ones(name, attention, masked):
     model, inputs = built(name, attention, layers=2 if masked else 1)
     inputs |= {"attention_mask": MASK} if masked else {}
+    if name == "t5" and not model._supports_sdpa:
+        pytest.skip(f"T5's softmax of transformers {transformers.__version__} is in float32, as Llama's")
     if name == "t5":  # whose ReLU's slopes are no differences
         for module in model.modules():
             if isinstance(getattr(module, "act", None), torch.nn.ReLU):
@@ -161,10 +165,10 @@ def test_dummy_inputs_stand_in_for_a_batch():
 
 
 def test_hand_written_norms_are_known_by_what_they_compute():
-    model, inputs = built("t5")
+    model, inputs = built("t5", "eager")
     report = halfstep.unit_scale(model, **inputs)
     assert sum(op.name == "rms_norm" for op in report.operations) == 5 * 2 + 2
-    model, inputs = built("t5")
+    model, inputs = built("t5", "eager")
 
     class Doubled(type(model.encoder.final_layer_norm)):
         def forward(self, x):

@@ -18,6 +18,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 QUIET = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
 KNOWN = TrainingArguments.__dataclass_fields__  # transformers 5.8 has the older name
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in KNOWN else "gradient_checkpointing"
+IS_CHECKPOINTING = f"is_{CHECKPOINTING}"
 QUIET |= {CHECKPOINTING: False}  # TRL's arguments have it, by an older name
 STEPS, MICRO, ROWS = 8, 2, 2
 logging.getLogger("transformers").setLevel(logging.ERROR)

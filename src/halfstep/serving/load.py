@@ -130,11 +130,11 @@ def _stock(folder: Path, checkpoint: Checkpoint) -> nn.Module:
 def _load(model: nn.Module, tensors: Mapping[str, StoredTensor], what: str) -> None:
     """Copy what is not in codes, name by name."""
     state = {name: tensor for name, tensor in model.state_dict().items() if not _in_codes(model, name)}
-    own, memory = published(model, state), {tensor.untyped_storage().data_ptr() for tensor in state.values()}
-    copied = next((name for name, tensor in own.items() if tensor.untyped_storage().data_ptr() not in memory), None)
-    if copied is not None:
+    own, whole = published(model, state), {(tensor.data_ptr(), tensor.numel()) for tensor in state.values()}
+    apart = next((name for name, tensor in own.items() if (tensor.data_ptr(), tensor.numel()) not in whole), None)
+    if apart is not None:  # a copy, or a view of a part, as the version of transformers has it
         raise CheckpointError(
-            f"{what}: {copied} is put together from parts of the model, which cannot be filled from the file; load it "
+            f"{what}: {apart} is put together from parts of the model, which cannot be filled from the file; load it "
             "with transformers"
         )
     filled = {tensor.data_ptr() for name, tensor in own.items() if name in tensors}
