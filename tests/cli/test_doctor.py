@@ -5,11 +5,14 @@ import json
 import pytest
 import torch
 
+from halfstep.cli import doctor
 from halfstep.kernels import selftest
 from halfstep.kernels import selftest_matrices as matrices
 from halfstep.kernels.cpu import adam, cast, codes, rows
+from halfstep.kernels.gpu import launch
 from halfstep.kernels.selftest import compare, outcomes
 from halfstep.optim import selftest as optim
+from halfstep.recipe import get_recipe
 
 
 def only(monkeypatch, kernel):
@@ -126,3 +129,18 @@ def test_what_counts_as_a_difference():
     assert compare(zero, nan, zero, "x") is not None
     codes = torch.tensor([3, 4], dtype=torch.uint8)
     assert compare(codes, codes.flip(0), torch.empty(0), "x") == "x: element 0: 4 found, 3 expected; 2 of 2 differ"
+
+
+def test_a_triton_older_than_the_kernels_were_proven_with_is_not_tried(monkeypatch):
+    monkeypatch.setattr(launch, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.version, "hip", None)
+    answers = {}
+    for found in ("3.4.0", "3.6.0"):
+        monkeypatch.setattr(launch, "version", lambda name, found=found: found)
+        launch.missing.cache_clear()
+        answers[found] = launch.missing(), doctor._quantised_on_gpu(get_recipe("mxfp8"))
+    launch.missing.cache_clear()
+    assert answers["3.4.0"][0] == "triton 3.4.0: the kernels need 3.6 or newer"
+    assert answers["3.4.0"][1] == "reference: triton 3.4.0: the kernels need 3.6 or newer"
+    assert answers["3.6.0"][0] is None
+    assert "by kernel" in answers["3.6.0"][1]
