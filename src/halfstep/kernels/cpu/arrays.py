@@ -47,6 +47,10 @@ def borrowed(tensor: Tensor) -> Any:
     return np.asarray(_Memory(tensor, _BITS[tensor.dtype], keeps=False))
 
 
+_NOWHERE = 64
+"""The address of no number, aligned as any is: numpy 2.0 takes none of 0."""
+
+
 class _Memory:
     """What numpy asks for an address; an array made of it keeps the tensor alive, unless it is said not to."""
 
@@ -55,7 +59,7 @@ class _Memory:
     def __init__(self, tensor: Tensor, kind: str, keeps: bool = True) -> None:
         self.tensor = tensor if keeps else None
         self.__array_interface__ = {
-            "version": 3, "typestr": kind, "shape": (tensor.numel(),), "data": (tensor.data_ptr(), False),
+            "version": 3, "typestr": kind, "shape": (tensor.numel(),), "data": (tensor.data_ptr() or _NOWHERE, False),
         }  # fmt: skip
 
 
