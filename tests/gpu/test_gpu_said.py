@@ -7,5 +7,6 @@ from halfstep.optim import selftest_gpu as optim_selftest_gpu
 
 def test_every_kernel_has_its_proof():
     tested = {kernel for kernel, _, _ in (*selftest_gpu.tests(), *optim_selftest_gpu.tests())}
-    assert tested - {proof.kernel for proof in proofs()} == {"chunks of noise"}  # whose launches are those of `cast`
+    others = {"chunks of noise", "replays"}  # whose launches are those of `cast` and of tiles
+    assert tested - {proof.kernel for proof in proofs()} == others
     assert all("compiles for sm_90" in str(proof) and proof.instructions > 0 for proof in proofs())

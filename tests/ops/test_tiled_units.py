@@ -306,7 +306,8 @@ def test_every_recipe_hands_over_what_torch_asks_for(capability, monkeypatch):
         return stock(*args, **kwargs)  # whose own checks run too
 
     monkeypatch.setattr(scaled_mm, "_capability", lambda device: capability)
-    monkeypatch.setattr("halfstep.ops.casts.draw_seed", lambda generator, device: 1)  # which tensors without memory do not give
+    # Tensors without memory give no seed.
+    monkeypatch.setattr("halfstep.ops.casts.draw_seed", lambda generator, device: 1)
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", watched)
     for name in list_recipes():
         specs = {rule.linear for stage in get_recipe(name).by_stage for rule in stage.rules if rule.linear.rounds}
