@@ -11,7 +11,9 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from fp4_cases import SWITCHES
 from fp4_verdicts import BETTER, ENOUGH, MISSING, WORSE, diverged, finals
+from halfstep.lab.experiment import Experiment
 from halfstep.lab.interval import Interval
 from halfstep.lab.report.gaps import Gap, Gaps, draw
 from halfstep.lab.report.style import PERCENT, SETTINGS, looks, new_figure, png, signed
@@ -56,7 +58,8 @@ Each of these cases lacks one part of a recipe, or has it changed. The differenc
 seeds, and positive where the recipe is better as it is. A part pays where the whole interval lies above zero, and costs
 where all of it lies below; of the others these seeds cannot tell. `direct` is rounding alone, without estimator and
 clamp, of weights and inputs in FP4, or of one of them in E4M3 (W8A4, W4A8); `nvfp4-plain` rounds all operands to the
-nearest in blocks of 16, and does nothing else; `until 80%` is bf16-mixed from there on.
+nearest in blocks of 16, and does nothing else; `until 80%` is bf16-mixed from there on. What a last stage can gain
+depends on the learning rate that is left to it, of the peak: {left}.
 
 {parts}
 
@@ -93,6 +96,7 @@ def page(data: Data) -> str:
         **{name: told["model"][name] for name in ("layers", "width")},
         parameters=told["model"]["parameters"] / 1e6,
         hours=_hours(data),
+        left=_left(told),
         rule=textwrap.fill(f"{rule()} Fewer than {ENOUGH} seeds get no verdict.", 120),
         band=_band(data),
         summary="\n".join(_summary(named)),
@@ -104,6 +108,13 @@ def page(data: Data) -> str:
         costs="\n".join(f"| `{name}` | {share:.1%} |" for name, share in data["costs"]["share"].items()),
         machine=f"Machine: {machine['cpu']}, torch {machine['torch']}, one thread. Not measured on a GPU.",
     )
+
+
+def _left(told: Data) -> str:
+    """What shares of the learning rate are left to a last stage."""
+    schedule = Experiment(("fp32",), steps=told["steps"], warmup=told["warmup"], lr=1.0)
+    left = [f"{schedule.learning_rate(told['steps'] * share // 100 + 1):.0%}" for share in SWITCHES]
+    return ", ".join(f"{rate} after {share}% of the run" for rate, share in zip(left, SWITCHES, strict=True))
 
 
 def _hours(data: Data) -> str:
