@@ -1,5 +1,7 @@
 """Tiny models and the loop that trains them."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -111,6 +113,28 @@ def train(model, optimizer, scaler, steps=3, data=None, loss_of=F.mse_loss):
     """The documented loop on one repeated batch, without clipping; returns the losses."""
     x, y = batch() if data is None else data
     return descend(lambda: loss_of(model(x), y), optimizer, scaler, steps, max_norm=None)
+
+
+def reverted(name, kind):
+    """A model of the kind that trained under a recipe, reverted, after checkpointed and copied ones did the same.
+
+    `kind(again=True)` is the one that computes activations again.
+    """
+
+    def losses(setup):
+        torch.manual_seed(1)  # operands rounded stochastically draw from torch's own generator, as dropout does
+        return train(*setup, 3)
+
+    run, again = prepared(name, kind()), prepared(name, kind(again=True))
+    assert losses(run) == losses(again)
+    copied = copy.deepcopy(run)
+    assert losses(run) == losses(copied)
+    model, stock = run[0], kind()
+    stock.load_state_dict(model.state_dict())
+    halfstep.revert(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
+    assert not [name for name, _ in model.named_buffers()]
+    return model
 
 
 def descend(loss_of, optimizer, scaler, steps, max_norm=1.0):

@@ -21,7 +21,7 @@ from halfstep.lab.models.ssd import SSD
 from halfstep.quant import Quantizer, get_quantizer
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import Recipe, Rule, linear_spec
-from tiny import EVERY, PROJECTED, SMOOTH, assert_same, fast_and_every, prepared, train
+from tiny import EVERY, PROJECTED, SMOOTH, assert_same, fast_and_every, prepared, reverted, train
 
 
 _aten = torch.ops.aten
@@ -209,33 +209,9 @@ class Net(nn.Module):
         return self.head(found.flatten(1))
 
 
-def use(name):
-    """Checkpointed, copied and reverted, it is the same."""
-
-    def losses(setup):
-        torch.manual_seed(1)  # operands rounded stochastically draw from torch's own generator, as dropout does
-        return train(*setup, 3)
-
-    run, again = prepared(name, Net()), prepared(name, Net(again=True))
-    assert losses(run) == losses(again)
-    copied = copy.deepcopy(run)
-    assert losses(run) == losses(copied)
-    stock = Net()
-    stock.load_state_dict(run[0].state_dict())
-    halfstep.revert(run[0])
-    assert [type(m) for m in run[0].modules()] == [type(m) for m in stock.modules()]
-    assert not [name for name, _ in run[0].named_buffers()]
-
-
 @for_each("name", ["bf16-kahan", "fp8-delayed", "fp8lm-o3"])
 def test_checkpointed_copied_and_reverted_it_is_the_same(name):
-    use(name)
-
-
-@pytest.mark.slow
-@for_each("name", ["fp32", "fp16-mixed"])
-def test_checkpointed_copied_and_reverted_it_is_the_same_under_the_others(name):
-    use(name)
+    reverted(name, Net)
 
 
 @pytest.mark.slow
