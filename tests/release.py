@@ -31,19 +31,6 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "dist"
 ROOMS = ("test_prepare.py", "formats", "kb", "recipe", "quant/test_round_exactly.py", "cli/test_without_extras.py")
-BESIDE = (
-    "tests",
-    "docs",
-    "examples",
-    "benchmarks",
-    "pyproject.toml",
-    "constraints.txt",
-    "README.md",
-    "CHANGELOG.md",
-    "CITATION.cff",
-)
-"""What the tests read in a clone; the source is not among it."""
-
 ASIDE = ("dev", "bench", "site", "gpu")
 """Extras whose lower bounds are not pinned: a torch for CUDA asks for its own triton, 2.8 for one that gpu refuses."""
 
@@ -119,8 +106,7 @@ def named(texts: Iterable[tuple[str, bytes]], paths: Iterable[Path]) -> list[str
 
 def check(wheel: Path, sdist: Path) -> list[str]:
     """What is wrong with the two files."""
-    tracked = subprocess.run(["git", "ls-files", "src"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    sources = [line.removeprefix("src/") for line in tracked.splitlines()]
+    sources = [name.removeprefix("src/") for name in tracked() if name.startswith("src/")]
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         texts = [(name, archive.read(name)) for name in names]
@@ -132,6 +118,12 @@ def check(wheel: Path, sdist: Path) -> list[str]:
         *sdist_mistakes(packed, sources),
         *named(texts, [ROOT]),
     ]
+
+
+def tracked() -> list[str]:
+    """The files of the clone."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
+    return listed.stdout.splitlines()
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> None:
@@ -185,14 +177,14 @@ def install(
 
 
 def suite(python: Path, paths: Sequence[str], name: str) -> None:
-    """The fast tests beside the wheel, in a copy of what they read, where there is no src."""
+    """The fast tests beside the wheel, in a copy of all that is no source."""
     clone = OUT / f"{name}-tests"
     shutil.rmtree(clone, ignore_errors=True)
     clone.mkdir()
-    for part in BESIDE:
-        source = ROOT / part
-        ignored = shutil.ignore_patterns("__pycache__", "_build")
-        shutil.copytree(source, clone / part, ignore=ignored) if source.is_dir() else shutil.copy(source, clone / part)
+    for file in tracked():
+        if not file.startswith("src/"):
+            (clone / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, clone / file)
     where = "import halfstep, sys; print(halfstep.__file__); sys.exit('site-packages' not in halfstep.__file__)"
     run(python, "-c", where, cwd=clone)
     run(python, "-m", "pip", "list", "--format", "freeze", cwd=clone)
