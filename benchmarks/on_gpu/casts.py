@@ -12,7 +12,7 @@ from torch import Tensor
 import halfstep
 from halfstep import formats
 from halfstep.kernels.gpu import cast, layouts
-from halfstep.ops.casts import amax_of
+from halfstep.ops import amax_of
 from halfstep.quant import Quantizer, Scales, get_quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR

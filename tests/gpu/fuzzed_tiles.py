@@ -25,9 +25,10 @@ from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.scaling import get_scaling
 
 
-ELEMENTS = ("float8_e4m3fn", "float8_e5m2", "e4m3fnuz", "e2m1fn", "e3m2fn", "e2m3fn", "int8", "int4", "e4m3", "e3m4")
+ELEMENTS = ("float8_e4m3fn", "float8_e5m2", "e4m3fnuz", "e2m1fn", "e3m2fn", "e2m3fn", "int8", "int4", "e4m3", "e3m4",
+            "dynamic8", "nf4")  # fmt: skip
 RULES = ("floor", "ceil", "even", "rceil", "below", "absmax", "absmax_bf16", "current", "three_quarters", "two_level",
-         "two_level_up", "four_over_six")  # fmt: skip
+         "two_level_up", "four_over_six", "double_absmax")  # fmt: skip
 SIZES = (0, 1, 2, 4, 16, 32, 64, 128, 256)
 OTHERS = 40
 

@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from fake_cuda import Reads, backward, fake_cuda
-from halfstep.kernels import operators
+from halfstep.kernels import largest, operators
 from halfstep.nn.scaling import Scalings
-from halfstep.ops import casts, factors
+from halfstep.ops import factors
 from halfstep.quant.scaling.delayed import Delayed
 from tiny import Gated, assert_same, batch, model_for, mostly_slow, prepared
 
@@ -33,7 +33,7 @@ def trained(recipe, inputs):
 
 def as_on_a_gpu(patch):
     """Nothing is known of a state before a pass; what is asked for is 0 where the state has a factor."""
-    seen, whole = [], casts.amax_of
+    seen, whole = [], factors.amax_of
 
     def amax_of(x, unless=None):
         asked = unless is None or bool(unless == 0)
@@ -78,14 +78,40 @@ def test_a_gpu_reads_an_operand_again_only_where_its_state_has_no_factor(monkeyp
             model = model_for(recipe)
         model, _, _ = prepared(recipe, model)
         states = [buffer for name, buffer in model.named_buffers() if "scaling" in name]
-        monkeypatch.setattr(casts.gpu_amax, "supports", lambda x: True)
-        monkeypatch.setattr(casts.gpu_amax, "run", run)
+        monkeypatch.setattr(largest.gpu_amax, "supports", lambda x: True)
+        monkeypatch.setattr(largest.gpu_amax, "run", run)
         monkeypatch.setattr(operators, "round_scaled_into", round_into)
         backward(model(torch.empty(12, 8, device="cuda")).sum())
     assert len(asked) == len(raised) == len(states)
     for state in states:
         assert sum(unless._base is state and unless.storage_offset() == 0 for unless in asked) == 1
         assert sum(amax._base is state and amax.storage_offset() == 1 for amax in raised) == 1
+
+
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="torch 2.10 is the first that traces torch.mm(out_dtype=)")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_so_does_a_traced_graph():
+    """Beside each operator that rounds by an operand's state and notes the amax there, one that asks for it unless that
+    state has a factor; nothing else reads an operand's magnitudes."""
+    graphs = []
+
+    def kept(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    with fake_cuda():
+        with torch.device("cuda"):
+            model = model_for("fp8-delayed")
+        model, _, _ = prepared("fp8-delayed", model)
+        states = [buffer for name, buffer in model.named_buffers() if "scaling" in name]
+        torch.compile(model, fullgraph=True, backend=kept)(torch.empty(12, 8, device="cuda"))
+    nodes = [node for module in graphs[0].modules() if hasattr(module, "graph") for node in module.graph.nodes]
+    called = [str(node.target) for node in nodes]
+    rounded = [node for node in nodes if "halfstep.round_scaled" in str(node.target)]
+    assert sum("halfstep.amax" in name for name in called) == len(rounded) == len(states)
+    assert all(node.args[-1] is not None for node in rounded)
+    assert not [name for name in called if "aminmax" in name or "maximum" in name]
 
 
 class Launches(TorchDispatchMode):

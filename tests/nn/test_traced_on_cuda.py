@@ -5,7 +5,7 @@ import torch
 
 from fake_cuda import fake_cuda
 from halfstep import formats, get_quantizer
-from halfstep.kernels import operators
+from halfstep.kernels import largest, operators, rotation
 from tiny import EVERY, model_for, prepared
 
 
@@ -40,7 +40,8 @@ MADE = MX.quantize(X).tensors
 TILES = (1, 32, MX.scales.rule.text)
 CALLS = {
     "round": (X, torch.empty_like(X), E4M3.key, "nearest_even", "saturate", None),
-    "round_scaled": (X, torch.tensor(0.5), torch.empty_like(X), E4M3.key, "stochastic", 5),
+    "round_scaled": (X, torch.tensor(0.5), torch.empty_like(X), E4M3.key, "stochastic", 5, torch.ones(())),
+    "amax": (X, torch.tensor(0.0), torch.empty(())),
     "round_tiles": (X, torch.empty_like(X), MX.format.key, *TILES, None, "nearest_even", None, None),
     "quantize": (
         X, [torch.empty_like(part) for part in MADE.values()], list(MADE), MX.format.key, *TILES, "nearest_even", None,
@@ -56,7 +57,8 @@ WATCHED = {"follow"}  # of tensors without values alone, for whoever counts oper
 
 def test_every_operator_is_here():
     names = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("halfstep::")}
-    assert {name for name in names if hasattr(operators, f"_{name}")} == CALLS.keys() | DRAWN
+    ours = {name for name in names for file in (operators, largest, rotation) if hasattr(file, f"_{name}")}
+    assert ours == CALLS.keys() | DRAWN
 
 
 @pytest.mark.parametrize("name", CALLS)

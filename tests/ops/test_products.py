@@ -8,7 +8,8 @@ import torch
 from families import in_turn, slow_unless
 from halfstep import formats, get_quantizer, ops, quant
 from halfstep.kernels.cpu import cast as kernel
-from halfstep.ops.casts import amax_of, round_scaled
+from halfstep.ops import amax_of
+from halfstep.ops.casts import round_scaled
 from halfstep.ops.operand import operand
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling

@@ -32,6 +32,7 @@ from halfstep.kernels.gpu import cast as gpu_cast
 from halfstep.kernels.gpu import decode as gpu_decode
 from halfstep.kernels.gpu import dequantize as gpu_dequantize
 from halfstep.kernels.gpu import posit as gpu_posit
+from halfstep.kernels.largest import amax_of
 from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile, draw_seed
 from halfstep.quant.cast import no_code_for_nan, no_such_code
 from halfstep.quant.pack import pack, unpack
@@ -76,9 +77,8 @@ def round_scaled_into(
         if not blank(rounded, out):
             out.copy_(rounded)
     else:
-        if amax is not None and x.numel():
-            low, high = torch.aminmax(x)  # one pass, at the speed of memory; abs().amax() would be two
-            amax.copy_(torch.maximum(amax, torch.maximum(-low, high).float()))
+        if amax is not None:
+            amax.copy_(torch.maximum(amax, amax_of(x)))
         wide = torch.promote_types(x.dtype, torch.float32)
         if blank(x, out):
             return
@@ -229,8 +229,11 @@ def _round(x: Tensor, out: Tensor, key: str, rounding: str, overflow: str, seed:
     round_into(x.contiguous(), out, formats.from_key(key), rounding, overflow, _seed(rounding, seed, x.device))
 
 
-def _round_scaled(x: Tensor, factor: Tensor, out: Tensor, key: str, rounding: str, seed: int | None) -> None:
-    round_scaled_into(x.contiguous(), factor, out, formats.from_key(key), rounding, _seed(rounding, seed, x.device))
+def _round_scaled(
+    x: Tensor, factor: Tensor, out: Tensor, key: str, rounding: str, seed: int | None, amax: Tensor | None
+) -> None:
+    noise = _seed(rounding, seed, x.device)
+    round_scaled_into(x.contiguous(), factor, out, formats.from_key(key), rounding, noise, amax)
 
 
 def _round_tiles(
@@ -267,12 +270,6 @@ def _accumulate(
     accumulate_into(lhs.contiguous(), rhs.contiguous(), out.zero_(), accumulator)
 
 
-def _draw_signs(lhs: Tensor, rhs: Tensor, out: Tensor) -> None:
-    """Signs of a Hadamard transform for a product of these two: so a graph draws them in the product's pass, and not
-    once for two products."""
-    out.copy_(quant.Hadamard(len(out), "anew").signs(out.device))
-
-
 def _seed(rounding: str, seed: int | None, device: torch.device) -> Seed | None:
     """A signed seed made unsigned; drawn here where none was given, which a traced graph cannot do."""
     if seed is None:
@@ -282,7 +279,9 @@ def _seed(rounding: str, seed: int | None, device: torch.device) -> Seed | None:
 
 _OPERATORS = {
     "round(Tensor x, Tensor(a!) out, str key, str rounding, str overflow, int? seed) -> ()": _round,
-    "round_scaled(Tensor x, Tensor factor, Tensor(a!) out, str key, str rounding, int? seed) -> ()": _round_scaled,
+    "round_scaled(Tensor x, Tensor factor, Tensor(a!) out, str key, str rounding, int? seed, Tensor(b!)? amax) -> ()": (
+        _round_scaled
+    ),
     "round_tiles(Tensor x, Tensor(a!) out, str key, int rows, int columns, str rule, float? outliers, str rounding, "
     "int? seed, Tensor(b!)? tensor_scale) -> ()": _round_tiles,
     "quantize(Tensor x, Tensor(a!)[] tensors, str[] names, str key, int rows, int columns, str rule, str rounding, "
@@ -292,7 +291,6 @@ _OPERATORS = {
     "accumulate(Tensor lhs, Tensor rhs, Tensor(a!) out, str key, int block, bool aligned, int? promote) -> ()": (
         _accumulate
     ),
-    "draw_signs(Tensor lhs, Tensor rhs, Tensor(a!) out) -> ()": _draw_signs,
 }
 for _schema, _function in _OPERATORS.items():
     _LIBRARY.define(_schema)

@@ -1,4 +1,4 @@
-"""Hadamard transforms of blocks: a kernel where one supports the call, else the reference."""
+"""Hadamard transforms of blocks: a kernel where one supports the call, else the reference; an operator draws signs."""
 
 from __future__ import annotations
 
@@ -19,3 +19,15 @@ def rotate(x: Tensor, signs: Tensor, dim: int = -1) -> Tensor:
     if x.is_cuda and gpu_rotated.supports(x, signs, dim):
         return gpu_rotated.run(x, signs, dim)
     return quant.rotate(x, signs, dim)
+
+
+def _draw_signs(lhs: Tensor, rhs: Tensor, out: Tensor) -> None:
+    """Signs of a Hadamard transform for a product of these two: so a graph draws them in the product's pass, and not
+    once for two products."""
+    out.copy_(quant.Hadamard(len(out), "anew").signs(out.device))
+
+
+_LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
+_LIBRARY.define("draw_signs(Tensor lhs, Tensor rhs, Tensor(a!) out) -> ()")
+_LIBRARY.impl("draw_signs", _draw_signs, "CompositeExplicitAutograd")
+_LIBRARY.impl("draw_signs", lambda lhs, rhs, out: None, "Meta")

@@ -51,11 +51,16 @@ _QUANTIZERS |= {
     "e5m2 128x128 rceil": _with("e5m2", Tile(128, 128), "rceil", "stochastic"),
     "e4m3fn columns absmax": _with("e4m3fn", Tile(0, 1), "absmax"),
     "e4m3fnuz rows current": _with("e4m3fnuz", Tile(1, 0), "current"),
+    "nf4 1x64 double_absmax": get_quantizer("nf4", scale="double_absmax"),
+    "int8 2x16 double_absmax": _with("int8", Tile(2, 16), "double_absmax", "stochastic"),
+    "dynamic8 1x256": get_quantizer("dynamic8"),
+    "dynamic8_unsigned 2x16 current": _with("dynamic8_unsigned", Tile(2, 16), "current"),
 }
 _VALUES = (
     "mxfp8 1x32", "mxfp4 1x32 rceil", "mxint8 1x32 even", "nvfp4 1x16 up", "bnb_fp4 1x64", "fp8 1x128", "fp8 128x128",
     "e2m1fn 16x16 four_over_six", "e2m1fn 1x32 three_quarters", "e4m3fn 1x16 absmax_bf16", "e5m2 2x32 current",
-    "e4m3fn columns absmax",
+    "e4m3fn columns absmax", "nf4 1x64 double_absmax", "int8 2x16 double_absmax", "dynamic8 1x256",
+    "dynamic8_unsigned 2x16 current",
 )  # fmt: skip
 _BOTH = (
     "fp8 1x128", "mxfp8 1x32", "fp8 128x128", "nvfp4 1x16", "e2m1fn 16x16 two_level", "e4m3fn whole current",
@@ -65,6 +70,8 @@ _INPUTS = (
     (torch.bfloat16, (3, 256)), (torch.float32, (130, 144)), (torch.float16, (17, 80)), (torch.float32, (5, 13)),
 )  # fmt: skip
 """Whole blocks of a row, short tiles, rows that start at 16 bytes, and rows that start anywhere."""
+_GROUPS = ((torch.bfloat16, (520, 128)),)
+"""Of scales that have scales: groups that are lost with a tile, and others."""
 _MATRICES = ((torch.bfloat16, (256, 128)), (torch.float32, (130, 144)), (torch.float16, (36, 20)))
 _FORMS = (("stored", True), ("swizzled", False), ("number", True))
 
@@ -202,7 +209,7 @@ def _swizzled(scales: Tensor) -> Tensor:
 def _each(
     test: Callable[[Tensor, Quantizer, torch.device], Iterator[Case]], name: str, device: torch.device
 ) -> Iterator[Case]:
-    for dtype, shape in _INPUTS:
+    for dtype, shape in _INPUTS + (_GROUPS if "double" in name else ()):
         yield from test(hard_matrix(shape, dtype, _QUANTIZERS[name]), _QUANTIZERS[name], device)
 
 

@@ -1,7 +1,8 @@
 """Operations on quantised tensors, and differentiable ones on quantised operands."""
 
+from halfstep.kernels.largest import amax_of
 from halfstep.ops.attention import attention, rounded_attention
-from halfstep.ops.casts import Quantized, amax_of, decode, encode, fake_quantize, quantize, round_to
+from halfstep.ops.casts import Quantized, decode, encode, fake_quantize, quantize, round_to
 from halfstep.ops.code_tensor import CodeTensor
 from halfstep.ops.codes import decode_scaled, encode_scaled
 from halfstep.ops.convolution import convolution

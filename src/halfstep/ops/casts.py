@@ -13,8 +13,6 @@ from halfstep import formats, quant
 from halfstep.errors import QuantizationError
 from halfstep.formats import BlockFormat, Format
 from halfstep.kernels import operators
-from halfstep.kernels.cpu import amax
-from halfstep.kernels.gpu import amax as gpu_amax
 from halfstep.quant import Quantizer, draw_seed
 from halfstep.quant.cast import CONTAINERS, check_codes, check_input, prepare_out
 from halfstep.quant.quantizer import layout
@@ -314,28 +312,10 @@ def round_scaled(
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     seed = seed_of(rounding, generator, x.device)
     if torch.compiler.is_compiling():
-        torch.ops.halfstep.round_scaled(x, factor, out, format.key, rounding, seed)
-        if amax is not None:
-            amax.copy_(torch.maximum(amax, amax_of(x)))
+        torch.ops.halfstep.round_scaled(x, factor, out, format.key, rounding, seed, amax)
     else:
         operators.round_scaled_into(x.detach().contiguous(), factor, out, format, rounding, seed, amax)
     return out
-
-
-def amax_of(x: Tensor, unless: Tensor | None = None) -> Tensor:
-    """max |x|, a float32 scalar: 0 for an empty tensor, NaN where there is one.
-
-    unless: where that float32 scalar is not 0 nobody asks for max |x|, and a GPU reads no x for it.
-    """
-    if not x.numel():
-        return x.new_zeros((), dtype=torch.float32)
-    if not torch.compiler.is_compiling():
-        if amax.supports(x):
-            return amax.run(x)
-        if x.is_cuda and gpu_amax.supports(x):
-            return gpu_amax.run(x, unless)
-    low, high = torch.aminmax(x.detach())  # one pass, at the speed of memory; abs().amax() would be two
-    return torch.maximum(-low, high).float()
 
 
 class _StraightThrough(torch.autograd.Function):

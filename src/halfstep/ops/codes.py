@@ -10,7 +10,8 @@ from torch import Tensor
 from halfstep import formats
 from halfstep.kernels import operators
 from halfstep.kernels.cpu.arrays import plain
-from halfstep.ops.casts import Quantized, amax_of, quantize
+from halfstep.kernels.largest import amax_of
+from halfstep.ops.casts import Quantized, quantize
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.recipe.storage import Storage, scaled_dtype

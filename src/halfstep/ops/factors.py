@@ -7,7 +7,7 @@ from torch import Tensor
 
 from halfstep.errors import RecipeError
 from halfstep.formats import Format
-from halfstep.ops.casts import amax_of
+from halfstep.kernels.largest import amax_of
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import Scaling, StatefulScaling
 
@@ -16,7 +16,8 @@ def factor_of(
     x: Tensor, format: Format, rule: Scaling, state: Tensor | None, record: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """What all of x is multiplied by before it is rounded; and the step's amax, where the pass that rounds has yet to
-    raise it. On a GPU it always has: only there is it known whether the factor needs max |x| before that pass."""
+    raise it. On a GPU and in a traced graph it always has: only when it runs is it known whether the factor needs
+    max |x| before that pass."""
     if not isinstance(rule, StatefulScaling):
         amax = amax_of(x) if rule.reads else x.new_zeros((), dtype=torch.float32)
         return rule.factor(amax, format), None
@@ -43,7 +44,7 @@ def factor_of(
 
 def _noted_later(x: Tensor) -> bool:
     """Whether max |x| that was asked for may not have been found."""
-    return x.is_cuda and not torch.compiler.is_compiling()
+    return x.is_cuda or torch.compiler.is_compiling()
 
 
 def factor_in_use(x: Tensor, quantizer: Quantizer, state: Tensor | None) -> Tensor | None:

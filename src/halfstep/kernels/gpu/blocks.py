@@ -6,67 +6,32 @@ scale of a tensor, of a row or a column of it, and the tensor's of two levels ta
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfstep.formats import Format
 from halfstep.kernels.cpu.arrays import separate
-from halfstep.kernels.gpu import amax, quantizers
+from halfstep.kernels.gpu import amax, dequantize, quantizers
+from halfstep.kernels.gpu.cut import WARPS, Cut, cut
 from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain, plain
-from halfstep.quant import Quantizer, Tile
-from halfstep.quant.quantizer import matrix_shape
+from halfstep.quant import Quantizer
+from halfstep.quant.cast import encode
+from halfstep.quant.quantizer import layout, matrix_shape
 from halfstep.quant.rounding import Seed
-
-
-_LARGEST = 1 << 14  # elements of a tile
-_BLOCK = 1 << 12  # elements of a block
-WARPS = 8  # of a block of 4096 elements: 16 a thread
-_UNIT = 16  # rows of so many elements start where 16 bytes do
-
-
-class Cut(NamedTuple):
-    """How a matrix is cut into blocks."""
-
-    rows: int
-    columns: int
-    tile: tuple[int, int]
-    """Rows and columns of a tile; 0 for a whole dimension."""
-    block: tuple[int, int]
-    unit: int
-    """What the number of columns is known to be a multiple of; the block's columns where it is those."""
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks there are."""
-        return -(-self.rows // self.block[0]) * -(-self.columns // self.block[1])
-
-    @property
-    def programs(self) -> int:
-        """A program for each block, or for those that tall tiles lie in."""
-        return -(-self.rows // max(self.block[0], self.tile[0])) * -(-self.columns // self.block[1])
-
-
-def cut(shape: tuple[int, ...], tile: Tile, bits: int) -> Cut | None:
-    """The blocks of a tensor of that shape in such tiles, of elements of so many bits; None where no kernel does it:
-    tiles of another size than a power of two, or more than a block, and rows whose codes leave bits of a byte over."""
-    rows, columns = matrix_shape(shape)
-    high, wide = tile.rows, tile.columns
-    if 0 in (high, wide) and high + wide > 1:
-        return None  # of a whole dimension, only single rows or columns
-    if not shape or any(size & (size - 1) for size in (high, wide)) or high * wide > _LARGEST or max(high, wide) > 1024:
-        return None
-    if (bits == 4 and columns % 2) or (bits == 6 and columns % 4) or (bits in (4, 6) and wide == 1):
-        return None
-    if high == 1 and wide >= _UNIT and columns % wide == 0:
-        return Cut(rows * columns // wide, wide, (1, wide), (_BLOCK // wide, wide), wide)
-    across = max(wide, 128)
-    return Cut(rows, columns, (high, wide), (_BLOCK // across, across), _UNIT if columns % _UNIT == 0 else 1)
+from halfstep.quant.scaling import absmax
+from halfstep.quant.scaling.double_absmax import DoubleAbsmax
 
 
 def takes(x: Tensor, quantizer: Quantizer) -> bool:
     """Whether `run` can quantise a tensor like `x`, wherever it is: dense and contiguous, fp32, bf16 or fp16."""
-    told = quantizers.known(quantizer, choice=True) if lies_plain(x) and x.numel() else None
+    single = _single(quantizer)
+    if single is not None:
+        return quantizer.format.bits in (4, 8) and takes(x, single)
+    told = quantizers.known(quantizer) if lies_plain(x) and x.numel() else None
     made = None if told is None else _cut(x, quantizer)
     if told is None or made is None:
         return False
@@ -93,8 +58,11 @@ def supports_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
 
 def run(x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, seed: Seed | None) -> None:
     """Write what `quantizer.quantize(x)` keeps to `tensors` (`codes`, `scale` ...), of its layout."""
-    whole = tensors.get("tensor_scale")
-    _launch(x, tensors["codes"], tensors["scale"], whole, quantizer, seed)
+    single = _single(quantizer)
+    if single is not None:
+        _run_twice(x, tensors, quantizer, single, seed)
+    else:
+        _launch(x, tensors["codes"], tensors["scale"], tensors.get("tensor_scale"), quantizer, seed)
 
 
 def run_values(
@@ -104,13 +72,19 @@ def run_values(
 
     Of two levels of scales, the tensor's goes to `tensor_scale`, where that is given, and is left out of the values.
     """
-    _launch(x, out, None, tensor_scale, quantizer, seed)
+    if _single(quantizer) is None:
+        _launch(x, out, None, tensor_scale, quantizer, seed)
+        return
+    sizes: Any = layout(quantizer, tuple(x.shape), x.dtype)
+    made = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (dtype, size) in sizes.items()}
+    run(x, made, quantizer, seed)
+    dequantize.run(made, out, quantizer)
 
 
 def largest(x: Tensor, quantizer: Quantizer) -> Tensor | None:
     """The bits of the largest magnitudes that scales need before the pass that rounds: of the whole tensor, of each row
     or each column; of two levels, of the finite tiles. None where none are needed."""
-    told, scales = quantizers.known(quantizer, choice=True), quantizer.scales
+    told, scales = quantizers.known(quantizer), quantizer.scales
     assert told is not None
     assert scales is not None
     made = cut(tuple(x.shape), scales.tile, 8)  # no code is packed
@@ -130,6 +104,35 @@ def largest(x: Tensor, quantizer: Quantizer) -> Tensor | None:
     return found
 
 
+def _single(quantizer: Quantizer) -> Quantizer | None:
+    """Of scales that have scales, the quantizer that leaves them as they are; None of others."""
+    scales = quantizer.scales
+    if scales is None or not isinstance(scales.rule, DoubleAbsmax):
+        return None
+    return replace(quantizer, scales=replace(scales, rule=absmax.absmax))
+
+
+def _run_twice(
+    x: Tensor, tensors: dict[str, Tensor], quantizer: Quantizer, single: Quantizer, seed: Seed | None
+) -> None:
+    """Codes and scales, as of a `single` quantisation; and then these scales. A tile is lost with its group."""
+    scales: Any = quantizer.scales
+    exact = torch.empty(tensors["scale"].shape, device=x.device)
+    _launch(x, tensors["codes"], exact, None, single, seed)
+    stored, kept = scales.rule.compressed(exact, quantizer.format)
+    for name, tensor in stored.items():
+        tensors[name].copy_(tensor)
+    lost = scales.tile.spread(kept.isnan(), *matrix_shape(tuple(x.shape)))
+    tensors["codes"].masked_fill_(lost[:, :: 8 // quantizer.format.bits], _zeros(quantizer.format))
+
+
+@cache
+def _zeros(format: Format) -> int:
+    """A byte of codes of 0."""
+    zero = int(encode(torch.zeros(()), format))
+    return zero | zero << 4 if format.bits == 4 else zero
+
+
 def _cut(x: Tensor, quantizer: Quantizer) -> Cut | None:
     assert quantizer.scales is not None
     return cut(tuple(x.shape), quantizer.scales.tile, quantizer.format.bits)
@@ -138,16 +141,17 @@ def _cut(x: Tensor, quantizer: Quantizer) -> Cut | None:
 def _launch(
     x: Tensor, out: Tensor, scale: Tensor | None, whole: Tensor | None, quantizer: Quantizer, seed: Seed | None
 ) -> None:
-    told, made = quantizers.known(quantizer, choice=True), _cut(x, quantizer)
+    told, made = quantizers.known(quantizer), _cut(x, quantizer)
     assert told is not None
     assert made is not None
     rule, element = told
     values: Any = None if scale is not None else out.dtype
     narrow = values is not None and values.itemsize == 2
+    looked_up = None if element.bins is None else quantizers.table(quantizer.format, x.device)
     launch(
         functions("tiles").quantise, made.programs,
         bits(x), bits(out), None if scale is None else bits(scale), None if whole is None else bits(whole),
-        largest(x, quantizer), made.rows, made.columns // made.unit, *halves(seed),
+        largest(x, quantizer), looked_up, made.rows, made.columns // made.unit, *halves(seed),
         device=x.device, warps=WARPS, R=rule, Q=element, E=quantizers.e4m3() if rule.kind == "two_level" else None,
         SOURCE=KINDS[x.dtype], TARGET=KINDS.get(values), OUT=quantizers.written(values) if narrow else None,
         APART=scale is None and whole is not None, NOISY=seed is not None, H=made.tile[0], W=made.tile[1],

@@ -9,15 +9,19 @@ from torch import Tensor
 
 from halfstep.formats import ocp
 from halfstep.kernels.gpu import quantizers
-from halfstep.kernels.gpu.blocks import WARPS, cut
+from halfstep.kernels.gpu.cut import WARPS, cut
 from halfstep.kernels.gpu.launch import KINDS, bits, functions, launch, lies_plain, plain
 from halfstep.quant import Quantizer
+from halfstep.quant.scaling.double_absmax import MAP
+
+
+_KNOWN = {"codes", "scale", "tensor_scale", "scale_scale", "scale_offset"}
 
 
 def takes(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> bool:
     """Whether `run` can write the values to `out`, wherever they are: dense and contiguous, fp32, bf16 or fp16."""
     scales, format = quantizer.scales, quantizer.format
-    if scales is None or tensors.keys() - {"codes", "scale", "tensor_scale"}:
+    if scales is None or tensors.keys() - _KNOWN:
         return False
     rule = quantizers.rule(format, scales.rule)
     return (
@@ -42,13 +46,14 @@ def run(tensors: dict[str, Tensor], out: Tensor, quantizer: Quantizer) -> None:
     assert scales is not None
     made: Any = cut(tuple(out.shape), scales.tile, format.bits)
     rule: Any = quantizers.rule(format, scales.rule)
-    whole = tensors.get("tensor_scale")
+    whole, group = tensors.get("tensor_scale", tensors.get("scale_offset")), tensors.get("scale_scale")
     coded: Any = quantizers.meaning(ocp.float8_e4m3fn)
     scale = coded.decoding if rule.kind == "two_level" else None
     launch(
         functions("restore").restore, made.blocks,
-        bits(tensors["codes"]), bits(tensors["scale"]), None if whole is None else bits(whole), bits(out),
-        made.rows, made.columns // made.unit,
+        bits(tensors["codes"]), bits(tensors["scale"]), None if whole is None else bits(whole),
+        None if group is None else bits(group), quantizers.table(format, out.device),
+        None if group is None else quantizers.table(MAP, out.device), bits(out), made.rows, made.columns // made.unit,
         device=out.device, warps=WARPS if made.unit > 1 else 2 * WARPS, R=rule, M=quantizers.meaning(format),
         E=scale, TARGET=KINDS[out.dtype],
         OUT=None if out.dtype == torch.float32 else quantizers.written(out.dtype), H=made.tile[0], W=made.tile[1],

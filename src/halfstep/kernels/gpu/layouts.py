@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.gpu import quantizers
-from halfstep.kernels.gpu.blocks import WARPS, largest
+from halfstep.kernels.gpu.blocks import largest
+from halfstep.kernels.gpu.cut import WARPS
 from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain, plain
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout
@@ -45,9 +46,16 @@ def takes(x: Tensor, quantizer: Quantizer, given: bool = False) -> bool:
         return False
     if given:
         coded = quantizers.element(quantizer.format, quantizer.rounding)
-        return coded is not None and coded.cuts is None and quantizer.format.has_nan and tile.rows == tile.columns == 0
+        return (
+            coded is not None
+            and coded.rounding is not None
+            and quantizer.format.has_nan
+            and tile.rows == tile.columns == 0
+        )
     told = quantizers.known(quantizer)
-    return told is not None and (told[0].kind != "two_level" or bool(tile.rows and tile.columns))
+    if told is None or told[0].second is not None or told[1].bins is not None:
+        return False
+    return told[0].kind != "two_level" or bool(tile.rows and tile.columns)
 
 
 def supports(x: Tensor, quantizer: Quantizer, given: bool = False) -> bool:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from halfstep import formats
 from halfstep.formats import Codebook, Float, Format, Integer, ocp
@@ -16,8 +17,11 @@ from halfstep.kernels.cpu.element_codes import Coding, Decoding
 from halfstep.kernels.cpu.elements import Rounding, float_bits
 from halfstep.kernels.cpu.scales import knows as knows_element
 from halfstep.kernels.cpu.scales import power_scalars
+from halfstep.kernels.gpu import places
+from halfstep.kernels.gpu.places import Bins
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import Scaling
+from halfstep.quant.scaling.double_absmax import GROUP, DoubleAbsmax
 from halfstep.quant.scaling.two_level import FourOverSix
 
 
@@ -25,7 +29,8 @@ class Rule(NamedTuple):
     """The numbers of one rule for one element format; float32s as their bits."""
 
     kind: str
-    """`power`, `reciprocal`, `quotient`, `narrow` or `two_level`: what a `Scaling` calls these."""
+    """`power`, `reciprocal`, `quotient`, `narrow` or `two_level`: what a `Scaling` calls these; `double`: scales that
+    have scales, to be read."""
     largest: int
     """The element format's largest value."""
     added: int = 0
@@ -40,6 +45,8 @@ class Rule(NamedTuple):
     """Of two levels with a choice: the rule that a tile takes where it leaves the smaller sum of errors."""
     nearest: Rounding | None = None
     """How elements are rounded for these sums."""
+    group: int = 0
+    """How many scales have a scale."""
 
 
 class Pair(NamedTuple):
@@ -61,6 +68,8 @@ class Element(NamedTuple):
     """Their values, as float32 bits."""
     order: tuple[int, int] | None = None
     """The codes by place, 4 bits each; None where they count up."""
+    bins: Bins | None = None
+    """Of a codebook of 8 bits, which is looked up in `places.table`."""
 
 
 class Meaning(NamedTuple):
@@ -71,8 +80,8 @@ class Meaning(NamedTuple):
     decoding: Decoding | None = None
     whole: tuple[int, int] | None = None
     """An integer's: the bits above its sign, and its step's bits."""
-    table: tuple[int, ...] | None = None
-    """A codebook's values, as float32 bits."""
+    looked_up: bool = False
+    """In a `table`: a codebook's."""
 
 
 ROUNDINGS = ("nearest_even", "stochastic")
@@ -99,6 +108,8 @@ def rule(format: Format, scaling: Scaling) -> Rule | None:
     if scaling.two_level:
         tensor = float_bits(ocp.float8_e4m3fn.max * format.max)
         return Rule("two_level", largest, tensor_largest=tensor, up=not scaling.clips)  # type: ignore[attr-defined]
+    if isinstance(scaling, DoubleAbsmax):
+        return Rule("double", largest, group=GROUP)
     if type(scaling) is FourOverSix and format.key == ocp.float4_e2m1fn.key:  # whose sums of errors are exact
         tensor = float_bits(scaling.room * format.max)
         four = Rule("two_level", float_bits(format.max / 1.5), tensor_largest=tensor)
@@ -111,14 +122,18 @@ def element(format: Format, rounding: str) -> Element | None:
     """None for a format that kernels do not encode in a byte, or not by that rounding."""
     first = format.high_nibble_first
     if isinstance(format, Codebook):
-        if format.bits != 4 or rounding != "nearest_even" or format.ties != "lower":
+        if rounding != "nearest_even" or format.ties != "lower":
+            return None
+        if format.bits == 8 and places.known(format):
+            return Element(None, None, 8, first, bins=places.bins(format))
+        if format.bits != 4:
             return None
         values = format.values()
         cuts = tuple(float(cut) for cut in element_codes.cut_points(format, False))
         order = [min(c for c in format.codes() if format.decode(c) == value) for value in values]
         low, high = (sum(code << 4 * i for i, code in enumerate(part)) for part in (order[:8], order[8:]))
-        places = None if order == list(range(16)) else (low, high)
-        return Element(None, None, 4, first, cuts, _bits(values), places)
+        by_place = None if order == list(range(16)) else (low, high)
+        return Element(None, None, 4, first, cuts, _bits(values), by_place)
     if rounding not in ROUNDINGS or not knows_element(format):
         return None
     return Element(*pair(format, rounding), format.bits, first)
@@ -136,13 +151,24 @@ def meaning(format: Format) -> Meaning | None:
     """None for a format whose codes kernels do not read from a byte."""
     made = Meaning(format.bits, format.high_nibble_first)
     if isinstance(format, Codebook):
-        return made._replace(table=_bits(list(map(format.decode, format.codes())))) if format.bits == 4 else None
+        return made._replace(looked_up=True) if format.bits in (4, 8) else None
     if not isinstance(format, Float | Integer) or not knows_element(format):
         return None
     numbers = tuple(int(number) for number in element_codes.decoding_scalars(format))
     if isinstance(format, Integer):
         return made._replace(whole=(numbers[0], numbers[1]))
     return made._replace(decoding=Decoding(*numbers))
+
+
+@cache
+def table(format: Format, device: torch.device) -> Tensor | None:
+    """What kernels look up of a codebook, as int32: its values by their codes, and of 8 bits what `places.table` has
+    besides. None for other formats."""
+    if not isinstance(format, Codebook):
+        return None
+    if format.bits == 8 and places.known(format):
+        return places.table(format, device)
+    return element_codes.table(format, torch.float32).view(torch.int32).to(device)
 
 
 def _bits(values: Sequence[float]) -> tuple[int, ...]:
@@ -162,15 +188,14 @@ def written(dtype: torch.dtype) -> Rounding:
     return Rounding(*map(int, elements.scalars(format, "nearest_even", "saturate")))
 
 
-def known(quantizer: Quantizer, choice: bool = False) -> tuple[Rule, Element] | None:
-    """What kernels are told of a quantizer; None where they do not do what it does, or if they do not make a `choice`
-    that its rule leaves (`Rule.second`)."""
+def known(quantizer: Quantizer) -> tuple[Rule, Element] | None:
+    """What kernels are told of a quantizer; None where they do not do what it does."""
     scales = quantizer.scales
     if scales is None or quantizer.outliers is not None or quantizer.clamp is not None:
         return None
     ruled, coded = rule(quantizer.format, scales.rule), element(quantizer.format, quantizer.rounding)
-    if ruled is None or coded is None or (ruled.second is not None and not choice):
+    if ruled is None or coded is None or ruled.kind == "double":
         return None
-    if coded.cuts is not None and ruled.kind == "power":
+    if coded.rounding is None and ruled.kind == "power":
         return None
     return ruled, coded

@@ -16,7 +16,7 @@ from torch import Tensor
 from halfstep.kernels.cpu.elements import float_bits
 from halfstep.kernels.cpu.rotated import LEVELS
 from halfstep.kernels.gpu import quantizers
-from halfstep.kernels.gpu.blocks import WARPS
+from halfstep.kernels.gpu.cut import WARPS
 from halfstep.kernels.gpu.launch import KINDS, bits, functions, halves, launch, lies_plain, plain
 from halfstep.quant import Quantizer
 from halfstep.quant.quantizer import layout, matrix_shape
@@ -40,7 +40,7 @@ def takes(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer | None = None
     if quantizer is None:
         return True
     told, scales = quantizers.known(quantizer), quantizer.scales
-    if told is None or scales is None or x.dim() != 2:
+    if told is None or scales is None or x.dim() != 2 or told[0].second is not None or told[1].bins is not None:
         return False
     tile = scales.tile
     across, along = (tile.rows, tile.columns) if dim or turned else (tile.columns, tile.rows)

@@ -12,8 +12,8 @@ from halfstep.quant.scaling.base import Stored
 from halfstep.quant.tile import Tile
 
 
-_GROUP = 256
-_MAP = codebooks.dynamic8
+GROUP = 256
+MAP = codebooks.dynamic8
 
 
 class DoubleAbsmax(Absmax):
@@ -24,28 +24,31 @@ class DoubleAbsmax(Absmax):
     Source: Dettmers et al. 2023, arXiv 2305.14314, section 3 (double quantization), as in bitsandbytes.
     """
 
-    holds = _MAP.name
+    holds = MAP.name
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
-        exact = super().scale(x, tile, element)[1]
+        return self.compressed(super().scale(x, tile, element)[1], element)
+
+    def compressed(self, exact: Tensor, element: Format) -> tuple[Stored, Tensor]:
+        """What is stored of the scales of tiles; and they, NaN in groups with one that is not finite."""
         known = exact[exact.isfinite()]
-        offset = (known.double().mean() if known.numel() else torch.zeros((), device=x.device)).float()
+        offset = (known.double().mean() if known.numel() else torch.zeros((), device=exact.device)).float()
         rest = (exact - offset).flatten()
         group_scale = _groups(rest).abs().nan_to_num(0).amax(1)
-        codes = encode((rest / _spread(group_scale, rest)).nan_to_num(0), _MAP).view(exact.shape)
+        codes = encode((rest / _spread(group_scale, rest)).nan_to_num(0), MAP).view(exact.shape)
         stored = {"scale": codes, "scale_scale": group_scale, "scale_offset": offset}
         # A code has no NaN: the group of a lost tile is lost with it.
         stored["scale_scale"] = torch.where(_groups(rest).isnan().any(1), torch.nan, group_scale)
         return stored, torch.where(self.multiplier(stored, element).isnan(), torch.nan, exact)
 
     def multiplier(self, stored: Stored, element: Format) -> Tensor:
-        rest = decode(stored["scale"], _MAP).flatten()
+        rest = decode(stored["scale"], MAP).flatten()
         scale = rest * _spread(stored["scale_scale"], rest) + stored["scale_offset"]
         limit = torch.finfo(torch.float32).max  # what was rounded up must not become an infinity
         return scale.clamp(-limit, limit).view(stored["scale"].shape)
 
     def layout(self, grid: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        groups = -(-grid[0] * grid[1] // _GROUP)
+        groups = -(-grid[0] * grid[1] // GROUP)
         return {
             "scale": (torch.uint8, grid),
             "scale_scale": (torch.float32, (groups,)),
@@ -54,11 +57,11 @@ class DoubleAbsmax(Absmax):
 
 
 def _groups(scales: Tensor) -> Tensor:
-    return torch.nn.functional.pad(scales, (0, -scales.numel() % _GROUP)).view(-1, _GROUP)
+    return torch.nn.functional.pad(scales, (0, -scales.numel() % GROUP)).view(-1, GROUP)
 
 
 def _spread(group_scale: Tensor, like: Tensor) -> Tensor:
-    return group_scale.repeat_interleave(_GROUP)[: like.numel()]
+    return group_scale.repeat_interleave(GROUP)[: like.numel()]
 
 
 double_absmax = DoubleAbsmax("double_absmax")

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, narrowed, rounded
+from halfstep.kernels.gpu.jit.places import placed, value_at
 
 
 @triton.jit
@@ -22,11 +23,14 @@ def number_coded(bits, P: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def code_of(bits, drawn, Q: tl.constexpr):
-    """The codes of float32 bits that are no NaN, 32 bits wide."""
+def code_of(bits, drawn, known, Q: tl.constexpr):
+    """The codes of float32 bits that are no NaN, 32 bits wide. What is `known` of a codebook is `places.table`."""
     P: tl.constexpr = Q.rounding  # triton 3.6 passes on no tuple of a tuple that is not a constant of its own
     C: tl.constexpr = Q.coding
-    if Q.cuts is None:
+    T: tl.constexpr = Q.bins
+    if Q.bins is not None:
+        code = placed(as_float(bits), known, T).to(tl.uint32, bitcast=True)
+    elif Q.cuts is None:
         if drawn is None and Q.coding.complement is None:
             code = number_coded(bits, P, C)
         else:
@@ -42,10 +46,13 @@ def code_of(bits, drawn, Q: tl.constexpr):
 
 
 @triton.jit
-def value_of(bits, drawn, Q: tl.constexpr):
+def value_of(bits, drawn, known, Q: tl.constexpr):
     """The values of these codes."""
     P: tl.constexpr = Q.rounding
-    if Q.cuts is None:
+    T: tl.constexpr = Q.bins
+    if Q.bins is not None:
+        value = value_at(placed(as_float(bits), known, T), known)
+    elif Q.cuts is None:
         value = as_float(rounded(bits, drawn, P))
     else:
         found = tl.full(bits.shape, Q.values[0], tl.uint32)

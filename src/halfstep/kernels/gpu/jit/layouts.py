@@ -7,7 +7,7 @@ cache, so that registers hold no more than one.
 import triton
 import triton.language as tl
 
-from halfstep.kernels.gpu.jit.elements import code_of, together
+from halfstep.kernels.gpu.jit.elements import code_of
 from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, seed_of
 from halfstep.kernels.gpu.jit.scales import over, scales, tensor_scale_of
 from halfstep.kernels.gpu.jit.tiles import (
@@ -17,7 +17,7 @@ from halfstep.kernels.gpu.jit.tiles import (
     loaded,
     noise_of,
     spread,
-    store,
+    store_codes,
     tile_maxima,
 )
 
@@ -28,14 +28,11 @@ def store_both(
     Q: tl.constexpr, ALONG: tl.constexpr, DOWN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Store the codes of a strip as it lies (ALONG), and transposed (DOWN)."""
-    apart: tl.constexpr = 3 if Q.bits == 6 else 1
     if ALONG:
-        made = together(code, Q)
-        store(codes, made, first, row, left, rows, columns, code.shape[1] // made.shape[1], apart, MASKED)
+        store_codes(codes, code, first, row, left, rows, columns, Q, MASKED)
     if DOWN:
-        made = together(tl.trans(code), Q)
         place = (column.to(tl.int64) * rows)[:, None]
-        store(turned, made, place, column, top, columns, rows, code.shape[0] // made.shape[1], apart, MASKED)
+        store_codes(turned, tl.trans(code), place, column, top, columns, rows, Q, MASKED)
 
 
 @triton.jit
@@ -85,7 +82,7 @@ def square(
                         turned_scale, stored, multiplier, start, left, rows, columns, turned_strides, R, H, W, FORM,
                         True,
                     )  # fmt: skip
-            code = code_of(over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R), drawn, Q)
+            code = code_of(over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R), drawn, None, Q)
         store_both(code, codes, turned, first, start, left, row, column, rows, columns, Q, True, shared, MASKED)
         if not shared:
             if W > ROWS:
@@ -99,7 +96,7 @@ def square(
                 keep_scales(
                     turned_scale, stored, multiplier, start, left, rows, columns, turned_strides, R, W, 1, FORM, True
                 )  # fmt: skip
-                code = code_of(over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R), None, Q)
+                code = code_of(over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R), None, None, Q)
                 store_both(code, codes, turned, first, start, left, row, column, rows, columns, Q, False, True, MASKED)
     if amax is not None:
         tl.atomic_max(amax, tl.max(most))
@@ -111,7 +108,7 @@ def square(
             row = start + tl.arange(0, ROWS)
             first = (row.to(tl.int64) * columns)[:, None]
             bits = loaded(x, first, row, column, rows, columns, SOURCE, MASKED)
-            code = code_of(over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R), None, Q)
+            code = code_of(over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R), None, None, Q)
             store_both(code, codes, turned, first, start, left, row, column, rows, columns, Q, False, True, MASKED)
 
 

@@ -10,6 +10,7 @@ from halfstep.kernels.gpu.jit import one_scale
 from halfstep.kernels.gpu.jit.expansion import elements, scales, values
 from halfstep.kernels.gpu.jit.masters import nearest
 from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, coded, constant, decoded, held, widened
+from halfstep.kernels.gpu.jit.places import placed, value_at
 
 
 @triton.jit
@@ -62,7 +63,7 @@ def opened(
     else:
         code = read(address(row, COLUMN, block * B, "uint8", ALIGNED) + index, inside)
         if F.kind == "places":
-            element = as_float(tl.load(known + code.to(tl.int32)).to(tl.uint32, bitcast=True))
+            element = value_at(code, known)
         else:
             element = as_float(decoded(code.to(tl.uint32), D))
         element = tl.reshape(element, (B // F.tile, F.tile))
@@ -136,14 +137,3 @@ def close(
             code = coded(over, None, P, C)
         code = tl.reshape(code.to(tl.uint8), (B,))
         tl.store(address(row, COLUMN, block * B, "uint8", ALIGNED) + index, code, mask=inside)
-
-
-@triton.jit
-def placed(number, known, T: tl.constexpr):
-    """How many of 255 rising cuts a number is above; no NaN."""
-    bits = as_bits(number)
-    bin = ((bits & 0x7FFFFFFF) >> T.shift).to(tl.int32) - T.first
-    bin = tl.minimum(tl.maximum(bin, 0), T.most - 1) + tl.where(bits > 0x7FFFFFFF, T.most, 0)
-    found = known + 256 + 2 * bin
-    cut = as_float(tl.load(found).to(tl.uint32, bitcast=True))
-    return tl.load(found + 1) + (number > cut).to(tl.int32)

@@ -4,19 +4,18 @@ import triton
 import triton.language as tl
 
 from halfstep.kernels.gpu.jit.elements import written
-from halfstep.kernels.gpu.jit.numbers import as_float, constant, decoded
+from halfstep.kernels.gpu.jit.numbers import as_float, constant, decoded, held
+from halfstep.kernels.gpu.jit.places import value_at
 from halfstep.kernels.gpu.jit.scales import power_of
 from halfstep.kernels.gpu.jit.tiles import spread
 
 
 @triton.jit
-def meant(code, M: tl.constexpr):
-    """The float32 of a code, given 32 bits wide; `M` is a `Meaning` of `kernels.gpu.quantizers`."""
-    if M.table is not None:
-        bits = tl.full(code.shape, M.table[0], tl.uint32)
-        for i in tl.static_range(1, 16):
-            bits = tl.where(code == i, M.table[i], bits).to(tl.uint32)
-        value = as_float(bits)
+def meant(code, known, M: tl.constexpr):
+    """The float32 of a code, given 32 bits wide; `M` is a `Meaning` of `kernels.gpu.quantizers`, and `known` the table
+    in which it may be looked up."""
+    if M.looked_up:
+        value = value_at(code, known)
     elif M.whole is not None:
         number = (code << M.whole[0]).to(tl.int32, bitcast=True) >> M.whole[0]
         value = number.to(tl.float32) * constant(M.whole[1])
@@ -54,19 +53,9 @@ def codes_apart(codes, first, row, column, left, rows, columns, M: tl.constexpr,
 
 @triton.jit
 def multipliers(
-    scale,
-    tensor,
-    row,
-    column,
-    top,
-    left,
-    rows,
-    columns,
-    R: tl.constexpr,
-    E: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-):
+    scale, tensor, group, scale_known, row, column, top, left, rows, columns,
+    R: tl.constexpr, E: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
     """The multiplier of each tile of a block, from what is stored."""
     tall: tl.constexpr = row.shape[0] // H if H > 0 and row.shape[0] > H else 1  # tiles of the block
     long: tl.constexpr = column.shape[0] // W if W else 1
@@ -76,7 +65,8 @@ def multipliers(
     across = (left // wide + tl.arange(0, long))[None, :]
     whole = (columns + wide - 1) // wide
     inside = (down < (rows + high - 1) // high) & (across < whole)
-    stored = tl.load(scale + down.to(tl.int64) * whole + across, mask=inside, other=0)
+    place = down.to(tl.int64) * whole + across
+    stored = tl.load(scale + place, mask=inside, other=0)
     if R.kind == "power":
         multiplier = power_of(stored.to(tl.uint32))
         if R.part is not None:
@@ -85,6 +75,9 @@ def multipliers(
         multiplier = as_float(decoded(stored.to(tl.uint32), E).to(tl.uint32)) * tl.load(tensor).to(
             tl.float32, bitcast=True
         )
+    elif R.kind == "double":
+        largest = tl.load(group + place // R.group, mask=inside, other=0).to(tl.float32, bitcast=True)
+        multiplier = held(value_at(stored, scale_known) * largest + tl.load(tensor).to(tl.float32, bitcast=True))
     elif R.kind == "narrow":
         multiplier = as_float(stored.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
     else:
@@ -94,14 +87,14 @@ def multipliers(
 
 @triton.jit
 def values(
-    codes, scale, tensor, out, top, left, row, column, first, rows, columns,
+    codes, scale, tensor, group, known, scale_known, out, top, left, row, column, first, rows, columns,
     R: tl.constexpr, M: tl.constexpr, E: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The values of a block."""
     code = codes_apart(codes, first, row, column, left, rows, columns, M, MASKED)
-    multiplier = multipliers(scale, tensor, row, column, top, left, rows, columns, R, E, H, W)
-    made = written(meant(code, M), spread(multiplier, row.shape[0], column.shape[0]), R, OUT, TARGET)
+    multiplier = multipliers(scale, tensor, group, scale_known, row, column, top, left, rows, columns, R, E, H, W)
+    made = written(meant(code, known, M), spread(multiplier, row.shape[0], column.shape[0]), R, OUT, TARGET)
     inside = None
     if MASKED:
         inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -110,7 +103,7 @@ def values(
 
 @triton.jit(do_not_specialize=["rows", "units"])
 def restore(
-    codes, scale, tensor, out, rows, units,
+    codes, scale, tensor, group, known, scale_known, out, rows, units,
     R: tl.constexpr, M: tl.constexpr, E: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -123,9 +116,11 @@ def restore(
     first = (row.to(tl.int64) * columns)[:, None]
     if top + ROWS <= rows and left + COLUMNS <= columns:
         values(
-            codes, scale, tensor, out, top, left, row, column, first, rows, columns, R, M, E, TARGET, OUT, H, W, False
-        )
+            codes, scale, tensor, group, known, scale_known, out, top, left, row, column, first, rows, columns,
+            R, M, E, TARGET, OUT, H, W, False,
+        )  # fmt: skip
     else:
         values(
-            codes, scale, tensor, out, top, left, row, column, first, rows, columns, R, M, E, TARGET, OUT, H, W, True
-        )
+            codes, scale, tensor, group, known, scale_known, out, top, left, row, column, first, rows, columns,
+            R, M, E, TARGET, OUT, H, W, True,
+        )  # fmt: skip

@@ -7,10 +7,10 @@ rotated, or of a column. What was read in rows and is summed in columns changes 
 import triton
 import triton.language as tl
 
-from halfstep.kernels.gpu.jit.elements import code_of, together, value_of, written
+from halfstep.kernels.gpu.jit.elements import code_of
 from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, constant, noise, noise_anywhere, seed_of, widened
 from halfstep.kernels.gpu.jit.scales import over, scales, tensor_scale_of
-from halfstep.kernels.gpu.jit.tiles import keep_scales, noise_of, spread, store, tile_maxima
+from halfstep.kernels.gpu.jit.tiles import keep_scales, noise_of, spread, store_codes, tile_maxima, values_of
 
 
 @triton.jit
@@ -85,14 +85,9 @@ def block(
             if TARGET is None:
                 strides = (columns // W, 1)
                 keep_scales(scale, kept, multiplier, top, left, rows, columns, strides, R, 1, W, "stored", False)
-                codes = together(code_of(bits, drawn, Q), Q)
-                wide: tl.constexpr = COLUMNS // codes.shape[1]
-                store(out, codes, first, row, left, rows, columns, wide, 3 if Q.bits == 6 else 1, MASKED)
+                store_codes(out, code_of(bits, drawn, None, Q), first, row, left, rows, columns, Q, MASKED)
             else:
-                times = multiplier
-                if R.kind == "two_level" and not APART:
-                    times = multiplier * tensor_scale
-                made = written(value_of(bits, drawn, Q), spread(times, ROWS, COLUMNS), R, OUT, TARGET)
+                made = values_of(bits, drawn, None, multiplier, tensor_scale, R, Q, TARGET, OUT, APART)
     if raised is None and (R is None or TARGET is not None):
         if MASKED:
             tl.store(out + lies, made, mask=inside)

@@ -182,8 +182,29 @@ def store(out, made, first, row, left, rows, columns, WIDE: tl.constexpr, BYTES:
 
 
 @triton.jit
+def store_codes(out, code, first, row, left, rows, columns, Q: tl.constexpr, MASKED: tl.constexpr):
+    """Store the codes of a block's rows, packed, where they lie."""
+    made = together(code, Q)
+    wide: tl.constexpr = code.shape[1] // made.shape[1]
+    store(out, made, first, row, left, rows, columns, wide, 3 if Q.bits == 6 else 1, MASKED)
+
+
+@triton.jit
+def values_of(
+    bits, drawn, known, multiplier, tensor_scale,
+    R: tl.constexpr, Q: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """What is stored of elements rounded: times their tile's multiplier, and the tensor's scale where it is not kept
+    APART."""
+    times = multiplier
+    if R.kind == "two_level" and not APART:
+        times = multiplier * tensor_scale
+    return written(value_of(bits, drawn, known, Q), spread(times, bits.shape[0], bits.shape[1]), R, OUT, TARGET)
+
+
+@triton.jit
 def block(
-    x, out, scale, tensor_scale, found, top, left, rows, columns, low, high,
+    x, out, scale, tensor_scale, found, known, top, left, rows, columns, low, high,
     R: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr,
     OUT: tl.constexpr, APART: tl.constexpr, NOISY: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
@@ -214,20 +235,15 @@ def block(
             drawn = noise_of(low, high, first + left, tl.arange(0, COLUMNS)[None, :])
         bits = over(bits, spread(meets, ROWS, COLUMNS), spread(keep, ROWS, COLUMNS), R)
         if TARGET is None:
-            made = together(code_of(bits, drawn, Q), Q)
-            wide: tl.constexpr = COLUMNS // made.shape[1]
-            store(out, made, first, row, left, rows, columns, wide, 3 if Q.bits == 6 else 1, MASKED)
+            store_codes(out, code_of(bits, drawn, known, Q), first, row, left, rows, columns, Q, MASKED)
         else:
-            times = multiplier
-            if R.kind == "two_level" and not APART:
-                times = multiplier * tensor_scale
-            made = written(value_of(bits, drawn, Q), spread(times, ROWS, COLUMNS), R, OUT, TARGET)
+            made = values_of(bits, drawn, known, multiplier, tensor_scale, R, Q, TARGET, OUT, APART)
             store(out, made, first, row, left, rows, columns, 1, None, MASKED)
 
 
 @triton.jit(do_not_specialize=["rows", "units", "low", "high", "held"])
 def quantise(
-    x, out, scale, tensor, found, rows, units, low, high, held,
+    x, out, scale, tensor, found, known, rows, units, low, high, held,
     R: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr,
     APART: tl.constexpr, NOISY: tl.constexpr, H: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -247,11 +263,11 @@ def quantise(
             tl.store(tensor, tensor_scale.to(tl.int32, bitcast=True))
     if top + tall <= rows and left + COLUMNS <= columns:
         block(
-            x, out, scale, tensor_scale, found, top, left, rows, columns, low, high,
+            x, out, scale, tensor_scale, found, known, top, left, rows, columns, low, high,
             R, Q, E, SOURCE, TARGET, OUT, APART, NOISY, H, W, ROWS, COLUMNS, False,
         )  # fmt: skip
     else:
         block(
-            x, out, scale, tensor_scale, found, top, left, rows, columns, low, high,
+            x, out, scale, tensor_scale, found, known, top, left, rows, columns, low, high,
             R, Q, E, SOURCE, TARGET, OUT, APART, NOISY, H, W, ROWS, COLUMNS, True,
         )  # fmt: skip

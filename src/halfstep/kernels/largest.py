@@ -1,0 +1,42 @@
+"""The largest magnitude of a tensor: a kernel where one supports the call, else torch; and the same as an operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.cpu import amax
+from halfstep.kernels.gpu import amax as gpu_amax
+
+
+_LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
+
+
+def amax_of(x: Tensor, unless: Tensor | None = None) -> Tensor:
+    """max |x|, a float32 scalar: 0 for an empty tensor, NaN where there is one.
+
+    unless: where that float32 scalar is not 0 nobody asks for max |x|: a GPU, and a traced graph, read no x for it.
+    """
+    if not x.numel():
+        return x.new_zeros((), dtype=torch.float32)
+    if not torch.compiler.is_compiling():
+        if amax.supports(x):
+            return amax.run(x)
+        if x.is_cuda and gpu_amax.supports(x):
+            return gpu_amax.run(x, unless)
+    elif unless is not None:
+        out = x.new_empty((), dtype=torch.float32)
+        torch.ops.halfstep.amax(x.detach(), unless, out)
+        return out
+    low, high = torch.aminmax(x.detach())  # one pass, at the speed of memory; abs().amax() would be two
+    return torch.maximum(-low, high).float()
+
+
+def _amax(x: Tensor, unless: Tensor, out: Tensor) -> None:
+    asked = x.is_cuda or bool(unless == 0)  # a GPU tells its kernel alone
+    out.copy_(amax_of(x.contiguous(), unless) if asked else torch.zeros(()))
+
+
+_LIBRARY.define("amax(Tensor x, Tensor unless, Tensor(a!) out) -> ()")
+_LIBRARY.impl("amax", _amax, "CompositeExplicitAutograd")
+_LIBRARY.impl("amax", lambda x, unless, out: None, "Meta")
