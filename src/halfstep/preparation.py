@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +24,7 @@ from halfstep.nn.ranks import check_ranks
 from halfstep.nn.schedule import Schedule, check_total
 from halfstep.nn.stages import Steps
 from halfstep.optim import LossScaler, LowBit, check_optimizer, convert
+from halfstep.optim.present import Reference
 from halfstep.recipe import Recipe, get_recipe
 
 
@@ -127,7 +129,7 @@ def optimize(
     if applied.schedule is not None:
         applied.schedule.check(total_steps)
     _check(root, optimizer, recipe)
-    _check_adapters(root, optimizer, recipe)
+    _check_adapters(weakref.ref(root), _trained(optimizer))
     keep_grads(root)
     masters = _masters(root, optimizer, recipe, masters or {})
     groups = process_group, amax_group
@@ -172,9 +174,12 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -
     _scaler(model, recipe, None, None)  # refuses an impossible scale
 
 
-def _check_adapters(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Refuse what `apply` would have stored in float32, had it been there then."""
-    trained = _trained(optimizer)
+def _check_adapters(reference: Reference, trained: Collection[Tensor]) -> None:
+    """Refuse to train what `apply` would have stored in float32, had it been there then."""
+    model = reference()
+    if model is None or "_halfstep" not in vars(model):
+        return
+    recipe, trained = applied_to(model).recipe, {*trained}
     for name, parameter in wide_adapters(model, recipe).items():
         if parameter in trained and parameter.itemsize < torch.float32.itemsize:
             raise OptimizerError(
@@ -223,6 +228,7 @@ def _optimized(
     same_layers = groups[0] if groups[1] is None else groups[1]
     projected = projections(model, recipe)
     low_bit = convert(optimizer, recipe, masters, generator, weakref.ref(model), same_layers, projected)
+    low_bit.check_new = partial(_check_adapters, weakref.ref(model))
     steps.follow(low_bit)
     if applied.schedule is not None:
         applied.schedule.fix(total_steps)

@@ -123,6 +123,8 @@ def test_gpt_small_has_ten_million_parameters():
     ("changes", "message"),
     [
         ({"steps": 0}, "steps = 0 given; expected a positive number"),
+        ({"lr": float("nan")}, "lr = nan given; expected a positive number"),
+        ({"margin": float("inf")}, "margin = inf given; expected a positive number"),
         ({"lr": -1.0}, r"lr = -1\.0 given"),
         ({"recipes": ()}, "no recipe given"),
         ({"recipes": ("fp32", "fp32")}, "named twice"),

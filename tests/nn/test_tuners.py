@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.errors import RecipeError
+from halfstep.errors import OptimizerError, RecipeError
 from halfstep.nn.tuners import adapters_of, plain_name
 from halfstep.recipe import LinearSpec, Matmul, Rule, get_recipe
 from tiny import adamw, assert_same, mlp, prepared, train
@@ -110,6 +110,35 @@ def test_they_train_beside_master_weights():
     assert "master" not in optimizer.state[model[0].lora_B]
     assert "master" in optimizer.state[model[3].weight]
     assert optimizer.state[model[0].lora_B]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("through", ["old", "new"])
+def test_an_adapter_that_joins_in_16_bits_is_not_trained_so(through):
+    """As PEFT 0.18's `add_adapter` makes them; the groups are shared with the optimizer that was handed over."""
+    model = mlp()
+    old = adamw(model)
+    model, new, scaler = prepared("bf16-stochastic", model, old)
+    train(model, new, scaler, 1)
+    around(Lora, model)
+    adapter = [model[0].lora_A.weight, model[0].lora_B]
+    for parameter in adapter:
+        parameter.data = parameter.data.bfloat16()
+    refused = pytest.raises(OptimizerError, match=r"0\.lora_.* is an adapter's and is stored in torch.bfloat16")
+    before = [p.detach().clone() for p in model.parameters()]
+    with refused:
+        {"old": old, "new": new}[through].add_param_group({"params": adapter})
+        train(model, new, scaler, 1)
+    for parameter, kept in zip(model.parameters(), before, strict=True):
+        assert_same(parameter.detach(), kept)
+    for parameter in adapter:
+        parameter.data = parameter.data.float()
+        parameter.grad = None
+    if through == "new":  # which added nothing
+        new.add_param_group({"params": adapter})
+    scaler.update()
+    train(model, new, scaler, 2)
+    assert {p.dtype for p in adapter} == {torch.float32}
+    assert model[0].lora_B.any()
 
 
 def test_rules_mean_a_layer_by_the_name_that_it_has_without_adapters():

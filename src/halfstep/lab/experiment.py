@@ -71,7 +71,7 @@ class Experiment:
             "margin",
         )
         for name in positive:
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise RunError(f"{name} = {getattr(self, name)} given; expected a positive number")
         if not self.recipes:
             raise RunError("no recipe given; name at least one, or see `halfstep recipes`")

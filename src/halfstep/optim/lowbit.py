@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -50,6 +50,8 @@ class LowBit(Stored):
     takes_float32_gradients = True  # also of parameters in 16 bits: a loss scaler unscales and clips them there
     per_layer: Any = None
     """The `PerLayer` by which it steps in the backward pass."""
+    check_new: Callable[[Collection[Tensor]], None] | None = None
+    """Refuses parameters of the model that the recipe stores otherwise than they come, as it says of all of them."""
     awaits_scaler = False
     """Whether the recipe scales its loss and no scaler has been seen yet: a step without one warns, once."""
 
@@ -101,11 +103,14 @@ class LowBit(Stored):
         """torch's; the recipe holds for the new parameters too.
 
         Raises:
-            OptimizerError: one is of a dtype that no recipe stores. Nothing was added.
+            OptimizerError: one is of a dtype that no recipe stores, or an adapter's in fewer than 32 bits under a recipe
+                that keeps adapters in float32. Nothing was added.
         """
         super().add_param_group(param_group)
         try:
             check_parameters(self.param_groups, self._name)
+            if self.check_new is not None:
+                self.check_new(self.param_groups[-1]["params"])
         except OptimizerError:
             self.param_groups.pop()
             raise
@@ -180,6 +185,10 @@ class LowBit(Stored):
         for group in self.param_groups:
             group.setdefault("rounding_seed", self.defaults["rounding_seed"])  # it came by way of the old optimizer
         check_parameters(self.param_groups, self._name)
+        if self.check_new is not None and (
+            new := [p for p, _ in self._all() if p.grad is not None and p not in self.state]
+        ):
+            self.check_new(new)  # they came by way of the old optimizer
         check_step(self.param_groups, self.rule, self._name)
         self.agree_on_the_seed()
         self._name_formats()
