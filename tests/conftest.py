@@ -13,7 +13,7 @@ import torch
 from hypothesis import settings
 from packaging.version import Version
 
-from families import start
+from families import mark_slow, start
 from halfstep.cli.app import main
 from halfstep.errors import HalfstepError
 from halfstep.kernels import carried
@@ -35,10 +35,11 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if "products" in item.fixturenames:
             item.add_marker(pytest.mark.cpu)
+    mark_slow(items, whole=not any("::" in argument for argument in config.args))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -36,6 +36,24 @@ def slow_unless(fast, members):
     ]
 
 
+def mark_slow(items, whole):
+    """Mark slow what `@pytest.mark.quick("an id", "another")` leaves out of a test's cases.
+
+    Args:
+        whole: every case is among the items, so that an id of none is a mistake.
+    """
+    cases = {}
+    for item in items:
+        for quick in item.iter_markers("quick"):
+            case = item.callspec.id if hasattr(item, "callspec") else ""
+            cases.setdefault((item.path, item.originalname, quick.args), []).append(case)
+            if case not in quick.args:
+                item.add_marker(pytest.mark.slow)
+    for (path, name, ids), found in cases.items():
+        if whole and not set(ids) <= set(found):
+            raise pytest.UsageError(f"{path}: {name} has no case {sorted(set(ids) - set(found))}; it has {found}")
+
+
 def in_turn(*families):
     """Cases of the families' product: each member of the longest once, with the others' in turn.
 

@@ -1,11 +1,12 @@
 """A loop over a family tries every member, each from the same seed, and its error names all that fail."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from families import for_each, in_turn
+from families import for_each, in_turn, mark_slow
 
 
 def test_an_error_names_every_member_that_fails():
@@ -50,3 +51,24 @@ def test_a_loop_over_nothing_is_an_error():
 def test_every_member_of_every_family_has_a_turn():
     assert in_turn("abc", [1, 2], [None]) == [("a", 1, None), ("b", 2, None), ("c", 1, None)]
     assert in_turn([1], "ab") == [(1, "a"), (1, "b")]
+
+
+def test_cases_that_are_not_quick_are_slow_and_an_unknown_case_is_an_error():
+    def items(*ids):
+        return [
+            SimpleNamespace(
+                path="test_it.py",
+                originalname="test_it",
+                callspec=SimpleNamespace(id=case),
+                iter_markers=lambda name: [pytest.mark.quick(*ids).mark],
+                add_marker=lambda mark, case=case: slow.append((case, mark.name)),
+            )
+            for case in ("a", "b", "c")
+        ]
+
+    slow = []
+    mark_slow(items("c", "a"), whole=True)
+    assert slow == [("b", "slow")]
+    mark_slow(items("a", "d"), whole=False)
+    with pytest.raises(pytest.UsageError, match=r"test_it.py: test_it has no case \['d'\]; it has \['a', 'b', 'c'\]"):
+        mark_slow(items("a", "d"), whole=True)
