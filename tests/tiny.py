@@ -39,10 +39,10 @@ def mostly_slow(names, *more):
     return [pytest.param(name, *more, marks=() if name in FAST else pytest.mark.slow) for name in names]
 
 
-def fast_and_every(names):
-    """Parameters for tests that loop over recipes: those of `mostly_slow` that are fast, and slow, all of them."""
+def fast_and_every(names, fast=FAST):
+    """Parameters for tests that loop over recipes: those that are fast, as in `mostly_slow`, and slow, all of them."""
     return [
-        pytest.param([name for name in names if name in FAST], id="fast"),
+        pytest.param([name for name in names if name in fast], id="fast"),
         pytest.param(names, id="every", marks=pytest.mark.slow),
     ]
 

@@ -36,6 +36,7 @@ def test_a_baseline_that_diverges_leaves_nothing_to_compare_with(load):
         load("losses").summary({"fp32": [2.0, None], "a": [2.2, 4.0]})
 
 
+@pytest.mark.slow
 def test_runs_are_of_the_model_given_and_one_that_ended_is_read(load, tmp_path, capsys):
     train = load("losses").train
     experiment = experiment_for("lm", recipes=("fp32",), steps=2, seeds=2, validations=1, batch=2, context=8)

@@ -64,6 +64,7 @@ def test_a_quick_look(run, folder):
     assert "verdict (not counted)" in out
 
 
+@pytest.mark.slow
 def test_what_a_cast_would_cost(run, folder):
     _, out, _ = run("inspect", str(folder), "--what-if", "all")
     assert re.search(r"^bf16 +", out, re.MULTILINE)

@@ -99,6 +99,7 @@ def test_the_labs_models_are_measured_on_their_tasks(scales, tmp_path):
     assert (code, "1 x 8 images of the task vision" in out) == (0, True)
 
 
+@pytest.mark.slow
 def test_unit_scaled_models_stand_beside_plain_ones(scales, config, tmp_path):
     code, out, _ = scales("bert", "--batch", "8", "--context", "16", "--unit", "--steps", "1", "--json")
     assert code == 0

@@ -84,6 +84,7 @@ def test_training_runs_under_every_recipe(load, bench, tmp_path):
     assert all(row["measures"]["largest gap"] < 0.02 for (_, name), row in rows.items() if name.startswith("twin: "))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
     command = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--out", tmp_path / "rows"]

@@ -109,6 +109,7 @@ def test_optimizers_differ_and_sgd_is_torchs(given, tmp_path):
     assert final["sgd"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_recipe_trains_with_its_own_learning_rate(given, tmp_path):
     both = Experiment(recipes=("fp32", "bf16-mixed"), recipe_lr={"bf16-mixed": 0.5}, **given)
     comparison = open_experiment(both, tmp_path / "both", resume=False)

@@ -94,9 +94,7 @@ STAGED = "fp8-delayed until 50%, then bf16-mixed"
 STATES = {
     "fp32",
     "fp16-mixed",
-    "bf16-split",
     "bf16-stochastic",
-    "fp8-delayed",
     "fp8lm-o3",
 }
 """A recipe of each kind of state that a run saves; the tests of optimizers take all of them up again, outside a run."""
@@ -402,6 +400,7 @@ def test_a_model_with_other_outputs_is_refused(tmp_path, corpus):
         train(tmp_path, get_recipe("fp32"), corpus, lambda: nn.Embedding(256, 8))
 
 
+@pytest.mark.slow
 def test_comparison_takes_recipes_of_the_callers_own_and_caches_the_baseline(tmp_path, corpus):
     options = {**SMALL, "baseline_seeds": 1, "data": str(corpus)}
     first = open_experiment(Experiment(recipes=("fp32",), **options), tmp_path / "one", resume=False)

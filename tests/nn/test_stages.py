@@ -399,6 +399,7 @@ def test_a_backward_pass_after_a_change_has_the_gradients_of_its_own_stage():
     assert_same(*grads)
 
 
+@pytest.mark.slow  # uses/test_graphs.py and conformance/test_every_recipe.py have traced graphs
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.parametrize(
     "kind", slow_unless("fewer bits, then more".__eq__, ["fewer bits, then more", "three", "another dtype"])

@@ -149,6 +149,7 @@ def test_gradients_that_are_absent_or_sparse():
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_blocks_and_small_parameters():
     model = net()
     sizes = {}

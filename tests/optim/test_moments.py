@@ -116,6 +116,7 @@ def test_a_resume_is_bit_for_bit_and_holds_the_codes(kind, base):
         assert_same(both[1].state_dict()["state"], optimizer.state_dict()["state"])
 
 
+@pytest.mark.slow
 def test_a_recipe_that_nobody_has_named_trains_as_its_file_says(tmp_path):
     (tmp_path / "nobodys.toml").write_text(NOBODYS)
     recipe = get_recipe(str(tmp_path / "nobodys.toml"))
@@ -314,7 +315,7 @@ ONE_PASS = {
 }
 
 
-MIXED = ("mx and numbers", "one of two", "absmax", "rceil")  # of what others have; compiled anew
+MIXED = ("mx and numbers", "one of two", "absmax", "rceil", "integers")  # of what others have; compiled anew
 
 
 @pytest.mark.parametrize(
@@ -324,7 +325,7 @@ MIXED = ("mx and numbers", "one of two", "absmax", "rceil")  # of what others ha
         for name, moments in ONE_PASS.items()
     ]
     + [
-        pytest.param(ONE_PASS["mx"], base, id=base, marks=() if base == "bf16-stochastic" else pytest.mark.slow)
+        pytest.param(ONE_PASS["mx"], base, id=base, marks=pytest.mark.slow)
         for base in ("bf16-master", "bf16-stochastic", "bf16-kahan")
     ],
 )

@@ -107,6 +107,7 @@ def test_a_row_that_lacks_is_an_error_that_says_how_to_measure_it(monkeypatch):
         memory.table()
 
 
+@pytest.mark.quick("adamw-8bit")
 @pytest.mark.parametrize("recipe", ["fp32", "fp8-delayed", "adamw-8bit"])
 def test_rows_are_what_the_whole_model_takes(recipe):
     check_row(replace(load_subject("galore-60m"), batch=None), recipe)
@@ -129,6 +130,7 @@ def check_row(subject, recipe):
     assert row == counts | {role: getattr(made.bytes, role) for role in memory.ROLES}, recipe
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_page_and_a_space_once(tmp_path, run, page):
     file = tmp_path / "index.html"
     assert run("site", str(file), "--space", "--overlay", str(tmp_path))[0] == 0
