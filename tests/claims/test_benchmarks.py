@@ -120,6 +120,7 @@ def test_what_is_apart_from_fp32_knows_which_way_is_worse(load):
     assert apart(losses, higher_is_better=True)["worse"]["gap"] == pytest.approx(-0.1 / 2.1)
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_model_begins_with_the_weights_of_a_file(load, tmp_path):
     experiment = experiment_for("lm", recipes=("fp32",), batch=2, context=8)
     torch.manual_seed(5)

@@ -83,6 +83,7 @@ def test_a_cast_is_written_and_says_what_overflows(run, tmp_path):
     assert load_file(tmp_path / "out.safetensors")["w"].isinf().all()
 
 
+@pytest.mark.slow
 def test_page_and_plot(run, folder, tmp_path):
     pytest.importorskip("matplotlib")
     run(

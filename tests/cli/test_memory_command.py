@@ -157,6 +157,7 @@ def config(tmp_path):
     return tmp_path / "llama"
 
 
+@pytest.mark.slow
 def test_a_config_is_enough(memory, config):
     whole = as_data(memory(str(config), "--json"))
     assert whole == {**as_data(memory(str(config / "config.json"), "--json")), "model": str(config)}

@@ -255,6 +255,7 @@ BYTES = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("fp32-28", "bf16-split-26", "bf16-collage-plus-22")
 @pytest.mark.parametrize(
     ("name", "expected"),
     slow_unless(lambda case: case[0] in ("fp32", "bf16-split", "bf16-collage-plus", "AdamW8bit"), BYTES.items()),

@@ -112,6 +112,7 @@ def test_an_activation_that_overflows(tmp_path):
     assert NOTHING not in words
 
 
+@pytest.mark.slow
 def test_a_wrong_learning_rate_is_no_cause_of_the_recipes(tmp_path):
     """bf16-mixed fails with it, and loses nothing that fp32 keeps: nothing is named. Of tanh it would be: bf16
     rounds what is almost 1 to 1, where its slope is zero."""

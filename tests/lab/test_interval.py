@@ -22,6 +22,7 @@ def test_quantiles_are_those_of_the_printed_tables(degrees, printed):
     assert round(t_quantile(0.975, degrees), 3) == printed
 
 
+@pytest.mark.slow
 def test_quantiles_are_scipys():
     for degrees in [*range(1, 41), 99, 100, 999, 1000, 9999]:
         for probability in (0.5, 0.6, 0.9, 0.975, 0.9999):
@@ -73,6 +74,7 @@ def rates(true_gap, seeds, between=0.05, within=0.004, pairs=None):
     return held, {s: sum(one.status == s for one in found) / TRIALS for s in (MATCHES, DEGRADES, UNDECIDED)}
 
 
+@pytest.mark.quick("2")
 @every_count
 def test_the_interval_holds_the_true_difference_as_often_as_it_says(seeds):
     held, _ = rates(0.003, seeds)

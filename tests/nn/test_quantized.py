@@ -297,6 +297,7 @@ def test_codes_of_another_format_are_refused():
         model.load_state_dict(gated().state_dict())
 
 
+@pytest.mark.quick("carried-fp8-current-4", "carried-mxfp8-4096")
 @pytest.mark.parametrize(
     ("name", "scales"), [("fp8-current", 4), ("mxfp8", 256 * 512 // 32), ("fp8-block", 2 * 4), ("fp8-rowwise", 512)]
 )

@@ -88,6 +88,15 @@ def values(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.quick(
+    "fewer bits, then more",
+    "another dtype",
+    "16-bit weights",
+    "weights are codes",
+    "FP4",
+    "gated MLPs",
+    "saved in few bits",
+)
 @pytest.mark.parametrize("names", CHAINS.values(), ids=CHAINS)
 @pytest.mark.filterwarnings("ignore:the scaler state holds no scaling states")
 def test_stages_are_the_recipes_one_after_another(names):

@@ -63,6 +63,7 @@ def test_micro_batches_add_up_to_the_batchs_gradient(recipe):
         assert direction > (0.9 if recipe == "unit-nvfp4" else 0.998), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", slow_unless("fp8lm-o2".__eq__, CODES))
 def test_weights_in_codes_are_the_scaled_models(recipe):
     """The factors stand in the products of codes too: outputs and gradients are those of float32 but for rounding,

@@ -101,6 +101,7 @@ def test_a_linear_layers_products_have_their_multiplier_before_their_one_roundin
         assert one.dtype == dtype
 
 
+@pytest.mark.slow
 @for_each("carries", [False, True])
 def test_what_would_overflow_without_its_multiplier_does_not(carries, monkeypatch):
     carry(monkeypatch, torch.float16, carries)

@@ -93,6 +93,7 @@ def test_split_halves_rebuild_random_float32():
     same_bits(split.read(weight, split.start(weight, full)), full)
 
 
+@pytest.mark.slow
 def test_split_is_bitwise_an_fp32_master():
     """200 steps beside a reference: an fp32 AdamW whose forward uses the weights rounded to nearest, ties away."""
     model, optimizer, scaler = prepared("bf16-split")

@@ -90,7 +90,8 @@ def test_each_step_is_fp32s_with_moments_that_are_rounded_after_it(kind, optimiz
 
 
 BASES = ["fp32", "bf16-kahan", "bf16-stochastic", "fp8lm-o3"]
-RESUMED = [case for case in in_turn([*KINDS], BASES) if case[0] != "expansion"]  # CoatAdamW's: test_lowbit_classes.py
+ALONE = ("expansion", "tensor")  # the first is CoatAdamW's (test_lowbit_classes.py), the other compiled for this alone
+RESUMED = [case for case in in_turn([*KINDS], BASES) if case[0] not in ALONE]
 
 
 @pytest.mark.parametrize(("kind", "base"), slow_unless(RESUMED.__contains__, itertools.product(KINDS, BASES)))
@@ -277,6 +278,7 @@ def test_shards_have_whole_tiles_or_none():
     }
 
 
+@pytest.mark.quick("mxfp8_e4m3", "nvfp4", "fp32")
 @pytest.mark.parametrize("name", ["fp32", "bf16", "e4m3fn", "mxfp8_e4m3", "mxfp4", "nvfp4", "nf4", "fp8_block"])
 def test_bytes_are_those_of_whole_tiles(name):
     try:
@@ -315,7 +317,8 @@ ONE_PASS = {
 }
 
 
-MIXED = ("mx and numbers", "one of two", "absmax", "rceil", "integers")  # of what others have; compiled anew
+MIXED = ("mx and numbers", "one of two", "absmax", "rceil", "integers", "expansion")
+"""Of what others have, or a recipe's that conformance/test_every_master.py loads; compiled anew."""
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def test_html_has_every_entry_reference_and_report(base, page):
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.slow
 def test_it_is_small_and_says_which_data_it_shows(page):
     assert len(page.encode()) < 500_000
     recipes, models = len(list_recipes()), len(architectures())
@@ -90,6 +91,7 @@ def test_every_recipe_and_architecture_has_its_row():
     assert all(list(rows) == list_recipes() for rows in kept.values())
 
 
+@pytest.mark.slow
 def test_rows_that_say_why_there_are_none_say_what_the_account_says():
     names = [name for name, row in memory.kept()["galore-60m"].items() if isinstance(row, str)]
     assert sorted(names) == sorted(name for name in list_recipes() if name.startswith(("unit-", "umup-", "munit-")))
