@@ -75,6 +75,7 @@ def test_every_shape(name, shape, dtype, monkeypatch):
     assert_one_pass(drawn(shape).to(dtype), name, monkeypatch)
 
 
+@pytest.mark.slow  # recipes have them in bfloat16
 @pytest.mark.parametrize("name", slow_unless("nvfp4 gradient".__eq__, PRODUCTS))  # anew too
 def test_products_in_float32(name, monkeypatch):
     assert_one_pass(drawn((70, 50)), name, monkeypatch, torch.float32)

@@ -143,6 +143,7 @@ def test_hard_weights(kind, compute, weight):
         assert y.isfinite()[:, 9].all() or kind == "fp8_128x128"  # row 9 is in the same tile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [-13, 16])
 def test_a_bias_far_from_float16s_has_its_values_read(bias, read):
     """The sums are in the same order: so is what is rounded."""

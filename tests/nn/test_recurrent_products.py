@@ -214,7 +214,8 @@ class Reader(nn.Module):
         return self.head(checkpoint(self.features, x, use_reentrant=False) if self.again else self.features(x))
 
 
-@for_each("name", ["fp8lm-o3"])
+@pytest.mark.slow  # nn/test_convolutions.py has the fast one
+@for_each("name", ["bf16-kahan", "fp8-delayed", "fp8lm-o3"])
 def test_checkpointed_copied_and_reverted_it_is_the_same(name):
     model, (x, _) = reverted(name, Reader), batch()
     assert_same(model(x), model(x))

@@ -61,6 +61,7 @@ def test_sizes_are_near_1_at_initialisation(name):
 CONSTRAINTS = ("geometric_mean", "to_output", "to_grad_input")
 
 
+@pytest.mark.quick("gpt-geometric_mean", "cnn-geometric_mean")
 @pytest.mark.parametrize(
     ("name", "constraint"),
     slow_unless(in_turn([*MODELS], CONSTRAINTS).__contains__, itertools.product(MODELS, CONSTRAINTS)),
