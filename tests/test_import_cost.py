@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 
 HEAVY = ("torch", "numpy", "numba", "matplotlib", "transformers")
 COMMAND = "import sys; sys.argv = {!r}; from halfstep.cli.app import main\ntry: main()\nexcept SystemExit: pass\n"
@@ -35,6 +37,7 @@ def test_no_torch():
     assert heavy_after(*CODES) == dict.fromkeys(CODES, "[]")
 
 
+@pytest.mark.slow
 def test_no_compiler_where_nothing_is_compiled_by_torch():
     rounds = "[halfstep.round_to(torch.zeros(64), format) for format in ('e4m3fn', 'mxfp8')]"
     code = f"import halfstep, sys, torch; {rounds}; print([*sys.modules])"

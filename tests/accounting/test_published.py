@@ -90,6 +90,7 @@ def test_accelerates_estimate_is_the_model_and_four_times_it():
     assert per_parameter(made) == pytest.approx(16, abs=1e-4)  # the same as ours where nothing but states counts
 
 
+@pytest.mark.quick("gpt2-124439808")
 @pytest.mark.parametrize(
     ("name", "parameters"),
     slow_unless(

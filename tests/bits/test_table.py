@@ -85,7 +85,7 @@ def test_float64_values_are_counted_exactly():
     assert as_counter(from_values(values, times)) == slow(np.repeat(values, times))
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [0, 1, 3, 1023, (1 << 20) + 7])
 def test_every_size_and_thread_count(size, threads):
     values = np.resize(hard(), size)

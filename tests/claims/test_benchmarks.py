@@ -36,6 +36,7 @@ def test_a_baseline_that_diverges_leaves_nothing_to_compare_with(load):
         load("losses").summary({"fp32": [2.0, None], "a": [2.2, 4.0]})
 
 
+@pytest.mark.slow
 def test_runs_are_of_the_model_given_and_one_that_ended_is_read(load, tmp_path, capsys):
     train = load("losses").train
     experiment = experiment_for("lm", recipes=("fp32",), steps=2, seeds=2, validations=1, batch=2, context=8)
@@ -119,6 +120,7 @@ def test_what_is_apart_from_fp32_knows_which_way_is_worse(load):
     assert apart(losses, higher_is_better=True)["worse"]["gap"] == pytest.approx(-0.1 / 2.1)
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_model_begins_with_the_weights_of_a_file(load, tmp_path):
     experiment = experiment_for("lm", recipes=("fp32",), batch=2, context=8)
     torch.manual_seed(5)

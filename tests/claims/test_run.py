@@ -17,7 +17,7 @@ from halfstep.errors import ClaimError
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 KEPT = [claim for claim in load() if claim.files]
-QUICK = [claim for claim in load() if claim.short and claim.seconds < 2]
+QUICK = [claim for claim in load() if claim.short and claim.seconds < 1]
 
 
 @pytest.mark.parametrize("claim", QUICK, ids=lambda claim: claim.id)

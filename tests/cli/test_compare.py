@@ -283,6 +283,7 @@ def final_losses(done):
     return [v["final_loss"] for v in json.loads(done.stdout)["verdicts"]]
 
 
+@pytest.mark.slow
 def test_recipes_that_share_a_name_and_recipe_data_that_were_edited(place, halfstep):
     for name in ("one", "two"):
         (place / f"{name}.toml").write_text(MINE)
@@ -296,6 +297,7 @@ def test_recipes_that_share_a_name_and_recipe_data_that_were_edited(place, halfs
     assert "experiment.json: recipe 'mine' was edited: unknown key 'wieghts'; nearest: weights" in done.message
 
 
+@pytest.mark.slow
 def test_a_task_shows_its_metric_and_resumes(place, halfstep):
     options = ["--task", "recommender", "--recipes", "fp32,bf16-mixed", "--steps", "4", "--baseline-seeds", "1"]
     done = halfstep("compare", *options, "--out", "runs/liked")
@@ -333,6 +335,7 @@ def test_a_folder_older_than_tasks_is_read_and_resumed(place, halfstep):
     assert "Not drawn: this task has no metric" in (place / "runs" / "old" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_recipe_that_fails_is_explained_under_the_table_and_in_the_report(place, halfstep):
     """Updates of 1e-6 are lost on weights in bf16; they are lost on few in fp32."""
     options = ["--recipes", "fp32,bf16-nomaster", "--data", "text.txt", "--lr", "1e-5", "--margin", "1e-9", *SMALL]
@@ -349,6 +352,7 @@ def test_a_recipe_that_fails_is_explained_under_the_table_and_in_the_report(plac
     assert "of its updates changed no weight at step" in page
 
 
+@pytest.mark.slow
 def test_recipes_one_after_another_are_a_recipe(halfstep, place):
     """With and without a comma, among others, by steps and by fractions; the folder has a plain name."""
     recipes = "fp32,bf16-mixed until 50%, then fp32 until step 5 then bf16-mixed,bf16-mixed"

@@ -79,6 +79,7 @@ def test_mistakes(run, files, tmp_path):
     assert "is not a checkpoint of a known kind; expected one of" in err
 
 
+@pytest.mark.slow
 def test_a_pipe_that_closes(files):
     """As in `halfstep diff ... | head -1`: no traceback."""
     command = [sys.executable, "-m", "halfstep", "diff", *files, "--tensors"]

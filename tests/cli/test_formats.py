@@ -171,6 +171,7 @@ def test_the_number_is_taken_exactly(rounding):
     assert rounding("posit32_2", "1e-400")["rounded"] == 2.0**-120
 
 
+@pytest.mark.quick("e2m1fn")
 @pytest.mark.parametrize(
     "name", slow_unless(("bf16", "e2m1fn", "fp32").__contains__, ["bf16", "fp16", "e4m3fn", "e2m1fn", "fp32"])
 )
@@ -253,6 +254,7 @@ def test_values_in_common_are_counted_as_by_listing(run, pair):
     assert sum(data["per_binade"][0]) == sum(v > 0 for v in a)
 
 
+@pytest.mark.quick("bf16-0.0016578", "e4m3fn-0.026527", "posit8_1-0.013297")
 @pytest.mark.parametrize(
     ("name", "error"),
     [

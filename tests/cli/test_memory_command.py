@@ -65,6 +65,7 @@ def test_recipes_stand_side_by_side_and_in_json(memory):
     assert data["sequence"] == 16
 
 
+@pytest.mark.slow
 def test_devices_share(memory):
     one, eight = (
         as_data(memory("gpt", "--recipe", "bf16-master", "--seq", "16", *more, "--json"))["recipes"][0]["bytes"]
@@ -78,6 +79,7 @@ def test_devices_share(memory):
     assert "persistent, all 8 devices" in out
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_does_not(memory):
     row = as_data(memory("gpt", "--seq", "16", "--device-memory", "8MB", "--json"))["recipes"][0]
     found = row["largest_batch"]
@@ -155,6 +157,7 @@ def config(tmp_path):
     return tmp_path / "llama"
 
 
+@pytest.mark.slow
 def test_a_config_is_enough(memory, config):
     whole = as_data(memory(str(config), "--json"))
     assert whole == {**as_data(memory(str(config / "config.json"), "--json")), "model": str(config)}
@@ -174,6 +177,7 @@ def test_inference_keeps_keys_and_values(memory, config):
     assert "trains nothing" in err
 
 
+@pytest.mark.slow
 def test_a_plot(memory):
     pytest.importorskip("matplotlib")
     assert memory("gpt", "--seq", "16", "--plot", "memory.png", "--device-memory", "8MB")[0] == 0

@@ -84,6 +84,7 @@ def tried(folder, *options, hidden=(), **environment):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow  # the commands that want an extra have tests that say so
 def test_every_command_works_or_names_its_extra(tmp_path):
     found = tried(tmp_path, hidden=["--quick", *brought()])
     assert [line for line in map(broken, found["results"]) if line] == []

@@ -55,7 +55,7 @@ some_on_both_kinds_of_cpu = pytest.mark.parametrize(
 WIDE = [name for name in EVERY if get_recipe(name).weights == "fp32"]
 FEW = [name for name in EVERY if any(rule.linear.rounds for rule in get_recipe(name).rules)]
 SANE = [name for name in EVERY if name not in BREAKS]
-TRACED = [("fp16-mixed", "own"), ("fp8-current", "own"), ("mxfp8", "carried"), ("fp8lm-o3", "carried")]
+TRACED = [("fp16-mixed", "own"), ("mxfp8", "carried")]
 """The others are slow tests, of a second each."""
 
 

@@ -80,6 +80,7 @@ def test_its_file_is_called_as_it_is_and_its_facts_survive_a_run_folder(name):
     assert Facts.from_data(spec.facts.as_data()) == spec.facts
 
 
+@pytest.mark.quick("lm", "vision", "gan", "recommender", "speech", "detection")
 @every_task
 def test_batches_depend_on_seed_and_step_alone(name):
     task, experiment = opened(name)
@@ -102,6 +103,7 @@ def test_data_have_a_digest(name):
     assert len(task.digest()) == 64
 
 
+@pytest.mark.quick("lm", "vision", "gan", "recommender", "speech", "detection", "mlm")
 @every_task
 def test_every_shipped_model_fits(name):
     """A finite loss, a gradient for every parameter, and a metric no better than a perfect one."""
@@ -124,6 +126,7 @@ def test_every_shipped_model_fits(name):
     assert value < metric.best if metric.higher_is_better else value > metric.best
 
 
+@pytest.mark.quick("lm", "vision", "gan")
 @pytest.mark.parametrize("name", [task_or_skip(name, slow=name in SEQUENCES) for name in TASKS])
 def test_a_run_stopped_and_resumed_repeats_its_numbers(name, tmp_path, monkeypatch):
     whole = trained(name, "fp16-mixed", tmp_path / "whole", 4)
@@ -146,6 +149,7 @@ def test_a_run_stopped_and_resumed_repeats_its_numbers(name, tmp_path, monkeypat
 LEARNS = ["fp32", "bf16-mixed"]
 
 
+@pytest.mark.quick("mlm-fp32", "vision-bf16-mixed", "speech-bf16-mixed", "recommender-fp32")
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [

@@ -125,7 +125,7 @@ WEIGHTS = ["fp16", "bf16"]
 @every_rule
 @pytest.mark.parametrize(
     ("rounding", "weights"),
-    slow_unless(in_turn(ROUNDINGS, WEIGHTS).__contains__, itertools.product(ROUNDINGS, WEIGHTS)),
+    slow_unless(in_turn(ROUNDINGS, WEIGHTS)[::3].__contains__, itertools.product(ROUNDINGS, WEIGHTS)),
 )
 def test_every_rounding_of_the_update_gives_a_neighbour(rule, weights, rounding):
     """Whatever the rounding, the stored weight is one of the two around the float32 update."""

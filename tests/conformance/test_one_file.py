@@ -178,6 +178,7 @@ def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.slow  # tests/test_registry.py finds a file in a family
 def test_each_is_found(start):
     code = """
 import halfstep, torch

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from families import for_each
+from families import for_each, slow_unless
 from halfstep import formats, quant
 from halfstep.errors import FormatError
 from halfstep.formats import Posit
@@ -33,6 +33,7 @@ def hard_numbers(format):
     return [*found, math.inf, -math.inf]
 
 
+@pytest.mark.slow
 @every_format
 def test_the_tensor_reference_gives_the_same(format):
     numbers = hard_numbers(format)
@@ -60,7 +61,9 @@ def test_what_has_no_code_is_nan_where_the_format_has_none(format):
     assert (round_exactly(math.nan, format).code is None) == (not format.has_nan)
 
 
-@for_each("format", [f for f in FORMATS if f.bits <= 16], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "format", slow_unless(lambda f: f.bits <= 8, [f for f in FORMATS if f.bits <= 16]), ids=lambda f: f.name
+)
 def test_the_line_is_the_list(format):
     values = line(format)
     assert tuple(map(values.value, values.numbers)) == format.values()

@@ -84,6 +84,7 @@ def test_training_runs_under_every_recipe(load, bench, tmp_path):
     assert all(row["measures"]["largest gap"] < 0.02 for (_, name), row in rows.items() if name.startswith("twin: "))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
     command = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--out", tmp_path / "rows"]
@@ -254,6 +255,7 @@ BYTES = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("fp32-28", "bf16-split-26", "bf16-collage-plus-22")
 @pytest.mark.parametrize(
     ("name", "expected"),
     slow_unless(lambda case: case[0] in ("fp32", "bf16-split", "bf16-collage-plus", "AdamW8bit"), BYTES.items()),

@@ -87,6 +87,7 @@ ABLE = [
 ]
 
 
+@pytest.mark.quick("nf4-double", "fp4-wang", "coat")
 @pytest.mark.parametrize("name", ABLE)
 def test_a_quantised_model_is_named(tmp_path, name):
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))

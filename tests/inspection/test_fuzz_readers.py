@@ -61,6 +61,7 @@ ENTRIES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(header=st.dictionaries(st.sampled_from(NAMES), ENTRIES | TREES, max_size=3) | TREES, body=st.binary(max_size=40))
 def test_safetensors_headers_of_any_form(tmp_path_factory, header, body):
     path = tmp_path_factory.getbasetemp() / "fuzz.safetensors"

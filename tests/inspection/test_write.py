@@ -174,6 +174,7 @@ def test_scales_of_codes_are_neither_tried_nor_cast(tmp_path):
     assert torch.equal(written["h.0.mlp.weight_scale_inv"], tensors["h.0.mlp.weight_scale_inv"])
 
 
+@pytest.mark.slow
 def test_a_matrix_larger_than_one_map_of_a_file_is_cast_as_a_whole(tmp_path):
     """Its rows do not divide the 16 MiB of a map, which ended in the midst of one."""
     weight = torch.randn(1700, 3000)

@@ -80,6 +80,7 @@ def stock(folder, layout, dtype=torch.float32):
     return model.to(dtype)  # compressed-tensors 0.15 decodes mxfp8 in bf16, which holds all of it
 
 
+@pytest.mark.quick("fp8-tensor", "mxfp4", "fp8-block")
 @every_layout
 def test_transformers_loads_the_values_that_we_multiply_by(layout, tmp_path):
     model = llama()
@@ -311,6 +312,7 @@ def test_a_static_layout_rounds_inputs_with_the_factors_that_training_left(tmp_p
 # ---- read back ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("nvfp4", "fp8-delayed")
 @pytest.mark.parametrize(
     "recipe", ["fp8-delayed", "fp8-block", "nvfp4", "fp4-wang", *map(slow, ["mxfp8", "mxfp4", "fp8lm-o2", "coat"])]
 )

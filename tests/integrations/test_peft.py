@@ -47,6 +47,7 @@ def test_both_orders_train_alike(name):
 STORED = {"bf16-stochastic": 2e-2, "fp16-pure": 4e-3, "fp8-current": 0.1, "fp8lm-o3": 0.1}
 
 
+@pytest.mark.quick("fp8lm-o3-recipe first", "bf16-stochastic-adapters first")
 @pytest.mark.parametrize(
     ("name", "order"),
     slow_unless(in_turn([*STORED], ORDERS).__contains__, itertools.product(STORED, ORDERS)),
@@ -138,6 +139,7 @@ def test_an_adapter_that_comes_later_in_16_bits_is_not_trained_so():
     assert {p.dtype for p in trained(model).values()} == {torch.float32}
 
 
+@pytest.mark.quick("bf16-stochastic-adapters first", "fp8-delayed-recipe first")
 @every_order
 @pytest.mark.parametrize("name", ["bf16-stochastic", "fp8-delayed"])
 def test_a_wrapped_model_is_audited_advanced_and_reverted(name, order):

@@ -37,7 +37,7 @@ def probe(run, folder, *words):
     return run("probe", str(folder), "--batches", "1", "--context", "12", *words)
 
 
-@pytest.mark.parametrize("kind", slow_unless(("gpt2", "llama").__contains__, ["t5", "gpt2", "llama", "bert"]))
+@pytest.mark.parametrize("kind", slow_unless("llama".__eq__, ["t5", "gpt2", "llama", "bert"]))
 def test_a_healthy_model_of_a_folder_is_safe(run, saved, kind):
     code, out, _ = probe(run, saved(kind), "--json")
     found = json.loads(out)
@@ -61,6 +61,7 @@ def test_t5_keeps_wo_in_float32_and_passes(run, saved):
     assert found["tried"][-1]["output_error"] < 0.02
 
 
+@pytest.mark.slow
 def test_what_the_knowledge_base_says_stands_beside_the_verdict(run, saved, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = saved("gpt2")
@@ -71,6 +72,7 @@ def test_what_the_knowledge_base_says_stands_beside_the_verdict(run, saved, monk
     assert "reports of failures: halfstep kb check" in out
 
 
+@pytest.mark.slow
 def test_a_model_of_pictures_wants_tensors(run, saved, tmp_path):
     folder = saved("vit")
     code, _, err = probe(run, folder)

@@ -46,6 +46,7 @@ def with_bitsandbytes(model, double=False):
     return model
 
 
+@pytest.mark.quick("nf4", "fp8-current")
 @every_base
 def test_it_trains_adapters_alone(name):
     model, optimizer, scaler = qlora(name)
@@ -128,6 +129,7 @@ def test_it_resumes_from_the_adapters_file_and_the_optimizers_state(tmp_path):
     assert train(again, optimizer, scaler, 3) == expected
 
 
+@pytest.mark.quick("mxfp4")
 @pytest.mark.parametrize("name", ["fp8-current", "mxfp4"])
 def test_it_trains_over_an_exported_folder(name, tmp_path):
     model = llama()

@@ -70,6 +70,7 @@ def train(model, optimizer, scaler, steps):
     return descend(lambda: model(**batch()).loss, optimizer, scaler, steps)
 
 
+@pytest.mark.quick("t5-bf16-stochastic", "llama-bf16-mixed", "gpt2-fp8-delayed")
 @every_pair
 def test_it_trains_and_stays_tied(kind, name):
     stock = build(kind)

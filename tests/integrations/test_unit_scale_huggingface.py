@@ -50,6 +50,7 @@ every_model = pytest.mark.parametrize(("name", "attention"), EACH)
 
 
 # Llama's own softmax is in float32, whatever its inputs, and its differences are no slopes; it is compared below.
+@pytest.mark.quick("bert-sdpa-True", "gpt2-eager-False")
 @pytest.mark.parametrize(
     ("name", "attention", "masked"),
     slow_unless(

@@ -59,6 +59,9 @@ def check(kind, name, folder):
         assert_same(loaded.eval()(**member.batch()).logits, expected)
 
 
+@pytest.mark.quick(
+    "llama-fp8-smooth-swiglu", "gpt2-fp8-block", "bert-fp8-delayed", "mixtral-mxfp4-rht", "opt-fp8-current"
+)
 @pytest.mark.parametrize(("kind", "name"), FEW)
 def test_a_model_trains_differs_and_reloads(kind, name, tmp_path):
     check(kind, name, tmp_path)
@@ -70,6 +73,7 @@ def test_every_model_trains_differs_and_reloads(kind, name, tmp_path):
     check(kind, name, tmp_path)
 
 
+@pytest.mark.quick("llama", "gpt2", "mixtral", "opt")
 @every_model
 def test_heads_and_routers_are_kept_and_nothing_else(kind):
     """But convolutions where products are rotated, and the last of two blocks where a rule keeps 15% of them."""

@@ -306,6 +306,7 @@ def test_the_reference_does_not_depend_on_length():
     same_bits(whole, torch.from_numpy(exact))
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_torchs_number_of_threads_is_used_and_left_as_it_is(threads):
     before = torch.get_num_threads()

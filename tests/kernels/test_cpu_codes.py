@@ -112,6 +112,7 @@ def packed_format_and_dtype(*more):
 packed_format = pytest.mark.parametrize("format", [formats.get(name) for name in PACKED], ids=lambda f: f.name)
 
 
+@pytest.mark.quick("float4_e2m1fn-torch.float32", "int4-torch.float32")
 @packed_format_and_dtype()
 def test_codes_are_packed_in_the_kernel(format, dtype):
     x = inputs(format, dtype)

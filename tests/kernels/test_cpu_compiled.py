@@ -139,6 +139,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow  # it compiles in a process of its own
 def test_a_data_loaders_worker_may_round_after_its_parent_did():
     result = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120)
     assert result.stdout.strip() == "fine", result.stderr

@@ -15,6 +15,7 @@ from halfstep.quant.tile import ROW, TENSOR
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+each_dtype = pytest.mark.parametrize("dtype", slow_unless(lambda dtype: dtype != torch.float16, DTYPES))
 SHAPES = ((1, 1), (5, 1), (1, 5), (33, 65), (40, 512), (300, 129))
 FORMATS = ("fp4", "e3m2fn", "int4", "e2m3fn", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
 ROUNDINGS = ("nearest_even", "nearest_up", "nearest_away", "toward_zero", "up", "down")
@@ -39,7 +40,7 @@ def ties(shape, format, factor):
     return near[torch.arange(shape[0] * shape[1]) % len(near)].view(shape) / factor
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_dtype
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_maxima_between_bounds(dtype, shape, dim):
@@ -74,7 +75,7 @@ def some_paths(name, rounding):
 )
 @pytest.mark.parametrize(
     ("name", "rounding"),  # each kind of format and each rounding is compiled anew
-    slow_unless(lambda case: case == TRAINED or case in in_turn(FORMATS, ROUNDINGS), product(FORMATS, ROUNDINGS)),
+    slow_unless(lambda case: case == TRAINED or case in in_turn(FORMATS, ROUNDINGS)[1:-1], product(FORMATS, ROUNDINGS)),
 )
 def test_rows_and_columns_rounded(name, rounding, paths):
     format = formats.get(name)
@@ -92,7 +93,7 @@ def test_rows_and_columns_rounded(name, rounding, paths):
         same(out, (wanted * 2 if into == torch.int8 else wanted / powers).to(into))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_dtype
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_beyond_the_bounds(dtype, shape):
     x = drawn(shape, dtype)
@@ -179,7 +180,7 @@ def test_products_of_whole_numbers(dtype, bias, more):
         assert torch.equal(found, (wanted if added is None else wanted + added).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_dtype
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_output_gradient_times_scales(dtype, shape):
     x, e5m2 = drawn(shape, dtype), formats.get("e5m2")

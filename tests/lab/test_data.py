@@ -114,6 +114,7 @@ def test_unknown_models_and_modules_are_refused():
         build_model("no_such_module:f", {}, 0)
 
 
+@pytest.mark.slow
 def test_gpt_small_has_ten_million_parameters():
     known = LanguageModelling(load_corpus(None, 256), 1, 256).models()
     assert sum(p.numel() for p in build_model("gpt-small", known, 0).parameters()) == pytest.approx(10.9e6, rel=0.02)

@@ -109,6 +109,7 @@ def test_optimizers_differ_and_sgd_is_torchs(given, tmp_path):
     assert final["sgd"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_recipe_trains_with_its_own_learning_rate(given, tmp_path):
     both = Experiment(recipes=("fp32", "bf16-mixed"), recipe_lr={"bf16-mixed": 0.5}, **given)
     comparison = open_experiment(both, tmp_path / "both", resume=False)
@@ -168,6 +169,7 @@ def test_an_optimizer_that_a_recipe_cannot_take_is_refused_first(given, tmp_path
 RECIPE = 'name = "mine"\ncompute = "bf16"\n'
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_both(given, run, tmp_path, unrendered):
     (tmp_path / "mine.toml").write_text(RECIPE)
     options = ["--data", "text.txt", "--model", "small_models.py:model", "--steps", "3", "--batch", "2"]

@@ -80,6 +80,7 @@ def test_updates_that_a_small_learning_rate_loses(tmp_path):
     assert "changed no weight" not in same  # large ones arrive
 
 
+@pytest.mark.quick("bf16-kahan")
 @pytest.mark.parametrize("recipe", ["bf16-mixed", "bf16-master", "bf16-kahan", "bf16-stochastic"])
 def test_recipes_that_keep_what_is_rounded_away_lose_none(recipe, tmp_path):
     assert explained(tmp_path, recipe, lr=1e-4) == NOTHING
@@ -111,6 +112,7 @@ def test_an_activation_that_overflows(tmp_path):
     assert NOTHING not in words
 
 
+@pytest.mark.slow
 def test_a_wrong_learning_rate_is_no_cause_of_the_recipes(tmp_path):
     """bf16-mixed fails with it, and loses nothing that fp32 keeps: nothing is named. Of tanh it would be: bf16
     rounds what is almost 1 to 1, where its slope is zero."""

@@ -87,6 +87,7 @@ def test_the_page_and_the_pictures_show_what_was_judged(fp4, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"fp4.png", "fp4_final.png"}
 
 
+@pytest.mark.slow
 def test_before_a_run_has_ended_the_page_says_so(fp4, tmp_path, monkeypatch):
     monkeypatch.setattr(fp4, "costs", dict)  # the accounts have tests of their own
     monkeypatch.setattr(fp4, "RESULTS", tmp_path)
@@ -97,6 +98,7 @@ def test_before_a_run_has_ended_the_page_says_so(fp4, tmp_path, monkeypatch):
     fp4.plot(data, tmp_path)
 
 
+@pytest.mark.slow
 def test_runs_that_were_kept_count_until_their_case_has_other_numbers(fp4, tmp_path, monkeypatch):
     monkeypatch.setattr(fp4, "costs", dict)
     monkeypatch.setattr(fp4, "RESULTS", tmp_path)

@@ -22,6 +22,7 @@ def test_quantiles_are_those_of_the_printed_tables(degrees, printed):
     assert round(t_quantile(0.975, degrees), 3) == printed
 
 
+@pytest.mark.slow
 def test_quantiles_are_scipys():
     for degrees in [*range(1, 41), 99, 100, 999, 1000, 9999]:
         for probability in (0.5, 0.6, 0.9, 0.975, 0.9999):
@@ -73,12 +74,14 @@ def rates(true_gap, seeds, between=0.05, within=0.004, pairs=None):
     return held, {s: sum(one.status == s for one in found) / TRIALS for s in (MATCHES, DEGRADES, UNDECIDED)}
 
 
+@pytest.mark.quick("2")
 @every_count
 def test_the_interval_holds_the_true_difference_as_often_as_it_says(seeds):
     held, _ = rates(0.003, seeds)
     assert held == pytest.approx(LEVEL, abs=4 * math.sqrt(LEVEL * (1 - LEVEL) / TRIALS))
 
 
+@pytest.mark.quick("2")
 @every_count
 def test_at_the_margin_a_match_and_a_degradation_are_as_rare_as_stated(seeds):
     """The worst case: a recipe that loses just the margin. Four standard errors are allowed to the simulation."""
@@ -99,6 +102,7 @@ def test_a_single_seed_that_shares_nothing_with_fp32_errs_as_rarely():
     assert 0 < found[DEGRADES] <= allowed
 
 
+@pytest.mark.slow
 def test_enough_seeds_decide():
     """0.4% of spread, 0.2% of loss: ten seeds see that it is less than 1%."""
     assert rates(0.002, 10)[1][MATCHES] > 0.97

@@ -53,6 +53,7 @@ def test_its_gated_mlps_are_smoothed_and_quantised():
     assert report.kept == {"lm_head": "output head"}
 
 
+@pytest.mark.slow  # other models are, in cli/test_compare.py; the model trains in conformance/test_every_task.py
 @pytest.mark.parametrize("model", ["llama-tiny"])
 def test_it_is_compared_by_name(model, tmp_path, run, monkeypatch, unrendered):
     monkeypatch.chdir(tmp_path)

@@ -118,6 +118,7 @@ def test_the_page_is_accessible(usual):
     assert any(meta.get("name") == "viewport" for meta in page.all("meta"))
 
 
+@pytest.mark.slow
 def test_writing_twice_writes_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "PICTURES", (curves.picture, exponents.picture))
     folder = write(tmp_path / "run", {"fp32": Run()}, Experiment(recipes=("fp32",), steps=20))
@@ -174,6 +175,7 @@ RENDERED = {"all diverged at once", "far off"}
 """The other kinds build their figures and leave it at that."""
 
 
+@pytest.mark.quick("killed", "not begun", "only fp32", "one seed each", "no statistics")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_folder_gets_a_report(kind, tmp_path, request):
     runs, fields, words = KINDS[kind]

@@ -94,9 +94,7 @@ STAGED = "fp8-delayed until 50%, then bf16-mixed"
 STATES = {
     "fp32",
     "fp16-mixed",
-    "bf16-split",
     "bf16-stochastic",
-    "fp8-delayed",
     "fp8lm-o3",
 }
 """A recipe of each kind of state that a run saves; the tests of optimizers take all of them up again, outside a run."""
@@ -107,6 +105,7 @@ def test_a_run_stopped_at_any_step_and_resumed_equals_the_uninterrupted_one(name
     stopped_and_resumed(name, random.Random(name).randrange(1, SMALL["steps"]), tmp_path, corpus, monkeypatch)
 
 
+@pytest.mark.quick("6")
 @pytest.mark.parametrize("stop", slow_unless((6, 7).__contains__, [5, 6, 7, 8, 11]))
 def test_so_does_one_stopped_on_either_side_of_a_change_of_stage(stop, tmp_path, corpus, monkeypatch):
     stopped_and_resumed("bf16-mixed until 50%, then fp8-delayed", stop, tmp_path, corpus, monkeypatch)
@@ -156,6 +155,7 @@ def test_a_run_that_has_ended_is_left_alone(tmp_path, corpus):
     assert (tmp_path / "metrics.jsonl").stat().st_mtime_ns == stamp
 
 
+@pytest.mark.slow
 def test_every_recipe_starts_from_the_same_weights(tmp_path, corpus):
     start = {n: train(tmp_path / n, get_recipe(n), corpus)[0] for n in ("fp32", "bf16-mixed", "fp16-master")}
     assert all(row["kind"] == "validation" and row["step"] == 0 for row in start.values())
@@ -402,6 +402,7 @@ def test_a_model_with_other_outputs_is_refused(tmp_path, corpus):
         train(tmp_path, get_recipe("fp32"), corpus, lambda: nn.Embedding(256, 8))
 
 
+@pytest.mark.slow
 def test_comparison_takes_recipes_of_the_callers_own_and_caches_the_baseline(tmp_path, corpus):
     options = {**SMALL, "baseline_seeds": 1, "data": str(corpus)}
     first = open_experiment(Experiment(recipes=("fp32",), **options), tmp_path / "one", resume=False)

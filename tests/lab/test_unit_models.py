@@ -23,6 +23,7 @@ def opened(corpus, model, recipe):
     return experiment, get_task("lm").open(experiment)
 
 
+@pytest.mark.quick("unit-gpt-tiny-umup-fp8")
 @pytest.mark.parametrize(("model", "recipe"), [("unit-gpt-tiny", "umup-fp8"), ("munit-gpt-tiny", "munit-fp8")])
 def test_a_unit_gpt_trains_in_the_lab(model, recipe, corpus, tmp_path):
     experiment, task = opened(corpus, model, recipe)

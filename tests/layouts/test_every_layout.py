@@ -67,6 +67,7 @@ def meant(tensors, layout, shape):
     return codes.double() * scale[:, :columns]
 
 
+@pytest.mark.quick("shape1")
 @pytest.mark.parametrize("shape", [(128, 256), (384, 128), pytest.param((256, 640), marks=pytest.mark.slow)])
 def test_values_and_codes_survive(shape):
     """Bit for bit; of two levels within the rounding of a reciprocal."""

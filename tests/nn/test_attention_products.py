@@ -132,6 +132,7 @@ def test_torchs_attention_module_too(weights, causal):
         assert not torch.equal(rounded_weights, stock_weights)
 
 
+@pytest.mark.quick("own")
 def test_it_trains():
     model = gpt()
     model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), recipe=DPA)

@@ -84,6 +84,7 @@ def test_a_frozen_first_layer_and_parameters_without_gradient_do_not_hide_the_st
         model(batch()[0])
 
 
+@pytest.mark.quick("fp8-delayed-False", "fp8-delayed-megatron-False")
 @pytest.mark.parametrize(
     ("name", "compiled"),
     slow_unless(

@@ -248,6 +248,7 @@ def test_a_loss_of_before_refuses_its_backward_pass(name):
 # ---- whose weights, and what wraps them -----------------------------------------------------------------------------
 
 
+@pytest.mark.quick("fp8lm-o3", "fp4-wang")
 @every_scaled
 def test_fused_and_shared_weights_are_codes_and_train(name):
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 8), nn.Linear(8, 8))

@@ -178,6 +178,7 @@ def test_noise_of_a_seed_in_memory_is_that_of_the_number(seed):
         assert torch.equal(quantizer.quantize(x, cell).dequantize(), quantizer.quantize(x, seed).dequantize())
 
 
+@pytest.mark.quick("bf16-stochastic", "fp8-current")
 @pytest.mark.parametrize("name", ["mxfp4-rht", "nvfp4", "bf16-stochastic", "fp8-current", "fp8-smooth-swiglu"])
 def test_a_captured_step_draws_from_no_generator_and_reads_nothing(monkeypatch, name):
     """On tensors without values: as many cells as an eager step has draws, in the place of them."""

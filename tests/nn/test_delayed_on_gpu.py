@@ -126,6 +126,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.quick("fp8lm-o2")
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8lm-o2", "fp8-fishman"])
 def test_the_states_of_many_layers_move_in_as_many_launches_as_those_of_few(recipe):
     counts = []

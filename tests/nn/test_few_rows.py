@@ -31,9 +31,9 @@ KNOWN = {
     "row": Quantizer(E4M3, scales=Scales(Tile(1, 0), get_scaling("current"))),
     "pair of rows": Quantizer(E4M3, scales=Scales(Tile(2, 16), get_scaling("rceil"))),
 }
-PARTS = ("nvfp4", "plain", "mxfp8_e5m2", "pair of rows")
-"""Of 4 bits, two scales in a step; of 8 bits, with none; as E4M3 and as larger tiles are, and compiled anew."""
-each_kind = pytest.mark.parametrize("kind", slow_unless(lambda kind: kind not in PARTS, KNOWN))
+PARTS = ("tensor", "nf4")
+"""Of 8 bits with a scale, and of 4 bits; each of the others is compiled anew."""
+each_kind = pytest.mark.parametrize("kind", slow_unless(PARTS.__contains__, KNOWN))
 each_compute = pytest.mark.parametrize("compute", slow_unless("bf16".__eq__, ["bf16", "fp32"]))
 UNKNOWN = {
     "posit": Quantizer(formats.get("posit8_1")),
@@ -90,6 +90,7 @@ def test_codes_give_what_values_give(kind, compute, read):
     assert read == {"run": 3, "run_values": 3}
 
 
+@pytest.mark.quick("own-outliers", "carried-three rows")
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_what_the_kernel_does_not_know_goes_as_before(kind, read):
     model, twin = both(UNKNOWN[kind])
@@ -108,7 +109,9 @@ def test_shapes(shape, read):
     assert model(torch.randn(0, shape[0])).shape == (0, shape[1])
 
 
-@pytest.mark.parametrize("kind", ["mxfp8_e4m3", "nvfp4", "nf4", "tensor", "fp8_128x128"])
+@pytest.mark.parametrize(
+    "kind", slow_unless(PARTS.__contains__, ["mxfp8_e4m3", "nvfp4", "nf4", "tensor", "fp8_128x128"])
+)
 @each_compute
 def test_hard_inputs(kind, compute):
     """NaN, infinities, subnormal numbers and signed zeros; rows of zeros; columns that lie far apart in memory."""
@@ -121,7 +124,7 @@ def test_hard_inputs(kind, compute):
 
 @pytest.mark.parametrize(
     "kind",
-    slow_unless(lambda kind: kind not in PARTS, ["mxfp8_e4m3", "mxfp8_e5m2", "nvfp4", "nf4", "fp8_128x128", "plain"]),
+    slow_unless(PARTS.__contains__, ["mxfp8_e4m3", "mxfp8_e5m2", "nvfp4", "nf4", "fp8_128x128", "plain"]),
 )
 @each_compute
 @pytest.mark.parametrize("weight", [torch.nan, torch.inf, 3e38, 1e-40, 0.0])
@@ -140,6 +143,7 @@ def test_hard_weights(kind, compute, weight):
         assert y.isfinite()[:, 9].all() or kind == "fp8_128x128"  # row 9 is in the same tile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [-13, 16])
 def test_a_bias_far_from_float16s_has_its_values_read(bias, read):
     """The sums are in the same order: so is what is rounded."""
@@ -187,6 +191,7 @@ def test_a_transposed_weight_and_no_bias(read):
     assert read == {"run": 2, "run_values": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.parametrize("products", slow_unless("own".__eq__, ["own", "carried"]), indirect=True)
 @pytest.mark.parametrize("kind", slow_unless("tensor".__eq__, ["tensor", "mxfp8_e4m3", "nvfp4"]))

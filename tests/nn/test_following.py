@@ -22,7 +22,7 @@ from families import in_turn, slow_unless
 from halfstep import get_recipe
 from halfstep.errors import OptimizerError, RecipeError
 from halfstep.nn.scaling import Scalings
-from tiny import EVERY, SMOOTH, adamw, assert_same, batch, mlp, model_for, mostly_slow, prepared, train
+from tiny import EVERY, FAST, SMOOTH, adamw, assert_same, batch, mlp, model_for, mostly_slow, prepared, train
 
 
 PLAIN = [name for name in EVERY if name not in SMOOTH]
@@ -140,11 +140,12 @@ def as_method(model):
     return types.MethodType(lambda self, x: 2 * self.decoder(self.encode(x)), model)
 
 
+QUICK = [name for name in PLAIN if name in FAST]
 PATCHES = list(itertools.product([as_function, as_method], ["before", "after"]))
 
 
 @pytest.mark.parametrize(
-    ("name", "patched"), slow_unless(in_turn(PLAIN, PATCHES).__contains__, itertools.product(PLAIN, PATCHES))
+    ("name", "patched"), slow_unless(in_turn(QUICK, PATCHES).__contains__, itertools.product(PLAIN, PATCHES))
 )
 def test_a_patched_forward_follows_the_recipe(name, patched):
     model, x, (patch, when) = Coder(), batch()[0], patched
@@ -259,6 +260,7 @@ def test_threads_do_not_share_their_calls():
     assert_same(found[0], expected)
 
 
+@pytest.mark.slow  # conformance/test_every_recipe.py has traced graphs
 @pytest.mark.parametrize(
     "name",
     slow_unless("fp8-current".__eq__, ["fp32", "bf16-mixed", "fp16-master", "fp8-current"]),

@@ -33,6 +33,7 @@ def attention(seed, rounded):
     return torch.stack([entropy.mean(), weights.amax(-1).mean()])
 
 
+@pytest.mark.slow
 def test_fp4_projections_flatten_attention_and_fp8_ones_hardly():
     """A mean of 8 models: FP4 moves entropy up and the largest weight down by at least four times what FP8 does."""
     exact, fine, coarse = (

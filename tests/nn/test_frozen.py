@@ -24,7 +24,7 @@ def trainable(name):
 
 
 ABLE = [name for name in EVERY if trainable(name)]
-QUICK = {"nf4", "nf4-double", "fp8-current", "mxfp8", "mxfp4", "fp8-block", "fp8-delayed", "nvfp4"}
+QUICK = {"nf4", "nf4-double", "fp8-current", "mxfp4", "fp8-block", "fp8-delayed"}
 every_able = pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, ABLE))
 
 

@@ -115,6 +115,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.quick("bf16-nf4-own", "bf16-plain-own", "bf16-square-own", "bf16-down-carried", "bf16-outliers-carried")
 @pytest.mark.parametrize(
     ("kind", "products"),
     slow_unless(in_turn([*BLOCKS], PRODUCTS).__contains__, itertools.product(BLOCKS, PRODUCTS)),
@@ -296,6 +297,7 @@ def test_codes_of_another_format_are_refused():
         model.load_state_dict(gated().state_dict())
 
 
+@pytest.mark.quick("carried-fp8-current-4", "carried-mxfp8-4096")
 @pytest.mark.parametrize(
     ("name", "scales"), [("fp8-current", 4), ("mxfp8", 256 * 512 // 32), ("fp8-block", 2 * 4), ("fp8-rowwise", 512)]
 )
@@ -389,6 +391,7 @@ def test_scales_that_somebody_narrowed_are_noticed():
         model.half()(batch()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.parametrize("products", slow_unless("carried".__eq__, ["own", "carried"]), indirect=True)
 @pytest.mark.parametrize("name", slow_unless("fp8-block".__eq__, ["fp8-current", "fp8-delayed", "mxfp8", "fp8-block"]))

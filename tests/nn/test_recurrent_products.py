@@ -38,6 +38,7 @@ LAYERS = {
     "gru cell": lambda: nn.GRUCell(8, 6, bias=False),
     "rnn cell": lambda: nn.RNNCell(8, 6, nonlinearity="relu"),
 }
+few_and_every = pytest.mark.parametrize("names", fast_and_every(ROUNDING, {"fp8-delayed", "fp8lm-o3"}))
 WAYS = ("plain", "with states", "unbatched", "unbatched with states", "packed", "packed with states", "one step")
 
 
@@ -163,31 +164,36 @@ def test_a_cell_is_a_step_of_its_layer_bit_for_bit(kind):
     assert_same(floats([stepped])[0], output[0])
 
 
-@for_each("name", ROUNDING)
-def test_a_weight_is_rounded_once_a_forward_to_the_same_operands(name):
+@few_and_every
+def test_a_weight_is_rounded_once_a_forward_to_the_same_operands(names):
     """By the layer, and by a call of `ops.linear` with the weight itself.
 
     A weight that draws (of stochastic rounding, or of a rotation's signs) draws earlier where it is rounded beforehand,
     so that all later draws differ: it is rounded to the nearest here, and its rotation's signs are fixed.
     """
-    spec = recipe.get_recipe(name).rules[-1].linear
-    down = spec.grad_input
-    if down.hadamard is not None and down.hadamard.seed == "anew":
-        down = replace(down, hadamard=replace(down.hadamard, seed=1))
-    if down.rhs is not None and down.rhs.rounding == "stochastic":
-        down = replace(down, rhs=replace(down.rhs, rounding="nearest_even"))
-    spec = replace(spec, grad_input=down)
-    weight, x = torch.randn(40, 36).requires_grad_(), torch.randn(5, 36).requires_grad_()
-    outcomes = []
-    for prepared_weight in (False, True):
-        states = {operand: q.stateful.init() for operand, q in spec.states.items()}
-        dtype = torch.bfloat16
-        used = ops.rounded_weight(weight, spec, dtype, states, True) if prepared_weight else weight
-        with torch.autocast("cpu", dtype):
-            y = ops.linear(x, used, None, spec, states, True)
-        torch.manual_seed(1)  # operands rounded stochastically draw from torch's own generator, as dropout does
-        outcomes.append([y, *torch.autograd.grad(y.float().square().sum(), (x, weight)), states])
-    assert_same(*outcomes)
+
+    @for_each("name", names)
+    def check(name):
+        spec = recipe.get_recipe(name).rules[-1].linear
+        down = spec.grad_input
+        if down.hadamard is not None and down.hadamard.seed == "anew":
+            down = replace(down, hadamard=replace(down.hadamard, seed=1))
+        if down.rhs is not None and down.rhs.rounding == "stochastic":
+            down = replace(down, rhs=replace(down.rhs, rounding="nearest_even"))
+        spec = replace(spec, grad_input=down)
+        weight, x = torch.randn(40, 36).requires_grad_(), torch.randn(5, 36).requires_grad_()
+        outcomes = []
+        for prepared_weight in (False, True):
+            states = {operand: q.stateful.init() for operand, q in spec.states.items()}
+            dtype = torch.bfloat16
+            used = ops.rounded_weight(weight, spec, dtype, states, True) if prepared_weight else weight
+            with torch.autocast("cpu", dtype):
+                y = ops.linear(x, used, None, spec, states, True)
+            torch.manual_seed(1)  # operands rounded stochastically draw from torch's own generator, as dropout does
+            outcomes.append([y, *torch.autograd.grad(y.float().square().sum(), (x, weight)), states])
+        assert_same(*outcomes)
+
+    check()
 
 
 # ---- how a model is used ---------------------------------------------------------------------------------------------
@@ -208,6 +214,7 @@ class Reader(nn.Module):
         return self.head(checkpoint(self.features, x, use_reentrant=False) if self.again else self.features(x))
 
 
+@pytest.mark.slow  # nn/test_convolutions.py has the fast one
 @for_each("name", ["bf16-kahan", "fp8-delayed", "fp8lm-o3"])
 def test_checkpointed_copied_and_reverted_it_is_the_same(name):
     model, (x, _) = reverted(name, Reader), batch()
@@ -239,6 +246,7 @@ def test_each_layer_direction_and_product_has_states_of_its_own_of_all_steps():
     assert last.shape == (4, 3, 4)
 
 
+@pytest.mark.slow
 def test_gradients_of_16_bit_weights_add_up_in_float32():
     """fp16 weights and thousands of steps."""
     layer = nn.RNN(1, 1, bias=False, nonlinearity="relu")
@@ -252,7 +260,7 @@ def test_gradients_of_16_bit_weights_add_up_in_float32():
     assert float(layer.weight_hh_l0.grad) == 2560  # 2559 terms of 1, rounded to fp16; its sums stop at 2048
 
 
-@pytest.mark.parametrize("names", fast_and_every(ROUNDING))
+@few_and_every
 def test_quantised_for_inference_it_computes_what_evaluation_does_and_says_what_stays_whole(names):
     @for_each("name", names)
     def check(name):

@@ -395,6 +395,7 @@ def test_activation_checkpointing_leaves_the_states_and_gradients_of_the_plain_p
     assert all(value > 0 for value in recorded(model).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("products", slow_unless("carried".__eq__, ["own", "carried"]), indirect=True)
 @pytest.mark.parametrize("name", slow_unless("fp8-delayed".__eq__, STATEFUL))
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces

@@ -81,6 +81,7 @@ def test_without_rounding_it_is_the_stock_model(recipe, bias):
         torch.testing.assert_close(model(x), stock(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick("own-channel", "carried-token")
 @both
 def test_it_does_something_and_the_loss_falls(recipe):
     results = []

@@ -88,6 +88,15 @@ def values(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.quick(
+    "fewer bits, then more",
+    "another dtype",
+    "16-bit weights",
+    "weights are codes",
+    "FP4",
+    "gated MLPs",
+    "saved in few bits",
+)
 @pytest.mark.parametrize("names", CHAINS.values(), ids=CHAINS)
 @pytest.mark.filterwarnings("ignore:the scaler state holds no scaling states")
 def test_stages_are_the_recipes_one_after_another(names):
@@ -399,6 +408,7 @@ def test_a_backward_pass_after_a_change_has_the_gradients_of_its_own_stage():
     assert_same(*grads)
 
 
+@pytest.mark.slow  # uses/test_graphs.py and conformance/test_every_recipe.py have traced graphs
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.parametrize(
     "kind", slow_unless("fewer bits, then more".__eq__, ["fewer bits, then more", "three", "another dtype"])

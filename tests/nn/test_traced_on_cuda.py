@@ -13,6 +13,7 @@ OWN = {"fp8-current", "fp8-block"}  # one of each path that operators take; mode
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
+@pytest.mark.quick("fp8-block")
 @pytest.mark.skipif(torch.__version__ < "2.10", reason="torch 2.10 is the first that traces torch.mm(out_dtype=)")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OWN else pytest.mark.slow) for n in EVERY])
 def test_one_graph(name):

@@ -63,6 +63,7 @@ def test_micro_batches_add_up_to_the_batchs_gradient(recipe):
         assert direction > (0.9 if recipe == "unit-nvfp4" else 0.998), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", slow_unless("fp8lm-o2".__eq__, CODES))
 def test_weights_in_codes_are_the_scaled_models(recipe):
     """The factors stand in the products of codes too: outputs and gradients are those of float32 but for rounding,
@@ -97,6 +98,7 @@ def adopted():
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.parametrize("make", [pytest.param(layers, marks=pytest.mark.slow), adopted])
 def test_a_traced_graph_keeps_the_factors_of_gains(make):

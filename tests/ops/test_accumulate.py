@@ -81,6 +81,7 @@ def test_other_formats_take_the_reference():
     assert_same(ops.linear(x, w, None, linear_spec(accumulate=sums)), accumulate(x, w.t(), sums))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.parametrize("name", [pytest.param("fp16-accumulate", marks=pytest.mark.slow), "bf16-accumulate"])
 def test_a_traced_model_is_the_same(name):

@@ -307,6 +307,7 @@ def test_compiled_functions_read_it(quantizer, backend):
     torch.testing.assert_close(w.grad, stock.grad, rtol=1e-2 if backend == "inductor" else 0, atol=0)
 
 
+@pytest.mark.slow
 @backends
 @one_scale
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*bf16 and fp16 are mixed")

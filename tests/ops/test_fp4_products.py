@@ -119,6 +119,7 @@ PLACES = {
 }
 
 
+@pytest.mark.quick("rows", "mx", "two-level", "absmax", "unscaled", "delayed", "fp8", "codebook")
 @pytest.mark.parametrize("place", PLACES)
 def test_an_estimator_multiplies_the_weights_gradient_wherever_its_scale_lies(place):
     quantizer = PLACES[place]

@@ -98,6 +98,7 @@ def test_a_bias_is_added_before_the_one_rounding():
     assert (found == exact.to(torch.bfloat16)).double().mean() >= 0.999
 
 
+@pytest.mark.quick("mxfp8_e4m3-along rows", "mxfp8_e4m3-down columns", "fp8_128x128-along rows")
 @pytest.mark.parametrize("down", [False, True], ids=["along rows", "down columns"])
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "fp8_1x128", "fp8_128x128"])
 def test_subnormal_bf16_numbers_go_by_float32_where_units_would_lose_them(name, down, carry):
@@ -116,6 +117,7 @@ def test_subnormal_bf16_numbers_go_by_float32_where_units_would_lose_them(name, 
         torch.testing.assert_close(made.values.double(), expected.t() if down else expected, rtol=0, atol=0)
 
 
+@pytest.mark.quick("mxfp8_e4m3")
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "fp8_1x128"])
 def test_an_operand_down_columns_lies_in_memory_along_them(name):
     """The shared dimension of a product in one piece: so the product adds up as it does for a transposed copy."""
@@ -212,7 +214,7 @@ DTYPES = [
         itertools.product(["e4m3fn", "e5m2", "e4m3fnuz", "e2m1fn", "int8", "e8m10"], DTYPES),
     ),
 )
-@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic", "up"])
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic", pytest.param("up", marks=pytest.mark.slow)])
 def test_scaled_rounding_is_a_product_in_float32_then_rounding(format, dtypes, rounding):
     format, (source, target) = formats.get(format), dtypes
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e30, -1e-30, 2.0**-130])

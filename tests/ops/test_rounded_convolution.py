@@ -190,6 +190,7 @@ def test_each_operand_is_rounded_in_its_own_product_only(product, side, tile):
     assert changed == [product == p for p in ("output", "grad_input", "grad_weight")]
 
 
+@pytest.mark.slow
 @for_each("case, dtype", itertools.product(CASES, [torch.float32, torch.bfloat16, torch.float16]))
 def test_gradients_have_their_tensors_dtype_and_layout_does_not_matter(case, dtype):
     window, shape, filters = CASES[case]
@@ -207,6 +208,7 @@ def test_gradients_have_their_tensors_dtype_and_layout_does_not_matter(case, dty
             torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps, atol=1e-2 * float(b.abs().max()))
 
 
+@pytest.mark.slow
 @for_each("name", ROUNDING)
 def test_an_empty_batch_and_an_input_without_batch(name):
     window, shape, filters = CASES["3x3"]

@@ -68,6 +68,7 @@ def kept(name, kind):
     return {name: tensor.dtype for name, tensor in optimizer.state[model.weight].items() if tensor.dim()}
 
 
+@pytest.mark.slow
 def test_moments_are_kept_as_adams_are():
     assert kept("bf16-pure", "rmsprop")["square_avg"] is torch.bfloat16
     codes = kept("adamw-8bit", "rmsprop")

@@ -191,6 +191,7 @@ def test_without_a_rank_it_is_adamw():
     )
 
 
+@pytest.mark.slow
 def test_large_moments_are_in_8_bits():
     model = nn.Linear(128, 256, bias=False)
     optimizer = GaLoreAdamW8bit([{"params": model.parameters(), "rank": 32}], lr=1e-3)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import halfstep
-from families import for_each
+from families import for_each, slow_unless
 from halfstep.errors import OptimizerError
 from halfstep.memory import measure
 from halfstep.optim import AdamW8bit, AdamWFp8, CoatAdamW, LowBitAdamW
@@ -42,7 +42,7 @@ def train(model, optimizer, steps, first=0, scheduler=None):
     return losses
 
 
-@every_class
+@pytest.mark.parametrize("kind", slow_unless({AdamW8bit}.__contains__, CLASSES.values()))
 def test_it_trains_as_its_recipe_does(kind):
     model = net()
     optimizer = kind(model.parameters(), lr=3e-3, weight_decay=0.1)
@@ -149,6 +149,7 @@ def test_gradients_that_are_absent_or_sparse():
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_blocks_and_small_parameters():
     model = net()
     sizes = {}

@@ -93,6 +93,7 @@ def test_split_halves_rebuild_random_float32():
     same_bits(split.read(weight, split.start(weight, full)), full)
 
 
+@pytest.mark.slow
 def test_split_is_bitwise_an_fp32_master():
     """200 steps beside a reference: an fp32 AdamW whose forward uses the weights rounded to nearest, ties away."""
     model, optimizer, scaler = prepared("bf16-split")
@@ -158,6 +159,7 @@ def test_nothing_of_the_first_weights_is_lost(recipe):
         torch.testing.assert_close(value, full[name], rtol=0 if exact else 2.0**-16, atol=0)
 
 
+@pytest.mark.slow
 def test_second_moments_of_two_numbers_converge():
     """v with a constant g and beta2 = 0.999: bfloat16 sticks, since 1 - 0.001 is 1 there; the pair reaches g^2."""
     v = {}

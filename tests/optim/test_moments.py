@@ -90,7 +90,8 @@ def test_each_step_is_fp32s_with_moments_that_are_rounded_after_it(kind, optimiz
 
 
 BASES = ["fp32", "bf16-kahan", "bf16-stochastic", "fp8lm-o3"]
-RESUMED = [case for case in in_turn([*KINDS], BASES) if case[0] != "expansion"]  # CoatAdamW's: test_lowbit_classes.py
+ALONE = ("expansion", "tensor")  # the first is CoatAdamW's (test_lowbit_classes.py), the other compiled for this alone
+RESUMED = [case for case in in_turn([*KINDS], BASES) if case[0] not in ALONE]
 
 
 @pytest.mark.parametrize(("kind", "base"), slow_unless(RESUMED.__contains__, itertools.product(KINDS, BASES)))
@@ -116,6 +117,7 @@ def test_a_resume_is_bit_for_bit_and_holds_the_codes(kind, base):
         assert_same(both[1].state_dict()["state"], optimizer.state_dict()["state"])
 
 
+@pytest.mark.slow
 def test_a_recipe_that_nobody_has_named_trains_as_its_file_says(tmp_path):
     (tmp_path / "nobodys.toml").write_text(NOBODYS)
     recipe = get_recipe(str(tmp_path / "nobodys.toml"))
@@ -276,6 +278,7 @@ def test_shards_have_whole_tiles_or_none():
     }
 
 
+@pytest.mark.quick("mxfp8_e4m3", "nvfp4", "fp32")
 @pytest.mark.parametrize("name", ["fp32", "bf16", "e4m3fn", "mxfp8_e4m3", "mxfp4", "nvfp4", "nf4", "fp8_block"])
 def test_bytes_are_those_of_whole_tiles(name):
     try:
@@ -314,7 +317,8 @@ ONE_PASS = {
 }
 
 
-MIXED = ("mx and numbers", "one of two", "absmax", "rceil")  # of what others have; compiled anew
+MIXED = ("mx and numbers", "one of two", "absmax", "rceil", "integers", "expansion")
+"""Of what others have, or a recipe's that conformance/test_every_master.py loads; compiled anew."""
 
 
 @pytest.mark.parametrize(
@@ -324,7 +328,7 @@ MIXED = ("mx and numbers", "one of two", "absmax", "rceil")  # of what others ha
         for name, moments in ONE_PASS.items()
     ]
     + [
-        pytest.param(ONE_PASS["mx"], base, id=base, marks=() if base == "bf16-stochastic" else pytest.mark.slow)
+        pytest.param(ONE_PASS["mx"], base, id=base, marks=pytest.mark.slow)
         for base in ("bf16-master", "bf16-stochastic", "bf16-kahan")
     ],
 )

@@ -302,6 +302,7 @@ def test_made_up_formats_are_data_and_scalings_of_ones_own_are_not():
         to_data(made(Quantizer(format, scales=Scales(TENSOR, Mine("current")))))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 def test_a_scale_rule_with_options_is_traced_as_it_is(written):
     """The operator of a traced graph knows scale rules by name, beside which the margin stands."""

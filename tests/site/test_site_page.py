@@ -69,6 +69,7 @@ def test_html_has_every_entry_reference_and_report(base, page):
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.slow
 def test_it_is_small_and_says_which_data_it_shows(page):
     assert len(page.encode()) < 500_000
     recipes, models = len(list_recipes()), len(architectures())
@@ -90,6 +91,7 @@ def test_every_recipe_and_architecture_has_its_row():
     assert all(list(rows) == list_recipes() for rows in kept.values())
 
 
+@pytest.mark.slow
 def test_rows_that_say_why_there_are_none_say_what_the_account_says():
     names = [name for name, row in memory.kept()["galore-60m"].items() if isinstance(row, str)]
     assert sorted(names) == sorted(name for name in list_recipes() if name.startswith(("unit-", "umup-", "munit-")))
@@ -107,6 +109,7 @@ def test_a_row_that_lacks_is_an_error_that_says_how_to_measure_it(monkeypatch):
         memory.table()
 
 
+@pytest.mark.quick("adamw-8bit")
 @pytest.mark.parametrize("recipe", ["fp32", "fp8-delayed", "adamw-8bit"])
 def test_rows_are_what_the_whole_model_takes(recipe):
     check_row(replace(load_subject("galore-60m"), batch=None), recipe)
@@ -129,6 +132,7 @@ def check_row(subject, recipe):
     assert row == counts | {role: getattr(made.bytes, role) for role in memory.ROLES}, recipe
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_page_and_a_space_once(tmp_path, run, page):
     file = tmp_path / "index.html"
     assert run("site", str(file), "--space", "--overlay", str(tmp_path))[0] == 0

@@ -87,6 +87,7 @@ def check_values(javascript, count):
         assert not wrong, format.name
 
 
+@pytest.mark.slow
 def test_numbers_are_rounded_as_round_to_rounds_them(javascript):
     check_values(javascript, 500)
 

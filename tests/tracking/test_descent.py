@@ -67,6 +67,7 @@ def test_it_falls_with_the_learning_rate_without_a_master():
     assert lost[-1] > 0.9
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_right_on_average():
     """Mean over 1,000 draws of one step, within three standard errors of 1."""
     value = torch.full((8,), 1.0)

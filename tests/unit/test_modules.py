@@ -58,6 +58,7 @@ def _attention_inputs(count):
     return torch.randn(batch, 64, 256), torch.randn(batch, count, 256), torch.randn(batch, count, 64)
 
 
+@pytest.mark.slow
 @for_each("count", [16, 64, 256])
 def test_values_that_repeat_make_the_square_roots_variance_grow(count):
     """Why munit scaling leaves it off (section 3 test 2)."""

@@ -151,6 +151,7 @@ def sizes_after(width, parametrization, lr, steps, seed=0):
         return [float(t.pow(2).mean().sqrt()) for t in (hidden, model[-1](hidden))]
 
 
+@pytest.mark.quick("umup-widths0")
 @pytest.mark.parametrize("widths", slow_unless(lambda widths: widths == (WIDTHS,), [(WIDTHS,), (ALL_WIDTHS,)]))
 @pytest.mark.parametrize("parametrization", ["umup", "munit"])
 def test_sizes_after_ten_steps_stay_with_the_width(parametrization, widths):
@@ -162,11 +163,13 @@ def test_sizes_after_ten_steps_stay_with_the_width(parametrization, widths):
     assert float(found[0, 1]) > 0.3  # it has learned something
 
 
+@pytest.mark.slow
 def test_sizes_after_ten_steps_grow_under_the_standard_parametrization():
     small, large = (sizes_after(width, "standard", 0.01, 10)[1] for width in (64, 2048))
     assert large > 3 * small
 
 
+@pytest.mark.slow
 def test_logits_fall_with_the_root_of_the_width_before_training():
     """By design, so the check is made after steps."""
     small, large = (

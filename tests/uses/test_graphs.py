@@ -11,7 +11,7 @@ from ways import prepare, start_of, steps, values, way
 from tiny import assert_same, batch, grads
 
 
-@way(core=("bf16-mixed", "fp8-delayed"))
+@way(core=("fp8-delayed",))
 def test_export(name):
     """torch.export: of the prepared model in eval(), saved and loaded; the program computes what the model does."""
     model, optimizer, scaler = prepare(name, start_of(name))
@@ -32,7 +32,7 @@ def test_export(name):
             assert_same(program.module()(x), model(x))
 
 
-@way(core=("bf16-stochastic", "fp8-delayed"))
+@way(core=("bf16-stochastic",))
 def test_compile(name):
     """torch.compile: of the prepared model; forward and backward in one graph, equal to the eager ones."""
     torch._dynamo.reset()  # or the recipes before this one count against torch's limit of recompilations

@@ -15,7 +15,7 @@ from halfstep.recipe import get_recipe
 from tiny import EVERY, SMOOTH, batch, model_for
 
 
-CORE = ("fp32", "bf16-mixed", "fp16-master", "bf16-stochastic", "bf16-kahan", "fp8-current", "fp8-delayed")
+CORE = ("bf16-mixed", "fp16-master", "bf16-stochastic", "fp8-delayed")
 REST = tuple(name for name in EVERY if name not in CORE)
 ROUNDING = {name for name in EVERY if any(rule.linear.rounds for rule in get_recipe(name).rules)}  # products' operands
 FOUR_BITS = {n for n in ROUNDING if any(q.format.bits == 4 for r in get_recipe(n).rules for q in r.linear.quantizers)}
