@@ -290,7 +290,7 @@ def _few_rows(name: str) -> Iterator[Case]:
         values, words = made.dequantize(torch.float32), f"{rows}x{shared}x{across}"
         exact, found = (x.double() @ values.double().t()).float(), torch.empty(rows, across)
         if few_rows.knows(quantizer, across, shared) and few_rows.supports(made.codes, made.scale, quantizer.format):
-            few_rows.run(x, few_rows.given(made.codes, made.scale, quantizer), 0.5, None, found)
+            few_rows.run(array(x, torch.float32), few_rows.given(made.codes, made.scale, quantizer), 0.5, None, found)
             yield exact * 0.5, found.clone(), torch.empty(0), f"{words}, codes"
             few_rows.run_values(x, values.bfloat16(), None, x.new_ones(across), found)
             yield exact + 1, found, torch.empty(0), f"{words}, values"

@@ -7,7 +7,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from halfstep.errors import RecipeError
 from halfstep.nn.adopt import OnCopy, adopt
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.clock import Clock
+from halfstep.nn.device import device_type_of
 from halfstep.nn.functions import Float32Functions
 from halfstep.nn.outputs import to_float32
 from halfstep.nn.schedule import Schedule
@@ -75,7 +75,7 @@ class Part:
         return self._is_autocast(module) or torch._C._current_graph_task_id() != -1
 
     def _is_autocast(self, module: nn.Module) -> bool:
-        device = _device(module)
+        device = device_type_of(module)
         return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == self._autocast
 
     @contextmanager
@@ -86,7 +86,7 @@ class Part:
             if self._autocast is None:
                 yield
             else:
-                with torch.autocast(_device(module), dtype=self._autocast):
+                with torch.autocast(device_type_of(module), dtype=self._autocast):
                     if not self.functions:
                         yield
                     else:
@@ -289,11 +289,6 @@ def _parts(model: nn.Module) -> Iterator[nn.Module]:
 
 def _has_forward(module: nn.Module) -> bool:
     return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented" or "forward" in vars(module)
-
-
-def _device(module: nn.Module) -> str:
-    anything: Tensor = next(chain(module.parameters(), module.buffers()))
-    return anything.device.type
 
 
 def _nobody() -> None:

@@ -53,7 +53,7 @@ class Stored:
     """Of the parameter that was."""
     parts: tuple[str, ...]
     reader: Reader = field(default_factory=Reader, repr=False, compare=False)
-    """Of its one matrix."""
+    """Of its matrices, which it knows one of at a time."""
 
     @property
     def label(self) -> bytes:
@@ -75,8 +75,8 @@ def quantized_weight(module: Any, name: str, x: Tensor, expert: int | None = Non
     """
     dtype, entry = product_dtype(x), module._halfstep_stored[name]
     if isinstance(entry, Stored):
-        held, reader = _tensors(module, entry, expert), entry.reader if expert is None else Reader()
-        codes = StoredWeight(entry.quantizer, entry.shape, entry.dtype, held, dtype, False, reader)
+        held = _tensors(module, entry, expert)
+        codes = StoredWeight(entry.quantizer, entry.shape, entry.dtype, held, dtype, False, entry.reader)
         return codes.t() if entry.weight.transposed else codes
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         whole, quantizer, flipped = getattr(module, name), module._halfstep_linear.output.rhs, entry.transposed

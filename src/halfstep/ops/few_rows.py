@@ -7,19 +7,25 @@ inference computes what it computed in evaluation, bit for bit, at the speed at 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfstep.kernels.cpu import few_rows
+from halfstep.kernels.cpu import few_rows, tokens
+from halfstep.kernels.cpu.arrays import array, plain, widened
+from halfstep.kernels.cpu.tokens import Rounded
+from halfstep.ops.carriers import E4M3_BITS, carrier, tile_carrier
 from halfstep.ops.casts import Quantized
 from halfstep.ops.operand import Operand, is_whole, scale_of
 from halfstep.ops.stored import decoded
 from halfstep.quant import Quantizer
 from halfstep.recipe import Matmul
+
+
+_USUAL = 2.0**127  # of scales' products, which are formed in double and rounded to float32 once: its own product
 
 
 class _Known(NamedTuple):
@@ -32,6 +38,16 @@ class _Known(NamedTuple):
     """Whether one scale multiplies all of it."""
 
 
+class _Way(NamedTuple):
+    """How few rows of a dtype are rounded for products in another; decided once for a stored weight."""
+
+    product: Matmul
+    given: torch.dtype
+    dtype: torch.dtype
+    rounder: Callable[[Tensor], Rounded | None] | None
+    """None where `operand` rounds them."""
+
+
 class Reader:
     """What a kernel needs of one stored weight, kept from product to product: found again when one of its tensors is
     another, or lies elsewhere, or in another shape. It keeps no tensor, and copies and pickles know nothing."""
@@ -39,6 +55,7 @@ class Reader:
     def __init__(self) -> None:
         self._known: _Known | None = None
         self._asked: tuple[Quantizer, tuple[int, ...], bool] | None = None
+        self._way: _Way | None = None
 
     def __reduce__(self) -> Any:
         return Reader, ()
@@ -56,6 +73,18 @@ class Reader:
         if known is None or not all(map(_is_same, known.tensors, tensors)):
             self._known = known = self._find(weight)
         return known
+
+    def rounder(
+        self, weight: StoredWeight, product: Matmul, given: torch.dtype
+    ) -> Callable[[Tensor], Rounded | None] | None:
+        """What rounds few rows of that dtype for a product with the weight; None where `operand` does, or where the
+        product is none of few rows."""
+        way = self._way
+        if way is None or way.product is not product or way.given is not given or way.dtype is not weight.dtype:
+            known = product.multiplier is None and _takes(product, weight)
+            rounder = _rounder(product.lhs, weight.shape[1], weight.dtype) if known else None
+            self._way = way = _Way(product, given, weight.dtype, rounder)
+        return way.rounder
 
     def _find(self, weight: StoredWeight) -> _Known:
         quantizer, tensors = weight.quantizer, weight.quantized.tensors  # which checks them
@@ -112,21 +141,47 @@ class StoredWeight:
         return self.operand().split(rows)
 
 
+def _rounder(
+    quantizer: Quantizer | None, columns: int, dtype: torch.dtype
+) -> Callable[[Tensor], Rounded | None] | None:
+    """What makes of rows of that many numbers, a plain tensor, what `operand` makes of them for a product in that
+    dtype; None where only that does."""
+    if quantizer is None:
+        return lambda x: (widened(array(x.to(dtype))), None)
+    if quantizer.clamp is not None or quantizer.scales is None or quantizer.by_rows or quantizer.inner is not None:
+        return None
+    format, scales = quantizer.format, quantizer.scales
+    if scales.rule.exact:
+        into = tile_carrier(format, scales.rule, dtype, torch.device("cpu"))
+    else:
+        into = carrier(format, dtype, E4M3_BITS if scales.rule.two_level else 0)
+    rounded = tokens.rounder(quantizer, columns, into)
+    return None if rounded is None else lambda x: rounded(array(x))
+
+
 def supports(lhs: Operand, weight: Operand | StoredWeight, product: Matmul) -> bool:
     """Whether the product of lhs (rows, in) and a weight (out, in), which `product` rounds, is one of few rows here. It
     hangs on nothing that is otherwise in inference than in evaluation."""
-    values, quantizer = lhs.values, product.rhs
+    values = lhs.values
     return (
         0 < len(values) <= few_rows.ROWS
-        and quantizer is not None
-        and quantizer.clamp is None
-        and product.accumulate is None
-        and product.hadamard is None
         and lhs.remainder is None
         and (lhs.scale is None or lhs.scale.dim() == 0)
         and values.device.type == "cpu"
         and values.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and (torch.compiler.is_compiling() or not hasattr(values, "fake_mode"))
+        and _takes(product, weight)
+    )
+
+
+def _takes(product: Matmul, weight: Operand | StoredWeight) -> bool:
+    """Whether the product of any few rows and that weight is one of few rows here."""
+    quantizer = product.rhs
+    return (
+        quantizer is not None
+        and quantizer.clamp is None
+        and product.accumulate is None
+        and product.hadamard is None
         and _knows(weight, quantizer)
     )
 
@@ -143,13 +198,15 @@ def few_rows_product(
     """lhs (rows, in) times the transpose of the weight (out, in), times `multiplier`, plus bias (out): in `dtype`,
     rounded once from float32."""
     x = (lhs.values if lhs.values.dtype == torch.float32 else lhs.values.float()).contiguous().resolve_neg()
-    bias = None if bias is None else bias.detach().float().contiguous().resolve_neg()
+    bias = _wide(bias)
     if isinstance(weight, StoredWeight) and not weight.transposed and not torch.compiler.is_compiling():
         known = weight.reader.read(weight)
         scale = scale_of(lhs, Operand(x, _scale(weight, known.whole)))
         out = torch.empty(len(x), weight.matrix[0], dtype=dtype)
-        if known.given is not None and few_rows.run(x, known.given, few_rows.factor(scale, multiplier), bias, out):
-            return out
+        if known.given is not None:
+            values, times = array(x, torch.float32), few_rows.factor(scale, multiplier)
+            if few_rows.run(values, known.given, times, bias, out):
+                return out
     matrix = weight.operand() if isinstance(weight, StoredWeight) else weight
     values, scale = matrix.values.contiguous().resolve_neg(), scale_of(lhs, matrix)
     out = torch.empty(len(x), len(values), dtype=dtype)
@@ -158,6 +215,31 @@ def few_rows_product(
     else:
         few_rows.run_values(x, values, few_rows.factor(scale, multiplier), bias, out)
     return out
+
+
+def from_codes(x: Tensor, weight: StoredWeight, bias: Tensor | None, product: Matmul) -> Tensor | None:
+    """x (..., in), rounded as `product` says, times the transpose of a weight in codes, plus bias (out): what
+    `few_rows_product` makes of them in evaluation. None where that is to be asked."""
+    across, columns = weight.matrix
+    if torch.compiler.is_compiling() or weight.transposed or not plain(x) or x.shape[-1:] != (columns,):
+        return None
+    rounder = weight.reader.rounder(weight, product, x.dtype)
+    if rounder is None or not 0 < x.numel() <= few_rows.ROWS * columns:
+        return None
+    known = weight.reader.read(weight)
+    rounded = None if known.given is None else rounder(x)
+    if rounded is None:
+        return None
+    (values, one), other = rounded, _scale(weight, known.whole)
+    times = one if other is None else float(other) if one is None else one * float(other)
+    if times is not None and not abs(times) < _USUAL:
+        return None
+    out = torch.empty((*x.shape[:-1], across), dtype=weight.dtype)
+    return out if few_rows.run(values, known.given, times, _wide(bias), out) else None
+
+
+def _wide(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach().float().contiguous().resolve_neg()
 
 
 def _scale(weight: StoredWeight, whole: bool) -> Tensor | None:

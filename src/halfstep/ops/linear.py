@@ -9,7 +9,7 @@ from torch import Tensor
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import scaled_mm
 from halfstep.ops.factors import just_in_time
-from halfstep.ops.few_rows import StoredWeight
+from halfstep.ops.few_rows import StoredWeight, from_codes
 from halfstep.ops.function import no_autocast, run
 from halfstep.ops.linear_passes import Eager, Rounded, RoundedWeight, States, product_dtype
 from halfstep.ops.operand import Operand, operand, signs_of
@@ -131,6 +131,10 @@ def _infer(
             "torch.no_grad(), train the model first and quantise it then, or train adapters beside its codes: "
             "halfstep.quantize_model(model, recipe, adapters=True), for layers that are no convolutions"
         )
+    if evaluates and channels is None and isinstance(weight, StoredWeight):
+        y = from_codes(x, weight, bias, product)
+        if y is not None:
+            return y
     dtype, rows = weight.dtype if isinstance(weight, StoredWeight) else product_dtype(x), matrix(x)
     coded = False
     if isinstance(weight, StoredWeight) and channels is None and product.accumulate is None:

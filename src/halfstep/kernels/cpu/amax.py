@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from halfstep.kernels.cpu.arrays import array, plain
@@ -24,6 +27,13 @@ def run(x: Tensor) -> Tensor:
     found = torch.empty(() if chunks == 1 else chunks, dtype=torch.float32)
     _amax(x.numel(), array(x), array(found))
     return found if chunks == 1 else found.max()
+
+
+def number(x: NDArray[Any]) -> float:
+    """The same of an `array`, as a number."""
+    found = np.empty(-(-x.size // CHUNK), np.uint32)
+    _amax(x.size, x, found)
+    return float(found.max().view(np.float32))
 
 
 @lanes("one")

@@ -47,6 +47,18 @@ def borrowed(tensor: Tensor) -> Any:
     return np.asarray(_Memory(tensor, _BITS[tensor.dtype], keeps=False))
 
 
+def empty(size: int, dtype: torch.dtype) -> Any:
+    """New memory for so many numbers of a dtype, as `array` has them."""
+    return np.empty(size, _BITS[dtype])
+
+
+def widened(numbers: Any) -> Any:
+    """What `array` has of numbers in 32 or 16 bits, as float32."""
+    if numbers.dtype == np.uint16:
+        return np.left_shift(numbers, 16, dtype=np.uint32).view(np.float32)
+    return numbers.view(np.float32) if numbers.itemsize == 4 else numbers.view(np.float16).astype(np.float32)
+
+
 _NOWHERE = 64
 """The address of no number, aligned as any is: numpy 2.0 takes none of 0."""
 

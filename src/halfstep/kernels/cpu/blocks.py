@@ -97,21 +97,37 @@ def run_values(
     `tensor_scale` (float32 scalar) becomes the tensor's, and is left out of the values.
     """
     tile, rule = scales.tile, scales.rule
-    numbers, cuts = _numbers(format, rounding)[0], cut_points(format, True)
+    numbers, cuts = value_numbers(format, rounding)
     if rule.exact:
-        powered, steps = power_scalars(format, rule), powers.scalars(format)
-        found = np.zeros(-(-x.numel() // CHUNK), np.uint32)
-        keys = seed_keys(seed)
-        _power_values(x.numel(), array(x), levels(tile), powered, steps, found, array(out), numbers, keys)
-        return bool((found & TINY).any())
+        powered = power_scalars(format, rule), powers.scalars(format)
+        return power_values(array(x), array(out), levels(tile), powered, numbers, seed_keys(seed))
     if rule.two_level:
         ruled = two_level.rule_of(x, format, scales, tensor_scale)
-        given = array(x), levels(tile), *ruled, *two_level.apart(format, seed, out, tensor_scale)
-        _two_level_values(x.numel(), *given, array(out), numbers, cuts, seed_keys(seed))
+        apart = two_level.apart(format, seed, out.dtype, tensor_scale is not None)
+        two_level_values(array(x), array(out), levels(tile), ruled, apart, numbers, cuts, seed_keys(seed))
         return True
     stored: Any = np.empty(x.numel() // tile.columns, np.float32 if rule.quotient else np.uint16)
     _quantise(x, format, scales, (array(out), numbers, None, cuts, None), stored, None, seed)
     return True
+
+
+def value_numbers(format: Format, rounding: str) -> tuple[Any, Any]:
+    """What elements are rounded to values by: the numbers of a format, or a codebook's cuts."""
+    return _numbers(format, rounding)[0], cut_points(format, True)
+
+
+def power_values(x: Any, out: Any, levels: Any, powered: Any, numbers: Any, keys: Any = None) -> bool:
+    """The same of `array`s, where scales are powers of two: by the `power_scalars` and `powers.scalars` of a format."""
+    found = np.zeros(-(-x.size // CHUNK), np.uint32)
+    _power_values(x.size, x, levels, *powered, found, out, numbers, keys)
+    return bool((found & TINY).any())
+
+
+def two_level_values(
+    x: Any, out: Any, levels: Any, ruled: Any, apart: Any, numbers: Any, cuts: Any, keys: Any = None
+) -> None:
+    """The same of `array`s, where they are of two levels, by what `two_level` gives of the rule."""
+    _two_level_values(x.size, x, levels, *ruled, *apart, out, numbers, cuts, keys)
 
 
 def levels(tile: Tile) -> tuple[np.uint32, ...]:

@@ -8,6 +8,7 @@ import numba
 import numpy as np
 import torch
 from numba import types
+from numpy.typing import NDArray
 from torch import Tensor
 
 from halfstep.formats import Format
@@ -61,6 +62,11 @@ def run(
     _values(x.numel(), array(x), target, numbers, seed_keys(seed) if rounding == "stochastic" else None, times, largest)
     if amax is not None and found is not None:
         amax.copy_(torch.maximum(amax, found.max()))
+
+
+def scale(x: NDArray[Any], factor: np.float32, out: NDArray[Any], numbers: Any) -> None:
+    """The same of `array`s: x * factor, rounded by the `elements.scalars` of the format and out's dtype."""
+    _values(x.size, x, out, numbers, None, factor.view(np.uint32), None)
 
 
 def supports_scaled(x: Tensor, out: Tensor, format: Format) -> bool:

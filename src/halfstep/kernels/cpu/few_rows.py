@@ -105,9 +105,9 @@ def given(codes: Tensor, scale: Tensor | None, quantizer: Quantizer) -> Any:
     return borrowed(codes), meaning, second_first, mask, half, *scales, *shifts
 
 
-def run(x: Tensor, weight: Any, times: float | None, bias: Tensor | None, out: Tensor) -> bool:
-    """Write x (rows, in), float32, times the transpose of a `given` weight (out, in), times `times`, plus bias (out),
-    float32, each rounded once in float32 and the last to its dtype, to `out` (rows, out).
+def run(x: NDArray[np.float32], weight: Any, times: float | None, bias: Tensor | None, out: Tensor) -> bool:
+    """Write x (rows, in), which is flat, times the transpose of a `given` weight (out, in), times `times`, plus bias
+    (out), float32, each rounded once in float32 and the last to its dtype, to `out` (..., out).
 
     Returns:
         False where codes are not finite, or scales so large that a value may be infinite: what was written is then not
@@ -117,8 +117,9 @@ def run(x: Tensor, weight: Any, times: float | None, bias: Tensor | None, out: T
 
 
 def run_values(x: Tensor, weight: Tensor, times: float | None, bias: Tensor | None, out: Tensor) -> None:
-    """The same of a weight (out, in) of values: float32, bfloat16 or float16."""
-    _form(x, (array(weight), None, np.int64(0), None, np.uint8(255), *_NO_SCALES), times, bias, out)
+    """The same of x, float32, and a weight (out, in) of values: float32, bfloat16 or float16."""
+    values = array(weight), None, np.int64(0), None, np.uint8(255), *_NO_SCALES
+    _form(array(x, torch.float32), values, times, bias, out)
 
 
 def factor(scale: Tensor | None, multiplier: float | None) -> float | None:
@@ -128,18 +129,20 @@ def factor(scale: Tensor | None, multiplier: float | None) -> float | None:
     return float(scale if multiplier is None else scale * multiplier)
 
 
-def _form(x: Tensor, weight: Any, times: float | None, bias: Tensor | None, out: Tensor) -> bool:
-    (rows, columns), across = x.shape, out.shape[1]
+def _form(x: NDArray[np.float32], weight: Any, times: float | None, bias: Tensor | None, out: Tensor) -> bool:
+    across = out.shape[-1]
+    rows = out.numel() // across
+    columns = x.size // rows
     ms = 1 if rows == 1 else 4
     if rows % ms:
-        x = torch.cat([x, x.new_zeros(ms - rows % ms, columns)])
+        x = np.concatenate([x, np.zeros((ms - rows % ms) * columns, np.float32)])
     strange = np.zeros(-(-across // _GROUP), np.uint8)
     _products(
-        columns * across // _SPEED, array(x, torch.float32), columns, *weight, *_SIDE_BY_SIDE[ms],
+        columns * across // _SPEED, x, columns, *weight, *_SIDE_BY_SIDE[ms],
         np.float32(1 if times is None else times), _NO_BIAS if bias is None else array(bias, torch.float32),
         array(out).reshape(rows, across), strange,
     )  # fmt: skip
-    return not strange.any()
+    return not any(strange.tobytes())
 
 
 @cache

@@ -72,7 +72,7 @@ def run_values(
         _power(*matrix, powered, steps, found, array(out), numbers, keys)
         return bool((found & TINY).any())
     ruled = two_level.rule_of(x, format, scales, tensor_scale)
-    apart = two_level.apart(format, seed, out, tensor_scale)
+    apart = two_level.apart(format, seed, out.dtype, tensor_scale is not None)
     _two_level(*matrix, *ruled, *apart, found, array(out), numbers, keys)
     return True
 

@@ -21,7 +21,8 @@ from halfstep.kernels.cpu.columns import divided_strip, stepped_strip, transpose
 from halfstep.kernels.cpu.compiled import Kernel, inner
 from halfstep.kernels.cpu.divided import element
 from halfstep.kernels.cpu.powers import FAR, TINY, note_scales, stepped
-from halfstep.kernels.cpu.scales import knows, knows_rule, larger_stored, power_scalars
+from halfstep.kernels.cpu.scales import knows as knows_element
+from halfstep.kernels.cpu.scales import knows_rule, larger_stored, power_scalars
 from halfstep.quant.quantizer import Quantizer, matrix_shape
 from halfstep.quant.scales import Scales
 from halfstep.quant.tile import ROW
@@ -31,17 +32,24 @@ _TALL = 16  # rows that a thread takes at a time
 _LEVELS = (np.uint32(0),) * 5  # of the transposed view, blocks of 32 numbers at a time
 
 
-def supports_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
-    """Whether `run_values` can round `x` into `out`: a contiguous CPU tensor, or a matrix's transposed view whose rows
-    are whole blocks of 32; apart in memory."""
+def knows(quantizer: Quantizer) -> bool:
+    """Whether the kernels here do what this quantizer does."""
     if quantizer.scales is None or quantizer.scales.tile != ROW or isinstance(quantizer.format, Codebook):
         return False
     return (
         quantizer.rounding == "nearest_even"
         and quantizer.outliers is None
         and quantizer.scales.rule.exact
-        and knows(quantizer.format)
+        and knows_element(quantizer.format)
         and knows_rule(quantizer.format, quantizer.scales.rule)
+    )
+
+
+def supports_values(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
+    """Whether `run_values` can round `x` into `out`: a contiguous CPU tensor, or a matrix's transposed view whose rows
+    are whole blocks of 32; apart in memory."""
+    return (
+        knows(quantizer)
         and x.dim() > 0
         and x.numel() > 0
         and x.shape == out.shape
@@ -58,14 +66,19 @@ def run_values(x: Tensor, out: Tensor, format: Format, scales: Scales) -> bool:
     numbers: Any = element_codes.scalars(format, "nearest_even", "saturate")[0]
     high, wide = matrix_shape(tuple(x.shape))
     if x.is_contiguous():
-        found = np.zeros(-(-high // _TALL), np.uint32)
-        _rows(x.numel(), array(x), wide, *ruled, found, array(out), numbers)
-        return bool((found & TINY).any())
+        return power_values(array(x), array(out), wide, ruled, numbers)
     largest = array(rows.run_amax(x.t(), None, 0))
     scale, shift = np.empty(high, np.uint32), np.empty(high, np.uint32)
     noted = _note.serial(largest, *ruled, scale, shift)
     _down(x.numel(), array(x.t()), _LEVELS, scale, shift, bool(noted & FAR), ruled[1], array(out), numbers)
     return bool(noted & TINY)
+
+
+def power_values(x: Any, out: Any, columns: int, powered: Any, numbers: Any) -> bool:
+    """The same of `array`s, by the `power_scalars` and `powers.scalars` of the format."""
+    found = np.zeros(-(-x.size // columns // _TALL), np.uint32)
+    _rows(x.size, x, columns, *powered, found, out, numbers)
+    return bool((found & TINY).any())
 
 
 def _lies_down(x: Tensor) -> bool:

@@ -98,7 +98,7 @@ def run_two_levels(
     out = torch.empty(-(-rows // len(signs)) * len(signs), columns, dtype=dtype)
     numbers: Any = element_codes.scalars(quantizer.format, quantizer.rounding, "saturate")[0]
     ruled = scales.tile.rows, *two_level.given(quantizer.format, scales.rule, scale)
-    steps = two_level.apart(quantizer.format, seed, out, scale)[1]
+    steps = two_level.apart(quantizer.format, seed, out.dtype, True)[1]
     _down_two(x.numel(), *_given(x, signs), *ruled, steps, array(out), numbers, seed_keys(seed))
     return out
 

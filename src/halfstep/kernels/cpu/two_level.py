@@ -40,7 +40,7 @@ def rule_of(x: Tensor, format: Format, scales: Scales, tensor_scale: Tensor | No
     largest = amax.run(x) if x.numel() else torch.zeros(())
     known = largest.item()
     if rule.clips and isfinite(known):  # the rule's own formula, without torch, which takes longer than a row of x
-        scale = np.float32(known) / np.float32(ocp.float8_e4m3fn.max * format.max) or np.float32(1)
+        scale = tensor_scale_of(known, format)
     else:
         if not isfinite(known):  # the largest of the tiles that are
             largest = finite(scales.tile.reduce(as_rows(x).float().abs(), "amax"))
@@ -50,16 +50,22 @@ def rule_of(x: Tensor, format: Format, scales: Scales, tensor_scale: Tensor | No
     return given(format, rule, scale)
 
 
+def tensor_scale_of(amax: float, format: Format) -> np.float32:
+    """The tensor's scale from its largest magnitude, which is finite, by a rule that `clips`."""
+    return np.float32(np.float32(amax) / np.float32(ocp.float8_e4m3fn.max * format.max) or 1)
+
+
 def given(format: Format, rule: TwoLevel, scale: Tensor | np.float32) -> Any:
     """The same for a tensor whose scale is known."""
     return (np.float32(format.max), np.float32(scale)), scalars()[0], np.uint32(not rule.clips)
 
 
-def apart(format: Format, seed: int | None, out: Tensor, tensor_scale: Tensor | None) -> tuple[Any, Any]:
-    """Whether values are without the tensor's scale (None, or a number); and what `divided.element_apart` rounds by."""
-    if tensor_scale is None:
+def apart(format: Format, seed: int | None, dtype: torch.dtype, leaves: bool) -> tuple[Any, Any]:
+    """Whether values, in that dtype, leave out the tensor's scale (None, or a number); and what `divided.element_apart`
+    rounds by."""
+    if not leaves:
         return None, None
-    assert out.dtype == torch.float32 or format.significant_bits + E4M3_BITS <= 8  # `out` holds the products exactly
+    assert dtype == torch.float32 or format.significant_bits + E4M3_BITS <= 8  # it holds the products exactly
     return np.uint32(1), powers.unscaled(format) if seed is None else None
 
 

@@ -12,6 +12,9 @@ from halfstep.quant.scaling.base import Scaling, Stored
 from halfstep.quant.tile import Tile
 
 
+_LIMIT = torch.finfo(torch.float32).max
+
+
 class Current(Scaling):
     """factor = max / amax in float32; elements are multiplied by it, and scale = 1 / factor.
 
@@ -37,14 +40,16 @@ class Current(Scaling):
 
 def factor_of(amax: Tensor, element: Format) -> Tensor:
     """max / amax in float32: 1 for an amax of 0, NaN for one that is not finite, at most the largest float32."""
-    limit = torch.finfo(torch.float32).max
-    if amax.dim() == 0 and amax.device.type == "cpu" and not torch.compiler.is_compiling():  # the same, in one call
-        found = amax.item()
-        number = 1.0 if found == 0 else min(element.max / found, limit) if isfinite(found) else nan
-        return torch.tensor(number, dtype=torch.float32)
+    if amax.dim() == 0 and amax.device.type == "cpu" and not torch.compiler.is_compiling():
+        return torch.tensor(number_of(amax.item(), element), dtype=torch.float32)  # the same, in one call
     # In double and rounded once, which is float32's own division: CUDA's and a compiler's are not always.
-    factor = (element.max / amax.double()).clamp(max=limit).float()
+    factor = (element.max / amax.double()).clamp(max=_LIMIT).float()
     return torch.where(amax.isfinite(), torch.where(amax == 0, 1.0, factor), torch.nan)
+
+
+def number_of(amax: float, element: Format) -> float:
+    """The same of one amax, before it is rounded to float32."""
+    return 1.0 if amax == 0 else min(element.max / amax, _LIMIT) if isfinite(amax) else nan
 
 
 current = Current("current")

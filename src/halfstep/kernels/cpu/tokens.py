@@ -1,0 +1,95 @@
+"""A few rows of numbers, rounded for `few_rows`: by the kernels of large tensors, one of which is chosen once for all.
+
+What those ask of a tensor, and making tensors, takes longer than rounding a token's activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from halfstep.kernels.cpu import amax, blocks, cast, element_codes, elements, powered_rows, powers, two_level
+from halfstep.kernels.cpu.arrays import empty, widened
+from halfstep.kernels.cpu.scales import power_scalars
+from halfstep.quant import Quantizer, Scales
+from halfstep.quant.scaling.current import number_of
+from halfstep.quant.scaling.two_level import TwoLevel
+from halfstep.quant.tile import TENSOR
+
+
+Rounded = tuple[NDArray[np.float32], float | None]
+"""Flat values, and the scale of the whole tensor; None is 1."""
+Rounder = Callable[[NDArray[Any]], Rounded | None]
+"""Rounds an `array` of whole rows; None where it leaves that to others."""
+
+
+def rounder(quantizer: Quantizer, columns: int, dtype: torch.dtype) -> Rounder | None:
+    """What rounds rows of that many numbers, to values that fit `dtype`; None where nothing here does.
+
+    The values are those that the kernels write to a tensor of that dtype. Of subnormal ones in bfloat16, and of numbers
+    that are not finite where the tensor has two levels of scales, the rounder says None.
+    """
+    scales = quantizer.scales
+    if scales is None or quantizer.rounding != "nearest_even":
+        return None
+    if scales.tile == TENSOR:
+        return _by_tensor(quantizer, dtype) if scales.rule.reciprocal else None
+    if dtype == torch.float16:
+        return None
+    if powered_rows.knows(quantizer):
+        return _by_powers(powered_rows.power_values, columns, quantizer, scales, dtype)
+    if not blocks.knows(quantizer, columns):
+        return None
+    if scales.rule.exact:
+        return _by_powers(blocks.power_values, blocks.levels(scales.tile), quantizer, scales, dtype)
+    return _by_two_levels(quantizer, scales, dtype) if isinstance(scales.rule, TwoLevel) and scales.rule.clips else None
+
+
+def _by_tensor(quantizer: Quantizer, dtype: torch.dtype) -> Rounder | None:
+    format = quantizer.format
+    if not elements.knows(format) or not elements.holds(format, "saturate", torch.float32, dtype):
+        return None
+    numbers = elements.scalars(format, "nearest_even", "saturate", dtype)
+
+    def rounded(x: NDArray[Any]) -> Rounded:
+        factor, out = np.float32(number_of(amax.number(x), format)), empty(x.size, dtype)
+        cast.scale(x, factor, out, numbers)
+        return widened(out), float(np.float32(1) / factor)
+
+    return rounded
+
+
+def _by_powers(
+    kernel: Callable[..., bool], sizes: Any, quantizer: Quantizer, scales: Scales, dtype: torch.dtype
+) -> Rounder:
+    powered = power_scalars(quantizer.format, scales.rule), powers.scalars(quantizer.format)
+    numbers: Any = element_codes.scalars(quantizer.format, "nearest_even", "saturate")[0]
+
+    def rounded(x: NDArray[Any]) -> Rounded | None:
+        out = empty(x.size, dtype)
+        tiny = kernel(x, out, sizes, powered, numbers)
+        return None if tiny and dtype == torch.bfloat16 else (widened(out), None)
+
+    return rounded
+
+
+def _by_two_levels(quantizer: Quantizer, scales: Scales, dtype: torch.dtype) -> Rounder:
+    format, rule = quantizer.format, scales.rule
+    assert isinstance(rule, TwoLevel)
+    levels, numbers, cuts = blocks.levels(scales.tile), *blocks.value_numbers(format, "nearest_even")
+    apart = two_level.apart(format, None, dtype, True)
+
+    def rounded(x: NDArray[Any]) -> Rounded | None:
+        largest = amax.number(x)
+        if not isfinite(largest):
+            return None
+        scale, out = two_level.tensor_scale_of(largest, format), empty(x.size, dtype)
+        blocks.two_level_values(x, out, levels, two_level.given(format, rule, scale), apart, numbers, cuts)
+        return widened(out), float(scale)
+
+    return rounded
