@@ -49,7 +49,7 @@ class Present:
                 was = self._dtypes[id(parameter)]
                 raise OptimizerError(
                     f"{self.name(parameter)} was {was} when halfstep.prepare took it, and is {parameter.dtype} now. "
-                    "The recipe says in how many bits weights are trained: cast the model (model.half(), model.to(...)) "
+                    "The recipe says in how many bits weights are trained: cast the model (model.half(), model.to()) "
                     f"before halfstep.prepare, and not after it; assign to .data in {was}, or write with copy_"
                 )
         if now.issuperset(map(id, held)):
