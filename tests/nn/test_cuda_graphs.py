@@ -158,6 +158,12 @@ def test_a_graph_is_open_while_it_is_captured_and_filled_before_each_replay(monk
     assert told == ["replay", *["capture_begin", "capture_end", "replay", "replay"] * 2]
 
 
+def test_a_torch_without_cuda_has_no_graphs(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    with pytest.raises(QuantizationError, match=r"built without CUDA.*run the step itself"):
+        halfstep.CUDAGraph()
+
+
 def test_draws_of_more_than_one_part(draws):
     """A part more where one is full; no draw is split; what is sent is signed."""
     numbers = iter(range(1 << 64))

@@ -393,6 +393,28 @@ def test_nothing_is_computed_again_in_another_stage(names, reentrant):
     model(batch()[0]).sum().backward()  # the next ones are right
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # within a forward without gradients
+@pytest.mark.parametrize("inner", [None, True])
+def test_a_model_checkpointed_as_a_whole_is_not_computed_again_in_another_stage(inner):
+    plain, model = (staged(("fp8-current", "mxfp8"), lambda how=how: Blocks(how))[0] for how in (None, inner))
+
+    def forward():
+        return checkpoint(model, batch()[0].requires_grad_(), use_reentrant=True).sum()
+
+    loss = forward()
+    for _ in range(EVERY):  # on both sides of the change it computes what it computes without checkpointing
+        for each in (forward(), plain(batch()[0]).sum()):
+            each.backward()
+        halfstep.advance(model)
+        halfstep.advance(plain)
+    assert schedule_of(model).stage == 1
+    with pytest.raises(RecipeError, match=r"a forward of an earlier stage again in stage 2.*before scaler"):
+        loss.backward()
+    for each in (forward(), plain(batch()[0]).sum()):
+        each.backward()
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
 def test_a_backward_pass_after_a_change_has_the_gradients_of_its_own_stage():
     """Without checkpointing nothing is computed again."""
     grads = []

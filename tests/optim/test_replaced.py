@@ -253,3 +253,20 @@ def test_an_optimizer_travels_and_steps_on(name, kind, copied_by):
         steps(twin, seed)
     assert_same([p.detach() for p in twins], [p.detach() for p in parameters])
     assert_same(twin.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "bf16-stochastic"])
+def test_weights_that_were_cast_are_not_trained_so(name):
+    """Float32 weights cast to bf16 would be rounded at every step, without a master; bf16 ones, not at all."""
+    model = mlp()
+    model, optimizer, _ = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), name)
+    was = model[0].weight.dtype
+    model.to(torch.bfloat16 if was == torch.float32 else torch.float32)
+    model(torch.ones(2, 8)).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(OptimizerError, match=r"0.weight was .* when halfstep.prepare took it, and is .* now"):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    model.to(was).zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import RecipeError
 from halfstep.nn.adopt import OnCopy, adopt
@@ -21,7 +20,7 @@ from halfstep.nn.clock import Clock
 from halfstep.nn.device import device_type_of
 from halfstep.nn.functions import Float32Functions
 from halfstep.nn.outputs import to_float32
-from halfstep.nn.schedule import Schedule
+from halfstep.nn.recomputation import Recomputation
 
 
 _PART = "_halfstep_part"
@@ -32,8 +31,7 @@ class Part:
 
     def __init__(self, model: nn.Module, applied: Applied) -> None:
         self._recipe = applied.recipe.name
-        self.schedule = applied.schedule
-        self._backward = (-1, 0)  # the last backward pass that came to an output, and the stage that this is of
+        self.recomputation = None if applied.schedule is None else Recomputation(applied.schedule)
         self.follow(applied)
         self._calls: dict[int, int] = {}  # by thread: how deep in calls it is
         self._traced = 0  # of a graph that is being traced, which knows no threads
@@ -49,6 +47,8 @@ class Part:
         self._clock: Clock | None = applied.clock
         self._autocast = applied.autocast
         self.functions = applied.stage.float32_functions
+        if self.recomputation is not None:
+            self.recomputation.begin_stage()
 
     def bind(self, model: nn.Module) -> None:
         """Belong to a copy's root."""
@@ -123,35 +123,6 @@ class Part:
         root = self._root()
         if self._clock is not None and root is not None and torch.is_grad_enabled():
             event(self._clock, root)
-
-    def mark(self, output: Any, schedule: Schedule) -> None:
-        """Have a backward pass say of which stage of the recipe the output is that it begins at."""
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            return
-        stage = schedule.stage
-
-        def note(grad: Tensor) -> None:
-            self._backward = (torch._C._current_graph_task_id(), stage)
-
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(note)  # type: ignore[no-untyped-call]
-
-    def check_stage(self, schedule: Schedule) -> None:
-        """Refuse to compute something again, in a backward pass, in another stage than it was computed in.
-
-        Raises:
-            RecipeError: this is such a call.
-        """
-        if torch.compiler.is_compiling():
-            return
-        (task, stage), now = self._backward, torch._C._current_graph_task_id()
-        if now != -1 and now == task and stage != schedule.stage:
-            raise RecipeError(
-                f"recipe {schedule.name!r}: activation checkpointing computes a forward of stage {stage + 1} again in "
-                f"stage {schedule.stage + 1}, so its gradients would be of neither. Expected the backward pass before "
-                "the step that changes the stage: loss.backward() before scaler.update() or halfstep.advance(model)"
-            )
 
     def warn(self, module: nn.Module) -> None:
         """Say, once a model, what a part that is called from outside cannot know."""
@@ -246,13 +217,13 @@ def _root_forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     part = part_of(model)
     if part is None:  # a bound forward that somebody took before `revert`
         return stock(model, *args, **kwargs)
-    if part.schedule is not None:
-        part.check_stage(part.schedule)
+    if part.recomputation is not None:
+        part.recomputation.check()
     with part.entered(model):
         output = stock(model, *args, **kwargs)
     output = to_float32(output)
-    if part.schedule is not None:
-        part.mark(output, part.schedule)
+    if part.recomputation is not None:
+        part.recomputation.mark(output)
     return output
 
 
@@ -261,8 +232,8 @@ def _part_forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     part = part_of(module)
     if part is None:
         return stock(module, *args, **kwargs)
-    if part.schedule is not None:
-        part.check_stage(part.schedule)
+    if part.recomputation is not None:
+        part.recomputation.check()
     if part.is_inside(module):
         if not part.functions:
             return stock(module, *args, **kwargs)

@@ -103,8 +103,8 @@ class LowBit(Stored):
         """torch's; the recipe holds for the new parameters too.
 
         Raises:
-            OptimizerError: one is of a dtype that no recipe stores, or an adapter's in fewer than 32 bits under a recipe
-                that keeps adapters in float32. Nothing was added.
+            OptimizerError: one is of a dtype that no recipe stores, or an adapter's in fewer than 32 bits, where the
+                recipe keeps adapters in float32. Nothing was added.
         """
         super().add_param_group(param_group)
         try:

@@ -23,6 +23,7 @@ class Present:
     def __init__(self, model: Reference) -> None:
         self._model = model
         self._known = {id(p): weakref.ref(p) for p in self._named().values()}
+        self._dtypes = {id(p): p.dtype for p in self._named().values()}
 
     def name(self, parameter: Tensor) -> str | None:
         """The model's name for a parameter."""
@@ -36,12 +37,21 @@ class Present:
         """Called before a step. Sharded parameters are left to whoever sharded them.
 
         Raises:
-            OptimizerError: parameters of the optimizer have left the model, and others have come that it lacks.
+            OptimizerError: parameters of the optimizer have left the model, and others have come that it lacks; one
+                has another dtype than it had.
         """
         model = self._model()
         if model is None:
             return
         now, held = _ids(model), [p for group in groups for p in group["params"]]
+        for parameter in held:
+            if parameter.dtype != self._dtypes.get(id(parameter), parameter.dtype) and self._was_known(parameter):
+                was = self._dtypes[id(parameter)]
+                raise OptimizerError(
+                    f"{self.name(parameter)} was {was} when halfstep.prepare took it, and is {parameter.dtype} now. "
+                    "The recipe says in how many bits weights are trained: cast the model (model.half(), model.to()) "
+                    f"before halfstep.prepare, and not after it; assign to .data in {was}, or write with copy_"
+                )
         if now.issuperset(map(id, held)):
             return
         gone = [p for p in held if id(p) not in now and self._was_known(p) and not is_spread(p)]

@@ -63,9 +63,21 @@ class CUDAGraph(torch.cuda.CUDAGraph):
         with torch.cuda.graph(graph):
             step()
         graph.replay()
+
+    Raises:
+        QuantizationError: this torch was built without CUDA.
     """
 
     _draws: Draws | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> CUDAGraph:
+        if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+            raise QuantizationError(
+                f"torch {torch.__version__} was built without CUDA, whose graphs these are; expected a torch for CUDA "
+                "and an NVIDIA GPU. Without them run the step itself: it draws the same noise"
+            )
+        made: CUDAGraph = super().__new__(cls, *args, **kwargs)
+        return made
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
         super().capture_begin(*args, **kwargs)
