@@ -1,7 +1,7 @@
-"""A matrix in codes as it lies, and its rotated columns in codes as its transpose lies: `quant.Quantizer` of both and
-`quant.rotate`, bit for bit.
+"""A matrix in codes as it lies, and its rotated columns in codes as its transpose lies, from one pass.
 
-It is what products in FP4 take of a tensor whose second product is rotated. With two levels of scales, in two passes.
+Each is what `quant.Quantizer` makes of it, and of `quant.rotate`, bit for bit: what products in FP4 take of a tensor
+whose second product is rotated. With two levels of scales there is a pass before, for the largest numbers of both.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def run(
     seed: Seed | None = None,
     turned_seed: Seed | None = None,
 ) -> None:
-    """Write what `quantizer.quantize(x)` keeps to `along`, and to `turned` what it makes of `quant.rotate(x, signs, 0)`,
-    transposed: both of `layouts.empty`, as they are stored. By a seed each."""
+    """Write what `quantizer.quantize(x)` keeps to `along`, and to `turned` what it makes of the transpose of
+    `quant.rotate(x, signs, 0)`: both of `layouts.empty`, as they are stored. By a seed each."""
     (rows, columns), size = x.shape, len(signs)
     told, scales = quantizers.known(quantizer), quantizer.scales
     assert told is not None
@@ -73,7 +73,7 @@ def run(
         "FACTOR": float_bits(math.sqrt(1 / size)), "LEVELS": LEVELS[size], "W": scales.tile.columns,
         "UNIT": _UNIT, "ROWS": high, "COLUMNS": _STRIP // high,
     }  # fmt: skip
-    kernel, found = functions("turned").both, None
+    kernel, found = functions("turned").both_turned, None
     if two_level:
         found = torch.zeros(2, dtype=torch.int32, device=x.device)
         nothing = {"Q": None, "E": None, "NOISY": False}

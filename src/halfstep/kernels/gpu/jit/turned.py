@@ -75,7 +75,7 @@ def strip(
         "down", "across", "turned_down", "turned_across",
     ]
 )  # fmt: skip
-def both(
+def both_turned(
     x, codes, scale, tensor, turned, turned_scale, turned_tensor, found, raised, signs,
     row_units, units, low, high, held, turned_low, turned_high, turned_held, down, across, turned_down, turned_across,
     R: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, NOISY: tl.constexpr,
