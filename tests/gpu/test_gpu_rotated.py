@@ -7,7 +7,7 @@ import torch
 from test_proofs import OLDEST, PINNED, equal, told
 
 from families import for_each
-from halfstep.kernels.gpu import rotated
+from halfstep.kernels.gpu import rotated, turned
 from halfstep.quant import Hadamard, Scales, Tile, get_quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.recipe import get_recipe, list_recipes
@@ -65,6 +65,18 @@ def test_other_sizes_dtypes_and_layouts_are_left():
     assert rotated.takes(stack, signs(16), -1)
     assert not rotated.takes(stack, signs(16), 1)
     assert not rotated.takes(stack, signs(16), -1, get_quantizer("nvfp4"))
+
+
+def test_both_copies_of_what_one_product_rotates_come_from_one_pass():
+    """The input and the gradient of `nvfp4`: as rows are read, and rotated down columns."""
+    spec = next(rule.linear for rule in get_recipe("nvfp4").rules if rule.linear.rounds)
+    size = spec.grad_weight.hadamard.size
+    for quantizer in (spec.grad_weight.lhs, spec.grad_weight.rhs):
+        assert turned.takes(torch.empty(256, 128, device=META), quantizer, signs(size))
+        assert not turned.supports(torch.empty(256, 128, device=META), quantizer, signs(size))  # no CUDA tensor
+        assert not turned.takes(torch.empty(250, 128, device=META), quantizer, signs(size))  # blocks that end early
+        assert not turned.takes(torch.empty(256, 128, device=META), quantizer, signs(64))
+        assert not turned.takes(torch.empty(256, 128, device=META), quantizer.down, signs(size))
 
 
 def test_shapes_grow_to_whole_blocks():

@@ -58,7 +58,9 @@ def test_other_dtypes_tiles_and_layouts_are_left_to_the_reference():
 def test_a_choice_of_two_scales_is_made_where_its_sums_are_exact_and_a_block_holds_the_tile():
     x, rule = torch.empty(128, 256, device=META), get_scaling("four_over_six")
     for format, tile, taken in (
+        ("e2m1fn", Tile(1, 16), True),
         ("e2m1fn", Tile(16, 16), True),
+        ("e2m1fn", Tile(1, 32), True),
         ("e2m1fn", Tile(1, 256), True),
         ("e2m1fn", Tile(128, 128), False),
         ("e2m1fn", Tile(1, 0), False),
@@ -67,8 +69,8 @@ def test_a_choice_of_two_scales_is_made_where_its_sums_are_exact_and_a_block_hol
     ):
         quantizer = Quantizer(formats.get(format), scales=Scales(tile, rule))
         assert blocks.takes(x, quantizer) == taken, (format, tile)
-        assert not layouts.takes(x, quantizer)
-        assert not rotated.takes(x, torch.empty(16, device=META), 1, quantizer)
+        assert layouts.takes(x, quantizer) == (taken and tile.columns == 16)
+        assert rotated.takes(x, torch.empty(16, device=META), 1, quantizer) == (taken and tile == Tile(1, 16))
 
 
 def test_both_layouts_by_a_seed_only_where_they_share_their_codes():

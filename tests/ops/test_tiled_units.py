@@ -15,8 +15,9 @@ import halfstep
 from families import for_each
 from halfstep import formats, get_quantizer, ops
 from halfstep.kernels import probes, scale_layouts, scaled_mm, selftest, selftest_units, unit_kinds
+from halfstep.ops import linear_passes
 from halfstep.ops.linear_passes import Rounded
-from halfstep.ops.sides import units_of
+from halfstep.ops.sides import goes_both_ways, units_of
 from halfstep.quant import Quantizer, Scales
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import ROW, TENSOR, square
@@ -130,6 +131,7 @@ def squares(name, size, scaling):
 
 
 E8M0 = {name: get_quantizer(name, scale="rceil") for name in ("fp8_1x128", "fp8_128x128", "mxfp8_e4m3")}
+FOUR_OVER_SIX = get_quantizer("nvfp4", scale="four_over_six")
 TILED = {
     "fp8-block": ((9, 0), (E8M0["fp8_1x128"], E8M0["fp8_128x128"], E8M0["fp8_1x128"])),
     "fp8-block, float32 scales": ((9, 0), tuple(map(get_quantizer, ("fp8_1x128", "fp8_128x128", "fp8_1x128")))),
@@ -137,6 +139,7 @@ TILED = {
     "mxfp8": ((10, 0), (E8M0["mxfp8_e4m3"],) * 3),
     "mxfp8, E5M2 gradients": ((10, 0), (E8M0["mxfp8_e4m3"],) * 2 + (get_quantizer("mxfp8_e5m2"),)),
     "nvfp4": ((10, 0), (get_quantizer("nvfp4"), squares("e2m1fn", 16, "two_level"), get_quantizer("nvfp4"))),
+    "nvfp4, 4 over 6": ((10, 0), (FOUR_OVER_SIX, squares("e2m1fn", 16, "four_over_six"), FOUR_OVER_SIX)),
 }
 
 
@@ -333,6 +336,35 @@ def test_backward_keeps_codes_that_lie_for_its_products(monkeypatch):
         lies = {(384, 256), (128, 384)[::-1]} if name == "fp8-block" else {(256, 384), (128, 384)}
         assert {tuple(t.shape) for t in kept} == lies
         assert all(t.stride(0 if name != "fp8-block" else 1) == 1 for t in kept)
+
+
+def nvfp4_layer(seed):
+    """Forward and backward of a layer under the recipe, which rotates one product of its input and of its gradient."""
+    spec = next(rule.linear for rule in get_recipe("nvfp4").rules if rule.linear.rounds)
+    torch.manual_seed(seed)
+    x, w, dy = (draw(*size, seed=i).bfloat16() for i, size in enumerate([(256, 384), (128, 384), (256, 128)]))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = ops.linear(x.requires_grad_(), w.requires_grad_(), None, spec)
+    y.backward(dy)
+    return kept, (y.detach(), x.grad, w.grad, torch.get_rng_state())
+
+
+def test_both_sides_of_a_rotated_product_are_those_that_are_made_apart(units, monkeypatch):
+    """The noise is drawn in the same order; what is kept of the input is its codes, 4.5 bits a number."""
+    units["capability"] = (10, 0)
+    kept, found = nvfp4_layer(5)
+    assert units["kinds"] == [("BlockWise1x16", "BlockWise1x16")] * 3
+    assert not [t for t in kept if t.dtype == torch.bfloat16 and t.numel() > 128]
+
+    def apart(first, second, *rest):
+        return second.hadamard is None and goes_both_ways(first, second, *rest)
+
+    monkeypatch.setattr(linear_passes, "goes_both_ways", apart)
+    kept, expected = nvfp4_layer(5)
+    assert [t for t in kept if t.dtype == torch.bfloat16 and t.shape == (256, 384)]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 class Captured(Exception):

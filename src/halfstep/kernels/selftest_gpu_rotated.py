@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from halfstep import formats, quant
-from halfstep.kernels.gpu import rotated
+from halfstep.kernels.gpu import layouts, rotated, turned
 from halfstep.kernels.selftest import Case, words
-from halfstep.kernels.selftest_gpu_tiles import hard_matrix
+from halfstep.kernels.selftest_gpu_tiles import cell, hard_matrix
 from halfstep.quant import Hadamard, Quantized, Quantizer, Scales, get_quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import block
@@ -29,8 +29,13 @@ _SPUN: dict[str, tuple[Quantizer, Hadamard]] = {
         Quantizer(formats.get("float8_e4m3fn"), scales=Scales(block(4), get_scaling("absmax"))),
         Hadamard(8, 1),
     ),
+    "nvfp4 1x16 four_over_six, NVFP4's signs": (
+        get_quantizer("nvfp4", scale="four_over_six", rounding="stochastic"),
+        Hadamard(),
+    ),
 }
 """The quantizers of the recipes that rotate first, and others; tiles along rows."""
+_TURNED = ("fp8 1x4 absmax, 8 signs", "nvfp4 1x16, NVFP4's signs", "nvfp4 1x16 up, 32 signs", "mxfp6 1x32, 32 signs")
 _INPUTS = ((torch.bfloat16, (0, 512)), (torch.float32, (3, 45)))
 """Dtypes, rows beyond a block of the rotation, columns: whole blocks of a whole program, and short ones both ways."""
 
@@ -89,6 +94,20 @@ def coded(x: Tensor, quantizer: Quantizer, hadamard: Hadamard, device: torch.dev
                 yield expected[key], tensor.cpu(), _NONE, words(x, key, f"dim {dim}")
 
 
+def both(x: Tensor, quantizer: Quantizer, hadamard: Hadamard, device: torch.device) -> Iterator[Case]:
+    """Codes and scales as the matrix lies, and of its rotated columns, by a seed each: one is in the GPU's memory."""
+    signs, stochastic = hadamard.signs(), quantizer.rounding == "stochastic"
+    if turned.takes(x, quantizer, signs):
+        made = layouts.empty(x.to(device), quantizer)
+        seeds = (cell(_SEED, device), 7) if stochastic else ()
+        turned.run(x.to(device), quantizer, signs.to(device), *made, *seeds)
+        one = quantizer.quantize(x, _SEED if stochastic else None).tensors
+        other = quantizer.quantize(quant.rotate(x, signs, 0).t().contiguous(), 7 if stochastic else None).tensors
+        for expected, found, which in ((one, made[0], "as it lies"), (other, made[1], "rotated")):
+            for key, tensor in found.items():
+                yield expected[key], tensor.cpu(), _NONE, words(x, key, which)
+
+
 def _rotations(name: str, device: torch.device) -> Iterator[Case]:
     quantizer, hadamard = get_quantizer("mxfp4"), Hadamard(int(name), 3)
     for dtype, (beyond, columns) in (*_INPUTS, (torch.float16, (1, 80))):
@@ -111,8 +130,15 @@ def _coded(name: str, device: torch.device) -> Iterator[Case]:
     return _each(coded, name, device)
 
 
+def _both(name: str, device: torch.device) -> Iterator[Case]:
+    quantizer, hadamard = _SPUN[name]
+    for dtype, (rows, columns) in ((torch.bfloat16, (64, 160)), (torch.float32, (32, 144)), (torch.float16, (32, 48))):
+        yield from both(matrix((rows, columns), dtype, quantizer), quantizer, hadamard, device)
+
+
 TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str, torch.device], Iterator[Case]]], ...] = (
     ("rotated", ("16", "8", "64"), _rotations),
     ("rotated values", tuple(_SPUN), _valued),
     ("rotated codes", tuple(_SPUN), _coded),
+    ("rotated and as it lies", _TURNED, _both),
 )

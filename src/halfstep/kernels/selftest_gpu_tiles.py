@@ -65,6 +65,7 @@ _VALUES = (
 _BOTH = (
     "fp8 1x128", "mxfp8 1x32", "fp8 128x128", "nvfp4 1x16", "e2m1fn 16x16 two_level", "e4m3fn whole current",
     "e5m2 whole rceil", "e4m3fnuz rows current", "e5m2 128x128 rceil",
+    "nvfp4 1x16 four_over_six", "e2m1fn 16x16 four_over_six",
 )  # fmt: skip
 _INPUTS = (
     (torch.bfloat16, (3, 256)), (torch.float32, (130, 144)), (torch.float16, (17, 80)), (torch.float32, (5, 13)),

@@ -100,6 +100,6 @@ def kind_of(quantizer: Quantizer) -> Kind | None:
         return None
     if kind is MX and scales.rule.holds != "float8_e8m0fnu":
         return None
-    if kind is NV and not (scales.rule.two_level and quantizer.format.key in FP4):
+    if kind is NV and not ("tensor_scale" in scales.rule.layout((1, 1)) and quantizer.format.key in FP4):
         return None
     return kind

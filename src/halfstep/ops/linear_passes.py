@@ -84,7 +84,8 @@ class Rounded(Once):
             if keeping is not None and saved is not None:
                 lhs, codes = keeping.operand(x, rows, saved, dtype, states.get("input"), record)
             elif units.output and units.grad_weight and weight.requires_grad and _both_ways(spec, "input"):
-                lhs, x_later = both_sides(rows, spec.output.lhs, dtype, states.get("input"), record)
+                later = signs_of(spec.grad_weight, x, weight)
+                lhs, x_later = both_sides(rows, spec.output.lhs, dtype, states.get("input"), record, later)
             else:
                 lhs = side(rows, spec.output.lhs, dtype, states.get("input"), record, signs, coded=units.output)
             if rounded is not None:
@@ -174,7 +175,7 @@ def _form(
             assert weight is not None
             signs = rounded.signs[1] if rounded is not None else signs_of(first, rows, weight)
             if needs[1] and units.grad_input and units.grad_weight and _both_ways(spec, "grad_output"):
-                lhs, later = both_sides(rows, first.lhs, dtype, state, record)
+                lhs, later = both_sides(rows, first.lhs, dtype, state, record, signs_of(second, rows, weight))
             elif not before:
                 lhs = side(rows, first.lhs, dtype, state, record, signs, coded=units.grad_input)
             rhs = None if rounded is None else rounded.grad_input
@@ -249,7 +250,9 @@ def _both_ways(spec: LinearSpec, name: str) -> bool:
     first, second = {"input": (0, 2), "weight": (0, 1), "grad_output": (1, 2)}[name]
     of = {"input": ("lhs", "rhs"), "weight": ("rhs", "rhs"), "grad_output": ("lhs", "lhs")}[name]
     quantizers = getattr(products[first], of[0]), getattr(products[second], of[1])
-    return goes_both_ways(products[first], products[second], *quantizers)
+    between = products[first].rhs if name == "grad_output" else None
+    alone = name == "grad_output" and (between is None or between.rounding != "stochastic")
+    return goes_both_ways(products[first], products[second], *quantizers, alone)
 
 
 def _kept(used: Side, second: Side | None, x: Tensor, later: Quantizer | None, anew: bool, dtype: torch.dtype) -> Kept:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import scaled_mm, unit_kinds
-from halfstep.kernels.gpu import layouts
+from halfstep.kernels.gpu import layouts, turned
 from halfstep.kernels.gpu import rotated as gpu_rotated
 from halfstep.kernels.rotation import rotate
 from halfstep.ops.casts import Quantized, quantize, round_scaled, seed_of
@@ -22,6 +22,7 @@ from halfstep.ops.factors import factor_of
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.stored import decoded
 from halfstep.quant import Quantizer
+from halfstep.quant.hadamard import ANEW
 from halfstep.quant.pack import pack, unpack
 from halfstep.quant.tile import TENSOR, block
 from halfstep.recipe import LinearSpec, Matmul
@@ -114,14 +115,24 @@ def side(
 
 
 def both_sides(
-    x: Tensor, quantizer: Quantizer | None, dtype: torch.dtype, state: Tensor | None = None, record: bool = False
+    x: Tensor,
+    quantizer: Quantizer | None,
+    dtype: torch.dtype,
+    state: Tensor | None = None,
+    record: bool = False,
+    signs: Tensor | None = None,
 ) -> tuple[Side, Side]:
     """x as units take it along its columns, and along its rows, both rounded by the quantizer with its tiles along the
     dimension that is shared; each is laid out for its product. Square tiles, and one scale a tensor, have one
-    rounding."""
+    rounding.
+
+    Args:
+        signs: of a Hadamard transform of x's rows, for the second product alone.
+    """
     assert quantizer is not None
     quantizer = quantizer.plain
     scales, eager = quantizer.scales, not torch.compiler.is_compiling()
+    shapes = tuple(x.shape), tuple(x.shape)[::-1]
     assert scales is not None
     if scales.tile == TENSOR:
         factor, amax = factor_of(x, quantizer.format, scales.rule, state, record)
@@ -135,10 +146,16 @@ def both_sides(
             return Operand(one.view(native), scale), Operand(other.view(native).t(), scale)
         codes = round_scaled(x, factor, quantizer.format, quantizer.rounding, native, amax=amax)
         return Operand(codes, scale), Operand(codes.t().contiguous().t(), scale)
-    if eager and layouts.supports(x, quantizer):
+    if signs is not None and not (eager and turned.supports(x, quantizer, signs)):
+        return side(x, quantizer, dtype, coded=True), side(x, quantizer, dtype, signs=signs, dim=0, coded=True)
+    if signs is not None:
+        parts = layouts.empty(x, quantizer)
+        seeds = [seed_of(quantizer.rounding, None, x.device) for _ in parts]
+        turned.run(x, quantizer, signs, *parts, seeds[0], seeds[1])
+        along, down = (Quantized(quantizer, shape, x.dtype, made) for shape, made in zip(shapes, parts, strict=True))
+    elif eager and layouts.supports(x, quantizer):
         parts = layouts.empty(x, quantizer, outer=scales.tile == block(128))
         layouts.run(x, quantizer, *parts, seed_of(quantizer.rounding, None, x.device))
-        shapes = tuple(x.shape), tuple(x.shape)[::-1]
         along, down = (Quantized(quantizer, shape, x.dtype, made) for shape, made in zip(shapes, parts, strict=True))
     else:
         along = quantize(x, quantizer)
@@ -164,12 +181,18 @@ def _transposed(made: Quantized) -> Quantized:
     return Quantized(made.quantizer, made.matrix_shape[::-1], made.dtype, made.tensors | turned)
 
 
-def goes_both_ways(first: Matmul, second: Matmul, quantizer: Quantizer | None, later: Quantizer | None) -> bool:
+def goes_both_ways(
+    first: Matmul, second: Matmul, quantizer: Quantizer | None, later: Quantizer | None, alone: bool = False
+) -> bool:
     """Whether `both_sides` makes what two products take of a tensor that they round with these quantizers: both alike,
-    neither rotates it, and where the second is rounded anew that draws no noise of its own."""
-    if quantizer is None or quantizer != later or first.hadamard is not None or second.hadamard is not None:
+    the first does not rotate it, the second by signs that are known, and where the second is rounded anew that draws no
+    noise of its own, or `alone`: nothing else is drawn between the two."""
+    if quantizer is None or quantizer != later or first.hadamard is not None:
         return False
     tile = None if quantizer.scales is None else quantizer.scales.tile
+    if second.hadamard is not None:
+        along = tile is not None and tile.rows == 1 and unit_kinds.is_tiled(quantizer)
+        return along and second.hadamard.seed != ANEW and (quantizer.rounding != "stochastic" or alone)
     return quantizer.rounding != "stochastic" or (tile is not None and tile.rows == tile.columns)
 
 

@@ -20,15 +20,13 @@ from halfstep.kernels.cpu.lanes import INFINITY, MAGNITUDE, bits_of, lanes, stor
 from halfstep.kernels.cpu.noise import chunk_keys, noise, seed_keys
 
 
-_CONTAINERS = {8: torch.uint8, 16: torch.uint16}
-
-
 def supports(x: Tensor, out: Tensor, format: Format, rounding: str, overflow: str, packed: bool = False) -> bool:
     """Whether `run` can write the codes of `x` to `out`: contiguous CPU tensors of equal shape, fp32, bf16 or fp16.
 
     `packed`: 4- and 6-bit codes go to the rows of `out` as `quant.pack` puts them there, and fill them.
     """
-    return plain(x) and element_codes.knows(format) and _lie_in(out, x, format, packed)
+    known = plain(x) and plain(out, out.dtype) and element_codes.knows(format)
+    return known and packing.lie_in(out, x, format, packed)
 
 
 def run(
@@ -45,7 +43,8 @@ def run(
 
 def supports_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
     """Whether `run_decode` can write the values of `codes` to `out`: contiguous CPU tensors, as for `supports`."""
-    return format.bits <= 16 and plain(out) and _lie_in(codes, out, format, packed)
+    known = format.bits <= 16 and plain(out) and plain(codes, codes.dtype)
+    return known and packing.lie_in(codes, out, format, packed)
 
 
 def run_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
@@ -64,16 +63,6 @@ def run_decode(codes: Tensor, out: Tensor, format: Format, packed: bool = False)
 def _decodes(format: Format, dtype: torch.dtype) -> bool:
     """Whether a code is decoded by arithmetic, not by a table: its value needs no rounding."""
     return element_codes.knows(format) and elements.holds(format, "ieee", torch.float64, dtype)
-
-
-def _lie_in(codes: Tensor, values: Tensor, format: Format, packed: bool) -> bool:
-    """Whether these can be the codes of so many values."""
-    if not plain(codes, _CONTAINERS[format.storage_bits]):
-        return False
-    if not packed:
-        return codes.shape == values.shape
-    columns = values.shape[-1] if values.dim() else 1
-    return packing.fills(columns, format.bits) and 8 * codes.numel() == values.numel() * format.bits
 
 
 @lanes("like")

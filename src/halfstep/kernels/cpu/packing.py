@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 from numba import types
+from torch import Tensor
 
 from halfstep.formats import Format
 from halfstep.kernels.cpu.compiled import CHUNK, inner, inner_overload
 from halfstep.kernels.cpu.lanes import lanes
+from halfstep.quant.cast import CONTAINERS
 
 
 _GROUP = {4: 2, 6: 4}
@@ -23,6 +25,16 @@ _GROUP = {4: 2, 6: 4}
 def fills(columns: int, bits: int) -> bool:
     """Whether codes of that many bits are packed, and rows of so many of them leave no bits over."""
     return bits in _GROUP and columns % _GROUP[bits] == 0
+
+
+def lie_in(codes: Tensor, values: Tensor, format: Format, packed: bool) -> bool:
+    """Whether these can be the codes of so many values, of dense tensors anywhere: a container each, or packed."""
+    if codes.dtype != CONTAINERS[format.storage_bits]:
+        return False
+    if not packed:
+        return codes.shape == values.shape
+    columns = values.shape[-1] if values.dim() else 1
+    return fills(columns, format.bits) and 8 * codes.numel() == values.numel() * format.bits
 
 
 def shifts(format: Format) -> tuple[np.uint8, ...] | None:

@@ -18,7 +18,6 @@ from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, functions, halves, l
 from halfstep.quant.rounding import Seed
 
 
-_CONTAINERS = {8: torch.uint8, 16: torch.uint16}
 CONVERTED = {formats.get("float8_e4m3fn").key: "e4m3", formats.get("float8_e5m2").key: "e5m2"}
 """Formats whose codes an instruction makes, by their keys."""
 ADA = (8, 9)
@@ -51,17 +50,7 @@ def supports_codes(x: Tensor, out: Tensor, format: Format, packed: bool = False)
 
 def takes_codes(x: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
     """The same, of dense tensors anywhere."""
-    return element_codes.knows(format) and lie_in(out, x, format, packed)
-
-
-def lie_in(codes: Tensor, values: Tensor, format: Format, packed: bool) -> bool:
-    """Whether these can be the codes of so many values, a container each or packed."""
-    if codes.dtype != _CONTAINERS.get(format.storage_bits):
-        return False
-    if not packed:
-        return codes.shape == values.shape
-    columns = values.shape[-1] if values.dim() else 1
-    return packing.fills(columns, format.bits) and 8 * codes.numel() == values.numel() * format.bits
+    return element_codes.knows(format) and packing.lie_in(out, x, format, packed)
 
 
 def run(

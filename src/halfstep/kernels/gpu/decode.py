@@ -11,7 +11,6 @@ from torch import Tensor
 from halfstep.formats import Format, Integer
 from halfstep.kernels.cpu import element_codes, elements, packing
 from halfstep.kernels.cpu.element_codes import Decoding
-from halfstep.kernels.gpu.cast import lie_in
 from halfstep.kernels.gpu.launch import BLOCK, KINDS, bits, functions, launch, plain
 
 
@@ -22,7 +21,7 @@ def supports(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -
 
 def takes(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:
     """The same, of dense tensors anywhere."""
-    return format.bits <= 16 and lie_in(codes, out, format, packed)
+    return format.bits <= 16 and packing.lie_in(codes, out, format, packed)
 
 
 def run(codes: Tensor, out: Tensor, format: Format, packed: bool = False) -> bool:

@@ -22,6 +22,7 @@ from halfstep.quant.rounding import Seed
 
 _SIDE = 128  # of the square that a program takes
 _STRIP = 32  # rows that it holds at a time
+_CHOICE = 16  # and where it forms two scales a tile: with more, registers would spill
 _ALONG = (0, 16, 32, 128)
 _SQUARES = (0, 16, 32, 128)
 _UNIT = 16
@@ -53,8 +54,8 @@ def takes(x: Tensor, quantizer: Quantizer, given: bool = False) -> bool:
             and tile.rows == tile.columns == 0
         )
     told = quantizers.known(quantizer)
-    if told is None or told[0].second is not None or told[1].bins is not None:
-        return False
+    if told is None or told[1].bins is not None or (told[0].second is not None and tile.columns != _CHOICE):
+        return False  # of a tile that is read strip by strip, no sum is formed
     return told[0].kind != "two_level" or bool(tile.rows and tile.columns)
 
 
@@ -136,9 +137,9 @@ def run(
         functions("layouts").both, -(-rows // _SIDE) * -(-columns // _SIDE),
         bits(x), *_handed(along, factor), found, *_handed(turned, factor), turned_found, _cell(factor), _cell(amax),
         rows // units[0], columns // units[1], *halves(seed), *strides[0], *strides[1],
-        device=x.device, warps=2 * WARPS if two_level else WARPS, R=rule, Q=element, E=coded,
+        device=x.device, warps=2 * WARPS if two_level and rule.second is None else WARPS, R=rule, Q=element, E=coded,
         SOURCE=KINDS[x.dtype], FORM=form, NOISY=seed is not None, H=tile.rows, W=tile.columns,
-        ROW_UNIT=units[0], UNIT=units[1], TALL=_SIDE, ROWS=_STRIP, COLUMNS=_SIDE,
+        ROW_UNIT=units[0], UNIT=units[1], TALL=_SIDE, ROWS=_STRIP if rule.second is None else _CHOICE, COLUMNS=_SIDE,
     )  # fmt: skip
 
 

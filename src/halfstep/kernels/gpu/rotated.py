@@ -26,6 +26,7 @@ from halfstep.quant.rounding import Seed
 _SIZES = (8, 16, 32, 64)
 _BLOCK = 1 << 12  # elements of a program along rows
 _STRIP, _WIDE = 1 << 12, 64  # bytes and columns of one down columns at most: a warp, which waits for no other
+_CHOICE = 32  # columns where it forms two scales a tile: with more, registers would spill
 _UNIT = 16
 
 
@@ -40,7 +41,7 @@ def takes(x: Tensor, signs: Tensor, dim: int, quantizer: Quantizer | None = None
     if quantizer is None:
         return True
     told, scales = quantizers.known(quantizer), quantizer.scales
-    if told is None or scales is None or x.dim() != 2 or told[0].second is not None or told[1].bins is not None:
+    if told is None or scales is None or x.dim() != 2 or told[1].bins is not None:
         return False
     tile = scales.tile
     across, along = (tile.rows, tile.columns) if dim or turned else (tile.columns, tile.rows)
@@ -130,7 +131,8 @@ def _launch(
         "PART": None if part in (None, 1.0) else float_bits(part), "LEVELS": LEVELS[size], "NOISE": noise,
         "W": tile, "UNIT": unit,
     }  # fmt: skip
-    warps, high = (1, min(_WIDE, _STRIP // (size * x.itemsize))) if down else (WARPS, _BLOCK // size)
+    wide = _WIDE if rule is None or rule.second is None else _CHOICE
+    warps, high = (1, min(wide, _STRIP // (size * x.itemsize))) if down else (WARPS, _BLOCK // size)
     grid = -(-rows // size) * -(-columns // high) if down else -(-rows * -(-columns // size) // high)
     constants |= {"warps": warps, "DOWN": down, "ROWS": high, "COLUMNS": size}
     kernel, found = functions("rotated").rotate, None

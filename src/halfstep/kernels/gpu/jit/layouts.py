@@ -16,6 +16,7 @@ from halfstep.kernels.gpu.jit.tiles import (
     largest_of,
     loaded,
     noise_of,
+    scales_of,
     spread,
     store_codes,
     tile_maxima,
@@ -75,7 +76,7 @@ def square(
                     largest = tile_maxima(bits, H, W)
                 else:
                     largest = found_before(found, row, column, rows, columns, H, W)
-                stored, multiplier, meets, keep = scales(largest, tensor_scale, R, E)
+                stored, multiplier, meets, keep = scales_of(bits, largest, tensor_scale, R, E, H, W)
                 keep_scales(scale, stored, multiplier, start, left, rows, columns, strides, R, H, W, FORM, False)
                 if shared:
                     keep_scales(
@@ -92,7 +93,7 @@ def square(
                     largest = tile_maxima(bits, W, 1)
                 else:
                     largest = found_before(turned_found, row, column, rows, columns, 0, 1)
-                stored, multiplier, meets, keep = scales(largest, turned_tensor_scale, R, E)
+                stored, multiplier, meets, keep = scales_of(bits, largest, turned_tensor_scale, R, E, W, 1)
                 keep_scales(
                     turned_scale, stored, multiplier, start, left, rows, columns, turned_strides, R, W, 1, FORM, True
                 )  # fmt: skip

@@ -9,8 +9,8 @@ import triton.language as tl
 
 from halfstep.kernels.gpu.jit.elements import code_of
 from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, constant, noise, noise_anywhere, seed_of, widened
-from halfstep.kernels.gpu.jit.scales import over, scales, tensor_scale_of
-from halfstep.kernels.gpu.jit.tiles import keep_scales, noise_of, spread, store_codes, tile_maxima, values_of
+from halfstep.kernels.gpu.jit.scales import over, tensor_scale_of
+from halfstep.kernels.gpu.jit.tiles import keep_scales, noise_of, scales_of, spread, store_codes, tile_maxima, values_of
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def block(
             most = amax.to(tl.int32, bitcast=True)
             tl.atomic_max(raised, tl.max(tl.where(most < 0x7F800000, most, 0)))
         else:
-            kept, multiplier, meets, keep = scales(amax, tensor_scale, R, E)
+            kept, multiplier, meets, keep = scales_of(bits, amax, tensor_scale, R, E, 1, W)
             drawn = None
             if NOISE == "rows" and DOWN:
                 drawn = noise_of(low, high, ((left + place).to(tl.int64) * rows + top)[None, :], (row - top)[:, None])
