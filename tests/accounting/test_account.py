@@ -311,7 +311,6 @@ def test_unknown_architectures_name_the_nearest():
 # ---- recipes with stages ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_stages_take_what_the_hungriest_of_them_takes():
     text = "fp8-current until 50%, then fp32 until 90% then bf16-mixed"
     recipe = get_recipe(text)

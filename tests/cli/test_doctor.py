@@ -84,7 +84,6 @@ def test_a_kernel_that_raises_is_caught(monkeypatch):
     assert all(test.difference == "raised RuntimeError: illegal instruction" for test in found)
 
 
-@pytest.mark.slow
 def test_matrices_are_compared_with_their_reference(monkeypatch):
     """These kernels pass here, and one that differs in one number is found."""
     some = [

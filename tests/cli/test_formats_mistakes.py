@@ -56,7 +56,7 @@ def test_mistakes_are_a_message_and_exit_code_2(run, arguments, words):
 PICTURED = "fp4", "e4m3fn", "posit16_1", "fp32", "nf4", "e8m0", "uint8", "dynamic8"
 
 
-@pytest.mark.quick("nf4")
+@pytest.mark.quick("nf4", "fp32")
 @pytest.mark.parametrize("name", slow_unless(("posit16_1", "fp32", "nf4", "e8m0", "uint8").__contains__, PICTURED))
 def test_a_picture_is_written_over_the_last_one(run, tmp_path, name):
     path = tmp_path / "line.png"

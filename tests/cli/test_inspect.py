@@ -64,9 +64,9 @@ def test_a_quick_look(run, folder):
     assert "verdict (not counted)" in out
 
 
-@pytest.mark.slow
-def test_what_a_cast_would_cost(run, folder):
-    _, out, _ = run("inspect", str(folder), "--what-if", "all")
+@pytest.mark.parametrize("formats", ["bf16,nvfp4", pytest.param("all", marks=pytest.mark.slow)])
+def test_what_a_cast_would_cost(run, folder, formats):
+    _, out, _ = run("inspect", str(folder), "--what-if", formats)
     assert re.search(r"^bf16 +", out, re.MULTILINE)
     assert re.search(r"^nvfp4 +\d+\.\d ", out, re.MULTILINE)
 
@@ -83,7 +83,6 @@ def test_a_cast_is_written_and_says_what_overflows(run, tmp_path):
     assert load_file(tmp_path / "out.safetensors")["w"].isinf().all()
 
 
-@pytest.mark.slow
 def test_page_and_plot(run, folder, tmp_path):
     pytest.importorskip("matplotlib")
     run(

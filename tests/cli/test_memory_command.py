@@ -65,7 +65,6 @@ def test_recipes_stand_side_by_side_and_in_json(memory):
     assert data["sequence"] == 16
 
 
-@pytest.mark.slow
 def test_devices_share(memory):
     one, eight = (
         as_data(memory("gpt", "--recipe", "bf16-master", "--seq", "16", *more, "--json"))["recipes"][0]["bytes"]
@@ -157,7 +156,6 @@ def config(tmp_path):
     return tmp_path / "llama"
 
 
-@pytest.mark.slow
 def test_a_config_is_enough(memory, config):
     whole = as_data(memory(str(config), "--json"))
     assert whole == {**as_data(memory(str(config / "config.json"), "--json")), "model": str(config)}
@@ -177,7 +175,6 @@ def test_inference_keeps_keys_and_values(memory, config):
     assert "trains nothing" in err
 
 
-@pytest.mark.slow
 def test_a_plot(memory):
     pytest.importorskip("matplotlib")
     assert memory("gpt", "--seq", "16", "--plot", "memory.png", "--device-memory", "8MB")[0] == 0

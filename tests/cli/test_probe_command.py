@@ -80,7 +80,6 @@ def test_an_unsafe_model_and_the_recipe_that_is_written(probe):
     assert [model[name].weight.dtype for name in ("up", "head")] == [torch.float32, torch.float16]
 
 
-@pytest.mark.slow
 def test_json_holds_every_range(probe):
     code, out, _ = probe("tall", "--to", "fp16", "--train-steps", "2", "--json")
     found = json.loads(out)
@@ -136,7 +135,6 @@ def test_a_question_it_cannot_answer(probe, tmp_path, words, message):
     assert out == ""
 
 
-@pytest.mark.slow
 def test_nothing_is_written_where_no_recipe_passed(probe, tmp_path):
     code, _, err = probe("tall", "--to", "fp32", "--loss-scale", "1e38", "--write-recipe", "kept.toml")
     assert code == 1

@@ -220,7 +220,7 @@ def stepped(kind, weight, grads, rank=None):
         dist.destroy_process_group()
 
 
-@pytest.mark.quick("LowBitAdamW-cpu", "LowBitAdamW-cuda")
+@pytest.mark.quick("LowBitAdamW-cpu", "LowBitAdamW-cuda", "AdamWFp8-cuda")
 @anywhere
 @pytest.mark.parametrize("kind", [LowBitAdamW, AdamWFp8])
 def test_two_shards_take_the_steps_of_the_whole(kind, device, monkeypatch):
@@ -259,7 +259,7 @@ def galore(seed, device):
     return halfstep.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), "galore", generator=3)
 
 
-@pytest.mark.quick("0-cpu", "0-cuda")
+@pytest.mark.quick("0-cpu", "0-cuda", "1-cuda", "2-cuda")
 @anywhere
 @pytest.mark.parametrize("seed", range(3))
 def test_galore_ends_within_the_tolerance_that_is_stated(device, seed, monkeypatch):

@@ -219,7 +219,6 @@ def test_missing_and_broken_files(tmp_path):
         halfstep.diff(tmp_path / "a.safetensors", tmp_path / "broken.safetensors")
 
 
-@pytest.mark.slow
 def test_matrices_larger_than_a_map_of_their_file(tmp_path):
     x = torch.randn(1500, 3001, generator=generator())
     save_file({"w": x}, tmp_path / "a.safetensors")

@@ -61,7 +61,6 @@ def test_t5_keeps_wo_in_float32_and_passes(run, saved):
     assert found["tried"][-1]["output_error"] < 0.02
 
 
-@pytest.mark.slow
 def test_what_the_knowledge_base_says_stands_beside_the_verdict(run, saved, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = saved("gpt2")
@@ -72,7 +71,6 @@ def test_what_the_knowledge_base_says_stands_beside_the_verdict(run, saved, monk
     assert "reports of failures: halfstep kb check" in out
 
 
-@pytest.mark.slow
 def test_a_model_of_pictures_wants_tensors(run, saved, tmp_path):
     folder = saved("vit")
     code, _, err = probe(run, folder)

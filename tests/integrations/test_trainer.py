@@ -186,7 +186,6 @@ def test_our_optimizer_in_a_stock_trainer_without_its_scaler_warns_once(tmp_path
     assert len([w for w in warned if "loss scale" in str(w.message)]) == 1
 
 
-@pytest.mark.slow
 def test_stages_count_the_trainers_steps_and_a_second_training_is_refused(tmp_path):
     stages = []
 
@@ -230,7 +229,6 @@ def test_a_checkpoint_of_a_recipe_without_masters_is_told(tmp_path):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-@pytest.mark.slow
 def test_model_init_makes_a_model_for_each_training(tmp_path):
     told = arguments(tmp_path, max_steps=2)
     trained = Trained(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from run_folder import USUAL, Run, changed, edited, usual_experiment, write
 
+from families import slow_unless
 from halfstep.errors import RunError
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.report import curves, exponents, style, write_report
@@ -175,8 +176,7 @@ RENDERED = {"all diverged at once", "far off"}
 """The other kinds build their figures and leave it at that."""
 
 
-@pytest.mark.quick("killed", "not begun", "only fp32", "one seed each", "no statistics")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_unless(lambda kind: kind != "far off", KINDS))
 def test_every_kind_of_folder_gets_a_report(kind, tmp_path, request):
     runs, fields, words = KINDS[kind]
     if kind not in RENDERED:

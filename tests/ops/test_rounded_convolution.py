@@ -208,7 +208,6 @@ def test_gradients_have_their_tensors_dtype_and_layout_does_not_matter(case, dty
             torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps, atol=1e-2 * float(b.abs().max()))
 
 
-@pytest.mark.slow
 @for_each("name", ROUNDING)
 def test_an_empty_batch_and_an_input_without_batch(name):
     window, shape, filters = CASES["3x3"]

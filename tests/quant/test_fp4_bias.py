@@ -50,7 +50,7 @@ def test_values_within_the_range_are_right_on_average():
     assert round_to(torch.tensor([7.5, -6.1]), "e2m1fn", "stochastic", generator=5).tolist() == [6.0, -6.0]
 
 
-@pytest.mark.quick("nvfp4")
+@pytest.mark.quick("nvfp4", "part")
 @pytest.mark.parametrize(
     "quantizer",
     slow_unless((NV, FLOOR, PART).__contains__, [NV, SQUARE, FLOOR, RCEIL, PART]),

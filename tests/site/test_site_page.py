@@ -91,7 +91,6 @@ def test_every_recipe_and_architecture_has_its_row():
     assert all(list(rows) == list_recipes() for rows in kept.values())
 
 
-@pytest.mark.slow
 def test_rows_that_say_why_there_are_none_say_what_the_account_says():
     names = [name for name, row in memory.kept()["galore-60m"].items() if isinstance(row, str)]
     assert sorted(names) == sorted(name for name in list_recipes() if name.startswith(("unit-", "umup-", "munit-")))
@@ -132,7 +131,6 @@ def check_row(subject, recipe):
     assert row == counts | {role: getattr(made.bytes, role) for role in memory.ROLES}, recipe
 
 
-@pytest.mark.slow
 def test_the_command_writes_the_page_and_a_space_once(tmp_path, run, page):
     file = tmp_path / "index.html"
     assert run("site", str(file), "--space", "--overlay", str(tmp_path))[0] == 0
