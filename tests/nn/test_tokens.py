@@ -12,7 +12,8 @@ import halfstep
 from families import for_each
 from halfstep import formats
 from halfstep.errors import ModelError
-from halfstep.quant import Quantizer, Scales, Tile, get_quantizer
+from halfstep.ops.stored import decoded, stored
+from halfstep.quant import Quantized, Quantizer, Scales, Tile, get_quantizer
 from halfstep.quant.scaling import get_scaling
 from halfstep.recipe import Recipe, Rule, linear_spec
 from tiny import assert_same
@@ -126,3 +127,21 @@ def test_scales_that_are_written_to_are_read():
     for scale in (3e38, torch.inf, torch.nan):  # beyond what two numbers are multiplied by in one step
         model[0].weight_scale.fill_(scale)
         assert not model(1e3 * x).isfinite().all()
+
+
+@for_each("shape", [(40, 48), (7, 32), (16, 16)])
+@for_each("tile", [Tile(16, 16), Tile(0, 16), Tile(5, 16)], ids=repr)
+def test_tall_tiles_of_two_levels_are_decoded_as_the_reference_does(shape, tile, monkeypatch):
+    """Which a prompt's products take: by a kernel for tiles of one row, and not by the reference itself."""
+    weight = torch.randn(shape) * torch.randn(shape[0], 1).exp()
+    weight[2:5] = 0.0
+    weight[-1, -1] = torch.inf
+    made = stored(weight, replace(KINDS["two levels"][1], scales=Scales(tile, get_scaling("two_level"))))
+    for dtype in (torch.bfloat16, torch.float32):
+        with monkeypatch.context() as patched:
+            patched.setattr(Quantized, "dequantize", None)
+            matrix = decoded(made, dtype)
+        assert matrix.values.dtype == dtype
+        apart = replace(made, tensors=made.tensors | {"tensor_scale": torch.ones(())})
+        assert_same(matrix.values.float(), Quantized.dequantize(apart, torch.float32))
+        assert_same(matrix.scale, made.tensors["tensor_scale"])
