@@ -14,7 +14,7 @@ def device_type_of(module: nn.Module) -> str:
 
 
 def _held(module: nn.Module, what: str) -> Iterator[Tensor]:
-    """The parameters or buffers of a module and of those within it, in torch's order; torch finds their names too, which
+    """The parameters or buffers of a module and those within it, in torch's order: torch finds their names too, which
     takes longer than a layer."""
     yield from (tensor for tensor in getattr(module, what).values() if tensor is not None)
     for child in module._modules.values():

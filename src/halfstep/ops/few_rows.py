@@ -165,6 +165,7 @@ def supports(lhs: Operand, weight: Operand | StoredWeight, product: Matmul) -> b
     values = lhs.values
     return (
         0 < len(values) <= few_rows.ROWS
+        and values.shape[1] == weight.shape[1]
         and lhs.remainder is None
         and (lhs.scale is None or lhs.scale.dim() == 0)
         and values.device.type == "cpu"

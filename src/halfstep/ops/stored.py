@@ -70,7 +70,7 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
         wide = carried.supports(into, quantized.codes.device)  # the product would widen them
         return Operand(unscaled.dequantize(torch.float32 if wide else into), scale)
     if scales.rule.two_level:
-        blocks = replace(quantized, tensors=without_tensor_scale(quantized.tensors))
+        blocks = _in_rows(replace(quantized, tensors=without_tensor_scale(quantized.tensors)), scales)
         return Operand(blocks.dequantize(carrier(format, dtype, E4M3_BITS)), quantized.tensors["tensor_scale"])
     narrow = tile_carrier(format, scales.rule, dtype, quantized.codes.device)
     result = quantized.dequantize(narrow)
@@ -79,6 +79,17 @@ def decoded(quantized: Quantized, dtype: torch.dtype) -> Operand:
     if lies_down(scales.tile):  # as `operand` lays it out: a product's sums depend on that
         result = result.t().contiguous().t()
     return Operand(result)
+
+
+def _in_rows(quantized: Quantized, scales: Scales) -> Quantized:
+    """The same matrix in tiles of one row each, which CPU kernels know: each row has a taller tile's scale, a byte, of
+    its own."""
+    tile, rows = scales.tile, quantized.matrix_shape[0]
+    if tile.rows == 1 or quantized.codes.device.type != "cpu":
+        return quantized
+    scale = quantized.scale.repeat_interleave(tile.rows or rows, 0)[:rows]
+    quantizer = replace(quantized.quantizer, scales=replace(scales, tile=replace(tile, rows=1)))
+    return replace(quantized, quantizer=quantizer, tensors=quantized.tensors | {"scale": scale})
 
 
 def _may_be_subnormal(quantized: Quantized, rule: Scaling) -> bool:
