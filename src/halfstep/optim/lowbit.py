@@ -52,6 +52,8 @@ class LowBit(Stored):
     """The `PerLayer` by which it steps in the backward pass."""
     check_new: Callable[[Collection[Tensor]], None] | None = None
     """Refuses parameters of the model that the recipe stores otherwise than they come, as it says of all of them."""
+    _checked = 0
+    """How many parameters it was asked about."""
     awaits_scaler = False
     """Whether the recipe scales its loss and no scaler has been seen yet: a step without one warns, once."""
 
@@ -185,10 +187,9 @@ class LowBit(Stored):
         for group in self.param_groups:
             group.setdefault("rounding_seed", self.defaults["rounding_seed"])  # it came by way of the old optimizer
         check_parameters(self.param_groups, self._name)
-        if self.check_new is not None and (
-            new := [p for p, _ in self._all() if p.grad is not None and p not in self.state]
-        ):
-            self.check_new(new)  # they came by way of the old optimizer
+        if self.check_new is not None and self._checked != (count := sum(len(g["params"]) for g in self.param_groups)):
+            self.check_new([parameter for parameter, _ in self._all()])  # they came by way of the old optimizer
+            self._checked = count
         check_step(self.param_groups, self.rule, self._name)
         self.agree_on_the_seed()
         self._name_formats()
