@@ -1,5 +1,6 @@
-"""Compiled kernels are kept on disk under a hash of all kernel sources, and never start threads in a forked child."""
+"""Compiled kernels are kept on disk under a hash of what they are made of, and start no threads in a forked child."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ import torch
 
 import halfstep
 from halfstep.kernels.cpu import cast
-from halfstep.kernels.cpu.compiled import CHUNK, _Files, source_hash
+from halfstep.kernels.cpu.compiled import CHUNK, SOURCES, _Files, forget_old, source_hash
 
 
 PACKAGE = Path(halfstep.__file__).parent
@@ -49,7 +50,7 @@ def test_compiled_code_lies_under_the_hash_of_all_sources():
     x = torch.tensor([1.0, 3.3, 1000.0])
     cast.run(x, x, halfstep.formats.get("e4m3fn"), "nearest_even", "saturate", None)
     folder = Path(cast._values.serial.stats.cache_path)
-    assert folder.name == f"kernels-{source_hash(PACKAGE / 'kernels' / 'cpu')}"
+    assert folder.name == f"kernels-{source_hash(PACKAGE / room for room in SOURCES)}"
     assert {file.suffix for file in folder.iterdir()} >= {".nbi", ".nbc"}
 
 
@@ -58,27 +59,30 @@ def test_a_second_process_compiles_nothing_and_an_edited_helper_is_noticed(copie
     kernels, environment = copied
     hits, misses, first = hits_misses_folder(environment)
     assert (hits, misses) == (0, 1)
-    assert Path(first).parent == kernels / "__pycache__"
+    assert Path(first).parent == Path(environment["XDG_CACHE_HOME"]) / "halfstep"
     assert hits_misses_folder(environment) == (1, 0, first)
-    lanes = kernels / "lanes.py"
-    lanes.write_text(lanes.read_text() + "\n# another helper\n")
-    hits, misses, second = hits_misses_folder(environment)
-    assert (hits, misses) == (0, 1)
-    assert second != first
+    seen = {first}
+    for helper in (kernels / "lanes.py", kernels.parents[1] / "quant" / "logarithm.py"):  # a function, and numbers
+        helper.write_text(helper.read_text() + "\n# another helper\n")
+        hits, misses, folder = hits_misses_folder(environment)
+        assert (hits, misses) == (0, 1)
+        assert folder not in seen
+        seen.add(folder)
 
 
 @pytest.mark.slow
-def test_a_read_only_install_keeps_them_with_the_users_files_or_nowhere(copied):
+def test_without_a_cache_of_the_users_they_lie_beside_the_sources_or_nowhere(copied):
     """A file where the folder should be: what read-only means here, for root too."""
     kernels, environment = copied
-    (kernels / "__pycache__").write_text("")
-    hits, misses, folder = hits_misses_folder({**environment, "PYTHONDONTWRITEBYTECODE": "1"})
-    assert (hits, misses) == (0, 1)
-    assert folder.startswith(environment["XDG_CACHE_HOME"])
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
     shutil.rmtree(environment["XDG_CACHE_HOME"])
     Path(environment["XDG_CACHE_HOME"]).write_text("")
-    hits, misses, folder = hits_misses_folder({**environment, "PYTHONDONTWRITEBYTECODE": "1"})
-    assert (hits, misses, folder) == (0, 1, "None")
+    hits, misses, folder = hits_misses_folder(environment)
+    assert (hits, misses) == (0, 1)
+    assert Path(folder).parent == kernels / "__pycache__"
+    shutil.rmtree(kernels / "__pycache__")
+    (kernels / "__pycache__").write_text("")
+    assert hits_misses_folder(environment) == (0, 1, "None")
 
 
 @pytest.mark.slow
@@ -109,12 +113,37 @@ def test_processes_that_compile_at_once_do_not_file_their_code_under_each_others
 
 
 def test_the_hash_covers_every_file_and_its_name(tmp_path):
+    (tmp_path / "room").mkdir()
     (tmp_path / "a.py").write_text("x")
-    first = source_hash(tmp_path)
-    (tmp_path / "b.py").write_text("")
-    second = source_hash(tmp_path)
-    (tmp_path / "b.py").rename(tmp_path / "c.py")
-    assert len({first, second, source_hash(tmp_path)}) == 3
+    found = [source_hash([tmp_path])]
+    (tmp_path / "room" / "b.py").write_text("")
+    found.append(source_hash([tmp_path]))
+    (tmp_path / "room" / "b.py").rename(tmp_path / "room" / "c.py")
+    found.append(source_hash([tmp_path]))
+    (tmp_path / "room" / "c.py").write_text("y")
+    found.append(source_hash([tmp_path]))
+    assert len({*found}) == 4
+
+
+def test_kernels_are_made_of_nothing_that_the_hash_does_not_cover():
+    named = set()
+    for file in (PACKAGE / "kernels" / "cpu").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                named |= {node.module} if node.module != "halfstep" else {f"halfstep.{a.name}" for a in node.names}
+            elif isinstance(node, ast.Import):
+                named |= {alias.name for alias in node.names}
+    named = {name.removeprefix("halfstep.").replace(".", "/") for name in named if name.startswith("halfstep.")}
+    assert {name for name in named if not name.startswith(SOURCES)} <= {"errors", "kernels/blank"}  # words; a decorator
+
+
+def test_folders_long_unused_are_forgotten(tmp_path):
+    for day in range(5):
+        (tmp_path / f"kernels-{day}").mkdir()
+        os.utime(tmp_path / f"kernels-{day}", (day, day))
+    (tmp_path / "other").mkdir()
+    forget_old(tmp_path, kept=2)
+    assert {folder.name for folder in tmp_path.iterdir()} == {"kernels-3", "kernels-4", "other"}
 
 
 FORKED = """

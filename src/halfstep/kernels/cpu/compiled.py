@@ -1,33 +1,31 @@
 """Compiling kernels: a loop over chunks, once serial and once parallel, kept on disk for the next process.
 
-numba's own on-disk cache notices edits to a function's own file only, and a kernel is made of functions of several: a
-stale kernel would be a silent wrong number. Here the folder of the compiled code carries a hash of all kernel sources.
-It also numbers its files, and of two processes that compile at once one may file its code under the other's signature
-or processor. Here they are named after both.
+numba's own on-disk cache notices edits to a function's own file only, and a kernel is made of functions and numbers of
+several: a stale kernel would be a silent wrong number. Here the folder of the compiled code carries a hash of all that
+kernels are made of. So every clone and environment of a user can share it. numba also numbers its files, and of two
+processes that compile at once one may file its code under the other's signature or processor. Here they are named after
+both.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import llvmlite
 import numba
 import torch
 from numba import types
-from numba.core.caching import (
-    CompileResultCacheImpl,
-    FunctionCache,
-    IndexDataCacheFile,
-    InTreeCacheLocator,
-    UserWideCacheLocator,
-)
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile, InTreeCacheLocator
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.extending import overload
+from numba.misc.appdirs import AppDirs
 
 
 CHUNK = 1 << 14  # elements a thread takes at a time, the reach of one pair of noise keys (`quant.rounding.NOISE_CHUNK`)
@@ -134,17 +132,28 @@ class Kernel:
         return result
 
 
-def source_hash(folder: Path) -> str:
-    """Names the state of all Python files in a folder."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.py")):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+SOURCES = ("formats", "quant", "kernels/cpu")
+"""The rooms whose functions and numbers kernels are made of."""
+
+_KEPT = 8  # folders of compiled code in the user's cache; the least recently used go
+
+
+def source_hash(folders: Iterable[Path]) -> str:
+    """Names the state of all Python files in folders, and of the compiler."""
+    digest = hashlib.sha256(f"numba {numba.__version__}, llvmlite {llvmlite.__version__}".encode())
+    for folder in folders:
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
 @cache
 def _sources() -> str:
-    return source_hash(Path(__file__).parent)
+    return source_hash(Path(__file__).parents[2] / room for room in SOURCES)
+
+
+def _folder() -> str:
+    return f"kernels-{_sources()}"
 
 
 def _compile(function: Callable[..., Any], parallel: bool) -> Any:
@@ -156,15 +165,14 @@ def _compile(function: Callable[..., Any], parallel: bool) -> Any:
     return dispatcher
 
 
-class _Hashed:
-    """Puts a locator's files in a folder named after the hash of the kernel sources, which is their only stamp."""
+class _BesideTheSources(InTreeCacheLocator):
+    """A folder named after the hash of the sources, which is its only stamp."""
 
     name = "serial"
-    _cache_path: str
 
     def __init__(self, function: Any, file: str) -> None:
         super().__init__(function, file)
-        self._cache_path = os.path.join(self._cache_path, f"kernels-{_sources()}")
+        self._cache_path = os.path.join(self._cache_path, _folder())
 
     def get_source_stamp(self) -> str:
         return _sources()
@@ -173,28 +181,47 @@ class _Hashed:
         return self.name
 
 
-class _BesideTheSources(_Hashed, InTreeCacheLocator):
-    pass
+class _InTheUsersCache(_BesideTheSources):
+    def __init__(self, function: Any, file: str) -> None:
+        super().__init__(function, file)
+        self._cache_path = _users_folder()
 
 
-class _InTheUsersCache(_Hashed, UserWideCacheLocator):
-    pass
+@cache
+def _users_folder() -> str:
+    """The folder of these sources in the user's cache. It is now the last used; those long unused are removed."""
+    place = Path(AppDirs("halfstep", appauthor=False).user_cache_dir)
+    folder = place / _folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
+        forget_old(place)
+    except OSError:  # another process removes the same; or nothing can be written, which numba finds out for itself
+        pass
+    return str(folder)
 
 
-class _ParallelBesideTheSources(_BesideTheSources):
-    name = "parallel"
+def forget_old(place: Path, kept: int = _KEPT) -> None:
+    """Remove all but the last used folders of compiled code. What still runs from one compiles again into it."""
+    folders = sorted(place.glob("kernels-*"), key=lambda folder: folder.stat().st_mtime, reverse=True)
+    for old in folders[kept:]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 class _ParallelInTheUsersCache(_InTheUsersCache):
     name = "parallel"
 
 
+class _ParallelBesideTheSources(_BesideTheSources):
+    name = "parallel"
+
+
 class _SerialFiles(CompileResultCacheImpl):
-    _locator_classes = [_BesideTheSources, _InTheUsersCache]  # noqa: RUF012
+    _locator_classes = [_InTheUsersCache, _BesideTheSources]  # noqa: RUF012
 
 
 class _ParallelFiles(CompileResultCacheImpl):
-    _locator_classes = [_ParallelBesideTheSources, _ParallelInTheUsersCache]  # noqa: RUF012
+    _locator_classes = [_ParallelInTheUsersCache, _ParallelBesideTheSources]  # noqa: RUF012
 
 
 class _Files(IndexDataCacheFile):
