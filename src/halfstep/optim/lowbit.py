@@ -52,8 +52,6 @@ class LowBit(Stored):
     """The `PerLayer` by which it steps in the backward pass."""
     check_new: Callable[[Collection[Tensor]], None] | None = None
     """Refuses parameters of the model that the recipe stores otherwise than they come, as it says of all of them."""
-    _checked = 0
-    """How many parameters it was asked about."""
     awaits_scaler = False
     """Whether the recipe scales its loss and no scaler has been seen yet: a step without one warns, once."""
 
@@ -74,6 +72,7 @@ class LowBit(Stored):
         self._watch: Callable[[Update], None] | None = None
         self._together = Together()
         super().__init__(groups, rule, recipe, {"rounding_seed": seed}, projections)
+        self._known = self._count()
 
     @contextmanager
     def watched(self, watch: Callable[[Update], None]) -> Iterator[None]:
@@ -187,12 +186,15 @@ class LowBit(Stored):
         for group in self.param_groups:
             group.setdefault("rounding_seed", self.defaults["rounding_seed"])  # it came by way of the old optimizer
         check_parameters(self.param_groups, self._name)
-        if self.check_new is not None and self._checked != (count := sum(len(g["params"]) for g in self.param_groups)):
+        if self.check_new is not None and self._count() != self._known:
             self.check_new([parameter for parameter, _ in self._all()])  # they came by way of the old optimizer
-            self._checked = count
+            self._known = self._count()
         check_step(self.param_groups, self.rule, self._name)
         self.agree_on_the_seed()
         self._name_formats()
+
+    def _count(self) -> int:
+        return sum(len(group["params"]) for group in self.param_groups)
 
     def _all(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Every parameter, with its group."""
