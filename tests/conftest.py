@@ -2,7 +2,6 @@
 
 import gc
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -11,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
-from packaging.version import Version
 
-from families import mark_slow, start
+from families import mark_slow, start, wants_newer_torch
 from halfstep.cli.app import main
 from halfstep.errors import HalfstepError
 from halfstep.kernels import carried
@@ -48,10 +46,12 @@ def pytest_pyfunc_call():
     try:
         return (yield)
     except HalfstepError as error:
-        newer = re.search(r"torch (\d+\.\d+) or newer", str(error))
-        if newer and Version(torch.__version__) < Version(newer[1]):
+        if wants_newer_torch(error):
             pytest.skip(str(error))
         raise
+
+
+pytest_fixture_setup = pytest_pyfunc_call  # so too where a fixture makes what the test starts from
 
 
 @pytest.hookimpl(wrapper=True)

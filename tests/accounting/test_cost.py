@@ -65,7 +65,8 @@ def test_the_forward_pass_of_llama_7b():
     forward = cost(LLAMA, "bf16-mixed").without(HEAD).of(PASSES[0])
     shares = {work.kind: work.multiply_adds / forward.multiply_adds for work in forward.works}
     expected = {"feed-forward linears": 0.573, "attention linears": 0.284, "attention core": 0.142}
-    assert shares == pytest.approx(expected, abs=5e-4)
+    assert {kind: shares.pop(kind) for kind in expected} == pytest.approx(expected, abs=5e-4)
+    assert sum(shares.values()) < 1e-5  # transformers 5.8 makes the angles of positions by a product
     assert forward.share == forward.speed_up == 1
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fake_cuda import fake_cuda
+from fake_cuda import fake_cuda, wants_mm_out_dtype
 from halfstep import formats, get_quantizer
 from halfstep.kernels import largest, operators, rotation
 from tiny import EVERY, model_for, prepared
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.mark.quick("fp8-block")
-@pytest.mark.skipif(torch.__version__ < "2.10", reason="torch 2.10 is the first that traces torch.mm(out_dtype=)")
+@wants_mm_out_dtype
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OWN else pytest.mark.slow) for n in EVERY])
 def test_one_graph(name):
     graphs = []

@@ -18,6 +18,8 @@ from halfstep.recipe import get_recipe, linear_spec
 
 pytestmark = pytest.mark.cpu
 CPU = torch.device("cpu")
+NONE = "before torch 2.10 there is no torch.nn.functional.scaled_mm"
+wants_scaled_mm = pytest.mark.skipif(not hasattr(torch.nn.functional, "scaled_mm"), reason=NONE)
 
 
 def scaled(format, tile=TENSOR, scaling="current"):
@@ -32,7 +34,9 @@ def draw(*shape, seed=0):
 def units(monkeypatch):
     """This CPU as a GPU of compute capability 9.0; gives the dtypes that scaled_mm was called with."""
     called = []
-    stock = torch.nn.functional.scaled_mm
+    stock = getattr(torch.nn.functional, "scaled_mm", None)
+    if stock is None:
+        pytest.skip(NONE)
 
     def watched(lhs, rhs, *args, **kwargs):
         called.append((lhs.dtype, rhs.dtype))
@@ -152,6 +156,7 @@ def test_two_e5m2_operands_are_carried(units):
     assert not units
 
 
+@wants_scaled_mm
 @pytest.mark.parametrize(("capability", "quantizer", "reason"), [
     ((0, 0), scaled(E4), "no FP8 units"),
     ((8, 0), scaled(E4), "compute capability 8.0: FP8 units came with 8.9"),
@@ -179,6 +184,15 @@ def test_the_reason_for_no_native_path(capability, quantizer, reason, monkeypatc
     assert found is None if reason is None else reason in found
 
 
+def test_a_torch_without_such_products_is_the_reason(monkeypatch):
+    monkeypatch.delattr(torch.nn.functional, "scaled_mm", raising=False)
+    monkeypatch.setattr(scaled_mm, "_capability", lambda device: (9, 0))
+    words = f"torch {torch.__version__} has no torch.nn.functional.scaled_mm; 2.10 and newer do"
+    assert scaled_mm.refusal(scaled(E4), CPU) == words
+    assert halfstep.is_native_available("fp8-current", return_reason=True) == (False, words)
+
+
+@wants_scaled_mm
 def test_is_native_available_says_why_not(monkeypatch):
     found = halfstep.is_native_available("fp8-current", "cpu", return_reason=True)
     assert found == (False, "no FP8 units on cpu here")

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torchao.prototype.mx_formats.utils import to_blocked
 
 import halfstep
 from families import for_each
@@ -24,6 +23,9 @@ from halfstep.quant.tile import ROW, TENSOR, square
 from halfstep.recipe import get_recipe, linear_spec, list_recipes
 
 
+to_blocked = pytest.importorskip("torchao.prototype.mx_formats.utils").to_blocked
+if not hasattr(torch.nn.functional, "scaled_mm"):
+    pytest.skip("before torch 2.10 there is no torch.nn.functional.scaled_mm", allow_module_level=True)
 pytestmark = pytest.mark.cpu
 CPU, E4, E5 = torch.device("cpu"), "float8_e4m3fn", "float8_e5m2"
 KINDS = torch.nn.functional.ScalingType

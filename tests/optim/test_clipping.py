@@ -49,7 +49,7 @@ class Ours:
     def backward(self, seed, factor=1.0):
         self.scaler.scale(torch.zeros(()))  # torch makes its scale on first use; ours looks for dropped gradients
         for p, value in zip(self.parameters, values(seed, self.scaler.get_scale()), strict=True):
-            p.grad = (value * factor).to(p.grad_dtype)
+            p.grad = (value * factor).to(getattr(p, "grad_dtype", None) or p.dtype)
 
     def clip(self, max_norm):
         return self.scaler.clip_grad_norm_(self.optimizer, max_norm)

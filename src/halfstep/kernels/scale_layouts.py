@@ -6,8 +6,9 @@ block scaling ("32_4_4").
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from halfstep.quant.padding import pad
 
 
 def outer(scales: Tensor) -> Tensor:
@@ -19,7 +20,7 @@ def outer(scales: Tensor) -> Tensor:
 def padded(scales: Tensor) -> Tensor:
     """The scales of tiles of 128x128, (tiles down, tiles across), transposed and with zeros to a multiple of 4: (across
     in fours, down) with strides (1, across in fours)."""
-    return torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4)).contiguous().t()
+    return pad(scales, (0, -scales.shape[1] % 4)).contiguous().t()
 
 
 def swizzled(scales: Tensor) -> Tensor:
@@ -29,6 +30,6 @@ def swizzled(scales: Tensor) -> Tensor:
     Entry (r, c) goes to ((r // 128) * ceil(tiles / 4) + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4.
     """
     rows, across = scales.shape
-    whole = torch.nn.functional.pad(scales, (0, -across % 4, 0, -rows % 128))
+    whole = pad(scales, (0, -across % 4, 0, -rows % 128))
     blocks = whole.view(whole.shape[0] // 128, 4, 32, whole.shape[1] // 4, 4)
     return blocks.permute(0, 3, 2, 1, 4).reshape(-1)

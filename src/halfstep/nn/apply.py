@@ -282,9 +282,9 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
         if hasattr(parameter, "device_mesh"):
             raise ModelError(f"{name}: {path} is sharded; apply the recipe before fully_shard")
     check_trained(model)
+    check_ranks(recipe, parameters.values())
     if recipe.grad_format != recipe.weights:
         check_grad_dtype(recipe.grad_format)
-    check_ranks(recipe, parameters.values())
 
 
 def _warn_of_narrow(model: nn.Module, recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> None:

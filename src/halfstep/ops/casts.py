@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from halfstep import formats, quant
 from halfstep.errors import QuantizationError
@@ -29,7 +30,8 @@ class Quantized(quant.Quantized):
 
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         result = prepare_out(self.shape, self.dtype, self.codes.device, out, dtype)
-        if not torch.compiler.is_compiling():
+        # Of a traced tensor made of others torch 2.8 says neither that it compiles nor that it has no values.
+        if not (torch.compiler.is_compiling() or isinstance(self.codes, FunctionalTensor)):
             operators.dequantize_into(self, result)
             return result
         q, (names, tensors) = self.quantizer, zip(*self.tensors.items(), strict=True)

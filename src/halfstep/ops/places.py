@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.kernels.cpu.clamp_operators import estimate
@@ -13,6 +12,7 @@ from halfstep.ops.factors import factor_in_use
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.plain import matrix
 from halfstep.quant import Quantizer, Tile
+from halfstep.quant.padding import pad
 from halfstep.quant.tile import TENSOR
 
 
@@ -110,9 +110,9 @@ def _tiled(parts: Tensor, tile: Tile) -> Tensor:
     groups, rows, segments, channels = parts.shape
     if _across(tile):
         width = _filled(channels, tile.columns) if groups * segments > 1 else channels
-        return F.pad(parts, (0, width - channels)).transpose(0, 1).reshape(rows, groups * segments * width)
+        return pad(parts, (0, width - channels)).transpose(0, 1).reshape(rows, groups * segments * width)
     height = _filled(rows, tile.rows) if groups > 1 else rows
-    return F.pad(parts, (0, 0, 0, 0, 0, height - rows)).reshape(groups * height, segments * channels)
+    return pad(parts, (0, 0, 0, 0, 0, height - rows)).reshape(groups * height, segments * channels)
 
 
 def _untiled(matrix: Tensor, shape: torch.Size, tile: Tile) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -97,7 +99,11 @@ class CUDAGraph(torch.cuda.CUDAGraph):
 def opened(draws: Draws | None) -> None:
     """From here on these draws are those of the graph that is captured; None: of none. It is a word to this thread, and
     to the threads of its backward passes."""
-    torch._C._stash_obj_in_tls(_OPEN, draws)
+    word = [draws]
+    counted = sys.getrefcount(word)
+    torch._C._stash_obj_in_tls(_OPEN, word)
+    if sys.getrefcount(word) == counted:  # torch 2.8 gives back a reference that it did not take
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(word))
 
 
 def capturing() -> bool:
@@ -125,7 +131,7 @@ def check_drawing(what: str, device: torch.device | None) -> Draws:
             graph of torch's own class.
     """
     on_gpu = device is not None and device.type == "cuda"
-    draws: Draws | None = torch._C._get_obj_in_tls(_OPEN) if torch._C._is_key_in_tls(_OPEN) else None
+    draws: Draws | None = torch._C._get_obj_in_tls(_OPEN)[0] if torch._C._is_key_in_tls(_OPEN) else None
     if draws is None or not on_gpu:
         raise QuantizationError(
             f"{what} would be drawn on the host while a CUDA graph is captured, and every replay of the graph would "

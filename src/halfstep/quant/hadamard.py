@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.errors import QuantizationError
 from halfstep.quant.captured import capturing, check_drawing, drawn
+from halfstep.quant.padding import pad
 from halfstep.quant.rounding import derive_seed
 
 
@@ -133,7 +133,7 @@ def rotate(x: Tensor, signs: Tensor, dim: int = -1) -> Tensor:
     wide = x if x.dtype == torch.float64 else x.float()
     beyond = -wide.shape[dim] % size
     if beyond:
-        wide = F.pad(wide, (*[0, 0] * (wide.dim() - 1 - dim), 0, beyond))
+        wide = pad(wide, (*[0, 0] * (wide.dim() - 1 - dim), 0, beyond))
     before, length, after = wide.shape[:dim], wide.shape[dim], wide.shape[dim + 1 :]
     blocks = wide.reshape(*before, length // size, size, *after)
     blocks = blocks * signs.to(wide.dtype).view(size, *[1] * len(after))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halfstep.quant.padding import pad
+
 
 def packed_columns(columns: int, bits: int) -> int:
     """Elements of the packed row: bytes for 4 and 6 bits, else one container a code."""
@@ -46,5 +48,5 @@ def unpack(packed: Tensor, bits: int, columns: int, high_nibble_first: bool = Fa
 
 def _groups(x: Tensor, size: int) -> Tensor:
     """(rows, columns) to (rows, groups, size) int32, filled with zeros."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % size))
+    padded = pad(x, (0, -x.shape[1] % size))
     return padded.view(x.shape[0], padded.shape[1] // size, size).int()

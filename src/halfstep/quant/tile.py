@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from halfstep.errors import QuantizationError
+from halfstep.quant.padding import pad
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Tile:
         down, across = self.grid(*x.shape)
         high, wide = self.rows or max(x.shape[0], 1), self.columns or max(x.shape[1], 1)
         beyond = (0, across * wide - x.shape[1], 0, down * high - x.shape[0])
-        padded = torch.nn.functional.pad(x, beyond, value=fill)
+        padded = pad(x, beyond, fill)
         return getattr(padded.view(down, high, across, wide), how)(dim=(1, 3))  # type: ignore[no-any-return]
 
     def spread(self, scales: Tensor, rows: int, columns: int) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from halfstep.formats import Format, codebooks
 from halfstep.quant.cast import decode, encode
+from halfstep.quant.padding import pad
 from halfstep.quant.scaling.absmax import Absmax
 from halfstep.quant.scaling.base import Stored
 from halfstep.quant.tile import Tile
@@ -57,7 +58,7 @@ class DoubleAbsmax(Absmax):
 
 
 def _groups(scales: Tensor) -> Tensor:
-    return torch.nn.functional.pad(scales, (0, -scales.numel() % GROUP)).view(-1, GROUP)
+    return pad(scales, (0, -scales.numel() % GROUP)).view(-1, GROUP)
 
 
 def _spread(group_scale: Tensor, like: Tensor) -> Tensor:
