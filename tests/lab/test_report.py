@@ -234,5 +234,4 @@ def test_importing_and_writing_need_no_torch(tmp_path):
         f"write_report(RunFolder(pathlib.Path({str(folder.path)!r}))); "
         "bad = {'torch', 'matplotlib.pyplot'} & set(sys.modules); assert not bad, bad"
     )
-    theirs = ()
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, env=dict(os.environ))
