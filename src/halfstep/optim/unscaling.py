@@ -55,7 +55,8 @@ class Unscaling(DynamicScale):
         """Divide the gradients by S in place, once, for code that wants to look at them before `step`.
 
         16-bit gradients leave for float32, where halfstep's optimizer takes it, and stay there until they are dropped
-        (`zero_grad`): 4 bytes a parameter until then, and no small one is lost.
+        (`zero_grad`): 4 bytes a parameter until then, and no small one is lost. Before torch 2.10 they cannot: bf16
+        ones are rounded where they stand.
 
         Raises:
             LossScaleError: called twice, or after step(), since the last update(); the last gradients overflowed and
