@@ -74,7 +74,7 @@ def survives(mutant: Mutant) -> bool:
     """
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "src"
-        shutil.copytree(SOURCE, source)  # with the compiled kernels, which stay right where no kernel is changed
+        shutil.copytree(SOURCE, source)  # a kernel that is changed is compiled anew: its hash is another
         mutant.apply(source)
         paths = [str(TESTS / test) for test in mutant.tests]
         command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *paths]

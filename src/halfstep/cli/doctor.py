@@ -54,6 +54,7 @@ def doctor(
         }
         for recipe in asked
     ]
+    typer.echo("testing every kernel: minutes where they are not compiled yet, seconds afterwards", err=True)
     tests = [*kernels.outcomes(), *matrices.outcomes(), *units.outcomes(), *optim.outcomes()]
     absent = launch.missing() if with_gpu else "no CUDA device"
     if absent is None:
