@@ -157,13 +157,19 @@ def test_neighbours_of_a_posit_beyond_its_ends():
     assert (below.value, above) == (64, None)
 
 
+def same(one, other):
+    """Equality, of values that are NaN too, which dataclasses tell apart from Python 3.13 on."""
+    assert vars(one) | {"value": None} == vars(other) | {"value": None}
+    assert repr(one.value) == repr(other.value)
+
+
 @for_each("sign", [1, -1])
 @for_each("name", formats.names())
 def test_numbers_beyond_every_float_overflow_and_underflow(name, sign):
     format = formats.get(name)
     for overflow in OVERFLOWS:
         far = round_exactly(sign * Fraction(10) ** 999, format, overflow=overflow)
-        assert far == replace(round_exactly(sign * Fraction(2) ** 900, format, overflow=overflow), x=far.x)
+        same(far, replace(round_exactly(sign * Fraction(2) ** 900, format, overflow=overflow), x=far.x))
         near = round_exactly(sign * Fraction(10) ** -999, format, overflow=overflow)
-        assert near == replace(round_exactly(sign * Fraction(2) ** -900, format, overflow=overflow), x=near.x)
+        same(near, replace(round_exactly(sign * Fraction(2) ** -900, format, overflow=overflow), x=near.x))
     assert far.error is None or far.error == Fraction(far.value) - far.x

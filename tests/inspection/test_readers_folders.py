@@ -106,6 +106,19 @@ def test_a_distributed_folder_as_torch_loads_it(tmp_path):
         assert stored_bits(tensor) == bits(wanted[tensor.name])
 
 
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_a_distributed_folder_of_another_python(tmp_path, module):
+    """Python 3.13 names paths by the file they moved to."""
+    path = distributed(tmp_path)
+    metadata = path / ".metadata"
+    written = pickle.dumps(pickle.loads(metadata.read_bytes()), protocol=2)
+    here = f"c{type(Path()).__module__}\n".encode()
+    assert here in written
+    wanted = [(tensor.name, stored_bits(tensor)) for tensor in open_checkpoint(path).tensors]
+    metadata.write_bytes(written.replace(here, f"c{module}\n".encode()))
+    assert [(tensor.name, stored_bits(tensor)) for tensor in open_checkpoint(path).tensors] == wanted
+
+
 GRID = [((0, 0), (3, 2)), ((0, 2), (3, 5)), ((3, 0), (1, 7)), ((4, 0), (2, 3)), ((4, 3), (2, 4))]
 
 

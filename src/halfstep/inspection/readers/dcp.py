@@ -50,6 +50,8 @@ ALLOWED: Allowed = {
     "builtins.getattr": _member,
     **record("pathlib.PosixPath"),
     **record("pathlib.WindowsPath"),
+    **record("pathlib._local.PosixPath"),  # as Python 3.13 names them
+    **record("pathlib._local.WindowsPath"),
 }
 """What `.metadata` may refer to."""
 

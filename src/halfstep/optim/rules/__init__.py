@@ -59,7 +59,18 @@ _INSTEAD = {
     "Muon": f"Its step makes a whole matrix orthogonal, and no element's is its own. For Muon itself {_AROUND}",
 }
 """What works in the place of optimizers that people bring and no rule expresses, by name."""
-_OWN = {"__init__", "__module__", "__doc__", "__qualname__", "__dict__", "__weakref__", "__annotations__", "__slots__"}
+
+
+class _Plain:
+    """A class that is like any other: what this Python puts into each, such as 3.13's `__firstlineno__`."""
+
+    annotated: int
+
+    def __init__(self) -> None:
+        self.annotated = 0
+
+
+_OWN = {*vars(_Plain), "__qualname__", "__slots__"}
 """What a subclass may have of its own, and is no other optimizer for it."""
 
 
