@@ -44,6 +44,8 @@ def test_its_name_says_all_of_it():
         "mxfp8-until-step-900-then-fp32",
         "mxfp8-until-12.5pct-then-fp8-delayed-until-50pct-then-fp32",
     }
+    assert all(get_recipe(name).name == name for name in names)
+    assert all(get_recipe(get_recipe(text).name) == get_recipe(text) for text in TEXTS)
 
 
 @pytest.mark.parametrize(
