@@ -75,6 +75,8 @@ def test_the_page_states_every_verdict_and_the_rule(usual):
     assert "4 of 6 recipes match fp32; bf16-nomaster degrades by 3.1%; fp16-pure diverged at step 2." in page.text
     assert f"--out {folder.path} --resume" in page.text
     assert "Some Processor" in page.text
+    assert re.search(r"fp16-pure \d\.\d+ before it diverged", page.text)
+    assert "left out: the task's own" in page.text
 
 
 def test_the_summary_holds_what_was_judged(usual):

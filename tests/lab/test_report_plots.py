@@ -245,3 +245,4 @@ def test_words_for_numbers():
     assert ticks == sorted(ticks)
     assert 0.0 in ticks
     assert math.isclose(max(ticks), 0.2)
+    assert percent_ticks(-1.7, 2.9, 0.02, most=3) == pytest.approx([-0.5, -0.02, 0, 0.02, 0.5])

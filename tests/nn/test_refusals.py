@@ -110,6 +110,11 @@ def test_a_filter_that_selects_nothing():
     assert_refused(mlp(), RecipeError, words, recipe(Rule("*", SPEC)), module_filter=lambda module, path: False)
 
 
+def test_a_filter_that_is_no_function():
+    words = r"module_filter = 'mlp' found; expected a function of a module and its path"
+    assert_refused(mlp(), RecipeError, words, "bf16-mixed", module_filter="mlp")
+
+
 @pytest.mark.parametrize(
     ("name", "words"), [("bf16-mixd", "unknown recipe 'bf16-mixd'; nearest: bf16-mixed"), ("x", "Known: .*fp32")]
 )

@@ -205,7 +205,9 @@ RULE = 'name = "mine"\n[[rules]]\npath = "a"\n[[rules]]\npath = "*"\n'
         ('name = "mine"\nrules = 3', 2, "rules = 3 found; expected an array of tables"),
         ('name = "mine"\nkeep_heads = false', 2, "keep_heads found without [[rules]]"),
         ('summary = ""\nname = "a/b"', 2, "name = 'a/b' found; expected a name of letters"),
-        ('summary = "nameless"', 1, "name = None found"),
+        ('summary = "nameless"', 1, 'no name found; expected at least a line such as name = "mine"'),
+        ("", 1, "no name found"),
+        ('name = "mine"\nmoments = 16', 2, "moments = 16 found; expected a name or a table"),
         ('name = "mine"\nweights = "bf16"\nmaster = "x"', 3, "unknown master 'x'"),
         ('name = "mine"\n[[rules]]\nwhy = "x"', 2, "a rule without a path; expected a glob"),
         (f'{RULE}inptu = "e4m3fn"', 6, "unknown key of a rule 'inptu'; nearest: input"),
@@ -273,6 +275,27 @@ def test_files_that_are_none(written, tmp_path):
         get_recipe(written('name = "mxfp8"'))
     with pytest.raises(RecipeError, match=r"'O2' is a recipe that comes with halfstep"):
         get_recipe(written('name = "O2"'))
+    for base in ('base = "other.toml"', '[[stages]]\nstart = 0.5\nrecipe = "module:other"'):
+        with pytest.raises(RecipeError, match=r"base and stages are recipes that come with halfstep"):
+            get_recipe(written(f'name = "mine"\n{base}'))
+
+
+def test_text_in_another_encoding(tmp_path):
+    path = tmp_path / "my.toml"
+    path.write_bytes('name = "mine"'.encode("utf-8-sig"))
+    assert get_recipe(str(path)).name == "mine"
+    path.write_bytes('name = "mine"'.encode("utf-16"))
+    with pytest.raises(RecipeError, match=r"my.toml is not UTF-8 text .*save it as UTF-8"):
+        get_recipe(str(path))
+
+
+def test_what_is_no_name_of_a_recipe(tmp_path):
+    for found in (3, None, ["bf16-mixed"], {"name": "mine"}, tmp_path / "my.toml"):
+        with pytest.raises(RecipeError, match=r"found; expected a Recipe or text: a name, 'my.toml'"):
+            get_recipe(found)
+    for name in ("my.json", "my.yaml", str(tmp_path)):
+        with pytest.raises(RecipeError, match=r"found; a recipe's file is TOML, and its name ends in .toml"):
+            get_recipe(name)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -44,6 +44,8 @@ def test_its_name_says_all_of_it():
         "mxfp8-until-step-900-then-fp32",
         "mxfp8-until-12.5pct-then-fp8-delayed-until-50pct-then-fp32",
     }
+    assert all(get_recipe(name).name == name for name in names)
+    assert all(get_recipe(get_recipe(text).name) == get_recipe(text) for text in TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +168,7 @@ def test_a_file_is_a_stage_too(tmp_path):
         ("start = 0.9\n", "", "line 4: a stage takes a start"),
         ("start = 0.9", "start = 0.9\nstrt = 3", "line 6: unknown key of a stage 'strt'"),
         ('"bf16-mixed"', '"bf16-mixd"', "line 6: unknown recipe 'bf16-mixd'; nearest: bf16-mixed"),
-        ('"bf16-mixed"', "3", "line 6: recipe = 3 found; expected a table"),
+        ('"bf16-mixed"', "3", "line 6: recipe = 3 found; expected a name or a table"),
         ('"bf16-mixed"', '{name = "a", compute = "fp17"}', "line 6: .*compute = 'fp17'"),
         ('"bf16-mixed"', '"bf16-master"', "line 2: recipe 'mine': weights = 'fp32' at first and 'bf16'"),
         ("[[stages]]", "[stages]", "line 4: stages = .* expected an array of tables"),

@@ -78,9 +78,14 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
     """Decide layer by layer: the first rule that matches a path decides.
 
     Raises:
-        RecipeError: a rule, the filter, or the recipe's smoothing selects no layer.
+        RecipeError: a rule, the filter, or the recipe's smoothing selects no layer; the filter is no function.
         ModelError: a rule would round a weight that is another library's tensor.
     """
+    if module_filter is not None and not callable(module_filter):
+        raise RecipeError(
+            f"module_filter = {module_filter!r} found; expected a function of a module and its path, such as "
+            "lambda module, path: 'mlp' in path"
+        )
     kinds, refused = _sorted(model)
     is_adapter = adapters_of(model)
     others = {path: why for path, kind in kinds.items() if (why := _foreign(model.get_submodule(path), kind))}

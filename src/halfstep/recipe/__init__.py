@@ -1,6 +1,7 @@
 """Recipes: which format each part of training lives in."""
 
 from functools import cache
+from os.path import exists
 
 from halfstep.errors import RecipeError, unknown
 from halfstep.recipe import files
@@ -88,13 +89,15 @@ def get_recipe(name: str | Recipe) -> Recipe:
     out).
 
     Raises:
-        RecipeError: no recipe has that name, the nearest ones are shown; or as `recipe.files` says.
+        RecipeError: no recipe has that name, the nearest ones are shown; it is no text; or as `recipe.files` says.
     """
     if isinstance(name, Recipe):
         return name
-    if isinstance(name, str) and is_chain(name):
+    if not isinstance(name, str):
+        raise RecipeError(f"recipe = {name!r} found; expected a Recipe or text: a name, 'my.toml', 'module:name'")
+    if is_chain(name):
         return read_chain(name, get_recipe)
-    if isinstance(name, str) and files.is_reference(name):
+    if files.is_reference(name):
         recipe = files.read(name, _find)
         if _named().get(recipe.name, recipe) != recipe or recipe.name in _aliases():
             raise RecipeError(f"{name}: {recipe.name!r} is a recipe that comes with halfstep; give yours another name")
@@ -104,6 +107,10 @@ def get_recipe(name: str | Recipe) -> Recipe:
 
 def _find(name: str) -> Recipe:
     own = _aliases().get(name, name)
+    if files.is_reference(name):
+        raise RecipeError(f"{name!r} found; a file's base and stages are recipes that come with halfstep, by name")
+    if own not in _named() and (name.endswith((".json", ".yaml", ".yml")) or exists(name)):
+        raise RecipeError(f"{name!r} found; a recipe's file is TOML, and its name ends in .toml")
     if own not in _named():
         raise RecipeError(unknown("recipe", name, [*list_recipes(), *_aliases()]))
     return _named()[own]

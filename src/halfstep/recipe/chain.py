@@ -12,8 +12,14 @@ from halfstep.recipe.stages import Stage
 
 
 def is_chain(text: str) -> bool:
-    """Whether that is recipes one after another rather than the name of one."""
-    return re.search(r"\suntil\s", text) is not None
+    """Whether that is recipes one after another, in words or as `chain` calls them, rather than the name of one."""
+    return re.search(r"\suntil\s", _in_words(text)) is not None
+
+
+def _in_words(text: str) -> str:
+    """The name that `chain` gives, as the text it was read from; any other text as it is."""
+    text = re.sub(r"-until-([\d.]+)pct-then-", r" until \1% then ", text)
+    return re.sub(r"-until-step-(\d+)-then-", r" until step \1 then ", text)
 
 
 def read_chain(text: str, named: Callable[[str], Recipe]) -> Recipe:
@@ -23,7 +29,7 @@ def read_chain(text: str, named: Callable[[str], Recipe]) -> Recipe:
         RecipeError: it is not of the form `NAME until 90%, then NAME` (`until step 900`, further stages after another
             `until`); or as `Recipe` for stages that do not go together.
     """
-    *before, last = re.split(r"\s*,?\s+then\s+", text.strip())
+    *before, last = re.split(r"\s*,?\s+then\s+", _in_words(text.strip()))
     found = [re.fullmatch(r"(.*\S)\s+until\s+(?:(\d+(?:\.\d+)?)\s*%|step\s+(\d+))", part) for part in before]
     if not before or not all(found) or is_chain(last):
         raise RecipeError(

@@ -24,6 +24,7 @@ from halfstep.recipe.operands import (
     quantizer_data,
     storage,
     storage_data,
+    table_of,
     typed,
 )
 from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul
@@ -74,8 +75,10 @@ def from_data(data: Mapping[str, Any], named: Callable[[str], Recipe]) -> Recipe
         given["rules"] = (KEEP if keep else ()) + tuple(_rule(rule, i) for i, rule in enumerate(rules))
     elif "keep_heads" in data:
         raise At("keep_heads found without [[rules]], which it goes before; give both", "keep_heads")
-    if not is_name(given.get("name")):
-        raise At(f"name = {given.get('name')!r} found; expected a name of letters, digits and - _ . +", "name")
+    if "name" not in given:
+        raise At('no name found; expected at least a line such as name = "mine"', "name")
+    if not is_name(given["name"]):
+        raise At(f"name = {given['name']!r} found; expected a name of letters, digits and - _ . +", "name")
     try:
         if "base" not in data:
             return Recipe(**{"summary": "", "source": "", **given})
@@ -154,7 +157,7 @@ def _moments(data: Any) -> str | tuple[tuple[str, str | Storage], ...]:
     """One format for all, or each moment's by a glob on its name."""
     if isinstance(data, str):
         return data
-    table = typed(data, dict, "moments")
+    table = table_of(data, "moments")
     return tuple(
         (glob, kind if isinstance(kind, str) else storage(kind, "moments", glob)) for glob, kind in table.items()
     )
@@ -188,7 +191,7 @@ def _stage(data: Any, number: int, named: Callable[[str], Recipe]) -> Stage[Reci
     if type(start) not in (int, float):
         raise At(f"start = {start!r} found; expected steps, such as 900, or a fraction, such as 0.9", *path, "start")
     try:
-        found = named(recipe) if isinstance(recipe, str) else from_data(typed(recipe, dict, "recipe"), named)
+        found = named(recipe) if isinstance(recipe, str) else from_data(table_of(recipe, "recipe"), named)
     except RecipeError as error:
         raise At(str(error), *path, "recipe") from error
     try:

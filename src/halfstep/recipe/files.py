@@ -38,13 +38,15 @@ def read_toml(path: Path, named: Callable[[str], Recipe]) -> Recipe:
         RecipeError: the file cannot be read, is not TOML, or a key or value in it is not what was expected.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # a byte order mark, as some editors write, is no TOML
         return from_data(tomllib.loads(text), named)
     except At as error:
         raise RecipeError(f"{path}, line {line_of(text, error.path)}: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{path} is not TOML: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is not UTF-8 text ({error}); save it as UTF-8, which TOML is in") from error
+    except OSError as error:
         raise RecipeError(f"{path} cannot be read ({error}); expected a recipe's TOML file") from error
 
 

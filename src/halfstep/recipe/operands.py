@@ -78,9 +78,18 @@ def typed(value: Any, expected: Any, *path: str | int) -> Any:
     return value
 
 
+def table_of(data: Any, *path: str | int) -> Data:
+    """A table, where a name stands for a table of a format."""
+    if isinstance(data, str):
+        return {"format": data}
+    if not isinstance(data, dict):
+        raise At(f"{path[-1]} = {data!r} found; expected a name or a table", *path)
+    return data
+
+
 def operand(data: Any, *path: str | int) -> Quantizer:
     """A format's name, or a table with at least its `format`; a block format brings its tile and its scale rule."""
-    table = {"format": data} if isinstance(data, str) else typed(data, dict, *path)
+    table = table_of(data, *path)
     if "format" not in table:
         raise At("an operand without a format; `halfstep formats` lists them", *path)
     name = typed(table["format"], str, *path, "format")
@@ -143,7 +152,7 @@ def _tile(text: str, *path: str | int) -> Tile:
 
 def storage(data: Any, *path: str | int) -> Storage:
     """A format's name, or a table as of an operand that also says how else the tensor is kept."""
-    table = {"format": data} if isinstance(data, str) else typed(data, dict, *path)
+    table = table_of(data, *path)
     options = {key: typed(table[key], type(usual), *path, key) for key, usual in _KEPT.items() if key in table}
     quantizer = operand({key: value for key, value in table.items() if key not in _KEPT}, *path)
     try:
@@ -169,7 +178,7 @@ def accumulator(data: Any, *path: str | int) -> Accumulator | None:
     """A format's or an accumulator's name, or a table of an accumulator's fields; "none" is float32."""
     if data == "none":
         return None
-    table = {"format": data} if isinstance(data, str) else typed(data, dict, *path)
+    table = table_of(data, *path)
     hints = {name: kind for name, kind in typing.get_type_hints(Accumulator).items() if name != "format"}
     check_keys(table, ("format", *hints), "key of an accumulator", *path)
     if "format" not in table:

@@ -122,7 +122,7 @@ def _describe_scalar(format: Format) -> str:
                 "kind",
                 f"{kind(format)}: {'sign-exponent-mantissa ' if isinstance(format, Float) else ''}{layout(format)}",
             ),
-            ("bits", f"{format.bits}; {format.bytes:g} bytes a value"),
+            ("bits", f"{format.bits}; {format.bytes:g} byte{'s' * (format.bytes != 1)} a value"),
             *((label, point_text(format, value, code)) for label, value, code in points),
             ("most negative", exact_text(format.min)),
             ("eps", "1 has no neighbour above" if format.eps is None else power_text(format.eps) or f"{format.eps:g}"),

@@ -12,6 +12,7 @@ from matplotlib.ticker import FuncFormatter
 from halfstep.lab.facts import Metric
 from halfstep.lab.report.results import BASELINE, Results
 from halfstep.lab.report.style import FAINT, Look, Picture, looks, new_figure, plain
+from halfstep.lab.verdict import DIVERGED
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,10 @@ def picture(results: Results) -> Picture:
     data = courses(results)
     if not data:
         return Picture("metric", heading, look_for, "No run has been validated yet.")
-    title = f"{metric.name}: {_best(data, metric)}"
-    return Picture(
-        "metric", heading, look_for, _finding(data, metric), draw(data, looks(list(results.runs)), metric, title), title
-    )
+    diverged = results.with_status(DIVERGED)
+    title = f"{metric.name}: {_best([c for c in data if c.recipe not in diverged] or data, metric)}"
+    drawn = draw(data, looks(list(results.runs)), metric, title)
+    return Picture("metric", heading, look_for, _finding(data, metric, diverged), drawn, title)
 
 
 def _best(data: Sequence[Course], metric: Metric) -> str:
@@ -61,9 +62,10 @@ def _best(data: Sequence[Course], metric: Metric) -> str:
     return f"{plain(best)} ends best at {metric.show(ends[best])}" if len(ends) > 1 else metric.show(ends[best])
 
 
-def _finding(data: Sequence[Course], metric: Metric) -> str:
+def _finding(data: Sequence[Course], metric: Metric, diverged: Sequence[str]) -> str:
     ends = {c.recipe: c.values[-1] for c in reversed(data)}
-    return "The last values of the first seeds: " + ", ".join(f"{r} {metric.show(v)}" for r, v in ends.items()) + "."
+    words = [f"{r} {metric.show(v)}" + " before it diverged" * (r in diverged) for r, v in ends.items()]
+    return f"The last values of the first seeds: {', '.join(words)}."
 
 
 def draw(data: Sequence[Course], look: Mapping[str, Look], metric: Metric, title: str) -> Figure:

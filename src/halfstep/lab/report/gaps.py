@@ -118,7 +118,7 @@ def draw(data: Gaps, look: Mapping[str, Look], title: str) -> Figure:
     if max(high, -low) > 10 * data.margin:
         axes.set_xscale("symlog", linthresh=2 * data.margin, linscale=1.0)
         axes.set_xlim(1.5 * low, 2.5 * high)
-        axes.set_xticks(percent_ticks(1.5 * low, 2.5 * high, 2 * data.margin))
+        axes.set_xticks(percent_ticks(1.5 * low, 2.5 * high, 2 * data.margin, most=3))
         axes.minorticks_off()
     else:
         axes.set_xlim(1.3 * low, 1.5 * high)

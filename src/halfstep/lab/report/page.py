@@ -87,6 +87,9 @@ def _page(results: Results, pictures: list[tuple[Picture, str | None]]) -> str:
         loader=PackageLoader("halfstep.lab.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     band = results.band
+    unit = f" {results.facts.loss_unit}" if results.facts.loss_unit else ""
+    data = results.experiment.as_data()
+    data["data"] = data["data"] or "left out: the task's own"
     return templates.get_template("report.html").render(
         name=results.name,
         headline=results.headline(),
@@ -94,12 +97,12 @@ def _page(results: Results, pictures: list[tuple[Picture, str | None]]) -> str:
         loss_unit=results.facts.loss_unit,
         metric=results.facts.metric,
         learning_rates=results.learning_rates,
-        band=None if band is None else f"{band.mean:#.5g} ± {band.half_width / 2:#.3g} over {band.seeds} seeds",
+        band=None if band is None else f"{band.mean:#.5g} ± {band.half_width / 2:#.3g}{unit} over {band.seeds} seeds",
         lines=[_line(results, verdict) for verdict in results.verdicts],
         explanations=[(v.recipe, v.explanation) for v in results.verdicts if v.explanation],
         pictures=pictures,
         environment=[(key, _word(value)) for key, value in results.environment.items()],
-        experiment=[(key, _word(value)) for key, value in results.experiment.as_data().items()],
+        experiment=[(key, _word(value)) for key, value in data.items()],
         command=command(results.experiment, results.folder.path, results.facts.defaults),
     )
 
@@ -127,7 +130,9 @@ def _line(results: Results, verdict: RecipeVerdict) -> _Line:
         _number(verdict.final_loss, "{:#.5g}"),
         *(() if metric is None else (metric.show(verdict.final_metric).replace("-", "–"),)),
         "–" if verdict.paired_gap is None or verdict.recipe == BASELINE else signed(verdict.paired_gap),
-        "–" if interval is None or verdict.recipe == BASELINE else f"{signed(interval.low)} to {signed(interval.high)}",
+        "–"
+        if interval is None or verdict.recipe == BASELINE
+        else f"{signed(interval.low)} to\u00a0{signed(interval.high)}",
         _number(verdict.ms_per_step, "{:.1f}"),
         "–" if ratio is None else f"{times(ratio)}×",
         "–" if size is None else f"{memory.total_bytes(size):.4g}",

@@ -83,7 +83,7 @@ class Results:
             if v.status == DEGRADES and v.paired_gap is not None
         ]
         open_ones = self.with_status(UNDECIDED)
-        parts += [f"of {', '.join(open_ones)} these seeds cannot tell"] if open_ones else []
+        parts += [f"these seeds cannot tell of {', '.join(open_ones)}"] if open_ones else []
         parts += [f"{v.recipe} diverged at step {v.diverged_at}" for v in self.verdicts if v.status == DIVERGED]
         return "; ".join(parts or ["only fp32 was trained"]) + "."
 

@@ -158,11 +158,15 @@ def power(exponent: int) -> str:
     return "2" + str(exponent).translate(_SUPERSCRIPT)
 
 
-def percent_ticks(low: float, high: float, linear: float) -> list[float]:
-    """Ticks at 1, 2 and 5 times powers of ten, for an axis in shares that is logarithmic beyond ±`linear`."""
+def percent_ticks(low: float, high: float, linear: float, most: int = 5) -> list[float]:
+    """Ticks at 1, 2 and 5 times powers of ten, for an axis in shares that is logarithmic beyond ±`linear`.
+
+    Args:
+        most: ticks above zero.
+    """
     steps = [m * 10.0**e for e in range(-3, 3) for m in (1, 2, 5)]
     sizes = [s for s in steps if s >= 0.99 * linear]
-    while len([s for s in sizes if s <= high]) > 5:
+    while len([s for s in sizes if s <= high]) > most:
         sizes = sizes[::2]
     return [-s for s in reversed(sizes) if -s >= low] + [0.0] + [s for s in sizes if s <= high]
 
