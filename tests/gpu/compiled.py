@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
 from halfstep.kernels import selftest_gpu
 from halfstep.optim import selftest_gpu as optim_selftest_gpu
@@ -83,8 +83,18 @@ def described(function: JITFunction, arguments: dict[str, Any]) -> dict[str, str
     return kinds
 
 
+def bind(function: JITFunction, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> None:
+    """What a launch does before it compiles: write a function of the kernel's parameters, whose names it has others
+    beside (`options`), call it, and look the kernel up by what it returns."""
+    backend = make_backend(GPUTarget("cuda", capability, WARP))
+    binder = create_function_from_signature(function.signature, function.params, backend)
+    _, specialization, others = binder(**arguments, **options, debug=False)
+    compute_cache_key({}, specialization, others)
+
+
 def compiled(function: JITFunction, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> Any:
     """The kernel, compiled with pointers that are multiples of 16, as torch's allocations are."""
+    bind(function, arguments, options, capability)
     kinds = described(function, arguments)
     constants = {name: arguments[name] for name, kind in kinds.items() if kind.startswith("=")}
     places = {name: (function.arg_names.index(name),) for name in kinds}

@@ -51,6 +51,23 @@ def test_parameters_replaced_after_prepare_are_refused(name, loaded):
         optimizer.step()
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_part_of_the_model_replaced_between_steps_is_refused(inside):
+    """Wherever in the model it hangs, and though somebody still holds the old one."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    model, optimizer, _ = halfstep.prepare(model, adamw(model), recipe="fp32")
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    whole, name = (model[1], "0") if inside else (model, "1")
+    held = whole[int(name)]
+    setattr(whole, name, copy.deepcopy(held))
+    with pytest.raises(OptimizerError, match="2 of this optimizer's 4 parameters no longer belong to the model"):
+        optimizer.step()
+    setattr(whole, name, held)
+    optimizer.step()
+
+
 def test_what_the_optimizer_does_not_lack_is_left_alone():
     model, optimizer, scaler = prepared("fp32")
     model.add_module("4", nn.Linear(4, 4))  # nobody trains it, as in torch; nothing of the optimizer's has gone

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import halfstep
 from halfstep.errors import OptimizerError
 from halfstep.kernels.gpu import kinds, optimizer, table
 from halfstep.kernels.gpu.kinds import Options
@@ -170,6 +171,54 @@ def test_an_option_that_changes_the_arithmetic_is_another_kind(launches):
     low.step()
     assert steps_of(low) is not before
     assert [kernel for kernel, *_ in launches] == ["prepare", "update", "prepare", "update", "update"]
+
+
+def test_a_gradient_whose_sign_is_a_flag_is_left_to_the_reference(launches):
+    low, parameters = stepped(sizes=(1, 2000))
+    for plain, number in [(True, torch.tensor([1 + 2j])), (False, torch.tensor([1 + 2j]).conj())]:
+        parameters[0].grad = number.imag
+        assert parameters[0].grad.is_contiguous()
+        low.step()
+        assert low._together.all == plain
+    assert parameters[0] > 1
+
+
+def coded(recipe):
+    """A model of weights in codes and its optimizer, after two steps; none is made."""
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    model, low, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe=recipe)
+    low._together = Together(anywhere=True)
+    for _ in range(2):
+        scaler.scale(model(torch.ones(2, 8)).sum()).backward()
+        scaler.step(low)
+        scaler.update()
+    assert low._together.all
+    return model, low
+
+
+@pytest.mark.parametrize("name", ["codes", "scale"])
+def test_tables_are_built_anew_where_the_codes_of_a_weight_are_elsewhere(launches, name):
+    model, low = coded("fp8lm-o2")
+    before, weight = steps_of(low), model[0].weight
+    low.step()
+    assert steps_of(low) is before
+    setattr(weight, name, getattr(weight, name).clone())
+    low.step()
+    assert steps_of(low) is not before
+    column = table.WEIGHT if name == "codes" else table.WEIGHT_SCALE
+    assert steps_of(low)._rows[0, column] == getattr(weight, name).data_ptr()
+
+
+def test_masters_follow_the_weights_that_somebody_wrote_to_and_no_others(launches, monkeypatch):
+    model, low = coded("fp8lm-o3")
+    followed = []
+    monkeypatch.setattr(type(low), "follow", lambda self, parameter: followed.append(parameter))
+    low.step()
+    with torch.no_grad():
+        model[1].weight.mul_(2)
+    low.step()
+    low.step()
+    assert [parameter is model[1].weight for parameter in followed] == [True]
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.95, 0.999])

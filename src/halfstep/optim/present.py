@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from halfstep.optim.shards import is_spread
 Reference = Callable[[], nn.Module | None]
 """A weak reference to the model; it gives None once the model is gone."""
 
+_dtype = attrgetter("dtype")
+_parts_of, _parameters_of = attrgetter("_modules"), attrgetter("_parameters")
+
 
 class Present:
     """Remembers what a model's parameters were when its optimizer was made."""
@@ -24,6 +28,7 @@ class Present:
         self._model = model
         self._known = {id(p): weakref.ref(p) for p in self._named().values()}
         self._dtypes = {id(p): p.dtype for p in self._named().values()}
+        self._seen: _Seen | None = None
 
     def name(self, parameter: Tensor) -> str | None:
         """The model's name for a parameter."""
@@ -43,7 +48,11 @@ class Present:
         model = self._model()
         if model is None:
             return
-        now, held = _ids(model), [p for group in groups for p in group["params"]]
+        held = [p for group in groups for p in group["params"]]
+        if self._seen is not None and self._seen.stands(held):
+            return
+        self._seen, modules = None, _modules(model)
+        now = set(map(id, _parameters(modules)))
         for parameter in held:
             if parameter.dtype != self._dtypes.get(id(parameter), parameter.dtype) and self._was_known(parameter):
                 was = self._dtypes[id(parameter)]
@@ -53,6 +62,7 @@ class Present:
                     f"before halfstep.prepare, and not after it; assign to .data in {was}, or write with copy_"
                 )
         if now.issuperset(map(id, held)):
+            self._seen = _Seen(modules, held)
             return
         gone = [p for p in held if id(p) not in now and self._was_known(p) and not is_spread(p)]
         if not gone:
@@ -80,15 +90,41 @@ class Present:
         return id(parameter) in self._known and self._known[id(parameter)]() is parameter
 
 
-def _ids(model: nn.Module) -> set[int]:
-    """The identities of a model's parameters, ten times as fast as by their names: every step asks."""
-    found: list[dict[str, Any]] = []
-    seen: set[int] = set()
+class _Seen:
+    """A check that found every parameter of the optimizer in the model, each of the dtype that it had. As long as each
+    module has the parts and the parameters that it had then, the model has all of these still. No module is kept alive.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], held: Sequence[Tensor]) -> None:
+        self._wholes = [weakref.ref(module) for module in modules if module._modules]
+        self._owners = [weakref.ref(module) for module in modules if module._parameters]
+        self._found = self._now(held)
+
+    def stands(self, held: Sequence[Tensor]) -> bool:
+        """Whether another check of these would find the same."""
+        return self._now(held) == self._found
+
+    def _now(self, held: Sequence[Tensor]) -> tuple[list[Any], ...] | None:
+        wholes, owners = ([module() for module in modules] for modules in (self._wholes, self._owners))
+        if None in wholes or None in owners:
+            return None
+        parts, parameters = (
+            list(map(id, chain.from_iterable(map(dict.values, tables))))
+            for tables in (map(_parts_of, wholes), map(_parameters_of, owners))
+        )
+        return parts, parameters, list(map(id, held)), list(map(_dtype, held))
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """A model's modules, faster than by their names."""
+    found = {id(model): model}
     waiting = [model]
     while waiting:
-        module = waiting.pop()
-        found.append(module._parameters)
-        seen.add(id(module))
-        if module._modules:
-            waiting.extend(part for part in module._modules.values() if part is not None and id(part) not in seen)
-    return set(map(id, chain.from_iterable(map(dict.values, found))))
+        new = [m for m in waiting.pop()._modules.values() if m is not None and id(m) not in found]
+        found |= {id(module): module for module in new}
+        waiting += new
+    return list(found.values())
+
+
+def _parameters(modules: Iterable[nn.Module]) -> Iterable[Tensor | None]:
+    return chain.from_iterable(map(dict.values, map(_parameters_of, modules)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import compress
+from operator import attrgetter, ne
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +25,8 @@ from halfstep.recipe import MASTER
 
 Stepped = tuple[Tensor, Tensor, dict[str, Any], int]
 """A parameter, its gradient, its group and its number."""
+
+_version = attrgetter("_version")
 
 
 class Owner(Protocol):
@@ -63,6 +67,8 @@ class Together:
         self._weights: list[Tensor] = []
         self._followed: list[Tensor] = []
         """Parameters whose masters follow where somebody has written."""
+        self._left: list[int] = []
+        """Their versions as the last step left them; -1 before one."""
         self._rounded: list[Tensor] = []
         """Gradients that were rounded for this step alone."""
         self._kinds: list[object] = []
@@ -104,7 +110,8 @@ class Together:
 
     def run(self, owner: Owner, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Step all that `take` took."""
-        for parameter in self._followed:
+        written = list(compress(self._followed, map(ne, map(_version, self._followed), self._left)))
+        for parameter in written:
             owner.follow(parameter)
         for device, steps in self._steps.items():
             scalars = (None if one is None else one.to(device, torch.float32, non_blocking=True) for one in
@@ -112,7 +119,8 @@ class Together:
             steps.run(*scalars)
         if self._weights:
             torch.autograd.graph.increment_version(self._weights)
-        for parameter in self._followed:
+        self._left = list(map(_version, self._followed))
+        for parameter in written:
             owner.note_written(parameter)
 
     # ---- a step that is not -------------------------------------------------------------------------------------
@@ -147,6 +155,7 @@ class Together:
             self._weights += [part(parameter), parameter] if is_spread(parameter) else [parameter]
         self._steps = {device: Steps(tensors, options) for device, tensors in by_device.items()}
         self._kinds, self._rule = [own.kind for own in options], owner.rule
+        self._left = [-1] * len(self._followed)
         if taken and not rest and not self._rounded:
             self._unmoved = Unmoved(owner.param_groups, owner.state, taken)
         return rest

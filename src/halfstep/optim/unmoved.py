@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
-from operator import is_
+from itertools import chain, compress
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from halfstep.optim.shards import is_spread, part, placed
 
 Places = tuple[list[int], list[int]]
 """The addresses of gradients, and of the scales of those that are codes."""
+
+_grad, _dtype, _layout = attrgetter("grad"), attrgetter("dtype"), attrgetter("layout")
+_coding = attrgetter("quantizer", "is_whole")
 
 
 class Unmoved:
@@ -35,25 +38,32 @@ class Unmoved:
         self._seeds = [group["rounding_seed"] for group in groups]
         self._parameters = list(chain.from_iterable(self._groups))
         self._stepped = [parameter in taken for parameter in self._parameters]
-        own = [taken[parameter] for parameter in self._parameters if parameter in taken]
-        self._codes = [one.grad.quantizer if isinstance(one.grad, Coded) else None for one in own]
-        self._coded = any(codes is not None for codes in self._codes)
+        self._grads = [type(parameter.grad) for parameter in self._parameters]
+        own = [taken[parameter] for parameter in compress(self._parameters, self._stepped)]
+        self._coded = [place for place, one in enumerate(own) if isinstance(one.grad, Coded)]
+        self._codings = [(one.grad.quantizer, True) for one in own if isinstance(one.grad, Coded)]
         self._dtypes = [codes_of(one.grad).dtype for one in own]
+        self._layouts = [torch.strided] * len(own)
+        self._single = [place for place, one in enumerate(own) if codes_of(one.grad).numel() < 2]
+        self._offsets = [codes_of(one.grad).data_ptr() % 16 for one in own]
         self._devices = [codes_of(one.weight).device for one in own]
+        self._places_on = set(self._devices)
         self._keys, self._states = list(state), list(state.values())
         self._kept = list(chain.from_iterable(map(dict.values, self._states)))
         read = [*taken, *(value for value in self._kept if isinstance(value, Tensor))]
-        self._wrapped = [tensor for tensor in read if is_spread(tensor) or isinstance(tensor, CodeTensor)]
-        wrapped = set(map(id, self._wrapped))
-        self._read = [tensor for tensor in read if id(tensor) not in wrapped]
+        wrapped = [tensor for tensor in read if is_spread(tensor) or isinstance(tensor, CodeTensor)]
+        self._wrapped = [(attrgetter(*_within(tensor)), tensor) for tensor in wrapped]
+        self._inner, outer = self._unwrapped(), set(map(id, wrapped))
+        self._read = [tensor for tensor in read if id(tensor) not in outer]
+        self._read += [tensor for tensor in self._inner if isinstance(tensor, Tensor)]
         self._spread = any(map(is_spread, taken))
         self._addresses = self._now()
-        found = [codes_of(one.grad) for one in own]
-        self._aligned = [grad.data_ptr() % 16 == 0 for grad in found]
+
+    def _unwrapped(self) -> list[Any]:
+        return list(chain.from_iterable(get(tensor) for get, tensor in self._wrapped))
 
     def _now(self) -> list[int]:
-        inner = [tensor.data_ptr() for wrapped in self._wrapped for tensor in _inner(wrapped)]
-        return inner + [tensor.data_ptr() for tensor in self._read]
+        return list(map(Tensor.data_ptr, self._read))
 
     def gradients(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]
@@ -68,42 +78,39 @@ class Unmoved:
         if not (_same(state, self._keys) and _same(state.values(), self._states)):
             return None
         kept = list(chain.from_iterable(map(dict.values, self._states)))
-        if not _same(kept, self._kept) or self._now() != self._addresses:
+        if not (_same(kept, self._kept) and _same(self._unwrapped(), self._inner)) or self._now() != self._addresses:
             return None
-        grads = [parameter.grad for parameter in self._parameters]
-        if [grad is not None for grad in grads] != self._stepped:
+        grads = list(map(_grad, self._parameters))
+        if list(map(type, grads)) != self._grads:
             return None
-        return self._places([grad for grad in grads if grad is not None])
+        return self._places(list(compress(grads, self._stepped)))
 
-    def _places(self, grads: list[Tensor]) -> dict[torch.device, Places] | None:
-        scales: dict[torch.device, list[int]] = {device: [] for device in self._devices}
-        if self._spread and not self._are_cut_alike(grads):
-            return None
-        if self._spread or self._coded:
-            numbers = []
-            for grad, codes in zip(grads, self._codes, strict=True):
-                if (grad.quantizer if isinstance(grad, CodeTensor) and grad.is_whole else None) != codes:
-                    return None
-                if isinstance(grad, CodeTensor):
-                    scales[grad.device].append(grad.scale.data_ptr())
-                    grad = grad.codes
-                numbers.append(part(grad) if is_spread(grad) else grad)
-            grads = numbers
-        elif any(type(grad) is CodeTensor for grad in grads):
-            return None
-        strided = torch.strided
-        for grad, dtype in zip(grads, self._dtypes, strict=True):
-            if grad.dtype is not dtype or grad.layout is not strided or not grad.is_contiguous():
+    def _places(self, grads: list[Any]) -> dict[torch.device, Places] | None:
+        if self._spread:
+            if not self._are_cut_alike(grads):
                 return None
-        addresses = [grad.data_ptr() for grad in grads]
-        if [address % 16 == 0 for address in addresses] != self._aligned:  # kernels are compiled for that
+            grads = [part(grad) if is_spread(grad) else grad for grad in grads]
+        coded = [grads[place] for place in self._coded]
+        if list(map(_coding, coded)) != self._codings:
             return None
-        if len(scales) == 1:
-            (device,) = scales
-            return {device: (addresses, scales[device])}
-        places: dict[torch.device, Places] = {device: ([], scales[device]) for device in scales}
+        for place, grad in zip(self._coded, coded, strict=True):
+            grads[place] = grad.codes
+        if list(map(_dtype, grads)) != self._dtypes or list(map(_layout, grads)) != self._layouts:
+            return None
+        if not all(map(Tensor.is_contiguous, grads)):
+            return None
+        if any(grads[place].is_neg() for place in self._single):  # imaginary parts of conjugates; longer ones have gaps
+            return None
+        addresses = list(map(Tensor.data_ptr, grads))
+        if [address % 16 for address in addresses] != self._offsets:  # kernels are compiled for multiples of 16
+            return None
+        if len(self._places_on) == 1:
+            return dict.fromkeys(self._places_on, (addresses, [grad.scale.data_ptr() for grad in coded]))
+        places: dict[torch.device, Places] = {device: ([], []) for device in self._places_on}
         for device, address in zip(self._devices, addresses, strict=True):
             places[device][0].append(address)
+        for grad in coded:
+            places[grad.device][1].append(grad.scale.data_ptr())
         return places
 
     def _are_cut_alike(self, grads: list[Tensor]) -> bool:
@@ -116,6 +123,6 @@ def _same(found: Any, known: list[Any]) -> bool:
     return len(found) == len(known) and all(map(is_, found, known))
 
 
-def _inner(tensor: Any) -> tuple[Tensor, ...]:
-    """What a tensor of another class has its numbers in, on this rank."""
-    return tuple(tensor.parts.values()) if isinstance(tensor, CodeTensor) else (part(tensor),)
+def _within(tensor: Tensor) -> tuple[str, ...]:
+    """The names of what a tensor of another class has its numbers in, on this rank, and of what says how."""
+    return (*tensor.parts, "quantizer") if isinstance(tensor, CodeTensor) else ("_local_tensor", "placements")

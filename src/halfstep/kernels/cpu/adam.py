@@ -69,6 +69,7 @@ def supports(
         master in KEPT
         and all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in tensors)
         and all(t.layout == torch.strided and t.is_contiguous() and t.numel() == weight.numel() for t in tensors)
+        and not grad.is_neg()
         and all(t.dtype in _FLOATS for t in (weight, grad, *numbers.values()))
         and set(numbers) <= {"exp_avg", "exp_avg_sq", "exp_avg_sq_residual"}
         and (rounding == "nearest_even" or (rounding == "stochastic" and weight.dtype == torch.bfloat16))

@@ -82,7 +82,7 @@ def put_aside(row, COLUMN: tl.constexpr, place, inside):
 
 
 @triton.jit(do_not_specialize=["count"])
-def prepare(rows, options, corrections, numbers, most, grad_scale, found_inf, count, B: tl.constexpr):
+def prepare(rows, groups, corrections, numbers, most, grad_scale, found_inf, count, B: tl.constexpr):
     """Count a step of every tensor, unless there is an infinity somewhere; and find the numbers of that step. `most`
     is None where nothing is codes under one scale."""
     t = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
@@ -104,7 +104,7 @@ def prepare(rows, options, corrections, numbers, most, grad_scale, found_inf, co
     tl.store(out + LOW, as_float(seed.to(tl.uint32)), mask=inside)
     tl.store(out + HIGH, as_float((seed >> 32).to(tl.uint32)), mask=inside)
 
-    group = options + tl.load(row + GROUP, mask=inside, other=0) * OPTIONS
+    group = groups + tl.load(row + GROUP, mask=inside, other=0) * OPTIONS
     scale = option(group, SIGN, inside).to(tl.float32)
     if grad_scale is not None:
         scale = scale * tl.div_rn(1.0, tl.load(grad_scale))
