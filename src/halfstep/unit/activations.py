@@ -218,7 +218,8 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, dim: int, dtype: torch.dtype, output: float, grad: float) -> Tensor:
         wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
-        return _times(torch.softmax(x, dim, dtype=wide), output).to(dtype)
+        y = _times(torch.softmax(x, dim, dtype=wide), output)
+        return y if y.dtype == dtype else y.to(dtype)  # torch 2.11 takes no gradient of a cast that does nothing either
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
