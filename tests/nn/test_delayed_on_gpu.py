@@ -88,6 +88,7 @@ def test_a_gpu_reads_an_operand_again_only_where_its_state_has_no_factor(monkeyp
         assert sum(amax._base is state and amax.storage_offset() == 1 for amax in raised) == 1
 
 
+@pytest.mark.slow  # a trace takes seconds
 @wants_mm_out_dtype
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_so_does_a_traced_graph():

@@ -169,7 +169,7 @@ def test_every_code(read):
 
 def test_training_and_gradients_are_as_before(read):
     """Training sums as it did; evaluation with gradients gives what it gives without."""
-    _, twin = both(KNOWN["mxfp8_e4m3"])
+    _, twin = both(KNOWN["tensor"], "bf16")
     x = torch.randn(1, COLUMNS, requires_grad=True)
     twin.train()(x).sum().backward()
     assert read == {"run": 0, "run_values": 0}
@@ -221,8 +221,8 @@ def test_threads_do_not_change_a_sum():
 
 def test_nothing_of_a_weight_that_was_is_read(read):
     """What is kept between two products is found again, whoever writes to a weight and however."""
-    model, _ = both(KNOWN["fp8_128x128"], "bf16")
-    other = both(KNOWN["fp8_128x128"], "bf16", nn.Linear(COLUMNS, ACROSS, bias=False))[0]
+    model, _ = both(KNOWN["tensor"], "bf16")
+    other = both(KNOWN["tensor"], "bf16", nn.Linear(COLUMNS, ACROSS, bias=False))[0]
     layer, x = model[0], torch.randn(2, COLUMNS)
     layer.bias = None
     before, expected = model(x), other(x)

@@ -98,6 +98,7 @@ def adopted():
     return made
 
 
+@pytest.mark.slow  # a trace takes seconds; `test_every_recipe.py` has quick ones
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
 @pytest.mark.parametrize("make", [pytest.param(layers, marks=pytest.mark.slow), adopted])
 def test_a_traced_graph_keeps_the_factors_of_gains(make):
