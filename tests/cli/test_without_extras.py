@@ -144,7 +144,6 @@ def imports(tree):
         yield from ((name.partition(".")[0], id(node) in caught) for name in names)
 
 
-@pytest.mark.slow
 def test_what_is_imported_is_a_dependency_or_named_with_its_extra():
     known = {*sys.stdlib_module_names, *own(), "halfstep", "llvmlite"}  # which is a part of numba, and has its version
     for file, tree in parsed().items():
