@@ -17,6 +17,8 @@ $(VENV)/.lab $(VENV)/.dev $(VENV)/.bench: $(VENV)/.%: pyproject.toml constraints
 demo: install
 	$(BIN)/halfstep compare
 
+# Tests start many processes: each finds the sources compiled, whatever the shell says of that.
+test: export PYTHONDONTWRITEBYTECODE =
 test: dev .triton/3.7.1/.fetched
 	$(BIN)/python -m pytest -n logical --dist worksteal
 

@@ -19,8 +19,8 @@ EVERY = [name for name in ALL if name not in UNIT]
 SMOOTH = [name for name in EVERY if recipe.get_recipe(name).smooth_glu]  # these want gated MLPs
 RECIPES = [name for name in EVERY if name not in SMOOTH]
 FAST = {
-    "fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "bf16-split", "bf16-kahan", "bf16-collage-plus",
-    "bf16-stochastic", "fp8-delayed", "fp8-current", "mxfp8", "fp8-block", "fp8-smooth-swiglu", "fp8lm-o3", "fp4-wang",
+    "fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "bf16-collage-plus", "bf16-stochastic",
+    "fp8-delayed", "fp8-current", "mxfp8", "fp8-block", "fp8-smooth-swiglu", "fp8lm-o3", "fp4-wang",
 }  # fmt: skip
 PROJECTED = [
     name for name in EVERY if recipe.get_recipe(name).projection

@@ -296,6 +296,7 @@ def test_recipes_that_share_a_name_and_recipe_data_that_were_edited(place, halfs
     assert "experiment.json: recipe 'mine' was edited: unknown key 'wieghts'; nearest: weights" in done.message
 
 
+@pytest.mark.slow
 def test_a_task_shows_its_metric_and_resumes(place, halfstep):
     options = ["--task", "recommender", "--recipes", "fp32,bf16-mixed", "--steps", "4", "--baseline-seeds", "1"]
     done = halfstep("compare", *options, "--out", "runs/liked")

@@ -158,6 +158,7 @@ def test_revert_restores_the_stock_model(name):
     halfstep.apply(model, name)
 
 
+@pytest.mark.quick("mxfp8-carried")
 @pytest.mark.parametrize(
     ("name", "products"),
     slow_unless(

@@ -80,6 +80,7 @@ def stock(folder, layout, dtype=torch.float32):
     return model.to(dtype)  # compressed-tensors 0.15 decodes mxfp8 in bf16, which holds all of it
 
 
+@pytest.mark.quick("fp8-block", "mxfp4")
 @pytest.mark.quick("fp8-tensor", "mxfp4", "fp8-block")
 @every_layout
 def test_transformers_loads_the_values_that_we_multiply_by(layout, tmp_path):

@@ -229,6 +229,7 @@ def test_a_checkpoint_of_a_recipe_without_masters_is_told(tmp_path):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
+@pytest.mark.slow
 def test_model_init_makes_a_model_for_each_training(tmp_path):
     told = arguments(tmp_path, max_steps=2)
     trained = Trained(

@@ -178,6 +178,7 @@ RENDERED = {"all diverged at once", "far off"}
 """The other kinds build their figures and leave it at that."""
 
 
+@pytest.mark.quick("all diverged at once", "killed", "one seed beside three", "only fp32", "no fp32", "not begun")
 @pytest.mark.parametrize("kind", slow_unless(lambda kind: kind != "far off", KINDS))
 def test_every_kind_of_folder_gets_a_report(kind, tmp_path, request):
     runs, fields, words = KINDS[kind]

@@ -53,7 +53,7 @@ def stock():
     return penalised("fp32")
 
 
-@pytest.mark.quick("own-bf16-stochastic", "carried-fp16-mixed")
+@pytest.mark.quick("own-bf16-stochastic")
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("name", slow_unless({"fp16-mixed", "bf16-stochastic"}.__contains__, PLAIN))
 def test_a_critic_with_a_gradient_penalty_trains_as_stock_torchs(name, stock):

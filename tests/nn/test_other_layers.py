@@ -47,6 +47,7 @@ def test_conv1d_without_rounding_is_the_stock_layer():
     torch.testing.assert_close(gradients(model), gradients(stock), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick("own-fp8-current", "carried-fp8-current", "own-mxfp8", "carried-mxfp8")
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-rowwise", "fp8-block", "mxfp8"])
 def test_conv1d_rounds_as_the_linear_layer_of_the_transposed_weight(name):
     model = with_conv1d()

@@ -44,7 +44,7 @@ def rounded(x, quantizer):
 
 
 @every
-@for_each("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_it_claims_its_values_and_stores_codes(quantizer, dtype):
     tensor = made(quantizer, dtype=dtype)
     assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((6, 32), dtype, True)
