@@ -94,8 +94,10 @@ def times(x: Tensor, name: str, output: float, grad: float, mult: float = 1.0) -
 
 
 def _times(x: Tensor, factor: float) -> Tensor:
-    """A fresh tensor times a number: in place, where nobody takes its derivative and nothing is traced. Of what a traced
-    function's forward has changed in place, torch 2.11 takes no gradient, and says nothing."""
+    """A fresh tensor times a number: in place, where nobody takes its derivative and nothing is traced.
+
+    Of what a traced function's forward has changed in place, torch 2.11 takes no gradient, and says nothing.
+    """
     return x * factor if torch.is_grad_enabled() or torch.compiler.is_compiling() else x.mul_(factor)
 
 
