@@ -121,7 +121,7 @@ def test_a_recipe_in_a_file_says_how():
         ({"format": "fp16", "size": 4}, "unknown key of an accumulator 'size'"),
         ({"format": "fp16", "block": 0}, "expected a positive number of terms"),
         ({"format": "fp16", "block": "4"}, "block = '4' found; expected a whole number"),
-        (4, "accumulate = 4 found; expected a table"),
+        (4, "accumulate = 4 found; expected a name or a table"),
     ],
 )
 def test_a_mistake_in_it_is_named(accumulate, message):

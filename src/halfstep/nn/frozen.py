@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from halfstep import ops
+from halfstep.ops.function import apart
 from halfstep.ops.linear_passes import bias_gradient
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.plain import matrix
@@ -55,7 +56,7 @@ class _Frozen(torch.autograd.Function):
         ctx: Any, x: Tensor, bias: Tensor | None, weight: FrozenWeight, spec: LinearSpec, forward: Callable[..., Tensor]
     ) -> Tensor:
         ctx.weight, ctx.spec, ctx.dtypes = weight, spec, (x.dtype, None if bias is None else bias.dtype)
-        return forward(x, weight.operand(), bias)
+        return apart(forward(x, weight.operand(), bias))
 
     @staticmethod
     @once_differentiable

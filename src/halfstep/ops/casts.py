@@ -14,6 +14,7 @@ from halfstep import formats, quant
 from halfstep.errors import QuantizationError
 from halfstep.formats import BlockFormat, Format
 from halfstep.kernels import operators
+from halfstep.ops.function import apart
 from halfstep.quant import Quantizer, draw_seed
 from halfstep.quant.cast import CONTAINERS, check_codes, check_input, prepare_out
 from halfstep.quant.quantizer import layout
@@ -323,7 +324,7 @@ def round_scaled(
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, quantizer: Quantizer) -> Tensor:
-        return values(x, quantizer)
+        return apart(values(x, quantizer))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:

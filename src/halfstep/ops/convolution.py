@@ -11,7 +11,7 @@ from torch import Tensor
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
 from halfstep.ops.factors import just_in_time
-from halfstep.ops.function import run
+from halfstep.ops.function import apart, run
 from halfstep.ops.linear import linear
 from halfstep.ops.linear_passes import States, product_dtype
 from halfstep.ops.once import Backwards, Once, once
@@ -139,7 +139,7 @@ class _Rounded(Once):
             y = _product(window.apply, lhs, rhs.times(multiplier, dtype), bias, dtype)
             x_kept = kept(lhs, x, spec.grad_weight.rhs, "input" in spec.anew, dtype)
             weight_kept = kept(rhs, weight, spec.grad_input.rhs, "weight" in spec.anew, dtype)
-        return y, y.new_zeros(()), *x_kept, *weight_kept
+        return apart(y), y.new_zeros(()), *x_kept, *weight_kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
@@ -147,7 +147,8 @@ class _Rounded(Once):
         _, anchor, x_kept, x_scale, weight_kept, weight_scale = output
         ctx.dtype = product_dtype(x)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.mark_non_differentiable(*[saved for saved in output[2:] if saved is not None])
+        if aside := [saved for saved in output[2:] if saved is not None]:  # torch 2.11 traces no call without any
+            ctx.mark_non_differentiable(*aside)
         ctx.set_materialize_grads(False)
         x_kept, weight_kept = x if x_kept is None else x_kept, weight if weight_kept is None else weight_kept
         estimated = weight if ctx.spec.estimates else None

@@ -13,6 +13,7 @@ from halfstep.errors import ModelError
 
 
 _NOTHING = nullcontext()
+_LOSES = torch.__version__.startswith("2.11.")
 
 
 def run(function: type[torch.autograd.Function], *inputs: Any) -> Any:
@@ -26,6 +27,15 @@ def run(function: type[torch.autograd.Function], *inputs: Any) -> Any:
         return function.apply(*inputs)  # type: ignore[no-untyped-call]
     transformed = torch._C._are_functorch_transforms_active()
     return (_with_tangent(function) if transformed else _direct(function)).apply(*inputs)
+
+
+def apart(y: Tensor) -> Tensor:
+    """What a forward gives back, apart from what it is made of.
+
+    Where torch 2.11 traces a forward whose last step gives a tensor itself again (a change in place, a cast to the
+    dtype that it has), it takes no gradient of it: zeros, without a word.
+    """
+    return y.clone() if _LOSES and torch.compiler.is_compiling() else y
 
 
 def is_derived() -> bool:

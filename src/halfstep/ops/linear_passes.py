@@ -12,6 +12,7 @@ from torch import Tensor
 from halfstep.kernels.cpu.clamp_operators import estimate
 from halfstep.ops.factors import factor_in_use
 from halfstep.ops.folding import Rest, folded, folds, rest_of, restored
+from halfstep.ops.function import apart
 from halfstep.ops.once import Backwards, Once, once
 from halfstep.ops.operand import Operand, kept, signs_of
 from halfstep.ops.plain import matrix, unflatten
@@ -105,13 +106,14 @@ class Rounded(Once):
                 weight_kept = _kept(rhs, weight_later, weight, spec.grad_input.rhs, "weight" in spec.anew, dtype)
             rests = rest_of(lhs, "input" not in spec.anew), rest_of(rhs, not again and "weight" not in spec.anew)
         x_kept = x_kept if codes is None else (codes, *x_kept[1:])
-        return unflatten(y, x), y.new_zeros(()), *x_kept, *weight_kept, *rests[0], *rests[1]
+        return apart(unflatten(y, x)), y.new_zeros(()), *x_kept, *weight_kept, *rests[0], *rests[1]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         x, weight, bias, spec, states, record, channels, rounded, keeping, _, units = inputs
         anchor, x_kept, x_scale, x_whole, weight_kept, *rest = output[1:]
-        ctx.mark_non_differentiable(*[saved for saved in output[2:] if saved is not None])
+        if aside := [saved for saved in output[2:] if saved is not None]:  # torch 2.11 traces no call without any
+            ctx.mark_non_differentiable(*aside)
         ctx.set_materialize_grads(False)
         x_kept, weight_kept = x if x_kept is None else x_kept, weight if weight_kept is None else weight_kept
         if keeping is not None and not weight.requires_grad:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import carried
-from halfstep.ops.function import is_derived, no_autocast, run
+from halfstep.ops.function import apart, is_derived, no_autocast, run
 from halfstep.ops.matmul import matmul
 from halfstep.recipe import LinearSpec
 
@@ -69,7 +69,7 @@ class _Traced(torch.autograd.Function):
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors | None) -> Tensor:
         multiplier = None if factors is None else factors[0]
         with no_autocast(x):
-            return unflatten(matmul(matrix(x), weight.t(), bias, None, x.dtype, multiplier=multiplier), x)
+            return apart(unflatten(matmul(matrix(x), weight.t(), bias, None, x.dtype, multiplier=multiplier), x))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -129,7 +129,7 @@ class _Stacked(torch.autograd.Function):
     def forward(x: Tensor, weight: Tensor, dtype: torch.dtype, factors: Factors | None) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             lhs, rhs = (matrix(operand).to(dtype).view(operand.shape) for operand in (x, weight))
-            return carried.run_stacked(lhs, rhs.mT, None if factors is None else factors[0])
+            return apart(carried.run_stacked(lhs, rhs.mT, None if factors is None else factors[0]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import ModelError
-from halfstep.ops.function import run
+from halfstep.ops.function import apart, run
 
 
 def scale_forward(x: Tensor, factor: float) -> Tensor:
@@ -89,13 +89,11 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, y: Tensor, weights: tuple[float, float], grads: tuple[float, float]) -> Tensor:
         first, second = weights
-        if torch.compiler.is_compiling():  # torch 2.11 takes no gradient of what is changed in place here
-            return (x + y) * first if first == second else torch.add(x * first, y, alpha=second)
         if first == second:
-            return torch.add(x, y).mul_(first)
+            return apart(torch.add(x, y).mul_(first))
         fits = x.shape == y.shape and x.dtype == y.dtype and not torch._C._are_functorch_transforms_active()
         add = Tensor.add_ if fits else torch.add  # in place, into what is nobody's
-        return add(x * first, y, alpha=second)
+        return apart(add(x * first, y, alpha=second))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

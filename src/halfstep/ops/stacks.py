@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep.kernels import carried
 from halfstep.kernels.rotation import rotate
-from halfstep.ops.function import run
+from halfstep.ops.function import apart, run
 from halfstep.ops.matmul import accumulated
 from halfstep.ops.once import Backwards, Once, once
 from halfstep.ops.operand import Operand, operand, signs_of
@@ -36,7 +36,7 @@ def stacked_linear(x: Tensor, weight: Tensor, spec: LinearSpec, dtype: torch.dty
 class _Rounded(Once):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, spec: LinearSpec, dtype: torch.dtype) -> Tensor:
-        return _product(x, weight, spec.output, dtype)
+        return apart(_product(x, weight, spec.output, dtype))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.ops.function import run
+from halfstep.ops.function import apart, run
 from halfstep.ops.plain import Factors
 from halfstep.recipe import LinearSpec, Matmul
 
@@ -128,7 +128,7 @@ class _Traced(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, factors: Factors) -> Tensor:
-        return window.apply(x, weight * factors[0], bias)
+        return apart(window.apply(x, weight * factors[0], bias))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

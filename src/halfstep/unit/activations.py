@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.ops.function import run
+from halfstep.ops.function import apart, run
 from halfstep.unit import factors
 from halfstep.unit.constraint import Constraint, get_constraint
 
@@ -94,11 +94,8 @@ def times(x: Tensor, name: str, output: float, grad: float, mult: float = 1.0) -
 
 
 def _times(x: Tensor, factor: float) -> Tensor:
-    """A fresh tensor times a number: in place, where nobody takes its derivative and nothing is traced.
-
-    Of what a traced function's forward has changed in place, torch 2.11 takes no gradient, and says nothing.
-    """
-    return x * factor if torch.is_grad_enabled() or torch.compiler.is_compiling() else x.mul_(factor)
+    """A fresh tensor times a number: in place, where nobody takes its derivative."""
+    return x * factor if torch.is_grad_enabled() else x.mul_(factor)
 
 
 def value(x: Tensor, name: str) -> Tensor:
@@ -148,7 +145,7 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, name: str, mult: float, output: float, grad: float) -> Tensor:
-        return _times(value(x if mult == 1 else x * mult, name), output)
+        return apart(_times(value(x if mult == 1 else x * mult, name), output))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -179,7 +176,7 @@ class _Gated(torch.autograd.Function):
         x: Tensor, gate: Tensor, mult: float, output: float, grad_x: float, grad_gate: float
     ) -> tuple[Tensor, Tensor]:
         gated = F.silu(gate if mult == 1 else gate * mult)
-        return _product(gated, x, output), gated
+        return apart(_product(gated, x, output)), gated
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -220,8 +217,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, dim: int, dtype: torch.dtype, output: float, grad: float) -> Tensor:
         wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
-        y = _times(torch.softmax(x, dim, dtype=wide), output)
-        return y if y.dtype == dtype else y.to(dtype)  # torch 2.11 takes no gradient of a cast that does nothing either
+        return apart(_times(torch.softmax(x, dim, dtype=wide), output).to(dtype))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
