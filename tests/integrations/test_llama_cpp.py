@@ -1,0 +1,65 @@
+"""llama.cpp computes our GGUF files as we do: in float32 to its last bits, in few bits to its rounding of inputs.
+
+It wants `pip install llama-cpp-python`, which compiles llama.cpp for the better part of an hour, and is in no extra.
+"""
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from test_export_gguf import gpt2, llama
+
+import halfstep
+
+
+pytestmark = pytest.mark.slow
+cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+TOKENS = torch.randint(0, 64, (24,), generator=torch.Generator().manual_seed(1))
+
+
+def logits_of(path):
+    """What llama.cpp makes of TOKENS, one thread, no flash attention, keys and values in float32."""
+    model = cpp.llama_model_load_from_file(str(path).encode(), cpp.llama_model_default_params())
+    assert model, "llama.cpp does not load it"
+    options = cpp.llama_context_default_params()
+    options.n_ctx, options.n_threads, options.type_k, options.type_v, options.flash_attn_type = 32, 1, 0, 0, 0
+    context = cpp.llama_init_from_model(model, options)
+    batch = cpp.llama_batch_init(len(TOKENS), 0, 1)
+    batch.n_tokens = len(TOKENS)
+    for i, token in enumerate(TOKENS.tolist()):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = token, i, 1, 0, 1
+    assert cpp.llama_decode(context, batch) == 0
+    found = np.ctypeslib.as_array(ctypes.cast(cpp.llama_get_logits(context), ctypes.POINTER(ctypes.c_float)), (24, 64))
+    found = torch.from_numpy(found.copy())
+    cpp.llama_batch_free(batch)
+    cpp.llama_free(context)
+    cpp.llama_model_free(model)
+    return found
+
+
+@pytest.mark.parametrize(("format", "recipe", "bound"), [
+    ("gguf-f32", None, 1e-3),  # GPT-2's GELU is a table in fp16 there
+    ("gguf-bf16", None, 0.02),  # inputs are rounded to bf16
+    ("gguf-q8_0", None, 0.05),  # and to 8 bits, as the weights
+    ("gguf-mxfp4", "mxfp4", 0.05),
+])  # fmt: skip
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_its_logits_are_those_of_the_weights_in_the_file(make, format, recipe, bound, tmp_path):
+    model = make().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:  # logits far apart
+                parameter.mul_(3.0).copy_(parameter.bfloat16() if format == "gguf-bf16" else parameter)
+    halfstep.export(model, tmp_path / "model.gguf", recipe=recipe, format=format)
+    if recipe is not None:
+        halfstep.quantize_model(model, recipe)
+        halfstep.dequantize_model(model)
+    with torch.no_grad():
+        expected = model(TOKENS[None]).logits[0]
+    found = logits_of(tmp_path / "model.gguf")
+    assert float((found - expected).norm() / expected.norm()) < bound
+    first, second = expected.topk(2).values.unbind(-1)
+    clear = first - second > 2 * (found - expected).abs().amax(-1)
+    assert torch.equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])
+    assert clear.sum() > 12
