@@ -237,7 +237,7 @@ def test_moments_that_cannot_be_kept_are_refused(moments, words):
         ('exp_avg = {format = "bf16", residual = 1}', "residual = 1 found; expected true or false"),
         ('exp_avg = {format = "e4m3fn", tile = "tensor", scale = "delayed"}', "stored with scale = 'delayed'"),
         ('exp_avg = {format = "bf16", rounding = "stochastic"}', "stored with rounding = 'stochastic'"),
-        ("exp_avg = 3", "exp_avg = 3 found; expected a table"),
+        ("exp_avg = 3", "exp_avg = 3 found; expected a name or a table"),
     ],
 )
 def test_a_file_says_where_moments_are_wrong(tmp_path, table, words):
