@@ -85,6 +85,24 @@ def test_traced_functions_compute_the_same(case):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@traces
+def test_what_torch_2_11_would_lose_is_a_copy(monkeypatch):
+    """`ops.function.apart`, as under that torch."""
+    monkeypatch.setattr("halfstep.ops.function._LOSES", True)
+    traced = []
+    torch._dynamo.reset()
+
+    def backend(graph, _):
+        traced.append(graph)
+        return graph
+
+    function, leaves = inputs("softmax", torch.float32)
+    found = passes(torch.compile(function, backend=backend, fullgraph=True), leaves)
+    for one, other in zip(found, passes(function, leaves), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert "clone" in str([graph.print_readable(print_output=False) for graph in traced])
+
+
 _ALONE = {"linear", "gelu", "gelu_tanh", "silu", "relu", "tanh", "sigmoid", "gated_silu"}
 """Whose inputs pass no verb, which would be on the second derivative as well."""
 

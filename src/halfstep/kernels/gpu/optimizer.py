@@ -104,9 +104,8 @@ class Steps:
         if grads == self._grads and scales == self._scales:
             return
         self._grads, self._scales = grads, scales
-        self._host[:, table.GRAD] = torch.tensor(
-            np.array(grads)
-        )  # from a list of integers it takes three times as long
+        # By way of numpy: from a list of integers torch takes three times as long.
+        self._host[:, table.GRAD] = torch.tensor(np.array(grads))
         if scales:
             self._host[self._coded, table.GRAD_SCALE] = torch.tensor(np.array(scales))
         if self._capturing:
