@@ -7,11 +7,11 @@ round-by-round ratios.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,8 +110,15 @@ def _failure(run: Callable[[], Any]) -> str | None:
     return None
 
 
-def report(name: str, question: str, rows: list[dict[str, Any]], rounds: int) -> None:
-    """Print the rows; with --keep on the command line, keep them in results/NAME.json beside the machine's name."""
+def keeps(doc: str | None) -> bool:
+    """Whether --keep is on the command line; --help prints the text, and all else is an error, before anything runs."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", action="store_true", help="write the figures to benchmarks/results")
+    return bool(parser.parse_args().keep)
+
+
+def report(name: str, question: str, rows: list[dict[str, Any]], rounds: int, kept: bool) -> None:
+    """Print the rows; where they are `kept`, write them to results/NAME.json beside the machine's name."""
     heads = ["contender", "median", "against", "ratio", "at most"]
     if any("state_bytes" in row for row in rows):
         heads.append("state bytes a parameter")
@@ -130,7 +137,7 @@ def report(name: str, question: str, rows: list[dict[str, Any]], rounds: int) ->
             *([f"{row['state_bytes']:.4f}"] if "state_bytes" in row else []),
         )
     Console(width=120).print(table)
-    if "--keep" in sys.argv:
+    if kept:
         keep(name, {"question": question, "rounds": rounds, "machine": environment(), "rows": rows})
 
 

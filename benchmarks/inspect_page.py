@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import runpy
@@ -55,5 +56,6 @@ def replaced(text: str, name: str, table: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     page = replaced(PAGE.read_text(), "origins", origins())
     PAGE.write_text(replaced(page, "speed", speed()) if RESULTS.exists() else page)

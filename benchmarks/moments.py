@@ -9,7 +9,6 @@ and v in groups of 128; `zeros` is the share of second moments that become zero.
 from __future__ import annotations
 
 import statistics
-import sys
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from halfstep.lab.models import build_model
 from halfstep.lab.tasks import experiment_for, get_task
 from halfstep.quant import Quantizer, Scales, Tile
 from halfstep.quant.scaling import get_scaling
-from harness import keep
+from harness import keep, keeps
 
 
 MODELS, SEEDS, STEPS, EPS = ("gpt-tiny", "llama-tiny"), 3, (30, 100, 300), 1e-8
@@ -73,6 +72,7 @@ def _rounded(x: Tensor, format: str, rule: str) -> Tensor:
 
 def main() -> None:
     """Train, round, print, and with --keep write."""
+    kept = keeps(__doc__)
     runs = {
         f"{model}, seed {seed}, step {step}": errors(*moments)
         for model in MODELS
@@ -91,7 +91,7 @@ def main() -> None:
             "zeros": statistics.median(found[name]["zeros"] for found in runs.values()),
         }
         print(f"{name:48}", "  ".join(f"{key} {value:.4g}" for key, value in table[name].items()))
-    if "--keep" in sys.argv:
+    if kept:
         keep("moments", {"machine": environment(), "table": table, "runs": runs})
 
 

@@ -15,7 +15,7 @@ from halfstep.quant import Quantizer, Scales, Tile
 from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import Recipe, Storage, get_recipe, get_storage
-from harness import Contender, race, report
+from harness import Contender, keeps, race, report
 
 
 TENSORS, SHAPE, ROUNDS = 8, (2048, 1024), 15
@@ -115,6 +115,7 @@ def projected(module: str, name: str) -> Step:
 
 def main() -> None:
     """Time one step of each, interleaved."""
+    kept = keeps(__doc__)
     torch.manual_seed(0)
     fused, bits, fp8 = "torch fused AdamW, fp32", "bitsandbytes AdamW8bit", "torchao AdamWFp8"
     galore, galore8 = "galore-torch GaLoreAdamW", "galore-torch GaLoreAdamW8bit"
@@ -149,7 +150,7 @@ def main() -> None:
         step = steps[row["name"]]
         if "failed" not in row and isinstance(step, Step):
             row["state_bytes"] = step.state_bytes()
-    report("optimizer", f"an AdamW step over {size:.0f}Mi parameters in {TENSORS} tensors", rows, ROUNDS)
+    report("optimizer", f"an AdamW step over {size:.0f}Mi parameters in {TENSORS} tensors", rows, ROUNDS, kept)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ see the same batches. Bytes are those of the base's tensors, adapters apart.
 from __future__ import annotations
 
 import copy
-import sys
 import sysconfig
 import warnings
 from pathlib import Path
@@ -24,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import halfstep
 from halfstep.lab.environment import environment
 from halfstep.memory import stored_bytes
-from harness import keep
+from harness import keep, keeps
 
 
 LENGTH, BATCH, FIRST, STEPS, RANK = 64, 8, 200, 60, 8
@@ -116,6 +115,8 @@ def run(name: str, model: nn.Module, data: list[Tensor], held_out: list[Tensor])
 
 
 def main() -> None:
+    """Train each, print, and with --keep write."""
+    kept = keeps(__doc__)
     torch.set_num_threads(1)
     model, target = base(), text("encodings")
     half = len(target) // 2
@@ -123,7 +124,7 @@ def main() -> None:
     rows = [run(name, copy.deepcopy(model), data, held_out) for name in (*OURS, *THEIRS)]
     for row in rows:
         print(f"{row['base']:26} {row['bytes']:>10,} {row['loss before']:8.4f} {row['loss after']:8.4f}", flush=True)
-    if "--keep" in sys.argv:
+    if kept:
         keep("qlora", {"environment": environment(), "rank": RANK, "steps": STEPS, "rows": rows})
 
 

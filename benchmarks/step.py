@@ -20,7 +20,7 @@ from halfstep import unit
 from halfstep.lab.models.gpt import GPT, Attention
 from halfstep.quant import Quantizer
 from halfstep.recipe import LinearSpec, Recipe, Rule
-from harness import Contender, race, report
+from harness import Contender, keeps, race, report
 
 
 _TENSORWISE = {
@@ -207,6 +207,7 @@ def _but_the_head(module: nn.Module, name: str) -> bool:
 
 def main() -> None:
     """Time one step of each, interleaved."""
+    kept = keeps(__doc__)
     torch.manual_seed(0)
     model = GPT(256, CONTEXT, LAYERS, WIDTH, HEADS)
     tokens = torch.randint(0, 256, (BATCH, CONTEXT + 1))
@@ -234,7 +235,7 @@ def main() -> None:
         for peer, at_most in bars.items():
             contenders.append(Contender(f"halfstep {recipe}", step, peer, at_most))
     question = f"a step of a {size:.1f}M-parameter GPT, {BATCH} x {CONTEXT} tokens"
-    report("step", question, race(contenders, ROUNDS), ROUNDS)
+    report("step", question, race(contenders, ROUNDS), ROUNDS, kept)
 
 
 if __name__ == "__main__":

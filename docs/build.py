@@ -7,6 +7,7 @@ nowhere.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
@@ -90,4 +91,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     sys.exit(main())

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from halfstep.accounting import architectures
@@ -28,4 +28,6 @@ def main(anew: bool) -> None:
 
 
 if __name__ == "__main__":
-    main("--all" in sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="every row anew")
+    main(parser.parse_args().all)

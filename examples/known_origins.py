@@ -1,6 +1,6 @@
 """Checkpoints of known origin, from small GPTs trained in different ways: what `halfstep inspect` must tell apart."""
 
-import sys
+import argparse
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -62,5 +62,7 @@ def main(folder: str | Path, steps: int = 20) -> list[Path]:
 
 
 if __name__ == "__main__":
-    for path in main(*sys.argv[1:2] or ["."]):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", default=".", help="where the checkpoints are written")
+    for path in main(parser.parse_args().folder):
         print(f"{path.stem}: {halfstep.inspect(path).verdict.text}")

@@ -1,5 +1,7 @@
 """Why bf16 weights need a master copy or stochastic rounding: subtract 2^-12 from 1.0, 4096 times."""
 
+import argparse
+
 import torch
 from torch import nn
 
@@ -23,4 +25,5 @@ def main() -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -1,5 +1,6 @@
 """The loop of nanoGPT's train.py under a recipe: `prepare` is added, its autocast is gone, the rest is as it was."""
 
+import argparse
 import math
 
 import torch
@@ -51,5 +52,6 @@ def main(recipe: str = "bf16-master", max_iters: int = 60, gradient_accumulation
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for name in ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "bf16-stochastic", "fp8-delayed"):
         main(name)

@@ -1,5 +1,7 @@
 """Your own model and loop under a recipe: three lines change."""
 
+import argparse
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -30,6 +32,7 @@ def main(recipe: str = "bf16-stochastic", steps: int = 200) -> float:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for name in halfstep.list_recipes():
         try:
             main(name)

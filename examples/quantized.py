@@ -1,5 +1,6 @@
 """Train under FP8, keep a byte a weight, save, load, and compute the same."""
 
+import argparse
 import copy
 import tempfile
 from pathlib import Path
@@ -45,4 +46,5 @@ def main(recipe: str = "fp8-delayed", steps: int = 100) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

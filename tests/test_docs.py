@@ -190,6 +190,33 @@ def test_a_page_shows_the_figures_that_were_kept(page, module, function, figures
     assert write(*kept) in (DOCS / page).read_text()
 
 
+def scripts():
+    """The files that are run by themselves."""
+    every = [path for folder in ("benchmarks", "examples", "docs") for path in sorted((ROOT / folder).glob("*.py"))]
+    return [path for path in every if 'if __name__ == "__main__":' in path.read_text()]
+
+
+def test_scripts_read_their_options_before_they_start():
+    assert len(scripts()) > 30
+    unread = [
+        path.name for path in scripts() if not re.search(r"parse_args\(|ArgumentParser|keeps\(", path.read_text())
+    ]
+    assert not unread
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("script", scripts(), ids=lambda path: path.name)
+def test_a_script_shows_its_help_and_refuses_what_it_does_not_know(script, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(script.parent)
+    for argument, code in (("--help", 0), ("--halp", 2)):
+        monkeypatch.setattr("sys.argv", [str(script), argument])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(script), run_name="__main__")
+        assert ended.value.code == code
+    assert f"usage: {script.name}" in capsys.readouterr().out
+
+
 @pytest.mark.slow  # test_prepare.py asks the same of one weight
 def test_example_of_lost_updates_ends_where_arithmetic_says():
     ends = runpy.run_path(str(ROOT / "examples" / "lost_updates.py"))["main"]()

@@ -1,7 +1,9 @@
 """What needs no torch imports none: `import halfstep`, and the commands that only read data."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +46,16 @@ def test_no_compiler_where_nothing_is_compiled_by_torch():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "'halfstep.ops.casts'" in result.stdout
     assert "torch._dynamo" not in result.stdout
+
+
+def test_every_room_that_the_pages_name_is_an_attribute_of_the_package():
+    pages = Path(__file__).parent.parent.glob("**/*.md")
+    text = "\n".join(page.read_text() for page in [*pages] if not {".venv", "_build"} & {*page.parts})
+    named = re.findall(r"(?<!import )(?<!from )(?<!-m )\bhalfstep\.([a-z]+)\.(\w+)", text)
+    found = {name for name in named if name[0] not in ("claims", "integrations", "kernels", "lab")}  # imported by name
+    assert len(found) > 10
+    code = "import halfstep\n" + "\n".join(f"halfstep.{room}.{name}" for room, name in sorted(found))
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_what_is_imported_is_seen():

@@ -5,6 +5,7 @@ The text is the repository's LICENSE, which is the same wherever this runs: Pyth
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -71,4 +72,5 @@ def keep(recipes: tuple[str, ...], machine: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     keep(RECIPES, environment())

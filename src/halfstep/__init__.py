@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from halfstep import formats, kb, ops, unit
+    from halfstep import accounting, formats, kb, memory, nn, ops, optim, probe, quant, recipe, tracking, unit
     from halfstep.auditing.audit import audit
     from halfstep.errors import HalfstepError
     from halfstep.inspection import diff, inspect
@@ -75,6 +75,11 @@ _HOME = {
     "save_quantized": "halfstep.ops",
 }
 
+_ROOMS = (
+    "accounting", "formats", "kb", "memory", "nn", "ops", "optim", "probe", "quant", "recipe", "tracking", "unit",
+)  # fmt: skip
+"""The rooms with names that users need: attributes of the package without an import of their own."""
+
 _DEPRECATED: dict[str, tuple[str, str]] = {}
 """An old public name: its new one, and the version that will not have the old one (CONTRIBUTING.md)."""
 
@@ -88,6 +93,7 @@ __all__ = [
     "Recipe",
     "Report",
     "UnitReport",
+    "accounting",
     "advance",
     "apply",
     "audit",
@@ -106,15 +112,22 @@ __all__ = [
     "kb",
     "list_recipes",
     "load_quantized",
+    "memory",
+    "nn",
     "ops",
+    "optim",
     "optimize",
     "prepare",
+    "probe",
     "probe_model",
+    "quant",
     "quantize",
     "quantize_model",
+    "recipe",
     "revert",
     "round_to",
     "save_quantized",
+    "tracking",
     "unit",
     "unit_scale",
 ]
@@ -130,7 +143,7 @@ def __getattr__(name: str) -> Any:
         # Kept: the next use finds it without this function.
         globals()[name] = getattr(import_module(_HOME[name]), name)
         return globals()[name]
-    if name in ("formats", "kb", "ops", "unit"):
+    if name in _ROOMS:
         return import_module(f"halfstep.{name}")
     raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
 
