@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -35,6 +36,14 @@ def test_verdict_contradictions_and_what_is_known(run, folder):
         r"contradiction: the knowledge base \(inferred, base model: .*\) says trained in fp16; the bits say bf16", out
     )
     assert re.search(r"^mlp +2 +12,288 +fp16 +bf16 +8 ", out, re.MULTILINE)
+
+
+def test_what_a_folder_is_called_says_nothing_of_its_model(run, tmp_path, monkeypatch):
+    """A folder named as a model of the knowledge base, with another one's weights inside."""
+    (tmp_path / "gpt2").mkdir()
+    np.savez(tmp_path / "gpt2" / "w.npz", w=np.ones((8, 8), np.float32))
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(run("inspect", "gpt2/w.npz", "--json")[1])["known"] is None
 
 
 def test_names_are_written_out(run, folder):

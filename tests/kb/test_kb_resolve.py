@@ -118,6 +118,12 @@ def test_names_as_people_write_them(written, how, entry):
         assert answer.bases
 
 
+def test_a_name_of_many_endings_is_looked_up_at_once():
+    assert lookup("x-q4" + "_q4" * 29 + "-x", overlay=None).how == "unknown"
+    for ending in ("Q4_K_M", ".q5_0", "_Q3_K_XL.gguf", "-q4_0_4_8", "-Q8_0_q4-awq"):
+        assert ids(lookup(f"TheBloke/Llama-2-7B-{ending}", overlay=None)) == ["llama-2"], ending
+
+
 @pytest.mark.parametrize(
     "written", ["Llama 7B 2", "llama", "Llama 2 8B", "somebody/flan-t5-xxl", "2-7b", "-GPTQ", "hf.co/"]
 )
@@ -201,6 +207,18 @@ class TestLocalFolder:
         assert lookup("google/flan-t5-xl", overlay=None).how == "unknown"
         assert lookup("google/flan-t5-xxl", overlay=None).how == "exact id"
         assert lookup("opt-175b", overlay=None).how == "alias"  # nothing in it
+        (tmp_path / "opt-175b" / "weights.npz").write_bytes(b"")
+        assert lookup("opt-175b", overlay=None).how == "unknown"
+
+    def test_a_card_that_names_thousands_of_base_models_is_an_error(self, tmp_path):
+        """Each is looked up in all entries: a card of 1 MiB would take minutes."""
+        folder = self.write(tmp_path, README_md="---\nbase_model:\n" + "- a/b\n- a/c\n" * 1000 + "---\n")
+        assert lookup(folder, overlay=None).bases == ("a/b", "a/c")
+        card = "---\nbase_model:\n" + "".join(f"- a/{i}\n" for i in range(1000)) + "---\n"
+        with pytest.raises(
+            KnowledgeBaseError, match="names 1000 base models, expected at most 100; shorten base_model"
+        ):
+            lookup(self.write(tmp_path, README_md=card), overlay=None)
 
 
 @given(st.text(max_size=40))

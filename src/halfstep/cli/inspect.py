@@ -114,13 +114,13 @@ def _known(path: Path, overlay: Path | None) -> Known | None:
     from halfstep.errors import KnowledgeBaseError
     from halfstep.inspection.declared import Known
     from halfstep.kb import DEFAULT_OVERLAY, load
-    from halfstep.kb.resolve import find
+    from halfstep.kb.resolve import in_folder
     from halfstep.printable import printable
 
     folder = path if path.is_dir() else path.parent
     known = load(overlay or DEFAULT_OVERLAY)
     try:
-        answer = find(known, str(folder))
+        answer = in_folder(known, str(folder))
     except KnowledgeBaseError as error:
         if path.is_dir():
             raise

@@ -13,6 +13,8 @@ from halfstep.errors import KnowledgeBaseError
 
 
 _FILES = {"config.json", "adapter_config.json", "README.md"}
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy", ".distcp", ".h5", ".msgpack")
+_BASES = 100  # origins of a folder; a merge of models has a few
 _LIMIT = 1 << 20  # a model card or a config.json is far smaller; nothing is read beyond
 
 
@@ -33,7 +35,7 @@ def is_folder(model_id: str) -> bool:
 
 def _holds_a_model(path: str) -> bool:
     names = os.listdir(path)
-    return any(name in _FILES or name.endswith((".safetensors", ".gguf", ".bin", ".pt", ".pth")) for name in names)
+    return any(name in _FILES or name.endswith(_WEIGHTS) for name in names)
 
 
 def read_folder(path: str) -> Folder:
@@ -42,7 +44,7 @@ def read_folder(path: str) -> Folder:
     A folder of the hub's own cache also has the model's id in its path.
 
     Raises:
-        KnowledgeBaseError: a config.json that is not a JSON object.
+        KnowledgeBaseError: a config.json that is not a JSON object, or a card that names more models than any merge.
     """
     folder = Path(os.path.expanduser(path))
     config = _json(folder / "config.json")
@@ -52,8 +54,13 @@ def read_folder(path: str) -> Folder:
         config.get("_name_or_path"),
         _json(folder / "adapter_config.json").get("base_model_name_or_path"),
     ]
-    dtype = config.get("dtype", config.get("torch_dtype"))
     bases = dict.fromkeys(name for name in named if isinstance(name, str) and name)
+    if len(bases) > _BASES:
+        raise KnowledgeBaseError(
+            f"{str(folder)!r} names {len(bases)} base models, expected at most {_BASES}; shorten base_model in its "
+            "README.md, or name a hub id"
+        )
+    dtype = config.get("dtype", config.get("torch_dtype"))
     return Folder(tuple(bases), dtype if isinstance(dtype, str) else None)
 
 

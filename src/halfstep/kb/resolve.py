@@ -79,12 +79,19 @@ def lookup(model_id: str, overlay: Path | str | None = DEFAULT_OVERLAY) -> Answe
 def find(base: KnowledgeBase, model_id: str) -> Answer:
     """`lookup` in a knowledge base at hand."""
     model_id = model_id.strip()
-    if not is_folder(model_id):
-        return _of_a_name(base, model_id)
-    folder = read_folder(model_id)
+    return in_folder(base, model_id) if is_folder(model_id) else _of_a_name(base, model_id)
+
+
+def in_folder(base: KnowledgeBase, path: str) -> Answer:
+    """What a folder on this machine names as its origin, whatever the folder itself is called.
+
+    Raises:
+        KnowledgeBaseError: its config.json or model card cannot be read.
+    """
+    folder = read_folder(path)
     inherited = [found for name in folder.bases if (found := _named(base, name)).known]
     return Answer(
-        model_id,
+        path,
         "base model" if inherited else "unknown",
         matched=tuple(found.model_id for found in inherited),
         entries=_unique(entry for found in inherited for entry in found.entries),
@@ -123,7 +130,7 @@ _ADDRESS = re.compile(r"^(https?://)?(www\.)?(huggingface\.co|hf\.co)/(models/)?
 _SUFFIX = re.compile(r"(@[^/]+|/(tree|blob|resolve|raw|discussions)(/.*)?|/+)$", re.IGNORECASE)
 _QUANTISED = re.compile(
     r"([-_.]+(gptq|awq|gguf|ggml|exl[23]|eetq|hqq|bnb|marlin|quantized|autoround|mlx|onnx|fp8|fp4|nf4|nvfp4|mxfp4"
-    r"|int[48]|w\d+a\d+|[2-8]bits?|q[2-8](_[0-9a-z]+)*|\d+g|dynamic|static|channel|block))+$",
+    r"|int[48]|w\d+a\d+|[2-8]bits?|q[2-8](_(\d|[klms]|x{1,2}[sl]))*|\d+g|dynamic|static|channel|block))+$",
     re.IGNORECASE,
 )
 """Ends of the names of quantised copies: -GPTQ, -AWQ-4bit-128g, -bnb-4bit, .Q4_K_M ..."""
