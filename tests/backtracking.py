@@ -1,11 +1,10 @@
-"""Whether a regular expression can take time exponential in the length of a text: whether it is exponentially ambiguous.
+"""Whether a regular expression can take time exponential in the length of a text: is it exponentially ambiguous?
 
 It is where one of its places can be reached again from itself in two ways that read the same characters (Weber and
 Seidl, On the degree of ambiguity of finite automata, 1991). The places are the characters of the expression (Glushkov's
 automaton); possessive and atomic parts are taken as plain ones, and each assertion as an expression of its own.
 """
 
-import re
 from collections import Counter
 from re import _compiler, _parser
 from re import _constants as op
