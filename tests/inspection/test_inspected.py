@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import halfstep
+from families import for_each
 from halfstep.errors import QuantizationError
 from halfstep.inspection.declared import Known
 
@@ -81,6 +83,19 @@ def test_optimizer_state_has_its_roles(origins):
     roles = {role.role: role for role in halfstep.inspect(origins["bf16_with_its_master"]).roles}
     assert set(roles["master"].verdict.kinds) == set(roles["moments"].verdict.kinds) == {"float32 full"}
     assert roles["other"].verdict.confidence == "none"  # step counts
+
+
+@for_each("optimizer", ["AdamW", "Adagrad", "NAdam", "ASGD"])
+def test_a_file_of_optimizer_state_is_judged_by_its_moments(optimizer, tmp_path):
+    """torch's step counts, which are tensors beside the moments, are no model."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    made = getattr(torch.optim, optimizer)(model.parameters())
+    for _ in range(3):
+        model(torch.randn(16, 64)).square().sum().backward()
+        made.step()
+    torch.save(made.state_dict(), tmp_path / "optimizer.pt")
+    found = halfstep.inspect(tmp_path / "optimizer.pt").verdict
+    assert (found.confidence, found.kinds) == ("certain", ("float32 full",))
 
 
 def saved(folder, tensors, config=None):

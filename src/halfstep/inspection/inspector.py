@@ -117,8 +117,9 @@ def _report(
     own = [tensor for tensor in tensors if tensor.tied_to is None]
     roles = [_role(role, [tensor for tensor in own if tensor.role == role], tables) for role in NAMES]
     present = tuple(role for role in roles if role.tensors)
-    weights = [_evidence(tensor) for tensor in own if tensor.role in WEIGHTS]
-    # A file of optimizer state alone is judged by what it holds.
+    # A file of optimizer state alone is judged by what it holds; its step counts and the like are single numbers.
+    model = [tensor for tensor in own if tensor.role in WEIGHTS]
+    weights = [_evidence(tensor) for tensor in model] if any(tensor.numel > 1 for tensor in model) else []
     judged = {role.role: role.verdict for role in present if role.role in WEIGHTS or not weights}
     config = _config_dtype(checkpoint)
     found = whole(judged, weights or [_evidence(tensor) for tensor in own])
