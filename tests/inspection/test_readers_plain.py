@@ -9,6 +9,7 @@ import torch
 from kinds import KINDS, arrays, bits, nested, npy, npz, npz_deflated, safetensors, stored_bits, tensors, torch_zip
 from safetensors import safe_open
 
+from families import for_each
 from halfstep.inspection import layout, open_checkpoint
 from halfstep.inspection.opening import readers
 
@@ -53,10 +54,20 @@ def test_safetensors_of_packed_types(tmp_path):
     assert (b.dtype, b.shape, stored_bits(b)) == ("float6_e2m3fn", (4,), b"efg")
 
 
+SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""The parts of a sparse tensor by its layout."""
+
+
 def leaves(value, name=""):
     """The tensors of what torch.load gives, by the names that the reader gives them."""
-    if isinstance(value, torch.Tensor) and value.is_sparse:
-        value = {"indices": value._indices(), "values": value._values()}
+    if isinstance(value, torch.Tensor) and value.layout in SPARSE:
+        value = {part.strip("_"): getattr(value, part)() for part in SPARSE[value.layout]}
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, dict | list | tuple):
@@ -72,6 +83,20 @@ def test_torch_zip_as_torch_loads_it(tmp_path):
     assert {"optimizer.state.0.exp_avg", "list.0", "views.turned", "tensors.float8_e8m0fnu"} <= stored.keys()
     for name, tensor in wanted.items():
         assert same(checkpoint, stored[name], tensor), name
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch says that these layouts are in beta
+@for_each("zipped", [True, False])
+def test_sparse_tensors_of_each_layout(zipped, tmp_path):
+    dense = torch.arange(32.0).reshape(4, 8) * (torch.arange(32).reshape(4, 8) % 3 == 0)
+    blocks = {torch.sparse_bsr: (2, 4), torch.sparse_bsc: (2, 4)}
+    held = {str(layout): dense.to_sparse(layout=layout, blocksize=blocks.get(layout)) for layout in SPARSE}
+    torch.save(held, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    checkpoint, wanted = open_checkpoint(tmp_path / "a.pt"), dict(leaves(held))
+    stored = by_name(checkpoint)
+    assert stored.keys() == wanted.keys()
+    assert all(same(checkpoint, stored[name], tensor) for name, tensor in wanted.items())
+    assert stored["torch.sparse_bsr.values"].shape == held["torch.sparse_bsr"].values().shape
 
 
 def test_options_and_numbers_of_numpy_beside_the_tensors(tmp_path):

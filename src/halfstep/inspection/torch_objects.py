@@ -119,12 +119,18 @@ def _wrapper(args: tuple[Any, ...]) -> Any:
 
 
 def _sparse(args: tuple[Any, ...]) -> Pairs:
+    """torch._utils._rebuild_sparse_tensor: the layout, and its indices and values."""
+    names: tuple[str, ...]
     match args:
-        case (_, (View() as indices, View() as values, *_)):
-            return Pairs([("indices", indices), ("values", values)])
-        case (_, (View() as rows, View() as columns, View() as values, *_)):
-            return Pairs([("crow_indices", rows), ("col_indices", columns), ("values", values)])
-    raise _odd("sparse tensor", args)
+        case ("torch.sparse_coo", (View(), View(), *_) as parts):
+            names = ("indices", "values")
+        case ("torch.sparse_csr" | "torch.sparse_bsr", (View(), View(), View(), *_) as parts):
+            names = ("crow_indices", "col_indices", "values")
+        case ("torch.sparse_csc" | "torch.sparse_bsc", (View(), View(), View(), *_) as parts):
+            names = ("ccol_indices", "row_indices", "values")
+        case _:
+            raise _odd("sparse tensor", args)
+    return Pairs(list(zip(names, parts, strict=False)))
 
 
 def _dictionary(args: tuple[Any, ...]) -> Pairs:
