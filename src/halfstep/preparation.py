@@ -23,7 +23,7 @@ from halfstep.nn.projections import projections
 from halfstep.nn.ranks import check_ranks
 from halfstep.nn.schedule import Schedule, check_total
 from halfstep.nn.stages import Steps
-from halfstep.optim import LossScaler, LowBit, check_optimizer, convert
+from halfstep.optim import LossScaler, LowBit, check_moments, check_optimizer, convert
 from halfstep.optim.present import Reference
 from halfstep.recipe import Recipe, get_recipe
 
@@ -154,6 +154,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -
             f"halfstep.prepare, with a recipe that keeps moments so (halfstep recipes); or call halfstep.apply(model, "
             f"recipe) and step this {kind} in the loop, with a halfstep.LossScaler where the recipe scales its loss"
         )
+    check_moments(recipe)
     parameters = dict(model.named_parameters())
     names = {parameter: name for name, parameter in parameters.items()}
     check_optimizer(optimizer, names, projections(model, recipe))

@@ -1,6 +1,6 @@
 """Optimizers that store weights, masters and moments in few bits, and the loss scale."""
 
-from halfstep.optim.checks import check_optimizer
+from halfstep.optim.checks import check_moments, check_optimizer
 from halfstep.optim.classes import Lamb, Lion
 from halfstep.optim.conversion import convert
 from halfstep.optim.galore_classes import GaLoreAdamW, GaLoreAdamW8bit
@@ -25,6 +25,7 @@ __all__ = [
     "LowBitAdamW",
     "PerLayer",
     "Update",
+    "check_moments",
     "check_optimizer",
     "convert",
     "rule_of",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.errors import OptimizerError
+from halfstep.errors import OptimizerError, unknown
 from halfstep.optim.projected import projected
-from halfstep.optim.rules import rule_of
+from halfstep.optim.rules import rule_of, stored_names
 from halfstep.optim.rules.base import UpdateRule
-from halfstep.recipe import DTYPES, PROJECTOR, Projection, Storage
+from halfstep.recipe import DTYPES, PROJECTOR, Projection, Recipe, Storage
 
 
 _WHY = {
@@ -67,6 +68,20 @@ def check_optimizer(
                 f"{type(optimizer).__name__}, or take a recipe without a projection"
             )
     return rule
+
+
+def check_moments(recipe: Recipe) -> None:
+    """Refuse a recipe that says how a moment is kept that no update rule has.
+
+    Raises:
+        OptimizerError: there is such a name in it.
+    """
+    known = {*stored_names(), PROJECTOR}
+    for stage in recipe.by_stage:
+        for glob, kind in stage.moments if isinstance(stage.moments, tuple) else ():
+            if not fnmatch.filter(known, glob):
+                why = unknown("moment", glob, known)
+                raise OptimizerError(f"recipe {recipe.name!r}: moments: {glob} = {kind} would keep nothing: {why}")
 
 
 def check_parameters(groups: Iterable[Mapping[str, Any]], name: Namer) -> None:

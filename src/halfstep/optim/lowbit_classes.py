@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from halfstep.optim.checks import check_moments
 from halfstep.optim.lowbit import LowBit
 from halfstep.optim.rules import rule_of
 from halfstep.quant import draw_seed
@@ -36,7 +37,8 @@ class LowBitAdamW(LowBit):
         generator: where the seed of that noise comes from: a generator, or the seed.
 
     Raises:
-        OptimizerError: a parameter of another dtype, or an option that has no counterpart.
+        OptimizerError: a parameter of another dtype, an option that has no counterpart, or moments of a name that no
+            update rule has.
         RecipeError: moments in a format that there is not.
     """
 
@@ -64,6 +66,7 @@ class LowBitAdamW(LowBit):
         recipe = replace(get_recipe("fp32"), name=type(self).__name__, moments=kept)
         if bf16_stochastic_round:
             recipe = replace(recipe, weights="bf16", update_rounding="stochastic")
+        check_moments(recipe)
         seed = int(draw_seed(generator)) if bf16_stochastic_round else 0
         super().__init__(described.param_groups, rule, recipe, seed)
         self.defaults = {**described.defaults, **self.defaults}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -100,6 +100,7 @@ def adopt(
     masters: Iterable[Master],
     formats: Mapping[str, str] | None,
     number: object,
+    refused: Callable[[str], bool],
 ) -> dict[str, Any]:
     """A parameter's saved state as `kinds` keep its moments, on the parameter's device, sharing no memory with it.
 
@@ -110,9 +111,11 @@ def adopt(
         shapes: of moments, where not the parameter's own.
         masters: whose tensors keep the dtypes that they have there.
         formats: what the saved groups say of states that are codes (`labels`).
+        refused: whether an entry of that name, of which nothing here is made, is another optimizer's.
 
     Raises:
-        OptimizerError: it belongs to a parameter of another shape, or holds codes of another format.
+        OptimizerError: it belongs to a parameter of another shape or to another optimizer, or holds codes of another
+            format.
     """
     state: dict[str, Any] = {}
     keeps = {name: dtype for master in masters for name, dtype in master.keeps.items()}
@@ -120,26 +123,48 @@ def adopt(
     sources = {name: _source(format, name, saved) for name, format in coded.items()}
     made = [*kinds.items(), *((name, source) for name, source in sources.items() if source is not None)]
     parts = {part for name, kind in made for part in _every_part(kind, name)}
+    own = [name for name in kinds if not is_master(name)]
+    if _has_stepped(saved) and not all(isinstance(saved.get(name), Tensor) for name in own):
+        raise OptimizerError(_of_another(saved, kinds, number))
     for name in coded.keys() - kinds.keys():
-        raise OptimizerError(_other_codes(name, coded[name], "values", number))
+        why = _of_another(saved, kinds, number) if refused(name) else _other_codes(name, coded[name], "values", number)
+        raise OptimizerError(why)
     for name, kind in kinds.items():
         if isinstance(saved.get(name), Tensor):
             like = _like(parameter, shapes.get(name))
             state |= _kept(saved, name, kind, like, coded.get(name), number)
     for name, value in saved.items():
-        if name in parts:
+        if name in parts or value is None:
             continue
-        if not isinstance(value, Tensor):
-            if value is not None:
-                state[name] = value
-        elif name == "step":
-            state[name] = value.detach().to("cpu", torch.float32, copy=True)
+        if name == "step":
+            state[name] = torch.as_tensor(value).detach().to("cpu", torch.float32, copy=True)
+        elif name not in keeps and refused(name):
+            raise OptimizerError(_of_another(saved, kinds, number))
+        elif not isinstance(value, Tensor):
+            state[name] = value
         else:
-            _check_shape(value, parameter, name, number)
+            if value.shape != parameter.shape and value.dim():
+                raise OptimizerError(_other_shape(value, parameter, name, number))
             state[name] = value.detach().to(parameter.device, keeps.get(name, value.dtype), copy=True)
     if "step" not in state and any(name in kinds for name in state):
         state["step"] = torch.ones((), dtype=torch.float32)
     return state
+
+
+def _has_stepped(saved: Mapping[str, Any]) -> bool:
+    """Whether there is more than what is kept of weights before the first step."""
+    beside = (value for name, value in saved.items() if name != "step" and not is_master(name))
+    return any(value is not None for value in beside) or bool(saved.get("step"))
+
+
+def _of_another(saved: Mapping[str, Any], kinds: Iterable[str], number: object) -> str:
+    found, expected = (
+        ", ".join(sorted(name for name in names if not is_master(name))) for names in (saved, {"step", *kinds})
+    )
+    return (
+        f"the state of parameter {number} holds {found}; expected {expected}: it was saved by another optimizer. "
+        "Load it into that one, or load the weights alone and start this one anew"
+    )
 
 
 def _every_part(kind: Storage, name: str) -> tuple[str, ...]:
@@ -173,7 +198,8 @@ def _kept(
         if kind.dtype != torch.float32:
             warnings.warn(f"{name} was saved as {source}, and is rounded anew to {kind}", stacklevel=2)
         return encode(kind, name, codes.read(source, name, parts, tuple(parameter.shape)))
-    _check_shape(value, parameter, name, number)
+    if value.shape != parameter.shape:
+        raise OptimizerError(_other_shape(value, parameter, name, number))
     twice = Storage(kind.quantizer, residual=True).numbers(name)
     found = {part: saved[part].detach() for part in twice if isinstance(saved.get(part), Tensor)}
     if kind.dtype is not None and found.keys() == set(kind.numbers(name)):
@@ -192,19 +218,19 @@ def _source(format: str | None, name: str, saved: Mapping[str, Any]) -> Storage 
 
 
 def _other_codes(name: str, format: str | None, kind: object, number: object) -> str:
+    found = _source(format, name, {}) or format or "of a format it does not name"
     return (
-        f"the state of parameter {number} holds {name} as codes ({format or 'of a format it does not name'}); this "
+        f"the state of parameter {number} holds {name} as codes ({found}); this "
         f"recipe keeps it as {kind}. Resume under the recipe that it was saved under, or load the weights alone and "
         "start the optimizer anew"
     )
 
 
-def _check_shape(value: Tensor, parameter: Tensor, name: str, number: object) -> None:
-    if value.shape != parameter.shape and value.dim():
-        raise OptimizerError(
-            f"the state of parameter {number} holds {name} of shape {tuple(value.shape)}, "
-            f"expected {tuple(parameter.shape)}: it belongs to another model"
-        )
+def _other_shape(value: Tensor, parameter: Tensor, name: str, number: object) -> str:
+    return (
+        f"the state of parameter {number} holds {name} of shape {tuple(value.shape)}, "
+        f"expected {tuple(parameter.shape)}: it belongs to another model"
+    )
 
 
 def widened(state: Mapping[str, Any], kinds: Mapping[str, Storage], parameter: Tensor) -> dict[str, Any]:

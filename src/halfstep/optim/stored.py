@@ -16,13 +16,15 @@ from halfstep.errors import OptimizerError
 from halfstep.ops import CodeTensor
 from halfstep.optim.checks import check_state, check_subspace
 from halfstep.optim.coded import CodedWeight
+from halfstep.optim.foreign import as_ours
 from halfstep.optim.plan import Plan, plan_of
+from halfstep.optim.rules import moment_names
 from halfstep.optim.rules.base import UpdateRule
 from halfstep.optim.shards import local, placed, spread_like
 from halfstep.optim.states import FORMATS, adopt, foreign, labels, start, widened
 from halfstep.optim.update import OWN
 from halfstep.quant.masters import Master, get_master
-from halfstep.recipe import MASTER, Projection, Recipe, Storage
+from halfstep.recipe import MASTER, Projection, Recipe, Storage, is_master
 
 
 SEED = "rounding_seed"
@@ -135,9 +137,12 @@ class Stored(torch.optim.Optimizer):
         A master copy that the state lacks (a torch optimizer has none) is the present one; where an optimizer of ours
         saved the state, that one followed another recipe, and a warning says so.
 
+        The moments of bitsandbytes' Adam and AdamW, and of torchao's, are decoded and kept as this one keeps them.
+
         Raises:
-            OptimizerError: the groups differ; a state belongs to a parameter of another shape, or holds what this
-                optimizer would leave unused (AMSGrad's maximum, another recipe's master). Nothing was changed.
+            OptimizerError: the groups differ; a state belongs to a parameter of another shape or to another update
+                rule, or holds what this optimizer would leave unused (AMSGrad's maximum, another recipe's master).
+                Nothing was changed.
         """
         state_dict = dict(state_dict)  # which hooks may change
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -150,6 +155,12 @@ class Stored(torch.optim.Optimizer):
                 f"the state holds parameter groups of sizes {saved}, this optimizer has {own}; "
                 "build the optimizer over the same parameters first"
             )
+        extra = state_dict["state"].keys() - {n for group in state_dict["param_groups"] for n in group["params"]}
+        if extra:
+            raise OptimizerError(
+                f"the state holds {len(extra)} entries of parameters that none of its groups names, such as "
+                f"{min(map(repr, extra))}: expected those of its {sum(saved)} alone. Load it as it was saved"
+            )
         states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         lost = 0
         for group, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
@@ -157,7 +168,7 @@ class Stored(torch.optim.Optimizer):
             for number, parameter in zip(group["params"], mine["params"], strict=True):
                 if number in state_dict["state"]:
                     saved_state, options = state_dict["state"][number], {**mine, **group}
-                    state = self._adopt(parameter, saved_state, options, number, group.get(FORMATS))
+                    state = self._adopt(parameter, saved_state, options, number, group.get(FORMATS), SEED in group)
                     keeps, present = self._master(parameter).keeps.keys(), self.state.get(parameter, {})
                     if not keeps <= state.keys() and keeps <= present.keys():
                         state.update({name: present[name] for name in keeps})
@@ -181,13 +192,16 @@ class Stored(torch.optim.Optimizer):
         group: Mapping[str, Any],
         number: object,
         formats: Mapping[str, str] | None = None,
+        ours: bool = True,
     ) -> dict[str, Any]:
-        """A parameter's saved state in this optimizer's dtypes."""
+        """A parameter's saved state in this optimizer's dtypes. What wrappers put into states that are `ours` stays."""
         master = self._master(parameter)
         plan, masters = self.plan(parameter, group), (get_master(self.recipe.master), master)
         kinds = {**plan.kinds, **self._master_kind(parameter)}
+        saved, said = as_ours(saved, plan.kinds, tuple(parameter.shape), number)
         check_subspace(saved, plan.kinds, plan.shapes, parameter, number)
-        state = adopt(saved, parameter, kinds, plan.shapes, masters, formats, number)
+        refused = moment_names().__contains__ if ours else lambda name: not is_master(name)
+        state = adopt(saved, parameter, kinds, plan.shapes, masters, {**(formats or {}), **said}, number, refused)
         check_state(saved, self.rule, foreign(saved, self.recipe, master))
         return state
 

@@ -1,12 +1,13 @@
 """The update rules, one a file."""
 
 import inspect
+from collections import defaultdict
 from functools import cache
 
 import torch
 
 from halfstep.errors import OptimizerError
-from halfstep.optim.rules.base import UpdateRule
+from halfstep.optim.rules.base import Group, UpdateRule
 from halfstep.registry import collect
 
 
@@ -14,6 +15,22 @@ from halfstep.registry import collect
 def update_rules() -> dict[str, UpdateRule]:
     """Every update rule, by name."""
     return collect("halfstep.optim.rules", UpdateRule)
+
+
+@cache
+def moment_names() -> frozenset[str]:
+    """The names of all moments of all update rules."""
+    every: Group = defaultdict(lambda: 1)  # all options are on
+    return frozenset(name for rule in update_rules().values() for name in rule.moments(every))
+
+
+@cache
+def stored_names() -> frozenset[str]:
+    """The names under which recipes say how moments are kept (`UpdateRule.kept_as`)."""
+    every: Group = defaultdict(lambda: 1)
+    rules, groups = update_rules().values(), (every, defaultdict(int))
+    found = {rule.kept_as(name, group) for rule in rules for name in rule.moments(every) for group in groups}
+    return frozenset(name for name in found if name is not None)
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule:
