@@ -28,8 +28,9 @@ def moment_names() -> frozenset[str]:
 def stored_names() -> frozenset[str]:
     """The names under which recipes say how moments are kept (`UpdateRule.kept_as`)."""
     every: Group = defaultdict(lambda: 1)
-    rules, groups = update_rules().values(), (every, defaultdict(int))
-    found = {rule.kept_as(name, group) for rule in rules for name in rule.moments(every) for group in groups}
+    none: Group = defaultdict(int)
+    rules = update_rules().values()
+    found = {rule.kept_as(name, group) for rule in rules for name in rule.moments(every) for group in (every, none)}
     return frozenset(name for name in found if name is not None)
 
 
