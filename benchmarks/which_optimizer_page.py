@@ -79,7 +79,7 @@ an m x n matrix, m <= n, at rank r.
 
 States of torch's AdamW load into the first three, and so do those of bitsandbytes' and torchao's 8-bit AdamW, code for
 code where the formats are the same. States saved in one format load in another: a warning says what is rounded anew.
-What another update rule kept (Adamax, SGD) is an error. Under `fully_shard` every rank keeps codes of its own part where
+What another update rule kept (Adamax, SGD) is an error. Under `fully_shard` a rank keeps codes of its own part where
 the parts are whole tiles, and fp32 where they are not, with a warning.
 
 {machine}
