@@ -101,6 +101,22 @@ def test_floor_0_needs_nothing_but_the_standard_library(file):
     assert not names & {"torch", "numpy", "numba", "scipy", "pydantic", "rich", "typer"}
 
 
+MADE = {
+    "arange", "bernoulli", "blackman_window", "empty", "empty_strided", "eye", "full", "hann_window", "linspace",
+    "logspace", "normal", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices",
+    "triu_indices", "zeros",
+}  # fmt: skip
+
+
+@every_file
+def test_tensors_are_made_with_dtype_and_device(file):
+    """Others set `torch.set_default_dtype` and `torch.set_default_device`: Hugging Face loads models so."""
+    calls = [node for node in nodes(file, ast.Call) if isinstance(node.func, ast.Attribute) and node.func.attr in MADE]
+    made = [call for call in calls if isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"]
+    wrong = [call.lineno for call in made if not {"dtype", "device"} <= {keyword.arg for keyword in call.keywords}]
+    assert not wrong, f"lines {wrong}"
+
+
 @every_file
 def test_every_file_opens_with_a_sentence(file):
     docstring = ast.get_docstring(tree(file))

@@ -115,7 +115,7 @@ def _built(name: str, kind: Any, config: Any, remarks: tuple[str, ...] = ()) -> 
     more = ("labels",) if labels else ("decoder_input_ids",) if config.is_encoder_decoder else ()
 
     def batch(model: nn.Module, examples: int, length: int) -> Batch:
-        tokens = torch.zeros(examples, length, dtype=torch.int64)
+        tokens = torch.zeros(examples, length, dtype=torch.int64, device="cpu")
         return Batch(named=tuple(dict.fromkeys(("input_ids", *more), tokens).items()))
 
     return Subject(name, lambda: _new(kind, config), batch, min(longest or USUAL, USUAL), longest, remarks)
@@ -128,7 +128,7 @@ def _new(kind: Any, config: Any) -> nn.Module:
 
 
 def _pixels(examples: int, shape: tuple[int, ...]) -> Batch:
-    return Batch(named=(("pixel_values", torch.zeros(examples, *shape)),))
+    return Batch(named=(("pixel_values", torch.zeros(examples, *shape, dtype=torch.float32, device="cpu")),))
 
 
 # ---- a checkpoint's header ------------------------------------------------------------------------------------------
@@ -143,7 +143,9 @@ def _stored(path: Path) -> Subject:
 
     def build() -> nn.Module:
         model = nn.Module()
-        model.tensors = nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in shapes.values())
+        model.tensors = nn.ParameterList(
+            nn.Parameter(torch.empty(shape, dtype=torch.float32, device="cpu")) for shape in shapes.values()
+        )
         return model
 
     remarks = [
@@ -189,7 +191,7 @@ def _tokens(name: str, model: nn.Module, examples: int, length: int) -> Batch:
             f"{name}: the model has no embedding of tokens, and what it takes is not known: have the function return "
             "(model, inputs), tensors whose first dimension is the batch"
         )
-    return Batch(args=(torch.zeros(examples, length, dtype=torch.int64),))
+    return Batch(args=(torch.zeros(examples, length, dtype=torch.int64, device="cpu"),))
 
 
 def _resized(x: Any, examples: int) -> Any:

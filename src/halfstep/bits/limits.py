@@ -60,7 +60,7 @@ def limits_of(format: Format, stored: bool) -> Limits:
 
 
 def _vanishes(value: float, format: Format) -> bool:
-    return float(round_to(torch.tensor([value], dtype=torch.float64), format)) == 0.0
+    return float(round_to(torch.tensor([value], dtype=torch.float64, device="cpu"), format)) == 0.0
 
 
 def _next(value: float, toward: float = float("inf")) -> float:
@@ -69,4 +69,4 @@ def _next(value: float, toward: float = float("inf")) -> float:
 
 def _float32(value: float) -> Tensor:
     """Infinite, or zero, where float32 ends."""
-    return torch.tensor(value, dtype=torch.float64).float()
+    return torch.tensor(value, dtype=torch.float64, device="cpu").float()

@@ -38,7 +38,7 @@ def needs_largest(quantizer: Quantizer) -> bool:
 
 def with_largest(rows: Tensor, amax: float) -> Tensor:
     """The rows and one more, which holds the tensor's largest magnitude: with it a piece's scales are the tensor's."""
-    more = torch.zeros(1, rows.shape[1])
+    more = torch.zeros(1, rows.shape[1], dtype=torch.float32, device="cpu")
     more[0, 0] = amax
     return torch.cat([rows, more])
 

@@ -195,11 +195,11 @@ class _Buffer:
     """Memory that is kept, for fresh memory costs as much as a cast."""
 
     def __init__(self) -> None:
-        self._values = torch.empty(0)
+        self._values = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def like(self, x: Tensor) -> Tensor:
         if x.numel() > self._values.numel():
-            self._values = torch.empty(x.numel())
+            self._values = torch.empty(x.numel(), dtype=torch.float32, device="cpu")
         return self._values[: x.numel()].view(x.shape)
 
 

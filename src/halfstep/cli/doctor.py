@@ -162,12 +162,12 @@ def gpu_path(quantizer: Quantizer) -> str:
 
     name, scales = quantizer.format.name, quantizer.scales
     if scales is None or scales.tile == TENSOR:
-        x, out = torch.zeros(1), torch.zeros(1)
+        x, out = torch.zeros(1, dtype=torch.float32, device="cpu"), torch.zeros(1, dtype=torch.float32, device="cpu")
         known = cast.takes(x, out, quantizer.format, quantizer.overflow) or (
             scales is None and posit.takes(x, out, quantizer.format, quantizer.rounding)
         )
         return f"{name} by {'kernel' if known else 'reference: no kernel for the format'}"
-    sample = torch.zeros(scales.tile.rows or 128, scales.tile.columns or 128)
+    sample = torch.zeros(scales.tile.rows or 128, scales.tile.columns or 128, dtype=torch.float32, device="cpu")
     known = blocks.takes_values(sample, sample.clone(), quantizer)
     return f"{name} {scales.tile} by {'kernel' if known else 'reference: no kernel for the tile or its scale rule'}"
 
@@ -190,10 +190,19 @@ def _path(quantizer: Quantizer) -> str:
 
     name, scales = quantizer.format.name, quantizer.scales
     if scales is None or scales.tile == TENSOR:
-        x = torch.zeros(1)
-        known = cast.supports(x, torch.zeros(1), quantizer.format, quantizer.rounding, quantizer.overflow)
+        x = torch.zeros(1, dtype=torch.float32, device="cpu")
+        known = cast.supports(
+            x,
+            torch.zeros(1, dtype=torch.float32, device="cpu"),
+            quantizer.format,
+            quantizer.rounding,
+            quantizer.overflow,
+        )
         return f"{name} by {'kernel' if known else 'reference: no kernel for the format'}"
-    across, sample = f"{name} {scales.tile} by ", torch.zeros(scales.tile.rows or 1, scales.tile.columns or 1)
+    across, sample = (
+        f"{name} {scales.tile} by ",
+        torch.zeros(scales.tile.rows or 1, scales.tile.columns or 1, dtype=torch.float32, device="cpu"),
+    )
     if quantizer.by_rows and rows.knows(quantizer.format, quantizer.rounding):
         return across + "kernel"
     quantizer = quantizer.plain.inner or quantizer.plain

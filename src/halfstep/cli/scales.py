@@ -182,7 +182,7 @@ def _of_function(name: str, given: _Given | None, sizes: _Sizes, seed: int) -> _
     loaded = load_model(name)
     if given is None and loaded.inputs:
         given = list(loaded.inputs), "the inputs that came with the model"
-    blank = torch.zeros(sizes.batch, sizes.context, dtype=torch.int64)
+    blank = torch.zeros(sizes.batch, sizes.context, dtype=torch.int64, device="cpu")
     return _Subject(loaded.model, *(given or _random(loaded.model, blank, sizes, seed)))
 
 

@@ -107,7 +107,7 @@ class Scaled:
         whole = self.quantizer.scales is not None and self.quantizer.scales.tile == TENSOR
         for rows in pieces(tensor):
             x = with_largest(rows, amax) if needs_largest(self.quantizer) else rows
-            made = {name: torch.empty(size, dtype=dtype) for name, (dtype, size) in self._layout(x)}
+            made = {name: torch.empty(size, dtype=dtype, device="cpu") for name, (dtype, size) in self._layout(x)}
             sizes = {name: size for name, (_, size) in self._layout(rows)}
             operators.quantize_into(x, made, self.quantizer, None)
             for name, part in made.items():

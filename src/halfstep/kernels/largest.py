@@ -34,7 +34,7 @@ def amax_of(x: Tensor, unless: Tensor | None = None) -> Tensor:
 
 def _amax(x: Tensor, unless: Tensor, out: Tensor) -> None:
     asked = x.is_cuda or bool(unless == 0)  # a GPU tells its kernel alone
-    out.copy_(amax_of(x.contiguous(), unless) if asked else torch.zeros(()))
+    out.copy_(amax_of(x.contiguous(), unless) if asked else torch.zeros((), dtype=torch.float32, device="cpu"))
 
 
 _LIBRARY.define("amax(Tensor x, Tensor unless, Tensor(a!) out) -> ()")

@@ -36,7 +36,10 @@ class Swamping(NamedTuple):
 def fraction_bits(product: Product, shared: int = 128) -> int:
     """The largest j, of at most 24, for which 2^8 + 2^(8 - j) is more than 2^8: 13 on Hopper's FP8 units, 23 of a sum
     in float32. Both terms are of one instruction."""
-    lhs, rhs = torch.zeros(_SIDE, shared), torch.zeros(shared, _SIDE)
+    lhs, rhs = (
+        torch.zeros(_SIDE, shared, dtype=torch.float32, device="cpu"),
+        torch.zeros(shared, _SIDE, dtype=torch.float32, device="cpu"),
+    )
     found = 0
     for j in range(25):
         lhs[:, 0], rhs[0] = 2.0**4, 2.0**4
@@ -50,7 +53,10 @@ def fraction_bits(product: Product, shared: int = 128) -> int:
 def swamping(product: Product, shared: int = 4096) -> Swamping:
     """One term of 2^8, then 2^-6 in all others, whose exact sum is 2^8 + (shared - 1) 2^-6: in 13 fraction bits each of
     them is lost beside the first, until the sum goes on in float32."""
-    lhs, rhs = torch.full((_SIDE, shared), 2.0**-3), torch.full((shared, _SIDE), 2.0**-3)
+    lhs, rhs = (
+        torch.full((_SIDE, shared), 2.0**-3, dtype=torch.float32, device="cpu"),
+        torch.full((shared, _SIDE), 2.0**-3, dtype=torch.float32, device="cpu"),
+    )
     lhs[:, 0], rhs[0] = 2.0**4, 2.0**4
     kept = (float(product(lhs, rhs)[0, 0]) - 2.0**8) * 2.0**6
     return Swamping(shared - 1, shared - 1 - round(kept))
@@ -62,11 +68,17 @@ def order(product: Product, shared: int = 1024, groups: tuple[int, ...] = (_GROU
     0 says that groups of that size are added up exactly, or by themselves and in no order.
     """
     generator = torch.Generator().manual_seed(1)
-    lhs, rhs = (torch.randn(2, _SIDE, shared, generator=generator) * 4).to(torch.float8_e4m3fn).float()
+    lhs, rhs = (
+        (torch.randn(2, _SIDE, shared, generator=generator, dtype=torch.float32, device="cpu") * 4)
+        .to(torch.float8_e4m3fn)
+        .float()
+    )
     rhs = rhs.t().contiguous()
     before, found = product(lhs, rhs), {}
     for size in groups:
-        places = torch.randperm(shared // size, generator=generator)[:, None] * size + torch.arange(size)
+        places = torch.randperm(shared // size, generator=generator, dtype=torch.int64, device="cpu")[
+            :, None
+        ] * size + torch.arange(size, dtype=torch.int64, device="cpu")
         after = product(lhs[:, places.flatten()].contiguous(), rhs[places.flatten()].contiguous())
         found[size] = int((before != after).sum())
     return found

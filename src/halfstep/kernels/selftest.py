@@ -86,13 +86,18 @@ def hard(size: int, dtype: torch.dtype = torch.float32, format: Format | None = 
     their neighbours: `size` of them, the hardest first."""
     generator = torch.Generator().manual_seed(size)
     special = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 1.1754942e-38, 3.4028235e38, -3.4028235e38, 1.0]
-    parts = [torch.tensor(special)]
+    parts = [torch.tensor(special, dtype=torch.float32, device="cpu")]
     if format is not None and format.bits <= 8:
-        points = torch.tensor([*format.boundaries(), *format.values()], dtype=torch.float64).float()
-        towards = (torch.tensor(math.inf), torch.tensor(-math.inf))
+        points = torch.tensor([*format.boundaries(), *format.values()], dtype=torch.float64, device="cpu").float()
+        towards = (
+            torch.tensor(math.inf, dtype=torch.float32, device="cpu"),
+            torch.tensor(-math.inf, dtype=torch.float32, device="cpu"),
+        )
         parts += [points, *(torch.nextafter(points, to) for to in towards)]
-    patterns = torch.randint(-(2**31), 2**31, (size // 2,), generator=generator, dtype=torch.int64).to(torch.int32)
-    parts += [patterns.view(torch.float32), torch.randn(size, generator=generator)]
+    patterns = torch.randint(-(2**31), 2**31, (size // 2,), generator=generator, dtype=torch.int64, device="cpu").to(
+        torch.int32
+    )
+    parts += [patterns.view(torch.float32), torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")]
     return torch.cat(parts)[:size].to(dtype)
 
 
@@ -133,7 +138,11 @@ def _scaled(name: str) -> Iterator[Case]:
     format = formats.get(name)
     for dtype in (torch.float32, torch.bfloat16):
         for size in SIZES:
-            x, out, factor = hard(size, dtype, format), torch.empty(size, dtype=dtype), torch.tensor(3.7)
+            x, out, factor = (
+                hard(size, dtype, format),
+                torch.empty(size, dtype=dtype, device="cpu"),
+                torch.tensor(3.7, dtype=torch.float32, device="cpu"),
+            )
             if cast.supports_scaled(x, out, format):
                 cast.run(x, out, format, "nearest_even", "saturate", None, factor)
                 expected = quant.round_to(x.float() * factor, format, "nearest_even", "saturate", None, out.clone())
@@ -144,7 +153,7 @@ def _amax(name: str) -> Iterator[Case]:
     for size in SIZES:
         x = hard(size, getattr(torch, name)).nan_to_num(1.0)
         if amax.supports(x):
-            yield x.float().abs().max(), amax.run(x), torch.empty(0), words(x)
+            yield x.float().abs().max(), amax.run(x), torch.empty(0, dtype=torch.float32, device="cpu"), words(x)
 
 
 def _tiles(name: str) -> Iterator[Case]:
@@ -180,7 +189,7 @@ def _rotated(name: str) -> Iterator[Case]:
             yield (
                 quant.rotate(x, signs, dim),
                 rotated.run(x, signs, dim),
-                torch.empty(0),
+                torch.empty(0, dtype=torch.float32, device="cpu"),
                 words(x, f"blocks of {size}"),
             )
 
@@ -189,7 +198,7 @@ def _posit(name: str) -> Iterator[Case]:
     format = formats.get(name, Posit)
     for size in SIZES:
         x = hard(size, torch.float32, format)
-        out, stored = torch.empty_like(x), torch.empty(x.shape, dtype=CONTAINERS[format.storage_bits])
+        out, stored = torch.empty_like(x), torch.empty(x.shape, dtype=CONTAINERS[format.storage_bits], device="cpu")
         if posit.supports(x, out, format, "nearest_even"):
             posit.run(x, out, format)
             yield quant.round_to(x, format), out, x, words(x, "values")
@@ -204,13 +213,13 @@ def _codes(name: str) -> Iterator[Case]:
     for size in SIZES:
         x = hard(size, torch.float32, format)
         x = x if format.has_nan else x[~x.isnan()]
-        out = torch.empty(x.shape, dtype=container)
+        out = torch.empty(x.shape, dtype=container, device="cpu")
         if codes.supports(x, out, format, "nearest_even", "saturate"):
             codes.run(x, out, format, "nearest_even", "saturate", None)
             yield quant.encode(x, format), out, x, words(x, "codes")
-    stored = torch.arange(1 << format.bits).to(container)
+    stored = torch.arange(1 << format.bits, dtype=torch.int64, device="cpu").to(container)
     for dtype in (torch.float32, torch.bfloat16):
-        back = torch.empty(stored.shape, dtype=dtype)
+        back = torch.empty(stored.shape, dtype=dtype, device="cpu")
         if codes.supports_decode(stored, back, format):
             codes.run_decode(stored, back, format)
             yield quant.decode(stored, format, dtype), back, stored, words(stored, f"values in {dtype}")
@@ -237,10 +246,13 @@ def _quantised(x: Tensor, quantizer: Quantizer, words: str) -> Iterator[Case]:
     else:
         blocks.run(x, format, rounding, scales, tensors, seed)
     for key, tensor in expected.tensors.items():
-        yield tensor, tensors[key], torch.empty(0), f"{words}, {key}"
+        yield tensor, tensors[key], torch.empty(0, dtype=torch.float32, device="cpu"), f"{words}, {key}"
     if known:
         return
-    out, back = torch.empty(x.shape), torch.empty(x.shape)
+    out, back = (
+        torch.empty(x.shape, dtype=torch.float32, device="cpu"),
+        torch.empty(x.shape, dtype=torch.float32, device="cpu"),
+    )
     blocks.run_values(x, out, format, rounding, scales, seed)
     yield expected.dequantize(torch.float32), out, x, f"{words}, values"
     if x.dim() == 2 and columns.supports_values(turned := x.t().contiguous().t(), back, quantizer):
@@ -262,7 +274,12 @@ def _cast_errors(name: str) -> Iterator[Case]:
         found = cast_errors.errors(0.0, int((x != 0).sum()))
         y = quantizer(x.float())
         expected = torch.stack([((y == 0) & (x != 0)).sum(), (~y.isfinite()).sum()])
-        yield expected, torch.tensor([found.zeroed, found.infinite]), torch.empty(0), words(x, "zeros and infinities")
+        yield (
+            expected,
+            torch.tensor([found.zeroed, found.infinite], dtype=torch.int64, device="cpu"),
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+            words(x, "zeros and infinities"),
+        )
 
 
 def _carried(name: str) -> Iterator[Case]:
@@ -270,14 +287,26 @@ def _carried(name: str) -> Iterator[Case]:
     format = formats.get(name, Float)
     generator = torch.Generator().manual_seed(1)
     for rows, shared, across in ((1, 1, 1), (7, 33, 5), (33, 64, 17)):
-        draw = torch.randint(-8, 9, (2, max(rows, across), shared), generator=generator).float()
+        draw = torch.randint(
+            -8, 9, (2, max(rows, across), shared), generator=generator, dtype=torch.int64, device="cpu"
+        ).float()
         lhs, rhs = (quant.round_to(d, format).to(torch.bfloat16) for d in draw)
         lhs, rhs = lhs[:rows], rhs[:across].t()
-        scale = torch.tensor(0.37)
+        scale = torch.tensor(0.37, dtype=torch.float32, device="cpu")
         exact = lhs.double() @ rhs.double()
-        yield exact.to(torch.bfloat16), carried.run(lhs, rhs), torch.empty(0), f"{rows}x{shared}x{across}"
+        yield (
+            exact.to(torch.bfloat16),
+            carried.run(lhs, rhs),
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+            f"{rows}x{shared}x{across}",
+        )
         scaled = (exact.float() * scale).to(torch.bfloat16)
-        yield scaled, carried.run(lhs, rhs, None, scale), torch.empty(0), f"{rows}x{shared}x{across}, scaled"
+        yield (
+            scaled,
+            carried.run(lhs, rhs, None, scale),
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+            f"{rows}x{shared}x{across}, scaled",
+        )
 
 
 def _few_rows(name: str) -> Iterator[Case]:
@@ -285,15 +314,20 @@ def _few_rows(name: str) -> Iterator[Case]:
     quantizer = get_quantizer(name)
     generator = torch.Generator().manual_seed(1)
     for rows, across, shared in ((1, 70, 96), (5, 64, 320)):
-        x = torch.randint(-8, 9, (rows, shared), generator=generator).float()
-        made = quantizer.quantize(torch.randint(-8, 9, (across, shared), generator=generator).float())
+        x = torch.randint(-8, 9, (rows, shared), generator=generator, dtype=torch.int64, device="cpu").float()
+        made = quantizer.quantize(
+            torch.randint(-8, 9, (across, shared), generator=generator, dtype=torch.int64, device="cpu").float()
+        )
         values, words = made.dequantize(torch.float32), f"{rows}x{shared}x{across}"
-        exact, found = (x.double() @ values.double().t()).float(), torch.empty(rows, across)
+        exact, found = (
+            (x.double() @ values.double().t()).float(),
+            torch.empty(rows, across, dtype=torch.float32, device="cpu"),
+        )
         if few_rows.knows(quantizer, across, shared) and few_rows.supports(made.codes, made.scale, quantizer.format):
             few_rows.run(array(x, torch.float32), few_rows.given(made.codes, made.scale, quantizer), 0.5, None, found)
-            yield exact * 0.5, found.clone(), torch.empty(0), f"{words}, codes"
+            yield exact * 0.5, found.clone(), torch.empty(0, dtype=torch.float32, device="cpu"), f"{words}, codes"
             few_rows.run_values(x, values.bfloat16(), None, x.new_ones(across), found)
-            yield exact + 1, found, torch.empty(0), f"{words}, values"
+            yield exact + 1, found, torch.empty(0, dtype=torch.float32, device="cpu"), f"{words}, values"
 
 
 def _accumulate(name: str) -> Iterator[Case]:
@@ -302,10 +336,10 @@ def _accumulate(name: str) -> Iterator[Case]:
     for rows, shared, across in ((1, 1, 1), (7, 33, 5), (33, 300, 150)):
         lhs, rhs = hard(rows * shared).view(rows, shared), hard(shared * across).view(shared, across)
         lhs, rhs = (torch.where(side.abs() < 1e8, side, 1.0).to(torch.bfloat16).float() for side in (lhs, rhs))
-        found = torch.zeros(rows, across)
+        found = torch.zeros(rows, across, dtype=torch.float32, device="cpu")
         accumulate.run(lhs, rhs, found, accumulator)
         expected = quant.accumulator.accumulate(lhs, rhs, accumulator)
-        yield expected, found, torch.empty(0), f"{rows}x{shared}x{across}"
+        yield expected, found, torch.empty(0, dtype=torch.float32, device="cpu"), f"{rows}x{shared}x{across}"
 
 
 _TESTS: tuple[tuple[str, tuple[str, ...], Callable[[str], Iterator[Case]]], ...] = (

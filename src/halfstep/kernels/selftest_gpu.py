@@ -71,18 +71,23 @@ def _chunks(name: str, device: torch.device) -> Iterator[Case]:
 
 def _scaled(name: str, device: torch.device) -> Iterator[Case]:
     """Values of x times a factor, in another dtype, with the largest magnitude noted; NaN's bits are above all."""
-    format, factor = formats.get(name), torch.tensor(3.7)
+    format, factor = formats.get(name), torch.tensor(3.7, dtype=torch.float32, device="cpu")
     for dtype, size in itertools.product(_DTYPES, SIZES):
         x, out = hard(size, dtype, format), torch.empty(size, dtype=torch.bfloat16, device=device)
         for known in (x, x.nan_to_num(1.0)):
-            largest = torch.full((), 0.5, device=device)
+            largest = torch.full((), 0.5, device=device, dtype=torch.float32)
             if cast.takes(x, out, format, "saturate", factor=True):
                 cast.run(known.to(device), out, format, "nearest_even", "saturate", None, factor.to(device), largest)
                 wide = known.float() * factor
                 expected = quant.round_to(wide, format, "nearest_even", "saturate", None, torch.empty_like(out.cpu()))
                 yield expected, out.cpu(), x, words(x, "times a factor")
-                magnitudes = torch.cat([known.float().abs(), torch.tensor([0.5])])
-                yield magnitudes.max(), largest.cpu(), torch.empty(0), words(x, "largest magnitude")
+                magnitudes = torch.cat([known.float().abs(), torch.tensor([0.5], dtype=torch.float32, device="cpu")])
+                yield (
+                    magnitudes.max(),
+                    largest.cpu(),
+                    torch.empty(0, dtype=torch.float32, device="cpu"),
+                    words(x, "largest magnitude"),
+                )
 
 
 def _codes(name: str, device: torch.device) -> Iterator[Case]:
@@ -107,16 +112,21 @@ def _packed(name: str, device: torch.device) -> Iterator[Case]:
         out, back = torch.empty_like(expected, device=device), torch.empty_like(x, device=device)
         if cast.takes_codes(x, out, format, packed=True):
             yield _done(cast.run_codes(x.to(device), out, format, "nearest_even", "saturate", None, packed=True))
-            yield expected, out.cpu(), torch.empty(0), words(x, "packed codes")
+            yield expected, out.cpu(), torch.empty(0, dtype=torch.float32, device="cpu"), words(x, "packed codes")
         if decode.takes(expected, back, format, packed=True):
             yield _done(decode.run(expected.to(device), back, format, packed=True))
-            yield quant.decode(codes, format, dtype), back.cpu(), torch.empty(0), words(x, "of packed codes")
+            yield (
+                quant.decode(codes, format, dtype),
+                back.cpu(),
+                torch.empty(0, dtype=torch.float32, device="cpu"),
+                words(x, "of packed codes"),
+            )
 
 
 def _decode(name: str, device: torch.device) -> Iterator[Case]:
     """Every code of the format."""
     format = formats.get(name)
-    codes = torch.arange(1 << format.bits).to(CONTAINERS[format.storage_bits])
+    codes = torch.arange(1 << format.bits, dtype=torch.int64, device="cpu").to(CONTAINERS[format.storage_bits])
     for dtype in _DTYPES:
         out = torch.empty(codes.shape, dtype=dtype, device=device)
         if decode.takes(codes, out, format):
@@ -128,7 +138,10 @@ def _posit(name: str, device: torch.device) -> Iterator[Case]:
     format = formats.get(name, Posit)
     for dtype, size in itertools.product(_DTYPES, SIZES):
         x = hard(size, dtype, format)
-        out, codes = torch.empty_like(x, device=device), torch.empty(size, dtype=CONTAINERS[format.storage_bits])
+        out, codes = (
+            torch.empty_like(x, device=device),
+            torch.empty(size, dtype=CONTAINERS[format.storage_bits], device="cpu"),
+        )
         if posit.takes(x, out, format, "nearest_even"):
             posit.run(x.to(device), out, format)
             yield quant.round_to(x, format), out.cpu(), x, words(x, "values")
@@ -142,12 +155,17 @@ def _amax(name: str, device: torch.device) -> Iterator[Case]:
         x = hard(size, getattr(torch, name))
         for known in (x, x.nan_to_num(1.0)):
             if amax.takes(known):
-                expected = known.float().abs().max() if size else torch.tensor(0.0)
-                yield expected, amax.run(known.to(device)).cpu(), torch.empty(0), words(x)
+                expected = known.float().abs().max() if size else torch.tensor(0.0, dtype=torch.float32, device="cpu")
+                yield (
+                    expected,
+                    amax.run(known.to(device)).cpu(),
+                    torch.empty(0, dtype=torch.float32, device="cpu"),
+                    words(x),
+                )
                 for number in (-0.0, 1e-45, float("nan")):
-                    wanted = torch.tensor(0.0) if number else expected
-                    found = amax.run(known.to(device), torch.full((), number, device=device)).cpu()
-                    yield wanted, found, torch.empty(0), words(x, f"unless {number}")
+                    wanted = torch.tensor(0.0, dtype=torch.float32, device="cpu") if number else expected
+                    found = amax.run(known.to(device), torch.full((), number, device=device, dtype=torch.float32)).cpu()
+                    yield wanted, found, torch.empty(0, dtype=torch.float32, device="cpu"), words(x, f"unless {number}")
 
 
 def _instruction(name: str, device: torch.device) -> Iterator[Case]:
@@ -163,7 +181,12 @@ def _instruction(name: str, device: torch.device) -> Iterator[Case]:
 
 def _done(done: bool) -> Case:
     """A case of its own for a kernel's word that it met nothing without a code, or a value."""
-    return torch.tensor(True), torch.tensor(done), torch.empty(0), "refused what has a code"
+    return (
+        torch.tensor(True, dtype=torch.bool, device="cpu"),
+        torch.tensor(done, dtype=torch.bool, device="cpu"),
+        torch.empty(0, dtype=torch.float32, device="cpu"),
+        "refused what has a code",
+    )
 
 
 _CODES = ("e2m1fn", "e3m2fn", "int4", "uint4", "nf4")

@@ -18,7 +18,7 @@ from halfstep.quant.tile import block
 
 
 _SEED = 0x9E3779B97F4A7C15
-_NONE = torch.empty(0)
+_NONE = torch.empty(0, dtype=torch.float32, device="cpu")
 _MXFP4 = Quantizer(formats.get("e2m1fn"), "stochastic", scales=Scales(block(32), get_scaling("rceil")))
 _SPUN: dict[str, tuple[Quantizer, Hadamard]] = {
     "nvfp4 1x16, NVFP4's signs": (replace(get_quantizer("nvfp4"), rounding="stochastic"), Hadamard()),
@@ -73,9 +73,9 @@ def valued(x: Tensor, quantizer: Quantizer, hadamard: Hadamard, device: torch.de
         found = rotated.run_values(*there, dim, own, seed, dtype, part)
         yield values if upright else values.t(), found.cpu(), _NONE, words(x, f"dim {dim}", str(dtype))
         if two_level:
-            scale = torch.zeros((), device=device)
+            scale = torch.zeros((), device=device, dtype=torch.float32)
             found = rotated.run_values(*there, dim, own, seed, torch.float32, part, scale)
-            apart = expected.tensors | {"tensor_scale": torch.ones(())}
+            apart = expected.tensors | {"tensor_scale": torch.ones((), dtype=torch.float32, device="cpu")}
             yield expected.tensors["tensor_scale"], scale.cpu(), _NONE, words(x, f"dim {dim}", "tensor's scale")
             values = Quantized(own, expected.shape, torch.float32, apart).dequantize()
             yield values, found.cpu(), _NONE, words(x, f"dim {dim}", "without the tensor's scale")

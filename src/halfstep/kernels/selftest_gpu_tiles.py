@@ -80,8 +80,8 @@ _FORMS = (("stored", True), ("swizzled", False), ("number", True))
 def hard_matrix(shape: tuple[int, int], dtype: torch.dtype, quantizer: Quantizer) -> Tensor:
     """Rows of many sizes, hard numbers in some: tiles of zeros, tiny ones, lost ones, near ties and usual ones."""
     rows, columns = shape
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(rows))
-    x *= torch.exp2(torch.arange(rows) * 7 % 60 - 30)[:, None]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(rows), dtype=torch.float32, device="cpu")
+    x *= torch.exp2(torch.arange(rows, dtype=torch.int64, device="cpu") * 7 % 60 - 30)[:, None]
     if columns > 16 and rows > 3:
         x[1] = hard(columns, format=quantizer.format)
         x[2, : columns // 2] = 0
@@ -94,10 +94,13 @@ def tied(rows: int, columns: int) -> Tensor:
     """Tiles of 16 columns that `four_over_six` takes to 6 with the multiplier 256, or to 4 with 384, with equal errors;
     the third 16 rows of 48 have smaller ones by 384, the first by 256: by 2^-15 a row."""
     generator = torch.Generator().manual_seed(columns)
-    apart = torch.randint(0, 2**20, (rows, columns // 16, 4), generator=generator) * 2.0**-16
-    tiny = torch.randn(rows, columns // 16, 7, generator=generator) * 2.0**-30
+    apart = (
+        torch.randint(0, 2**20, (rows, columns // 16, 4), generator=generator, dtype=torch.int64, device="cpu")
+        * 2.0**-16
+    )
+    tiny = torch.randn(rows, columns // 16, 7, generator=generator, dtype=torch.float32, device="cpu") * 2.0**-30
     x = torch.cat([torch.full_like(tiny[..., :1], 1536), 160 + apart, -160 + apart, tiny], -1)
-    x[..., 1] += (torch.arange(rows) // 16 % 3 - 1)[:, None] * 2.0**-16
+    x[..., 1] += (torch.arange(rows, dtype=torch.int64, device="cpu") // 16 % 3 - 1)[:, None] * 2.0**-16
     return x.view(rows, columns)
 
 
@@ -110,7 +113,12 @@ def quantised(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterator
         blocks.run(x.to(device), tensors, quantizer, _handed(seed, x, device))
         expected = quantizer.quantize(x, seed)
         for key, found in tensors.items():
-            yield expected.tensors[key], found.cpu(), torch.empty(0), words(x, key, str(tuple(x.shape)))
+            yield (
+                expected.tensors[key],
+                found.cpu(),
+                torch.empty(0, dtype=torch.float32, device="cpu"),
+                words(x, key, str(tuple(x.shape))),
+            )
 
 
 def valued(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterator[Case]:
@@ -123,9 +131,14 @@ def valued(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterator[Ca
             blocks.run_values(x.to(device), out, quantizer, seed)
             yield expected.dequantize(into), out.cpu(), x, words(x, f"to {into}", str(tuple(x.shape)))
             if "tensor_scale" in expected.tensors:
-                scale = torch.zeros((), device=device)
+                scale = torch.zeros((), device=device, dtype=torch.float32)
                 blocks.run_values(x.to(device), out, quantizer, seed, scale)
-                yield expected.tensors["tensor_scale"], scale.cpu(), torch.empty(0), words(x, "tensor's scale")
+                yield (
+                    expected.tensors["tensor_scale"],
+                    scale.cpu(),
+                    torch.empty(0, dtype=torch.float32, device="cpu"),
+                    words(x, "tensor's scale"),
+                )
                 expected.tensors["tensor_scale"].fill_(1)
                 yield expected.dequantize(into), out.cpu(), x, words(x, "without the tensor's scale")
 
@@ -133,13 +146,20 @@ def valued(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterator[Ca
 def dequantised(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterator[Case]:
     """Values of codes and scales, half of the rows of codes that nothing was rounded to."""
     made = quantizer.quantize(x, _SEED)
-    codes = torch.randint(0, 256, made.codes.shape, generator=torch.Generator().manual_seed(1))
+    codes = torch.randint(
+        0, 256, made.codes.shape, generator=torch.Generator().manual_seed(1), dtype=torch.int64, device="cpu"
+    )
     made.codes[::2] = codes[::2].to(made.codes.dtype)
     tensors = {key: tensor.to(device) for key, tensor in made.tensors.items()}
     out = torch.full(x.shape, 7, dtype=x.dtype, device=device)
     if dequantize.takes(tensors, out, quantizer):
         dequantize.run(tensors, out, quantizer)
-        yield made.dequantize(), out.cpu(), torch.empty(0), words(x, "dequantised", str(tuple(x.shape)))
+        yield (
+            made.dequantize(),
+            out.cpu(),
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+            words(x, "dequantised", str(tuple(x.shape))),
+        )
 
 
 def both(x: Tensor, quantizer: Quantizer, device: torch.device, form: str, outer: bool) -> Iterator[Case]:
@@ -155,26 +175,42 @@ def both(x: Tensor, quantizer: Quantizer, device: torch.device, form: str, outer
         for key, found in copy.items():
             wanted = made[key]
             if key == "scale" and form == "number":
-                apart = {"scale": wanted, "tensor_scale": torch.ones(())}
+                apart = {"scale": wanted, "tensor_scale": torch.ones((), dtype=torch.float32, device="cpu")}
                 wanted = quantizer.scales.rule.multiplier(apart, quantizer.format)  # type: ignore[union-attr]
             if key == "scale" and form == "swizzled":
                 wanted = _swizzled(wanted)
-            yield wanted, found.cpu(), torch.empty(0), words(x, key, which, form, str(tuple(x.shape)))
+            yield (
+                wanted,
+                found.cpu(),
+                torch.empty(0, dtype=torch.float32, device="cpu"),
+                words(x, key, which, form, str(tuple(x.shape))),
+            )
 
 
 def given(x: Tensor, quantizer: Quantizer, device: torch.device) -> Iterator[Case]:
     """Both copies of a matrix times a factor that is given; NaN and infinity, too, and the largest magnitude."""
-    x[0, :8] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30, -0.0, 0.0, 1e-30, 3.0]).to(x.dtype)
+    x[0, :8] = torch.tensor(
+        [float("nan"), float("inf"), -float("inf"), 1e30, -0.0, 0.0, 1e-30, 3.0], dtype=torch.float32, device="cpu"
+    ).to(x.dtype)
     for known in (x, x.nan_to_num(1.0, 2.0, 2.0)):
-        factor, amax, seed = torch.tensor(3.7), torch.full((), 0.5, device=device), _seed(quantizer)
+        factor, amax, seed = (
+            torch.tensor(3.7, dtype=torch.float32, device="cpu"),
+            torch.full((), 0.5, device=device, dtype=torch.float32),
+            _seed(quantizer),
+        )
         handed = _handed(seed, x, device)
         along, turned = layouts.codes(known.to(device), quantizer, handed, factor.to(device), amax)
         plain = Quantizer(quantizer.format, quantizer.rounding)
         expected = plain.quantize(known.float() * factor, seed).codes
         yield expected, along.cpu(), known, words(x, "times a factor")
-        yield expected.t(), turned.cpu(), torch.empty(0), words(x, "times a factor, transposed")
-        largest = torch.maximum(known.float().abs().amax(), torch.tensor(0.5))
-        yield largest, amax.cpu(), torch.empty(0), words(x, "largest magnitude")
+        yield (
+            expected.t(),
+            turned.cpu(),
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+            words(x, "times a factor, transposed"),
+        )
+        largest = torch.maximum(known.float().abs().amax(), torch.tensor(0.5, dtype=torch.float32, device="cpu"))
+        yield largest, amax.cpu(), torch.empty(0, dtype=torch.float32, device="cpu"), words(x, "largest magnitude")
 
 
 def _seed(quantizer: Quantizer) -> int | None:
@@ -188,7 +224,7 @@ def _handed(seed: int | None, x: Tensor, device: torch.device) -> Seed | None:
 
 def cell(seed: int, device: torch.device) -> Tensor:
     """A seed in the GPU's memory, where the replays of a CUDA graph read it."""
-    return torch.full((), seed - (seed >> 63 << 64), device=device)
+    return torch.full((), seed - (seed >> 63 << 64), device=device, dtype=torch.int64)
 
 
 def _transposed(made: dict[str, Tensor], x: Tensor, quantizer: Quantizer) -> dict[str, Tensor]:
@@ -200,8 +236,11 @@ def _transposed(made: dict[str, Tensor], x: Tensor, quantizer: Quantizer) -> dic
 def _swizzled(scales: Tensor) -> Tensor:
     """By the formula of PyTorch's documentation, entry by entry."""
     (rows, across), groups = scales.shape, -(-scales.shape[1] // 4)
-    out = torch.zeros(-(-rows // 128) * groups * 512, dtype=scales.dtype)
-    row, column = torch.arange(rows)[:, None], torch.arange(across)[None, :]
+    out = torch.zeros(-(-rows // 128) * groups * 512, dtype=scales.dtype, device="cpu")
+    row, column = (
+        torch.arange(rows, dtype=torch.int64, device="cpu")[:, None],
+        torch.arange(across, dtype=torch.int64, device="cpu")[None, :],
+    )
     block = (row // 128) * groups + column // 4
     out[block * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4] = scales
     return out
@@ -244,7 +283,7 @@ def _replayed(name: str, device: torch.device) -> Iterator[Case]:
     quantizer = _QUANTIZERS[name]
     x = hard_matrix((130, 144), torch.float32, quantizer)
     ours, theirs = (torch.Generator().manual_seed(7) for _ in range(2))
-    draws, outs = Draws(), [torch.full(x.shape, 7.0, device=device) for _ in range(2)]
+    draws, outs = Draws(), [torch.full(x.shape, 7.0, device=device, dtype=torch.float32) for _ in range(2)]
     cells = [draws.cells(lambda: [int(draw_seed(ours))], 1, device)[0] for _ in outs]
     for run in ("first", "second"):
         draws.fill()

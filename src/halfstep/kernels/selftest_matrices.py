@@ -28,7 +28,7 @@ from halfstep.quant.tile import ROW
 
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_NONE = torch.empty(0)
+_NONE = torch.empty(0, dtype=torch.float32, device="cpu")
 _SEED = 99
 
 
@@ -52,7 +52,7 @@ def _powered_rows(name: str) -> Iterator[Case]:
     for dtype in _DTYPES:
         x = hard(33 * 64, dtype).view(33, 64)
         for given, what in ((x, "rows"), (x.t().contiguous().t(), "a transposed view")):
-            out = torch.empty(x.shape, dtype=dtype)
+            out = torch.empty(x.shape, dtype=dtype, device="cpu")
             if powered_rows.supports_values(given, out, quantizer):
                 powered_rows.run_values(given, out, quantizer.format, scales)
                 yield quantizer.quantize(x).dequantize(), out, x, words(x, what)
@@ -72,7 +72,7 @@ def _rotated_tiles(name: str) -> Iterator[Case]:
             assert scale is not None
             found = rotated_tiles.run_two_levels(x, signs, quantizer, seed, scale, torch.float32)
             made = quantizer.quantize(wide, seed)
-            parts = made.tensors | {"tensor_scale": torch.ones(())}
+            parts = made.tensors | {"tensor_scale": torch.ones((), dtype=torch.float32, device="cpu")}
             expected = quant.Quantized(quantizer, made.shape, torch.float32, parts).dequantize()
             yield made.tensors["tensor_scale"], scale, _NONE, words(x, rounding, "the tensor's scale")
         else:
@@ -96,12 +96,12 @@ def _quantiles(name: str) -> Iterator[Case]:
 
 def _rows(name: str) -> Iterator[Case]:
     """Clamped, multiplied by a factor a row or a column, and rounded: in whole numbers, and to values."""
-    format, bounds = formats.get(name), torch.tensor([[-1.25], [2.5]])
+    format, bounds = formats.get(name), torch.tensor([[-1.25], [2.5]], dtype=torch.float32, device="cpu")
     for dtype, shape in itertools.product(_DTYPES, ((33, 1), (1, 64))):
-        x, factor = _matrix(dtype), torch.linspace(0.5, 3.0, max(shape)).view(shape)
+        x, factor = _matrix(dtype), torch.linspace(0.5, 3.0, max(shape), dtype=torch.float32, device="cpu").view(shape)
         powers = torch.exp2(factor.round())
         for into, by, steps in ((torch.int8, factor, 2), (torch.bfloat16, powers, 1)):
-            out = torch.empty(x.shape, dtype=into)
+            out = torch.empty(x.shape, dtype=into, device="cpu")
             if rows.supports(x, out, bounds, by, format, "nearest_up"):
                 rows.run(x, out, bounds, by, format, "nearest_up", steps)
                 rounded = quant.round_to(x.float().clamp(-1.25, 2.5) * by, format, "nearest_up")
@@ -115,8 +115,12 @@ def _folded(name: str) -> Iterator[Case]:
     """Times a factor a row or a column, and rounded as one tensor."""
     format = formats.get(name)
     for dtype, shape in itertools.product(_DTYPES, ((33, 1), (1, 64))):
-        x, scale, factor = _matrix(dtype), torch.linspace(0.5, 3.0, max(shape)).view(shape), torch.tensor(0.37)
-        out = torch.empty(x.shape, dtype=torch.bfloat16)
+        x, scale, factor = (
+            _matrix(dtype),
+            torch.linspace(0.5, 3.0, max(shape), dtype=torch.float32, device="cpu").view(shape),
+            torch.tensor(0.37, dtype=torch.float32, device="cpu"),
+        )
+        out = torch.empty(x.shape, dtype=torch.bfloat16, device="cpu")
         if folded.supports(x, scale, format, "nearest_even", torch.bfloat16):
             wide = x.float() * scale
             folded.run(x, scale, factor, format, "nearest_even", out)
@@ -127,12 +131,14 @@ def _folded(name: str) -> Iterator[Case]:
 def _sparse(name: str) -> Iterator[Case]:
     """A sparse matrix times a dense one: whole numbers, so that every sum is exact."""
     generator = torch.Generator().manual_seed(1)
-    matrix = torch.randint(-8, 9, (33, 65), generator=generator).float()
-    matrix = matrix * (torch.rand(33, 65, generator=generator) < 0.2)
+    matrix = torch.randint(-8, 9, (33, 65), generator=generator, dtype=torch.int64, device="cpu").float()
+    matrix = matrix * (torch.rand(33, 65, generator=generator, dtype=torch.float32, device="cpu") < 0.2)
     parts = clamp_operators.sparse(matrix)
     for down in (False, True):
-        other = torch.randint(-8, 9, (33 if down else 65, 50), generator=generator).to(getattr(torch, name))
-        out = torch.empty(65 if down else 33, 50)
+        other = torch.randint(-8, 9, (33 if down else 65, 50), generator=generator, dtype=torch.int64, device="cpu").to(
+            getattr(torch, name)
+        )
+        out = torch.empty(65 if down else 33, 50, dtype=torch.float32, device="cpu")
         if sparse.supports(parts[0], other, out):
             sparse.run(parts[0], parts[1], parts[2], 65, down, other, None, out)  # type: ignore[arg-type]
             yield (matrix.t() if down else matrix) @ other.float(), out, _NONE, "transposed" if down else "as it lies"
@@ -148,11 +154,20 @@ class Whole(NamedTuple):
 def _whole_products(name: str) -> Iterator[Case]:
     """Whole numbers times scales that are powers of two, so that all but the last rounding is exact."""
     generator, dtype = torch.Generator().manual_seed(1), getattr(torch, name)
-    lhs, rhs = (torch.randint(-12, 13, shape, generator=generator) for shape in ((33, 64), (64, 40)))
-    first, second = torch.exp2(torch.arange(33.0) % 5 - 2)[:, None], torch.exp2(torch.arange(40.0) % 7 - 3)[None]
+    lhs, rhs = (
+        torch.randint(-12, 13, shape, generator=generator, dtype=torch.int64, device="cpu")
+        for shape in ((33, 64), (64, 40))
+    )
+    first, second = (
+        torch.exp2(torch.arange(33.0, dtype=torch.float32, device="cpu") % 5 - 2)[:, None],
+        torch.exp2(torch.arange(40.0, dtype=torch.float32, device="cpu") % 7 - 3)[None],
+    )
     a, b = Whole(lhs.to(torch.int8), first), Whole(rhs.to(torch.int8), second)
     exact = (lhs.double() @ rhs.double()) * first * second
-    for bias, more in itertools.product((None, torch.ones(40)), (None, torch.ones(33, 40))):
+    for bias, more in itertools.product(
+        (None, torch.ones(40, dtype=torch.float32, device="cpu")),
+        (None, torch.ones(33, 40, dtype=torch.float32, device="cpu")),
+    ):
         if whole_mm.supports(a, b):
             expected = exact + (0 if bias is None else 1) + (0 if more is None else 1)
             yield expected.to(dtype), whole_mm.run(a, b, bias, dtype, None, more), _NONE, words(exact, name)
@@ -163,7 +178,7 @@ def _slopes(name: str) -> Iterator[Case]:
     for dtype, tile in itertools.product(_DTYPES, (ROW, ROW.transposed)):
         rule = get_scaling("rceil")
         quantizer = Quantizer(formats.get(name), scales=Scales(tile, rule), estimator=Estimator())
-        x, grad = _matrix(dtype), torch.linspace(-2, 2, 33 * 64).view(33, 64)
+        x, grad = _matrix(dtype), torch.linspace(-2, 2, 33 * 64, dtype=torch.float32, device="cpu").view(33, 64)
         factor = rule.factor(tile.reduce(x.abs(), "amax").float(), quantizer.format)
         if factor is not None and slopes.supports(grad, x, factor, quantizer.format):
             found = clamp_operators.estimate(grad.clone(), x, quantizer, factor)

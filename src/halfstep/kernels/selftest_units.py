@@ -28,7 +28,7 @@ _TILES = {
     "mxfp8_e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"),
     "nvfp4": ("nvfp4", "nvfp4"),
 }
-_NONE = torch.empty(0)
+_NONE = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def outcomes() -> Iterator[Outcome]:
@@ -48,12 +48,17 @@ def fp8_units(name: str, device: torch.device) -> Iterator[Case]:
     left, right = formats.get(name, Float), formats.get("float8_e4m3fn", Float)
     generator = torch.Generator().manual_seed(1)
     for rows, shared, across in _SIZES:
-        draw = torch.randint(-8, 9, (2, max(rows, across), shared), generator=generator).float()
+        draw = torch.randint(
+            -8, 9, (2, max(rows, across), shared), generator=generator, dtype=torch.int64, device="cpu"
+        ).float()
         lhs, rhs = quant.round_to(draw[0, :rows], left), quant.round_to(draw[1, :across], right)
         exact = (lhs.double() @ rhs.double().t()).float()
-        for size, scale in ((1, torch.tensor(0.375)), (rows, 2.0 ** torch.arange(rows)[:, None])):
+        for size, scale in (
+            (1, torch.tensor(0.375, dtype=torch.float32, device="cpu")),
+            (rows, 2.0 ** torch.arange(rows, dtype=torch.int64, device="cpu")[:, None]),
+        ):
             a = Fp8(lhs.to(device, unit_kinds.dtype_of(left)), scale.to(device))
-            b = Fp8(rhs.to(device, unit_kinds.dtype_of(right)).t(), torch.ones((), device=device))
+            b = Fp8(rhs.to(device, unit_kinds.dtype_of(right)).t(), torch.ones((), device=device, dtype=torch.float32))
             found = scaled_mm.run(a, b, None, torch.bfloat16)
             yield (exact * scale).bfloat16(), found.cpu(), _NONE, f"{rows}x{shared}x{across}, {size} scales"
 
@@ -81,11 +86,11 @@ def _powers(quantizer: Quantizer, rows: int, columns: int, generator: torch.Gene
     """Whole numbers of at most 4 times 1, 2 or 4, one power a tile; half of that where the tensor has a scale."""
     scales, format = quantizer.scales, quantizer.format
     assert scales is not None
-    whole = torch.randint(-4, 5, (rows, columns), generator=generator).float()
-    powers = torch.randint(0, 3, scales.tile.grid(rows, columns), generator=generator)
+    whole = torch.randint(-4, 5, (rows, columns), generator=generator, dtype=torch.int64, device="cpu").float()
+    powers = torch.randint(0, 3, scales.tile.grid(rows, columns), generator=generator, dtype=torch.int64, device="cpu")
     tensors = {"codes": pack(quant.encode(whole, format), format.bits, format.high_nibble_first)}
     held = scales.rule.holds
     tensors["scale"] = 2.0**powers if held == "float32" else quant.encode(2.0**powers, formats.get(held))
     if scales.rule.two_level:
-        tensors["tensor_scale"] = torch.tensor(0.5)
+        tensors["tensor_scale"] = torch.tensor(0.5, dtype=torch.float32, device="cpu")
     return Quantized(quantizer, (rows, columns), torch.float32, tensors)

@@ -32,7 +32,7 @@ class Corpus:
     def windows(self, split: str, starts: Tensor, length: int) -> Tensor:
         """The windows of `length` bytes that begin at `starts`, as (len(starts), length) int64."""
         source = self.train if split == "train" else self.held_out
-        return source[starts[:, None] + torch.arange(length)].long()
+        return source[starts[:, None] + torch.arange(length, dtype=torch.int64, device="cpu")].long()
 
 
 def load_corpus(path: str | None, context: int) -> Corpus:

@@ -43,5 +43,5 @@ def load_digits() -> tuple[Digits, Digits]:
     with gzip.open(path, "rt") as file:
         table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
     every = Digits(table[:, :64].reshape(-1, 8, 8) / 16, table[:, 64].long())
-    fifth = torch.arange(len(table)) % 5 == 4
+    fifth = torch.arange(len(table), dtype=torch.int64, device="cpu") % 5 == 4
     return every.part(~fifth), every.part(fifth)

@@ -57,7 +57,7 @@ class Phrase:
 
 def sentences(count: int, generator: torch.Generator) -> list[tuple[list[int], list[int]]]:
     """Pairs of a sentence and its translation, as word numbers, each with END at its end."""
-    drawn = torch.randint(0, 2**31, (count, 14), generator=generator).tolist()
+    drawn = torch.randint(0, 2**31, (count, 14), generator=generator, dtype=torch.int64, device="cpu").tolist()
     pairs = []
     for numbers in drawn:
         n = iter(numbers)

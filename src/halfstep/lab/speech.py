@@ -15,7 +15,11 @@ CHARACTERS = 12
 LONGEST = 7
 FRAMES, BINS = 96, 64
 _HOP, _RATE = 40, 4000  # samples a frame, samples a second: frames of 10 ms
-_FORMANTS = torch.tensor([(f1, f2) for f1 in (300.0, 500.0, 700.0) for f2 in (900.0, 1150.0, 1400.0, 1650.0)])  # Hz
+_FORMANTS = torch.tensor(
+    [(f1, f2) for f1 in (300.0, 500.0, 700.0) for f2 in (900.0, 1150.0, 1400.0, 1650.0)],
+    dtype=torch.float32,
+    device="cpu",
+)  # Hz
 
 
 @dataclass(frozen=True)
@@ -34,16 +38,18 @@ def speak(count: int, generator: torch.Generator) -> Utterances:
     """
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
-        return low + (high - low) * torch.rand(shape, generator=generator)
+        return low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
 
-    lengths = torch.randint(3, LONGEST + 1, (count,), generator=generator)
-    characters = torch.randint(1, CHARACTERS + 1, (count, LONGEST), generator=generator)
-    characters = characters * (torch.arange(LONGEST) < lengths[:, None])
-    sounds = torch.randint(5, 11, (count, LONGEST), generator=generator)
-    pauses = torch.randint(1, 4, (count, LONGEST), generator=generator)
+    lengths = torch.randint(3, LONGEST + 1, (count,), generator=generator, dtype=torch.int64, device="cpu")
+    characters = torch.randint(
+        1, CHARACTERS + 1, (count, LONGEST), generator=generator, dtype=torch.int64, device="cpu"
+    )
+    characters = characters * (torch.arange(LONGEST, dtype=torch.int64, device="cpu") < lengths[:, None])
+    sounds = torch.randint(5, 11, (count, LONGEST), generator=generator, dtype=torch.int64, device="cpu")
+    pauses = torch.randint(1, 4, (count, LONGEST), generator=generator, dtype=torch.int64, device="cpu")
     ends = (sounds + pauses).cumsum(1)
     starts = ends - sounds
-    frame = torch.arange(FRAMES)
+    frame = torch.arange(FRAMES, dtype=torch.int64, device="cpu")
     voiced = (frame >= starts[..., None]) & (frame < ends[..., None]) & (characters > 0)[..., None]
     place = ((frame[None, None] >= starts[..., None]).sum(1) - 1).clamp(
         min=0
@@ -54,7 +60,9 @@ def speak(count: int, generator: torch.Generator) -> Utterances:
     smooth = F.avg_pool1d(F.pad(controls, (1, 1), mode="replicate"), 3, 1)
     smooth = smooth.repeat_interleave(_HOP, -1)
     phase = (2 * math.pi / _RATE * smooth[:, :2]).cumsum(-1)
-    wave = (phase.sin() * torch.tensor([[1.0], [0.6]])).sum(1) * smooth[:, 2]
-    wave = wave + 0.5 * torch.randn(wave.shape, generator=generator)
-    spectrum = torch.stft(wave, 2 * BINS, _HOP, window=torch.hann_window(2 * BINS), return_complex=True).abs()
+    wave = (phase.sin() * torch.tensor([[1.0], [0.6]], dtype=torch.float32, device="cpu")).sum(1) * smooth[:, 2]
+    wave = wave + 0.5 * torch.randn(wave.shape, generator=generator, dtype=torch.float32, device="cpu")
+    spectrum = torch.stft(
+        wave, 2 * BINS, _HOP, window=torch.hann_window(2 * BINS, dtype=torch.float32, device="cpu"), return_complex=True
+    ).abs()
     return Utterances((spectrum[:, :BINS, :FRAMES] + 0.1).log().transpose(1, 2), characters, lengths)

@@ -154,9 +154,9 @@ def _axes(sizes: tuple[int, int], theirs: Tile, own: Tile) -> list[tuple[int, in
 
 def _finer(size: int, large: int, small: int) -> Tensor:
     """For each of a dimension's small tiles, the number of the large one that it lies in."""
-    return torch.arange(0, size, small or size) // (large or size)
+    return torch.arange(0, size, small or size, dtype=torch.int64, device="cpu") // (large or size)
 
 
 def _coarser(size: int, large: int, small: int) -> Tensor:
     """For each of a dimension's large tiles, the number of the first small one that lies in it."""
-    return torch.arange(0, size, large or size) // (small or size)
+    return torch.arange(0, size, large or size, dtype=torch.int64, device="cpu") // (small or size)

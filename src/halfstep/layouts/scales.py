@@ -77,7 +77,11 @@ class Float32(StoredScales):
 
     def tensors(self, made: Quantized, move: Move) -> dict[str, Tensor]:
         scales = made.quantizer.scales
-        grid = torch.ones(1, 1) if scales is None else scales.rule.multiplier(made.tensors, made.quantizer.format)
+        grid = (
+            torch.ones(1, 1, dtype=torch.float32, device="cpu")
+            if scales is None
+            else scales.rule.multiplier(made.tensors, made.quantizer.format)
+        )
         moved = move(_finite(grid.float()))
         return {self.name: moved.view(1) if self.flat else moved}
 
@@ -111,7 +115,11 @@ class Exponents(StoredScales):
 
     def tensors(self, made: Quantized, move: Move) -> dict[str, Tensor]:
         scales = made.quantizer.scales
-        grid = torch.ones(1, 1) if scales is None else scales.rule.multiplier(made.tensors, made.quantizer.format)
+        grid = (
+            torch.ones(1, 1, dtype=torch.float32, device="cpu")
+            if scales is None
+            else scales.rule.multiplier(made.tensors, made.quantizer.format)
+        )
         return {self.name: move(_exponents(_finite(grid.float())))}
 
     def stored(
@@ -154,7 +162,7 @@ class TwoLevels(StoredScales):
     ) -> dict[str, Tensor]:
         if not isinstance(note, str):
             raise LayoutError(f"the tensor's scale is noted as {note!r}; expected a hexadecimal number such as 0x1p-9")
-        scale = torch.tensor(float.fromhex(note), dtype=torch.float32)
+        scale = torch.tensor(float.fromhex(note), dtype=torch.float32, device="cpu")
         stored = tensors["weight_global_scale"].view(())
         if not torch.equal(scale.reciprocal(), stored):
             raise LayoutError(

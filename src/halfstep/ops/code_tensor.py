@@ -75,7 +75,7 @@ class CodeTensor(Tensor):
         view: Tensor | None = None,
     ) -> CodeTensor:
         flat = scaled_dtype(quantizer) is not None
-        whole = parts["codes"] if flat else torch.empty(shape, device="meta")
+        whole = parts["codes"] if flat else torch.empty(shape, device="meta", dtype=torch.float32)
         like = whole if view is None else view
         made: Any = Tensor._make_wrapper_subclass(
             cls, like.size(), like.stride(), like.storage_offset(), dtype=dtype, device=parts["codes"].device

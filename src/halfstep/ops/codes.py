@@ -33,7 +33,9 @@ def encode_scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def decode_scaled(codes: Tensor, scale: Tensor) -> Tensor:
     """codes * scale, in float32, exactly."""
     if codes.itemsize == 1 and plain(codes, codes.dtype) and not torch.compiler.is_compiling():
-        values = torch.empty(codes.shape, dtype=torch.float32)  # torch's own conversion goes number by number
+        values = torch.empty(
+            codes.shape, dtype=torch.float32, device="cpu"
+        )  # torch's own conversion goes number by number
         operators.decode_into(codes.view(torch.uint8), values, formats.get(codes.dtype))
         return values.mul_(scale)
     return codes.to(torch.float32, copy=True).mul_(scale)

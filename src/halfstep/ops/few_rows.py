@@ -203,14 +203,14 @@ def few_rows_product(
     if isinstance(weight, StoredWeight) and not weight.transposed and not torch.compiler.is_compiling():
         known = weight.reader.read(weight)
         scale = scale_of(lhs, Operand(x, _scale(weight, known.whole)))
-        out = torch.empty(len(x), weight.matrix[0], dtype=dtype)
+        out = torch.empty(len(x), weight.matrix[0], dtype=dtype, device="cpu")
         if known.given is not None:
             values, times = array(x, torch.float32), few_rows.factor(scale, multiplier)
             if few_rows.run(values, known.given, times, bias, out):
                 return out
     matrix = weight.operand() if isinstance(weight, StoredWeight) else weight
     values, scale = matrix.values.contiguous().resolve_neg(), scale_of(lhs, matrix)
-    out = torch.empty(len(x), len(values), dtype=dtype)
+    out = torch.empty(len(x), len(values), dtype=dtype, device="cpu")
     if torch.compiler.is_compiling():
         torch.ops.halfstep.few_rows(x, values, scale, multiplier, bias, out)
     else:
@@ -235,7 +235,7 @@ def from_codes(x: Tensor, weight: StoredWeight, bias: Tensor | None, product: Ma
     times = one if other is None else float(other) if one is None else one * float(other)
     if times is not None and not abs(times) < _USUAL:
         return None
-    out = torch.empty((*x.shape[:-1], across), dtype=weight.dtype)
+    out = torch.empty((*x.shape[:-1], across), dtype=weight.dtype, device="cpu")
     return out if few_rows.run(values, known.given, times, _wide(bias), out) else None
 
 

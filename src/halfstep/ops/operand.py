@@ -147,7 +147,7 @@ def operand(
     elif native is not None:
         return _rows(x, quantizer, scales, native)
     if scales.rule.two_level:
-        scale = torch.empty((), device=x.device)
+        scale = torch.empty((), device=x.device, dtype=torch.float32)
         into = carrier(format, dtype, E4M3_BITS)
         return Operand(values_noted(x, quantizer, dtype=into, tensor_scale=scale)[0], scale)
     return _blocks(x, quantizer, scales, dtype)
@@ -164,7 +164,10 @@ def _rotated(x: Tensor, quantizer: Quantizer, dtype: torch.dtype, signs: Tensor,
     two_level, share = scales.rule.two_level, 1.0 if plain.inner is None else quantizer.scales.rule.part
     narrow = carrier(format, dtype, E4M3_BITS) if two_level else tile_carrier(format, scales.rule, dtype, x.device)
     if x.is_cuda and gpu_rotated.supports(x, signs, dim, ruled):
-        scale, seed = torch.empty((), device=x.device) if two_level else None, seed_of(ruled.rounding, None, x.device)
+        scale, seed = (
+            torch.empty((), device=x.device, dtype=torch.float32) if two_level else None,
+            seed_of(ruled.rounding, None, x.device),
+        )
         values = gpu_rotated.run_values(x, signs, dim, ruled, seed, narrow, share, scale)
         return Operand(values, scale) if plain.inner is None else over(Operand(values), share)
     if not rotated_tiles.supports(x, signs, dim, ruled, narrow):
@@ -227,7 +230,7 @@ def scale_of(lhs: Operand, rhs: Operand) -> Tensor | None:
 
 def over(part: Operand, share: float) -> Operand:
     """The operand of which `part` is a share."""
-    scale = torch.full((), 1 / share, device=part.values.device)
+    scale = torch.full((), 1 / share, device=part.values.device, dtype=torch.float32)
     return Operand(part.values, scale if part.scale is None else part.scale * scale)
 
 
@@ -269,4 +272,4 @@ def is_whole(quantizer: Quantizer) -> bool:
     scales = quantizer.scales
     if scales is None or scales.tile != TENSOR:
         return False
-    return scales.rule.factor(torch.ones(()), quantizer.format) is not None
+    return scales.rule.factor(torch.ones((), dtype=torch.float32, device="cpu"), quantizer.format) is not None

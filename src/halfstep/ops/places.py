@@ -100,7 +100,7 @@ def derivative(x: Tensor, layout: Layout, quantizer: Quantizer, state: Tensor | 
     tile = quantizer.scales.tile if quantizer.scales is not None else TENSOR
     parts = layout.rows(x)
     matrix = _tiled(parts, tile)
-    ones = torch.ones(matrix.shape, device=x.device)
+    ones = torch.ones(matrix.shape, device=x.device, dtype=torch.float32)
     found = estimate(ones, matrix.contiguous(), quantizer, factor_in_use(x, quantizer, state))
     return layout.back(_untiled(found, parts.shape, tile), x.shape)
 

@@ -29,7 +29,7 @@ def channel_scale(linear: Tensor) -> Tensor:
     """
     rows = linear.detach().flatten(0, -2) if linear.dim() > 1 else linear.detach().unsqueeze(0)
     if not rows.numel():
-        return torch.ones(linear.shape[-1], device=linear.device)
+        return torch.ones(linear.shape[-1], device=linear.device, dtype=torch.float32)
     amax = rows.abs().amax(0).float()
     fraction, power = torch.frexp(amax)
     limit = min(frexp(torch.finfo(linear.dtype).max)[1], 128) - 2  # so that s and 1/s fit the dtype

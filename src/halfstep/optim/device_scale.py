@@ -48,7 +48,7 @@ class DeviceScale:
         self.scale = torch.full((), numbers.scale, dtype=torch.float32, device=device)
         """S, a float32 scalar."""
         self._counts = torch.zeros(5, dtype=torch.int64, device=device)
-        self._box = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._box = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
         self._names: tuple[str, ...] = ()
         self._flags: Tensor | None = None
         self.put(numbers)

@@ -238,4 +238,4 @@ def check_keys(state: Mapping[str, Any]) -> None:
 
 def float32(value: float) -> float:
     """Rounded to float32, in which torch keeps the scale; infinite beyond its range."""
-    return float(torch.tensor(value, dtype=torch.float64).float())
+    return float(torch.tensor(value, dtype=torch.float64, device="cpu").float())

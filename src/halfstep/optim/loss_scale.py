@@ -134,7 +134,7 @@ class LossScaler(Unscaling):
             return given.step(*args, **kwargs)
         device = next((grad.device for _, grad in self._grads(optimizer)), None)
         optimizer.grad_scale = torch.full((), divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
-        optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
+        optimizer.found_inf = torch.zeros((), device=device, dtype=torch.float32)  # type: ignore[attr-defined]
         try:
             return given.step(*args, **kwargs)
         finally:

@@ -48,7 +48,7 @@ def find_late(grads: Sequence[Tensor | None], device: torch.device, process_grou
     Raises:
         LossScaleError: none of them is there. Of another rank the host hears later (`DeviceScale.posted`).
     """
-    largest = [torch.zeros((), device=device)] * len(grads)
+    largest = [torch.zeros((), device=device, dtype=torch.float32)] * len(grads)
     for places, parts in alike([None if grad is None else values_of(local(grad)) for grad in grads]):
         norms = torch._foreach_norm(parts, torch.inf)  # a NaN is the largest of all
         for place, norm in zip(places, norms, strict=True):
@@ -76,7 +76,7 @@ def alike(tensors: Sequence[Tensor | None]) -> list[tuple[list[int], list[Tensor
 
 def _agreed(found: Tensor | None, device: torch.device, process_group: Any) -> Tensor:
     """The largest that any rank says; None says that this one has no gradient."""
-    said = torch.full((), NO_GRADIENT, device=device) if found is None else found
+    said = torch.full((), NO_GRADIENT, device=device, dtype=torch.float32) if found is None else found
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, group=process_group)
     return said

@@ -26,12 +26,19 @@ def outcomes() -> Iterator[Outcome]:
 def _steps(name: str) -> Iterator[Case]:
     recipe = get_recipe(name)
     for size in SIZES:
-        weight = torch.randn(size, generator=torch.Generator().manual_seed(size))
-        ordinary = torch.randn(size, generator=torch.Generator().manual_seed(size + 1))
+        weight = torch.randn(size, generator=torch.Generator().manual_seed(size), dtype=torch.float32, device="cpu")
+        ordinary = torch.randn(
+            size, generator=torch.Generator().manual_seed(size + 1), dtype=torch.float32, device="cpu"
+        )
         for grads, what in (([ordinary, ordinary * 1e-3], "ordinary"), ([hard(size), ordinary], "hard")):
             expected, found = (_stepped(recipe, weight, grads, fused) for fused in (False, True))
             for key, tensor in expected.items():
-                yield tensor, found[key], torch.empty(0), f"{size} elements, {what} gradients, {key}"
+                yield (
+                    tensor,
+                    found[key],
+                    torch.empty(0, dtype=torch.float32, device="cpu"),
+                    f"{size} elements, {what} gradients, {key}",
+                )
 
 
 def _stepped(recipe: Recipe, weight: Tensor, grads: list[Tensor], fused: bool) -> dict[str, Tensor]:

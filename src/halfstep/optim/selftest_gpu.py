@@ -65,7 +65,10 @@ def _steps(name: str, device: torch.device, make: Make) -> Iterator[Case]:
 def stepped_by(recipe: Recipe, device: torch.device, make: Make | None = None) -> Iterator[Case]:
     """Weights and states after steps under that recipe, of AdamW unless another optimizer is made."""
     make = make or _adamw
-    weights = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in SIZES]
+    weights = [
+        torch.randn(size, generator=torch.Generator().manual_seed(size), dtype=torch.float32, device="cpu")
+        for size in SIZES
+    ]
     for kind, gradient in _GRADIENTS.items():
         grads = [[gradient(size) * 1e-3**k for size in SIZES] for k in range(2)]
         expected, _ = _stepped(recipe, weights, grads, make, None)
@@ -73,12 +76,19 @@ def stepped_by(recipe: Recipe, device: torch.device, make: Make | None = None) -
         if not together:
             continue  # the kernels take no such tensors: that is no case
         for key, tensor in expected.items():
-            yield tensor, found[key].cpu(), torch.empty(0), f"{kind} gradients, {key}"
+            yield (
+                tensor,
+                found[key].cpu(),
+                torch.empty(0, dtype=torch.float32, device="cpu"),
+                f"{kind} gradients, {key}",
+            )
 
 
 def _parts(name: str, device: torch.device) -> Iterator[Case]:
     """Parts of a tensor, as ranks have them, move as they do in the whole: noise is that of their places there."""
-    whole = torch.randn(40, 30, 20, generator=torch.Generator().manual_seed(1)).bfloat16()
+    whole = torch.randn(
+        40, 30, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float32, device="cpu"
+    ).bfloat16()
     parameter = nn.Parameter(whole.clone())
     optimizer = convert(_plain([parameter]), get_recipe(name), {}, 7)
     optimizer.rule = replace(optimizer.rule, fused=never, options=None)
@@ -91,11 +101,16 @@ def _parts(name: str, device: torch.device) -> Iterator[Case]:
         weight = whole[rows, columns].to(device, copy=True).contiguous()
         moments = torch.zeros_like(weight, dtype=torch.float32), torch.zeros_like(weight, dtype=torch.float32)
         tensors = Tensors(
-            weight, weight.clone(), torch.zeros((), device=device), "none", {}, moments, None, "stochastic", place,
-            group["rounding_seed"], 0, 0,
+            weight, weight.clone(), torch.zeros((), device=device, dtype=torch.float32), "none", {}, moments, None,
+            "stochastic", place, group["rounding_seed"], 0, 0,
         )  # fmt: skip
         Steps([tensors], [options]).run(None, None)
-        yield parameter.detach()[rows, columns], weight.cpu(), torch.empty(0), f"the part that begins at {place[0]}"
+        yield (
+            parameter.detach()[rows, columns],
+            weight.cpu(),
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+            f"the part that begins at {place[0]}",
+        )
 
 
 _PARTS = (
@@ -155,8 +170,8 @@ def _parameter(weight: Tensor, recipe: Recipe) -> Any:
 
 def scaled(optimizer: LowBit, device: torch.device, overflowed: bool) -> None:
     """A step whose gradients were multiplied by a scale, or overflowed, as loss scalers tell optimizers."""
-    optimizer.grad_scale = torch.full((), _SCALE, device=device)  # type: ignore[attr-defined]
-    optimizer.found_inf = torch.full((), float(overflowed), device=device)  # type: ignore[attr-defined]
+    optimizer.grad_scale = torch.full((), _SCALE, device=device, dtype=torch.float32)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.full((), float(overflowed), device=device, dtype=torch.float32)  # type: ignore[attr-defined]
     try:
         optimizer.step()
     finally:

@@ -64,7 +64,7 @@ def positions(tensor: Tensor) -> Tensor | None:
         return None
     index = torch.zeros((), dtype=torch.int64, device=whole.device)
     for start, size, length in zip(starts, sizes, whole.shape, strict=True):
-        index = index[..., None] * length + torch.arange(start, start + size, device=whole.device)
+        index = index[..., None] * length + torch.arange(start, start + size, device=whole.device, dtype=torch.int64)
     return index.view(sizes)
 
 

@@ -147,7 +147,7 @@ def adopt(
                 raise OptimizerError(_other_shape(value, parameter, name, number))
             state[name] = value.detach().to(parameter.device, keeps.get(name, value.dtype), copy=True)
     if "step" not in state and any(name in kinds for name in state):
-        state["step"] = torch.ones((), dtype=torch.float32)
+        state["step"] = torch.ones((), dtype=torch.float32, device="cpu")
     return state
 
 

@@ -114,7 +114,7 @@ class Stored(torch.optim.Optimizer):
         """The parameter's state, with a step count and moments of zero where there are none yet."""
         state: dict[str, Any] = self.state[parameter]
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         plan = self.plan(parameter, group)
         for name, kind in plan.kinds.items():
             if state.get(name) is None:

@@ -104,7 +104,7 @@ class Unscaling(DynamicScale):
         if pending.stage == "stepped" and self._enabled:
             raise LossScaleError("clip_grad_norm_() after step(); call it between backward() and step()")
         if not self._grads(optimizer):
-            return torch.zeros(())
+            return torch.zeros((), dtype=torch.float32, device="cpu")
         if self._scaled_yet(pending):
             self._check(optimizer, pending)
             if not takes_float32(optimizer):

@@ -73,7 +73,9 @@ def _stand_in(output: Any) -> Tensor | None:
 
 
 def _against_noise(output: Tensor) -> Tensor:
-    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output.device)
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(
+        output.device
+    )
     return (output * noise).sum() / max(1, output.shape[:-1].numel())
 
 

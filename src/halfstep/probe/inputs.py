@@ -71,8 +71,8 @@ def text_batches(text: Tensor, loaded: Loaded, batches: int, examples: int, cont
             f"the text has {len(text)} bytes, and one window takes {size}; give more, or a smaller --context"
         )
     count = batches * examples
-    starts = torch.arange(count) * (len(text) - size) // max(1, count - 1)
-    windows = text[starts[:, None] + torch.arange(size)]
+    starts = torch.arange(count, dtype=torch.int64, device="cpu") * (len(text) - size) // max(1, count - 1)
+    windows = text[starts[:, None] + torch.arange(size, dtype=torch.int64, device="cpu")]
     if loaded.tokenize is None:
         tokens = windows.long() % loaded.vocabulary
         how = "as bytes" if loaded.vocabulary >= 256 else f"as bytes modulo the vocabulary of {loaded.vocabulary}"
@@ -87,4 +87,4 @@ def _tokens(windows: Tensor, tokenize: Callable[[str], list[int]], context: int)
     length = min(map(len, rows))
     if length == 0:
         raise DataError("the tokenizer makes no tokens of the text; give other text")
-    return torch.tensor([row[:length] for row in rows])
+    return torch.tensor([row[:length] for row in rows], dtype=torch.int64, device="cpu")

@@ -47,7 +47,7 @@ def sensitivity(model: nn.Module, batch: Batch, loss: Loss | None, expected: Ref
     with torch.no_grad():
         for parameter in moved.parameters():
             if parameter.is_floating_point():
-                uniform = 2 * torch.rand(parameter.shape, generator=noise) - 1
+                uniform = 2 * torch.rand(parameter.shape, generator=noise, dtype=torch.float32, device="cpu") - 1
                 parameter.mul_(1 + size * uniform.to(parameter.device))
     run = Run(moved, loss, expected)
     run.step(batch, 1.0, compare=True)

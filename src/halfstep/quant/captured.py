@@ -48,7 +48,9 @@ class Draws:
     def fill(self) -> None:
         """Draw for a run, and send it: the host waits for nothing, and the GPU's stream has it before what follows."""
         for cells, draws, _ in self._parts:
-            numbers = torch.tensor([n - (n >> 63 << 64) for draw in draws for n in draw()], device="cpu")
+            numbers = torch.tensor(
+                [n - (n >> 63 << 64) for draw in draws for n in draw()], device="cpu", dtype=torch.int64
+            )
             numbers = numbers.pin_memory() if cells.is_cuda else numbers  # which torch keeps until it was read
             cells[: len(numbers)].copy_(numbers, non_blocking=True)
 

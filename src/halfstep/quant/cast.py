@@ -187,7 +187,7 @@ def shared_range(format: Format, dtype: torch.dtype) -> tuple[float, float]:
 def _held(format: Format, dtype: torch.dtype, end: float) -> float:
     if format.bits <= 8 and abs(end) <= torch.finfo(dtype).max:
         return end
-    value = torch.tensor([end], dtype=torch.float64)
+    value = torch.tensor([end], dtype=torch.float64, device="cpu")
     while True:
         narrow = value.to(dtype)
         if narrow.double().abs() > value.abs():

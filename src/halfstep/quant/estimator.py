@@ -95,4 +95,4 @@ def _neighbours(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 @cache
 def _values(format: Format) -> Tensor:
-    return torch.tensor(format.values(), dtype=torch.float64)
+    return torch.tensor(format.values(), dtype=torch.float64, device="cpu")

@@ -89,18 +89,20 @@ class Hadamard:
         if self._fixed:
             negative = [s < 0 for s in self._fixed]
             return (
-                _made_there(_words(negative), self.size, there) if on_gpu else torch.tensor(self._fixed, device=device)
+                _made_there(_words(negative), self.size, there)
+                if on_gpu
+                else torch.tensor(self._fixed, device=device, dtype=torch.float32)
             )
         if on_gpu:
             draw, words = partial(_drawn_words, self.size), -(-self.size // _WORD)
             return _made_there(drawn(_SIGNS, draw, words, there), self.size, there)
         if capturing():
             check_drawing(_SIGNS, there)
-        return (1 - 2 * torch.randint(0, 2, (self.size,))).to(device, torch.float32)
+        return (1 - 2 * torch.randint(0, 2, (self.size,), dtype=torch.int64, device="cpu")).to(device, torch.float32)
 
 
 def _drawn_words(size: int) -> list[int]:
-    return _words(torch.randint(0, 2, (size,)).tolist())
+    return _words(torch.randint(0, 2, (size,), dtype=torch.int64, device="cpu").tolist())
 
 
 def _words(negative: Sequence[bool | int]) -> list[int]:
@@ -111,7 +113,7 @@ def _words(negative: Sequence[bool | int]) -> list[int]:
 
 def _made_there(words: Sequence[int] | Tensor, size: int, device: torch.device | None) -> Tensor:
     """The signs as a GPU makes them of whole numbers: a copy from the host would be waited for."""
-    places = torch.arange(min(_WORD, size), device=device)  # sizes are powers of two
+    places = torch.arange(min(_WORD, size), device=device, dtype=torch.int64)  # sizes are powers of two
     whole = (word if isinstance(word, Tensor) else torch.full_like(places, word) for word in words)
     return 1.0 - 2.0 * torch.cat([word >> places & 1 for word in whole])
 

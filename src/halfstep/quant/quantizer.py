@@ -99,7 +99,10 @@ class Quantizer:
     @cached_property
     def factors(self) -> bool:
         """Whether the amax of a tile alone gives what its elements are multiplied by (`Scaling.factor`)."""
-        return self.scales is not None and self.scales.rule.factor(torch.ones(()), self.format) is not None
+        return (
+            self.scales is not None
+            and self.scales.rule.factor(torch.ones((), dtype=torch.float32, device="cpu"), self.format) is not None
+        )
 
     @property
     def steps(self) -> int | None:

@@ -98,7 +98,7 @@ def _noise(index: Tensor, one: Tensor, two: Tensor) -> Tensor:
 def noise_keys(seed: Seed, chunk: Tensor) -> tuple[Tensor, Tensor]:
     """The two keys of a chunk's noise: a 64-bit mix of the 64-bit seed and the chunk's number."""
     low = seed + 0x9E3779B9 & 0xFFFFFFFF
-    low = _mix(low if isinstance(low, Tensor) else torch.full((), low, device=chunk.device))
+    low = _mix(low if isinstance(low, Tensor) else torch.full((), low, device=chunk.device, dtype=torch.int64))
     high = _mix(low ^ (seed >> 32 & 0xFFFFFFFF))
     left = _mix(low ^ (chunk & 0xFFFFFFFF))
     one = _mix(left + high + (chunk >> 32) * 0x9E3779B9 & 0xFFFFFFFF)
@@ -138,7 +138,7 @@ def draw_seed(source: torch.Generator | Seed | None, device: torch.device | None
 
 
 def _drawn_seed(source: torch.Generator | None) -> tuple[int]:
-    halves = torch.randint(0, 2**32, (2,), generator=source, dtype=torch.int64).tolist()
+    halves = torch.randint(0, 2**32, (2,), generator=source, dtype=torch.int64, device="cpu").tolist()
     return (int(halves[0]) | int(halves[1]) << 32,)
 
 

@@ -129,7 +129,10 @@ class LinearSpec:
         if quantizer is None or quantizer.scales is None or "input" in self.anew:
             return None
         format, rule = quantizer.format, quantizer.scales.rule
-        whole = quantizer.stateful is not None or rule.factor(torch.ones(()), format) is not None
+        whole = (
+            quantizer.stateful is not None
+            or rule.factor(torch.ones((), dtype=torch.float32, device="cpu"), format) is not None
+        )
         fits = quantizer.scales.tile == TENSOR and quantizer.outliers is None and format.bits == 8 and format.has_nan
         fits = fits and quantizer.clamp is None
         return quantizer if whole and fits else None

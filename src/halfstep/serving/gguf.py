@@ -64,7 +64,11 @@ class _Architecture:
     def rows(self, name: str, config: Any, count: int) -> Tensor | None:
         """In which order llama.cpp has the rows of a tensor; None where they stay: halves of a head become pairs."""
         heads = next((getattr(config, key) for layer, key in self.rotated if f".{layer}." in name), None)
-        return None if heads is None else torch.arange(count).view(heads, 2, -1).transpose(1, 2).reshape(-1)
+        return (
+            None
+            if heads is None
+            else torch.arange(count, dtype=torch.int64, device="cpu").view(heads, 2, -1).transpose(1, 2).reshape(-1)
+        )
 
 
 def write_gguf(model: nn.Module, path: Path, format: str, version: str) -> tuple[str, tuple[str, ...], dict[str, str]]:

@@ -96,7 +96,11 @@ def _quantized(
 
 
 def _factors(data: Mapping[str, str]) -> dict[str, Tensor]:
-    return {name: torch.tensor([float.fromhex(data[name])], dtype=torch.float32) for name in _FACTORS if name in data}
+    return {
+        name: torch.tensor([float.fromhex(data[name])], dtype=torch.float32, device="cpu")
+        for name in _FACTORS
+        if name in data
+    }
 
 
 def _stock(folder: Path, checkpoint: Checkpoint) -> nn.Module:
@@ -163,7 +167,7 @@ def _read(stored: StoredTensor) -> Tensor:
     dtype = getattr(torch, stored.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{stored.name} is of type {stored.dtype}, which is none of torch's")
-    whole, place = torch.empty(stored.nbytes, dtype=torch.uint8), 0
+    whole, place = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu"), 0
     for chunk in stored.chunks():
         part = torch.from_numpy(chunk.view("u1").copy())
         whole[place : place + len(part)] = part

@@ -15,7 +15,7 @@ _LOWEST, _HIGHEST = -149, 128  # floor(log2 |x|) of float32's values; infinities
 
 def exponents(tensors: Iterable[Tensor]) -> ExponentHistogram:
     """The histogram over all values of some tensors, of any floating dtype."""
-    bins = torch.zeros(_HIGHEST - _LOWEST + 1, dtype=torch.int64)
+    bins = torch.zeros(_HIGHEST - _LOWEST + 1, dtype=torch.int64, device="cpu")
     zeros = nonfinite = 0
     for tensor in tensors:
         flat = tensor.detach().float().reshape(-1)

@@ -44,12 +44,12 @@ def operand_error(x: Tensor, quantizer: Quantizer, state: Tensor | None = None) 
     Takes the reference path, in float32, and changes no state.
     """
     wide, format, scales = as_rows(x.detach()).float(), quantizer.format, quantizer.scales
-    whole, beyond = wide, torch.zeros(())
+    whole, beyond = wide, torch.zeros((), dtype=torch.float32, device="cpu")
     if quantizer.clamp is not None:
         wide, beyond = quantizer.clamp.parts(wide, quantizer.clamp.bounds(wide))
-        beyond = beyond if quantizer.clamp.compensation else torch.zeros(())
+        beyond = beyond if quantizer.clamp.compensation else torch.zeros((), dtype=torch.float32, device="cpu")
     if scales is None:
-        ratio, back = wide, torch.ones(())
+        ratio, back = wide, torch.ones((), dtype=torch.float32, device="cpu")
     elif isinstance(scales.rule, StatefulScaling):
         assert state is not None
         factor = scales.rule.in_use(state, amax_of(wide), format)

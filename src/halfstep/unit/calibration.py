@@ -99,7 +99,10 @@ def _squares(
 ) -> Tensor:
     """The variance of the output and the mean square of each gradient, in float64."""
     inputs = [
-        s if isinstance(s, Tensor) else torch.randn(tuple(s), device=device).to(dtype).requires_grad_() for s in shapes
+        s
+        if isinstance(s, Tensor)
+        else torch.randn(tuple(s), device=device, dtype=torch.float32).to(dtype).requires_grad_()
+        for s in shapes
     ]
     output = op(*inputs)
     if not isinstance(output, Tensor) or not output.is_floating_point():
@@ -107,7 +110,9 @@ def _squares(
     leaves = [x for x, s in zip(inputs, shapes, strict=True) if not isinstance(s, Tensor)]
     grads = _gradients(output, leaves)
     squares = [output.detach().double().var(correction=0)]
-    squares += [torch.zeros((), dtype=torch.float64) if g is None else g.double().square().mean() for g in grads]
+    squares += [
+        torch.zeros((), dtype=torch.float64, device="cpu") if g is None else g.double().square().mean() for g in grads
+    ]
     found = torch.stack([square.cpu() for square in squares])
     if not bool(torch.isfinite(found).all() and (found > 0).all()):
         raise ModelError(

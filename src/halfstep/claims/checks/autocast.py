@@ -38,7 +38,7 @@ _OPS: dict[str, _Op] = {
     "cdist": lambda x: torch.cdist(x, x),
     "mse_loss": lambda x: F.mse_loss(x, x),
     "binary_cross_entropy_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, x),
-    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long)),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long, device="cpu")),
 }
 _NAMED = {"prod", "cdist", "mse_loss", "binary_cross_entropy_with_logits", "cross_entropy"}
 
@@ -46,7 +46,9 @@ _NAMED = {"prod", "cdist", "mse_loss", "binary_cross_entropy_with_logits", "cros
 @check("autocast-cpu")
 def autocast() -> Numbers:
     """How many operations, fed bf16, return float32 under CPU autocast, and how many of those the row names."""
-    x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(
+        torch.bfloat16
+    )
     with torch.autocast("cpu", torch.bfloat16):
         widened = {name for name, op in _OPS.items() if op(x).dtype == torch.float32}
     return {"operations": len(_OPS), "float32": len(widened), "named": len(widened & _NAMED)}

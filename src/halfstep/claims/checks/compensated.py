@@ -17,8 +17,8 @@ from halfstep.quant.masters import get_master
 
 def _walk(kind: str | None, start: float, update: float, times: int) -> tuple[float, float]:
     """The weight, and all that is stored of it, after that many updates."""
-    master, weight = get_master(kind), torch.empty(1, dtype=torch.bfloat16)
-    kept = master.start(weight, torch.full((1,), start))
+    master, weight = get_master(kind), torch.empty(1, dtype=torch.bfloat16, device="cpu")
+    kept = master.start(weight, torch.full((1,), start, dtype=torch.float32, device="cpu"))
     for _ in range(times):
         master.write(weight, kept, master.read(weight, kept) + update)
     return weight.item(), master.value(weight, kept).item()
@@ -53,12 +53,14 @@ def second_moment() -> Numbers:
     """Adam's v under a constant gradient of 0.5 and beta2 = 0.999 after 8000 steps, over its limit of 0.25."""
     found: Numbers = {}
     for recipe in ("bf16-collage-light", "bf16-collage-plus"):
-        weight, optimizer = one_weight(recipe, torch.ones(4), partial(torch.optim.AdamW, lr=0.0))
+        weight, optimizer = one_weight(
+            recipe, torch.ones(4, dtype=torch.float32, device="cpu"), partial(torch.optim.AdamW, lr=0.0)
+        )
         weight.grad = torch.full_like(weight, 0.5)
         for _ in range(8000):
             optimizer.step()
         state = optimizer.state[weight]
-        rest: Tensor = state.get("exp_avg_sq_residual", torch.zeros(4))
+        rest: Tensor = state.get("exp_avg_sq_residual", torch.zeros(4, dtype=torch.float32, device="cpu"))
         found[recipe.rpartition("-")[2]] = float((state["exp_avg_sq"].float() + rest.float()).mean() / 0.25)
     return found
 
@@ -68,14 +70,16 @@ def _fitted(recipe: str, beta2: float, seed: int) -> float:
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     model: nn.Module = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
-    x = torch.randn(2048, 16, generator=generator)
-    first, second = (torch.randn(shape, generator=generator) for shape in ((16, 32), (32, 4)))
+    x = torch.randn(2048, 16, generator=generator, dtype=torch.float32, device="cpu")
+    first, second = (
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in ((16, 32), (32, 4))
+    )
     y = torch.tanh(x @ first / 4) @ second / 5
     stock = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, beta2), weight_decay=0.0)
     model, optimizer, scaler = halfstep.prepare(model, stock, recipe, generator=seed)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 800)
     for _ in range(800):
-        rows = torch.randint(len(x), (64,), generator=generator)
+        rows = torch.randint(len(x), (64,), generator=generator, dtype=torch.int64, device="cpu")
         scaler.scale(mse_loss(model(x[rows]), y[rows])).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
@@ -105,7 +109,9 @@ def both_betas() -> Numbers:
 @check("zamirai-walk")
 def walk() -> Numbers:
     """Where 2000 updates of -1e-4 take a weight of 1: to nearest, stochastically, and with Kahan's compensation."""
-    weight, optimizer = one_weight("bf16-stochastic", torch.ones(10_000), partial(torch.optim.SGD, lr=1e-4))
+    weight, optimizer = one_weight(
+        "bf16-stochastic", torch.ones(10_000, dtype=torch.float32, device="cpu"), partial(torch.optim.SGD, lr=1e-4)
+    )
     weight.grad = torch.ones_like(weight)
     for _ in range(2000):
         optimizer.step()
@@ -123,7 +129,7 @@ def walk() -> Numbers:
 @check("kahan-sum")
 def kahan_sum() -> Numbers:
     """The sum of 10^5 terms bf16(1e-3), exactly 99.95: to nearest, and with a compensation that is bf16 itself."""
-    term = torch.tensor(1e-3).bfloat16().item()
+    term = torch.tensor(1e-3, dtype=torch.float32, device="cpu").bfloat16().item()
     kahan, both = _walk("kahan", 0.0, term, 100_000)
     return {"exact": 100_000 * term, "nearest": _walk(None, 0.0, term, 100_000)[0], "kahan": kahan, "kahan_both": both}
 
@@ -131,7 +137,7 @@ def kahan_sum() -> Numbers:
 @check("anyprecision-variance")
 def variance() -> Numbers:
     """3000 steps of v <- 0.999 v from 1, and of a mean that should rise to 0.5, in bf16."""
-    v, rising = torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)
+    v, rising = torch.ones(1, dtype=torch.bfloat16, device="cpu"), torch.ones(1, dtype=torch.bfloat16, device="cpu")
     for _ in range(3000):
         v.mul_(0.999)
         rising.mul_(0.999).add_(0.5 * 0.001)
@@ -141,11 +147,11 @@ def variance() -> Numbers:
 @check("anyprecision-decay")
 def decay() -> Numbers:
     """1000 steps of weight decay alone, lr * decay = 1e-4: on the bf16 weight as there, and by our recipe's update."""
-    plain = torch.ones(1, dtype=torch.bfloat16)
+    plain = torch.ones(1, dtype=torch.bfloat16, device="cpu")
     for _ in range(1000):
         plain.mul_(1 - 1e-4)
     choose = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
-    weight, optimizer = one_weight("bf16-kahan", torch.ones(1), choose)
+    weight, optimizer = one_weight("bf16-kahan", torch.ones(1, dtype=torch.float32, device="cpu"), choose)
     weight.grad = torch.zeros_like(weight)
     for _ in range(1000):
         optimizer.step()

@@ -19,7 +19,7 @@ def bytes_per_parameter(recipe: str) -> float:
     model: nn.Module = nn.Linear(64, 64)
     model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe, generator=0)
     for step in range(2):
-        scaler.scale(model(torch.ones(4, 64)).square().mean()).backward()
+        scaler.scale(model(torch.ones(4, 64, dtype=torch.float32, device="cpu")).square().mean()).backward()
         if step == 0:
             scaler.step(optimizer)
             scaler.update()
@@ -29,7 +29,7 @@ def bytes_per_parameter(recipe: str) -> float:
 
 def weights(count: int) -> Tensor:
     """Weights as a transformer starts with them: N(0, 0.02)."""
-    return torch.randn(count, generator=torch.Generator().manual_seed(0)) * 0.02
+    return torch.randn(count, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu") * 0.02
 
 
 def descent(recipe: str, lr: float, steps: int = 5) -> Arrival:
@@ -40,7 +40,9 @@ def descent(recipe: str, lr: float, steps: int = 5) -> Arrival:
     generator = torch.Generator().manual_seed(1)
     found = Arrival()
     for _ in range(steps):
-        weight.grad = torch.randn(values.shape, generator=generator).to(grad_dtype(recipe))
+        weight.grad = torch.randn(values.shape, generator=generator, dtype=torch.float32, device="cpu").to(
+            grad_dtype(recipe)
+        )
         with arrivals(optimizer, {weight: "weight"}) as arrived:
             optimizer.step()
         found = arrived.model

@@ -14,7 +14,7 @@ from halfstep.quant.tile import TENSOR
 
 
 def _normal(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
 
 
 @check("te-mx-roundup")
@@ -41,7 +41,7 @@ def history() -> Numbers:
     ):
         state, clipped = scaling.init(), 0
         for step in range(202):
-            amax = torch.tensor(8.0 if step % 2 else 1.0)
+            amax = torch.tensor(8.0 if step % 2 else 1.0, dtype=torch.float32, device="cpu")
             clipped += step >= 2 and bool(amax * state[0] > 448)  # the first two find the scale
             scaling.record(state, amax)
             scaling.advance(state, e4m3)

@@ -28,14 +28,14 @@ def _quantizer(format: str, margin: int = 0) -> Quantizer:
 def second_moment() -> Numbers:
     """The share of log-normal second moments (-18, 3) that one power of two a tensor makes zero, by format."""
     generator = torch.Generator().manual_seed(0)
-    v = torch.exp(-18 + 3 * torch.randn(10**6, generator=generator))
+    v = torch.exp(-18 + 3 * torch.randn(10**6, generator=generator, dtype=torch.float32, device="cpu"))
     return {format: float((_quantizer(format)(v) == 0).double().mean()) for format in ("e4m3fn", "e5m2", "fp16")}
 
 
 @check("fp8lm-mu-position")
 def mu_position() -> Numbers:
     """The share of E4M3 codes that a factor of 1/4 changes, multiplied before the scale is found or into its target."""
-    g = torch.randn(2**16, generator=torch.Generator().manual_seed(0))
+    g = torch.randn(2**16, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     codes = _quantizer("e4m3fn").quantize(g).codes
     before, target = (
         _quantizer("e4m3fn").quantize(g / 4).codes,
@@ -47,7 +47,9 @@ def mu_position() -> Numbers:
 def shards(ranks: int, size: int = 2**13) -> Tensor:
     """Gradients of ranks that share half of their variance, float64."""
     generator = torch.Generator().manual_seed(0)
-    common, own = (torch.randn(n, size, generator=generator).double() for n in (1, ranks))
+    common, own = (
+        torch.randn(n, size, generator=generator, dtype=torch.float32, device="cpu").double() for n in (1, ranks)
+    )
     both: Tensor = (common + own) / 2**0.5
     return both
 
@@ -94,7 +96,7 @@ def all_reduce() -> Numbers:
 def pre_and_post() -> Numbers:
     """Log-normal gradients (0, 2), one scale: what 64 ranks make zero by dividing first, and clip by dividing last."""
     generator = torch.Generator().manual_seed(0)
-    g = torch.exp(2 * torch.randn(2**16, generator=generator))
+    g = torch.exp(2 * torch.randn(2**16, generator=generator, dtype=torch.float32, device="cpu"))
     codes = g * float(get_scaling("rceil").factor(g.amax(), _E4M3))  # type: ignore[arg-type]
     zeroed = {f"zeroed_{n}": float((round_to(codes / n, _E4M3) == 0).double().mean()) for n in (1, 64)}
     return {**zeroed, "clipped_64": float((round_to(codes, _E4M3) * 64 > _E4M3.max).double().mean())}
@@ -112,7 +114,7 @@ def master() -> Numbers:
         nn.init.normal_(model.weight, std=0.02)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         _, low_bit, _ = halfstep.prepare(model, optimizer, replace(o1, name=name, codes=Codes(weights, o1.codes.grads)))
-        model.weight.grad = torch.randn(256, 256)
+        model.weight.grad = torch.randn(256, 256, dtype=torch.float32, device="cpu")
         with tracking.arrivals(low_bit, {}) as arrived:
             low_bit.step()
         found[name] = float(arrived.model.lost_share or 0.0)
@@ -127,7 +129,7 @@ def stored() -> Numbers:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.GELU(), nn.Linear(64, 64, bias=False))
         _, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
-        x = torch.randn(8, 64)
+        x = torch.randn(8, 64, dtype=torch.float32, device="cpu")
         for _ in range(2):
             optimizer.zero_grad()
             mse_loss(model(x), x).backward()  # type: ignore[no-untyped-call]

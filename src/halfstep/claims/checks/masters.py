@@ -13,7 +13,7 @@ from halfstep.claims.checks.base import Numbers, check, one_weight
 
 def _mantissas(bits: int) -> Tensor:
     """The values in [1, 2) with that many bits after the point."""
-    return 1 + torch.arange(1 << bits, dtype=torch.float32) / (1 << bits)
+    return 1 + torch.arange(1 << bits, dtype=torch.float32, device="cpu") / (1 << bits)
 
 
 def _lost(weight: Tensor, update: Tensor, format: str, rounding: str = "nearest_even") -> Tensor:
@@ -58,7 +58,9 @@ def stall() -> Numbers:
     """Where 4096 updates of -2^-12 take a weight of 1, by recipe."""
     ends: Numbers = {}
     for recipe in ("fp16-nomaster", "fp16-master", "bf16-nomaster", "bf16-master", "fp32"):
-        weight, optimizer = one_weight(recipe, torch.ones(16), partial(torch.optim.SGD, lr=1.0))
+        weight, optimizer = one_weight(
+            recipe, torch.ones(16, dtype=torch.float32, device="cpu"), partial(torch.optim.SGD, lr=1.0)
+        )
         weight.grad = torch.full_like(weight, 2.0**-12)
         for _ in range(4096):
             optimizer.step()

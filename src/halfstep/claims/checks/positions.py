@@ -14,7 +14,9 @@ _SIZE, _BASE = 128, 10_000.0
 
 def _rotated(x: Tensor, start: int) -> Tensor:
     """x (tokens, size) in float64, each pair turned by its position's angle; the first token stands at `start`."""
-    angles = (start + torch.arange(len(x)).double())[:, None] * _BASE ** (-torch.arange(0, _SIZE, 2).double() / _SIZE)
+    angles = (start + torch.arange(len(x), dtype=torch.int64, device="cpu").double())[:, None] * _BASE ** (
+        -torch.arange(0, _SIZE, 2, dtype=torch.int64, device="cpu").double() / _SIZE
+    )
     first, second = x.double().chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -23,7 +25,7 @@ def _rotated(x: Tensor, start: int) -> Tensor:
 def _moved(tokens: int, shift: int, format: str) -> float:
     """How far logits q k / sqrt(d) of normal q and k move, root mean square, where the text begins `shift` later."""
     generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, tokens, _SIZE, generator=generator)
+    q, k = torch.randn(2, tokens, _SIZE, generator=generator, dtype=torch.float32, device="cpu")
 
     def logits(start: int) -> Tensor:
         lhs, rhs = (_rotated(x, start).float().to(DTYPES[format]).double() for x in (q, k))

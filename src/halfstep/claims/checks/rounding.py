@@ -15,7 +15,9 @@ from halfstep.tracking import share_zeroed
 
 def _small_gradients() -> Tensor:
     """A million gradients 2^U(-30, -15)."""
-    exponents = torch.rand(1_000_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 15 - 30
+    exponents = (
+        torch.rand(1_000_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu") * 15 - 30
+    )
     return torch.exp2(exponents).float()
 
 
@@ -40,7 +42,7 @@ def bfloat16_range() -> Numbers:
 @check("kalamkar-rounding")
 def rounding() -> Numbers:
     """What a cast to bf16 does to the magnitude of a million N(0, 1) values: mean and largest relative change."""
-    x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     found: Numbers = {}
     for short, mode in (("nearest", "nearest_even"), ("truncated", "toward_zero")):
         change = (round_to(x, "bf16", mode).double() / x.double()) - 1
@@ -52,12 +54,12 @@ def rounding() -> Numbers:
 def accumulate() -> Numbers:
     """Relative errors of dot products of 4096 values from U(0.5, 1.5), by the format of the running sum."""
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.rand(2, 4096, 256, generator=generator) + 0.5
+    x, y = torch.rand(2, 4096, 256, generator=generator, dtype=torch.float32, device="cpu") + 0.5
     exact = (x.double() * y.double()).sum(0)
 
     # A product of two rounded inputs is exact in float32; a sum is rounded there, and once more to `sums`.
     def error(inputs: str, sums: str, mode: str = "nearest_even") -> float:
-        total = torch.zeros(256)
+        total = torch.zeros(256, dtype=torch.float32, device="cpu")
         for a, b in zip(round_to(x, inputs, mode), round_to(y, inputs, mode), strict=True):
             total = (total + a * b).to(DTYPES[sums]).float()
         return float((total.double() / exact - 1).mean())

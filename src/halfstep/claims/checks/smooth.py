@@ -25,18 +25,18 @@ def _trained(decay: float) -> Numbers:
     generator = torch.Generator().manual_seed(0)
 
     def normal(rows: int, columns: int, size: float) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) * size
+        return torch.randn(rows, columns, generator=generator, dtype=torch.float32, device="cpu") * size
 
     x = normal(2048, _WIDTH, 1.0)
     y = torch.relu(x @ normal(_WIDTH, 8, 0.25)) @ normal(8, _OUT, 0.5)
     weights = [normal(_CHANNELS, _WIDTH, 0.25), normal(_CHANNELS, _WIDTH, 0.25), normal(_OUT, _CHANNELS, 1 / 6)]
     linear, gate, down = (weight.requires_grad_() for weight in weights)
     optimizer = torch.optim.AdamW([linear, gate, down], lr=3e-3, betas=(0.9, 0.95), weight_decay=decay)
-    halfway = torch.ones(())
+    halfway = torch.ones((), dtype=torch.float32, device="cpu")
     for step in range(_STEPS):
         if step == _STEPS // 2:
             halfway = _product(x, linear, gate).detach().abs().max()
-        rows = torch.randint(len(x), (256,), generator=generator)
+        rows = torch.randint(len(x), (256,), generator=generator, dtype=torch.int64, device="cpu")
         loss = F.mse_loss(_product(x[rows], linear, gate) @ down.t(), y[rows])
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -26,7 +26,7 @@ def _trained(folder: Path) -> Path:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer, scaler = halfstep.prepare(model, optimizer, "bf16-nomaster", generator=0)
     for _ in range(20):
-        tokens = torch.randint(64, (8, 32))
+        tokens = torch.randint(64, (8, 32), dtype=torch.int64, device="cpu")
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)

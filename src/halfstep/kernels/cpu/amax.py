@@ -24,7 +24,7 @@ def supports(x: Tensor) -> bool:
 def run(x: Tensor) -> Tensor:
     """max |x| as a float32 scalar; NaN where there is one."""
     chunks = -(-x.numel() // CHUNK)
-    found = torch.empty(() if chunks == 1 else chunks, dtype=torch.float32)
+    found = torch.empty(() if chunks == 1 else chunks, dtype=torch.float32, device="cpu")
     _amax(x.numel(), array(x), array(found))
     return found if chunks == 1 else found.max()
 

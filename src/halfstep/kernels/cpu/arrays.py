@@ -39,6 +39,7 @@ def array(tensor: Tensor, dtype: torch.dtype | None = None) -> Any:
     It does not use `Tensor.numpy`, which marks the storage as one that cannot be resized: FSDP2, which frees a
     layer's whole weights after each use by resizing their storage to nothing, would then fail.
     """
+    assert dtype is None or dtype.itemsize == tensor.itemsize, f"{tensor.dtype} taken for {dtype}"
     return np.asarray(_Memory(tensor, _BITS[tensor.dtype] if dtype is None else _TYPES[dtype]))
 
 

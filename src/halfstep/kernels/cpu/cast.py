@@ -57,7 +57,7 @@ def run(
         numbers = narrow.scalars(format, overflow)
     target = None if x.data_ptr() == out.data_ptr() and amax is None else array(out)
     times = None if factor is None else array(factor)[0]
-    found = None if amax is None else torch.zeros(-(-x.numel() // CHUNK), dtype=torch.float32)
+    found = None if amax is None else torch.zeros(-(-x.numel() // CHUNK), dtype=torch.float32, device="cpu")
     largest = None if found is None else array(found)
     _values(x.numel(), array(x), target, numbers, seed_keys(seed) if rounding == "stochastic" else None, times, largest)
     if amax is not None and found is not None:

@@ -136,7 +136,9 @@ class CastErrors:
         if rule.quotient:
             _absmax(amax.size, amax, largest, scale)
         elif isinstance(rule, TwoLevel):
-            whole = rule.tensor_scale(torch.tensor(float(self._amax)), self._quantizer.format)
+            whole = rule.tensor_scale(
+                torch.tensor(float(self._amax), dtype=torch.float32, device="cpu"), self._quantizer.format
+            )
             _two_level(amax.size, amax, *two_level.given(self._quantizer.format, rule, whole), scale)
         else:
             _power(amax.size, amax, scales.power_scalars(self._quantizer.format, rule), scale)

@@ -101,7 +101,7 @@ def fold(x: Tensor, scale: Tensor, format: Format, rounding: str, rule: Scaling,
     factor = rule.factor(folded.run_amax(x, scale), format)
     if factor is None:
         return None
-    out = torch.empty(x.shape, dtype=dtype)
+    out = torch.empty(x.shape, dtype=dtype, device="cpu")
     folded.run(x, scale, factor, format, rounding, out)
     return out, factor.reciprocal()
 
@@ -130,7 +130,9 @@ def sparse(whole: Tensor) -> Parts:
 def whole(values: Tensor, columns: Tensor, starts: Tensor, width: int) -> Tensor:
     """The matrix that `sparse` made this of."""
     height = len(starts) - 1
-    rows = torch.repeat_interleave(torch.arange(height, device=values.device), starts.diff(), output_size=len(values))
+    rows = torch.repeat_interleave(
+        torch.arange(height, device=values.device, dtype=torch.int64), starts.diff(), output_size=len(values)
+    )
     return values.new_zeros(height, width).index_put_((rows, columns.long()), values)
 
 

@@ -211,7 +211,7 @@ def decoded(code: Lane, numbers: list[Lane]) -> Lane:
 @cache
 def table(format: Format, dtype: torch.dtype) -> torch.Tensor:
     """The values of all codes, in `dtype`."""
-    return torch.tensor([format.decode(code) for code in format.codes()], dtype=torch.float64).to(dtype)
+    return torch.tensor([format.decode(code) for code in format.codes()], dtype=torch.float64, device="cpu").to(dtype)
 
 
 # ---- codebooks ---------------------------------------------------------------------------------------------------

@@ -60,7 +60,9 @@ def scalars(element: Format, rule: Expansion) -> tuple[Any, Any, Any]:
 def meaning(element: Float) -> tuple[Any, ...]:
     """What decodes a code; then what the polynomial of `log2` gives for each significand of the format. As one tuple,
     since a parallel kernel takes none inside of another."""
-    significands = torch.arange(1 << element.mantissa_bits, dtype=torch.float32) / (1 << element.mantissa_bits) + 1
+    significands = (
+        torch.arange(1 << element.mantissa_bits, dtype=torch.float32, device="cpu") / (1 << element.mantissa_bits) + 1
+    )
     fractions = log2_fraction(significands)[1]
     return *element_codes.decoding_scalars(element), *(np.float32(fraction) for fraction in fractions.tolist())
 

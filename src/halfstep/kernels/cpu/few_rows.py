@@ -52,7 +52,10 @@ def knows(quantizer: Quantizer, rows: int, columns: int) -> bool:
         return False
     if scales is None or quantizer.stateful is not None:
         return scales is None or scales.tile == TENSOR
-    if scales.tile == TENSOR and scales.rule.factor(torch.ones(()), quantizer.format) is not None:
+    if (
+        scales.tile == TENSOR
+        and scales.rule.factor(torch.ones((), dtype=torch.float32, device="cpu"), quantizer.format) is not None
+    ):
         return True
     if quantizer.outliers is not None or quantizer.inner is not None or not _known_rule(scales.rule):
         return False

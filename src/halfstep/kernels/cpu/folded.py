@@ -27,7 +27,7 @@ def supports(x: Tensor, scale: Tensor, format: Format, rounding: str, dtype: tor
 
 def run_amax(x: Tensor, scale: Tensor) -> Tensor:
     """The largest magnitude of x times scale, (rows, 1) or (1, columns), in float32; NaN where there is one."""
-    found = torch.empty(x.shape[0], dtype=torch.float32)
+    found = torch.empty(x.shape[0], dtype=torch.float32, device="cpu")
     kernel = _amax_by_row if is_by_row(x, scale) else _amax_by_column
     kernel(x.numel(), matrix(x), numbers_of(scale), array(found))
     return found.max()

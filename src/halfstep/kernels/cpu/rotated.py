@@ -37,7 +37,7 @@ def run(x: Tensor, signs: Tensor, dim: int) -> Tensor:
     size, dim = len(signs), dim % x.dim()
     shape = list(x.shape)
     shape[dim] += -shape[dim] % size
-    out = torch.empty(shape, dtype=torch.float32)
+    out = torch.empty(shape, dtype=torch.float32, device="cpu")
     (rows, columns), scale = matrix_shape(tuple(x.shape)), np.float32(math.sqrt(1 / size))
     given = array(x), rows, columns, array(signs), scale, out.view(-1).numpy(), (np.uint32(0),) * LEVELS[size]
     (_along if dim == x.dim() - 1 else _down)(x.numel(), *given)

@@ -65,7 +65,7 @@ def run_powers(
     (rows, columns), size, scales = x.shape, len(signs), quantizer.scales
     assert scales is not None
     shape = [columns, -(-rows // size) * size] if dim == 0 else [rows, -(-columns // size) * size]
-    out = torch.empty(shape, dtype=dtype)
+    out = torch.empty(shape, dtype=dtype, device="cpu")
     pieces = -(-rows // size) * -(-columns // WIDTH) if dim == 0 else -(-rows // LANES)
     found = np.zeros(pieces, np.uint32)
     ruled = power_scalars(quantizer.format, scales.rule), powers.scalars(quantizer.format)
@@ -82,7 +82,7 @@ def tensor_scale(x: Tensor, signs: Tensor, quantizer: Quantizer) -> Tensor | Non
     assert quantizer.scales is not None
     rule = quantizer.scales.rule
     assert isinstance(rule, TwoLevel)
-    found = torch.empty(-(-x.shape[0] // len(signs)) * -(-x.shape[1] // WIDTH), dtype=torch.float32)
+    found = torch.empty(-(-x.shape[0] // len(signs)) * -(-x.shape[1] // WIDTH), dtype=torch.float32, device="cpu")
     _down_amax(x.numel(), *_given(x, signs), array(found))
     largest = found.max()
     return rule.tensor_scale(largest, quantizer.format) if bool(largest.isfinite()) else None
@@ -95,7 +95,7 @@ def run_two_levels(
     (rows, columns), scales = x.shape, quantizer.scales
     assert scales is not None
     assert isinstance(scales.rule, TwoLevel)
-    out = torch.empty(-(-rows // len(signs)) * len(signs), columns, dtype=dtype)
+    out = torch.empty(-(-rows // len(signs)) * len(signs), columns, dtype=dtype, device="cpu")
     numbers: Any = element_codes.scalars(quantizer.format, quantizer.rounding, "saturate")[0]
     ruled = scales.tile.rows, *two_level.given(quantizer.format, scales.rule, scale)
     steps = two_level.apart(quantizer.format, seed, out.dtype, True)[1]

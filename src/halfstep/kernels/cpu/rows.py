@@ -65,10 +65,10 @@ def run_amax(x: Tensor, bounds: Tensor | None, dim: int) -> Tensor:
     where a number or a bound is."""
     limits = _limits(bounds, x.shape[0])
     if dim == 1:
-        out = torch.empty(x.shape[0], 1)
+        out = torch.empty(x.shape[0], 1, dtype=torch.float32, device="cpu")
         _row_amax(x.numel(), matrix(x), limits, array(out))
         return out
-    found = torch.zeros(-(-x.shape[0] // _TALL), x.shape[1])
+    found = torch.zeros(-(-x.shape[0] // _TALL), x.shape[1], dtype=torch.float32, device="cpu")
     _column_amax(x.numel(), matrix(x), limits, matrix(found), _TALL)
     return found.amax(0, keepdim=True)
 
@@ -81,11 +81,12 @@ def supports_beyond(x: Tensor, bounds: Tensor) -> bool:
 def run_beyond(x: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What is beyond the bounds, less the bound: its numbers row by row, their columns, and where rows start."""
     bits, limits = matrix(x), _limits(bounds, x.shape[0])
-    starts = torch.zeros(x.shape[0] + 1, dtype=torch.int64)
+    starts = torch.zeros(x.shape[0] + 1, dtype=torch.int64, device="cpu")
     counts = array(starts)[1:]
     _count_beyond(x.numel(), bits, limits, counts)
     np.cumsum(counts, out=counts)
-    values, columns = torch.empty(int(starts[-1])), torch.empty(int(starts[-1]), dtype=torch.int32)
+    values = torch.empty(int(starts[-1]), dtype=torch.float32, device="cpu")
+    columns = torch.empty(int(starts[-1]), dtype=torch.int32, device="cpu")
     if len(values):
         _take_beyond(x.numel(), bits, limits, array(starts), array(values, torch.float32), array(columns))
     return values, columns, starts

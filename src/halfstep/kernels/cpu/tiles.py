@@ -37,7 +37,15 @@ def supports(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
     matrix = as_rows(x)
     whole = matrix.shape[0] % (tile.rows or 1) == 0 and matrix.shape[1] % (tile.columns or 1) == 0
     narrow = quantizer.format.max < 2.0**100 and quantizer.format.smallest > 2.0**-100  # room for factors in float32
-    return whole and narrow and cast.supports_scaled(torch.empty(0), torch.empty(0), quantizer.format)
+    return (
+        whole
+        and narrow
+        and cast.supports_scaled(
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+            quantizer.format,
+        )
+    )
 
 
 def run(x: Tensor, out: Tensor, format: Format, rounding: str, scales: Scales, seed: int | None) -> bool:

@@ -44,7 +44,7 @@ def knows(quantizer: Quantizer, codes: torch.dtype) -> bool:
         or not scales.rule.reads
     ):
         return False
-    if not scales.rule.linear or scales.rule.factor(torch.ones(()), format) is None:
+    if not scales.rule.linear or scales.rule.factor(torch.ones((), dtype=torch.float32, device="cpu"), format) is None:
         return False
     return codes == torch.float16 or (isinstance(format, Float) and _is_byte(format) and codes.itemsize == 1)
 
@@ -62,7 +62,7 @@ def usual(scale: Tensor) -> bool:
 def factor(quantizer: Quantizer, amax: Any) -> Tensor | None:
     """What a tensor of that amax is multiplied by; None where that is for the reference to say."""
     assert quantizer.scales is not None
-    found = quantizer.scales.rule.factor(torch.tensor(float(amax)), quantizer.format)
+    found = quantizer.scales.rule.factor(torch.tensor(float(amax), dtype=torch.float32, device="cpu"), quantizer.format)
     return found if found is not None and bool(found.isfinite()) and usual(found.reciprocal()) else None
 
 

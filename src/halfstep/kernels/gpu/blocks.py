@@ -117,7 +117,7 @@ def _run_twice(
 ) -> None:
     """Codes and scales, as of a `single` quantisation; and then these scales. A tile is lost with its group."""
     scales: Any = quantizer.scales
-    exact = torch.empty(tensors["scale"].shape, device=x.device)
+    exact = torch.empty(tensors["scale"].shape, device=x.device, dtype=torch.float32)
     _launch(x, tensors["codes"], exact, None, single, seed)
     stored, kept = scales.rule.compressed(exact, quantizer.format)
     for name, tensor in stored.items():
@@ -129,7 +129,7 @@ def _run_twice(
 @cache
 def _zeros(format: Format) -> int:
     """A byte of codes of 0."""
-    zero = int(encode(torch.zeros(()), format))
+    zero = int(encode(torch.zeros((), dtype=torch.float32, device="cpu"), format))
     return zero | zero << 4 if format.bits == 4 else zero
 
 

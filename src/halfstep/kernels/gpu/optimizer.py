@@ -55,10 +55,10 @@ class Steps:
         self._grads = [codes_of(t.grad).data_ptr() for t in tensors]
         self._coded = [number for number, t in enumerate(tensors) if isinstance(t.grad, Coded)]
         rows = [_row(t) for t in tensors]
-        self._host = torch.tensor(rows)
+        self._host = torch.tensor(rows, dtype=torch.int64, device="cpu")
         self._scales = [rows[number][table.GRAD_SCALE] for number in self._coded]
         self._rows = self._sent(self._host)
-        self._numbers = torch.empty(len(tensors), table.NUMBERS, device=self._device)
+        self._numbers = torch.empty(len(tensors), table.NUMBERS, device=self._device, dtype=torch.float32)
         # A graph that is captured while gradients are elsewhere takes these for its own.
         self._spare = self._pair() if self._device.type == "cuda" else None
         self._kept: list[Tensor] = []
@@ -76,7 +76,7 @@ class Steps:
             self._most = torch.empty(len(tensors), table.MOST, dtype=torch.int32, device=self._device)
         self._kinds: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
         for places, elements, constants in made:
-            blocks = self._sent(torch.tensor(places, dtype=torch.int32).view(-1, 2))
+            blocks = self._sent(torch.tensor(places, dtype=torch.int32, device="cpu").view(-1, 2))
             # One scale for a tensor follows from all of what is to be written.
             twice = has_one_scale(constants)
             arguments = (blocks, self._numbers, self._most if twice else None, *elements)
@@ -91,9 +91,12 @@ class Steps:
             betas = [(own.rule, own.beta1, own.beta2) for own in options]
             if betas != self._betas:
                 self._places, corrections = _corrections(options)
-                self._betas, self._corrections = betas, self._sent(torch.tensor(corrections, dtype=torch.float64))
+                self._betas, self._corrections = (
+                    betas,
+                    self._sent(torch.tensor(corrections, dtype=torch.float64, device="cpu")),
+                )
             rows = [_numbers(own, places) for own, places in zip(options, self._places, strict=True)]
-            self._table.copy_(self._pinned(torch.tensor(rows, dtype=torch.float64)), non_blocking=True)
+            self._table.copy_(self._pinned(torch.tensor(rows, dtype=torch.float64, device="cpu")), non_blocking=True)
             self._options = list(options)
         for group, own in enumerate(options):
             if isinstance(own.lr, Tensor):
@@ -105,9 +108,9 @@ class Steps:
             return
         self._grads, self._scales = grads, scales
         # By way of numpy: from a list of integers torch takes three times as long.
-        self._host[:, table.GRAD] = torch.tensor(np.array(grads))
+        self._host[:, table.GRAD] = torch.tensor(np.array(grads), dtype=torch.int64, device="cpu")
         if scales:
-            self._host[self._coded, table.GRAD_SCALE] = torch.tensor(np.array(scales))
+            self._host[self._coded, table.GRAD_SCALE] = torch.tensor(np.array(scales), dtype=torch.int64, device="cpu")
         if self._capturing:
             if self._spare is None:
                 raise OptimizerError(_CAPTURE.format("its gradients have moved"))

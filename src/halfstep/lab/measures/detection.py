@@ -75,7 +75,11 @@ def _average_precision(found: Sequence[Found], truth: Sequence[Truth], kind: int
         mine = detections.classes == kind
         if not bool(mine.any()):
             continue
-        table = iou(detections.boxes[mine], boxes[image]) if len(boxes[image]) else torch.zeros(int(mine.sum()), 1)
+        table = (
+            iou(detections.boxes[mine], boxes[image])
+            if len(boxes[image])
+            else torch.zeros(int(mine.sum()), 1, dtype=torch.float32, device="cpu")
+        )
         best, which = table.max(-1)
         scores = detections.scores[mine].tolist()
         candidates += zip(scores, [image] * len(scores), best.tolist(), which.tolist(), strict=True)

@@ -27,7 +27,7 @@ class Embeddings(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens (batch, time) -> (batch, time, width)."""
-        positions = self.position_embeddings(torch.arange(tokens.shape[1], device=tokens.device))
+        positions = self.position_embeddings(torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64))
         types = self.token_type_embeddings(torch.zeros_like(tokens))
         return self.LayerNorm(self.word_embeddings(tokens) + positions + types)  # type: ignore[no-any-return]
 

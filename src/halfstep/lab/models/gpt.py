@@ -61,7 +61,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The logits of the next token at each position."""
-        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))  # type: ignore[no-any-return]

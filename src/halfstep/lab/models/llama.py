@@ -37,8 +37,8 @@ class Attention(nn.Module):
 def rotated(x: Tensor) -> Tensor:
     """x (batch, heads, time, d), each pair (x_i, x_{i + d/2}) turned by the angle position * theta^(-2i / d)."""
     time, size = x.shape[-2:]
-    rates = _THETA ** (-torch.arange(0, size, 2, device=x.device).float() / size)
-    angles = torch.arange(time, device=x.device).float()[:, None] * rates
+    rates = _THETA ** (-torch.arange(0, size, 2, device=x.device, dtype=torch.int64).float() / size)
+    angles = torch.arange(time, device=x.device, dtype=torch.int64).float()[:, None] * rates
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

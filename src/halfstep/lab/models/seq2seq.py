@@ -65,11 +65,11 @@ class Seq2Seq(nn.Module):
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """The logits of the next word at each place of the target."""
-        x = self.source(source) + self.position(torch.arange(source.shape[1], device=source.device))
+        x = self.source(source) + self.position(torch.arange(source.shape[1], device=source.device, dtype=torch.int64))
         for layer in self.encoder:
             x = layer(x)
         memory = self.norm1(x)
-        y = self.target(target) + self.position(torch.arange(target.shape[1], device=target.device))
+        y = self.target(target) + self.position(torch.arange(target.shape[1], device=target.device, dtype=torch.int64))
         for layer in self.decoder:
             y = layer(y, memory)
         return self.head(self.norm2(y))  # type: ignore[no-any-return]

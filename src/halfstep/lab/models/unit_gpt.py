@@ -51,7 +51,7 @@ class UnitGPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The logits of the next token at each position."""
-        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        places = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand_as(tokens)
         x = self.blocks(unit.add(self.token(tokens), self.position(places)))
         logits: Tensor = self.head(self.norm(x))
         classes = logits.shape[-1]

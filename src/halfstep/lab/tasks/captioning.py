@@ -85,7 +85,10 @@ class _Speller(nn.Module):
 
 
 def _named(batch: Batch) -> Batch:
-    return {"images": batch["images"], "letters": torch.tensor(_SPELLED)[batch["classes"]]}
+    return {
+        "images": batch["images"],
+        "letters": torch.tensor(_SPELLED, dtype=torch.int64, device="cpu")[batch["classes"]],
+    }
 
 
 def _open(experiment: Experiment) -> Captioning:

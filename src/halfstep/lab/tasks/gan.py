@@ -41,13 +41,17 @@ class Generation(Task):
     def batch(self, seed: int, step: int) -> Batch:
         """Real images and noise, drawn at random."""
         generator = stream(seed, step)
-        which = torch.randint(0, len(self.train.images), (self.size,), generator=generator)
-        noise = torch.randn(self.size, DCGAN.noise, generator=generator)
+        which = torch.randint(
+            0, len(self.train.images), (self.size,), generator=generator, dtype=torch.int64, device="cpu"
+        )
+        noise = torch.randn(self.size, DCGAN.noise, generator=generator, dtype=torch.float32, device="cpu")
         return {"images": self.train.images[which][:, None], "noise": noise}
 
     def held_out(self) -> list[Batch]:
         """The held-out images, with noise that stays the same."""
-        noise = torch.randn(len(self.test.images), DCGAN.noise, generator=stream(-1, 0))
+        noise = torch.randn(
+            len(self.test.images), DCGAN.noise, generator=stream(-1, 0), dtype=torch.float32, device="cpu"
+        )
         return [{"images": self.test.images[:, None], "noise": noise}]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -58,7 +62,7 @@ class Generation(Task):
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """The Frechet distance of 1000 images to the training images in the space of their 24 first components."""
-        noise = torch.randn(_SAMPLES, DCGAN.noise, generator=stream(-1, 1))
+        noise = torch.randn(_SAMPLES, DCGAN.noise, generator=stream(-1, 1), dtype=torch.float32, device="cpu")
         return frechet_distance(self.space.features(model(noise).flatten(1)), self.real)
 
 

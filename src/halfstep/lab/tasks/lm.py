@@ -52,14 +52,14 @@ class LanguageModelling(Task):
     def batch(self, seed: int, step: int) -> Batch:
         """Windows at uniform random places of the training part."""
         limit = len(self.corpus.train) - self.context
-        starts = torch.randint(0, limit, (self.size,), generator=stream(seed, step))
+        starts = torch.randint(0, limit, (self.size,), generator=stream(seed, step), dtype=torch.int64, device="cpu")
         return self._batch("train", starts)
 
     def held_out(self) -> list[Batch]:
         """Windows spread evenly over the held-out part."""
         limit = len(self.corpus.held_out) - self.context - 1
         count = self.validation_batches * self.size
-        starts = torch.arange(count) * limit // count
+        starts = torch.arange(count, dtype=torch.int64, device="cpu") * limit // count
         return [self._batch("held_out", piece) for piece in starts.view(-1, self.size)]
 
     def _batch(self, split: str, starts: Tensor) -> Batch:

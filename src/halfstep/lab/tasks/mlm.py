@@ -54,7 +54,7 @@ class MaskedLanguageModelling(Task):
         """Windows at uniform random places of the training part, masked anew."""
         generator = stream(seed, step)
         limit = len(self.corpus.train) - self.context + 1
-        starts = torch.randint(0, limit, (self.size,), generator=generator)
+        starts = torch.randint(0, limit, (self.size,), generator=generator, dtype=torch.int64, device="cpu")
         return self._masked("train", starts, generator)
 
     def held_out(self) -> list[Batch]:
@@ -62,15 +62,15 @@ class MaskedLanguageModelling(Task):
         generator = stream(-1, 0)
         limit = len(self.corpus.held_out) - self.context
         count = self.validation_batches * self.size
-        starts = torch.arange(count) * limit // count
+        starts = torch.arange(count, dtype=torch.int64, device="cpu") * limit // count
         return [self._masked("held_out", piece, generator) for piece in starts.view(-1, self.size)]
 
     def _masked(self, split: str, starts: Tensor, generator: torch.Generator) -> Batch:
         text = self.corpus.windows(split, starts, self.context)
-        order = torch.rand(text.shape, generator=generator).argsort(dim=1)
+        order = torch.rand(text.shape, generator=generator, dtype=torch.float32, device="cpu").argsort(dim=1)
         chosen = torch.zeros_like(text, dtype=torch.bool).scatter_(1, order[:, : self.chosen], True)
-        kind = torch.rand(text.shape, generator=generator)
-        other = torch.randint(0, VOCABULARY, text.shape, generator=generator)
+        kind = torch.rand(text.shape, generator=generator, dtype=torch.float32, device="cpu")
+        other = torch.randint(0, VOCABULARY, text.shape, generator=generator, dtype=torch.int64, device="cpu")
         shown = torch.where(kind < 0.8, _MASK, torch.where(kind < 0.9, other, text))
         return {
             "tokens": torch.where(chosen, shown, text),

@@ -39,7 +39,13 @@ class Pronunciation(Task):
 
     def batch(self, seed: int, step: int) -> Batch:
         """Words drawn at random."""
-        return vars(self.train.part(torch.randint(len(self.train.letters), (self.size,), generator=stream(seed, step))))
+        return vars(
+            self.train.part(
+                torch.randint(
+                    len(self.train.letters), (self.size,), generator=stream(seed, step), dtype=torch.int64, device="cpu"
+                )
+            )
+        )
 
     def held_out(self) -> list[Batch]:
         """One word in 200 of the whole dictionary."""
@@ -52,7 +58,7 @@ class Pronunciation(Task):
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """PER, the phoneme error rate: of the greedy pronunciation of the held-out words."""
-        spoken = torch.full((len(self.test.letters), 1), START)
+        spoken = torch.full((len(self.test.letters), 1), START, dtype=torch.int64, device="cpu")
         for _ in range(LONGEST):
             best = model(self.test.letters, spoken)[:, -1].argmax(-1)
             spoken = torch.cat([spoken, best[:, None]], 1)

@@ -27,12 +27,16 @@ class Recommender(Task):
 
     def __init__(self, batch: int) -> None:
         generator = stream(-1, 0)
-        pairs = torch.randperm(USERS * ITEMS, generator=generator)[: RATINGS + HELD_OUT]
+        pairs = torch.randperm(USERS * ITEMS, generator=generator, dtype=torch.int64, device="cpu")[
+            : RATINGS + HELD_OUT
+        ]
         users, items = pairs // ITEMS, pairs % ITEMS
-        tastes, traits = (torch.randn(n, TASTES, generator=generator) for n in (USERS, ITEMS))
-        popular = 0.7 * torch.randn(ITEMS, generator=generator)
+        tastes, traits = (
+            torch.randn(n, TASTES, generator=generator, dtype=torch.float32, device="cpu") for n in (USERS, ITEMS)
+        )
+        popular = 0.7 * torch.randn(ITEMS, generator=generator, dtype=torch.float32, device="cpu")
         chance = (1.5 * (tastes[users] * traits[items]).sum(-1) + popular[items]).sigmoid()
-        liked = (torch.rand(len(pairs), generator=generator) < chance).float()
+        liked = (torch.rand(len(pairs), generator=generator, dtype=torch.float32, device="cpu") < chance).float()
         self.data = {"users": users, "items": items, "liked": liked}
         self.size = batch
 
@@ -42,7 +46,7 @@ class Recommender(Task):
 
     def batch(self, seed: int, step: int) -> Batch:
         """Ratings drawn at random from those to train on."""
-        which = torch.randint(0, RATINGS, (self.size,), generator=stream(seed, step))
+        which = torch.randint(0, RATINGS, (self.size,), generator=stream(seed, step), dtype=torch.int64, device="cpu")
         return {name: values[which] for name, values in self.data.items()}
 
     def held_out(self) -> list[Batch]:

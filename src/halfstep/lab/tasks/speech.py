@@ -51,7 +51,7 @@ class Speech(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The mean over utterances of the CTC loss divided by their length."""
         log_p = model(batch["features"]).float().log_softmax(-1).transpose(0, 1)
-        times = torch.full((log_p.shape[1],), log_p.shape[0])
+        times = torch.full((log_p.shape[1],), log_p.shape[0], dtype=torch.int64, device="cpu")
         return F.ctc_loss(log_p, batch["characters"], times, batch["lengths"], zero_infinity=True)
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:

@@ -56,7 +56,7 @@ class Translation(Task):
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """BLEU of the greedy translation of the held-out sentences."""
         batch = self._held_out
-        target = torch.full((len(batch["source"]), 1), START)
+        target = torch.full((len(batch["source"]), 1), START, dtype=torch.int64, device="cpu")
         for _ in range(LONGEST - 1):
             best = model(batch["source"], target)[:, -1].argmax(-1)
             target = torch.cat([target, best[:, None]], 1)
@@ -65,7 +65,7 @@ class Translation(Task):
 
 def _batch(pairs: list[tuple[list[int], list[int]]]) -> Batch:
     def rows(sequences: list[list[int]]) -> Tensor:
-        return torch.tensor([row + [PAD] * (LONGEST - len(row)) for row in sequences])
+        return torch.tensor([row + [PAD] * (LONGEST - len(row)) for row in sequences], dtype=torch.int64, device="cpu")
 
     return {"source": rows([a for a, _ in pairs]), "target": rows([[START, *b] for _, b in pairs])}
 

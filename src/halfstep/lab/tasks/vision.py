@@ -37,14 +37,18 @@ class Vision(Task):
     def batch(self, seed: int, step: int) -> Batch:
         """Images drawn at random, each moved by up to a pixel, with a little noise."""
         generator = stream(seed, step)
-        which = torch.randint(0, len(self.train.images), (self.size,), generator=generator)
+        which = torch.randint(
+            0, len(self.train.images), (self.size,), generator=generator, dtype=torch.int64, device="cpu"
+        )
         images = self.train.images[which]
-        down, right = torch.randint(0, 3, (2, self.size, 1, 1), generator=generator)
+        down, right = torch.randint(0, 3, (2, self.size, 1, 1), generator=generator, dtype=torch.int64, device="cpu")
         padded = F.pad(images, (1, 1, 1, 1))
         images = padded[
-            torch.arange(self.size)[:, None, None], torch.arange(8)[:, None] + down, torch.arange(8) + right
+            torch.arange(self.size, dtype=torch.int64, device="cpu")[:, None, None],
+            torch.arange(8, dtype=torch.int64, device="cpu")[:, None] + down,
+            torch.arange(8, dtype=torch.int64, device="cpu") + right,
         ]
-        images = images + 0.1 * torch.randn(images.shape, generator=generator)
+        images = images + 0.1 * torch.randn(images.shape, generator=generator, dtype=torch.float32, device="cpu")
         return {"images": images[:, None], "classes": self.train.classes[which]}
 
     def held_out(self) -> list[Batch]:

@@ -26,7 +26,7 @@ def forward(
     weights = per_sample_weights.to(dtype)
     if module.padding_idx is not None:
         weights = weights.masked_fill(input == module.padding_idx, 0.0)
-    places = torch.arange(input.numel(), device=input.device).view(input.shape)
+    places = torch.arange(input.numel(), device=input.device, dtype=torch.int64).view(input.shape)
     last = module.include_last_offset
     offsets = offsets if offsets is None else offsets.to(places.dtype)
     return F.embedding_bag(places, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=last)

@@ -32,9 +32,11 @@ def _energy(times: int, sources: int, square: float, mask: Tensor | None, causal
     outer = (1,) if mask is None or mask.dim() < 3 else tuple(mask.shape[:-2])
     draws = max(1, 4096 // max(times * sources, 1))
     generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(draws, *outer, times, sources, generator=generator) * square**0.5
+    scores = (
+        torch.randn(draws, *outer, times, sources, generator=generator, dtype=torch.float32, device="cpu") * square**0.5
+    )
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        allowed = torch.ones(times, sources, dtype=torch.bool).tril() if causal else None
+        allowed = torch.ones(times, sources, dtype=torch.bool, device="cpu").tril() if causal else None
         if mask is not None:
             mask = mask.detach().cpu()
             if mask.dtype == torch.bool:

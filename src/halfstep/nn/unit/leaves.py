@@ -68,8 +68,8 @@ def _measured_norm(module: nn.Module) -> Leaf | None:
     if parameters.keys() not in ({"weight"}, {"weight", "bias"}) or any(p.dim() != 1 for p in parameters.values()):
         return None
     size, generator = parameters["weight"].numel(), torch.Generator().manual_seed(0)
-    draw = {name: torch.randn(size, generator=generator) for name in parameters}
-    small = torch.randn(3, 5, size, generator=generator)
+    draw = {name: torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for name in parameters}
+    small = torch.randn(3, 5, size, generator=generator, dtype=torch.float32, device="cpu")
     inputs = small * 3 + 1, small * 1e-3
     for eps in {v for v in vars(module).values() if isinstance(v, float) and 0 < v < 0.1}:
         for name in ("layer_norm", "rms_norm"):
@@ -98,8 +98,8 @@ def _measured_elementwise(module: nn.Module) -> Leaf | None:
     """A function of each element alone, by what it does to the same elements in another order and shape."""
     if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
         return None
-    x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0))
-    order = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(1))
+    x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    order = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(1), dtype=torch.int64, device="cpu")
     first, again, other = (_called(module, {}, each) for each in (x, x, x.flatten()[order].view(4, 3, 8)))
     if not all(isinstance(y, Tensor) and y.is_floating_point() for y in (first, again, other)):
         return None
@@ -113,7 +113,7 @@ def _measured_elementwise(module: nn.Module) -> Leaf | None:
 def _activation(module: nn.Module) -> str:
     """Which of `IN_PLACE` an elementwise module computes, far beyond the usual inputs too; of one that writes to
     its input, which somebody may go on with, none."""
-    x = torch.linspace(-100, 100, 2**12)
+    x = torch.linspace(-100, 100, 2**12, dtype=torch.float32, device="cpu")
     y = _called(module, {}, x)
     known = (name for name in IN_PLACE if isinstance(y, Tensor) and _same(y, value(x, name)))
     return "" if getattr(module, "inplace", False) else next(known, "")
@@ -146,7 +146,7 @@ def measured(function: Any, size: float) -> tuple[float, float, float]:
     and its mean square, by a sum over 2^14 quantiles in float64."""
     count = 2**14
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        levels = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+        levels = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count
         z = (torch.erfinv(2 * levels - 1) * math.sqrt(2) * size).float().requires_grad_()
         y = function(z.clone())
         (slope,) = torch.autograd.grad(y.sum(), z)

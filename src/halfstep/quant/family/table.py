@@ -21,7 +21,11 @@ def rounded(x: Tensor, format: Format, rounding: str, overflow: str, noise: Tens
     if noise is not None:
         rises = stochastic((inside - low) / (high - low), noise) == 1
     elif rounding == "nearest_even":
-        tie = even[index + 1] if format.ties == "even" else torch.tensor(format.ties == "upper", device=x.device)
+        tie = (
+            even[index + 1]
+            if format.ties == "even"
+            else torch.tensor(format.ties == "upper", device=x.device, dtype=torch.bool)
+        )
         rises = (inside > turn) | ((inside == turn) & tie)
     elif rounding == "nearest_away":
         rises = (inside > turn) | ((inside == turn) & (high.abs() >= low.abs()))
@@ -53,7 +57,7 @@ def decode(codes: Tensor, format: Format) -> Tensor:
 def _lists(format: Format) -> tuple[Tensor, Tensor, Tensor]:
     values, boundaries = format.values(), format.boundaries()
     even = [code & 1 == 0 for code in _codes(format)[1].tolist()]
-    return _wide(values), _wide(boundaries), torch.tensor(even)
+    return _wide(values), _wide(boundaries), torch.tensor(even, dtype=torch.bool, device="cpu")
 
 
 @cache
@@ -63,7 +67,11 @@ def _codes(format: Format) -> tuple[Tensor, Tensor, Tensor]:
     for code in format.codes():
         code_of.setdefault(format.decode(code) + 0.0, code)
     nan = [code for code in format.codes() if math.isnan(format.decode(code))]
-    return _wide(format.values()), torch.tensor([code_of[v] for v in format.values()]), torch.tensor((nan or [0])[0])
+    return (
+        _wide(format.values()),
+        torch.tensor([code_of[v] for v in format.values()], dtype=torch.int64, device="cpu"),
+        torch.tensor((nan or [0])[0], dtype=torch.int64, device="cpu"),
+    )
 
 
 @cache
@@ -72,4 +80,4 @@ def _decoded(format: Format) -> Tensor:
 
 
 def _wide(values: object) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64, device="cpu")

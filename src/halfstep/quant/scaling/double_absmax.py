@@ -33,7 +33,9 @@ class DoubleAbsmax(Absmax):
     def compressed(self, exact: Tensor, element: Format) -> tuple[Stored, Tensor]:
         """What is stored of the scales of tiles; and they, NaN in groups with one that is not finite."""
         known = exact[exact.isfinite()]
-        offset = (known.double().mean() if known.numel() else torch.zeros((), device=exact.device)).float()
+        offset = (
+            known.double().mean() if known.numel() else torch.zeros((), device=exact.device, dtype=torch.float32)
+        ).float()
         rest = (exact - offset).flatten()
         group_scale = _groups(rest).abs().nan_to_num(0).amax(1)
         codes = encode((rest / _spread(group_scale, rest)).nan_to_num(0), MAP).view(exact.shape)

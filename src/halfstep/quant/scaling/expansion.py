@@ -95,7 +95,7 @@ def log2_range(element: Format, sixteenths: bool) -> float:
 
 def log2_of(number: float) -> float:
     """The binary logarithm of a number, rounded to float32."""
-    return float(torch.tensor(math.log2(number), dtype=torch.float64).float())
+    return float(torch.tensor(math.log2(number), dtype=torch.float64, device="cpu").float())
 
 
 expansion = Expansion("expansion", sixteenths=False)

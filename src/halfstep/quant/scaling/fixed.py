@@ -25,7 +25,7 @@ class Fixed(Scaling):
     reads = False
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
-        scale = torch.full(tile.grid(*x.shape), 2.0**-self.bias, device=x.device)
+        scale = torch.full(tile.grid(*x.shape), 2.0**-self.bias, device=x.device, dtype=torch.float32)
         return {"scale": scale}, scale
 
     def factor(self, amax: Tensor, element: Format) -> Tensor:

@@ -37,7 +37,7 @@ class PowerOfTwoScaling(Scaling):
 
     def factor(self, amax: Tensor, element: Format) -> Tensor:
         if amax.dim() == 0 and _is_at_hand(amax):  # the same, without the twenty calls of torch
-            return torch.tensor(2.0 ** -self._exponent(amax.item(), element), dtype=torch.float32)
+            return torch.tensor(2.0 ** -self._exponent(amax.item(), element), dtype=torch.float32, device="cpu")
         byte = self._byte(amax.double(), element)
         return self.multiplier({"scale": byte}, element).reciprocal()
 
