@@ -88,13 +88,17 @@ class MissingLibraryError(HalfstepError, ImportError):
         return cls(f"{error.name} is not installed; it comes with: pip install 'halfstep[{extra}]'", name=error.name)
 
 
-def unknown(kind: str, name: object, known: Iterable[str]) -> str:
-    """The message for a name that is not in a family: the nearest names first, then where to see them all.
+def unknown(kind: str, name: object, known: Iterable[str], meant: str | None = None) -> str:
+    """The message for a name that is not in a family: the nearest names first, then all of them.
+
+    Args:
+        meant: the name that people who write this one usually mean, which then comes before the nearest.
 
     >>> unknown("format", "bf61", ["bf16", "fp16"])
     "unknown format 'bf61'; nearest: bf16, fp16. Known: bf16, fp16"
     """
     names = sorted(known)
-    near = get_close_matches(str(name), names, n=3, cutoff=0.5)
+    near = [near for near in get_close_matches(str(name), names, n=3, cutoff=0.5) if near != meant]
+    near = [meant, *near[:2]] if meant else near
     hint = f"; nearest: {', '.join(near)}" if near else ""
     return f"unknown {kind} {name!r}{hint}. Known: {', '.join(names)}"

@@ -199,3 +199,14 @@ def test_the_description_shows_rules_and_scales():
     assert "linear '*.mlp' output float8_e4m3fn x float8_e4m3fn, grad_input - x -, grad_weight - x -" in text
     assert "constant 128" in text
     assert "dynamic from 65536" in made(loss_scale=LossScale()).describe()
+
+
+MEANT = {"bf16": "bf16-mixed", "bfloat16": "bf16-mixed", "FP16": "fp16-mixed", "half": "fp16-mixed"}
+MEANT |= {"fp8": "fp8-current", "float8": "fp8-current", "fp4": "nvfp4", "float32": "fp32"}
+
+
+@for_each("asked, meant", MEANT.items())
+def test_a_format_that_is_given_as_a_recipe_suggests_the_recipe_that_people_mean(asked, meant):
+    with pytest.raises(RecipeError, match=f"unknown recipe '{asked}'; nearest: {meant}[,.]"):
+        get_recipe(asked)
+    assert meant in list_recipes()

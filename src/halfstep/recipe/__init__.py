@@ -55,6 +55,15 @@ __all__ = [
     "to_data",
 ]
 
+_MEANT = {
+    **dict.fromkeys(("bf16", "bfloat16", "amp"), "bf16-mixed"),
+    **dict.fromkeys(("fp16", "float16", "half"), "fp16-mixed"),
+    **dict.fromkeys(("fp8", "float8"), "fp8-current"),
+    **dict.fromkeys(("fp4", "float4"), "nvfp4"),
+    **dict.fromkeys(("float32", "float"), "fp32"),
+}
+"""What other libraries' users mean by the name of a format: the recipe to suggest first."""
+
 
 @cache
 def _named() -> dict[str, Recipe]:
@@ -112,5 +121,5 @@ def _find(name: str) -> Recipe:
     if own not in _named() and (name.endswith((".json", ".yaml", ".yml")) or exists(name)):
         raise RecipeError(f"{name!r} found; a recipe's file is TOML, and its name ends in .toml")
     if own not in _named():
-        raise RecipeError(unknown("recipe", name, [*list_recipes(), *_aliases()]))
+        raise RecipeError(unknown("recipe", name, [*list_recipes(), *_aliases()], _MEANT.get(name.lower())))
     return _named()[own]
