@@ -177,6 +177,7 @@ def test_figures_of_the_front_page_are_those_of_the_pages_behind_it():
         ("which_bf16.md", "which_bf16_page", "which_bf16", "which_bf16.json ledger_betas.json"),
         ("zeroed.md", "which_bf16_page", "zeroed", "which_bf16.json"),
         ("inference.md", "inference", "table", "inference.json"),
+        ("inference.md", "batch_mates", "table", "batch_mates.json"),
         ("benchmarks.md", "quantize_tables", "markdown", "quantize.json"),
         ("inspect.md", "inspect_page", "speed", ""),
         ("scales.md", "scales", "table", "scales.json"),

@@ -234,8 +234,7 @@ def test_loaded_in_16_bits(name):
     start = values(stock)
     model = start_of(name).half()
     optimizer = sgd(model)
-    told = recipe.master in ("fp32", "split") or recipe.weights == "fp32"
-    if told and name != "fp32":
+    if recipe.master in ("fp32", "split") or recipe.weights == "fp32":
         with pytest.warns(UserWarning, match=r"float16"):
             trained = prepare(name, model, optimizer)
     else:

@@ -289,9 +289,8 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
 
 def _warn_of_narrow(model: nn.Module, recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> None:
     """Say what a model that was loaded in 16 bits lacks, where the recipe keeps more."""
-    wide_ones = recipe.master or (recipe.weights if recipe.compute != "fp32" else None)
     narrow = {path: p.dtype for path, p in parameters.items() if p.dtype != torch.float32 and not p.is_meta}
-    if narrow and wide_ones in ("fp32", "split") and (recipe.weights == "fp32" or recipe.master is not None):
+    if narrow and (recipe.master or recipe.weights) in ("fp32", "split"):
         path, dtype = next(iter(narrow.items()))
         warnings.warn(
             f"{type(model).__name__}: {len(narrow)} of {len(parameters)} parameters arrive in 16 bits ({path} in "

@@ -1,0 +1,82 @@
+"""Do a row's logits depend on the rest of its batch, and on how many tokens a call has?
+
+    python benchmarks/batch_mates.py [--keep]
+
+Distances of logits (Euclidean norms), of a small Llama with random weights: of a row alone to the same row in a batch,
+and of tokens given one by one with a KV cache to all of them in one call. --keep writes results/batch_mates.json and
+the table of docs/inference.md between `<!-- mates -->` marks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import halfstep
+from generation import llama, quantised
+from halfstep.lab.environment import environment
+from harness import RESULTS, keep
+
+
+WIDE = {"fp32": "fp32", "bf16": "bf16-pure"}
+RECIPES = ("fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "nf4")
+TOKENS, ROWS = 32, (16, 128)
+PAGE = RESULTS.parent.parent / "docs" / "inference.md"
+TABLE = re.compile(r"(?<=<!-- mates -->\n).*?(?=<!-- end mates -->)", re.DOTALL)
+
+
+def form(model: nn.Module, name: str) -> Any:
+    """A copy of the model, as that row of the table has it."""
+    if name not in WIDE:
+        return quantised(model, name)
+    halfstep.apply(model, WIDE[name])
+    return model.eval()
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """The distance between two tensors, as a share of the second's norm."""
+    return float((found - expected).norm() / expected.norm())
+
+
+@torch.inference_mode()
+def distances(name: str) -> dict[str, float]:
+    """By what went along with the row: how far its logits are from those of the row alone, in one call."""
+    model = form(llama(), name)
+    rows = torch.randint(0, 512, (max(ROWS), TOKENS), generator=torch.Generator().manual_seed(0))
+    alone = model(rows[:1]).logits
+    found = {f"{count} rows": apart(model(rows[:count]).logits[:1], alone) for count in ROWS}
+    cache, steps = None, []
+    for token in rows[:1].unbind(1):
+        result = model(token[:, None], past_key_values=cache, use_cache=True)
+        cache = result.past_key_values
+        steps.append(result.logits)
+    return {**found, "KV cache": apart(torch.cat(steps, 1), alone)}
+
+
+def table(data: dict[str, Any]) -> str:
+    """The table of docs/inference.md."""
+    heads = [*(f"among {count} rows" for count in ROWS), "token by token"]
+    lines = [f"| weights | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]
+    for name, found in data["distances"].items():
+        lines.append(f"| `{name}` | {' | '.join(f'{far:.2%}' if far else '0' for far in found.values())} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, print, and with --keep write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", action="store_true")
+    asked = parser.parse_args()
+    data = {"machine": environment(), "distances": {name: distances(name) for name in (*WIDE, *RECIPES)}}
+    print(table(data))
+    if asked.keep:
+        keep("batch_mates", data)
+        PAGE.write_text(TABLE.sub(lambda _: table(data), PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
