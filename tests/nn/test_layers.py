@@ -157,7 +157,8 @@ def test_a_gradient_that_the_model_carries_is_stored_alike():
 
 def test_16_bit_models_widen_under_fp32_and_get_their_dtype_back():
     model = mlp().bfloat16()
-    halfstep.prepare(model, adamw(model), recipe="fp32")
+    with pytest.warns(UserWarning, match="arrive in 16 bits"):
+        halfstep.prepare(model, adamw(model), recipe="fp32")
     assert model[0].weight.dtype == torch.float32
     assert model(batch()[0]).dtype == torch.float32
     halfstep.revert(model)
