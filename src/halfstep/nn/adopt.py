@@ -7,7 +7,7 @@ import copyreg
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
-from types import MethodType
+from types import CellType, MethodType
 from typing import Any
 
 from torch import nn
@@ -107,6 +107,7 @@ class _Calling:
         def adopted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return forward(stock_forward, self, *args, **kwargs)
 
+        adopted = _wrapped(stock, adopted)
         members: dict[str, Any] = {"forward": adopted}
         if self.patchable:
             members = {"forward": _Patchable(adopted, forward), "_halfstep_forward": adopted}
@@ -141,7 +142,10 @@ class InTurn:
             for made in kind.__mro__[: kind.__mro__.index(stock)]
             for name in vars(made)["_halfstep_members"](vars(made)["_halfstep_stock"])
         }
-        return {STAGE: 0} | {name: _in_turn(name, stock, kinds) for name in names}
+        made = {name: _in_turn(name, stock, kinds) for name in names}
+        if "forward" in made:
+            made["forward"] = _wrapped(stock, made["forward"])
+        return {STAGE: 0, **made}
 
 
 def _in_turn(name: str, stock: type[nn.Module], kinds: list[type[nn.Module]]) -> Callable[..., Any]:
@@ -228,6 +232,25 @@ def _derived(stock: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Modul
     except TypeError:  # its instances are laid out otherwise (__slots__)
         made = type(stock.__name__, (stock,), namespace)
     return made
+
+
+def _wrapped(stock: type[nn.Module], forward: Forward) -> Forward:
+    """`forward`, in the wrapper that a base of `stock` puts around that of every subclass and that asks whether it is
+    the outermost: only that one acts. transformers' GradientCheckpointingLayer is such a base."""
+    wrapper: Any = stock.forward
+    if not any(_content(cell) is wrapper for cell in getattr(wrapper, "__closure__", None) or ()):
+        return forward
+    made = _derived(stock, {"forward": forward})
+    super(made, made).__init_subclass__()
+    return made.forward
+
+
+def _content(cell: CellType) -> Any:
+    """What a closure's cell holds; None where nothing was put there yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _taken_apart(kind: type[nn.Module]) -> tuple[type[nn.Module], tuple[Members, ...]]:
