@@ -269,12 +269,15 @@ def test_options_of_prepare_reach_it(tmp_path):
     assert all("q_proj" in name for name in scales)
 
 
-def test_gradient_checkpointing_changes_no_bit(tmp_path):
+def test_gradient_checkpointing_runs_layers_again_and_changes_no_bit(tmp_path):
     plain = trainer("fp8-delayed", tmp_path, max_steps=2)
     again = trainer("fp8-delayed", tmp_path, max_steps=2, **{CHECKPOINTING: True})
-    plain.train()
-    again.train()
+    runs = {plain: [], again: []}
+    for trained, found in runs.items():
+        trained.model.model.layers[1].mlp.register_forward_pre_hook(lambda *_, found=found: found.append(None))
+        trained.train()
     assert getattr(again.model, IS_CHECKPOINTING)
+    assert len(runs[again]) == 2 * len(runs[plain]) > 0
     assert_same(state_of(again), state_of(plain))
 
 

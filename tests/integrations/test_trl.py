@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from matrix_trl import tuned
-from trainers import CHECKPOINTING, IS_CHECKPOINTING, Recording, llama, options, tokenizer, tokens
+from trainers import CHECKPOINTING, IS_CHECKPOINTING, MICRO, Recording, llama, options, tokenizer, tokens
 from transformers import LlamaForSequenceClassification
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 
@@ -40,11 +40,11 @@ def pairs():
 
 @pytest.mark.parametrize(("recipe", "dtype"), [("fp16-mixed", torch.float16), ("bf16-stochastic", torch.bfloat16)])
 def test_sft_computes_in_the_recipes_dtype(recipe, dtype):
-    seen, model = set(), llama()
-    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, given, out: seen.add(out.dtype))
+    seen, model = [], llama()
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, given, out: seen.append(out.dtype))
     trained = tuned(recipe, model, max_steps=2, **{CHECKPOINTING: True})
     assert getattr(model, IS_CHECKPOINTING)
-    assert seen == {dtype}
+    assert seen == 2 * 2 * MICRO * [dtype]  # two steps, each micro-batch of which is computed twice
     assert {"raw_loss", "mean_token_accuracy"} <= trained.state.log_history[0].keys()
 
 

@@ -1,6 +1,7 @@
 """A model follows its recipe whoever calls it, and whichever part: compared with its own forward, and with torch."""
 
 import copy
+import functools
 import io
 import itertools
 import pickle
@@ -18,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
-from families import in_turn, slow_unless
+from families import for_each, in_turn, slow_unless
 from halfstep import get_recipe
 from halfstep.errors import OptimizerError, RecipeError
 from halfstep.nn.scaling import Scalings
@@ -325,6 +326,57 @@ class Abstract(nn.Module, ABC):
 class Concrete(Abstract):
     def forward(self, x):
         return self.body(x)
+
+
+class Outermost(nn.Module):
+    """A base class that wraps its subclasses' forwards, and asks which wrapper is the outermost: that one acts."""
+
+    def __init_subclass__(cls):
+        forward = cls.forward
+
+        @functools.wraps(forward)
+        def wrapped(self, x):
+            return 2 * forward(self, x) if type(self).forward is wrapped else forward(self, x)
+
+        cls.forward = wrapped
+
+
+class Always(nn.Module):
+    """A base class whose wrappers all act."""
+
+    def __init_subclass__(cls):
+        forward = cls.forward
+
+        @functools.wraps(forward)
+        def wrapped(self, x):
+            return 2 * forward(self, x)
+
+        cls.forward = wrapped
+
+
+@for_each("base", [Outermost, Always])
+@for_each("name", ["bf16-mixed", "fp8-delayed until 50%, then bf16-mixed"])
+def test_a_forward_that_its_base_wraps_is_wrapped_once(name, base):
+    class Doubled(base):
+        def __init__(self):
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x):
+            return self.body(x)
+
+    model, x = nn.Sequential(Doubled()), batch()[0]  # within another, and as a root
+    expected = [2 * model[0].body(x), 2 * model[0].body(x)]
+    found = []
+    for root in (model, model[0]):
+        halfstep.apply(root, name)
+        found.append(root(x))
+        own = root.forward
+        root.forward = lambda *args, own=own: own(*args)
+        assert_same(root(x), found[-1])
+        del root.forward
+        halfstep.revert(root)
+    torch.testing.assert_close(found, expected, rtol=0.2, atol=0.2)
 
 
 @pytest.mark.parametrize("kind", [Known, Made, Concrete])

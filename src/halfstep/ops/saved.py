@@ -178,13 +178,10 @@ class _Hooks:
 
     def _takes(self, x: Tensor) -> bool:
         """Whether it is a plain floating tensor that some operation made, of the module's shape, and in another dtype
-        than it would be kept in."""
-        made = (
-            foreign(x) is None
-            and not isinstance(x, Parameter)
-            and not (x.is_leaf and x.requires_grad)
-            and x.layout == torch.strided
-        )
+        than it would be kept in. In a backward pass leaves are such: reentrant checkpointing detaches what it begins
+        with."""
+        leaf = x.is_leaf and x.requires_grad and torch._C._current_graph_task_id() == -1
+        made = foreign(x) is None and not isinstance(x, Parameter) and not leaf and x.layout == torch.strided
         fits = made and x.shape == self._shape and x.dtype in _FLOATS and x.dtype != self._storage.dtype
         return fits and x.numel() > 0 and 0 not in x.stride()
 
