@@ -86,8 +86,8 @@ def passes(model):
 
 HOLDS = 0.5  # of what is held otherwise, at most: the layers' inputs, and what the head and the loss keep
 QUICK = [
-    UNSCALED, "coat", STAGES, "unit-fp8", "bf16-mixed", "fp16-lists", "bf16-stochastic", "fp8-delayed", "fp8-smooth-swiglu",
-    "nvfp4", "fp8lm-o2",
+    UNSCALED, "coat", STAGES, "unit-fp8", "bf16-mixed", "fp16-lists", "bf16-stochastic", "fp8-delayed",
+    "fp8-smooth-swiglu", "nvfp4", "fp8lm-o2",
 ]  # fmt: skip
 
 
