@@ -104,10 +104,10 @@ class _Calling:
         forward, on_copy, stock_forward = self.forward, self.on_copy, stock.forward
 
         @wraps(stock_forward)
-        def adopted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def calling(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return forward(stock_forward, self, *args, **kwargs)
 
-        adopted = _wrapped(stock, adopted)
+        adopted = _wrapped(stock, calling)
         members: dict[str, Any] = {"forward": adopted}
         if self.patchable:
             members = {"forward": _Patchable(adopted, forward), "_halfstep_forward": adopted}
