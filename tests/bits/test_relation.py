@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import halfstep
-from families import in_turn, slow_unless
+from families import for_each, in_turn, slow_unless
 from halfstep.bits.memory import InMemory
 from halfstep.bits.pair import Pair, as_numbers, change
 from halfstep.bits.relation import KINDS, relation
@@ -81,6 +81,18 @@ def test_two_casts_one_after_the_other_are_told_from_one():
     x = weight(300, 300)
     assert told(x, x.half().bfloat16()).key == "cast fp16, then bf16"
     assert told(x * 0.001, (x * 0.001).bfloat16().half()).key == "cast bf16, then fp16"
+
+
+@for_each("count", [8, 16, 32, 64, 100, 300])
+def test_two_casts_of_few_values_are_no_stochastic_rounding(count):
+    """Biases and norms: of 30 values two may go to the farther neighbour because they were rounded before."""
+    for seed in range(6):
+        x = weight(1, count, seed)[0]
+        found = told(x, x.half().bfloat16())
+        assert found.kind == "cast" or count < 10
+        assert found.rounded is None or "stochastically" not in found.rounded.roundings, seed
+        noisy = told(x, halfstep.round_to(x, "bf16", rounding="stochastic", generator=seed))
+        assert count < 64 or noisy.rounded.roundings == ("stochastically",), seed
 
 
 def test_few_values_name_every_rounding_that_fits():
@@ -200,6 +212,21 @@ def test_a_dense_change_and_one_of_few_rows_have_no_low_rank():
     rows = base.clone()
     rows[5:9] += 0.1
     assert told(base, rows).kind == "changed"
+
+
+@for_each("rounded", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("times", [-50.0, 1e7])
+def test_a_few_written_places_are_no_merge_and_hide_nothing(times, rounded):
+    """A flipped bit, a row or a column of zeros among values that are all a little different: one rank each."""
+    x = weight(64, 96)
+    for place in ((3, 5), (slice(None), 5), 3):
+        y = (x * 1.0009765625 if rounded == torch.float32 else x).to(rounded).float()
+        y[place] *= times if isinstance(place, tuple) and place[0] == 3 else 0
+        y[3, 5] = 0.02 * times
+        assert told(x, y).kind == "changed"
+    flipped = x.clone()
+    flipped[3, 5] = 1e37
+    assert told(x, flipped).kind == "changed"
 
 
 def test_figures_of_a_change():

@@ -109,6 +109,30 @@ def test_a_transposed_matrix(compared, shape, dtype):
     assert (one.seen, one.relation.key) == ("transposed", "changed")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_units_in_another_order(compared, dtype):
+    """The same function: a hidden layer's units, a convolution's channels. Others of the same sizes stay unrelated."""
+    state = {"up": (96, 64), "bias": (96,), "norm": (96,), "mid": (96, 96), "down": (64, 96)}
+    state |= {"conv": (24, 8, 3, 3), "next": (8, 24, 3, 3), "other": (80, 80)}
+    a = {name: torch.randn(shape, generator=generator(i)) for i, (name, shape) in enumerate(state.items())}
+    a |= {"norm": 1 + 0.01 * a["norm"], "few": torch.eye(4)[0]}
+    units, more, channels = (torch.randperm(n, generator=generator(9)) for n in (96, 96, 24))
+    b = {"up": a["up"][units], "bias": a["bias"][units], "norm": a["norm"][units], "down": a["down"][:, units]}
+    b |= {"mid": a["mid"][units][:, more.flip(0)], "conv": a["conv"][channels], "next": a["next"][:, channels]}
+    b |= {"other": torch.randn(80, 80, generator=generator(99)), "few": torch.eye(4)[2]}
+    found = compared(a, {name: tensor.to(dtype) for name, tensor in b.items()})
+    said = {one.name: (one.seen.removesuffix(" in another order"), one.relation.key) for one in found.tensors}
+    kind = "identical" if dtype == torch.float32 else "cast bf16"
+    assert said.pop("other") == ("", "unrelated")
+    assert said.pop("few")[0] == ""
+    assert said == {
+        "up": ("rows", kind), "bias": ("values", kind), "norm": ("values", kind), "down": ("columns", kind),
+        "mid": ("rows and columns", kind), "conv": ("rows", kind), "next": ("columns", kind),
+    }  # fmt: skip
+    assert not found.same
+    assert any("rows in another order; " in text for text in sentences(found))
+
+
 def test_other_shapes(compared):
     x = torch.randn(30, 8, generator=generator())
     (longer,) = compared({"w": x}, {"w": torch.cat([x, torch.ones(3, 8)])}).tensors

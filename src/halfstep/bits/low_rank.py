@@ -98,14 +98,17 @@ def _whole(pair: Pair, rows: int, columns: int, rank: int, significant_bits: int
     """The same of the whole difference, of which only its projections are held."""
     width = min(rank + _MORE, rows, columns)
     basis = np.random.default_rng(0).standard_normal((columns, width))
-    images, total, rounding = np.empty((rows, width)), 0.0, 0.0
+    images, rounding = np.empty((rows, width)), 0.0
+    of_rows, of_columns = np.empty(rows), np.zeros(columns)
     for first, a, b in _rows(pair, columns):
         d = b - a
         if not np.isfinite(d).all():
             return None
         images[first : first + len(d)] = d @ basis
-        total += float((d * d).sum())
+        of_rows[first : first + len(d)] = (d * d).sum(1)
+        of_columns += (d * d).sum(0)
         rounding += _squared(b, significant_bits)
+    total = float(of_rows.sum())
     span = np.linalg.qr(images)[0]
     projected = np.zeros((width, columns))
     for first, a, b in _rows(pair, columns):
@@ -115,5 +118,8 @@ def _whole(pair: Pair, rows: int, columns: int, rank: int, significant_bits: int
         image = (b - a) @ basis
         products += image.T @ image
     singular = np.sqrt(np.maximum(np.linalg.eigvalsh(products)[::-1], 0.0))
-    found = _rank(singular, total, _noise(rounding, total), width - 1)
+    noise = _noise(rounding, total)
+    found = _rank(singular, total, noise, width - 1)
+    if any(total - float(np.sort(lines)[-found:].sum()) <= noise for lines in (of_rows, of_columns)):
+        return None  # so many rows or columns were written to, perhaps in one place each
     return LowRank(found, float((singular[:found] ** 2).sum()) / total) if found else None

@@ -14,7 +14,7 @@ from halfstep.bits.low_rank import LowRank, low_rank
 from halfstep.bits.origin import origin, stored_format
 from halfstep.bits.pair import Change, Doubles, Pair, change, comparable, same_bytes
 from halfstep.bits.requantised import Requantised, requantised
-from halfstep.bits.rounded import Rounded, Rounding
+from halfstep.bits.rounded import STOCHASTIC, Rounded, Rounding
 from halfstep.bits.scan import readable, scan
 from halfstep.formats import Float
 
@@ -38,7 +38,8 @@ _FIRST = 1 << 10  # values that a guess is tried on before all are
 _EVIDENT = 4  # values that must follow from a factor
 _FOLLOWING = 0.5  # of A's values on a grid: GPTQ goes to others than the nearest, to mend the errors of others
 _KEPT = 0.9  # equal values from which on a difference is of some places, and its rank is their number
-_UNRELATED, _MANY = 0.05, 4096  # the cosine below which so many values have nothing in common
+_UNRELATED, _MANY = 0.05, 4096  # the cosine below which so many values have nothing in common; a number that tells
+_HIDDEN = 100  # times the sum of squares of the other
 
 
 @dataclass(frozen=True)
@@ -80,20 +81,25 @@ def relation(pair: Pair) -> Relation:
 
 
 def _apart(far: Change) -> str:
-    return "unrelated" if far.values >= _MANY and abs(far.cosine) < _UNRELATED else "changed"
+    # A few values that exploded hide what the others have in common.
+    hidden = far.kept >= _KEPT or not far.squares_a <= _HIDDEN * far.squares_b <= _HIDDEN**2 * far.squares_a
+    strange = far.values >= _MANY and not hidden and abs(far.cosine) < _UNRELATED
+    return "unrelated" if strange else "changed"
 
 
 def _rounded(pair: Pair, far: Change) -> Relation | None:
     """B as A rounded to a format, or A as B; of a format that holds both the neighbours say nothing."""
-    near = None
+    chance = near = None
     for kind, one in (("cast", pair), ("uncast", pair.swapped)):
         for guess in _guesses(one):
             held = _held(guess, one)
             if held is not None and (found := held.found()).telling and held.evidence(_bits(one.b.dtype)) >= CERTAIN:
-                if found.roundings:
+                # Of few values two casts to nearest, one after the other, may explain as much without chance.
+                if found.roundings and (found.roundings != (STOCHASTIC,) or found.telling >= _MANY):
                     return Relation(kind, far, found)
+                chance = chance or (Relation(kind, far, found) if found.roundings else None)
                 near = near or (Relation("near", far, found) if kind == "cast" else None)
-    return near
+    return chance or near
 
 
 class _Guess(Protocol):

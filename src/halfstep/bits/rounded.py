@@ -158,6 +158,8 @@ class Rounding:
             yield UP
         if not up:
             yield DOWN
-        # Each goes to the farther neighbour by a chance of its own, and two that go so are no noise yet.
-        if far > 1 and outward and abs(far - self._farther) <= _SIGMAS * np.sqrt(self._variance):
+        # Each goes to the farther neighbour by a chance of its own. Of few values some do so for other reasons (another
+        # rounding before this one, an update), but hardly half of those expected.
+        expected = abs(far - self._farther) <= _SIGMAS * np.sqrt(self._variance)
+        if far > max(1, self._farther / 2) and outward and expected:
             yield STOCHASTIC

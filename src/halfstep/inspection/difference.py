@@ -15,16 +15,16 @@ from halfstep.bits.values import Values
 from halfstep.inspection.gguf_blocks import UNREAD
 from halfstep.inspection.matching import match
 from halfstep.inspection.opening import open_checkpoint
+from halfstep.inspection.permuted import permuted
 from halfstep.inspection.roles import role_of
 from halfstep.inspection.stored import Checkpoint
-from halfstep.inspection.views import First, Turned
+from halfstep.inspection.views import HELD, First, Held
 from halfstep.inspection.weights import Weight, weights
 
 
 SCHEMA = 1
 """The version of `as_data`: fields are added under the same number, and renamed or dropped under the next."""
 
-_TURNED = 1 << 30  # bytes of a matrix that is read whole to be transposed
 _FOUND = ("identical", "equal", "cast", "uncast", "near", "alike", "multiple", "average", "quantised", "merged")
 _APART = 0.5  # the cosine below which a square matrix may be a transposed one
 
@@ -40,8 +40,8 @@ class TensorDifference:
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     relation: Relation
     seen: str = ""
-    """What was compared: "" for both as they are, "transposed", "reshaped", or the "first rows", where B has more or
-    fewer."""
+    """What was compared: "" for both as they are, "transposed", "reshaped", "rows in another order" (or columns, both,
+    or a vector's values), or the "first rows", where B has more or fewer."""
     how: str = "name"
     """By which they were found: name, prefix, or contents."""
 
@@ -173,9 +173,13 @@ def _relation(one: Weight, other: Weight) -> tuple[Relation, str]:
         found = relation(Pair(a, b))
         square = len(one.shape) == 2 and one.shape[0] == one.shape[1] > 1
         far = found.change
-        if square and found.kind not in _FOUND and far is not None and abs(far.cosine) < _APART:
-            turned = _turned(a, b)
-            return (turned, "transposed") if turned is not None else (found, "")
+        if found.kind in _FOUND or far is None:
+            return found, ""
+        if square and abs(far.cosine) < _APART and (turned := _turned(a, b)) is not None:
+            return turned, "transposed"
+        ordered = permuted(a, b, far)
+        if ordered is not None and (same := relation(Pair(ordered[0], b))).kind in _FOUND:
+            return same, ordered[1]
         return found, ""
     if len(one.shape) == 2 and other.shape == one.shape[::-1] and (turned := _turned(a, b)) is not None:
         return turned, "transposed"
@@ -189,8 +193,8 @@ def _relation(one: Weight, other: Weight) -> tuple[Relation, str]:
 
 def _turned(a: Values, b: Values) -> Relation | None:
     """How B follows from A transposed; None where nothing but numbers says that it does."""
-    if not 0 < a.nbytes <= _TURNED:
+    if not 0 < a.nbytes <= HELD:
         return None
-    found = relation(Pair(Turned.of(a), b))
+    found = relation(Pair(Held.turned(a), b))
     close = found.kind == "changed" and found.change is not None and found.change.cosine > _APART
     return found if found.kind in _FOUND or close else None

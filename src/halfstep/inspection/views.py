@@ -1,4 +1,4 @@
-"""Stored tensors seen another way: turned, the first rows alone, or codes of a byte each times their scales."""
+"""Stored tensors seen another way: in another order, the first rows alone, or codes of a byte times their scales."""
 
 from __future__ import annotations
 
@@ -17,20 +17,29 @@ from halfstep.bits.values import Values
 from halfstep.inspection.schemes import Shape
 
 
+HELD = 1 << 30
+"""Bytes of a tensor that is read whole to be put in another order."""
+
+
 @dataclass(frozen=True)
-class Turned:
-    """A matrix transposed; the whole of it is held in memory while it is read."""
+class Held:
+    """A tensor put in another order: the whole of it is in memory."""
 
     held: NDArray[Any]
     dtype: str
     shape: Shape
 
     @classmethod
-    def of(cls, matrix: Values) -> Turned:
-        """The transposed matrix, read into memory."""
+    def turned(cls, matrix: Values) -> Held:
+        """The transposed matrix."""
         rows, columns = matrix.shape
-        values = np.concatenate([piece.copy() for piece in matrix.chunks(1 << 24)])
-        return cls(values.reshape(rows, columns).T, matrix.dtype, (columns, rows))
+        return cls(_whole(matrix).reshape(rows, columns).T, matrix.dtype, (columns, rows))
+
+    @classmethod
+    def ordered(cls, tensor: Values, rows: NDArray[np.intp], columns: NDArray[np.intp]) -> Held:
+        """A tensor with the slices of its first two dimensions in the order that their indices have here."""
+        values = _whole(tensor).reshape(rows.size, columns.size, -1)[rows]
+        return cls(values[:, columns], tensor.dtype, tensor.shape)
 
     @property
     def numel(self) -> int:
@@ -44,13 +53,16 @@ class Turned:
 
     def chunks(self, nbytes: int) -> Iterator[NDArray[Any]]:
         """The values in row-major order, copied."""
-        columns = self.shape[1]
         each = max(nbytes // self.held.itemsize, 1)
-        rows = max(each // columns, 1)
-        for first in range(0, self.shape[0], rows):
+        rows = max(each * len(self.held) // max(self.numel, 1), 1)
+        for first in range(0, len(self.held), rows):
             flat = np.ascontiguousarray(self.held[first : first + rows]).ravel()
             flat.flags.writeable = False  # as a file's pieces are: kernels are compiled for those
             yield from (flat[i : i + each] for i in range(0, flat.size, each))
+
+
+def _whole(tensor: Values) -> NDArray[Any]:
+    return np.concatenate([piece.copy() for piece in tensor.chunks(1 << 24)])
 
 
 @dataclass(frozen=True)
