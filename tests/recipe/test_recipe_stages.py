@@ -1,11 +1,13 @@
 """Recipes with stages, as records, as text and as TOML."""
 
+import itertools
 import pickle
+import re
 from dataclasses import replace
 
 import pytest
 
-from halfstep import get_recipe
+from halfstep import get_recipe, list_recipes
 from halfstep.errors import RecipeError
 from halfstep.recipe import COAT, LossScale, Stage, chain, from_data, to_data
 from halfstep.recipe.data import is_name
@@ -95,6 +97,17 @@ def test_stages_keep_weights_alike(field):
         RecipeError, match=rf"{field} = .* at first and .* in its stage .*give that stage the same {field}"
     ):
         chain(first, Stage(second, 0.5))
+
+
+def test_a_refusal_shows_no_record_whole():
+    long = []
+    for one, other in itertools.permutations(list_recipes(), 2):
+        try:
+            chain(get_recipe(one), Stage(get_recipe(other), 0.5))
+        except RecipeError as refused:
+            text = str(refused).replace("(dataclasses.replace, or base = in a recipe's file)", "")
+            long += [(one, other)] * (len(text) > 750 or re.search(r"\w\(\w+=", text) is not None)
+    assert not long
 
 
 def test_what_the_passes_do_may_change():

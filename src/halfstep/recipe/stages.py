@@ -112,4 +112,6 @@ def starts(name: str, stages: Sequence[Stage[Any]], total: int | None) -> tuple[
 
 
 def _text(value: Any) -> str:
-    return repr(value) if isinstance(value, (str, tuple)) else str(value)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))})"
+    return repr(value) if isinstance(value, str) else str(value)
