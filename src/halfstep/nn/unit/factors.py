@@ -37,12 +37,21 @@ class Factors:
         self._cuts = graph.cut_edges()
         self._attended = Attended()
         self.residuals: list[Node] = []
+        self._whole: dict[str, list[Node]] = {}
+        for node in graph.living():
+            if node.facts.get("leaf"):
+                self._whole.setdefault(node.path, []).append(node)
         for node in graph.living():
             rule: Callable[[Node], None] = getattr(self, f"_{node.kind}")
             rule(node)
 
     def _is_free(self, node: Node, operand: int) -> bool:
         return (node, operand) in self._cuts
+
+    def _per_call(self, node: Node, count: Callable[[Node], float]) -> float:
+        """A layer's rows or lookups in one call: the mean over its module's calls, which have one factor."""
+        calls = self._whole.get(node.path, [node]) if node.facts.get("leaf") else [node]
+        return sum(map(count, calls)) / len(calls)
 
     def _resolve(self, node: Node, alpha: float, betas: dict[int, float]) -> None:
         """Give the node its factors; those of edges that are no cut-edges become one with the output's."""
@@ -64,7 +73,8 @@ class Factors:
 
     def _product(self, node: Node) -> None:
         x = node.operands[0]
-        fan_in, fan_out, rows = _fans(node)
+        fan_in, fan_out, _ = _fans(node)
+        rows = self._per_call(node, lambda each: _fans(each)[2])
         size = math.sqrt(x.square) if x.producer.kind == "input" and x.square else 1.0
         betas = {0: fan_out**-0.5}
         bias = None
@@ -97,7 +107,7 @@ class Factors:
 
     def _embedding(self, node: Node) -> None:
         table = node.operands[0]
-        beta = math.sqrt(table.shape[0] / max(node.facts["lookups"], 1))
+        beta = math.sqrt(table.shape[0] / max(self._per_call(node, lambda each: each.facts["lookups"]), 1))
         self._resolve(node, 1.0, {0: beta})
         node.rule = "1; to the table (vocabulary / lookups)^1/2"
         _give(node, node.alpha**2)

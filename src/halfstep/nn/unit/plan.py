@@ -20,22 +20,43 @@ _Made = TypeVar("_Made")
 class Plan:
     """What every module of a model is given, by path."""
 
+    name: str
+    """The model's class, for messages."""
+    is_fixed: bool
+    """Whether all residual branches have one share of variance."""
     products: dict[str, LinearSpec] = field(default_factory=dict)
     whole: dict[str, tuple[str, Whole]] = field(default_factory=dict)
     """The kind of each module that is one operation, and its factors."""
     own: dict[str, Own] = field(default_factory=dict)
 
+    def once(self, table: dict[str, _Made], path: str, made: _Made) -> None:
+        """Write down what a module is given.
 
-def plan(graph: Graph, name: str) -> Plan:
-    """What every module of the traced model is given.
+        Raises:
+            ModelError: another of its calls would be given something else.
+        """
+        if table.setdefault(path, made) != made:
+            shares = (
+                "Give `residual` a fixed share of variance (0.5, say), so that the factors of residual additions do "
+            )
+            way = "Give" if self.is_fixed else f"{shares}not differ; or give"
+            raise ModelError(
+                f"{self.name}: {path or 'the model'} is called several times in one forward pass, with other factors "
+                f"or other code each time, and has one class. {way} each call a module of its own (they may share "
+                "their parameters). Nothing was changed"
+            )
+
+
+def plan(graph: Graph, name: str, is_fixed: bool) -> Plan:
+    """What every module of the traced model is given; `is_fixed`: its residual branches have one share of variance.
 
     Raises:
         ModelError: a module is called several times, and would have to compute otherwise each time.
     """
-    made = Plan()
+    made = Plan(name, is_fixed)
     for node in graph.nodes:
         if node.facts.get("leaf"):
-            _whole(made, node, name)
+            _whole(made, node)
     steps = {node: step for node in graph.nodes if not node.facts.get("leaf") and (step := _step(node)) is not None}
     owners = {node.path for node, step in steps.items() if step.kind != PASSIVE}
     by_call: dict[tuple[str, int], list[Step]] = {}
@@ -49,7 +70,7 @@ def plan(graph: Graph, name: str) -> Plan:
     for (path, _), found in by_call.items():
         scaled = frozenset(step.function for step in found if step.kind != PASSIVE)
         own = Own(path, tuple(step for step in found if step.function in scaled))
-        _once(made.own, path, own, name)
+        made.once(made.own, path, own)
     return made
 
 
@@ -90,19 +111,10 @@ def _made(value: Value) -> Value:
     return value
 
 
-def _once(table: dict[str, _Made], path: str, made: _Made, name: str) -> None:
-    if table.setdefault(path, made) != made:
-        raise ModelError(
-            f"{name}: {path or 'the model'} is called several times in one forward pass, with other factors or other "
-            "code each time, and has one class. Give `residual` a fixed share of variance (0.5, say), so that the "
-            "factors of residual additions do not differ; or give each call a module of its own. Nothing was changed"
-        )
-
-
-def _whole(made: Plan, node: Node, name: str) -> None:
+def _whole(made: Plan, node: Node) -> None:
     leaf = node.facts["leaf"]
     if leaf.kind == "product":
-        _once(made.products, node.path, _multipliers(node), name)
+        made.once(made.products, node.path, _multipliers(node))
         return
     inputs = [i for i, slot in enumerate(node.slots) if not isinstance(slot, str)]
     backward = tuple(node.betas[i] for i in inputs) or tuple(node.betas)
@@ -115,7 +127,7 @@ def _whole(made: Plan, node: Node, name: str) -> None:
     whole = Whole(
         leaf.activation or leaf.name, _short(node.alpha), tuple(map(_short, backward)), leaf.eps, free, _short(beside)
     )
-    _once(made.whole, node.path, (leaf.kind, whole), name)
+    made.once(made.whole, node.path, (leaf.kind, whole))
 
 
 def _multipliers(node: Node) -> LinearSpec:

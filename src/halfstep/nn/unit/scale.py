@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ def unit_scale(
     traced shapes, attention's of the traced length, so that a model computes the same whatever it is given.
 
     Args:
-        inputs, named: what the model is called with in training. A Hugging Face model's `dummy_inputs` if left out.
+        inputs, named: what the model is called with in training; a mapping of its arguments by name is `**` that. A
+            Hugging Face model's `dummy_inputs` if left out.
         constraint: how a group of tied factors becomes one. Gradients of weights are those of the scaled function,
             each times one positive constant, unless it is `none`.
         residual: the share of variance that each residual branch has in its sum; None is a running mean over the
@@ -87,7 +89,7 @@ def unit_scale(
         at_output(graph, 1 / _gradient(loss, output, name), name)
     _check_finite(graph, name)
     check_factors(name, {f"{n.index} {n.place}": (n.alpha, *n.betas, *(n.weighted or ())) for n in graph.living()})
-    made = plan(graph, name)
+    made = plan(graph, name, residual is not None)
     vectors = _vectors(model, graph)
     found = weights.divide(model, deviations, vectors)
     _adopt(model, made)
@@ -160,6 +162,8 @@ def _check(model: nn.Module, residual: float | None) -> None:
 def _inputs(
     model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if len(inputs) == 1 and isinstance(inputs[0], Mapping) and not named and _names(model, inputs[0]):
+        return (), dict(inputs[0])
     if inputs or named:
         return inputs, dict(named)
     dummy = getattr(model, "dummy_inputs", None)
@@ -170,6 +174,18 @@ def _inputs(
         f"{type(model).__name__}: unit_scale runs the model once to see what it computes; give it a batch, "
         "unit_scale(model, *inputs), as training calls the model"
     )
+
+
+def _names(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether a mapping holds arguments of the model's by name, rather than being one itself."""
+    signature = inspect.signature(model.forward)
+    if any(key in signature.parameters for key in batch):
+        return True
+    try:
+        signature.bind(**batch)
+    except TypeError:
+        return False
+    return True
 
 
 def _unit_parameters(model: nn.Module, graph: Graph) -> dict[str, nn.Parameter]:
