@@ -125,6 +125,18 @@ def test_activations(name, mult, rule, rows):
     assert_sizes(sizes(op, torch.randn(rows, 512)), predicted(rule, *ideal))
 
 
+@settings(max_examples=10)
+@given(rule=st.sampled_from(list(RULES)), gates=st.booleans(), size=st.integers(4, 12))
+def test_gated_silu_with_an_operand_that_is_broadcast(rule, gates, size):
+    torch.manual_seed(size)
+    whole, few = torch.randn(16, 24, size, size), torch.randn(16, 24, 1, 1)
+    output, of_x, of_gate = factors.gated_silu()
+    ideal = (output, of_x, of_gate / size) if gates else (output, of_x / size, of_gate)
+    op = lambda x, g: unit.gated_silu(x, g, constraint=rule)  # noqa: E731
+    found = sizes(op, *((whole, few) if gates else (few, whole)))
+    assert found == pytest.approx(predicted(rule, *ideal), rel=0.2)
+
+
 @settings(max_examples=20)
 @given(mult=st.floats(0.25, 4.0), rule=st.sampled_from(list(RULES)), rows=SIZES)
 def test_gated_silu(mult, rule, rows):

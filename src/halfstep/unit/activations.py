@@ -53,10 +53,17 @@ def sigmoid(input: Tensor, *, mult: float = 1.0, constraint: str | Constraint | 
 def gated_silu(
     input: Tensor, gate: Tensor, *, mult: float = 1.0, constraint: str | Constraint | None = "to_output"
 ) -> Tensor:
-    """x silu(mult gate) / mult of unit size: the product of a SwiGLU."""
-    output, *grads = get_constraint(constraint)(*factors.gated_silu(mult))
+    """x silu(mult gate) / mult of unit size: the product of a SwiGLU.
+
+    The gradient of one that is broadcast is a sum of so many terms, and its factor is smaller by their number's root
+    before the constraint ties it: None where its edge is a cut-edge.
+    """
+    ideal = factors.gated_silu(mult)
     if input.shape != gate.shape:
+        copies = factors.broadcast(tuple(input.shape), tuple(gate.shape))
+        ideal = ideal[0], ideal[1] * copies[0], ideal[2] * copies[1]
         input, gate = torch.broadcast_tensors(input, gate)  # type: ignore[no-untyped-call]
+    output, *grads = get_constraint(constraint)(*ideal)
     return run(_Gated, input, gate, mult, output / mult, *grads)[0]  # type: ignore[no-any-return]
 
 

@@ -18,8 +18,8 @@ from halfstep.unit.expectation import Softmax
 
 
 __all__ = [
-    "activation", "add", "attention", "cross_entropy", "dropout", "embedding", "gated_silu", "linear", "matmul",
-    "mse_loss", "norm", "residual", "softmax",
+    "activation", "add", "attention", "broadcast", "cross_entropy", "dropout", "embedding", "gated_silu", "linear",
+    "matmul", "mse_loss", "norm", "residual", "softmax",
 ]  # fmt: skip
 
 
@@ -158,10 +158,21 @@ def add(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[float, float, 
     """Of a sum of tensors of these shapes: output 2^-1/2; gradients copies^-1/2, where an input's element goes to so
     many of the output. Where one has a single element the output's is 1: a shift changes no deviation.
     """
+    one, other = broadcast(first, second)
+    output = 1.0 if 1 in (math.prod(first), math.prod(second)) and one != other else 2**-0.5
+    return output, one, other
+
+
+def broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[float, float]:
+    """Of the gradients of two operands of these shapes: copies^-1/2, since an element's gradient is the sum of those of
+    all the elements that it is broadcast to.
+
+    >>> broadcast((8, 32, 16, 16), (8, 32, 1, 1))
+    (1.0, 0.0625)
+    """
     whole = math.prod(_broadcast(first, second))
-    copies = [whole / max(math.prod(shape), 1) for shape in (first, second)]
-    output = 1.0 if 1 in (math.prod(first), math.prod(second)) and whole > 1 else 2**-0.5
-    return output, max(copies[0], 1) ** -0.5, max(copies[1], 1) ** -0.5
+    one, other = (max(whole / max(math.prod(shape), 1), 1) ** -0.5 for shape in (first, second))
+    return one, other
 
 
 def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> list[int]:
