@@ -79,3 +79,36 @@ def test_a_batch_by_name_is_a_mapping_too():
     assert all(report == reports[0] for report in reports)
     with pytest.raises(TypeError, match="unexpected keyword argument 'labels'"):
         halfstep.unit_scale(Shared(), batch | {"labels": IDS})
+
+
+class Gated(nn.Module):
+    """Squeeze and excite, then a shift by channel from another input and a gain of its own, each broadcast to 12 x 12
+    places."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 16, 3, bias=False), nn.Conv2d(16, 8, 1)
+        self.squeeze, self.excite, self.shift = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(5, 16, bias=False)
+        self.gain, self.in_place = nn.Parameter(torch.randn(16, 1, 1)), in_place
+
+    def forward(self, x, time):
+        x = self.stem(x)
+        gate = torch.sigmoid(self.excite(torch.tanh(self.squeeze(x.mean((2, 3))))))[:, :, None, None]
+        if self.in_place:
+            x = x.clone()
+            x.mul_(gate)
+        else:
+            x = gate * x
+        x = self.head((x + self.shift(torch.tanh(time))[:, :, None, None]) * self.gain)
+        return x
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_broadcast_operand_has_a_gradient_of_unit_size_and_the_true_direction(in_place):
+    torch.manual_seed(0)
+    model, inputs = Gated(in_place), (torch.randn(8, 3, 14, 14), torch.randn(8, 5))
+    halfstep.unit_scale(model, *inputs)
+    _, grads, weights = sizes(model, inputs, {})
+    assert all(1 / 3 < grads[name] < 3 for name in ("squeeze", "excite", "shift"))
+    assert 1 / 3 < weights["gain"] < 3
+    assert max(off_direction(model.double(), tuple(x.double() for x in inputs), {}).values()) < 1e-6

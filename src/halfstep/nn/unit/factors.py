@@ -16,7 +16,7 @@ from halfstep.errors import ModelError
 from halfstep.nn.unit.attended import Attended
 from halfstep.nn.unit.graph import Edge, Graph, Node, Value, is_ancestor
 from halfstep.nn.unit.leaves import measured
-from halfstep.unit import get_constraint
+from halfstep.unit import factors, get_constraint
 from halfstep.unit.constraint import Constraint
 
 
@@ -220,15 +220,33 @@ class Factors:
         node.weighted = math.sqrt(shares[0] / a.square), math.sqrt(shares[1] / b.square)
         node.betas = list(node.weighted)
         node.tied = True
-        for i, x in enumerate(node.operands):
-            broadcast = math.prod(node.outputs[0].shape) / max(math.prod(x.shape), 1)
-            if self._is_free(node, i) and broadcast > 1:
-                node.betas[i] = broadcast**-0.5
         node.rule = f"shares of variance {shares[0]:.3g} and {shares[1]:.3g}"
+        self._sums(node)
         _give(node, 1.0)
         for value in node.outputs:
             value.terms = a.terms + b.terms
         return None
+
+    def _sums(self, node: Node) -> None:
+        """Give the gradient of an operand that is broadcast, a sum over its copies, the factor copies^-1/2.
+
+        What a cut-edge does not lead away takes it back where the branch begins that the operand ends, as a residual
+        branch does, so that all gradients but those inside are what they were.
+        """
+        for i, copies in enumerate(factors.broadcast(*(value.shape for value in node.operands))):
+            if copies == 1:
+                continue
+            if not self._is_free(node, i):
+                inner = self._graph.inside(node, i)
+                begins = [(n, k) for n in inner for k, x in enumerate(n.operands) if x.producer not in inner]
+                if node.operands[i].producer not in inner or any(n.kind == "join" for n, _ in begins):
+                    continue
+                node.facts["entries"] = [
+                    *node.facts.get("entries", ()),
+                    *((*e, node.betas[i] / copies) for e in begins),
+                ]
+            node.betas[i] = copies
+            node.rule = f"{node.rule + '; ' if node.rule else ''}to a broadcast operand copies^-1/2"
 
     def _shift(self, node: Node) -> None:
         """An addition of a constant."""
@@ -286,7 +304,10 @@ class Factors:
             x, constant = node.operands[0], node.facts["constant"]
             return _carry(node, x, None if x.square is None or constant is None else x.square * constant)
         a, b = node.operands
-        if a.square is None or b.square is None or _elements(a) & _elements(b):
+        if _elements(a) & _elements(b):
+            return self._unknown(node)
+        self._sums(node)
+        if a.square is None or b.square is None:
             return self._unknown(node)
         return _give(node, a.square * b.square)
 

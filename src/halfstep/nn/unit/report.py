@@ -83,5 +83,5 @@ def _operation(node: Node) -> Operation:
     elif node.kind == "scale":
         forward = "as it is"
     name = node.facts["leaf"].name if node.facts.get("leaf") else node.function
-    rule = node.rule or "a residual branch begins here"
+    rule = node.rule or "a branch begins here"
     return Operation(node.path, name, forward, tuple(node.betas), node.tied, rule)
