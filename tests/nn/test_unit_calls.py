@@ -99,8 +99,7 @@ class Gated(nn.Module):
             x.mul_(gate)
         else:
             x = gate * x
-        x = self.head((x + self.shift(torch.tanh(time))[:, :, None, None]) * self.gain)
-        return x
+        return self.head((x + self.shift(torch.tanh(time))[:, :, None, None]) * self.gain)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
