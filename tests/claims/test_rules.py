@@ -32,6 +32,9 @@ def test_rows_that_keep_the_rules():
     assert list(problems({**ROW, **long}, MACHINES, SUBJECTS)) == []
 
 
+THREE = dict.fromkeys(("sum", "sum_least", "sum_most"), ROW["numbers"]["sum"])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -60,6 +63,10 @@ def test_rows_that_keep_the_rules():
         ({"command": "halfstep a", "seconds": 300, "numbers": {"sum": {"value": 2, "kept": ["x"]}}}, "kept = [file"),
         ({"numbers": {**ROW["numbers"], "other": {"value": 1}}}, "number 'other' stands in only one"),
         ({"figure": "it is {sun:g}"}, "number 'sun' stands in only one"),
+        (
+            {"figure": "{sum:g} ({sum_least:g} to {sum_most:g})", "numbers": THREE},
+            "least and a greatest number stand as (a to b)",
+        ),
         ({"numbers": {"sum": {"tolerance": 1}}}, "numbers.sum.value is missing"),
         ({"numbers": {"sum": {"value": True}}}, "numbers.sum.value: found True"),
         ({"machine": "bx"}, "unknown machine 'bx'; nearest: box"),

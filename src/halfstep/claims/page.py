@@ -14,7 +14,8 @@ _INTRODUCTION = """\
 # What we re-measured
 
 Claims of papers, slides and forums that halfstep touches, each with the command that measures it again on your
-machine. A figure stands beside the size it was measured at: most are far smaller than the source's.
+machine. A figure stands beside the size it was measured at: most are far smaller than the source's. In brackets after a
+number, (a to b) is its 95% interval; (seeds a to b) are the least and the greatest of the seeds, or of the cases.
 
 `halfstep claims` lists them and `halfstep claims --run ID` measures one again. `make claims` measures all that take
 under a minute, and compares the others with what benchmarks keep in `benchmarks/results`: it fails where a number lies

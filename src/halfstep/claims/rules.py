@@ -104,6 +104,9 @@ def _measured(row: Mapping[str, Any], machines: Mapping[str, str]) -> Iterator[s
     shown = {field.split(".")[0] for _, field, _, _ in string.Formatter().parse(row["figure"]) if field}
     for name in sorted(shown ^ row.get("numbers", {}).keys()):
         yield f"number {name!r} stands in only one of figure and numbers; expected in both"
+    for found in re.findall(r"(\w*)[ (]*\{\w*_least[^{]*\{\w*_most", row["figure"]):
+        if found not in ("seeds", "cases"):
+            yield "a least and a greatest number stand as (a to b), as an interval does; write (seeds {a} to {b})"
     if row["machine"] not in machines:
         yield unknown("machine", row["machine"], machines)
     try:
