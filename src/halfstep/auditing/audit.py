@@ -13,9 +13,10 @@ from halfstep.auditing.findings import find
 from halfstep.auditing.live import leaves, name_of, place, scanned, size, values
 from halfstep.auditing.report import Audit, Item
 from halfstep.auditing.setup import Setup, set_up
+from halfstep.auditing.updates import Unmoved, unmoved_by
+from halfstep.bits.narrowed import narrowed
 from halfstep.bits.origin import origin, stored_format
 from halfstep.bits.scan import Scan
-from halfstep.bits.table import Table
 from halfstep.nn.stages import schedule_of
 from halfstep.ops import CodeTensor
 
@@ -36,7 +37,8 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scal
     """
     setup = set_up(model, optimizer)
     items: list[Item] = []
-    tables: dict[str, Table] = {}
+    unmoved: dict[str, Unmoved] = {}
+    rounded: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
     storages: dict[tuple[object, ...], int] = {}
     for kind, name, tensor in _tensors(setup):
@@ -44,28 +46,32 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scal
         shared = None if at is None else first.get(at)
         dtype, found = name_of(tensor.dtype), scanned(tensor) if shared is None else None
         said = None if found is None or kind == "scales" else _said(found, dtype)
-        nonfinite = 0 if found is None else found.table.nonfinite
+        nonfinite = 0 if found is None or (kind == "buffers" and _masks(found)) else found.table.nonfinite
         role, shape = setup.roles.get(name, "other"), tuple(tensor.shape)
-        item = Item(kind, name, role, dtype, shape, values(tensor), size(tensor), said, nonfinite, shared)
+        zeros = 0 if found is None else found.table.zeros
+        item = Item(kind, name, role, dtype, shape, values(tensor), size(tensor), said, nonfinite, shared, zeros)
         items.append(item)
         if at is not None:
             first.setdefault(at, item.label)
             storage = tensor.untyped_storage()
             storages[tensor.device, storage.data_ptr()] = storage.nbytes()
-        if kind == "parameters" and name in setup.narrow and found is not None:
-            tables[name] = found.table
+        if found is not None and setup.steps_on(kind, name) and (one := unmoved_by(setup, name, dtype, found.table)):
+            unmoved[name] = one
+        if found is not None and kind == "buffers" and name in setup.saved and (narrow := narrowed(found, dtype)):
+            rounded[name] = narrow
     counted = setup.trained or setup.parameters
     schedule = schedule_of(model)
     steps = setup.steps.values()
+    scale = None if scaler is None else float(scaler.get_scale())
     return Audit(
         model=type(model).__name__,
         optimizer=None if optimizer is None else type(optimizer).__name__,
         trained=sum(map(_numel, counted.values())),
         steps=(min(steps), max(steps)) if steps else None,
-        loss_scale=None if scaler is None else float(scaler.get_scale()),
+        loss_scale=scale,
         held=sum(storages.values()),
         items=tuple(items),
-        findings=find(setup, items, tables),
+        findings=find(setup, items, unmoved, rounded, scale),
         stage=None if schedule is None else str(schedule),
     )
 
@@ -75,6 +81,11 @@ def _numel(parameter: Tensor) -> int:
     if isinstance(parameter, CodeTensor):
         return parameter.numel()
     return sum(tensor.numel() for _, tensor in leaves(parameter, ""))
+
+
+def _masks(found: Scan) -> bool:
+    """Whether a tensor is a mask that is added to scores: zeros and infinities."""
+    return not found.table.nonzero and not found.table.nans
 
 
 def _said(found: Scan, dtype: str) -> str:

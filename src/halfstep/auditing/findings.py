@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep.auditing.live import name_of, rounds_to
+from halfstep.auditing.live import rounds_to
 from halfstep.auditing.report import Finding, Item
-from halfstep.auditing.setup import Setup, kept_as
-from halfstep.bits.origin import stored_format
-from halfstep.bits.table import Table
-from halfstep.bits.verdict import percent
+from halfstep.auditing.setup import Setup
+from halfstep.auditing.updates import Unmoved, find_updates
+from halfstep.nn.buffers import ANEW
 from halfstep.recipe import PROJECTOR
 
 
-def find(setup: Setup, items: Sequence[Item], tables: Mapping[str, Table]) -> tuple[Finding, ...]:
-    """All findings, warnings first."""
+def find(
+    setup: Setup,
+    items: Sequence[Item],
+    unmoved: Mapping[str, Unmoved],
+    rounded: Mapping[str, str],
+    loss_scale: float | None,
+) -> tuple[Finding, ...]:
+    """All findings, warnings first; `rounded` has the buffers whose values were rounded to a type of 16 bits."""
     looked = (
-        _no_master(setup, tables),
+        find_updates(setup, items, unmoved, loss_scale),
         _lost(setup, items),
+        _rounded(setup, items, rounded),
+        _frozen_norms(setup),
         _stray(setup),
         _foreign(setup),
         _not_stepped(setup),
@@ -33,35 +39,6 @@ def find(setup: Setup, items: Sequence[Item], tables: Mapping[str, Table]) -> tu
         _projected(setup),
     )
     return tuple(sorted((one for found in looked for one in found), key=lambda one: one.level != "warning"))
-
-
-def _no_master(setup: Setup, tables: Mapping[str, Table]) -> Iterator[Finding]:
-    by_dtype: dict[str, list[str]] = {}
-    for name, parameter in setup.narrow.items():
-        by_dtype.setdefault(name_of(kept_as(parameter)), []).append(name)
-    for dtype, names in by_dtype.items():
-        share = _share_lost(setup, names, dtype, tables)
-        text = f"trained parameters in {dtype} without a master copy: an update below half their spacing is lost{share}"
-        yield Finding("warning", "no master", text, tuple(names))
-
-
-def _share_lost(setup: Setup, names: Iterable[str], dtype: str, tables: Mapping[str, Table]) -> str:
-    """Of Adam's steps, which are about as large as the learning rate: those below half the spacing of a weight."""
-    stored = stored_format(dtype)
-    gone, all_values, rates = Counter[str](), Counter[str](), set[float]()
-    for name in names:
-        group = (setup.groups or {})[name]
-        rate = float(group.get("lr", 0.0))
-        if "betas" not in group or not rate or name not in tables or stored is None:
-            continue
-        gone[setup.roles[name]] += tables[name].unmoved(stored, rate)
-        all_values[setup.roles[name]] += tables[name].nonzero
-        rates.add(rate)
-    if not all_values.total():
-        return ""
-    shares = ", ".join(f"{role} {percent(gone[role] / count)}" for role, count in all_values.items() if count)
-    ends = " to ".join(f"{rate:g}" for rate in sorted({min(rates), max(rates)}))
-    return f", as one of lr = {ends} (Adam's size) is for these shares of the values: {shares}"
 
 
 def _lost(setup: Setup, items: Sequence[Item]) -> Iterator[Finding]:
@@ -81,6 +58,31 @@ def _lost(setup: Setup, items: Sequence[Item]) -> Iterator[Finding]:
         else:
             text = f"{what}, no step counted: loaded from {kind}. If this is a resume, their float32 values were lost"
             yield Finding("note", "started narrow", text, tuple(names))
+
+
+def _rounded(setup: Setup, items: Iterable[Item], rounded: Mapping[str, str]) -> Iterator[Finding]:
+    """Buffers whose values a cast has rounded: those stored in 16 bits, and those that are float32 again."""
+    stored = {item.name: item.dtype for item in items if item.kind == "buffers" and item.name in rounded}
+    found: dict[tuple[str, str, bool], list[str]] = {}
+    for name, type in rounded.items():
+        found.setdefault((stored[name], type, setup.saved[name]), []).append(name)
+    wide = bool(setup.masters) or any(p.dtype == torch.float32 for p in setup.trained.values())
+    for (dtype, type, saved), names in found.items():
+        if dtype == "float32":
+            text = (
+                f"buffers in float32, every value exactly {type}: a cast, or the file that they came from, rounded them"
+            )
+            noted = saved
+        else:
+            text = f"buffers in {dtype}" + (" beside weights kept in float32" if wide else "") + ": a cast rounded them"
+            noted = not wide
+        yield Finding("note" if noted else "warning", "rounded buffers", f"{text}; {ANEW}", tuple(names))
+
+
+def _frozen_norms(setup: Setup) -> Iterator[Finding]:
+    if setup.frozen_norms:
+        text = "norms that do not train, where all other parameters of their blocks do"
+        yield Finding("note", "frozen norm", text, setup.frozen_norms)
 
 
 def _stray(setup: Setup) -> Iterator[Finding]:

@@ -42,6 +42,8 @@ class Item:
     nonfinite: int = 0
     shared_with: str | None = None
     """The first tensor in the same memory, which alone is counted."""
+    zeros: int = 0
+    """Values that are zero, of those whose bits were read."""
 
     @property
     def label(self) -> str:
@@ -74,7 +76,8 @@ class Finding:
     """All that it is about; the text names the first of them."""
 
     def __str__(self) -> str:
-        said = f"{self.level}: {self.text} ({len(self.tensors)}): {some(self.tensors)}"
+        names = f" ({len(self.tensors)}): {some(self.tensors)}" if self.tensors else ""
+        said = f"{self.level}: {self.text}{names}"
         return fill(said, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.auditing.live import rounds_to
+from halfstep.auditing.modules import decays, frozen_norms, products, saved
 from halfstep.inspection.roles import role_of
 from halfstep.nn.scaling import states_of
 from halfstep.ops import CodeTensor
@@ -20,6 +21,8 @@ from halfstep.recipe import is_master
 
 
 _MASTER = "master"
+_DECAYS = {"exp_avg": ("betas", 0), "exp_avg_sq": ("betas", 1), "square_avg": ("alpha", None)}
+"""Where the groups of torch's optimizers say how much a state keeps of itself."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,13 @@ class Setup:
     steps: Mapping[str, int]
     stochastic: bool
     """Whether the optimizer rounds its updates stochastically."""
+    saved: Mapping[str, bool]
+    """The floating-point buffers, scales of codes left out, and whether state dicts hold them."""
+    decays: Mapping[str, float]
+    """What averages among the parameters and buffers keep of themselves."""
+    products: Collection[str]
+    """The weights of linear layers and convolutions, tied ones left out."""
+    frozen_norms: tuple[str, ...]
 
     @cached_property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -54,6 +64,22 @@ class Setup:
         """What takes the update in a parameter's place, or beside it."""
         kept = {name: value for name, kind, value in self.states if kind == _MASTER or kind.startswith(f"{_MASTER} (")}
         return {**kept, **self.by_hand}
+
+    def steps_on(self, kind: str, name: str) -> bool:
+        """Whether a tensor of that kind takes the updates of the parameter of that name."""
+        taker = "parameters" if name not in self.masters else _MASTER
+        return kind == taker and name in self.trained and name in (self.groups or {})
+
+    def decay(self, kind: str, name: str) -> float | None:
+        """What an average keeps of itself at each step; None of what is none, or keeps what rounding takes."""
+        if kind in ("parameters", "buffers"):
+            return None if name in (self.groups or {}) else self.decays.get(name)
+        group = (self.groups or {}).get(name, {})
+        if kind not in _DECAYS or any((one, key) == (name, f"{kind}_residual") for one, key, _ in self.states):
+            return None
+        key, place = _DECAYS[kind]
+        said = group.get(key)
+        return None if said is None else float(said[place] if place is not None else said)
 
     @cached_property
     def narrow(self) -> dict[str, nn.Parameter]:
@@ -114,6 +140,10 @@ def set_up(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Setup:
         steps={name: int(value) for name, value in counted},
         stochastic=(low_bit is not None and low_bit.recipe.update_rounding == "stochastic")
         or getattr(optimizer, "bf16_stochastic_round", False),  # torchao's
+        saved=saved(model),
+        decays=decays(model),
+        products=products(model),
+        frozen_norms=tuple(frozen_norms(model)),
     )
 
 

@@ -14,6 +14,7 @@ from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.adopt import is_covered
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.arrangement import Arrangement, arranged
+from halfstep.nn.buffers import ANEW, rounded
 from halfstep.nn.clock import Clock
 from halfstep.nn.codes import let_go
 from halfstep.nn.dtypes import check_grad_dtype, check_trained, count, storable, store, wide_adapters
@@ -79,7 +80,8 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     and so do those of a part that is called outside the model's forward (see `halfstep.following`). Linear,
     convolutional and recurrent layers that a rule matches round the operands of their products. On a CPU without 16-bit
     matrix units the 16-bit products of the others are carried in float32 (`kernels.carried`). Parameters of norms with
-    running statistics stay as they are (apex's keep_batchnorm_fp32), and so do buffers.
+    running statistics stay as they are (apex's keep_batchnorm_fp32), and so do buffers: a warning names those that
+    arrive rounded to 16 bits where the recipe keeps float32.
 
     Args:
         model: any module with parameters; apply before wrapping it in DDP, FSDP or torch.compile.
@@ -288,9 +290,11 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _warn_of_narrow(model: nn.Module, recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Say what a model that was loaded in 16 bits lacks, where the recipe keeps more."""
+    """Say what a model that was loaded in, or cast to, 16 bits lacks, where the recipe keeps more."""
+    if (recipe.master or recipe.weights) not in ("fp32", "split"):
+        return
     narrow = {path: p.dtype for path, p in parameters.items() if p.dtype != torch.float32 and not p.is_meta}
-    if narrow and (recipe.master or recipe.weights) in ("fp32", "split"):
+    if narrow:
         path, dtype = next(iter(narrow.items()))
         warnings.warn(
             f"{type(model).__name__}: {len(narrow)} of {len(parameters)} parameters arrive in 16 bits ({path} in "
@@ -298,5 +302,14 @@ def _warn_of_narrow(model: nn.Module, recipe: Recipe, parameters: Mapping[str, n
             f"{recipe.name!r} keeps float32 weights or masters, which can only start from those rounded values. "
             "Load the model in float32 where its file holds more (transformers 5 takes the file's dtype unless told: "
             "from_pretrained(..., dtype=torch.float32))",
+            stacklevel=4,
+        )
+    if cast := rounded(model):
+        name, buffer = next(iter(cast.items()))
+        warnings.warn(
+            f"{type(model).__name__}: {len(cast)} of {len([*model.buffers()])} buffers arrive rounded to 16 bits "
+            f"({name} in {buffer.dtype}), and stay so under {recipe.name!r}, which keeps float32: rotary frequencies "
+            "in bfloat16 put angles at position 4000 off by more than a radian. After the cast "
+            f"{ANEW}; or cast parameters alone: for p in model.parameters(): p.data = p.data.bfloat16()",
             stacklevel=4,
         )
