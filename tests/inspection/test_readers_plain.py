@@ -2,6 +2,10 @@
 
 import argparse
 import zipfile
+from collections import Counter, OrderedDict, defaultdict, deque
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path, PureWindowsPath
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -103,6 +107,28 @@ def test_options_and_numbers_of_numpy_beside_the_tensors(tmp_path):
     held = {"args": argparse.Namespace(lr=0.1), "loss": np.float64(0.5), 3: {None: torch.ones(1), 2**70: torch.ones(2)}}
     torch.save(held, tmp_path / "a.pt")
     assert list(by_name(open_checkpoint(tmp_path / "a.pt"))) == ["3.(NoneType)", "3.(int)"]
+
+
+@for_each("zipped", [True, False])
+def test_options_and_logs_of_the_standard_library_beside_the_tensors(zipped, tmp_path):
+    """None of these can run code. What they hold is listed; a path, a slice or a date holds nothing."""
+    log = defaultdict(list, {"loss": [torch.ones(3)]})
+    log["empty"], weights = deque([torch.ones(4)], maxlen=9), {"w": torch.ones(5), "v": torch.ones(6)}
+    held = {
+        "log": log, "by default": defaultdict(None, a=torch.ones(1)),
+        "factories": [defaultdict(kind) for kind in (int, float, str, set, dict, tuple, bool, bytes, OrderedDict)],
+        "path": Path("a/b"), "pure": PureWindowsPath("c"),
+        "set": frozenset({1, 2}), "slice": slice(1, None), "range": range(3), "seen": {frozenset({"a"})},
+        "when": datetime(2024, 1, 2, tzinfo=UTC), "took": timedelta(seconds=3), "of": date(2024, 1, 2),
+        "args": argparse.Namespace(lr=0.1, init=torch.ones(2)), "more": SimpleNamespace(init=torch.ones(7)),
+        "dict": torch.nn.ParameterDict(weights), "list": torch.nn.ParameterList(weights.values()),
+        "counts": Counter("ab"), "ordered": OrderedDict(a=torch.ones(8)),
+    }  # fmt: skip
+    torch.save(held, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    assert {name: one.numel for name, one in by_name(open_checkpoint(tmp_path / "a.pt")).items()} == {
+        "log.loss.0": 3, "log.empty.0": 4, "by default.a": 1, "args.init": 2, "more.init": 7, "dict.w": 5, "dict.v": 6,
+        "list.0": 5, "list.1": 6, "ordered.a": 8,
+    }  # fmt: skip
 
 
 def test_a_file_is_known_by_what_it_holds(tmp_path):

@@ -19,6 +19,11 @@ _STORAGES = {
 ARRAY = "numpy.ndarray"
 """The record of an array, whose values lie inside the pickle."""
 
+_PARAMETERS = "torch.nn.ParameterDict"
+"""The record of a container of parameters."""
+
+_CONTAINERS = tuple(f"torch.nn.modules.container.Parameter{kind}" for kind in ("Dict", "List"))
+_PATHS = ("", "Posix", "Windows", "Pure", "PurePosix", "PureWindows")
 _DEPTH = 64
 _OBJECTS = 5_000_000
 
@@ -135,8 +140,10 @@ def _sparse(args: tuple[Any, ...]) -> Pairs:
 
 def _dictionary(args: tuple[Any, ...]) -> Pairs:
     match args:
-        case () | (Pairs(),):
-            return args[0] if args else Pairs()
+        case () | (Name(),) | (None,):  # a defaultdict's factory is never called
+            return Pairs()
+        case (Pairs() as pairs,):
+            return pairs
         case (list() as items,) if all(isinstance(item, tuple | list) and len(item) == 2 for item in items):
             return Pairs([(key, value) for key, value in items])
     raise _odd("dictionary", args)
@@ -144,6 +151,15 @@ def _dictionary(args: tuple[Any, ...]) -> Pairs:
 
 def _only(args: tuple[Any, ...]) -> Any:
     return args[0] if len(args) == 1 else args
+
+
+def _elements(args: tuple[Any, ...]) -> Any:
+    """Those of a deque, to which a pickle may append."""
+    return args[0] if args and isinstance(args[0], list) else []
+
+
+def _nothing(args: tuple[Any, ...]) -> None:
+    """What holds no tensor: a path, a slice, a point in time."""
 
 
 def _odd(what: str, args: tuple[Any, ...]) -> CheckpointError:
@@ -154,6 +170,14 @@ def _odd(what: str, args: tuple[Any, ...]) -> CheckpointError:
 def record(name: str) -> Allowed:
     """An entry of what is allowed: a call of `name` makes a `Record` of it."""
     return {name: lambda args: Record(name, args)}
+
+
+_BUILTINS: Allowed = {
+    **dict.fromkeys(("set", "frozenset", "bytearray", "complex"), _only),
+    **dict.fromkeys(("slice", "range", "xrange"), _nothing),
+    **dict.fromkeys(("list", "dict", "tuple", "int", "long", "float", "str", "unicode", "bool", "bytes")),
+}
+"""Python's own types, as 2 and 3 call them; the last ones are factories of a defaultdict."""
 
 
 BASIC: Allowed = {
@@ -180,11 +204,15 @@ TENSORS: Allowed = {
     "torch.device": _only,
     "collections.OrderedDict": _dictionary,
     "collections.Counter": _dictionary,
+    "collections.defaultdict": _dictionary,
+    "collections.deque": _elements,
     "_codecs.encode": _only,
-    **{f"{module}.set": _only for module in ("__builtin__", "builtins")},
-    **{f"{module}.bytearray": _only for module in ("__builtin__", "builtins")},
-    **{f"{module}.complex": _only for module in ("__builtin__", "builtins")},
+    **{f"{module}.{kind}": make for module in ("__builtin__", "builtins") for kind, make in _BUILTINS.items()},
+    **{f"{module}.{kind}Path": _nothing for module in ("pathlib", "pathlib._local") for kind in _PATHS},
+    **{f"datetime.{kind}": _nothing for kind in ("datetime", "date", "time", "timedelta", "timezone")},
     **record("argparse.Namespace"),
+    **record("types.SimpleNamespace"),
+    **{name: lambda args: Record(_PARAMETERS, args) for name in _CONTAINERS},
     **{f"numpy.{core}.multiarray.scalar": _only for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray._reconstruct": lambda args: Record(ARRAY, args) for core in ("core", "_core")},
     "numpy.ndarray": None,
@@ -192,8 +220,9 @@ TENSORS: Allowed = {
     "torch._utils._rebuild_wrapper_subclass": _wrapper,
     "torchao.*": lambda args: Record("torchao", args),
 }
-"""What a pickle of tensors may refer to; beyond torch's own list a namespace of options, numpy's scalars and arrays
-(states of random numbers), and whatever is torchao's: what it wraps are plain tensors."""
+"""What a pickle of tensors may refer to; beyond torch's own list what options and logs are made of (namespaces, paths,
+dates, slices, collections), torch's two containers of parameters, numpy's scalars and arrays (states of random
+numbers), and whatever is torchao's: what it wraps are plain tensors."""
 
 
 def views(root: Any, what: str, arrays: list[str] | None = None) -> Iterator[tuple[str, View]]:
@@ -230,6 +259,8 @@ def views(root: Any, what: str, arrays: list[str] | None = None) -> Iterator[tup
 
 def _items(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     """What a container holds, each under its full name; a scalar holds nothing."""
+    if isinstance(value, Record) and isinstance(value.state, Pairs):  # a namespace, or a module
+        value = value.state.text_keys().get("_parameters") if value.name == _PARAMETERS else value.state
     if isinstance(value, Pairs):
         items: Iterable[tuple[Any, Any]] = value.items
     else:

@@ -9,7 +9,7 @@ from halfstep.bits.dtypes import TYPES
 from halfstep.errors import CheckpointError
 from halfstep.inspection.files import File, head
 from halfstep.inspection.limits import TEXT, check_count
-from halfstep.inspection.pickles import Pairs, load_next
+from halfstep.inspection.pickles import Name, Pairs, load_next
 from halfstep.inspection.readers.base import Reader
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.inspection.torch_objects import TENSORS, Storage, passed_over, storage, views
@@ -31,7 +31,10 @@ def open_legacy(path: Path) -> Checkpoint:
     data = file.read(0, min(file.size, TEXT))
     found: dict[str, Storage] = {}
 
-    def held(identity: tuple[object, ...]) -> Storage:
+    def held(identity: tuple[object, ...]) -> Storage | Name:
+        match identity:
+            case ("module", Name() as kind, str(), str()):  # with its source, which means nothing here
+                return kind
         if len(identity) > 5 and identity[5] is not None:
             raise CheckpointError("a storage that is a part of another, as torch before 0.4 wrote; save it again")
         one = storage(identity)
