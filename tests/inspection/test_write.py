@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import halfstep
+from families import for_each
 from halfstep.errors import CheckpointError, QuantizationError
 from halfstep.inspection import open_checkpoint
 from halfstep.inspection.write import TARGETS, Plain, write
@@ -129,9 +130,25 @@ def test_an_unknown_format(checkpoint, tmp_path):
         cast(checkpoint, "bf61", tmp_path / "out.safetensors")
 
 
+@for_each("target", ["bf16", "mxfp8"])
+def test_complex_tensors_are_copied_beside_what_is_cast(target, tmp_path):
+    held = {name: torch.view_as_complex(torch.randn(3, 40, 2).to(dtype)) for name, dtype in
+            (("turns", torch.float32), ("twice", torch.float64))}  # fmt: skip
+    torch.save({"w": torch.randn(32, 32), **held, "t": held["turns"].T}, tmp_path / "model.pt")
+    out = tmp_path / f"{target}.safetensors"
+    written = cast(open_checkpoint(tmp_path / "model.pt"), target, out)
+    assert (written.cast, written.copied) == (1, 3)
+    found = load_file(out)
+    assert torch.equal(found["turns"], held["turns"])
+    assert torch.equal(found["t"], held["turns"].T)
+    assert torch.equal(torch.view_as_complex(found["twice"]), held["twice"])
+    assert [text.partition(" ")[0] for text in written.remarks] == ["complex64", "complex128"]
+    assert "'turns' and 1 more" in written.remarks[0]
+
+
 def test_a_type_without_a_place_in_safetensors(tmp_path):
-    torch.save({"w": torch.ones(2, 2), "turns": torch.ones(2, dtype=torch.complex128)}, tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match=r"'turns' is of type complex128, which cannot be copied"):
+    torch.save({"turns": torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"'turns' is of type float4_e2m1fn_x2, which cannot be copied"):
         cast(open_checkpoint(tmp_path / "model.pt"), "bf16", tmp_path / "out.safetensors")
 
 

@@ -118,6 +118,8 @@ def written(result: Written) -> None:
         lines.print(f"{result.overflowing:,} values were too large for the type", style="bold yellow")
     if result.zeroed:
         lines.print(f"{result.zeroed:,} values became zero")
+    for remark in result.remarks:
+        lines.print(printable(remark))
 
 
 def _remarks(tensors: Sequence[TensorReport], most: int | None) -> Iterable[str]:

@@ -41,6 +41,8 @@ class Written:
     """Finite values beyond the type's largest one: infinite in fp16 and bf16, the largest value in float8."""
     zeroed: int
     """Values that became zero."""
+    remarks: tuple[str, ...] = ()
+    """Of copied tensors whose type few readers of safetensors know, or none."""
 
 
 class Target(Protocol):
@@ -169,11 +171,12 @@ def write(
                 for name, values in how.values(tensor, amax, lost):
                     file.append(name, values)
             else:
-                for chunk in tensor.chunks(CHUNK):
+                for chunk in tensor.chunks(CHUNK):  # complex numbers are pairs of their parts
                     file.append(tensor.name, np.ascontiguousarray(chunk))
             if progress is not None:
                 progress(tensor.nbytes)
-    return Written(path, file.nbytes, len(cast), len(tensors) - len(cast), lost[0], lost[1])
+    kept = len(tensors) - len(cast)
+    return Written(path, file.nbytes, len(cast), kept, lost[0], lost[1], tuple(_remarks(tensors)))
 
 
 def check_target(target: str, path: Path) -> None:
@@ -189,9 +192,26 @@ def _copy(tensor: StoredTensor) -> Part:
             f"tensor {tensor.name!r} is of type {tensor.dtype}, which a safetensors file does not have; cast to fp32, "
             "fp16 or bf16, which decodes it, and that file to another format"
         )
-    if tensor.dtype not in CODES or tensor.dtype.startswith("complex"):
+    if tensor.dtype == "complex128":
+        return Part(tensor.name, "float64", (*tensor.shape, 2))
+    if tensor.dtype not in CODES:
         raise CheckpointError(
             f"tensor {tensor.name!r} is of type {tensor.dtype}, which cannot be copied into a safetensors file; "
             "convert the checkpoint with the tool it is from first"
         )
     return Part(tensor.name, tensor.dtype, tensor.shape)
+
+
+def _remarks(tensors: Sequence[StoredTensor]) -> Iterator[str]:
+    """What became of complex tensors."""
+    for dtype, words in _COMPLEX.items():
+        names = [tensor.name for tensor in tensors if tensor.dtype == dtype]
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            yield f"{dtype} {words}: {names[0]!r}{more}"
+
+
+_COMPLEX = {
+    "complex64": "copied as it is, which older readers of safetensors do not know",
+    "complex128": "copied as float64 pairs of real and imaginary parts (torch.view_as_complex undoes it)",
+}
