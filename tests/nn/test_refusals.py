@@ -1,11 +1,14 @@
 """What `apply`, `revert` and `prepare` refuse, with what to do; and that nothing has changed after it."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import halfstep
+from families import for_each
 from halfstep import formats
 from halfstep.errors import ModelError, OptimizerError, RecipeError
 from halfstep.quant import Quantizer
@@ -76,6 +79,39 @@ def test_complex_parameters():
     model = mlp()
     model.register_parameter("phase", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
     assert_refused(model, ModelError, r"phase is torch.complex64, and recipes store and step on real numbers; keep")
+
+
+LAZY = {
+    "weight of a LazyLinear": partial(nn.LazyLinear, 2),
+    "running_mean of a LazyBatchNorm1d": partial(nn.LazyBatchNorm1d, affine=False),
+}
+VERBS = {
+    "apply": lambda model, name: halfstep.apply(model, name),
+    "prepare": lambda model, name: halfstep.prepare(model, torch.optim.AdamW(model.parameters()), name),
+    "quantize_model": lambda model, name: halfstep.quantize_model(model, "fp8-current"),
+    "unit_scale": lambda model, name: halfstep.unit_scale(model, torch.ones(2, 8)),
+    "probe_model": lambda model, name: halfstep.probe_model(model, data=[torch.ones(2, 8)]),
+    "scales": lambda model, name: halfstep.probe.scales(model, [torch.ones(2, 8)]),
+    "audit": lambda model, name: halfstep.audit(model),
+}
+
+
+@for_each("verb", VERBS)
+@for_each("name", ["fp32", "fp16-mixed", "bf16-stochastic", "fp8-delayed", "fp8lm-o2", "nvfp4"])
+def test_a_lazy_model_that_has_not_run_yet(name, verb):
+    for words, layer in LAZY.items():
+        model = nn.Sequential(nn.Linear(8, 4), layer())
+        before = picture(model)
+        with pytest.raises(ModelError, match=f"Sequential: 1.{words} has no shape before the first forward"):
+            VERBS[verb](model, name)
+        assert picture(model) == before
+
+
+def test_a_lazy_model_that_ran():
+    model = nn.Sequential(nn.Linear(8, 4), nn.LazyLinear(2))
+    model(torch.ones(2, 8))
+    halfstep.apply(model, "fp8-current")
+    assert model(torch.ones(2, 8)).isfinite().all()
 
 
 def test_a_compiled_model():

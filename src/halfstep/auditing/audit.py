@@ -34,6 +34,9 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scal
     Nothing is changed. Any model and any optimizer with torch's `param_groups` and `state` will do, prepared by
     halfstep or not, also under DDP and FSDP2, where each rank reports its own part. Call it between backward() and
     step() to see the gradients too. It reads each value once, in pieces: no tensor is copied whole.
+
+    Raises:
+        ModelError: a parameter has no shape yet (torch's lazy modules).
     """
     setup = set_up(model, optimizer)
     items: list[Item] = []

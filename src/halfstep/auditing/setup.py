@@ -16,6 +16,7 @@ from halfstep.auditing.modules import decays, frozen_norms, products, saved
 from halfstep.inspection.roles import role_of
 from halfstep.nn.scaling import states_of
 from halfstep.ops import CodeTensor
+from halfstep.ops.subclasses import check_initialized
 from halfstep.optim import LowBit
 from halfstep.recipe import is_master
 
@@ -99,7 +100,12 @@ def kept_as(parameter: Tensor) -> torch.dtype:
 
 
 def set_up(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Setup:
-    """Look at a model and its optimizer."""
+    """Look at a model and its optimizer.
+
+    Raises:
+        ModelError: a parameter has no shape yet.
+    """
+    check_initialized(model)
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     groups: dict[str, Mapping[str, Any]] = {}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError
 from halfstep.nn.adapters import wide
 from halfstep.nn.tuners import adapters_of
-from halfstep.ops.subclasses import foreign
+from halfstep.ops.subclasses import check_initialized, foreign
 from halfstep.recipe import DTYPES, Recipe
 
 
@@ -55,8 +55,10 @@ def check_trained(model: nn.Module) -> None:
     """Called before a model is changed.
 
     Raises:
-        ModelError: a trained parameter is another library's tensor, whose updates are not ours to round.
+        ModelError: a trained parameter is another library's tensor, whose updates are not ours to round; one has no
+            shape yet.
     """
+    check_initialized(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (kind := foreign(parameter)) is not None:
             raise ModelError(

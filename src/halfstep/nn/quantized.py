@@ -25,6 +25,7 @@ from halfstep.nn.scaling import detach, freeze, moved
 from halfstep.nn.smooth import merge_smooth_scales
 from halfstep.nn.tuners import adapters_of
 from halfstep.ops import Quantized
+from halfstep.ops.subclasses import check_initialized
 from halfstep.recipe import Recipe, get_recipe, list_recipes
 
 
@@ -239,6 +240,7 @@ def _forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _check(model: nn.Module, recipe: Recipe, smooth: Mapping[str, Tensor] | None, adapters: bool) -> None:
     """Refuse, before anything is touched, what has no inference form."""
+    check_initialized(model)
     name = type(model).__name__
     if recipe.stages:
         raise RecipeError(

@@ -1,11 +1,13 @@
-"""Tensors whose numbers are not what their memory holds: other libraries' subclasses, and shards."""
+"""Tensors whose numbers are not what their memory holds: other libraries' subclasses, shards, and parameters without
+values yet."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from halfstep.errors import ModelError
 
@@ -40,3 +42,18 @@ def check_plain(tensor: Tensor) -> None:
         f"a recipe rounds the operands of a product with a weight that is a {name}: halfstep.revert the model before "
         "another library quantises it, or keep these layers by module_filter"
     )
+
+
+def check_initialized(model: nn.Module) -> None:
+    """Called before a model is looked at.
+
+    Raises:
+        ModelError: a parameter or a buffer has no shape yet (torch's lazy modules).
+    """
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if is_lazy(tensor):
+                raise ModelError(
+                    f"{type(model).__name__}: {f'{path}.{name}'.lstrip('.')} of a {type(module).__name__} has no shape "
+                    "before the first forward; call the model with a batch first"
+                )

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import ModelError
+from halfstep.ops.subclasses import check_initialized
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -23,6 +24,7 @@ def copied(model: nn.Module) -> nn.Module:
     name = type(model).__name__
     if not any(True for _ in model.parameters()):
         raise ModelError(f"{name} has no parameters; there is nothing to probe")
+    check_initialized(model)
     try:
         own = copy.deepcopy(model)
     except (RuntimeError, TypeError, ValueError) as error:

@@ -26,6 +26,7 @@ from halfstep.nn.unit.plan import Plan, at_output, entries, plan
 from halfstep.nn.unit.report import UnitReport, operations, unseen
 from halfstep.nn.unit.trace import trace
 from halfstep.nn.unit.weights import SCALED
+from halfstep.ops.subclasses import check_initialized
 from halfstep.unit import MULTIPLIERS
 from halfstep.unit.constraint import Constraint
 
@@ -152,6 +153,7 @@ def _check(model: nn.Module, residual: float | None) -> None:
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ModelError(f"{name} has no parameters; there is nothing to scale")
+    check_initialized(model)
     for path, parameter in parameters.items():
         if parameter.is_meta:
             raise ModelError(f"{name}: {path} is on the meta device; initialise the model first (to_empty, then init)")
