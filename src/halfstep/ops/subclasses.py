@@ -1,5 +1,4 @@
-"""Tensors whose numbers are not what their memory holds: other libraries' subclasses, shards, and parameters without
-values yet."""
+"""Tensors whose numbers are not what their memory holds: other libraries' subclasses, shards, and ones without a shape."""
 
 from __future__ import annotations
 
