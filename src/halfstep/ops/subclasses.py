@@ -1,4 +1,4 @@
-"""Tensors whose numbers are not what their memory holds: other libraries' subclasses, shards, and ones without a shape."""
+"""Tensors whose numbers are not what their memory holds: of other libraries, shards, and those without a shape yet."""
 
 from __future__ import annotations
 
