@@ -1,13 +1,16 @@
 """`halfstep memory` at the command line: tables, JSON, what fits, and what it refuses."""
 
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from halfstep.accounting import bytes_from, largest
-from halfstep.errors import AccountError
+from families import for_each
+from halfstep.accounting import architectures, bytes_from, largest, load_subject
+from halfstep.accounting.models import _check_config
+from halfstep.errors import AccountError, ModelError
 
 
 SCRIPT = """
@@ -156,10 +159,45 @@ def config(tmp_path):
     return tmp_path / "llama"
 
 
+@for_each("more, said", [
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1,000,000,000; expected at most 2,000"),
+    ({"text_config": {"n_layer": 10**9}}, "n_layer is 1,000,000,000"),
+    ({"depths": [2, 2, 10**30, 2]}, "depths is 1,000,000,"),
+    ({"n_routed_experts": 10**9}, "n_routed_experts is 1,000,000,000; expected at most 10,000"),
+    ({"num_labels": 10**9}, "num_labels is 1,000,000,000; expected at most 1,000,000"),
+    ({"num_hidden_layers": 1000, "num_local_experts": 1000}, "1,000 layers of 1,000 experts; expected at most 200,000"),
+    ({"model_type": None}, ""),
+])  # fmt: skip
+def test_a_config_of_more_parts_than_can_be_built_is_refused_at_once(more, said, tmp_path):
+    """Before the config is made: lists of as many entries as there are layers or labels would fill the memory."""
+    (tmp_path / "other.json").write_text(json.dumps({"model_type": "llama"} | more))
+    if said:
+        with pytest.raises(ModelError, match=re.escape(said)):
+            load_subject(str(tmp_path / "other.json"))
+    published = {"num_hidden_layers": 61, "n_routed_experts": 384, "num_labels": 21_843, "max_window_layers": 61,
+                 "vocab_size_per_layer_input": 262_144, "max_position_embeddings": 10**8}  # fmt: skip
+    _check_config(tmp_path, {"model_type": "kimi_k2", "use_cache": True, **published})
+    for row in architectures().values():
+        _check_config(tmp_path, {"model_type": row["type"], **row["config"]})
+
+
+@for_each("text, said", [
+    ("{", "is not JSON"), ("[1]", "is a JSON list; expected an object"), ("{}", "is JSON without a model_type"),
+])  # fmt: skip
+def test_json_that_is_no_config_is_named_as_such(memory, text, said, tmp_path):
+    (tmp_path / "other.json").write_text(text)
+    code, _, err = memory(str(tmp_path / "other.json"))
+    assert code == 2
+    assert said in " ".join(err.split())
+
+
 def test_a_config_is_enough(memory, config):
     whole = as_data(memory(str(config), "--json"))
     assert whole == {**as_data(memory(str(config / "config.json"), "--json")), "model": str(config)}
     assert whole["recipes"][0]["bytes"]["weights"] == 4 * whole["recipes"][0]["parameters"]
+    other = (config / "config.json").rename(config.parent / "other.json")
+    assert as_data(memory(str(other), "--json")) == {**whole, "model": str(other)}
+    other.rename(config / "config.json")
     code, _, err = memory(str(config), "--seq", "49")
     assert code == 2
     assert "has positions for 48 tokens" in err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.resources import files
@@ -17,6 +17,7 @@ from torch import nn
 from halfstep.accounting.subject import Batch, Subject
 from halfstep.errors import ModelError, unknown
 from halfstep.inspection.opening import open_checkpoint
+from halfstep.inspection.readers.sharded import read_json
 from halfstep.registry import load_function
 
 
@@ -25,6 +26,14 @@ USUAL = 2048
 
 IMAGE = 224
 """Height and width of images, where a config does not say."""
+
+_MOST = {
+    "layer": 2000, "depth": 2000, "block": 2000, "network": 2000, "stage": 2000, "expert": 10_000, "codebook": 10_000,
+    "label": 1_000_000,
+}  # fmt: skip
+"""By the last word of a config's key: how many parts of a kind are built. The deepest model known has 1,000 layers."""
+
+_PARTS = 200_000  # experts of all layers, eight times as many as the largest published model has
 
 _WITH_LABELS = ("LMHeadModel", "ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")
 
@@ -36,23 +45,23 @@ def architectures() -> Mapping[str, Any]:
 
 
 def load_subject(name: str) -> Subject:
-    """What `name` stands for: an architecture of `architectures()`; a folder or file of Hugging Face's with a
-    config.json; a checkpoint, of which the header is read; `module:function` or `file.py:function`.
+    """What `name` stands for: an architecture of `architectures()`; a JSON file of Hugging Face's, as config.json,
+    or a folder that holds one; a checkpoint, of which the header is read; `module:function` or `file.py:function`.
 
     A function takes no argument and returns a module, or a tuple of one and its inputs. It is called where tensors have
     no memory, so it must not load weights.
 
     Raises:
-        ModelError: nothing has that name; or transformers is not installed, and a config needs it.
-        CheckpointError: the checkpoint is broken.
+        ModelError: nothing has that name; transformers is not installed, and a config needs it; or a config is none, or
+            has more layers than can be built.
+        CheckpointError: the checkpoint, or a config's JSON, is broken.
     """
     if name in architectures():
         return named(name)
     path = Path(name).expanduser()
-    if path.name == "config.json" and path.is_file():
-        return _configured(path.parent)
-    if path.is_dir() and (path / "config.json").is_file():
-        return _configured(path)
+    config = path / "config.json" if path.is_dir() else path
+    if config.is_file() and config.suffix == ".json" and not config.name.endswith(".index.json"):
+        return _configured(config)
     if path.exists():
         return _stored(path)
     if ":" in name:
@@ -87,21 +96,52 @@ def named(name: str, **changes: Any) -> Subject:
     return _built(name, getattr(transformers, row["class"]), config, (f"{name}: {row['source']}",))
 
 
-def _configured(folder: Path) -> Subject:
-    transformers = _transformers(str(folder))
+def _configured(file: Path) -> Subject:
+    _check_config(file, read_json(file))
+    transformers = _transformers(str(file))
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         why = " ".join(str(error).split())
-        raise ModelError(f"{folder}: its config.json cannot be read ({type(error).__name__}: {why})") from error
+        raise ModelError(f"{file} cannot be read as a config ({type(error).__name__}: {why})") from error
     names = config.architectures or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
         raise ModelError(
-            f"{folder}: config.json names the architecture {names or 'nothing'}, which transformers "
+            f"{file} names the architecture {names or 'nothing'}, which transformers "
             f"{transformers.__version__} does not have; give module:function that builds the model"
         )
-    return _built(str(folder), kind, config)
+    return _built(str(file.parent if file.name == "config.json" else file), kind, config)
+
+
+def _check_config(file: Path, data: Mapping[str, Any]) -> None:
+    """Refuse, before anything is made of it, what is no config, and one of which no model could be built in minutes."""
+    if "model_type" not in data:
+        raise ModelError(
+            f"{file} is JSON without a model_type, and so no config of Hugging Face's; give that of a model, a "
+            "safetensors file, or module:function that builds the model"
+        )
+    found: dict[str, int] = {}
+    for key, value in _numbers(data):
+        kind = next((kind for kind in _MOST if key.rpartition("_")[2].removesuffix("s") == kind), None)
+        if kind is not None and value > _MOST[kind]:
+            raise ModelError(
+                f"{file}: {key} is {value:,}; expected at most {_MOST[kind]:,}, for each of them is built to be counted"
+            )
+        found[kind or ""] = max(value, found.get(kind or "", 1))
+    layers, experts = (found.get(kind, 1) for kind in ("layer", "expert"))
+    if layers * experts > _PARTS:
+        raise ModelError(
+            f"{file}: {layers:,} layers of {experts:,} experts; expected at most {_PARTS:,} of them in all"
+        )
+
+
+def _numbers(data: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """The whole numbers of a config, of its parts' configs and of lists, each with its key."""
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value)
+        yield from ((key, one) for one in (value if isinstance(value, list) else [value]) if isinstance(one, int))
 
 
 def _built(name: str, kind: Any, config: Any, remarks: tuple[str, ...] = ()) -> Subject:
