@@ -155,6 +155,7 @@ def test_each_projection_follows_its_own_rule():
     assert len({tuple(o.flatten().tolist()) for o in outputs.values()}) == 4
 
 
+@pytest.mark.filterwarnings("ignore:.*does not round")
 def test_another_forward_is_refused_with_its_out_projection():
     class Mine(nn.MultiheadAttention):
         def forward(self, *args, **kwargs):

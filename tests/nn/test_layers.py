@@ -83,6 +83,7 @@ def test_a_wider_input_to_a_norm_with_16_bit_weights(name, norm):
     train(model, optimizer, scaler)
 
 
+@pytest.mark.filterwarnings("ignore:.*does not round")
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.Linear])
 def test_a_subclass_with_a_forward_of_its_own_keeps_it(kind):
     class Mine(kind):
@@ -100,6 +101,7 @@ def test_a_subclass_with_a_forward_of_its_own_keeps_it(kind):
         assert report.kept["1"] == "its forward is not nn.Linear's"
 
 
+@pytest.mark.filterwarnings("ignore:.*does not round")
 def test_a_patched_linear_is_kept_and_reported():
     model = mlp()
     model[3].forward = model[3].forward

@@ -65,6 +65,7 @@ def test_conv1d_rounds_as_the_linear_layer_of_the_transposed_weight(name):
     assert type(model[0]) is Conv1D
 
 
+@pytest.mark.filterwarnings("ignore:.*does not round")
 def test_a_conv1d_with_a_forward_of_its_own_is_kept():
     class Mine(Conv1D):
         def forward(self, x):
@@ -137,6 +138,7 @@ def test_the_experts_products_have_states_of_their_own():
     assert all(state[0] > 1 for state in model.buffers())
 
 
+@pytest.mark.filterwarnings("ignore:.*does not round")
 def test_what_no_adapter_sees_is_named_with_the_reason():
     class Own(nn.Module):
         def __init__(self):

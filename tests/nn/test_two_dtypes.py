@@ -119,6 +119,7 @@ def compare(name, stock, changed, x):
     scaler.update()
 
 
+@pytest.mark.filterwarnings("ignore:.*does not round")
 @pytest.mark.parametrize("name", mostly_slow(RECIPES))
 @for_each("layer", LAYERS)
 def test_a_float32_input_meets_wider_weights(name, layer):

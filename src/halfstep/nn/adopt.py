@@ -80,6 +80,14 @@ def beneath(module: nn.Module) -> type[nn.Module]:
     return kind
 
 
+def has_forward_of(module: nn.Module, place: str, name: str) -> bool:
+    """Whether the module's forward is that of the class `name` of the Python module `place`, whose library need not be
+    imported: not where a subclass or a patch has another."""
+    own = (kind for kind in type(module).__mro__ if kind.__name__ == name and kind.__module__ == place)
+    stock: Any = next((kind for kind in own if "forward" in vars(kind)), None)
+    return stock is not None and beneath(module).forward is stock.forward and "forward" not in vars(module)
+
+
 def stock_class(module: nn.Module) -> type[nn.Module]:
     """The class that the module had before every `adopt` and `extend`."""
     return _taken_apart(type(module))[0]

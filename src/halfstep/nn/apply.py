@@ -19,7 +19,7 @@ from halfstep.nn.clock import Clock
 from halfstep.nn.codes import let_go
 from halfstep.nn.dtypes import check_grad_dtype, check_trained, count, storable, store, wide_adapters
 from halfstep.nn.following import follow, part_of, root_of, unfollow
-from halfstep.nn.layers import ModuleFilter
+from halfstep.nn.layers import ModuleFilter, warn_of_missed
 from halfstep.nn.ranks import check_ranks
 from halfstep.nn.schedule import Schedule
 from halfstep.nn.stages import Steps, autocast_of, check_alike, clear, lay_in_turn
@@ -104,6 +104,8 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     adapters = wide_adapters(model, recipe)
     moves, kept = storable(model, recipe.float32_modules if recipe.weights != "fp32" else (), adapters)
     _warn_of_narrow(model, recipe, moves)
+    for each in found:
+        warn_of_missed(model, each.recipe, each.matched)
     schedule = Schedule(recipe) if recipe.stages else None
     clock = Clock() if any(each.keeps_states for each in found) else None
     if schedule is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -11,7 +13,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from halfstep.errors import ModelError, RecipeError, unknown
-from halfstep.nn.adapters import attention, cell, conv1d, convolution, experts, gated, linear, recurrent
+from halfstep.nn.adapters import attention, cell, conv1d, convolution, experts, falcon, gated, linear, recurrent
 from halfstep.nn.attention import DotProductAttention
 from halfstep.nn.blocks import blocks_of, is_in
 from halfstep.nn.quantized_weights import Weight
@@ -48,10 +50,12 @@ class Kind(Protocol):
         """forward(stock, module, *args, **kwargs), with the spec at module._halfstep_linear."""
 
 
-KINDS: tuple[Kind, ...] = (linear, conv1d, attention, experts, convolution, recurrent, cell)
+KINDS: tuple[Kind, ...] = (linear, conv1d, falcon, attention, experts, convolution, recurrent, cell)
 
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+_FEW = 0.1
+_NO_MATRIX = ("embed", "pos", "table", "token", "bias")
 _TABLES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # nothing is multiplied by these
 _RECURRENT = (nn.RNNBase, nn.modules.rnn.RNNCellBase)
 
@@ -72,6 +76,8 @@ class Matched:
     """The modules that form attention's products rounded."""
     sought: dict[str, str]
     """What optional rules that round would have meant and no layer is: its name, and their globs."""
+    missed: tuple[str, ...]
+    """Modules that a rule would round and whose code no adapter sees, but for those that the filter leaves out."""
 
 
 def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) -> Matched:
@@ -94,6 +100,7 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
     kept: dict[str, str] = {}
     found: set[str] = set()
     sought: dict[str, str] = {}
+    missed: list[str] = []
     for rule in recipe.rules:
         _check_role(recipe, rule)
         blocks = None if rule.blocks is None else blocks_of(model, recipe, rule, kinds)
@@ -121,6 +128,8 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
         for path, why in refused.items():
             if path not in kept and _matches(model, path, rule, blocks):
                 kept[path] = why if rule.linear.rounds else rule.why or "kept by the recipe"
+                if rule.linear.rounds and (module_filter is None or module_filter(model.get_submodule(path), path)):
+                    missed.append(path)
         if not hits and not rule.optional:
             near = get_close_matches(rule.path, kinds, n=3, cutoff=0.0)
             raise RecipeError(
@@ -139,7 +148,38 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
         kept |= rough
     for name in found:
         del sought[name]
-    return Matched(kinds, specs, kept, smoothed, _attends(model, recipe), sought)
+    return Matched(kinds, specs, kept, smoothed, _attends(model, recipe), sought, tuple(missed))
+
+
+def warn_of_missed(model: nn.Module, recipe: Recipe, matched: Matched) -> None:
+    """Warn where more than a tenth of the weights that rules would round are in modules that no adapter sees."""
+    if not matched.missed:
+        return
+    is_adapter = adapters_of(model)
+    sizes = {path: _size(model, path, is_adapter) for path in matched.missed}
+    missed = sum(sizes.values())
+    whole = missed + sum(_size(model, path, is_adapter) for path in matched.specs)
+    if missed <= _FEW * whole:
+        return
+    classes = Counter(type(model.get_submodule(path)).__name__ for path, size in sizes.items() if size)
+    first = next(path for path, size in sizes.items() if size)
+    warnings.warn(
+        f"{type(model).__name__}: recipe {recipe.name!r} does not round {missed / whole:.0%} of the weights that its "
+        f"rules are for: those of {', '.join(f'{name} ({count})' for name, count in classes.items())}, such as "
+        f"{first}: {matched.kept[first]}. They compute as autocast says. Build these layers of nn.Linear (a subclass "
+        "may change anything but forward), or leave them out by module_filter to say that it is meant so",
+        stacklevel=4,
+    )
+
+
+def _size(model: nn.Module, path: str, is_adapter: Callable[[str], bool]) -> int:
+    """How many numbers a module's own matrices hold, without adapters; names tell tables and what is added from them."""
+    return sum(
+        p.numel()
+        for name, p in model.get_submodule(path)._parameters.items()
+        if p is not None and p.dim() > 1 and not any(word in name for word in _NO_MATRIX)
+        and not is_adapter(f"{path}.{name}")
+    )  # fmt: skip
 
 
 def _check_role(recipe: Recipe, rule: Rule) -> None:

@@ -126,7 +126,8 @@ def _finding(data: Curves, loss_unit: str) -> str:
         return "No run got to its end."
     best = min(ends, key=lambda recipe: ends[recipe][1])
     sentence = (
-        f"The lowest last validation loss is {best}'s: {ends[best][1]:.4f}{unit(loss_unit)} at step {ends[best][0]}"
+        f"Curves are of seed {data.curves[0].seed}: the lowest last validation loss is {best}'s, "
+        f"{ends[best][1]:.4f}{unit(loss_unit)} at step {ends[best][0]}"
     )
     gaps = {
         c.recipe: g[-1] for c in data.curves if c.recipe in ends and c.recipe != BASELINE and (g := data.gaps(c)[1])

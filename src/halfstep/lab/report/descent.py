@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
@@ -21,29 +23,37 @@ class Descent:
     quality: Sequence[float]
     lost: Sequence[float]
     worst_layer: str
-    """The parameter whose updates arrive least at the last of the steps."""
+    """The parameter whose updates arrive least at the middle one of the steps."""
+    medians: Sequence[float]
+    """Of each seed, the quality at the middle one of its steps: the last says little, its updates are as small as the
+    learning rate."""
 
 
 def descents(results: Results) -> list[Descent]:
     """The data of the plot, a recipe at a time; a step in which nothing was wanted (skipped ones) is left out."""
     found = []
     for recipe, runs in results.runs.items():
-        for rows in list(runs.values())[:1]:
-            looked = [row for row in rows if row["kind"] == "statistics" and "descent" in row]
-            looked = [row for row in looked if row["descent"]["quality"] is not None]
-            if looked:
-                layers = looked[-1]["descent"]["layers"]
-                known = {name: layer["quality"] for name, layer in layers.items() if layer["quality"] is not None}
-                found.append(
-                    Descent(
-                        recipe,
-                        tuple(row["step"] for row in looked),
-                        [row["descent"]["quality"] for row in looked],
-                        [row["descent"]["lost_share"] for row in looked],
-                        min(known, key=lambda name: known[name], default=""),
-                    )
+        looks = [[row for row in rows if _says(row)] for rows in runs.values()]
+        first = next(iter(looks), [])
+        if first:
+            layers = first[len(first) // 2]["descent"]["layers"]
+            known = {name: layer["quality"] for name, layer in layers.items() if layer["quality"] is not None}
+            found.append(
+                Descent(
+                    recipe,
+                    tuple(row["step"] for row in first),
+                    [row["descent"]["quality"] for row in first],
+                    [row["descent"]["lost_share"] for row in first],
+                    min(known, key=lambda name: known[name], default=""),
+                    [median(row["descent"]["quality"] for row in rows) for rows in looks if rows],
                 )
+            )
     return found
+
+
+def _says(row: Mapping[str, Any]) -> bool:
+    """Whether a row of a run says what became of its updates."""
+    return row["kind"] == "statistics" and row.get("descent", {}).get("quality") is not None
 
 
 def picture(results: Results) -> Picture:
@@ -57,17 +67,21 @@ def picture(results: Results) -> Picture:
     data = descents(results)
     if not data:
         return Picture("descent", heading, look_for, "Not drawn: no run has written what became of its updates.")
-    least = min(data, key=lambda d: d.quality[-1])
-    title = f"At the end {share(max(0.0, least.quality[-1]))} of {least.recipe}'s update arrives"
+    least = min(data, key=lambda d: fmean(d.medians))
+    arrives = share(max(0.0, fmean(least.medians)))
+    title = f"{arrives} of {plain(least.recipe)}'s update arrives (median of {len(least.steps)} steps)"
     return Picture("descent", heading, look_for, _finding(least), draw(data, looks(list(results.runs)), title), title)
 
 
 def _finding(least: Descent) -> str:
-    if least.quality[-1] > 0.99:
-        return "Every recipe's updates arrive whole at the last step looked at."
+    seeds, low, high = len(least.medians), min(least.medians), max(least.medians)
+    if low > 0.99:
+        return "Every recipe's updates arrive whole at the median of the steps looked at."
+    spread = f" (mean of {seeds} seeds, {share(max(0.0, low))} to {share(max(0.0, high))})" if seeds > 1 else ""
     return (
-        f"At step {least.steps[-1]} {least.recipe} keeps {share(max(0.0, least.quality[-1]))} of its update and "
-        f"{share(least.lost[-1])} of its elements do not move; worst is {least.worst_layer}."
+        f"At the median of {len(least.steps)} steps {least.recipe} keeps {share(max(0.0, fmean(least.medians)))} of "
+        f"its update{spread}, {share(median(least.lost))} of its elements do not move, and {least.worst_layer} keeps "
+        f"least. Curves are of the first seed."
     )
 
 

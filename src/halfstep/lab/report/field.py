@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -55,17 +56,22 @@ def picture(results: Results) -> Picture:
     return Picture("metric", heading, look_for, _finding(data, metric, diverged), drawn, title)
 
 
+def _ends(data: Sequence[Course]) -> dict[str, float]:
+    """The mean of each recipe's last values over its seeds."""
+    return {recipe: fmean(c.values[-1] for c in data if c.recipe == recipe) for recipe in {c.recipe: 0 for c in data}}
+
+
 def _best(data: Sequence[Course], metric: Metric) -> str:
-    ends = {c.recipe: c.values[-1] for c in reversed(data)}
+    ends = _ends(data)
     pick = max if metric.higher_is_better else min
     best = pick(ends, key=lambda recipe: ends[recipe])
     return f"{plain(best)} ends best at {metric.show(ends[best])}" if len(ends) > 1 else metric.show(ends[best])
 
 
 def _finding(data: Sequence[Course], metric: Metric, diverged: Sequence[str]) -> str:
-    ends = {c.recipe: c.values[-1] for c in reversed(data)}
+    ends = _ends(data)
     words = [f"{r} {metric.show(v)}" + " before it diverged" * (r in diverged) for r, v in ends.items()]
-    return f"The last values of the first seeds: {', '.join(words)}."
+    return f"The last values, means over the seeds: {', '.join(words)}."
 
 
 def draw(data: Sequence[Course], look: Mapping[str, Look], metric: Metric, title: str) -> Figure:

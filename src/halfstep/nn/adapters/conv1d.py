@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfstep.nn.adopt import beneath
+from halfstep.nn.adopt import has_forward_of
 from halfstep.nn.product import product, weight_of
 from halfstep.nn.quantized_weights import Weight
 
@@ -14,12 +14,7 @@ NAME = "Conv1D"
 
 def fits(module: nn.Module) -> bool:
     """Whether the module is transformers' Conv1D, with its own forward."""
-    stock: Any = next((kind for kind in type(module).__mro__ if _is_stock(kind)), None)
-    return stock is not None and beneath(module).forward is stock.forward and "forward" not in vars(module)
-
-
-def _is_stock(kind: Any) -> bool:
-    return kind.__name__ == NAME and kind.__module__ == "transformers.pytorch_utils" and "forward" in vars(kind)
+    return has_forward_of(module, "transformers.pytorch_utils", NAME)
 
 
 def weights(module: nn.Module) -> tuple[Weight, ...]:
