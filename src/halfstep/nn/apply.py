@@ -105,7 +105,8 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
     moves, kept = storable(model, recipe.float32_modules if recipe.weights != "fp32" else (), adapters)
     _warn_of_narrow(model, recipe, moves)
     for each in found:
-        warn_of_missed(model, each.recipe, each.matched)
+        if each.matched.missed:
+            warn_of_missed(model, each.recipe, each.matched)
     schedule = Schedule(recipe) if recipe.stages else None
     clock = Clock() if any(each.keeps_states for each in found) else None
     if schedule is not None:

@@ -153,8 +153,6 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
 
 def warn_of_missed(model: nn.Module, recipe: Recipe, matched: Matched) -> None:
     """Warn where more than a tenth of the weights that rules would round are in modules that no adapter sees."""
-    if not matched.missed:
-        return
     is_adapter = adapters_of(model)
     sizes = {path: _size(model, path, is_adapter) for path in matched.missed}
     missed = sum(sizes.values())
