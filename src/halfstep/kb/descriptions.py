@@ -90,7 +90,8 @@ def _found(answer: Answer) -> list[str]:
         way += " (hub id unconfirmed: no reference names it)"
     lines = [way]
     if answer.how == "base model":
-        lines.append("inherited from the base model: later training may have used another precision")
+        precisions = ", ".join(dict.fromkeys(map(_trained_in, answer.entries)))
+        lines.append(f"base {', '.join(answer.matched)} was pre-trained in {precisions}; this one: not stated")
     if answer.conflict:
         lines.append("the entries conflict: all of them are shown, and the more careful advice counts")
     return lines + _folder(answer)

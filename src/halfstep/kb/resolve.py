@@ -12,6 +12,7 @@ from typing import TypeVar
 from halfstep.kb.entry import Entry, FailureReport, matches
 from halfstep.kb.local import is_folder, read_folder
 from halfstep.kb.reader import DEFAULT_OVERLAY, KnowledgeBase, load
+from halfstep.kb.spelling import derived, spelling
 
 
 T = TypeVar("T")
@@ -63,7 +64,8 @@ def lookup(model_id: str, overlay: Path | str | None = DEFAULT_OVERLAY) -> Answe
     A folder is a folder, whatever its name: the base models that it names answer, as inferred. Of a name, the first
     that finds an entry answers: the exact id, an alias, a glob; the same name with other punctuation and without its
     organisation ("Llama 2 7B", "llama2", a page's address, `@revision`); the model that a quantised copy is of
-    ("org/Llama-2-7B-GPTQ"), as inferred. The type that a checkpoint is stored in is never taken for the type it was
+    ("org/Llama-2-7B-GPTQ"), or that a name says was trained on from ("Llama-2-chat", "gemma-2-9b-it",
+    "Qwen2.5-Coder-7B"), both as inferred. The type that a checkpoint is stored in is never taken for the type it was
     trained in.
 
     >>> answer = lookup("meta-llama/Llama-2-7b-hf", overlay=None)
@@ -122,6 +124,8 @@ def _of_a_name(base: KnowledgeBase, model_id: str) -> Answer:
         if found.known:
             failures = _unique((*found.failures, *answer.failures))
             answer = replace(found, how="base model", bases=found.matched, failures=failures, id_confirmed=False)
+    if not answer.known:
+        answer = _spelled(base, original, answer)
     answer = replace(answer, model_id=model_id)
     return answer if answer.known else _unknown(base, answer)
 
@@ -150,6 +154,27 @@ def _alike(base: KnowledgeBase, name: str) -> Answer:
         return Answer(name, "unknown", failures=_failures(base, name, ()))
     reports = _unique(report for own in found for report in _failures(base, own, entries))
     return Answer(name, "name", tuple(found), entries, reports)
+
+
+def _spelled(base: KnowledgeBase, name: str, answer: Answer) -> Answer:
+    """The one entry whose model a name is another spelling of, or says that it was trained on from.
+
+    Under an organisation of its own, a name without such a word may be anybody's.
+    """
+    one = spelling(name)
+    names = {own: entry for entry in base.entries for own in (*entry.model_ids, *entry.aliases)}
+    found = {own: names[own] for own in derived(one, names)}
+    entries = _unique(found.values())
+    if not entries or not all(_disagree(entry, entries[0]) for entry in entries[1:]):
+        return answer
+    same = any(one.variants <= spelling(own).variants for own in found)
+    owners = {own.rpartition("/")[0].casefold() for own in found}
+    if same and name.rpartition("/")[0].casefold() not in {"", *owners}:
+        return answer
+    matched = tuple(found) if one.sizes else tuple(entry.id for entry in entries)
+    failures = _unique((*answer.failures, *_failures(base, name, entries)))
+    bases = () if same else matched
+    return Answer(name, "name" if same else "base model", matched, entries, failures, bases=bases)
 
 
 def _folded(name: str) -> str:
@@ -190,8 +215,15 @@ def _failures(base: KnowledgeBase, model_id: str, entries: tuple[Entry, ...]) ->
     return tuple(
         report
         for report in base.failures
-        if ids & set(report.entries) or any(matches(name, model_id) for name in report.model_ids)
+        if ids & set(report.entries) or any(_meant(name, model_id) for name in report.model_ids)
     )
+
+
+def _meant(pattern: str, name: str) -> bool:
+    """Whether an id or a glob covers a name, which may lack the organisation and be punctuated in another way."""
+    if "/" in name:
+        return matches(pattern, name)
+    return matches("*".join(map(_folded, pattern.rpartition("/")[2].split("*"))), _folded(name))
 
 
 def _unknown(base: KnowledgeBase, answer: Answer) -> Answer:

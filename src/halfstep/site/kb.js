@@ -84,6 +84,10 @@
     const expression = glob.split("*").map((part) => part.replace(/[.*+?^${}()|[\]\\\/-]/g, "\\$&")).join("[^/]*");
     return new RegExp("^" + expression + "$").test(name);
   };
+  // A report names models by id; a name without its organisation is compared without punctuation too.
+  const plain = (text) => text.replace(/[^a-z0-9*]/g, "");
+  const meant = (glob, name) =>
+    name.includes("/") ? matches(glob, name) : matches(plain(glob.split("/").pop()), plain(name.replaceAll("*", "")));
   const named = new Map(data.names.flatMap(([number, how, called]) => called.map((name) => [name, [number, how]])));
   const find = (name) => {
     if (named.has(name)) return named.get(name);
@@ -97,7 +101,7 @@
     const reports = data.reports.filter(
       (report) =>
         report.uses.includes(use) &&
-        (report.globs.some((glob) => matches(glob, name)) || (answer && report.entries.some((id) => answer.entries.includes(id)))),
+        (report.globs.some((glob) => meant(glob, name)) || (answer && report.entries.some((id) => answer.entries.includes(id)))),
     );
     const failed = reports.some((report) => report.kind === "failure");
     if (answer) {
