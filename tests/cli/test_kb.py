@@ -140,7 +140,7 @@ def test_search(kb):
 def test_list_filters(kb):
     code, out, _ = kb("list", "--json")
     everything = json.loads(out)
-    assert (code, len(everything)) == (0, 158)
+    assert (code, len(everything)) == (0, 167)
     _, out, _ = kb("list", "--precision", "bf16", "--tier", "definitive", "--since", "2024", "--json")
     chosen = json.loads(out)
     assert 0 < len(chosen) < len(everything)
@@ -184,7 +184,7 @@ def test_model_card(kb):
 def test_validate(kb, tmp_path):
     code, out, _ = kb("validate")
     assert code == 0
-    assert "101 definitive entries; apart from them, 57 inferred; 68 failure reports: no problem found" in out
+    assert "102 definitive entries; apart from them, 65 inferred; 68 failure reports: no problem found" in out
     (tmp_path / "x.toml").write_text("family = [")
     code, _, err = kb("validate", tmp_path)
     assert code == 1
@@ -265,15 +265,15 @@ def test_a_hostile_entry_cannot_steer_the_terminal(kb, tmp_path):
 
 def test_export_to_standard_output_and_to_a_file(kb, tmp_path):
     _, out, _ = kb("export", "--format", "json")
-    assert len(json.loads(out)["entries"]) == 158
+    assert len(json.loads(out)["entries"]) == 167
     _, out, _ = kb("export", "--format", "csv")
-    assert len(list(csv.DictReader(io.StringIO(out)))) == 158
+    assert len(list(csv.DictReader(io.StringIO(out)))) == 167
     _, out, _ = kb("export", "--format", "md")
     assert out.startswith("# In which precision")
     code, out, _ = kb("export", "--format", "csv", "-o", tmp_path / "kb.csv")
     assert code == 0
     assert "wrote" in out
-    assert len(list(csv.DictReader(io.StringIO((tmp_path / "kb.csv").read_text(encoding="utf-8"))))) == 158
+    assert len(list(csv.DictReader(io.StringIO((tmp_path / "kb.csv").read_text(encoding="utf-8"))))) == 167
     code, _, err = kb("export", "--format", "csv", "-o", tmp_path / "no/such/kb.csv")
     assert code == 2
     assert "name a file in a folder that exists" in err

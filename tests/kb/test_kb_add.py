@@ -102,4 +102,4 @@ def test_every_file_of_the_package_is_written_back_as_it_is(file):
 def test_names_of_files(tmp_path):
     assert slug("GPT-Neo / 2.7B") == "gpt-neo-2-7b"
     assert add_entry("../../Träume", GOOD, tmp_path).parent == tmp_path
-    assert len(load(tmp_path).entries) == 159
+    assert len(load(tmp_path).entries) == 168

@@ -40,9 +40,9 @@ WIKI = {
 
 
 def test_the_package_has_all_entries_and_reports(base):
-    assert len(base.entries) == 158
-    assert base.counts() == {"definitive": 101, "inferred": 57}
-    assert len({entry.family for entry in base.entries}) == 139
+    assert len(base.entries) == 167
+    assert base.counts() == {"definitive": 102, "inferred": 65}
+    assert len({entry.family for entry in base.entries}) == 147
     assert len(base.failures) == 68
 
 
@@ -157,9 +157,18 @@ def test_hub_ids_are_unconfirmed_until_a_reference_names_them():
     assert 0 < len(confirmed) < len(ids) / 5
 
 
-@pytest.mark.parametrize("name", ["google/ul2", "facebook/nllb-200-3.3B", "facebook/bart-large"])
+@pytest.mark.parametrize("name", ["facebook/nllb-200-3.3B", "facebook/xglm-7.5B"])
 def test_what_nobody_could_cite_is_left_out(name):
     assert not lookup(name, overlay=None).known
+
+
+@pytest.mark.parametrize(
+    "name", ["google/ul2", "facebook/bart-large", "mistralai/Mixtral-8x7B-v0.1", "microsoft/phi-4"]
+)
+def test_what_was_looked_for_and_not_found_is_said(name):
+    (entry,) = lookup(name, overlay=None).entries
+    assert (entry.train_precision, entry.tier) == ("unknown", "inferred")
+    assert entry.paraphrase.startswith("Looked for, not stated")
 
 
 def test_every_report_is_linked_to_an_entry_or_names_its_model(base):

@@ -99,8 +99,8 @@ def ask(page, model, use):
 
 
 def test_it_opens_from_a_file_without_a_request_or_a_line_in_the_console(page, address):
-    assert len(shown(page)) == 158
-    assert count(page) == (101, 57)
+    assert len(shown(page)) == 167
+    assert count(page) == (102, 65)
     opened = requests(page)
     assert address in opened
     assert {urlsplit(url).scheme for url in opened} <= {"file", "data"}
@@ -135,7 +135,7 @@ def test_filters_combine_and_reset(page, base):
     assert set(shown(page)) == wanted
     page.find_element("css selector", "#page-filters button[type=reset]").click()
     page.execute_async_script("setTimeout(arguments[0], 0)")
-    assert len(shown(page)) == 158
+    assert len(shown(page)) == 167
 
 
 def test_search_as_you_type(page):
@@ -210,7 +210,7 @@ def test_an_entry_is_addressed_by_the_fragment(page, address):
 def test_other_fragments_do_no_harm(page, address, fragment):
     page.get("about:blank")
     page.get(address + fragment)
-    assert len(shown(page)) == 158
+    assert len(shown(page)) == 167
 
 
 @pytest.mark.parametrize(

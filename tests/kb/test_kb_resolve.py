@@ -71,11 +71,11 @@ def test_a_like_name_is_offered_but_never_taken():
 
 
 def test_a_model_without_an_entry_still_has_its_failure_reports():
-    answer = lookup("microsoft/phi-2", overlay=None)
+    answer = lookup("google/gemma-4-2b", overlay=None)
     assert not answer.known
     assert len(answer.failures) == 2
-    assert check("microsoft/phi-2", "fp16", overlay=None).verdict == "risky"
-    assert check("microsoft/phi-2", "bf16", overlay=None).verdict == "unknown"
+    assert check("google/gemma-4-2b", "fp16", overlay=None).verdict == "risky"
+    assert check("google/gemma-4-2b", "bf16", overlay=None).verdict == "unknown"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import TypeVar
 from halfstep.kb.entry import Entry, FailureReport, matches
 from halfstep.kb.local import is_folder, read_folder
 from halfstep.kb.reader import DEFAULT_OVERLAY, KnowledgeBase, load
-from halfstep.kb.spelling import derived, spelling
+from halfstep.kb.spelling import may_be, means, spelling
 
 
 T = TypeVar("T")
@@ -143,38 +143,50 @@ _QUANTISED = re.compile(
 def _alike(base: KnowledgeBase, name: str) -> Answer:
     """The one entry that has the name, whatever its punctuation, with or without its organisation and -hf."""
     key = _folded(name)
-    found: dict[str, Entry] = {}
-    for entry in base.entries:
-        for own in (entry.id, *entry.aliases, *entry.model_ids):
-            tail = own.rpartition("/")[2]
-            if key and key in (_folded(tail), _folded(tail.removesuffix("-hf"))) and "*" not in own:
-                found.setdefault(own, entry)
-    entries = _unique(found.values())
-    if not entries or (len(entries) > 1 and not all(_disagree(one, entries[0]) for one in entries[1:])):
+    found = {
+        entry.id: [own for own in (entry.id, *entry.aliases, *entry.model_ids) if "*" not in own and key in _tails(own)]
+        for entry in base.entries
+    }
+    entries = tuple(entry for entry in base.entries if found[entry.id])
+    if not key or not _one(entries):
         return Answer(name, "unknown", failures=_failures(base, name, ()))
-    reports = _unique(report for own in found for report in _failures(base, own, entries))
-    return Answer(name, "name", tuple(found), entries, reports)
+    matched = _unique(own for owns in found.values() for own in owns)
+    reports = _unique(report for own in matched for report in _failures(base, own, entries))
+    return Answer(name, "name", matched, entries, reports)
+
+
+def _tails(own: str) -> tuple[str, str]:
+    """A name as it is folded without its organisation, and without -hf."""
+    tail = own.rpartition("/")[2]
+    return _folded(tail), _folded(tail.removesuffix("-hf"))
 
 
 def _spelled(base: KnowledgeBase, name: str, answer: Answer) -> Answer:
     """The one entry whose model a name is another spelling of, or says that it was trained on from.
 
-    Under an organisation of its own, a name without such a word may be anybody's.
+    Under an organisation of its own, a name without such a word may be anybody's; "llama" may be any of them.
     """
     one = spelling(name)
-    names = {own: entry for entry in base.entries for own in (*entry.model_ids, *entry.aliases)}
-    found = {own: names[own] for own in derived(one, names)}
-    entries = _unique(found.values())
-    if not entries or not all(_disagree(entry, entries[0]) for entry in entries[1:]):
+    names = {entry.id: [own for own in (*entry.model_ids, *entry.aliases) if "*" not in own] for entry in base.entries}
+    found = {key: [own for own in owns if means(one, spelling(own))] for key, owns in names.items()}
+    entries = tuple(entry for entry in base.entries if found[entry.id])
+    if not one.sizes:  # a series is of all who disagree on it
+        entries = tuple(e for e in base.entries if e in entries or any(_disagree(e, other) for other in entries))
+    others = (own for key, owns in names.items() if not found[key] for own in owns)
+    if not _one(entries) or any(may_be(one, spelling(own)) for own in others):
         return answer
-    same = any(one.variants <= spelling(own).variants for own in found)
-    owners = {own.rpartition("/")[0].casefold() for own in found}
-    if same and name.rpartition("/")[0].casefold() not in {"", *owners}:
+    matched = _unique(own for owns in found.values() for own in owns)
+    same = any(one.variants <= spelling(own).variants for own in matched)
+    if same and name.rpartition("/")[0].casefold() not in {"", *(own.rpartition("/")[0].casefold() for own in matched)}:
         return answer
-    matched = tuple(found) if one.sizes else tuple(entry.id for entry in entries)
+    matched = matched if one.sizes else tuple(entry.id for entry in entries)
     failures = _unique((*answer.failures, *_failures(base, name, entries)))
-    bases = () if same else matched
-    return Answer(name, "name" if same else "base model", matched, entries, failures, bases=bases)
+    return Answer(name, "name" if same else "base model", matched, entries, failures, bases=() if same else matched)
+
+
+def _one(entries: tuple[Entry, ...]) -> bool:
+    """Whether entries are one answer: a single one, or a declared conflict."""
+    return bool(entries) and all(_disagree(entry, entries[0]) for entry in entries[1:])
 
 
 def _folded(name: str) -> str:

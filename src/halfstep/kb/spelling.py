@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,6 +11,7 @@ VARIANTS = frozenset(
     {
         "chat", "instruct", "it", "sft", "dpo", "orpo", "rlhf", "preview", "thinking", "zero", "coder", "code", "math",
         "vl", "turbo", "en", "lora", "qlora", "adapter", "peft", "finetuned",
+        "qat",
     }
 )  # fmt: skip
 """Words of a name that say it was trained on from another model."""
@@ -21,8 +21,8 @@ _SAME = frozenset({"hf", "pt", "meta"})  # the same model in another file
 _SIZES = frozenset(
     {"tiny", "xsmall", "mini", "small", "base", "medium", "large", "xlarge", "xl", "xxl", "huge", "giant"}
 )
-_TOKEN = re.compile(r"\d+x\d+b(?![a-z0-9])|a\d+b(?![a-z0-9])|\d+(?:\.\d+)?[bmtk](?![a-z0-9])|[a-z]+|\d+")
-_SIZE = re.compile(r"\d+x\d+b|a?\d+(?:\.\d+)?[bmt]")
+_TOKEN = re.compile(r"(?:\d+x\d+b|a\d+b|\d+(?:\.\d+)?[bmtke])(?![a-z0-9])|[a-z]+|\d+")
+_SIZE = re.compile(r"\d+x\d+b|a?\d+(?:\.\d+)?[bmt]|\d+e")  # parameters, all or active, or experts
 _DATE = re.compile(r"\d{4}|\d{6}|\d{8}|\d+k")  # of a release, or the length of its context
 
 
@@ -69,20 +69,13 @@ def spelling(name: str) -> Spelling:
     return Spelling(tuple(t for t in left if t not in sizes), tuple(sizes), variants, "".join(left))
 
 
-def derived(one: Spelling, names: Iterable[str]) -> tuple[str, ...]:
-    """The names that a spelling is of, or a variant of: with its sizes, or of its whole series where it gives none.
+def means(one: Spelling, other: Spelling) -> bool:
+    """Whether a name is of the other, or of a variant of it: with its sizes, or of its series where it gives none."""
+    return bool(one.core) and (other.key == one.key if one.sizes else other.series == one.series)
 
-    A series without a number is none where others have one: "llama" may be any of them.
-    """
-    others = {name: spelling(name) for name in names if "*" not in name}
-    if not one.core:
-        return ()
-    if one.sizes:
-        return tuple(name for name, other in others.items() if other.key == one.key)
-    length = len(one.core)
-    following = {
-        other.core[length] for other in others.values() if other.core[:length] == one.core and other.core[length:]
-    }
-    if not one.numbered and any(word.isdigit() or word == "v" for word in following):
-        return ()
-    return tuple(name for name, other in others.items() if other.series == one.series)
+
+def may_be(one: Spelling, other: Spelling) -> bool:
+    """Whether a name without a size and a number leaves open which generation it is of, of which the other is one."""
+    following = other.core[len(one.core) :]
+    unclear = not one.numbered and not one.sizes and other.core[: len(one.core)] == one.core
+    return unclear and bool(following) and (following[0].isdigit() or following[0] == "v")
