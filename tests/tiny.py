@@ -97,6 +97,14 @@ def prepared(name, model=None, optimizer=None, **options):
     return halfstep.prepare(model, optimizer, recipe=name, **{"generator": 3, **options})
 
 
+def nameless(state):
+    """An optimizer's or a scaler's state as versions wrote it that named no recipe."""
+    state = copy.deepcopy(state)
+    for part in (*state.get("param_groups", ()), state.get("halfstep", {})):
+        part.pop("recipe", None)
+    return state
+
+
 class Estimated(TorchFunctionMode):
     """Stock linear products whose weight's gradient is multiplied by what a recipe takes for rounding's derivative:
     where it has an estimator, gradients are not those that go straight through, by design."""

@@ -26,6 +26,7 @@ from halfstep.nn.stages import Steps
 from halfstep.optim import LossScaler, LowBit, check_moments, check_optimizer, convert
 from halfstep.optim.present import Reference
 from halfstep.recipe import Recipe, get_recipe
+from halfstep.recipe.origin import Origin, check_change
 
 
 def prepare(
@@ -38,6 +39,7 @@ def prepare(
     process_group: Any = None,
     amax_group: Any = None,
     total_steps: int | None = None,
+    recipe_change: str = "refuse",
 ) -> tuple[nn.Module, LowBit, LossScaler]:
     """Make a model, its optimizer and a loss scaler follow a recipe. The loop is torch.amp's:
 
@@ -67,6 +69,8 @@ def prepare(
             that hold the same layers (of a pipeline, a stage's). None is `process_group`.
         total_steps: how often the run calls `scaler.update()`: for recipes that change after a fraction of it. Others
             take it and leave it.
+        recipe_change: whether the states that are loaded later may be those of another recipe: `refuse`, which is an
+            error that names both, or `allow`, which tells what of them is rounded, dropped or begun anew.
 
     Raises:
         OptimizerError: the optimizer cannot be expressed, or holds no parameter of the model. Nothing was changed.
@@ -75,6 +79,7 @@ def prepare(
     """
     recipe = get_recipe(recipe)
     check_total(total_steps)
+    check_change(recipe_change)
     if recipe.stages:
         Schedule(recipe).fix(total_steps)
     for stage in recipe.by_stage:
@@ -83,7 +88,7 @@ def prepare(
     masters = _masters(model, optimizer, recipe)
     apply(model, recipe, module_filter)
     groups = process_group, amax_group
-    low_bit, scaler = _optimized(model, optimizer, masters, generator, groups, total_steps)
+    low_bit, scaler = _optimized(model, optimizer, masters, generator, groups, total_steps, recipe_change)
     return model, low_bit, scaler
 
 
@@ -96,6 +101,7 @@ def optimize(
     amax_group: Any = None,
     total_steps: int | None = None,
     masters: Mapping[nn.Parameter, Tensor] | None = None,
+    recipe_change: str = "refuse",
 ) -> tuple[LowBit, LossScaler]:
     """The optimizer and the loss scaler of the recipe that a model follows: the second half of `halfstep.prepare`.
 
@@ -109,7 +115,7 @@ def optimize(
 
     Args:
         model: the model that `apply` was called on, or what wraps it (DDP, torch.compile, PEFT).
-        optimizer, generator, process_group, amax_group, total_steps: as in `prepare`.
+        optimizer, generator, process_group, amax_group, total_steps, recipe_change: as in `prepare`.
         masters: what `full_weights(model, recipe)` gave before `apply`, of parameters that are still the same objects.
 
     Raises:
@@ -126,6 +132,7 @@ def optimize(
             "beside its codes: halfstep.quantize_model(model, recipe, adapters=True)"
         )
     check_total(total_steps)
+    check_change(recipe_change)
     if applied.schedule is not None:
         applied.schedule.check(total_steps)
     _check(root, optimizer, recipe)
@@ -133,7 +140,7 @@ def optimize(
     keep_grads(root)
     masters = _masters(root, optimizer, recipe, masters or {})
     groups = process_group, amax_group
-    return _optimized(root, optimizer, masters, generator, groups, total_steps)
+    return _optimized(root, optimizer, masters, generator, groups, total_steps, recipe_change)
 
 
 def full_weights(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]:
@@ -172,7 +179,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -
             "halfstep.optimize(model, optimizer)"
         )
     check_ranks(recipe, parameters.values())
-    _scaler(model, recipe, None, None)  # refuses an impossible scale
+    _scaler(model, recipe)  # refuses an impossible scale
 
 
 def _check_adapters(reference: Reference, trained: Collection[Tensor]) -> None:
@@ -220,15 +227,16 @@ def _optimized(
     generator: torch.Generator | int | None,
     groups: tuple[Any, Any],
     total_steps: int | None,
+    recipe_change: str,
 ) -> tuple[LowBit, LossScaler]:
     applied = applied_to(model)
     recipe = applied.recipe
-    scaler, steps = _scaler(model, recipe, *groups)
+    scaler, steps = _scaler(model, recipe, *groups, recipe_change)
     if recipe.codes is not None:
         hold(model, applied.rounded, recipe.codes)
     same_layers = groups[0] if groups[1] is None else groups[1]
     projected = projections(model, recipe)
-    low_bit = convert(optimizer, recipe, masters, generator, weakref.ref(model), same_layers, projected)
+    low_bit = convert(optimizer, recipe, masters, generator, weakref.ref(model), same_layers, projected, recipe_change)
     low_bit.check_new = partial(_check_adapters, weakref.ref(model))
     steps.follow(low_bit)
     if applied.schedule is not None:
@@ -236,8 +244,11 @@ def _optimized(
     return low_bit, scaler
 
 
-def _scaler(model: nn.Module, recipe: Recipe, process_group: Any, amax_group: Any) -> tuple[LossScaler, Steps]:
-    scale, steps = recipe.loss_scale, Steps(model, process_group if amax_group is None else amax_group)
+def _scaler(
+    model: nn.Module, recipe: Recipe, process_group: Any = None, amax_group: Any = None, recipe_change: str = "refuse"
+) -> tuple[LossScaler, Steps]:
+    same_layers = process_group if amax_group is None else amax_group
+    scale, steps = recipe.loss_scale, Steps(model, same_layers, Origin(recipe, recipe_change))
     scaler = LossScaler(
         init_scale=scale.init if scale else 1.0,
         growth_interval=scale.growth_interval if scale else 2000,

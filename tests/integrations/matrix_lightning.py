@@ -36,9 +36,10 @@ class Module(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
-def trainer_of(recipe, generator=3, total_steps=None, **options):
+def trainer_of(recipe, generator=3, total_steps=None, recipe_change="refuse", **options):
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    plugin = HalfstepPrecision(recipe, generator=generator, total_steps=total_steps)
+    how = {"generator": generator, "total_steps": total_steps, "recipe_change": recipe_change}
+    plugin = HalfstepPrecision(recipe, **how)
     settled = {"accelerator": "cpu", "accumulate_grad_batches": ACCUMULATED, "gradient_clip_val": CLIP}
     return Trainer(plugins=[plugin], max_epochs=EPOCHS, **{**QUIET, **settled, **options})
 

@@ -14,7 +14,6 @@ from trainers import (
     CHECKPOINTING,
     IS_CHECKPOINTING,
     STEPS,
-    StopAfter,
     Trained,
     arguments,
     examples,
@@ -216,19 +215,6 @@ def test_one_trainer_trains_on_and_resumes_what_it_trained(tmp_path):
     assert not are_same(state_of(whole), expected)
 
 
-def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
-    trainer("bf16-master", tmp_path, callbacks=[StopAfter(1)], save_strategy="steps", save_steps=1).train()
-    with pytest.raises(OptimizerError, match=r"it was saved under another recipe\. Resume under that one"):
-        trainer("bf16-stochastic", tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-
-def test_a_checkpoint_of_a_recipe_without_masters_is_told(tmp_path):
-    trainer("fp32", tmp_path, callbacks=[StopAfter(1)], save_strategy="steps", save_steps=1).train()
-    resumed = trainer("bf16-collage-plus", tmp_path, callbacks=[StopAfter(2)])
-    with pytest.warns(UserWarning, match="keeps masters.*goes on under another recipe than before"):
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-
 @pytest.mark.slow
 def test_model_init_makes_a_model_for_each_training(tmp_path):
     told = arguments(tmp_path, max_steps=2)
@@ -250,7 +236,7 @@ def test_the_best_model_is_loaded_evaluated_saved_and_generates(recipe, tmp_path
     trained = trainer(recipe, tmp_path, how={"eval_dataset": examples(rows=6)}, **saves, **best)
     trained.train()
     losses = logged(trained, "eval_loss")
-    assert trained.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6 if recipe != "fp8-delayed" else 1e-2)
+    assert trained.evaluate()["eval_loss"] == min(losses)
     trained.save_model(str(tmp_path / "saved"))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert_same(copied(stock.state_dict()), copied(dict(trained.model.state_dict())))

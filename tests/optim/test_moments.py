@@ -24,7 +24,7 @@ from halfstep.quant.scaling import get_scaling
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe import Storage, from_data, get_recipe, get_storage, to_data
 from halfstep.tracking.vanished import vanished_states
-from tiny import adamw, assert_same, batch, copied, mlp, prepared, train
+from tiny import adamw, assert_same, batch, copied, mlp, nameless, prepared, train
 
 
 NOBODYS = """
@@ -176,7 +176,7 @@ def test_codes_of_another_format_are_decoded_and_said_to_be_rounded_anew():
             rounds = "fp32" not in (name, other) and name != other
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                optimizer.load_state_dict(copied(state))
+                optimizer.load_state_dict(nameless(copied(state)))
             assert rounds == any("is rounded anew to" in str(warning.message) for warning in said)
             for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
                 values = read(other, state["state"][number], parameter)
@@ -187,10 +187,10 @@ def test_codes_of_another_format_are_decoded_and_said_to_be_rounded_anew():
         with pytest.raises(OptimizerError, match=r"parameter 0 holds exp_avg (as|of shape).*\(3, 8\)"):
             optimizer.load_state_dict(broken)
         if name != "fp32":
-            nameless = copied(own)
-            nameless["param_groups"][0].pop("state_formats")
+            unnamed = copied(own)
+            unnamed["param_groups"][0].pop("state_formats")
             with pytest.raises(OptimizerError, match="of a format it does not name"):
-                optimizer.load_state_dict(nameless)
+                optimizer.load_state_dict(unnamed)
             unknown = copied(own)
             unknown["param_groups"][0]["state_formats"] = {"exp_avg": "float 9 9 9, 1x32, floor"}
             with pytest.raises(OptimizerError, match=r"as codes \(float 9 9 9, 1x32, floor\); this recipe keeps it as"):
@@ -208,7 +208,7 @@ def test_a_wider_or_narrower_recipe_takes_over_a_sum():
     train(model, optimizer, scaler)
     state = optimizer.state_dict()
     alone, other, _ = prepared(recipe_with("bf16", "bf16-collage-plus"))
-    other.load_state_dict(state)
+    other.load_state_dict(nameless(state))
     for number, parameter in enumerate(alone.parameters()):
         pair = state["state"][number]
         total = pair["exp_avg_sq"].float() + pair["exp_avg_sq_residual"].float()
@@ -461,7 +461,7 @@ def test_small_tensors_stay_in_fp32_and_resume_so():
     for one, two in zip(model.parameters(), again.parameters(), strict=True):
         assert_same(one, two)
     wide = prepared("fp32", nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)))[1]
-    wide.load_state_dict(saved[1])
+    wide.load_state_dict(nameless(saved[1]))
     assert {state["exp_avg"].dtype for state in wide.state.values()} == {torch.float32}
 
 

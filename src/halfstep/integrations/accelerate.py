@@ -30,6 +30,7 @@ def prepare(
     module_filter: ModuleFilter | None = None,
     generator: torch.Generator | int | None = None,
     total_steps: int | None = None,
+    recipe_change: str = "refuse",
     device_placement: list[bool] | None = None,
 ) -> tuple[Any, ...]:
     """`accelerator.prepare(*objects)`, with a model and an optimizer that follow a recipe. The loop stays Accelerate's:
@@ -51,7 +52,8 @@ def prepare(
         accelerator: an Accelerator with mixed_precision="no" on one device or under DDP.
         objects: as for `accelerator.prepare`, in any order: an optimizer, as `halfstep.prepare` takes it, and the model
             that holds its parameters; loaders, schedulers and models that are not trained, if you like.
-        recipe, module_filter, generator, total_steps: as in `halfstep.prepare`. `total_steps` are optimizer steps.
+        recipe, module_filter, generator, total_steps, recipe_change: as in `halfstep.prepare`. `total_steps` are
+            optimizer steps.
         device_placement: as in `accelerator.prepare`.
 
     Returns:
@@ -67,7 +69,13 @@ def prepare(
     optimizer = _only_optimizer(objects)
     model = _model_of(optimizer, objects)
     _, low_bit, scaler = prepare_by_itself(
-        model, optimizer, recipe, module_filter=module_filter, generator=generator, total_steps=total_steps
+        model,
+        optimizer,
+        recipe,
+        module_filter=module_filter,
+        generator=generator,
+        total_steps=total_steps,
+        recipe_change=recipe_change,
     )
     accelerator.scaler = scaler  # before accelerator.prepare, whose optimizer keeps the one that it finds
     clipping = _Clipping(accelerator, low_bit, scaler)

@@ -20,6 +20,7 @@ from halfstep.nn.stages import schedule_of
 from halfstep.optim import LossScaler, LowBit
 from halfstep.preparation import full_weights, optimize
 from halfstep.recipe import Recipe, get_recipe
+from halfstep.recipe.origin import check_change
 
 
 try:
@@ -44,7 +45,7 @@ class HalfstepPrecision(Precision):
     under Lightning's own precision.
 
     Args:
-        recipe, module_filter, generator: as in `halfstep.prepare`.
+        recipe, module_filter, generator, recipe_change: as in `halfstep.prepare`.
         total_steps: how many optimizer steps the run has, for recipes that change after a fraction of it. None is what
             `trainer.estimated_stepping_batches` says, where the optimization is automatic.
 
@@ -61,8 +62,11 @@ class HalfstepPrecision(Precision):
         module_filter: ModuleFilter | None = None,
         generator: torch.Generator | int | None = None,
         total_steps: int | None = None,
+        recipe_change: str = "refuse",
     ) -> None:
         self.recipe = get_recipe(recipe)
+        check_change(recipe_change)
+        self._recipe_change = recipe_change
         self.scaler: LossScaler | None = None
         """The loss scaler of all optimizers, once `fit` has begun: its scale, `skipped_steps` and `overflowed`."""
         self._module_filter = module_filter
@@ -115,7 +119,12 @@ class HalfstepPrecision(Precision):
         total_steps = self._run_length()
         for optimizer in optimizers:
             low_bit, scaler = optimize(
-                model, optimizer, generator=self._generator, total_steps=total_steps, masters=masters
+                model,
+                optimizer,
+                generator=self._generator,
+                total_steps=total_steps,
+                masters=masters,
+                recipe_change=self._recipe_change,
             )
             self._optimizers.append(low_bit)
             self.scaler = self.scaler or scaler  # one loss, one scale

@@ -10,7 +10,9 @@ For any other trainer, put the mixin first: `class Tuner(HalfstepMixin, trl.SFTT
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,7 @@ from halfstep.nn.stages import schedule_of
 from halfstep.optim import LossScaler, LowBit
 from halfstep.preparation import prepare
 from halfstep.recipe import Recipe, get_recipe
+from halfstep.recipe.origin import Origin, check_change
 
 
 try:
@@ -34,6 +37,7 @@ except ModuleNotFoundError as error:
 
 __all__ = ["HalfstepCallback", "HalfstepMixin", "HalfstepTrainer"]
 
+_ORIGIN, _SCALER, _TORCHS = "halfstep.json", "halfstep.pt", "scaler.pt"
 _LOG = logging.getLogger(__name__)
 if TYPE_CHECKING:
     _Base = Trainer
@@ -52,8 +56,10 @@ class HalfstepMixin(_Base):
 
     The model and the optimizer are handed to `halfstep.prepare` when training begins, after TRL's own changes to the
     model and after a checkpoint's weights have been loaded. Evaluation and generation before that see the model as it
-    was given. The loss scale is the accelerator's scaler, so the trainer's checkpoints hold it, with scaling states and
-    the number of steps that a recipe's stages count, and a resumed run goes on bit for bit.
+    was given. The loss scale is the accelerator's scaler. The trainer's checkpoints have two files more: `halfstep.pt`
+    holds the scaler's state, with scaling states and the number of steps that a recipe's stages count, and
+    `halfstep.json` the name and the digest of the recipe. A resumed run goes on bit for bit, and
+    `load_best_model_at_end` brings back the scaling states of that model.
 
     Beside the trainer's own, the log has `raw_loss` (as `loss`, with the NaN and infinite values that
     `logging_nan_inf_filter` hides), `loss_scale` and `skipped_steps` (of this process); `grad_norm` is that of the
@@ -62,13 +68,14 @@ class HalfstepMixin(_Base):
     Args:
         recipe: a name, "A until 90%, then B", a file of one's own, or a `Recipe`. Fractions are of the trainer's
             `max_steps`.
-        module_filter, generator, process_group, amax_group: as in `halfstep.prepare`.
+        module_filter, generator, process_group, amax_group, recipe_change: as in `halfstep.prepare`.
         audit: whether to print `halfstep.audit` when training ends.
 
     Raises:
         RecipeError: the arguments ask for another precision beside the recipe's (`bf16`, `fp16`, `bf16_full_eval`), or
             for FSDP, DeepSpeed, DataParallel or another parallelism than DDP; the recipe is unknown, or does not fit
-            the model (when training begins); training begins anew where the stages of a recipe are further.
+            the model (when training begins); training begins anew where the stages of a recipe are further; a run is
+            resumed from a checkpoint of another recipe, and no change was asked for.
         OptimizerError: an optimizer that has no counterpart here (when training begins).
     """
 
@@ -84,15 +91,18 @@ class HalfstepMixin(_Base):
         generator: torch.Generator | int | None = None,
         process_group: Any = None,
         amax_group: Any = None,
+        recipe_change: str = "refuse",
         audit: bool = True,
         **kwargs: Any,
     ) -> None:
         self.recipe = get_recipe(recipe)
+        check_change(recipe_change)
         self._options: dict[str, Any] = {
             "module_filter": module_filter,
             "generator": generator,
             "process_group": process_group,
             "amax_group": amax_group,
+            "recipe_change": recipe_change,
         }
         self._prepared: tuple[nn.Module, LowBit] | None = None
         self._raw_loss: Tensor | None = None
@@ -146,6 +156,39 @@ class HalfstepMixin(_Base):
                 logs |= {"loss_scale": self.scaler.get_scale(), "skipped_steps": self.scaler.skipped_steps}
             self._raw_loss = None
         super().log(logs, *args, **kwargs)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Trainer's; a checkpoint also names its recipe, and holds what the scaler keeps."""
+        super().save_model(output_dir, _internal_call)
+        if _internal_call and output_dir is not None and self.args.should_save and self._prepared is not None:
+            name, _, digest = Origin(self.recipe).mark.rpartition(" @")
+            Path(output_dir, _ORIGIN).write_text(json.dumps({"recipe": name, "digest": digest}) + "\n")
+            torch.save(self.scaler.state_dict(), Path(output_dir, _SCALER))
+
+    def _save_scaler(self, output_dir: str) -> None:
+        if self.scaler.is_enabled():  # a stock Trainer fails on a file that it has no scaler for
+            super()._save_scaler(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        file = Path(resume_from_checkpoint, _ORIGIN)
+        if file.exists():
+            saved = json.loads(file.read_text())
+            origin = Origin(self.recipe, self._options["recipe_change"])
+            origin.differs(f"{saved['recipe']} @{saved['digest']}", f"the checkpoint {resume_from_checkpoint}")
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Not Trainer's, which swallows what the scaler warns of."""
+        files = [] if checkpoint is None else [Path(checkpoint, name) for name in (_SCALER, _TORCHS)]
+        found = next((file for file in files if file.exists()), None)
+        if found is not None:
+            self.scaler.load_state_dict(torch.load(found, map_location="cpu", weights_only=True))
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._load_scaler(self.state.best_model_checkpoint)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self.scaler.clip_grad_norm_(self.optimizer, self.args.max_grad_norm)

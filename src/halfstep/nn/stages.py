@@ -22,6 +22,7 @@ from halfstep.ops.attention import ATTRIBUTE
 from halfstep.quant.captured import capturing
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import DTYPES, Recipe
+from halfstep.recipe.origin import RECIPE, Origin
 
 
 STAGES = "_halfstep_stages"
@@ -133,10 +134,13 @@ class Steps:
 
     Args:
         process_group: as for `Scalings`.
+        origin: the recipe that its state names.
     """
 
-    def __init__(self, model: nn.Module, process_group: Any = None) -> None:
+    def __init__(self, model: nn.Module, process_group: Any = None, origin: Origin | None = None) -> None:
         self._model = model
+        self._origin = origin
+        self._made = 0  # optimizer steps, where no schedule counts them
         self._scalings = Scalings(model, process_group)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -160,6 +164,7 @@ class Steps:
                     "for each stage"
                 )
         self._scalings.advance(skipped)
+        self._made += 1
         if schedule is not None:
             schedule.steps += 1
             self._keep_up()
@@ -170,10 +175,31 @@ class Steps:
             _switch(self._model, schedule.due)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the scaler saves beside its own: `scaling` states, and `stages`; each only where there is one."""
+        """What the scaler saves beside its own: the `recipe`, and how many steps were made under it; `scaling` states,
+        and `stages`, where there are any."""
         schedule = schedule_of(self._model)
-        found = {"scaling": self._scalings.state_dict(), "stages": {} if schedule is None else schedule.state()}
+        found: dict[str, Any] = {} if self._origin is None else {RECIPE: self._origin.mark, "steps": self._made}
+        found |= {"scaling": self._scalings.state_dict(), "stages": {} if schedule is None else schedule.state()}
         return {name: state for name, state in found.items() if state}
+
+    def differs(self, saved: Mapping[str, Any]) -> str | None:
+        """As `Origin.differs`, of what `state_dict` gave."""
+        return self._origin.differs(saved.get(RECIPE), "the scaler's state") if self._origin is not None else None
+
+    def begin(self, saved: Mapping[str, Any]) -> list[str]:
+        """Begin under this recipe after another one's state, and say what becomes of that."""
+        schedule, told = applied_to(self._model).schedule, []
+        if schedule is not None:
+            self._load_steps(schedule, saved.get("stages", saved).get("steps", 0))
+            told.append(f"it goes on after step {schedule.steps} in stage {schedule.stage + 1}")
+        elif "stages" in saved:
+            told.append("stages end, and this recipe holds to the end")
+        self._made = saved.get("steps", 0)
+        own = bool(self._scalings.state_dict())
+        self._scalings.reset()
+        if own or "scaling" in saved:
+            told.append("scaling states begin anew" if own else "scaling states are dropped")
+        return told
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Put it back: first the stage, then the scaling states that it has. What is not there warns and begins anew.
@@ -190,8 +216,9 @@ class Steps:
                 stacklevel=3,
             )
             self._scalings.reset()
-            return
-        self._scalings.load_state_dict(scaling)
+        else:
+            self._scalings.load_state_dict(scaling)
+        self._made = saved.get("steps", 0)
 
     def _load_stage(self, saved: Mapping[str, Any]) -> None:
         schedule = applied_to(self._model).schedule
@@ -209,9 +236,6 @@ class Steps:
                 "first stage; save scaler.state_dict() beside the model to resume where it was",
                 stacklevel=4,
             )
-        clock = applied_to(self._model).clock
-        assert clock is not None
-        clock.begin(self._model)  # weights that were loaded beside it are no step that nobody ended
         schedule.steps = int(saved.get("steps", 0))
         if saved and list(saved["starts"]) != list(schedule.starts):
             warnings.warn(
@@ -221,4 +245,11 @@ class Steps:
                 f"{saved['stage'] + 1}",
                 stacklevel=4,
             )
+        self._load_steps(schedule, schedule.steps)
+
+    def _load_steps(self, schedule: Schedule, steps: int) -> None:
+        clock = applied_to(self._model).clock
+        assert clock is not None
+        clock.begin(self._model)  # weights that were loaded beside it are no step that nobody ended
+        schedule.steps = int(steps)
         self._keep_up()

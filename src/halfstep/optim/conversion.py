@@ -16,6 +16,7 @@ from halfstep.optim.lowbit import LowBit
 from halfstep.optim.present import Reference
 from halfstep.quant import draw_seed
 from halfstep.recipe import Projection, Recipe
+from halfstep.recipe.origin import Origin
 
 
 def convert(
@@ -26,6 +27,7 @@ def convert(
     model: Reference | None = None,
     process_group: Any = None,
     projections: Mapping[nn.Parameter, Projection] | None = None,
+    recipe_change: str = "refuse",
 ) -> LowBit:
     """The optimizer that continues `optimizer` under a recipe: same groups, same moments, same step counts.
 
@@ -40,6 +42,7 @@ def convert(
         model: a weak reference to the model: once parameters have left it, the others are not stepped on in silence.
         process_group: the processes that train together; None is the default group, where there is one.
         projections: of parameters that are updated in a subspace of their gradients, how.
+        recipe_change: whether it loads states of other recipes, `refuse` or `allow`.
 
     Raises:
         OptimizerError: the class, an option, a parameter or a state cannot be expressed; the optimizer is left as it
@@ -51,6 +54,7 @@ def convert(
     result = LowBit(list(optimizer.param_groups), rule, recipe, seed, model, process_group, projections)
     result.defaults = {**optimizer.defaults, **result.defaults}
     result.param_groups = optimizer.param_groups
+    result.origin = Origin(recipe, recipe_change)
     result.agree_on_the_seed()
     result.take_over(optimizer.state, masters)
     result.awaits_scaler = recipe.loss_scale is not None and (recipe.loss_scale.dynamic or recipe.loss_scale.init != 1)

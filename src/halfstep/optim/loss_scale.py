@@ -16,6 +16,7 @@ from halfstep.optim.dynamic_scale import EXTRA, check_keys, float32
 from halfstep.optim.gradients import narrow_all
 from halfstep.optim.pending import Pending
 from halfstep.optim.unscaling import Unscaling
+from halfstep.recipe.origin import RECIPE
 
 
 __all__ = ["EXTRA", "Follower", "LossScaler"]
@@ -30,7 +31,17 @@ class Follower(Protocol):
         """End an optimizer step, which was skipped where gradients overflowed; a tensor says so on a GPU."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save, by names that are none of the scaler's; nothing for most recipes."""
+        """What to save, by names that are none of the scaler's."""
+
+    def differs(self, saved: Mapping[str, Any]) -> str | None:
+        """What recipe such a state was saved under, where it is another one and a change was asked for.
+
+        Raises:
+            RecipeError: it is another one, and no change was asked for.
+        """
+
+    def begin(self, saved: Mapping[str, Any]) -> list[str]:
+        """Begin after the state of another recipe; what is to be told of it."""
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Put it back; what is missing begins anew, and says so."""
@@ -184,12 +195,12 @@ class LossScaler(Unscaling):
     # ---- saving ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five keys; none when disabled. Hysteresis in progress, scaling states, and how far a recipe's stages
-        are, add one key in all."""
+        """torch's five keys; none when disabled. The recipe's name and digest, hysteresis in progress, scaling states,
+        and how far a recipe's stages are, add one key in all."""
         extra: dict[str, Any] = self._follower.state_dict() if self._follower is not None else {}
         if self._enabled and self._hysteresis > 1:
             extra["patience"] = self._patience
-        if (self._enabled or extra) and any(p.stage == "stepped" for p in self._pending):
+        if (self._enabled or extra.keys() - {RECIPE}) and any(p.stage == "stepped" for p in self._pending):
             warnings.warn(
                 "the scaler's state was taken between step() and update(): a run that resumes from it never sees that "
                 "update. Save after scaler.update()",
@@ -201,16 +212,36 @@ class LossScaler(Unscaling):
         """Load a state of this class or of `torch.amp.GradScaler`.
 
         Raises:
+            RecipeError: the state names another recipe, and no change was asked for.
             LossScaleError: the state is empty (it was saved by a disabled scaler) or lacks a key; scaling states of
                 another model or recipe.
         """
+        extra = state_dict.get(EXTRA, {})
+        other = self._follower.differs(extra) if self._follower is not None else None
+        if other is not None:
+            self._begin_after(other, state_dict)
+            return
         if self._enabled:
             check_keys(state_dict)
-        extra = state_dict.get(EXTRA, {})
         if self._follower is not None:
             self._follower.load_state_dict(extra)
         if self._enabled:
             self._load_scale(state_dict, extra.get("patience"))
+
+    def _begin_after(self, other: str, state: Mapping[str, Any]) -> None:
+        """Go on from the state of another recipe, whose loss scale is not this one's, and say so."""
+        assert self._follower is not None
+        told = self._follower.begin(state.get(EXTRA, {}))
+        if self._enabled:
+            told.append(f"the loss scale begins anew at {self.get_scale():g}")
+        elif "scale" in state:
+            told.append(f"the loss scale, {state['scale']:g}, is dropped")
+        if told:
+            warnings.warn(
+                f"the scaler's state was saved under {other}, and goes on under another recipe, as "
+                f"recipe_change='allow' asks: {'; '.join(told)}",
+                stacklevel=3,
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         if self._enabled and self._pending:

@@ -90,6 +90,7 @@ class LowBit(Stored):
     def __getstate__(self) -> dict[str, Any]:
         # What a copy needs beside torch's own. Which model it belongs to and who trains with it, it does not know.
         own: dict[str, Any] = {"rule": self.rule, "recipe": self.recipe, "awaits_scaler": self.awaits_scaler}
+        own["origin"] = self.origin
         held = {parameter for group in self.param_groups for parameter in group["params"]}
         own["projections"] = {p: projection for p, projection in self.projections.items() if p in held}
         return {**super().__getstate__(), **own}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from halfstep import ops
 from halfstep.errors import OptimizerError
 from halfstep.ops import CodeTensor
+from halfstep.optim.changed import Changed
 from halfstep.optim.checks import check_state, check_subspace
 from halfstep.optim.coded import CodedWeight
 from halfstep.optim.foreign import as_ours
@@ -25,6 +26,7 @@ from halfstep.optim.states import FORMATS, adopt, foreign, labels, start, widene
 from halfstep.optim.update import OWN
 from halfstep.quant.masters import Master, get_master
 from halfstep.recipe import MASTER, Projection, Recipe, Storage, is_master
+from halfstep.recipe.origin import RECIPE, Origin
 
 
 SEED = "rounding_seed"
@@ -41,6 +43,8 @@ class Stored(torch.optim.Optimizer):
 
     rule: UpdateRule
     recipe: Recipe
+    origin: Origin | None = None
+    """What its state dicts say of the recipe; None where no model follows one."""
 
     def __init__(
         self,
@@ -130,24 +134,34 @@ class Stored(torch.optim.Optimizer):
                 if parameter.requires_grad or self.state.get(parameter):
                     self._begun(parameter, group)
 
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, whose groups name the recipe and its digest."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            if self.origin is not None:
+                group[RECIPE] = self.origin.mark
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class, or of the torch optimizer with the same rule, returned.
 
         Moments and masters keep this optimizer's own dtypes: torch's loader would cast them to the parameter's.
         A master copy that the state lacks (a torch optimizer has none) is the present one; where an optimizer of ours
-        saved the state, that one followed another recipe, and a warning says so.
+        saved the state, that one followed another recipe, and a warning says so. Of a state that names another recipe,
+        where `recipe_change="allow"` was given, another warning tells what becomes of it.
 
         The moments of bitsandbytes' Adam and AdamW, and of torchao's, are decoded and kept as this one keeps them.
 
         Raises:
+            RecipeError: the state names another recipe, and no change was asked for. Nothing was changed.
             OptimizerError: the groups differ; a state belongs to a parameter of another shape or to another update
                 rule, or holds what this optimizer would leave unused (AMSGrad's maximum, another recipe's master).
                 Nothing was changed.
         """
         state_dict = dict(state_dict)  # which hooks may change
         for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, state_dict)
-            state_dict = state_dict if changed is None else changed
+            hooked = before(self, state_dict)
+            state_dict = state_dict if hooked is None else hooked
         saved = [len(group["params"]) for group in state_dict["param_groups"]]
         own = [len(group["params"]) for group in self.param_groups]
         if saved != own:
@@ -162,27 +176,43 @@ class Stored(torch.optim.Optimizer):
                 f"{min(map(repr, extra))}: expected those of its {sum(saved)} alone. Load it as it was saved"
             )
         states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        lost = 0
+        lost, changed = 0, self._changed(state_dict["param_groups"])
         for group, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
             self.rule.check({**group, "params": mine["params"]})
             for number, parameter in zip(group["params"], mine["params"], strict=True):
                 if number in state_dict["state"]:
                     saved_state, options = state_dict["state"][number], {**mine, **group}
-                    state = self._adopt(parameter, saved_state, options, number, group.get(FORMATS), SEED in group)
+                    formats = group.get(FORMATS)
+                    if changed is not None:
+                        plan, master = self.plan(parameter, options), self._master(parameter)
+                        kept = changed.kept(saved_state, plan, master, formats, self._master_kind(parameter), parameter)
+                        saved_state, formats = kept
+                    state = self._adopt(parameter, saved_state, options, number, formats, SEED in group)
                     keeps, present = self._master(parameter).keeps.keys(), self.state.get(parameter, {})
                     if not keeps <= state.keys() and keeps <= present.keys():
                         state.update({name: present[name] for name in keeps})
-                        lost += SEED in group
+                        lost += SEED in group and changed is None
                     states[parameter] = state
         if lost:
             warnings.warn(NO_MASTER.format(lost, self.recipe.name), stacklevel=2)
+        if changed is not None:
+            warnings.warn(str(changed), stacklevel=2)
+        others = ("params", RECIPE) if changed is None else ("params", RECIPE, SEED)
         for group, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            mine.update({name: copy.deepcopy(value) for name, value in group.items() if name != "params"})
+            mine.update({name: copy.deepcopy(value) for name, value in group.items() if name not in others})
         # The groups stay the same objects: a scheduler built before `convert` holds them.
         self.__setstate__({"state": states, "param_groups": self.param_groups})
         self._begin()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _changed(self, groups: list[dict[str, Any]]) -> Changed | None:
+        """What is to be told of a state, if it was saved under another recipe and may be loaded all the same."""
+        if self.origin is None:
+            return None
+        names = (self.origin.differs(group.get(RECIPE), "this optimizer's state") for group in groups)
+        other = next((name for name in names if name is not None), None)
+        return None if other is None else Changed(other, self.recipe)
 
     @torch.no_grad()
     def _adopt(
@@ -215,8 +245,8 @@ class Stored(torch.optim.Optimizer):
         """
         saved, found = self.state_dict(), {}
         for group, numbers in zip(self.param_groups, saved["param_groups"], strict=True):
-            for number in (FORMATS, SEED):
-                numbers.pop(number, None)
+            for option in (FORMATS, SEED, RECIPE):
+                numbers.pop(option, None)
             for number, parameter in zip(numbers["params"], group["params"], strict=True):
                 if number in saved["state"]:
                     plan = self.plan(parameter, group)
