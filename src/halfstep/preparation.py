@@ -58,7 +58,8 @@ def prepare(
     this is: `halfstep.apply(model, recipe)`, and later `halfstep.optimize(model, optimizer)`.
 
     Args:
-        model: any module with parameters, before DDP, FSDP or torch.compile.
+        model: any module with parameters, before DDP, FSDP or torch.compile. One that is quantised under this recipe
+            (`quantize_model(..., adapters=True)`) trains what was put beside its codes.
         optimizer: torch.optim.AdamW, Adam, NAdam, RMSprop or SGD, or a subclass that overrides nothing, or a
             `halfstep.optim` one (Lion, Lamb), over parameters of the model.
         recipe: a name or a `Recipe`.
@@ -80,6 +81,9 @@ def prepare(
     recipe = get_recipe(recipe)
     check_total(total_steps)
     check_change(recipe_change)
+    groups = process_group, amax_group
+    if _adapts(model, recipe):
+        return model, *_optimize(model, optimizer, generator, groups, total_steps, {}, recipe_change)
     if recipe.stages:
         Schedule(recipe).fix(total_steps)
     for stage in recipe.by_stage:
@@ -87,7 +91,6 @@ def prepare(
     _check(model, optimizer, recipe)
     masters = _masters(model, optimizer, recipe)
     apply(model, recipe, module_filter)
-    groups = process_group, amax_group
     low_bit, scaler = _optimized(model, optimizer, masters, generator, groups, total_steps, recipe_change)
     return model, low_bit, scaler
 
@@ -123,6 +126,27 @@ def optimize(
         OptimizerError: as `prepare`; the optimizer trains an adapter that came in fewer than 32 bits after `apply`,
             under a recipe that keeps adapters in float32. Nothing was changed.
     """
+    check_total(total_steps)
+    check_change(recipe_change)
+    groups = process_group, amax_group
+    return _optimize(model, optimizer, generator, groups, total_steps, masters or {}, recipe_change)
+
+
+def _adapts(model: nn.Module, recipe: Recipe) -> bool:
+    """Whether the model is quantised under the recipe already, and trains adapters beside its codes."""
+    found = (vars(module).get("_halfstep") for module in model.modules())
+    return any(applied is not None and applied.adapts and applied.recipe == recipe for applied in found)
+
+
+def _optimize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    generator: torch.Generator | int | None,
+    groups: tuple[Any, Any],
+    total_steps: int | None,
+    masters: Mapping[nn.Parameter, Tensor],
+    recipe_change: str,
+) -> tuple[LowBit, LossScaler]:
     root = root_of(model)
     applied = applied_to(root)
     recipe = applied.recipe
@@ -131,15 +155,12 @@ def optimize(
             f"this {type(root).__name__} is quantised for inference; train the model it was made from, or adapters "
             "beside its codes: halfstep.quantize_model(model, recipe, adapters=True)"
         )
-    check_total(total_steps)
-    check_change(recipe_change)
     if applied.schedule is not None:
         applied.schedule.check(total_steps)
     _check(root, optimizer, recipe)
     _check_adapters(weakref.ref(root), _trained(optimizer))
     keep_grads(root)
-    masters = _masters(root, optimizer, recipe, masters or {})
-    groups = process_group, amax_group
+    masters = _masters(root, optimizer, recipe, masters)
     return _optimized(root, optimizer, masters, generator, groups, total_steps, recipe_change)
 
 

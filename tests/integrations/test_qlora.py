@@ -11,6 +11,8 @@ import torch
 from lora import adamw, adapted, batch, llama, logits, train, trained
 from peft import PeftModel, prepare_model_for_kbit_training
 from torch import nn
+from trainers import Trained, arguments, examples
+from trainers import llama as small_llama
 from transformers import LlamaForCausalLM
 
 import halfstep
@@ -180,3 +182,23 @@ def test_the_page_shows_the_figures_that_were_kept():
     for row in kept["rows"]:
         losses = f"{row['loss before']:.4f} | {row['loss after']:.4f}"
         assert f"| {row['base']} | {row['bytes']:,} | {losses} |" in page
+
+
+@pytest.mark.parametrize("name", ["nf4"])
+def test_a_trainer_takes_a_base_that_is_quantised_for_adapters(name, tmp_path):
+    """Bit for bit as a base that is not: the codes stand for the values that its products round to."""
+    how = {"recipe": name, "train_dataset": examples(rows=8), "generator": 3, "audit": False}
+    losses = {}
+    for quantised in (False, True):
+        torch.manual_seed(0)
+        base = small_llama()
+        if quantised:
+            halfstep.quantize_model(base, name, adapters=True)
+        torch.manual_seed(1)
+        trained = Trained(adapted(base), arguments(tmp_path, max_steps=2), **how)
+        trained.train()
+        losses[quantised] = trained.losses
+    assert losses[True] == losses[False]
+    assert stored_bytes(trained.model) < 45000
+    with pytest.raises(RecipeError, match="quantised under 'nf4'.*give recipe='nf4', and quantise with adapters=True"):
+        halfstep.prepare(trained.model, adamw(trained.model), "bf16-mixed")

@@ -15,7 +15,7 @@ import halfstep
 from halfstep.errors import OptimizerError
 from halfstep.memory import measure
 from halfstep.recipe import get_recipe
-from tiny import EVERY, adamw, assert_same, batch, copied, mlp, model_for, mostly_slow, prepared, train
+from tiny import EVERY, adamw, assert_same, batch, copied, mlp, model_for, mostly_slow, nameless, prepared, train
 
 
 every_recipe = pytest.mark.parametrize("name", mostly_slow(EVERY))
@@ -171,7 +171,7 @@ def test_amsgrads_state_is_refused_wherever_it_comes_from():
     with pytest.raises(OptimizerError, match="AdamW with amsgrad=True cannot be expressed"):
         optimizer.load_state_dict(state)
     state["param_groups"][0]["amsgrad"] = False
-    with pytest.raises(OptimizerError, match="the state holds max_exp_avg_sq"):
+    with pytest.raises(OptimizerError, match="max_exp_avg_sq"):
         optimizer.load_state_dict(state)
     assert_same(optimizer.state_dict(), before)
     one_step(model, optimizer)
@@ -187,7 +187,7 @@ def test_another_recipes_master_is_refused():
     train(model, optimizer, scaler, 1)
     _, other, _ = prepared("bf16-master")
     with pytest.raises(OptimizerError, match="the state holds 'low', which this recipe keeps nothing in"):
-        other.load_state_dict(optimizer.state_dict())
+        other.load_state_dict(nameless(optimizer.state_dict()))
 
 
 # ---- the old optimizer -------------------------------------------------------------------------------------------

@@ -250,8 +250,9 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
             where = f"its part {path!r}" if path else "it"
             if applied.quantized:
                 raise RecipeError(
-                    f"{name}: {where} is quantised under {applied.recipe.name!r}. For adapters that train beside its "
-                    "codes call halfstep.optimize(model, optimizer); otherwise quantise another copy of the model"
+                    f"{name}: {where} is quantised under {applied.recipe.name!r}. Adapters train beside its codes "
+                    f"under that recipe: give recipe={applied.recipe.name!r}, and quantise with adapters=True; for "
+                    "another recipe take another copy of the model"
                 )
             raise RecipeError(f"{name}: {where} already follows {applied.recipe.name!r}; halfstep.revert it first")
     shared = next((path for path, module in model.named_modules() if part_of(module) is not None), None)
