@@ -200,5 +200,5 @@ def test_a_trainer_takes_a_base_that_is_quantised_for_adapters(name, tmp_path):
         losses[quantised] = trained.losses
     assert losses[True] == losses[False]
     assert stored_bytes(trained.model) < 45000
-    with pytest.raises(RecipeError, match="quantised under 'nf4'.*give recipe='nf4', and quantise with adapters=True"):
+    with pytest.raises(RecipeError, match=r"quantised under 'nf4'.*give recipe='nf4', and quantise with adapters=True"):
         halfstep.prepare(trained.model, adamw(trained.model), "bf16-mixed")
