@@ -261,6 +261,36 @@ def test_the_codes_of_what_was_written_to_are_made_anew():
     assert not torch.equal(made.q.weight.grad, made.k.weight.grad)
 
 
+def by_numpy(x, values):
+    x.numpy()[:] = values.numpy()
+
+
+def by_data(x, values):
+    x.data.copy_(values)
+
+
+@pytest.mark.parametrize("write", [by_numpy, by_data])
+@pytest.mark.parametrize("seen", [lambda x: x, lambda x: x.view(6, 32)], ids=["itself", "a view"])
+def test_inputs_written_to_without_a_version_are_read_anew(write, seen):
+    """A loader's memory, or what a rank receives into, filled again while the first graph lives."""
+    made = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)), nn.Sequential(nn.Linear(32, 8))
+    first, second = data(rows=4)[0].reshape(-1, 32), data(seed=5, rows=4)[0].reshape(-1, 32)
+    for each in made:
+        halfstep.apply(each, under(FP8, COAT))
+        x = first.clone()
+        alive = each(seen(x))
+        write(x, second)
+        found = each(seen(x))
+        found.square().sum().backward()
+        got = {name: grad.clone() for name, grad in grads(each).items()}
+        each.zero_grad()
+        expected = each(second.clone())
+        expected.square().sum().backward()
+        assert torch.equal(found, expected)
+        assert not torch.equal(alive, found)
+        assert_same(grads(each), got)
+
+
 # ---- autograd's promises --------------------------------------------------------------------------------------------
 
 

@@ -55,7 +55,8 @@ class Keeping:
 
         Products that round the same x alike, each by itself alone, share both.
         """
-        key = (place_of(x), quantizer, dtype) if state is None and quantizer.rounding == "nearest_even" else None
+        place = place_of(x) if state is None and quantizer.rounding == "nearest_even" else None
+        key = None if place is None else (place, quantizer, dtype)
         found = self.find(key)
         if found is not None:
             return Operand(of_codes(found["codes"], quantizer, dtype), found["scale"]), found["codes"]
@@ -150,11 +151,13 @@ class _Hooks:
     def pack(self, x: Tensor) -> Any:
         if not self._takes(x):
             return Alone(x) if self._outer is None else self._outer[0](x)
-        keeping, key = self._keeping, (place_of(x), self._storage)
+        keeping, place = self._keeping, place_of(x)
+        key = None if place is None else (place, self._storage)
         parts = keeping.find(key)
         if parts is None:
             parts = self._made(x.detach())
-            keeping.note(key, _Entry(x, parts))
+            if key is not None:
+                keeping.note(key, _Entry(x, parts))
         packed = parts if self._part is None else {name: self._part(part) for name, part in parts.items()}
         return _Kept(packed, x.shape, x.dtype)
 
@@ -192,6 +195,11 @@ def of_codes(codes: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
     return decode(codes, quantizer.format, carrier(quantizer.format, dtype)) if native is None else codes.view(native)
 
 
-def place_of(x: Tensor) -> Hashable:
-    """Where a tensor lies, how, and how often it was written to."""
+def place_of(x: Tensor) -> Hashable | None:
+    """Where a tensor lies, how, and how often it was written to: of one that a differentiated operation made. None of
+    others, and views of others: memory that came from outside (a loader's, numpy's, what a rank receives into) is
+    written to with no version that would tell."""
+    made = x if x._base is None else x._base
+    if made.grad_fn is None:
+        return None
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version
