@@ -200,7 +200,6 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -
             "halfstep.optimize(model, optimizer)"
         )
     check_ranks(recipe, parameters.values())
-    _scaler(model, recipe)  # refuses an impossible scale
 
 
 def _check_adapters(reference: Reference, trained: Collection[Tensor]) -> None:

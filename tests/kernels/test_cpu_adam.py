@@ -209,6 +209,9 @@ def test_noise_is_that_of_the_reference_at_any_index(start, seed):
         *numbers,
         chunk_keys(seed_keys(seed), start // CHUNK),
         0,
+        None,
+        None,
+        None,
     )
     bits = weight.view(torch.int32).long() & 0xFFFFFFFF
     rounded = (bits + (noise_bits(seed, start, n) >> 16) >> 16 << 16).to(torch.int32)

@@ -5,10 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import halfstep
 from halfstep import LossScaler
 from halfstep.errors import LossScaleError
-from halfstep.recipe import LossScale, Recipe
 
 
 FIVE = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -45,6 +43,7 @@ def test_the_trace_that_was_worked_out_by_hand():
     assert ours.scaler.skipped_steps == sum(FLAGS)
 
 
+@pytest.mark.filterwarnings("ignore:20 steps in a row were skipped")
 @given(
     flags=st.lists(st.booleans(), max_size=40),
     growth=st.sampled_from([2.0, 1.5, 1.001, 3.7]),
@@ -126,6 +125,7 @@ def test_the_floor_is_an_error_that_names_the_parameter_and_what_to_try():
         ours.step(True)
 
 
+@pytest.mark.filterwarnings("ignore:20 steps in a row were skipped")
 def test_a_static_scale_skips_but_stays_and_gives_up_in_the_end():
     ours = Driver(LossScaler(init_scale=128.0, dynamic=False, growth_interval=1))
     for flag in (0, 0, 1, 0, 1):
@@ -189,10 +189,35 @@ def test_impossible_options_are_refused(options, words):
         LossScaler(**options)
 
 
-def test_a_recipes_impossible_scale_is_refused_before_anything_changes():
-    model = torch.nn.Linear(2, 2)
-    wrong = Recipe("made", "", "", weights="fp16", compute="fp16", loss_scale=LossScale(init=-1.0))
-    with pytest.raises(LossScaleError, match="init_scale -1"):
-        halfstep.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), recipe=wrong)
-    assert type(model) is torch.nn.Linear
-    assert model.weight.dtype == torch.float32
+@pytest.mark.parametrize("options", [{}, {"dynamic": False}, {"hysteresis": 8}])
+def test_twenty_skips_in_a_row_are_said_once(options):
+    weight = torch.nn.Parameter(torch.ones(3))
+    driver = Driver(LossScaler(init_scale=2.0**40, **options))
+    driver.weight, driver.optimizer = weight, torch.optim.SGD([weight], lr=0.0)
+    driver.scaler._names = {weight: "head.weight"}
+    for _ in range(19):
+        driver.step(True)
+    with pytest.warns(
+        UserWarning, match=r"20 steps in a row.*\(head\.weight first\), and the loss scale is \d.*first_non"
+    ):
+        driver.step(True)
+    for _ in range(10):
+        driver.step(True)
+    driver.step(False)
+    for _ in range(19):
+        driver.step(True)
+
+
+NOTHING = (float("nan"), float("inf"), 1e300, 0.0, -1.0)
+
+
+def test_scales_that_scale_nothing_are_refused():
+    state = LossScaler().state_dict()
+    for wrong in NOTHING:
+        for options in ({"init_scale": wrong}, {"min_scale": wrong}):
+            with pytest.raises(LossScaleError, match="expected positive scales that float32 holds"):
+                LossScaler(**options)
+        with pytest.raises(LossScaleError, match=r"has a scale of .* expected a positive number"):
+            LossScaler().load_state_dict({**state, "scale": wrong})
+    with pytest.raises(LossScaleError, match="growth_factor nan"):
+        LossScaler(growth_factor=float("nan"))

@@ -3,6 +3,7 @@
 import copy
 import io
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from families import for_each, slow_unless
 from halfstep.errors import OptimizerError
 from halfstep.memory import measure
 from halfstep.optim import AdamW8bit, AdamWFp8, CoatAdamW, LowBitAdamW
+from halfstep.optim.rules.base import never
 from halfstep.recipe import get_recipe, get_storage
 from tiny import assert_same, copied
 
@@ -239,3 +241,53 @@ def test_a_state_that_somebody_cut_is_an_error_and_no_memory_is_read_beyond_it(m
                 optimizer.step()
         else:
             optimizer.step()
+
+
+BAD = {"no square in float32": 1e25, "infinite": torch.inf, "no number": torch.nan}
+SHARING = ("adamw-8bit", "fp8-adam", "coat", "fp8-fishman", "fp8lm-o2")
+"""Recipes whose moments are codes under scales that elements share."""
+
+
+@pytest.mark.parametrize("recipe", slow_unless({"adamw-8bit", "coat"}.__contains__, SHARING))
+def test_a_gradient_that_has_no_moments_takes_no_other_element_with_it(recipe):
+    """Weights are finite where torch's are, by the kernel and by the rule alike."""
+    for grad in BAD.values():
+        found = []
+        for fused in (True, False, None):
+            model = nn.Linear(512, 8, bias=False)
+            nn.init.constant_(model.weight, 0.5)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            if fused is not None:
+                optimizer = LowBitAdamW(model.parameters(), moments=get_recipe(recipe).moments, lr=1e-3)
+                optimizer.rule = optimizer.rule if fused else replace(optimizer.rule, fused=never)
+            for step in range(4):
+                model.weight.grad = torch.randn(8, 512, generator=torch.Generator().manual_seed(step)) * 1e-3
+                if step == 2:
+                    before = model.weight[1, 3].item()
+                    model.weight.grad[1, 3] = grad
+                optimizer.step()
+                if step == 2 and grad == 1e25:
+                    assert model.weight[1, 3].item() == pytest.approx(before, rel=1e-4)
+            found.append(copied([model.weight.detach(), optimizer.state[model.weight]]))
+        (kernels, state), (rules, expected), (stock, _) = found
+        assert_same(kernels, rules)
+        assert_same(state, expected)
+        assert torch.equal(kernels.isfinite(), stock.isfinite())
+        assert int((~stock.isfinite()).sum()) == (grad != 1e25)
+        others = kernels.isfinite() & (stock != 0)
+        assert (kernels[others] - stock[others]).abs().max() < 0.01
+
+
+@for_each("rule", [halfstep.optim.Lion, lambda p, lr: torch.optim.SGD(p, lr, 0.9), torch.optim.RMSprop])
+def test_the_same_of_other_rules(rule):
+    model = nn.Linear(512, 8, bias=False)
+    moments = (("*", get_recipe("fp8-adam").moment("exp_avg")),)
+    recipe = halfstep.Recipe(name="kept", summary="", source="", moments=moments)
+    model, optimizer, _ = halfstep.prepare(model, rule(model.parameters(), lr=1e-6), recipe)
+    for step in range(3):
+        model.weight.grad = torch.full((8, 512), 1e-3)
+        if step == 1:
+            model.weight.grad[1, 3] = torch.nan
+        optimizer.step()
+    assert int(model.weight.isnan().sum()) == 1
+    assert all(not state.isnan().any() for state in optimizer.state[model.weight].values())

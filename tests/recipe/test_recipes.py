@@ -2,15 +2,16 @@
 
 import pickle
 import re
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 
 import pytest
 
 from families import for_each
 from halfstep import formats, get_recipe, list_recipes
-from halfstep.errors import QuantizationError, RecipeError
+from halfstep.errors import HalfstepError, QuantizationError, RecipeError
+from halfstep.formats import Format
 from halfstep.quant import Quantizer
-from halfstep.recipe import Codes, LinearSpec, LossScale, Matmul, Recipe, Rule, get_storage
+from halfstep.recipe import Codes, LinearSpec, LossScale, Matmul, Multiplier, Recipe, Rule, get_storage
 from tiny import ALL
 
 
@@ -210,3 +211,46 @@ def test_a_format_that_is_given_as_a_recipe_suggests_the_recipe_that_people_mean
     with pytest.raises(RecipeError, match=f"unknown recipe '{asked}'; nearest: {meant}[,.]"):
         get_recipe(asked)
     assert meant in list_recipes()
+
+
+def numbers_of(record, found):
+    """Every record with a number that a recipe is made of, by class and field."""
+    if isinstance(record, tuple):
+        for part in record:
+            numbers_of(part, found)
+    elif is_dataclass(record) and not isinstance(record, (Format, type)):
+        for field in fields(record):
+            value = getattr(record, field.name)
+            if type(value) in (int, float) or (value is None and re.search("int|float", str(field.type))):
+                found.setdefault((type(record).__name__, field.name), record)
+            numbers_of(value, found)
+    return found
+
+
+MULTIPLIED = Matmul(multiplier=Multiplier())
+WITH_NUMBERS = (
+    *map(get_recipe, list_recipes()),
+    Recipe("scaled", "", "", loss_scale=LossScale()),
+    Recipe("multiplied", "", "", rules=(Rule("*", LinearSpec(MULTIPLIED, MULTIPLIED, MULTIPLIED)),)),
+)
+NUMBERS = numbers_of(WITH_NUMBERS, {})
+
+
+@for_each("number", [float("nan"), float("inf"), float("-inf"), 1e300, -1e300])
+def test_no_number_of_a_recipe_is_one_that_means_nothing(number):
+    assert {("LossScale", "init"), ("Delayed", "margin"), ("Storage", "smallest"), ("Multiplier", "rows")} <= set(
+        NUMBERS
+    )
+    for (kind, name), record in NUMBERS.items():
+        with pytest.raises(HalfstepError):
+            pytest.fail(f"{kind}.{name} = {replace(record, **{name: number})}")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"init": 0}, {"init": -1.0}, {"init": True}, {"growth_interval": 0}, {"growth_interval": 1.5}, {"hysteresis": 0}],
+)
+def test_a_loss_scale_that_scales_nothing_is_refused(wrong):
+    (name,) = wrong
+    with pytest.raises(RecipeError, match=f"loss_scale {name} = {next(iter(wrong.values()))}; expected a"):
+        LossScale(**wrong)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 NO_GRADIENT = 2.0
 """What a rank without gradients says in the place of `found`; 1 is an overflow, 0 none."""
-STUCK, GRADIENTLESS = 1, 2
+MANY, STUCK, GRADIENTLESS = 1, 2, 3
 
 
 class Rule(NamedTuple):
@@ -24,6 +24,8 @@ class Rule(NamedTuple):
     hysteresis: int
     most_skips: int
     """Of a constant scale, in a row."""
+    many_skips: int
+    """In a row, of which the host hears."""
 
 
 class Numbers(NamedTuple):
@@ -94,7 +96,8 @@ class DeviceScale:
             scale = torch.where(grows & higher.isfinite(), higher, torch.where(spent & ~stuck, lower, scale))
         else:
             stuck = over & (consecutive + 1 >= rule.most_skips)
-        say = torch.where(found == NO_GRADIENT, GRADIENTLESS, stuck.long())
+        many = over & (consecutive + 1 == rule.many_skips)
+        say = torch.where(found == NO_GRADIENT, GRADIENTLESS, torch.where(stuck, STUCK, many.long() * MANY))
         counts = (
             torch.where(over | grows, 0, tracker + 1),
             torch.where(grows, rule.hysteresis, patience - (over & ~spent).long() * rule.dynamic),

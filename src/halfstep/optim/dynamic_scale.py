@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from halfstep.errors import LossScaleError
-from halfstep.optim.device_scale import STUCK, DeviceScale, Numbers, Rule
+from halfstep.optim.device_scale import MANY, STUCK, DeviceScale, Numbers, Rule
 from halfstep.optim.overflow import no_gradient
+from halfstep.recipe.projection import LARGEST
 
 
 EXTRA = "halfstep"  # the one key beside torch's five: patience left, and what the follower keeps
 _FIVE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_SMALLEST = torch.finfo(torch.float32).tiny
 _MAX_STATIC_SKIPS = 32
+_MANY_SKIPS = 20  # in a row; a scale that began 2^20 times too large is found by then
 
 
 class DynamicScale:
@@ -34,15 +39,17 @@ class DynamicScale:
         min_scale: float,
         hysteresis: int,
     ) -> None:
-        if growth_factor <= 1.0 or not 0.0 < backoff_factor < 1.0:
+        if not 1.0 < growth_factor < math.inf or not 0.0 < backoff_factor < 1.0:
             raise LossScaleError(
                 f"growth_factor {growth_factor} and backoff_factor {backoff_factor} given; "
                 "expected growth_factor > 1 and 0 < backoff_factor < 1"
             )
-        if init_scale <= 0 or min_scale <= 0 or hysteresis < 1 or growth_interval < 1:
+        scales = all(_SMALLEST <= scale <= LARGEST for scale in (init_scale, min_scale))
+        if not scales or not hysteresis >= 1 or not growth_interval >= 1:
             raise LossScaleError(
                 f"init_scale {init_scale}, min_scale {min_scale}, hysteresis {hysteresis}, growth_interval "
-                f"{growth_interval} given; expected positive scales, hysteresis and growth_interval at least 1"
+                f"{growth_interval} given; expected positive scales that float32 holds, hysteresis and growth_interval "
+                "at least 1"
             )
         self._skipped_steps = 0
         self._overflowed: tuple[str, ...] = ()
@@ -108,12 +115,15 @@ class DynamicScale:
         heard = late.posted()
         if heard:
             self._settle()
+        if heard == MANY:
+            self._warn_of_skips()
+        elif heard:
             raise LossScaleError(self._stuck() if heard == STUCK else no_gradient(elsewhere=True))
         if not late.holds(names):
             self._settle()
         rule = Rule(
             self._growth_factor, self._backoff_factor, self._growth_interval, self._dynamic, self._min_scale,
-            self._hysteresis, _MAX_STATIC_SKIPS,
+            self._hysteresis, _MAX_STATIC_SKIPS, _MANY_SKIPS,
         )  # fmt: skip
         late.advance(rule, found, names, lost)
 
@@ -129,6 +139,8 @@ class DynamicScale:
         self._consecutive_skips += 1
         self._overflowed = overflowed
         self._back_off()
+        if self._consecutive_skips == _MANY_SKIPS:
+            self._warn_of_skips()
 
     def _back_off(self) -> None:
         self._growth_tracker = 0
@@ -150,6 +162,17 @@ class DynamicScale:
             self._scale = higher if higher != float("inf") else self._scale
             self._growth_tracker = 0
             self._patience = self._hysteresis
+
+    def _warn_of_skips(self) -> None:
+        first = f"{self._overflowed[0]} first" if self._overflowed else "another rank's"
+        kind = "now" if self._dynamic else "constant"
+        warnings.warn(
+            f"{self._consecutive_skips} steps in a row were skipped, and no weight moved: gradients are infinite or "
+            f"NaN ({first}), and the loss scale is {self._scale:g} {kind}. Where it began far too large, lower it "
+            "(loss_scale = {init = 65536} of a recipe); else the forward pass itself overflows or makes NaN "
+            "(halfstep.tracking.first_nonfinite names the first such tensor), or the data have it",
+            stacklevel=4,
+        )
 
     def _stuck(self) -> str:
         """What to say where no other scale helps."""
@@ -223,7 +246,7 @@ class DynamicScale:
 
 
 def check_keys(state: Mapping[str, Any]) -> None:
-    """Refuse a state that lacks one of torch's keys.
+    """Refuse a state that lacks one of torch's keys, or whose scale scales nothing.
 
     Raises:
         LossScaleError: it does.
@@ -233,6 +256,11 @@ def check_keys(state: Mapping[str, Any]) -> None:
         raise LossScaleError(
             f"the scaler state lacks {', '.join(missing)}; expected torch.amp.GradScaler's five keys. "
             "A disabled scaler saves an empty state: resume with the recipe the state was saved under"
+        )
+    if not 0 < float(state["scale"]) <= LARGEST:
+        raise LossScaleError(
+            f"the scaler state has a scale of {state['scale']}; expected a positive number that float32 holds. Leave "
+            "this state out, and let the scale begin anew"
         )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from halfstep import ops
 from halfstep.ops.codes import read, write
-from halfstep.optim.rules.base import Step, UpdateRule
+from halfstep.optim.rules.base import Moments, Step, UpdateRule
 from halfstep.optim.shards import like, local, spread_like
 from halfstep.quant.masters import Own
+from halfstep.recipe import Storage
 
 
 OWN = Own("none", round_to=ops.round_to)
@@ -29,6 +31,19 @@ class Update:
     """The rule's step."""
     effective: Tensor
     """All that is stored of the weight after the step, less what was stored before."""
+
+
+def _kept_where_lost(kinds: Mapping[str, Storage], old: Moments, new: Moments) -> Moments:
+    """New moments; the old ones of elements of which a moment that is codes would not be finite: a gradient of 1e25 has
+    no square, and the scale of codes is others' too. Their weights move, or become NaN, as torch's do."""
+    lost = None
+    for name, kind in kinds.items():
+        if kind.dtype is None and name in new:
+            own = ~new[name].isfinite()
+            lost = own if lost is None else lost | own
+    if lost is None:
+        return new
+    return {n: torch.where(lost, old[n], own) if own.shape == lost.shape else own for n, own in new.items()}
 
 
 def move(
@@ -54,16 +69,17 @@ def move(
         master.write(weight, kept, full)
         return
     values = {name: read(kind, name, moments, rule.shape(name, tuple(full.shape))) for name, kind in kinds.items()}
-    if watch is None and rule.fused(Step(full, OWN, {}, step.grad, values, step.number, step.group, step.grad_scale)):
-        for name, kind in kinds.items():
-            write(kind, name, moments, values[name])
+    made = {name: value.clone() for name, value in values.items()} if step.coded else values
+    if watch is None and rule.fused(Step(full, OWN, {}, step.grad, made, step.number, step.group, step.grad_scale)):
+        for name, moment in _kept_where_lost(kinds, values, made).items():
+            write(kinds[name], name, moments, moment)
         master.write(weight, kept, full)
         return
     if not rule.elementwise:
         full = spread_like(full, parameter)
     grad = step.grad.float() if step.grad_scale == 1.0 else step.grad.float() * step.grad_scale
     updated, new = rule.update(full, grad, values, step.number, step.group)
-    for name, moment in new.items():
+    for name, moment in _kept_where_lost(kinds, values, new).items():
         write(kinds[name], name, moments, moment)
     wanted = local(updated - full) if watch is not None else None
     master.write(weight, kept, local(like(parameter, updated)))

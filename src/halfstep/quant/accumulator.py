@@ -43,10 +43,13 @@ class Accumulator:
     """Terms after which a float32 total takes the running sum, which begins again at zero; None never."""
 
     def __post_init__(self) -> None:
-        for name, terms in {"block": self.block, "promote": self.promote or self.block}.items():
-            if terms < 1 or terms % self.block:
+        for name, terms in {
+            "block": self.block,
+            "promote": self.block if self.promote is None else self.promote,
+        }.items():
+            if type(terms) is not int or terms < 1 or terms % self.block:
                 raise QuantizationError(
-                    f"accumulator in {self.format.name}: {name} = {terms} with blocks of {self.block}; expected a "
+                    f"accumulator in {self.format.name}: {name} = {terms!r} with blocks of {self.block}; expected a "
                     "positive number of terms, and for promote a multiple of the block"
                 )
         if not isinstance(self.format, Float) or self.format.specials != "ieee":

@@ -49,7 +49,7 @@ class Estimator:
             raise QuantizationError(
                 f"an estimator with k = {self.k}; expected a number from 1 (straight through) to 100"
             )
-        if self.cap is not None and not self.cap > 0:
+        if self.cap is not None and not 0 < self.cap <= torch.finfo(torch.float32).max:
             raise QuantizationError(f"an estimator with cap = {self.cap}; expected a positive number, or None")
 
     def __str__(self) -> str:

@@ -102,7 +102,11 @@ def _loss_scale(data: Any) -> LossScale | None:
     table = _optional(data, "loss_scale")
     hints = typing.get_type_hints(LossScale)
     check_keys(table, tuple(hints), "key of loss_scale", "loss_scale")
-    return LossScale(**{key: typed(value, hints[key], "loss_scale", key) for key, value in table.items()})
+    given = {key: typed(value, hints[key], "loss_scale", key) for key, value in table.items()}
+    try:
+        return LossScale(**given)
+    except RecipeError as error:
+        raise At(str(error), "loss_scale", *[key for key in given if f" {key} =" in str(error)][:1]) from error
 
 
 def _projection(data: Any) -> Projection | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from halfstep.errors import RecipeError
+from halfstep.recipe.projection import LARGEST
 
 
+_STEEPEST = 8
 _SIZES = ("rows", "shared", "columns")
 
 
@@ -33,7 +34,8 @@ class Multiplier:
     constant: float = 1.0
 
     def __post_init__(self) -> None:
-        if not all(map(math.isfinite, (self.rows, self.shared, self.columns, self.constant))) or self.constant <= 0:
+        powers = all(abs(power) <= _STEEPEST for power in (self.rows, self.shared, self.columns))
+        if not powers or not 0 < self.constant <= LARGEST:
             raise RecipeError(
                 f"{self!r}: found a power or a constant that multiplies nothing sensibly; expected finite powers of "
                 "rows, shared and columns, and a positive, finite constant"

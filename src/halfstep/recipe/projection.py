@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from halfstep.errors import RecipeError, unknown
 
 
 PROJECTOR = "projector"
 """The name, in an optimizer's state, of a matrix's projector."""
+
+LARGEST = torch.finfo(torch.float32).max
+"""The largest number of an update's arithmetic."""
 
 SIDES = ("short", "long", "left", "right")
 
@@ -69,7 +74,7 @@ class Projection:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise RecipeError(f"projection {name} = {value!r}; expected a whole number of at least 1")
-        if not isinstance(self.scale, int | float) or not 0 < self.scale < float("inf"):
+        if not isinstance(self.scale, int | float) or not 0 < self.scale <= LARGEST:
             raise RecipeError(f"projection scale = {self.scale!r}; expected a number above 0, such as 0.25")
         if self.share is not None and not 0 < self.share <= 1:
             raise RecipeError(f"projection share = {self.share}; expected a share of the short side, such as 0.5")

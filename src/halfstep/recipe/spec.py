@@ -17,7 +17,7 @@ from halfstep.quant.masters import get_master, list_masters
 from halfstep.quant.rounding import check_rounding
 from halfstep.recipe.blocks import check_blocks
 from halfstep.recipe.products import AttentionSpec, LinearSpec, linear_text
-from halfstep.recipe.projection import PROJECTOR, Projection, Shape
+from halfstep.recipe.projection import LARGEST, PROJECTOR, Projection, Shape
 from halfstep.recipe.saved import Saved
 from halfstep.recipe.stages import Stage, check_stages
 from halfstep.recipe.storage import DTYPES, Codes, Storage, get_storage
@@ -74,6 +74,9 @@ class Rule:
         return self.path + role + ("" if self.blocks is None else f" in blocks {self.blocks}")
 
 
+_SMALLEST = torch.finfo(torch.float32).tiny
+
+
 @dataclass(frozen=True)
 class LossScale:
     """The factor S on the loss: constant, or doubled after `growth_interval` good steps and halved on overflow.
@@ -85,6 +88,17 @@ class LossScale:
     dynamic: bool = True
     growth_interval: int = 2000
     hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        if type(self.init) not in (int, float) or not _SMALLEST <= self.init <= LARGEST:
+            raise RecipeError(
+                f"loss_scale init = {self.init!r}; expected a number from {_SMALLEST:g} to {LARGEST:g}, as float32 has "
+                "them, such as 65536"
+            )
+        for name in ("growth_interval", "hysteresis"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise RecipeError(f"loss_scale {name} = {value!r}; expected a whole number of at least 1")
 
     def __str__(self) -> str:
         return f"dynamic from {self.init:g}" if self.dynamic else f"constant {self.init:g}"

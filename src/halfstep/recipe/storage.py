@@ -70,8 +70,8 @@ class Storage:
         tile = quantizer.scales.tile if quantizer.scales else None
         if self.flat and (tile is None or tile.rows != 1 or not tile.columns):
             raise RecipeError(f"stored flat with tile = {tile or 'none'}; expected pieces of a row, such as 1x256")
-        if self.smallest < 0:
-            raise RecipeError(f"stored with smallest = {self.smallest}; expected a number of elements, or 0")
+        if type(self.smallest) is not int or self.smallest < 0:
+            raise RecipeError(f"stored with smallest = {self.smallest!r}; expected a number of elements, or 0")
 
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that a tensor of that shape is quantised in."""

@@ -107,6 +107,8 @@ def run(
         found = np.zeros((-(-weight.numel() // CHUNK), 2), np.uint32)
         note_largest(weight.numel(), _array(weight), _array(grad), *_both(moments, {}), *numbers[:6], found)
         for name, amax in zip(_MOMENTS, found.max(0, initial=0).view(np.float32), strict=True):
+            if isinstance(moments[name], Coded) and not np.isfinite(amax):
+                return False
             if name in wholes:
                 factor = whole.factor(moments[name].quantizer, amax)  # type: ignore[union-attr]
                 if factor is None:

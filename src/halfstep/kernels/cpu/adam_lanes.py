@@ -35,6 +35,12 @@ def second_moment(v, g, beta2, rest2):
 
 
 @lanes(types.float32)
+def kept_moment(new, old, most):
+    """A new moment; the old one where the bits of `most` are an infinity's or NaN's."""
+    return (most < INFINITY).pick(new, old)
+
+
+@lanes(types.float32)
 def moved_weight(weight, m, v, keep, step_size, rescale, eps):
     return weight * keep - m / (v.sqrt() * rescale + eps) * step_size
 

@@ -14,6 +14,7 @@ from halfstep.kernels.cpu.adam_lanes import (
     encode_stochastic,
     first_moment,
     joined,
+    kept_moment,
     lower_half,
     moved_weight,
     nearest_bf16_value,
@@ -34,10 +35,13 @@ def _advance(
     weight, master, low, compensation, residual, grad,
     exp_avg, times1, decoding1, values1, exp_avg_sq, times2, decoding2, values2, exp_avg_sq_residual,
     grad_scale, beta1, rest1, beta2, rest2, l2, keep, step_size, rescale, eps,
-    keys, noise_start, start, count,
+    keys, noise_start, start, count, coded1, coded2, coded,
 ):  # fmt: skip
     """`count` elements from `start` on. numba drops the branches on what is None when it compiles. The moments are
-    written in place; where there are `values`, to those, and the bits of their largest magnitudes come back."""
+    written in place; where there are `values`, to those, and the bits of their largest magnitudes come back.
+
+    `coded1` and `coded2` are None where that moment is not codes, and `coded` where neither is: else an element whose
+    new moments are not finite keeps its old ones, since their scale is others' too."""
     most1, most2 = np.uint32(0), np.uint32(0)
     for k in range(count):
         i = start + k
@@ -53,12 +57,21 @@ def _advance(
         g = decode(grad[i]) * grad_scale
         if l2 is not None:
             g = g + full * l2
-        m = first_moment(number(exp_avg, i, values1, k, times1, decoding1), g, beta1, rest1)
-        v = number(exp_avg_sq, i, values2, k, times2, decoding2)
+        old1, old2 = (
+            number(exp_avg, i, values1, k, times1, decoding1),
+            number(exp_avg_sq, i, values2, k, times2, decoding2),
+        )
         if exp_avg_sq_residual is not None:
-            v = v + decode(exp_avg_sq_residual[i])
-        v = second_moment(v, g, beta2, rest2)
+            old2 = old2 + decode(exp_avg_sq_residual[i])
+        m, v = first_moment(old1, g, beta1, rest1), second_moment(old2, g, beta2, rest2)
         w = moved_weight(full, m, v, keep, step_size, rescale, eps)
+        most = np.uint32(0)
+        if coded1 is not None:
+            most = larger(most, m)
+        if coded2 is not None:
+            most = larger(most, v)
+        if coded is not None:
+            m, v = kept_moment(m, old1, most), kept_moment(v, old2, most)
         most1, most2 = larger(most1, m), larger(most2, v)
         keep_number(exp_avg, i, values1, k, m)
         keep_number(exp_avg_sq, i, values2, k, v)
@@ -94,7 +107,7 @@ def _advance(
 def update(
     weight, master, low, compensation, residual, grad, exp_avg, exp_avg_sq, exp_avg_sq_residual,
     grad_scale, beta1, rest1, beta2, rest2, l2, keep, step_size, rescale, eps,
-    keys, noise_start,
+    keys, noise_start, coded1, coded2, coded,
 ):  # fmt: skip
     """A chunk, or its end, whose moments are arrays of numbers."""
     widest_registers()
@@ -102,7 +115,7 @@ def update(
         weight, master, low, compensation, residual, grad,
         exp_avg, None, None, None, exp_avg_sq, None, None, None, exp_avg_sq_residual,
         grad_scale, beta1, rest1, beta2, rest2, l2, keep, step_size, rescale, eps,
-        keys, noise_start, 0, weight.size,
+        keys, noise_start, 0, weight.size, coded1, coded2, coded,
     )  # fmt: skip
 
 
@@ -129,7 +142,7 @@ def _update_tiles(
             weight, master, low, compensation, residual, grad,
             exp_avg, times1, decoding1, values1, exp_avg_sq, times2, decoding2, values2, None,
             grad_scale, beta1, rest1, beta2, rest2, l2, keep, step_size, rescale, eps,
-            keys, 0, start, size,
+            keys, 0, start, size, True, True, True,
         )  # fmt: skip
         scale1[t], scale2[t] = absmax_scale(most1, scale_of1), absmax_scale(most2, scale_of2)
         encode_tile(values1, scale1[t], exp_avg, start, tile, numbers1, codes1)
@@ -168,7 +181,7 @@ def step(
                 weight[a:b], piece(master, a, b), piece(low, a, b), piece(compensation, a, b), piece(residual, a, b),
                 grad[a:b], first, second, piece(exp_avg_sq_residual, a, b),
                 grad_scale, beta1, rest1, beta2, rest2, l2, keep, step_size, rescale, eps,
-                keys, done,
+                keys, done, scale1, scale2, scale2 if scale1 is None else scale1,
             )  # fmt: skip
             closed(exp_avg, scale1, levels1, scale_of1, numbers1, codes1, first, a, b)
             closed(exp_avg_sq, scale2, levels2, scale_of2, numbers2, codes2, second, a, b)

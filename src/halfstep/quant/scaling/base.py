@@ -20,6 +20,10 @@ Stored = dict[str, Tensor]
 """The tensors a rule keeps beside the codes; `scale` is always one of them, with an entry a tile."""
 
 
+_MOST = 2**20
+"""The largest number that an option of a rule may be: of steps, or of powers of two."""
+
+
 @dataclass(frozen=True)
 class Scaling(ABC):
     """A rule for the scales of tiles.
@@ -61,6 +65,14 @@ class Scaling(ABC):
         if "scale" in vars(cls):
             for name in {"quotient", "narrow", "reciprocal", "two_level", "power"} - vars(cls).keys():
                 setattr(cls, name, getattr(Scaling, name))
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, usual = getattr(self, field.name), field.default
+            if type(usual) is int and (type(value) is not int or abs(value) > _MOST):
+                raise QuantizationError(
+                    f"scale rule {self.name} with {field.name} = {value!r}; expected a whole number, such as {usual}"
+                )
 
     def __str__(self) -> str:
         """The name, and the options that are not the usual ones: `rceil margin=3`."""
@@ -162,6 +174,19 @@ class StatefulScaling(Scaling):
     def record(self, state: Tensor, amax: Tensor) -> None:
         """Raise the amax of the step that runs."""
         state[1].copy_(torch.maximum(state[1], amax))
+
+
+def check_power(rule: Scaling, option: str) -> None:
+    """Refuse a power of two that float32 does not hold.
+
+    Raises:
+        QuantizationError: the option is one.
+    """
+    power = getattr(rule, option)
+    if not -126 <= power <= 126:
+        raise QuantizationError(
+            f"scale rule {rule.name} with {option} = {power}; expected a power of two from -126 to 126"
+        )
 
 
 def finite(amax: Tensor) -> Tensor:

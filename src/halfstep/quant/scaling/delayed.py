@@ -10,7 +10,7 @@ from torch import Tensor
 from halfstep.errors import QuantizationError
 from halfstep.formats import Format
 from halfstep.quant.family.floating import power_of_two
-from halfstep.quant.scaling.base import StatefulScaling, Stored
+from halfstep.quant.scaling.base import StatefulScaling, Stored, check_power
 from halfstep.quant.scaling.current import factor_of
 from halfstep.quant.tile import Tile
 
@@ -42,6 +42,8 @@ class Delayed(StatefulScaling):
     multiplies = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_power(self, "margin")
         if self.history < 1 or self.algorithm not in ("max", "most_recent"):
             raise QuantizationError(
                 f"delayed scaling with history {self.history} and algorithm {self.algorithm!r}: expected at least 1, "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.quant.scaling.base import Scaling, Stored
+from halfstep.quant.scaling.base import Scaling, Stored, check_power
 from halfstep.quant.tile import Tile
 
 
@@ -23,6 +23,10 @@ class Fixed(Scaling):
 
     exact = True
     reads = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_power(self, "bias")
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         scale = torch.full(tile.grid(*x.shape), 2.0**-self.bias, device=x.device, dtype=torch.float32)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep.formats import Float, Format, Integer
 from halfstep.quant.family.floating import power_of_two
-from halfstep.quant.scaling.base import Scaling, Stored
+from halfstep.quant.scaling.base import Scaling, Stored, check_power
 from halfstep.quant.tile import Tile
 
 
@@ -30,6 +30,10 @@ class PowerOfTwoScaling(Scaling):
 
     exact = True
     holds = "float8_e8m0fnu"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_power(self, "margin")
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         stored = {"scale": self._byte(tile.reduce(x.abs(), "amax").double(), element)}

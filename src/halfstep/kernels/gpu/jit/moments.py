@@ -80,6 +80,15 @@ def opened(
 
 
 @triton.jit
+def is_lost(number, F: tl.constexpr):
+    """Where a moment that is codes would be an infinity or NaN, and take others under its scale with it."""
+    if F.rule is not None or F.tile != 0:
+        return (as_bits(number) & 0x7FFFFFFF) >= 0x7F800000
+    else:
+        return tl.full(number.shape, 0, tl.int1)
+
+
+@triton.jit
 def keep_beside(row, COLUMN: tl.constexpr, start, group, inside, number):
     """Write a number of each tile from one on."""
     place = address(row, COLUMN, start, "float32", False) + group

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from halfstep.kernels.gpu import table
 from halfstep.kernels.gpu.jit.masters import kept_after, nearest, whole
-from halfstep.kernels.gpu.jit.moments import address, close, keep_scale, opened, read
+from halfstep.kernels.gpu.jit.moments import address, close, is_lost, keep_scale, opened, read
 from halfstep.kernels.gpu.jit.numbers import as_bits, as_float, noise, noise_anywhere, splitmix, widened
 from halfstep.kernels.gpu.jit.one_scale import codes, new_scale, note, values
 from halfstep.kernels.gpu.jit.rules import moved
@@ -204,7 +204,14 @@ def advance(
         rest = address(row, RESIDUAL, block * B, KIND2, ALIGNED) + index
         second = second + as_float(widened(read(rest, inside), KIND2))
 
+    first_old, second_old = first, second
     updated, first, second = moved(full, grad, first, second, step, RULE, WITH_L2, NESTEROV)
+    if M1 is not None:
+        lost = is_lost(first, M1)
+        if M2 is not None:
+            lost = lost | is_lost(second, M2)
+            second = tl.where(lost, second_old, second)
+        first = tl.where(lost, first_old, first)
 
     if FORESEES:
         if M1 is not None and M1.rule is not None:
