@@ -163,6 +163,13 @@ class TestLocalFolder:
         answer = lookup(self.write(tmp_path / "mine", **files), overlay=None)
         assert (answer.how, ids(answer)) == ("base model", ["flan-t5"])
 
+    def test_the_base_of_a_base_that_says_in_its_name_what_it_is_of(self, tmp_path):
+        config = '{"base_model_name_or_path": "unsloth/Llama-3.2-1B-Instruct-bnb-4bit"}'
+        answer = lookup(self.write(tmp_path / "mine", adapter_config_json=config), overlay=None)
+        assert (ids(answer), answer.tier) == (["llama-3.2"], "inferred")
+        assert answer.bases == ("unsloth/Llama-3.2-1B-Instruct-bnb-4bit",)
+        assert "meta-llama/Llama-3.2-1B-Instruct" in answer.matched
+
     def test_the_hub_cache_has_the_id_in_its_path(self, tmp_path):
         folder = tmp_path / "models--google--flan-t5-xl" / "snapshots" / "0123"
         assert ids(lookup(self.write(folder, config_json="{}"), overlay=None)) == ["flan-t5"]

@@ -81,7 +81,7 @@ def lookup(model_id: str, overlay: Path | str | None = DEFAULT_OVERLAY) -> Answe
 def find(base: KnowledgeBase, model_id: str) -> Answer:
     """`lookup` in a knowledge base at hand."""
     model_id = model_id.strip()
-    return in_folder(base, model_id) if is_folder(model_id) else _of_a_name(base, model_id)
+    return in_folder(base, model_id) if is_folder(model_id) else _near(base, _of_a_name(base, model_id))
 
 
 def in_folder(base: KnowledgeBase, path: str) -> Answer:
@@ -91,13 +91,14 @@ def in_folder(base: KnowledgeBase, path: str) -> Answer:
         KnowledgeBaseError: its config.json or model card cannot be read.
     """
     folder = read_folder(path)
-    inherited = [found for name in folder.bases if (found := _named(base, name)).known]
+    answers = [_of_a_name(base, name) for name in folder.bases]
+    inherited = [found for found in answers if found.known]
     return Answer(
         path,
         "base model" if inherited else "unknown",
-        matched=tuple(found.model_id for found in inherited),
+        matched=_unique(name for found in inherited for name in found.bases or (found.model_id,)),
         entries=_unique(entry for found in inherited for entry in found.entries),
-        failures=_unique(report for name in folder.bases for report in _named(base, name).failures),
+        failures=_unique(report for found in answers for report in found.failures),
         bases=folder.bases,
         stored_dtype=folder.stored_dtype,
     )
@@ -126,8 +127,7 @@ def _of_a_name(base: KnowledgeBase, model_id: str) -> Answer:
             answer = replace(found, how="base model", bases=found.matched, failures=failures, id_confirmed=False)
     if not answer.known:
         answer = _spelled(base, original, answer)
-    answer = replace(answer, model_id=model_id)
-    return answer if answer.known else _unknown(base, answer)
+    return replace(answer, model_id=model_id)
 
 
 _ADDRESS = re.compile(r"^(https?://)?(www\.)?(huggingface\.co|hf\.co)/(models/)?", re.IGNORECASE)
@@ -238,8 +238,10 @@ def _meant(pattern: str, name: str) -> bool:
     return matches("*".join(map(_folded, pattern.rpartition("/")[2].split("*"))), _folded(name))
 
 
-def _unknown(base: KnowledgeBase, answer: Answer) -> Answer:
-    """The answer with ids that look alike: the same name under another organisation comes first."""
+def _near(base: KnowledgeBase, answer: Answer) -> Answer:
+    """The answer; an unknown model's with ids that look alike: the same name under another organisation first."""
+    if answer.known:
+        return answer
     names = [name for entry in base.entries for name in (*entry.model_ids, *entry.aliases) if "*" not in name]
     tail = answer.model_id.casefold().rsplit("/", 1)[-1]
     same = [name for name in names if name.casefold().rsplit("/", 1)[-1] == tail]
