@@ -61,6 +61,30 @@ def batch():
     return {"input_ids": ids, "labels": ids}
 
 
+def test_frequencies_that_a_cast_rounded_are_computed_anew_as_the_warning_says():
+    stock, model = build("llama"), build("llama").bfloat16()
+    with (
+        pytest.warns(UserWarning, match="parameters arrive in 16 bits"),
+        pytest.warns(UserWarning, match="2 of 2 buff"),
+    ):
+        halfstep.apply(model, "bf16-mixed")
+    assert {name.rpartition(".")[2] for one in halfstep.audit(model).warnings for name in one.tensors} == {
+        "inv_freq",
+        "original_inv_freq",
+    }
+    for m in model.modules():
+        if hasattr(m, "inv_freq"):
+            m.inv_freq, m.original_inv_freq = type(m)(m.config).inv_freq, type(m)(m.config).inv_freq
+    assert halfstep.audit(model).warnings == ()
+    assert_same(dict(model.named_buffers()), dict(stock.named_buffers()))
+
+
+@every_model
+def test_an_audit_of_a_model_that_is_new_says_nothing(kind):
+    model = build(kind)
+    assert halfstep.audit(model, torch.optim.AdamW(model.parameters())).warnings == ()
+
+
 def prepared(kind, name):
     model = build(kind)
     return halfstep.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3), recipe=name, generator=3)
