@@ -7,10 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._pytree import tree_leaves
 
 
 _aten = torch.ops.aten
+
+_WHOLE = (torch.bool, torch.int32, torch.int64)
+_STEPS = 64
+_SMALL = 2**20
+"""The most elements of a tensor that is real."""
 
 
 class Blank(FakeTensorMode):
@@ -18,6 +29,10 @@ class Blank(FakeTensorMode):
 
     Code that asks for a value hears 1 of a number and False of a truth value: a maximum is finite and not 0, nothing is
     subnormal, and no state waits for its first step.
+
+    Positions, tokens and masks are real: small tensors of whole numbers and truth values that come from such alone. Code
+    asks them which way to go (is anything masked? are these several sequences?), and libraries that ask no FakeTensor go
+    another way than in training.
     """
 
     def __init__(self) -> None:
@@ -26,9 +41,60 @@ class Blank(FakeTensorMode):
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is _aten._local_scalar_dense.default:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        real = torch.Tag.nondeterministic_seeded not in func.tags and all(map(_is_real, given))
+        if func is _aten._local_scalar_dense.default and not real:
             return _ordinary(args[0])
-        return super().__torch_dispatch__(func, types, args, dict(kwargs or {}))
+        if func is _aten._pack_padded_sequence.default and _is_real(args[1]):
+            return _packed(*args)
+        kwargs = dict(kwargs or {})
+        try:
+            made = super().__torch_dispatch__(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if not real:
+                raise
+            return func(*args, **kwargs)
+        if real and all(map(_is_small, tree_leaves(made))):
+            return func(*args, **kwargs)
+        if func is _aten.mkldnn_rnn_layer.default and made[-1] is not None:
+            return (*made[:-1], made[-1].new_empty(_workspace(args)))
+        return made
+
+
+def _packed(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Sequences of known lengths, packed: as many rows as they have, and how many go on at each step."""
+    rows, sizes = _aten._pack_padded_sequence.default(torch.zeros((*x.shape[:2], 1), device="cpu"), lengths, batch_first)
+    return x.new_empty((len(rows), *x.shape[2:])), sizes
+
+
+def _workspace(args: tuple[Any, ...]) -> int:
+    """The bytes that oneDNN keeps of an LSTM's layer for its backward pass, which torch takes for none without memory.
+
+    They hang on the processor, and are asked of oneDNN itself: a layer of zeros of the same sizes runs, with 64 steps
+    of time at most. Each step beyond them is one more of as many bytes.
+    """
+    steps = args[0].shape[0]
+
+    def kept(length: int) -> int:
+        real = [torch.zeros(x.shape, dtype=x.dtype, device="cpu") if isinstance(x, Tensor) else x for x in args]
+        real[0] = real[0][:1].expand(length, *args[0].shape[1:]).contiguous()
+        return int(_aten.mkldnn_rnn_layer.default(*real)[-1].numel())
+
+    if steps <= _STEPS:
+        return kept(steps)
+    most = kept(_STEPS)
+    return most + (steps - _STEPS) * (most - kept(_STEPS // 2)) // (_STEPS - _STEPS // 2)
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and tensor.dtype in _WHOLE and tensor.device.type == "cpu"
+
+
+def _is_small(made: Any) -> bool:
+    """Whether what an operator made may be real."""
+    if not isinstance(made, Tensor):
+        return True
+    return made.dtype in _WHOLE and made.device.type == "cpu" and made.numel() <= _SMALL
 
 
 def _ordinary(tensor: Tensor) -> bool | float:
