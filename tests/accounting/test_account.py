@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import halfstep
 from families import in_turn, slow_unless
@@ -304,7 +305,11 @@ def test_values_that_code_asks_for_are_ordinary():
         x = torch.zeros(4)
         assert float(x.max()) == 1.0
         assert not bool((x == 0).all())
-        assert int(torch.zeros((), dtype=torch.int64)) == 1
+        assert int(x.argmax()) == 1
+        assert int(torch.arange(7).sum()) == 21  # what has no memory had no part in it
+        assert bool(torch.ones(2, 3, dtype=torch.bool).all())
+        assert not isinstance(torch.full((4, 4), True).tril(), FakeTensor)
+        assert isinstance(torch.zeros(2**21, dtype=torch.int64), FakeTensor)
 
 
 def test_unknown_architectures_name_the_nearest():

@@ -30,9 +30,9 @@ class Blank(FakeTensorMode):
     Code that asks for a value hears 1 of a number and False of a truth value: a maximum is finite and not 0, nothing is
     subnormal, and no state waits for its first step.
 
-    Positions, tokens and masks are real: small tensors of whole numbers and truth values that come from such alone. Code
-    asks them which way to go (is anything masked? are these several sequences?), and libraries that ask no FakeTensor go
-    another way than in training.
+    Positions, tokens and masks are real: small tensors of whole numbers and truth values that come from such alone.
+    Code asks them which way to go (is anything masked? are these several sequences?), and goes another way than in
+    training where it finds a FakeTensor.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Blank(FakeTensorMode):
             return _packed(*args)
         kwargs = dict(kwargs or {})
         try:
-            made = super().__torch_dispatch__(func, types, args, kwargs)
+            made: Any = super().__torch_dispatch__(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if not real:
                 raise
@@ -63,7 +63,8 @@ class Blank(FakeTensorMode):
 
 def _packed(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """Sequences of known lengths, packed: as many rows as they have, and how many go on at each step."""
-    rows, sizes = _aten._pack_padded_sequence.default(torch.zeros((*x.shape[:2], 1), device="cpu"), lengths, batch_first)
+    narrow = torch.zeros((*x.shape[:2], 1), device="cpu")
+    rows, sizes = _aten._pack_padded_sequence.default(narrow, lengths, batch_first)
     return x.new_empty((len(rows), *x.shape[2:])), sizes
 
 
@@ -73,17 +74,21 @@ def _workspace(args: tuple[Any, ...]) -> int:
     They hang on the processor, and are asked of oneDNN itself: a layer of zeros of the same sizes runs, with 64 steps
     of time at most. Each step beyond them is one more of as many bytes.
     """
-    steps = args[0].shape[0]
+    steps = int(args[0].shape[0])
 
     def kept(length: int) -> int:
-        real = [torch.zeros(x.shape, dtype=x.dtype, device="cpu") if isinstance(x, Tensor) else x for x in args]
-        real[0] = real[0][:1].expand(length, *args[0].shape[1:]).contiguous()
-        return int(_aten.mkldnn_rnn_layer.default(*real)[-1].numel())
+        first = args[0].new_empty((length, *args[0].shape[1:]))
+        given = [x if not isinstance(x, Tensor) else _zeros(x) for x in (first, *args[1:])]
+        return int(_aten.mkldnn_rnn_layer.default(*given)[-1].numel())
 
     if steps <= _STEPS:
         return kept(steps)
     most = kept(_STEPS)
     return most + (steps - _STEPS) * (most - kept(_STEPS // 2)) // (_STEPS - _STEPS // 2)
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape, dtype=x.dtype, device="cpu")
 
 
 def _is_real(tensor: Tensor) -> bool:

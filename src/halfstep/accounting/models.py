@@ -235,5 +235,7 @@ def _tokens(name: str, model: nn.Module, examples: int, length: int) -> Batch:
 
 
 def _resized(x: Any, examples: int) -> Any:
-    """An input with so many examples."""
-    return x.new_zeros((examples, *x.shape[1:])) if isinstance(x, torch.Tensor) and x.dim() else x
+    """An input with so many examples: those that were given, again and again."""
+    if not (isinstance(x, torch.Tensor) and x.dim() and len(x)):
+        return x
+    return x.repeat(-(-examples // len(x)), *[1] * (x.dim() - 1))[:examples].clone()
