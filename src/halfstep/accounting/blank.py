@@ -63,7 +63,7 @@ class Blank(FakeTensorMode):
 
 def _packed(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """Sequences of known lengths, packed: as many rows as they have, and how many go on at each step."""
-    narrow = torch.zeros((*x.shape[:2], 1), device="cpu")
+    narrow = torch.zeros((*x.shape[:2], 1), dtype=x.dtype, device="cpu")
     rows, sizes = _aten._pack_padded_sequence.default(narrow, lengths, batch_first)
     return x.new_empty((len(rows), *x.shape[2:])), sizes
 
