@@ -464,3 +464,54 @@ def test_a_part_that_is_frozen_or_in_eval_keeps_histories_as_the_others(name, ca
         assert found["backbone.0.input"][0] == (448 / seen["x"].double()).float()
         assert found["backbone.0.grad_output"][0] == (57344 / seen["grad"].double()).float()
     assert {len(state[1:].nonzero()) for state in found.values()} == {0 if name == "fp8-delayed-megatron" else 2}
+
+
+# ---- networks that nobody trains -------------------------------------------------------------------------------------
+
+
+def follows(target, model, how):
+    with torch.no_grad():
+        if how == "load":
+            target.load_state_dict(model.state_dict())
+        for mine, its in zip(target.parameters(), model.parameters(), strict=True):
+            if how == "data":
+                mine.data.copy_(0.9 * mine.data + 0.1 * its.data)
+            elif how == "lerp":
+                mine.lerp_(its, 0.1)
+
+
+@every_stateful
+@pytest.mark.parametrize("how", ["lerp", "data", "load"])
+@pytest.mark.parametrize("made", ["copied before", "copied", "in eval", "prepared"])
+def test_a_target_network_is_an_average_that_no_step_ends(name, how, made):
+    """As DQN's, called with gradients that nobody asks for, or without any."""
+    model, before = mlp(), mlp()
+    model, optimizer, scaler = prepared(name, model)
+    target = before if "before" in made or made == "prepared" else copy.deepcopy(model)
+    if made == "prepared":
+        target, _, _ = prepared(name, target)
+    elif made == "copied before":
+        halfstep.apply(target, name)
+    target.train(made != "in eval")
+    x, _ = batch()
+    for step in range(5):
+        with torch.set_grad_enabled(step != 3):
+            goal = target(x)
+        scaler.scale(F.mse_loss(model(x), goal.detach() + 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        follows(target, model, how)
+    assert all(p.grad is None for p in target.parameters())
+
+
+def test_a_network_that_was_a_target_is_told_of_steps_that_nobody_ended():
+    model, optimizer = applied()
+    for _ in range(4):
+        model(batch()[0])
+        follows(model, mlp(seed=3), "lerp")
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+    with pytest.raises(RecipeError, match=NOT_ENDED):
+        model(batch()[0])

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import RecipeError
 
@@ -22,7 +23,8 @@ class Clock:
     The steps of an optimizer that is followed (`Scalings.follow`) are counted. Of others, the weights tell: what
     changed between two forwards, by torch's count of writes; and by some of their values until `end` is called for the
     first time, since writes through `.data` are not counted. One change may be a perturbation (SAM), an average put in
-    place, a load, a clamp: the second is an error. What a forward itself writes (`Embedding(max_norm)`) does not count.
+    place, a load, a clamp: the second is an error. What a forward itself writes (`Embedding(max_norm)`) does not count,
+    nor does what changes before a gradient has come: a target network is an average, and nothing trains it.
 
     Args:
         moves: what an optimizer step moves on, for what it raises.
@@ -30,6 +32,8 @@ class Clock:
 
     def __init__(self, moves: str = "scaling states have") -> None:
         self.moves = moves
+        self.listens = True
+        """Whether no optimizer tells of its steps, so that gradients say whether there may be any."""
         # What was found of the gradients of each step: a scalar above 0 says that it was none.
         self._steps: WeakKeyDictionary[torch.optim.Optimizer, list[Tensor | None]] = WeakKeyDictionary()
         self._advanced = False
@@ -37,6 +41,7 @@ class Clock:
 
     def _forget(self) -> None:
         self._modes: set[bool] = set()
+        self._has_gradients = False
         self._changes = 0
         self._left: dict[int, _Seen] = {}
         self._begun: dict[int, _Seen] = {}
@@ -56,7 +61,7 @@ class Clock:
         """
         if not self._steps:
             now = _look(model, values=not self._advanced)
-            self._changes += _differ(self._left, now)
+            self._changes += self._has_gradients and _differ(self._left, now)
             if self._changes > 1:
                 raise overdue(model, self.moves)
             self._left = now
@@ -69,11 +74,23 @@ class Clock:
             # The others are not those that came in: FSDP puts its gathered weights in their place meanwhile.
             self._left |= {key: seen for key, seen in now.items() if key in self._left}
 
+    def hear(self, output: Any) -> None:
+        """Called with what a forward gives back: a gradient that comes to it is training."""
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or self._has_gradients:
+            return
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+
+    def _note_gradient(self, grad: Tensor) -> None:
+        self._has_gradients = True
+
     # ---- what an optimizer tells --------------------------------------------------------------------------------
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """From now on that optimizer tells of its steps, and weights are not asked."""
         self._steps[optimizer] = []
+        self.listens = False
 
     def step(self, optimizer: torch.optim.Optimizer, overflowed: Tensor | None = None) -> None:
         """A followed optimizer has stepped, unless `overflowed` is above 0: that is read when somebody asks."""

@@ -124,6 +124,13 @@ class Part:
         if self._clock is not None and root is not None and torch.is_grad_enabled():
             event(self._clock, root)
 
+    def leave(self, output: Any) -> Any:
+        """What a call from outside gives back: the output in float32, whose gradients the clock hears of."""
+        output = to_float32(output)
+        if self._clock is not None and self._clock.listens:
+            self._clock.hear(output)
+        return output
+
     def warn(self, module: nn.Module) -> None:
         """Say, once a model, what a part that is called from outside cannot know."""
         root = self._root()
@@ -221,7 +228,7 @@ def _root_forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         part.recomputation.check()
     with part.entered(model):
         output = stock(model, *args, **kwargs)
-    output = to_float32(output)
+    output = part.leave(output)
     if part.recomputation is not None:
         part.recomputation.mark(output)
     return output
@@ -243,7 +250,7 @@ def _part_forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         part.warn(module)
     with part.entered(module):
         output = stock(module, *args, **kwargs)
-    return to_float32(output)
+    return part.leave(output)
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
