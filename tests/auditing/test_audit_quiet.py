@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import halfstep
 from families import for_each
-from tiny import adamw
+from tiny import adamw, assert_same
 
 
 class Rotary(nn.Module):
@@ -307,6 +307,12 @@ def router_in_float32():
     return stepped(model, adamw(model), steps=1, autocast=True)
 
 
+def spectral_norm():
+    model = Rotary()
+    nn.utils.parametrizations.spectral_norm(model.attn)
+    return stepped(model, adamw(model))
+
+
 def cached_keys():
     model, optimizer = trained()
     model.register_buffer("keys", torch.zeros(1, 8, 64, 16, dtype=torch.bfloat16), persistent=False)
@@ -320,7 +326,7 @@ SETUPS = {
         tied, lora, lora_beside_bf16, qlora, features, biases_alone, batch_norm, frozen_batch_norm,
         frozen_batch_norm_of_buffers, unused_experts, target_network, averaged, averaged_in_bf16,
         bf16_at_a_decay_that_it_has, from_a_bf16_checkpoint, of_frozen_weights_alone, in_16_bits, one_group_at_rest,
-        rms_norms, router_in_float32, cached_keys,
+        rms_norms, router_in_float32, cached_keys, spectral_norm,
     )
 }  # fmt: skip
 
@@ -339,8 +345,11 @@ NOTED = {
 
 @for_each("name", SETUPS)
 def test_healthy_setups_are_not_warned_of(name):
-    found = halfstep.audit(*SETUPS[name]())
+    model, optimizer = SETUPS[name]()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    found = halfstep.audit(model, optimizer)
     assert found.warnings == ()
+    assert_same(dict(model.state_dict()), before)
     assert {one.what for one in found.findings} == NOTED.get(name, set())
 
 

@@ -54,7 +54,7 @@ def products(model: nn.Module) -> set[str]:
     return {
         f"{path}.weight" if path else "weight"
         for path, module in model.named_modules()
-        if isinstance(module, _MULTIPLIES) and used[id(module.weight)] == 1
+        if isinstance(module, _MULTIPLIES) and used[id(module._parameters.get("weight"))] == 1
     }
 
 

@@ -71,7 +71,8 @@ def _no_master(setup: Setup, unmoved: Mapping[str, Unmoved]) -> Iterator[Finding
 def _too_small(unmoved: Mapping[str, Unmoved]) -> Iterator[Finding]:
     found = {name: one for name, one in unmoved.items() if one.dtype == "float32" and one.lost > _MOST * one.nonzero}
     if found:
-        text = f"parameters that float32 is too coarse for at their learning rate{_shares(found.values())}"
+        shares = _shares(found.values())
+        text = f"learning rate too small for parameters in float32: an update below half their spacing is lost{shares}"
         yield Finding("warning", "learning rate too small", text, tuple(found))
 
 
