@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError, OptimizerError, RecipeError
-from halfstep.nn import apply
+from halfstep.nn import apply, noise
 from halfstep.nn.applied import applied_to
 from halfstep.nn.apply import check_model, keep_grads
 from halfstep.nn.codes import hold
@@ -25,6 +25,8 @@ from halfstep.nn.schedule import Schedule, check_total
 from halfstep.nn.stages import Steps
 from halfstep.optim import LossScaler, LowBit, check_moments, check_optimizer, convert
 from halfstep.optim.present import Reference
+from halfstep.optim.seeds import are_several, first_ranks
+from halfstep.quant import draw_seed
 from halfstep.recipe import Recipe, get_recipe
 from halfstep.recipe.origin import Origin, check_change
 
@@ -257,11 +259,20 @@ def _optimized(
     same_layers = groups[0] if groups[1] is None else groups[1]
     projected = projections(model, recipe)
     low_bit = convert(optimizer, recipe, masters, generator, weakref.ref(model), same_layers, projected, recipe_change)
+    _seed_noise(model, generator, same_layers)
     low_bit.check_new = partial(_check_adapters, weakref.ref(model))
     steps.follow(low_bit)
     if applied.schedule is not None:
         applied.schedule.fix(total_steps)
     return low_bit, scaler
+
+
+def _seed_noise(model: nn.Module, generator: torch.Generator | int | None, process_group: Any) -> None:
+    """Seed what the model's layers draw: alike where several processes train together."""
+    own = noise.seed(model)
+    if own is not None:
+        seed = own if generator is None else int(draw_seed(generator))
+        noise.reseed(model, first_ranks(seed, process_group) if are_several(process_group) else seed)
 
 
 def _scaler(

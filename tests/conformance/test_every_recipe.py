@@ -179,7 +179,6 @@ def test_eager_equals_a_traced_graph(name, products):
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
     assert_same(compiled(x), model(x))
     for each in (compiled, model):
-        torch.manual_seed(5)  # for gradients that are rounded stochastically
         scaler.scale(each(x).square().mean()).backward()
     assert_same(grads(twin), grads(model))
 

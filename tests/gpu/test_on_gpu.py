@@ -126,7 +126,7 @@ def test_a_step_replayed_from_a_graph_is_the_eager_one(recipe, device):
         step()
     expected = everything(model, optimizer)
     model, optimizer, step = setup(recipe, device)
-    graph = captured(step, warm, recipe in DRAWN)
+    graph = captured(step, warm)
     for _ in range(replays):
         graph.replay()
     torch.cuda.synchronize()
@@ -146,14 +146,14 @@ def test_eager_steps_and_replays_follow_each_other(recipe, device):
         torch.randperm(5)
     expected = everything(model, optimizer)
     model, optimizer, step = setup(recipe, device)
-    graph = captured(step, warm, recipe in DRAWN)
+    graph = captured(step, warm)
     for replayed in kinds:
         (graph.replay if replayed else step)()
         torch.randperm(5)
     assert_same_bits(everything(model, optimizer), expected)
 
 
-def captured(step, warm, drawn):
+def captured(step, warm):
     """The graph of a step, after some eager ones."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
@@ -161,7 +161,7 @@ def captured(step, warm, drawn):
         for _ in range(warm):
             step()
     torch.cuda.current_stream().wait_stream(aside)
-    graph = halfstep.CUDAGraph() if drawn else torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
     return graph

@@ -69,19 +69,6 @@ def test_what_is_on_the_host_is_refused_in_a_graph_of_ours(draws):
         halfstep.round_to(torch.ones(4), "e4m3fn", "stochastic")
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4-rht"])
-def test_recipes_that_draw_in_the_passes_are_refused_by_a_graph_of_torch(monkeypatch, name):
-    with fake_cuda(), Reads():
-        with torch.device("cuda"):
-            model = mlp()
-        model, _, _ = prepared(name, model)
-        loss = model(torch.empty(12, 8, device="cuda")).sum()
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        with pytest.raises(QuantizationError, match=r"in the place of torch\.cuda\.CUDAGraph"):
-            backward(loss)
-
-
 def test_stages_that_nobody_would_count_are_refused(capturing):
     staged = chain(get_recipe("fp8-current"), Stage(get_recipe("bf16-mixed"), 2))
     model = mlp()
@@ -205,42 +192,22 @@ def test_noise_of_a_seed_in_memory_is_that_of_the_number(seed):
         assert torch.equal(quantizer.quantize(x, cell).dequantize(), quantizer.quantize(x, seed).dequantize())
 
 
-@pytest.mark.quick("bf16-stochastic", "fp8-current")
+@pytest.mark.quick("nvfp4")
 @pytest.mark.parametrize("name", ["mxfp4-rht", "nvfp4", "bf16-stochastic", "fp8-current", "fp8-smooth-swiglu"])
 def test_a_captured_step_draws_from_no_generator_and_reads_nothing(monkeypatch, name):
-    """On tensors without values: as many cells as an eager step has draws, in the place of them."""
-    counts = []
-    for ours in (False, True):
-        eager = []
-        whole = captured.drawn
-
-        def drawn(what, draw, count, device, eager=eager, whole=whole):
-            eager.append(count)
-            return whole(what, draw, count, device)
-
-        graph = Draws()
-        with fake_cuda(), Reads() as reads, monkeypatch.context() as patch:
-            with torch.device("cuda"):
-                model = model_for(name)
-            model, _, _ = prepared(name, model)
-            x = torch.empty(12, 8, device="cuda")
-            patch.setattr(rounding, "drawn", drawn)
-            patch.setattr(quant.hadamard, "drawn", drawn)
-            if ours:
-                patch.setattr(torch.cuda, "is_initialized", lambda: True)
-                patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-                patch.setattr(torch, "randint", None)
-                captured.opened(graph)
-            reads.found.clear()
-            backward(model(x).sum())
-            found = set(reads.found)
-            captured.opened(None)
-        counts.append(eager)
-        if ours:
-            assert found == set()
-            assert sum(sum(part.counts) for part in graph._parts) == sum(eager)
-    assert counts[0] == counts[1]
-    assert bool(counts[0]) == (name not in ("bf16-stochastic", "fp8-current"))
+    """On tensors without values, for a graph of torch's own class: seeds are made where the tensors lie."""
+    with fake_cuda(), Reads() as reads, monkeypatch.context() as patch:
+        with torch.device("cuda"):
+            model = model_for(name)
+        model, _, _ = prepared(name, model)
+        x = torch.empty(12, 8, device="cuda")
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(torch, "randint", None)
+        reads.found.clear()
+        backward(model(x).sum())
+        halfstep.advance(model)
+        assert not set(reads.found)
 
 
 @pytest.mark.parametrize("hadamard", [Hadamard(), Hadamard(2, 3), Hadamard(32, 1), Hadamard(128, 7)], ids=str)

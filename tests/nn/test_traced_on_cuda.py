@@ -5,7 +5,7 @@ import torch
 
 from fake_cuda import fake_cuda, wants_mm_out_dtype
 from halfstep import formats, get_quantizer
-from halfstep.kernels import largest, operators, rotation
+from halfstep.kernels import largest, operators, rotation, seeds
 from tiny import EVERY, model_for, prepared
 
 
@@ -41,7 +41,10 @@ MADE = MX.quantize(X).tensors
 TILES = (1, 32, MX.scales.rule.text)
 CALLS = {
     "round": (X, torch.empty_like(X), E4M3.key, "nearest_even", "saturate", None),
-    "round_scaled": (X, torch.tensor(0.5), torch.empty_like(X), E4M3.key, "stochastic", 5, torch.ones(())),
+    "round_scaled": (
+        X, torch.tensor(0.5), torch.empty_like(X), E4M3.key, "stochastic", torch.tensor(5), torch.ones(()),
+    ),
+    "seeds": (X, torch.tensor([5, 0]), 3),
     "amax": (X, torch.tensor(0.0), torch.empty(())),
     "round_tiles": (X, torch.empty_like(X), MX.format.key, *TILES, None, "nearest_even", None, None),
     "quantize": (
@@ -58,7 +61,7 @@ WATCHED = {"follow"}  # of tensors without values alone, for whoever counts oper
 
 def test_every_operator_is_here():
     names = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("halfstep::")}
-    ours = {name for name in names for file in (operators, largest, rotation) if hasattr(file, f"_{name}")}
+    ours = {name for name in names for file in (operators, largest, rotation, seeds) if hasattr(file, f"_{name}")}
     assert ours == CALLS.keys() | DRAWN
 
 

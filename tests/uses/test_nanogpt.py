@@ -121,7 +121,6 @@ class Script:
         for self.iteration in range(self.iteration, self.iteration + iterations):  # noqa: B020
             for group in self.optimizer.param_groups:
                 group["lr"] = get_lr(self.iteration)
-            torch.manual_seed(self.iteration)  # some recipes round gradients stochastically
             total = 0.0
             for micro_step in range(micro_steps):
                 x, y = get_batch(100 * self.iteration + micro_step)

@@ -33,7 +33,8 @@ from halfstep.kernels.gpu import decode as gpu_decode
 from halfstep.kernels.gpu import dequantize as gpu_dequantize
 from halfstep.kernels.gpu import posit as gpu_posit
 from halfstep.kernels.largest import amax_of
-from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile, draw_seed
+from halfstep.kernels.seeds import seed_in
+from halfstep.quant import Accumulator, Quantized, Quantizer, Scales, Tile
 from halfstep.quant.cast import no_code_for_nan, no_such_code
 from halfstep.quant.pack import pack, unpack
 from halfstep.quant.quantizer import matrix_shape
@@ -225,24 +226,24 @@ def accumulate_into(lhs: Tensor, rhs: Tensor, out: Tensor, accumulator: Accumula
 # ---- the same as operators, for torch.compile -----------------------------------------------------------------------
 
 
-def _round(x: Tensor, out: Tensor, key: str, rounding: str, overflow: str, seed: int | None) -> None:
-    round_into(x.contiguous(), out, formats.from_key(key), rounding, overflow, _seed(rounding, seed, x.device))
+def _round(x: Tensor, out: Tensor, key: str, rounding: str, overflow: str, seed: Tensor | None) -> None:
+    round_into(x.contiguous(), out, formats.from_key(key), rounding, overflow, seed_in(rounding, seed, x.device))
 
 
 def _round_scaled(
-    x: Tensor, factor: Tensor, out: Tensor, key: str, rounding: str, seed: int | None, amax: Tensor | None
+    x: Tensor, factor: Tensor, out: Tensor, key: str, rounding: str, seed: Tensor | None, amax: Tensor | None
 ) -> None:
-    noise = _seed(rounding, seed, x.device)
+    noise = seed_in(rounding, seed, x.device)
     round_scaled_into(x.contiguous(), factor, out, formats.from_key(key), rounding, noise, amax)
 
 
 def _round_tiles(
     x: Tensor, out: Tensor, key: str, rows: int, columns: int, rule: str, outliers: float | None, rounding: str,
-    seed: int | None, tensor_scale: Tensor | None,
+    seed: Tensor | None, tensor_scale: Tensor | None,
 ) -> None:  # fmt: skip
     scales = Scales(Tile(rows, columns), from_text(rule))
     quantizer = Quantizer(formats.from_key(key), rounding, scales=scales, outliers=outliers)
-    round_tiles_into(x, out, quantizer, _seed(rounding, seed, x.device), tensor_scale)
+    round_tiles_into(x, out, quantizer, seed_in(rounding, seed, x.device), tensor_scale)
 
 
 def _dequantize(
@@ -257,10 +258,10 @@ def _dequantize(
 
 def _quantize(
     x: Tensor, tensors: list[Tensor], names: list[str], key: str, rows: int, columns: int, rule: str, rounding: str,
-    seed: int | None,
+    seed: Tensor | None,
 ) -> None:  # fmt: skip
     quantizer = Quantizer(formats.from_key(key), rounding, scales=Scales(Tile(rows, columns), from_text(rule)))
-    quantize_into(x.contiguous(), dict(zip(names, tensors, strict=True)), quantizer, _seed(rounding, seed, x.device))
+    quantize_into(x.contiguous(), dict(zip(names, tensors, strict=True)), quantizer, seed_in(rounding, seed, x.device))
 
 
 def _accumulate(
@@ -270,22 +271,14 @@ def _accumulate(
     accumulate_into(lhs.contiguous(), rhs.contiguous(), out.zero_(), accumulator)
 
 
-def _seed(rounding: str, seed: int | None, device: torch.device) -> Seed | None:
-    """A signed seed made unsigned; drawn here where none was given, which a traced graph cannot do."""
-    if seed is None:
-        return draw_seed(None, device) if rounding == "stochastic" else None
-    return seed & (1 << 64) - 1
-
-
 _OPERATORS = {
-    "round(Tensor x, Tensor(a!) out, str key, str rounding, str overflow, int? seed) -> ()": _round,
-    "round_scaled(Tensor x, Tensor factor, Tensor(a!) out, str key, str rounding, int? seed, Tensor(b!)? amax) -> ()": (
-        _round_scaled
-    ),
+    "round(Tensor x, Tensor(a!) out, str key, str rounding, str overflow, Tensor? seed) -> ()": _round,
+    "round_scaled(Tensor x, Tensor factor, Tensor(a!) out, str key, str rounding, Tensor? seed, Tensor(b!)? amax)"
+    " -> ()": _round_scaled,
     "round_tiles(Tensor x, Tensor(a!) out, str key, int rows, int columns, str rule, float? outliers, str rounding, "
-    "int? seed, Tensor(b!)? tensor_scale) -> ()": _round_tiles,
+    "Tensor? seed, Tensor(b!)? tensor_scale) -> ()": _round_tiles,
     "quantize(Tensor x, Tensor(a!)[] tensors, str[] names, str key, int rows, int columns, str rule, str rounding, "
-    "int? seed) -> ()": _quantize,
+    "Tensor? seed) -> ()": _quantize,
     "dequantize(Tensor[] tensors, str[] names, Tensor(a!) out, str key, int rows, int columns, str? rule, "
     "float? outliers, str rounding) -> ()": _dequantize,
     "accumulate(Tensor lhs, Tensor rhs, Tensor(a!) out, str key, int block, bool aligned, int? promote) -> ()": (

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import ModelError, RecipeError
+from halfstep.nn import noise
 from halfstep.nn.adopt import is_covered
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.arrangement import Arrangement, arranged
@@ -131,6 +132,7 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
             first.lay(model)
         else:
             lay_in_turn(model, found)
+        noise.attach(model, sorted(set.union(*(each.draws for each in found))), torch.initial_seed())
         follow(model, applied, _after_copy, first.widened.values())
     except BaseException:
         _undo(model)
@@ -223,6 +225,7 @@ def advance(model: nn.Module, *, skipped: bool = False, process_group: Any = Non
 
 def _undo(model: nn.Module) -> None:
     """Take away all that `apply` left beside the parameters."""
+    noise.detach(model)
     clear(model)
     unfollow(model)
 

@@ -46,6 +46,12 @@ class Arrangement:
         """Whether any scale depends on earlier steps."""
         return any(spec.states for spec in self.specs.values())
 
+    @property
+    def draws(self) -> set[str]:
+        """The modules that draw noise or signs, by path."""
+        attention = self.recipe.attention is not None and self.recipe.attention.draws
+        return {path for path, spec in self.specs.items() if spec.draws} | {*self.matched.attends * attention}
+
     def lay(self, model: nn.Module) -> None:
         """Give every module the forward, the attributes and the scaling states that it takes."""
         self._adopt_layers(model)

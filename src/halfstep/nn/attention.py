@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from halfstep import ops
 from halfstep.ops.attention import ATTRIBUTE
+from halfstep.ops.noise import key_of
 
 
 class DotProductAttention(nn.Module):
@@ -27,4 +28,5 @@ class DotProductAttention(nn.Module):
     ) -> Tensor:
         """q, k, v (batch, heads, time, d) -> (batch, heads, time, d); see `ops.attention`."""
         dropout = self.dropout if self.training else 0.0
-        return ops.attention(query, key, value, is_causal, mask, dropout, self.__dict__.get(ATTRIBUTE))
+        spec = self.__dict__.get(ATTRIBUTE)
+        return ops.attention(query, key, value, is_causal, mask, dropout, spec, noise=key_of(self))

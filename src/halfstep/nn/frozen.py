@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from halfstep import ops
 from halfstep.ops.function import apart
 from halfstep.ops.linear_passes import bias_gradient
+from halfstep.ops.noise import KEY, seeds_of
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.plain import matrix
 from halfstep.recipe import LinearSpec
@@ -42,19 +43,31 @@ class FrozenWeight:
 
 
 def frozen_product(
-    x: Tensor, bias: Tensor | None, weight: FrozenWeight, spec: LinearSpec, forward: Callable[..., Tensor]
+    x: Tensor,
+    bias: Tensor | None,
+    weight: FrozenWeight,
+    spec: LinearSpec,
+    noise: Tensor | None,
+    forward: Callable[..., Tensor],
 ) -> Tensor:
     """What `forward(x, operand, bias)` makes, with gradients of x and bias, formed as the spec says of the input
     gradient's product: the gradient that arrives is rounded, and the weight once more where that product rounds it
     otherwise than the forward one."""
-    return _Frozen.apply(x, bias, weight, spec, forward)  # type: ignore[no-any-return, no-untyped-call]
+    return _Frozen.apply(x, bias, weight, spec, noise, forward)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Frozen(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, weight: FrozenWeight, spec: LinearSpec, forward: Callable[..., Tensor]
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        weight: FrozenWeight,
+        spec: LinearSpec,
+        noise: Tensor | None,
+        forward: Callable[..., Tensor],
     ) -> Tensor:
+        ctx.states = {} if noise is None else {KEY: noise}
         ctx.weight, ctx.spec, ctx.dtypes = weight, spec, (x.dtype, None if bias is None else bias.dtype)
         return apart(forward(x, weight.operand(), bias))
 
@@ -65,10 +78,12 @@ class _Frozen(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 weight, later = ctx.weight.operand(), spec.grad_input.rhs
+                (seeds,) = seeds_of(ctx.states, grad, spec.grad_input)
                 if "weight" in spec.anew:
                     values = weight.scaled()
-                    weight = operand(values, later and later.down, grad.dtype, dim=0)
-                grad_x = ops.linear(grad, weight.t(), None, LinearSpec(output=spec.grad_input)).to(ctx.dtypes[0])
+                    weight = operand(values, later and later.down, grad.dtype, dim=0, seed=seeds.rhs)
+                alone = LinearSpec(output=spec.grad_input)
+                grad_x = ops.linear(grad, weight.t(), None, alone, ctx.states).to(ctx.dtypes[0])
             if ctx.needs_input_grad[1]:
                 grad_bias = bias_gradient(matrix(grad), spec.grad_weight.multiplier).to(ctx.dtypes[1])
-        return grad_x, grad_bias, None, None, None
+        return grad_x, grad_bias, None, None, None, None

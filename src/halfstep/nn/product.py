@@ -11,10 +11,11 @@ from halfstep import ops
 from halfstep.nn.following import part_of
 from halfstep.nn.frozen import ADAPTS, FrozenWeight, frozen_product
 from halfstep.nn.keeping import KEEPING
+from halfstep.nn.noise import states_and_key
 from halfstep.nn.quantized_weights import quantized_weight, rows_of
-from halfstep.nn.scaling import states_of
 from halfstep.ops.few_rows import StoredWeight
 from halfstep.ops.linear_passes import product_dtype
+from halfstep.ops.noise import key_of
 from halfstep.ops.operand import Operand
 from halfstep.recipe import LinearSpec
 from halfstep.unit import MULTIPLIERS
@@ -38,10 +39,12 @@ def product(
         channels: as `ops.linear` takes them.
     """
     if isinstance(weight, FrozenWeight):
-        return frozen_product(
-            x, bias, weight, spec_of(module), lambda x, w, b: product(module, x, w, b, part, channels)
-        )
-    states, keeping = states_of(module, part), module.__dict__.get(KEEPING)
+
+        def forward(x: Tensor, w: Operand, b: Tensor | None) -> Tensor:
+            return product(module, x, w, b, part, channels)
+
+        return frozen_product(x, bias, weight, spec_of(module), key_of(module), forward)
+    states, keeping = states_and_key(module, part), module.__dict__.get(KEEPING)
     training = records(module), channels, keeping
     return ops.linear(x, weight, bias, spec_of(module), states, *training, evaluates(module))
 
@@ -85,7 +88,8 @@ def repeated_weight(module: Any, name: str, x: Tensor, part: str) -> Any:
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     if torch.compiler.is_compiling():  # a graph finds by itself what it computes twice
         return weight
-    return ops.rounded_weight(weight, spec_of(module), product_dtype(x), states_of(module, part), records(module))
+    states, dtype = states_and_key(module, part), product_dtype(x)
+    return ops.rounded_weight(weight, spec_of(module), dtype, states, records(module), x)
 
 
 def _decoded(weight: Operand | StoredWeight) -> Operand:

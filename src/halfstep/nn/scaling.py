@@ -18,6 +18,7 @@ from halfstep.errors import LossScaleError, RecipeError
 from halfstep.nn.adopt import extend
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.clock import Clock, overdue
+from halfstep.nn.surviving import Surviving
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import LinearSpec
@@ -41,7 +42,7 @@ def attach(model: nn.Module, specs: Mapping[str, LinearSpec], products: Mapping[
         }
         attach_rules(module, rules, next(module.parameters()).device)
         if spec.states:
-            extend(module, _surviving)
+            extend(module, Surviving(_buffers, _initial))
     ignore(model, [name for name, _ in model.named_buffers() if _PREFIX in name])
 
 
@@ -67,9 +68,7 @@ def detach(model: nn.Module) -> None:
     """Take every state away again."""
     for module in model.modules():
         detach_rules(module)
-    kept = [name for name in getattr(model, _IGNORED, ()) if _PREFIX not in name]
-    vars(model).pop(_IGNORED, None)
-    ignore(model, kept)
+    unignore(model, _PREFIX)
 
 
 def ignored(model: nn.Module) -> list[str]:
@@ -81,6 +80,13 @@ def ignore(model: nn.Module, names: Sequence[str]) -> None:
     """Have DDP leave buffers of those names alone, whether they are there yet or not."""
     if names:
         setattr(model, _IGNORED, [*getattr(model, _IGNORED, ()), *names])
+
+
+def unignore(model: nn.Module, part: str) -> None:
+    """Have DDP see buffers again whose names have that part."""
+    kept = [name for name in getattr(model, _IGNORED, ()) if part not in name]
+    vars(model).pop(_IGNORED, None)
+    ignore(model, kept)
 
 
 def states_of(module: nn.Module, product: str = "") -> dict[str, Tensor]:
@@ -132,34 +138,13 @@ def _rule(quantizer: Quantizer) -> StatefulScaling:
     return rule
 
 
-def _surviving(stock: type[nn.Module]) -> dict[str, Any]:
-    """Members of a layer whose states outlive `to_empty`, and begin anew where they come from the meta device."""
-
-    def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        before = dict(_buffers(self))
-        stock._apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            for name, state in _buffers(self):
-                if state is not before[name] and state.dtype == torch.float32 and not state.is_meta:
-                    state.copy_(_initial(self, name, state.device) if before[name].is_meta else before[name])
-        return self
-
-    def _load_from_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        stock._load_from_state_dict(self, *args, **kwargs)  # which may put weights in the place of those on meta
-        real = next((p.device for p in self.parameters() if not p.is_meta), None)
-        for name, state in _buffers(self):
-            if state.is_meta and real is not None and name in self._non_persistent_buffers_set:
-                self.register_buffer(name, _initial(self, name, real), persistent=False)
-
-    return {"_apply": _apply, "_load_from_state_dict": _load_from_state_dict}
-
-
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, b) for name, b in module._buffers.items() if name.startswith(_PREFIX) and b is not None]
 
 
-def _initial(module: Any, name: str, device: torch.device) -> Tensor:
-    return _rule(module._halfstep_linear.states[_operand(name)]).init(device)
+def _initial(module: nn.Module, name: str, device: torch.device) -> Tensor:
+    spec: Any = module._halfstep_linear
+    return _rule(spec.states[_operand(name)]).init(device)
 
 
 def _operand(name: str) -> str:

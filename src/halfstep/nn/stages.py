@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import RecipeError
+from halfstep.nn import noise
 from halfstep.nn.adopt import STAGE, InTurn, Members, extend, extensions, release
 from halfstep.nn.applied import applied_to
 from halfstep.nn.arrangement import Arrangement
@@ -130,7 +131,7 @@ def schedule_of(model: nn.Module) -> Schedule | None:
 
 
 class Steps:
-    """What of a model moves on with its optimizer steps: scaling states, and the stage of its recipe.
+    """What of a model moves on with its optimizer steps: scaling states, the keys of noise, the stage of its recipe.
 
     Args:
         process_group: as for `Scalings`.
@@ -164,6 +165,7 @@ class Steps:
                     "for each stage"
                 )
         self._scalings.advance(skipped)
+        noise.advance(self._model)
         self._made += 1
         if schedule is not None:
             schedule.steps += 1
@@ -176,10 +178,11 @@ class Steps:
 
     def state_dict(self) -> dict[str, Any]:
         """What the scaler saves beside its own: the `recipe`, and how many steps were made under it; `scaling` states,
-        and `stages`, where there are any."""
+        `stages` and `noise`, where there are any."""
         schedule = schedule_of(self._model)
         found: dict[str, Any] = {} if self._origin is None else {RECIPE: self._origin.mark, "steps": self._made}
         found |= {"scaling": self._scalings.state_dict(), "stages": {} if schedule is None else schedule.state()}
+        found |= {"noise": noise.state(self._model)}
         return {name: state for name, state in found.items() if state}
 
     def differs(self, saved: Mapping[str, Any]) -> str | None:
@@ -195,6 +198,8 @@ class Steps:
         elif "stages" in saved:
             told.append("stages end, and this recipe holds to the end")
         self._made = saved.get("steps", 0)
+        if "noise" in saved:
+            noise.load(self._model, saved["noise"])
         own = bool(self._scalings.state_dict())
         self._scalings.reset()
         if own or "scaling" in saved:
@@ -208,6 +213,7 @@ class Steps:
             LossScaleError: scaling states of other layers or of another length.
         """
         self._load_stage(saved.get("stages", {}))
+        self._load_noise(saved.get("noise", {}))
         scaling = saved.get("scaling", {})
         if self._scalings.state_dict() and not scaling:
             warnings.warn(
@@ -219,6 +225,16 @@ class Steps:
         else:
             self._scalings.load_state_dict(scaling)
         self._made = saved.get("steps", 0)
+
+    def _load_noise(self, saved: Mapping[str, int]) -> None:
+        if saved:
+            noise.load(self._model, saved)
+        elif noise.seed(self._model) is not None:
+            warnings.warn(
+                "the scaler state holds no seed of the noise that layers draw, so the run goes on with other noise; "
+                "save scaler.state_dict() beside the model to resume exactly",
+                stacklevel=4,
+            )
 
     def _load_stage(self, saved: Mapping[str, Any]) -> None:
         schedule = applied_to(self._model).schedule

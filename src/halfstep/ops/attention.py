@@ -28,6 +28,7 @@ def attention(
     dropout: float = 0.0,
     spec: AttentionSpec | None = None,
     factors: tuple[Factors, Factors] | None = None,
+    noise: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(d) + mask) v for q, k, v of shape (batch, heads, time, d), in autocast's dtype where it is
     on.
@@ -42,12 +43,13 @@ def attention(
         spec: how the operands of the two products are rounded; scores and softmax are then float32. Multipliers stand
             beside 1 / sqrt(d).
         factors: instead of a spec that rounds nothing, the numbers of its multipliers: of scores, and of the mix.
+        noise: as `ops.stacked_linear`.
     """
     device = query.device
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else query.dtype
     if spec is not None and (spec.rounds or not spec.multiplies):
         with torch.autocast(device.type, enabled=False):
-            return rounded_attention(query, key, value, is_causal, mask, dropout, spec, dtype)[0].to(dtype)
+            return rounded_attention(query, key, value, is_causal, mask, dropout, spec, dtype, noise)[0].to(dtype)
     if spec is not None:
         queries, keys, width = query.shape[-2], key.shape[-2], query.shape[-1]
         scores, mix = (
@@ -90,12 +92,13 @@ def rounded_attention(
     dropout: float,
     spec: AttentionSpec,
     dtype: torch.dtype,
+    noise: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The mixed values and the weights after dropout, in float32; operands that are not rounded are of `dtype`."""
-    scores = stacked_linear(query, key, spec.scores, dtype) * query.shape[-1] ** -0.5
+    scores = stacked_linear(query, key, spec.scores, dtype, noise) * query.shape[-1] ** -0.5
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -torch.inf)
     weights = F.dropout(F.softmax(scores, dim=-1), dropout, training=dropout > 0)
-    return stacked_linear(weights, value.mT, spec.mix, dtype), weights
+    return stacked_linear(weights, value.mT, spec.mix, dtype, noise), weights

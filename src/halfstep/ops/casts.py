@@ -49,7 +49,7 @@ def round_to(
     format: str | Format | BlockFormat | torch.dtype,
     rounding: str = "nearest_even",
     overflow: str = "saturate",
-    generator: torch.Generator | int | None = None,
+    generator: torch.Generator | Seed | None = None,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
     scale: str | None = None,
@@ -117,7 +117,7 @@ def quantize(
     scale: str | None = None,
     rounding: str | None = None,
     overflow: str | None = None,
-    generator: torch.Generator | int | None = None,
+    generator: torch.Generator | Seed | None = None,
     out: Quantized | None = None,
 ) -> Quantized:
     """Codes and scales of `x`: by a quantizer, or by a format's name with its usual tiles.
@@ -172,7 +172,7 @@ def quantize(
 def values(
     x: Tensor,
     quantizer: Quantizer,
-    generator: torch.Generator | int | None = None,
+    generator: torch.Generator | Seed | None = None,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -183,7 +183,7 @@ def values(
 def values_noted(
     x: Tensor,
     quantizer: Quantizer,
-    generator: torch.Generator | int | None = None,
+    generator: torch.Generator | Seed | None = None,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
     tensor_scale: Tensor | None = None,
@@ -223,13 +223,15 @@ def _known(format: str, scale: str | None, rounding: str, overflow: str) -> Quan
     return quant.get_quantizer(format, scale=scale, rounding=rounding, overflow=overflow)
 
 
-def seed_of(rounding: str, generator: torch.Generator | int | None, device: torch.device) -> Seed | None:
+def seed_of(rounding: str, generator: torch.Generator | Seed | None, device: torch.device) -> Seed | None:
     """The seed of stochastic rounding of a tensor there. A traced graph cannot draw one from the default generator: the
     operator does."""
     if rounding != "stochastic":
         return None
     if torch.compiler.is_compiling() and not isinstance(generator, torch.Generator):
-        return None if generator is None else generator - (generator >> 63 << 64)
+        if not isinstance(generator, int):
+            return generator
+        return torch.full((), generator - (generator >> 63 << 64), dtype=torch.int64, device=device)
     return draw_seed(generator, device)
 
 
@@ -302,7 +304,7 @@ def round_scaled(
     format: Format,
     rounding: str,
     dtype: torch.dtype,
-    generator: torch.Generator | int | None = None,
+    generator: torch.Generator | Seed | None = None,
     amax: Tensor | None = None,
 ) -> Tensor:
     """x * factor, formed in float32 (float64 for float64), rounded onto `format` and saturated, in `dtype`.

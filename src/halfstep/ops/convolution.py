@@ -14,6 +14,7 @@ from halfstep.ops.factors import just_in_time
 from halfstep.ops.function import apart, run
 from halfstep.ops.linear import linear
 from halfstep.ops.linear_passes import States, product_dtype
+from halfstep.ops.noise import seeds_of
 from halfstep.ops.once import Backwards, Once, once
 from halfstep.ops.operand import Operand, kept, scale_of
 from halfstep.ops.places import derivative, filters, places, rounded
@@ -119,7 +120,7 @@ def _infer(x: Tensor, weight: Operand, bias: Tensor | None, window: Window, spec
     dtype, quantizer = product_dtype(x), spec.output.lhs
     with torch.autocast(x.device.type, enabled=False):
         state = just_in_time(x, quantizer, states.get("input"))
-        lhs = rounded(x, places(window.groups), quantizer, dtype, state)
+        lhs = rounded(x, places(window.groups), quantizer, dtype, state, seed=seeds_of(states, x, spec.output)[0].lhs)
         weight = weight.times(window.multiplier(spec.output, x.shape, weight.values.shape), dtype)
         return _product(window.apply, lhs, weight, bias, dtype)
 
@@ -133,8 +134,9 @@ class _Rounded(Once):
     ) -> tuple[Tensor | None, ...]:
         dtype, by_place, by_filter = product_dtype(x), places(window.groups), filters(window.groups, window.transposed)
         with torch.autocast(x.device.type, enabled=False):
-            lhs = rounded(x, by_place, spec.output.lhs, dtype, states.get("input"), record)
-            rhs = rounded(weight, by_filter, spec.output.rhs, dtype, states.get("weight"), record)
+            (seeds,) = seeds_of(states, x, spec.output)
+            lhs = rounded(x, by_place, spec.output.lhs, dtype, states.get("input"), record, seeds.lhs)
+            rhs = rounded(weight, by_filter, spec.output.rhs, dtype, states.get("weight"), record, seeds.rhs)
             multiplier = window.multiplier(spec.output, x.shape, weight.shape)
             y = _product(window.apply, lhs, rhs.times(multiplier, dtype), bias, dtype)
             x_kept = kept(lhs, x, spec.grad_weight.rhs, "input" in spec.anew, dtype)
@@ -184,20 +186,21 @@ def _form(
     grad_x = grad_weight = grad_bias = None
     first, second = spec.grad_input, spec.grad_weight
     by_place, by_filter = places(window.groups), filters(window.groups, window.transposed)
-    state = states.get("grad_output")
+    state, (seeds, later) = states.get("grad_output"), seeds_of(states, grad, first, second)
     lhs: Operand | None = None
     with torch.autocast(grad.device.type, enabled=False):
         if needs[0]:
-            lhs = rounded(grad, by_place, first.lhs, dtype, state, record)
+            lhs = rounded(grad, by_place, first.lhs, dtype, state, record, seeds.lhs)
             anew = "weight" in spec.anew
-            rhs = rounded(weight, by_filter.turned, first.rhs, dtype) if anew else Operand(weight, weight_scale)
+            turned = by_filter.turned
+            rhs = rounded(weight, turned, first.rhs, dtype, seed=seeds.rhs) if anew else Operand(weight, weight_scale)
             rhs = rhs.times(window.multiplier(first, x.shape, weight.shape, "grad_input"), dtype)
             grad_x = _product(lambda a, b: window.grad_input(a, b, x.shape), lhs, rhs, None, dtype).to(dtypes[0])
         if needs[1]:
             if lhs is None or "grad_output" in spec.anew:
-                lhs = rounded(grad, by_place.turned, second.lhs, dtype, state, record)
+                lhs = rounded(grad, by_place.turned, second.lhs, dtype, state, record, later.lhs)
             anew = "input" in spec.anew
-            rhs = rounded(x, by_place.turned, second.rhs, dtype) if anew else Operand(x, x_scale)
+            rhs = rounded(x, by_place.turned, second.rhs, dtype, seed=later.rhs) if anew else Operand(x, x_scale)
             multiplier = window.multiplier(second, x.shape, weight.shape, "grad_weight")
             operation = lambda a, b: window.grad_weight(a, b, weight.shape)  # noqa: E731
             grad_weight = _product(operation, lhs, rhs, None, dtype, multiplier).to(dtypes[1])

@@ -12,6 +12,7 @@ from halfstep.ops.carriers import carrier
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.remainder import Remainder
 from halfstep.quant import Quantizer
+from halfstep.quant.rounding import Seed
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe import Matmul
 
@@ -30,7 +31,14 @@ def folds(product: Matmul) -> bool:
 
 
 def folded(
-    x: Tensor, rhs: Operand, quantizer: Quantizer, dtype: torch.dtype, state: Tensor | None, record: bool, down: bool
+    x: Tensor,
+    rhs: Operand,
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+    state: Tensor | None,
+    record: bool,
+    down: bool,
+    seed: Seed | None,
 ) -> tuple[Operand, Operand]:
     """The operand of x (rows, shared), or where it lies `down` (shared, rows), times the scales of rhs (shared, n); and
     rhs divided by them: whole numbers.
@@ -46,7 +54,7 @@ def folded(
         if made is not None:
             return Operand(*made), Operand(rhs.values, None, rest)
     wide = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
-    return operand(wide, quantizer, dtype, state, record), Operand(rhs.values, None, rest)
+    return operand(wide, quantizer, dtype, state, record, seed=seed), Operand(rhs.values, None, rest)
 
 
 def rest_of(used: Any, is_kept: bool) -> Rest:

@@ -12,6 +12,7 @@ from halfstep.ops.factors import just_in_time
 from halfstep.ops.few_rows import StoredWeight, from_codes
 from halfstep.ops.function import no_autocast, run
 from halfstep.ops.linear_passes import Eager, Rounded, RoundedWeight, States, product_dtype
+from halfstep.ops.noise import seeds_of
 from halfstep.ops.operand import Operand, operand, signs_of
 from halfstep.ops.plain import factors_of, matrix, plain, unflatten
 from halfstep.ops.product import forward_product
@@ -42,7 +43,8 @@ def linear(
     Args:
         weight: an `Operand` or a `StoredWeight` is one that is rounded already, for inference: its layer has no
             gradients. What `rounded_weight` made is rounded already too, and has them.
-        states: where the spec has stateful scalings, their states; `nn.apply` keeps them beside the module.
+        states: where the spec has stateful scalings, their states; and the key that noise and signs follow from, in
+            the place of torch's default generator. `nn.apply` keeps them beside the module.
         record: raise this step's amaxes in the states. False for evaluation, which must not move them.
         channels: x comes multiplied by it, a power of two a channel (in); what x is rounded to is divided by it, which
             is exact, and the weight is rounded as it is.
@@ -61,7 +63,7 @@ def linear(
             "smooth_glu = 'token'"
         )
     if isinstance(weight, (Operand, StoredWeight)):
-        return _infer(x, weight, bias, spec.output, (states or {}).get("input"), channels, evaluates)
+        return _infer(x, weight, bias, spec.output, states or {}, channels, evaluates)
     once_for_all = weight if isinstance(weight, RoundedWeight) else None
     weight = weight.weight if isinstance(weight, RoundedWeight) else values_of(weight)
     if spec.rounds:
@@ -90,21 +92,32 @@ def linear(
 
 
 def rounded_weight(
-    weight: Tensor, spec: LinearSpec, dtype: torch.dtype, states: States | None = None, record: bool = False
+    weight: Tensor,
+    spec: LinearSpec,
+    dtype: torch.dtype,
+    states: States | None = None,
+    record: bool = False,
+    like: Tensor | None = None,
 ) -> RoundedWeight:
-    """A weight (out, in) for several calls of `linear` whose products run in `dtype`, rounded once for all of them."""
+    """A weight (out, in) for several calls of `linear` whose products run in `dtype`, rounded once for all of them.
+
+    Args:
+        like: what its noise follows from beside the states' key: an input of the layer, other in each micro-batch.
+    """
     check_plain(weight)
+    seeds, later_seeds = seeds_of(states, weight if like is None else like, spec.output, spec.grad_input)
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-        signs, later = signs_of(spec.output, weight, weight), signs_of(spec.grad_input, weight, weight)
+        signs = signs_of(spec.output, weight, weight, seeds.signs)
+        later = signs_of(spec.grad_input, weight, weight, later_seeds.signs)
         state, units = (states or {}).get("weight"), units_of(spec, weight, weight, dtype)
         first, second = spec.output.rhs, spec.grad_input.rhs
         both = units.output and units.grad_input and goes_both_ways(spec.output, spec.grad_input, first, second)
         if both and first is not None:
-            return RoundedWeight(weight, *both_sides(weight, first, dtype, state, record))
-        output = operand(weight, first, dtype, state, record, signs)
+            return RoundedWeight(weight, *both_sides(weight, first, dtype, state, record, given=(seeds.rhs, seeds.rhs)))
+        output = operand(weight, first, dtype, state, record, signs, seed=seeds.rhs)
         if "weight" not in spec.anew:
             return RoundedWeight(weight, output, output)
-        grad_input = side(weight, second, dtype, signs=later, dim=0)
+        grad_input = side(weight, second, dtype, signs=later, dim=0, seed=later_seeds.rhs)
         return RoundedWeight(weight, output, grad_input, (signs, later))
 
 
@@ -121,7 +134,7 @@ def _infer(
     weight: Operand | StoredWeight,
     bias: Tensor | None,
     product: Matmul,
-    state: Tensor | None,
+    states: States,
     channels: Tensor | None,
     evaluates: bool,
 ) -> Tensor:
@@ -142,7 +155,8 @@ def _infer(
         multiplied = product.multiplier is not None
         coded = scaled_mm.takes(product.lhs, weight.quantizer, sizes, dtype, x.device, multiplied)
     with no_autocast(x):
-        lhs = side(rows, product.lhs, dtype, just_in_time(rows, product.lhs, state), coded=coded)
+        state = just_in_time(rows, product.lhs, states.get("input"))
+        lhs = side(rows, product.lhs, dtype, state, coded=coded, seed=seeds_of(states, x, product)[0].lhs)
         if channels is not None:
             assert isinstance(lhs, Operand)
             lhs = lhs.over(channels, dtype)

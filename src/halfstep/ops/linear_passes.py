@@ -13,6 +13,7 @@ from halfstep.kernels.cpu.clamp_operators import estimate
 from halfstep.ops.factors import factor_in_use
 from halfstep.ops.folding import Rest, folded, folds, rest_of, restored
 from halfstep.ops.function import apart
+from halfstep.ops.noise import seeds_of
 from halfstep.ops.once import Backwards, Once, once
 from halfstep.ops.operand import Operand, kept, signs_of
 from halfstep.ops.plain import matrix, unflatten
@@ -30,11 +31,13 @@ from halfstep.ops.sides import (
     side,
 )  # fmt: skip
 from halfstep.quant import Quantizer
+from halfstep.quant.rounding import Seed
 from halfstep.recipe import LinearSpec, Multiplier
 
 
 States = Mapping[str, Tensor]
-"""States of stateful scalings, by operand: `input`, `weight`, `grad_output` (see `recipe.LinearSpec.states`)."""
+"""States of stateful scalings, by operand: `input`, `weight`, `grad_output` (see `recipe.LinearSpec.states`); and the
+key of what is drawn (`ops.noise`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,24 +80,28 @@ class Rounded(Once):
     ) -> tuple[Tensor | None, ...]:
         dtype, rows, codes = product_dtype(x), matrix(x), None
         saved = spec.input_codes if keeping is not None and weight.requires_grad else None
-        signs = rounded.signs[0] if rounded is not None else signs_of(spec.output, x, weight)
+        (seeds,) = seeds_of(states, x, spec.output)
+        signs = rounded.signs[0] if rounded is not None else signs_of(spec.output, x, weight, seeds.signs)
         lhs: Side
         rhs: Side
         x_later = weight_later = None
         with torch.autocast(x.device.type, enabled=False):
             if keeping is not None and saved is not None:
-                lhs, codes = keeping.operand(x, rows, saved, dtype, states.get("input"), record)
+                lhs, codes = keeping.operand(x, rows, saved, dtype, states.get("input"), record, seeds.lhs)
             elif units.output and units.grad_weight and weight.requires_grad and _both_ways(spec, "input"):
                 later = signs_of(spec.grad_weight, x, weight)
-                lhs, x_later = both_sides(rows, spec.output.lhs, dtype, states.get("input"), record, later)
+                given = seeds.lhs, seeds.lhs
+                lhs, x_later = both_sides(rows, spec.output.lhs, dtype, states.get("input"), record, later, given)
             else:
-                lhs = side(rows, spec.output.lhs, dtype, states.get("input"), record, signs, coded=units.output)
+                lhs = side(rows, spec.output.lhs, dtype, states.get("input"), record, signs, 1, units.output, seeds.lhs)
             if rounded is not None:
                 rhs = rounded.output
             elif units.output and units.grad_input and x.requires_grad and _both_ways(spec, "weight"):
-                rhs, weight_later = both_sides(weight, spec.output.rhs, dtype, states.get("weight"), record)
+                given, state = (seeds.rhs, seeds.rhs), states.get("weight")
+                rhs, weight_later = both_sides(weight, spec.output.rhs, dtype, state, record, given=given)
             else:
-                rhs = side(weight, spec.output.rhs, dtype, states.get("weight"), record, signs, coded=units.output)
+                state = states.get("weight")
+                rhs = side(weight, spec.output.rhs, dtype, state, record, signs, 1, units.output, seeds.rhs)
             over = lhs.over(channels, dtype) if isinstance(lhs, Operand) else lhs
             y = forward_product(over, rhs, bias, dtype, spec.output, rows.shape[1], evaluates)
             # What a backward product takes as the forward did is kept so; what it rounds anew, as it came.
@@ -170,46 +177,47 @@ def _form(
     lhs: Side | None = None
     later: Side | None = None
     before, after = folds(first), channels is None and folds(second)
-    state = states.get("grad_output")
+    state, (seeds, again_seeds) = states.get("grad_output"), seeds_of(states, grad, first, second)
     with torch.autocast(rows.device.type, enabled=False):
         if needs[0]:
             weight = of_weight[0]
             assert weight is not None
-            signs = rounded.signs[1] if rounded is not None else signs_of(first, rows, weight)
+            signs = rounded.signs[1] if rounded is not None else signs_of(first, rows, weight, seeds.signs)
             if needs[1] and units.grad_input and units.grad_weight and _both_ways(spec, "grad_output"):
-                lhs, later = both_sides(rows, first.lhs, dtype, state, record, signs_of(second, rows, weight))
+                turned, given = signs_of(second, rows, weight, again_seeds.signs), (seeds.lhs, again_seeds.lhs)
+                lhs, later = both_sides(rows, first.lhs, dtype, state, record, turned, given)
             elif not before:
-                lhs = side(rows, first.lhs, dtype, state, record, signs, coded=units.grad_input)
+                lhs = side(rows, first.lhs, dtype, state, record, signs, 1, units.grad_input, seeds.lhs)
             rhs = None if rounded is None else rounded.grad_input
             rhs = rhs or restored_side(of_weight, first.rhs, dtype)
             if rhs is None and (again or "weight" in spec.anew):
-                rhs = side(weight, first.rhs, dtype, signs=signs, dim=0, coded=units.grad_input)
+                rhs = side(weight, first.rhs, dtype, signs=signs, dim=0, coded=units.grad_input, seed=seeds.rhs)
             elif rhs is None:
                 rhs = Operand(weight, of_weight[1], restored(weight_rest, weight.shape[1]))
             if before or lhs is None:
                 assert first.lhs is not None
                 assert isinstance(rhs, Operand)
-                lhs, rhs = folded(rows, rhs, first.lhs, dtype, state, record, down=False)
+                lhs, rhs = folded(rows, rhs, first.lhs, dtype, state, record, False, seeds.lhs)
             grad_x = product_of(lhs, rhs, None, dtype, first, rows.shape[1]).view(shape).to(dtypes[0])
             if channels is not None:
                 grad_x = grad_x * channels.reciprocal().to(grad_x.dtype)
         if needs[1]:
             x = of_x[0]
             assert x is not None
-            signs = signs_of(second, rows, x)
+            signs = signs_of(second, rows, x, again_seeds.signs)
             if later is not None:
                 lhs = later
             elif not after and (lhs is None or before or "grad_output" in spec.anew):
-                lhs = side(rows, second.lhs, dtype, state, record, signs, 0, units.grad_weight)
+                lhs = side(rows, second.lhs, dtype, state, record, signs, 0, units.grad_weight, again_seeds.lhs)
             known = restored_side(of_x, second.rhs, dtype)
-            rhs = _input(x, of_x, x_rest, spec, dtype, signs, units) if known is None else known
+            rhs = _input(x, of_x, x_rest, spec, dtype, signs, units, again_seeds.rhs) if known is None else known
             if channels is not None:
                 assert isinstance(rhs, Operand)
                 rhs = rhs.over(channels, dtype)
             if after or lhs is None:
                 assert second.lhs is not None
                 assert isinstance(rhs, Operand)
-                lhs, rhs = folded(rows, rhs, second.lhs.down, dtype, state, record, down=True)
+                lhs, rhs = folded(rows, rhs, second.lhs.down, dtype, state, record, True, again_seeds.lhs)
             grad_weight = product_of(lhs.t(), rhs, None, dtype, second, len(rows)).to(dtypes[1])
             if estimated is not None:
                 assert spec.output.rhs is not None
@@ -222,7 +230,7 @@ def _form(
 
 def _input(
     x: Tensor, of_x: tuple[Tensor | None, ...], rest: Rest, spec: LinearSpec, dtype: torch.dtype,
-    signs: Tensor | None, units: Units,
+    signs: Tensor | None, units: Units, seed: Seed | None,
 ) -> Side:  # fmt: skip
     """The layer's input as the weight's gradient takes it, from what was kept: codes of it all, values, or x itself."""
     x = matrix(x)
@@ -230,7 +238,7 @@ def _input(
         assert spec.input_codes is not None
         x = of_codes(x, spec.input_codes, dtype)
     if "input" in spec.anew:
-        return side(x, spec.grad_weight.rhs, dtype, signs=signs, dim=0, coded=units.grad_weight)
+        return side(x, spec.grad_weight.rhs, dtype, signs=signs, dim=0, coded=units.grad_weight, seed=seed)
     return Operand(x, of_x[1], restored(rest, x.shape[1]))
 
 

@@ -20,7 +20,7 @@ from halfstep.ops.remainder import Remainder, bounds_of, remainder
 from halfstep.ops.rows import rounded_rows
 from halfstep.quant import Clamp, Quantizer, Scales, Tile
 from halfstep.quant.hadamard import ANEW
-from halfstep.quant.rounding import number
+from halfstep.quant.rounding import Seed, number
 from halfstep.quant.tile import ROW, TENSOR
 from halfstep.recipe import Matmul
 
@@ -106,6 +106,7 @@ def operand(
     signs: Tensor | None = None,
     dim: int = 1,
     units: bool = True,
+    seed: Seed | None = None,
 ) -> Operand:
     """The matrix `x` as one side of a product whose result comes in `dtype`.
 
@@ -118,42 +119,45 @@ def operand(
         signs: of a Hadamard transform (`quant.rotate`) of the shared dimension, before x is rounded: None is none.
         dim: which of the two is the shared one, for a transform.
         units: a GPU's FP8 units may form the product, where they take the quantizer's one scale a tensor or a row.
+        seed: of stochastic rounding; None draws it from torch's default generator.
     """
     if signs is not None:
-        made = None if quantizer is None else _rotated(x.contiguous(), quantizer, dtype, signs, dim)
+        made = None if quantizer is None else _rotated(x.contiguous(), quantizer, dtype, signs, dim, seed)
         if made is not None:
             return made
         x = rotate(x, signs, dim)
     if quantizer is None:
         return Operand(x.to(dtype))
     if quantizer.clamp is not None:
-        return _clamped(x, quantizer, quantizer.clamp, dtype, state, record)
+        return _clamped(x, quantizer, quantizer.clamp, dtype, state, record, seed)
     quantizer = quantizer.plain
     format, scales = quantizer.format, quantizer.scales
     if scales is None:
-        return Operand(values(x, quantizer, dtype=carrier(format, dtype)))
+        return Operand(values(x, quantizer, seed, dtype=carrier(format, dtype)))
     if quantizer.inner is not None:
         part = x.to(torch.promote_types(x.dtype, torch.float32)) * scales.rule.part
-        return over(operand(part, quantizer.inner, dtype, units=False), scales.rule.part)
+        return over(operand(part, quantizer.inner, dtype, units=False, seed=seed), scales.rule.part)
     if quantizer.by_rows:
-        return Operand(*rounded_rows(x, quantizer, None, _row_dtype(quantizer, dtype, x.device)))
+        return Operand(*rounded_rows(x, quantizer, None, _row_dtype(quantizer, dtype, x.device), seed))
     native = scaled_mm.outer_dtype(quantizer, x.device) if units else None
     if scales.tile == TENSOR:
         factor, amax = factor_of(x, format, scales.rule, state, record)
         if factor is not None:
             into = carrier(format, dtype) if native is None else native
-            rounded = round_scaled(x, factor, format, quantizer.rounding, into, amax=amax)
+            rounded = round_scaled(x, factor, format, quantizer.rounding, into, seed, amax)
             return Operand(rounded, factor.reciprocal())
     elif native is not None:
-        return _rows(x, quantizer, scales, native)
+        return _rows(x, quantizer, scales, native, seed)
     if scales.rule.two_level:
         scale = torch.empty((), device=x.device, dtype=torch.float32)
         into = carrier(format, dtype, E4M3_BITS)
-        return Operand(values_noted(x, quantizer, dtype=into, tensor_scale=scale)[0], scale)
-    return _blocks(x, quantizer, scales, dtype)
+        return Operand(values_noted(x, quantizer, seed, dtype=into, tensor_scale=scale)[0], scale)
+    return _blocks(x, quantizer, scales, dtype, seed)
 
 
-def _rotated(x: Tensor, quantizer: Quantizer, dtype: torch.dtype, signs: Tensor, dim: int) -> Operand | None:
+def _rotated(
+    x: Tensor, quantizer: Quantizer, dtype: torch.dtype, signs: Tensor, dim: int, given: Seed | None
+) -> Operand | None:
     """A matrix rotated and rounded by a kernel in one pass: what `rotate` and then `operand` make of it. None where
     these do it."""
     plain = quantizer.plain
@@ -166,7 +170,7 @@ def _rotated(x: Tensor, quantizer: Quantizer, dtype: torch.dtype, signs: Tensor,
     if x.is_cuda and gpu_rotated.supports(x, signs, dim, ruled):
         scale, seed = (
             torch.empty((), device=x.device, dtype=torch.float32) if two_level else None,
-            seed_of(ruled.rounding, None, x.device),
+            seed_of(ruled.rounding, given, x.device),
         )
         values = gpu_rotated.run_values(x, signs, dim, ruled, seed, narrow, share, scale)
         return Operand(values, scale) if plain.inner is None else over(Operand(values), share)
@@ -176,24 +180,30 @@ def _rotated(x: Tensor, quantizer: Quantizer, dtype: torch.dtype, signs: Tensor,
         scale = rotated_tiles.tensor_scale(x, signs, ruled)
         if scale is None:
             return None
-        seed = number(seed_of(ruled.rounding, None, x.device))
+        seed = number(seed_of(ruled.rounding, given, x.device))
         return Operand(rotated_tiles.run_two_levels(x, signs, ruled, seed, scale, narrow), scale)
-    seed = number(seed_of(ruled.rounding, None, x.device))
+    seed = number(seed_of(ruled.rounding, given, x.device))
     made, may_be_subnormal = rotated_tiles.run_powers(x, signs, dim, ruled, seed, share, narrow)
     if narrow == dtype and may_be_subnormal and has_subnormals(made):
-        made = _upright(rotate(x, signs, dim) * share, ruled, torch.float32)[0]
+        made = _upright(rotate(x, signs, dim) * share, ruled, torch.float32, seed)[0]
     return Operand(made) if plain.inner is None else over(Operand(made), share)
 
 
 def _clamped(
-    x: Tensor, quantizer: Quantizer, clamp: Clamp, dtype: torch.dtype, state: Tensor | None, record: bool
+    x: Tensor,
+    quantizer: Quantizer,
+    clamp: Clamp,
+    dtype: torch.dtype,
+    state: Tensor | None,
+    record: bool,
+    seed: Seed | None,
 ) -> Operand:
     """Values between two quantiles, rounded; and what is beyond them, where that is kept."""
     bounds, plain = bounds_of(x, clamp), quantizer.plain
     if plain.by_rows:
-        made = Operand(*rounded_rows(x, plain, bounds, _row_dtype(plain, dtype, x.device)))
+        made = Operand(*rounded_rows(x, plain, bounds, _row_dtype(plain, dtype, x.device), seed))
     else:
-        made = operand(operators.clamped(x, bounds), plain, dtype, state, record, units=False)
+        made = operand(operators.clamped(x, bounds), plain, dtype, state, record, units=False, seed=seed)
     return replace(made, remainder=remainder(x, clamp, bounds)) if clamp.compensation else made
 
 
@@ -202,13 +212,13 @@ def _row_dtype(quantizer: Quantizer, dtype: torch.dtype, device: torch.device) -
     return tile_carrier(quantizer.format, quantizer.scales.rule, dtype, device)
 
 
-def signs_of(product: Matmul, lhs: Tensor, rhs: Tensor) -> Tensor | None:
+def signs_of(product: Matmul, lhs: Tensor, rhs: Tensor, seed: Seed | None = None) -> Tensor | None:
     """The signs that rotate both operands of a product of these two; None where nothing is rotated."""
     hadamard = product.hadamard
     if hadamard is None:
         return None
-    if hadamard.seed != ANEW or not torch.compiler.is_compiling():
-        return hadamard.signs(lhs.device)
+    if hadamard.seed != ANEW or seed is not None or not torch.compiler.is_compiling():
+        return hadamard.signs(lhs.device, seed)
     out = lhs.new_empty(hadamard.size, dtype=torch.float32)
     torch.ops.halfstep.draw_signs(lhs, rhs, out)
     return out
@@ -239,31 +249,31 @@ def lies_down(tile: Tile) -> bool:
     return tile.columns == 1 and tile.rows != 1
 
 
-def _rows(x: Tensor, quantizer: Quantizer, scales: Scales, dtype: torch.dtype) -> Operand:
+def _rows(x: Tensor, quantizer: Quantizer, scales: Scales, dtype: torch.dtype, seed: Seed | None) -> Operand:
     """FP8 numbers, and the scale of each row (or column, where the tiles lie so)."""
     down = scales.tile != ROW
-    made = quantize(x.t().contiguous(), quantizer.down) if down else quantize(x, quantizer)
+    made = quantize(x.t().contiguous() if down else x, quantizer.down if down else quantizer, generator=seed)
     rows = Operand(made.codes.view(dtype), scales.rule.multiplier(made.tensors, quantizer.format).float())
     return rows.t() if down else rows
 
 
-def _blocks(x: Tensor, quantizer: Quantizer, scales: Scales, dtype: torch.dtype) -> Operand:
+def _blocks(x: Tensor, quantizer: Quantizer, scales: Scales, dtype: torch.dtype, seed: Seed | None) -> Operand:
     """Tiles times their scales. A power of two moves no bit of a value; a scale with a mantissa takes float32's.
 
     bf16 matrix units of CPUs treat subnormal numbers as zeros: where there are any, the product is float32's.
     """
     narrow = tile_carrier(quantizer.format, scales.rule, dtype, x.device)
-    made, may_be_subnormal = _upright(x, quantizer, narrow)
+    made, may_be_subnormal = _upright(x, quantizer, narrow, seed)
     if narrow == dtype and may_be_subnormal and has_subnormals(made):
-        made = _upright(x, quantizer, torch.float32)[0]
+        made = _upright(x, quantizer, torch.float32, seed)[0]
     return Operand(made)
 
 
-def _upright(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Tensor, bool]:
+def _upright(x: Tensor, quantizer: Quantizer, dtype: torch.dtype, seed: Seed | None) -> tuple[Tensor, bool]:
     """`values_noted`, where tiles lie down of the transposed view: kernels know tiles along rows, of a view too."""
     if quantizer.scales is None or not lies_down(quantizer.scales.tile):
-        return values_noted(x, quantizer, dtype=dtype)
-    made, noted = values_noted(x.t(), quantizer.down, dtype=dtype)
+        return values_noted(x, quantizer, seed, dtype=dtype)
+    made, noted = values_noted(x.t(), quantizer.down, seed, dtype=dtype)
     return made.t(), noted
 
 

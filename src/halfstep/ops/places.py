@@ -13,6 +13,7 @@ from halfstep.ops.operand import Operand, operand
 from halfstep.ops.plain import matrix
 from halfstep.quant import Quantizer, Tile
 from halfstep.quant.padding import pad
+from halfstep.quant.rounding import Seed
 from halfstep.quant.tile import TENSOR
 
 
@@ -71,6 +72,7 @@ def rounded(
     dtype: torch.dtype,
     state: Tensor | None = None,
     record: bool = False,
+    seed: Seed | None = None,
 ) -> Operand:
     """`ops.operand` of a tensor whose rows lie so, in the tensor's own shape: a scale is of the whole tensor, or None.
 
@@ -84,11 +86,11 @@ def rounded(
     ):  # each element by itself, wherever it lies
         last = not torch.compiler.is_compiling() and not x.is_contiguous()  # which a traced graph cannot ask
         dense = x.movedim(1, -1) if last else x
-        made = operand(matrix(dense), quantizer, dtype, state, record)
+        made = operand(matrix(dense), quantizer, dtype, state, record, seed=seed)
         values = made.values.view(dense.shape)
         return Operand(values.movedim(-1, 1) if last else values, made.scale)
     parts = layout.rows(x)
-    made = operand(_tiled(parts, tile), quantizer, dtype, state, record)
+    made = operand(_tiled(parts, tile), quantizer, dtype, state, record, seed=seed)
     if made.remainder is not None or (made.scale is not None and made.scale.dim()):
         made = made.widened(dtype)
     return Operand(layout.back(_untiled(made.values, parts.shape, tile), x.shape), made.scale)

@@ -8,11 +8,12 @@ from torch import Tensor
 from halfstep.kernels.cpu import clamp_operators as operators
 from halfstep.ops.casts import seed_of
 from halfstep.quant import Quantizer
+from halfstep.quant.rounding import Seed
 from halfstep.quant.tile import ROW
 
 
 def rounded_rows(
-    x: Tensor, quantizer: Quantizer, bounds: Tensor | None, dtype: torch.dtype
+    x: Tensor, quantizer: Quantizer, bounds: Tensor | None, dtype: torch.dtype, given: Seed | None
 ) -> tuple[Tensor, Tensor | None]:
     """The values of a matrix between its bounds, by a quantizer that goes `by_rows`.
 
@@ -29,6 +30,6 @@ def rounded_rows(
         tiny = bool(((factor > format.smallest * 2.0**126) & (amax > 0)).any())
         dtype = torch.float32 if tiny else dtype
     into = dtype if steps is None else torch.int8
-    seed = seed_of(quantizer.rounding, None, x.device)
+    seed = seed_of(quantizer.rounding, given, x.device)
     made = operators.round_rows(x.detach(), bounds, factor, format, quantizer.rounding, seed, steps, into)
     return made, None if steps is None else factor.reciprocal() / steps

@@ -25,6 +25,7 @@ from halfstep.ops.codes import decode_parts, encode_parts
 from halfstep.ops.operand import Operand, operand
 from halfstep.ops.subclasses import foreign
 from halfstep.quant import Quantizer
+from halfstep.quant.rounding import Seed
 from halfstep.recipe import Saved, Storage
 
 
@@ -49,7 +50,14 @@ class Keeping:
         return {"saved": self.saved, "_kept": {}, "_room": _ROOM}
 
     def operand(
-        self, x: Tensor, rows: Tensor, quantizer: Quantizer, dtype: torch.dtype, state: Tensor | None, record: bool
+        self,
+        x: Tensor,
+        rows: Tensor,
+        quantizer: Quantizer,
+        dtype: torch.dtype,
+        state: Tensor | None,
+        record: bool,
+        seed: Seed | None,
     ) -> tuple[Operand, Tensor]:
         """`ops.operand` of `rows`, which are x as a matrix, and the codes of its values, exactly.
 
@@ -60,7 +68,7 @@ class Keeping:
         found = self.find(key)
         if found is not None:
             return Operand(of_codes(found["codes"], quantizer, dtype), found["scale"]), found["codes"]
-        made = operand(rows, quantizer, dtype, state, record)
+        made = operand(rows, quantizer, dtype, state, record, seed=seed)
         in_codes = made.values.dtype in unit_kinds.DTYPES
         codes = made.values.view(torch.uint8) if in_codes else encode(made.values, quantizer.format)
         if key is not None and made.scale is not None:

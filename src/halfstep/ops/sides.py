@@ -24,6 +24,7 @@ from halfstep.ops.stored import decoded
 from halfstep.quant import Quantizer
 from halfstep.quant.hadamard import ANEW
 from halfstep.quant.pack import pack, unpack
+from halfstep.quant.rounding import Seed
 from halfstep.quant.tile import TENSOR, block
 from halfstep.recipe import LinearSpec, Matmul
 
@@ -99,19 +100,20 @@ def side(
     signs: Tensor | None = None,
     dim: int = 1,
     coded: bool = False,
+    seed: Seed | None = None,
 ) -> Side:
     """The matrix x as one side of a product: `ops.operand`, where the shared dimension is `dim`, along which the
     quantizer's tiles lie. In codes where units form the product (`coded`) and its scales are of tiles."""
     if quantizer is None or not coded or not unit_kinds.is_tiled(quantizer):
         down = quantizer if quantizer is None or dim else quantizer.down
-        return operand(x, down, dtype, state, record, signs, dim)
+        return operand(x, down, dtype, state, record, signs, dim, seed=seed)
     if signs is not None:
         plain, eager = quantizer.plain, not torch.compiler.is_compiling()
         if eager and x.is_cuda and gpu_rotated.supports(x := x.contiguous(), signs, dim, plain, turned=True):
-            shape, tensors = gpu_rotated.run_codes(x, signs, dim, plain, seed_of(plain.rounding, None, x.device))
+            shape, tensors = gpu_rotated.run_codes(x, signs, dim, plain, seed_of(plain.rounding, seed, x.device))
             return Coded(Quantized(plain, shape, torch.float32, tensors), dtype, not dim)
         x = rotate(x, signs, dim)
-    return Coded(quantize(x if dim else x.t(), quantizer.plain), dtype, not dim)
+    return Coded(quantize(x if dim else x.t(), quantizer.plain, generator=seed), dtype, not dim)
 
 
 def both_sides(
@@ -121,6 +123,7 @@ def both_sides(
     state: Tensor | None = None,
     record: bool = False,
     signs: Tensor | None = None,
+    given: tuple[Seed | None, Seed | None] = (None, None),
 ) -> tuple[Side, Side]:
     """x as units take it along its columns, and along its rows, both rounded by the quantizer with its tiles along the
     dimension that is shared; each is laid out for its product. Square tiles, and one scale a tensor, have one
@@ -128,6 +131,7 @@ def both_sides(
 
     Args:
         signs: of a Hadamard transform of x's rows, for the second product alone.
+        given: the seeds of the two roundings; of one rounding, the first.
     """
     assert quantizer is not None
     quantizer = quantizer.plain
@@ -141,25 +145,27 @@ def both_sides(
         assert native is not None
         scale = factor.reciprocal()
         if eager and layouts.supports(x, quantizer, given=True):
-            seed = seed_of(quantizer.rounding, None, x.device)
+            seed = seed_of(quantizer.rounding, given[0], x.device)
             one, other = layouts.codes(x, quantizer, seed, factor, amax)
             return Operand(one.view(native), scale), Operand(other.view(native).t(), scale)
-        codes = round_scaled(x, factor, quantizer.format, quantizer.rounding, native, amax=amax)
+        codes = round_scaled(x, factor, quantizer.format, quantizer.rounding, native, given[0], amax)
         return Operand(codes, scale), Operand(codes.t().contiguous().t(), scale)
     if signs is not None and not (eager and turned.supports(x, quantizer, signs)):
-        return side(x, quantizer, dtype, coded=True), side(x, quantizer, dtype, signs=signs, dim=0, coded=True)
+        first = side(x, quantizer, dtype, coded=True, seed=given[0])
+        return first, side(x, quantizer, dtype, signs=signs, dim=0, coded=True, seed=given[1])
     if signs is not None:
         parts = layouts.empty(x, quantizer)
-        seeds = [seed_of(quantizer.rounding, None, x.device) for _ in parts]
+        seeds = [seed_of(quantizer.rounding, seed, x.device) for seed in given]
         turned.run(x, quantizer, signs, *parts, seeds[0], seeds[1])
         along, down = (Quantized(quantizer, shape, x.dtype, made) for shape, made in zip(shapes, parts, strict=True))
     elif eager and layouts.supports(x, quantizer):
         parts = layouts.empty(x, quantizer, outer=scales.tile == block(128))
-        layouts.run(x, quantizer, *parts, seed_of(quantizer.rounding, None, x.device))
+        layouts.run(x, quantizer, *parts, seed_of(quantizer.rounding, given[0], x.device))
         along, down = (Quantized(quantizer, shape, x.dtype, made) for shape, made in zip(shapes, parts, strict=True))
     else:
-        along = quantize(x, quantizer)
-        down = _transposed(along) if scales.tile.rows == scales.tile.columns else quantize(x.t(), quantizer)
+        along = quantize(x, quantizer, generator=given[0])
+        square = scales.tile.rows == scales.tile.columns
+        down = _transposed(along) if square else quantize(x.t(), quantizer, generator=given[1])
     if unit_kinds.is_tiled(quantizer):
         return Coded(along, dtype), Coded(down, dtype, turned=True)
     return _by_rows(along), _by_rows(down).t()

@@ -56,8 +56,9 @@ class Draws:
 
 
 class CUDAGraph(torch.cuda.CUDAGraph):
-    """A `torch.cuda.CUDAGraph` whose replays draw noise as eager steps do: for recipes that round operands
-    stochastically, or rotate them by signs that are drawn anew.
+    """A `torch.cuda.CUDAGraph` whose replays draw noise as eager steps do: for code that rounds stochastically, or
+    rotates by signs that are drawn anew, without a seed of its own. Layers that follow a recipe draw nothing from a
+    generator: any graph takes them.
 
     Capturing draws nothing. Each replay takes from the generators, on the host, what the captured code would have taken
     in that place, so that replays and eager steps may follow each other and `torch.get_rng_state` says where a run is.
@@ -144,8 +145,8 @@ def check_drawing(what: str, device: torch.device | None) -> Draws:
 
 _OURS = (
     "Capture into halfstep.CUDAGraph() in the place of torch.cuda.CUDAGraph(): it draws for each replay. Where torch "
-    "makes the graph (make_graphed_callables, mode='reduce-overhead'), leave these layers out of it, or take a recipe "
-    "whose operands are rounded to nearest (halfstep recipes)"
+    "makes the graph (make_graphed_callables, mode='reduce-overhead'), leave these calls out of it, or give them a "
+    "seed as a number, which is taken as it is"
 )
 _HOST = (
     "The tensor is not on the GPU: round it outside of the graph, or give a seed as a number, which is taken as it is"

@@ -17,7 +17,7 @@ from torch import Tensor
 from halfstep.errors import QuantizationError
 from halfstep.quant.captured import capturing, check_drawing, drawn
 from halfstep.quant.padding import pad
-from halfstep.quant.rounding import derive_seed
+from halfstep.quant.rounding import Seed, derive_seed, noise_bits
 
 
 ANEW = "anew"
@@ -32,7 +32,7 @@ class Hadamard:
     H_1 = [1], H_2n = [[H_n, H_n], [H_n, -H_n]].
 
     `seed` None is the sign vector that NVFP4's recipe has, of size 16; an integer draws signs that never change;
-    `"anew"` draws them for each product from torch's default generator, as stochastic rounding does its noise.
+    `"anew"` draws them for each product, as stochastic rounding does its noise.
 
     Raises:
         QuantizationError: the size is no power of two from 2 on, or has no signs of its own; another seed.
@@ -77,8 +77,11 @@ class Hadamard:
         nothing from a run's generator."""
         return replace(self, seed=0) if self.seed == ANEW else self
 
-    def signs(self, device: torch.device | str | None = None) -> Tensor:
+    def signs(self, device: torch.device | str | None = None, seed: Seed | None = None) -> Tensor:
         """s, float32 (size): for both operands of one product, since another call may draw others.
+
+        Args:
+            seed: what signs that are drawn anew follow from; None draws them from torch's default generator.
 
         Raises:
             QuantizationError: they are drawn anew, and a CUDA graph is being captured, which is no `CUDAGraph` of
@@ -93,12 +96,25 @@ class Hadamard:
                 if on_gpu
                 else torch.tensor(self._fixed, device=device, dtype=torch.float32)
             )
+        if seed is not None:
+            return _made_of(seed, self.size, there)
         if on_gpu:
             draw, words = partial(_drawn_words, self.size), -(-self.size // _WORD)
             return _made_there(drawn(_SIGNS, draw, words, there), self.size, there)
         if capturing():
             check_drawing(_SIGNS, there)
         return (1 - 2 * torch.randint(0, 2, (self.size,), dtype=torch.int64, device="cpu")).to(device, torch.float32)
+
+
+def _made_of(seed: Seed, size: int, device: torch.device | None) -> Tensor:
+    """The signs that a seed's bits are; beyond 64 of them, those that the seed's noise begins with."""
+    if size > 2 * _WORD:
+        negative = noise_bits(seed, 0, size, device) >> 31
+    else:
+        places = torch.arange(size, dtype=torch.int64, device=device)
+        whole = seed if isinstance(seed, Tensor) else torch.full_like(places, seed - (seed >> 63 << 64))
+        negative = whole >> places & 1
+    return 1.0 - 2.0 * negative.float()
 
 
 def _drawn_words(size: int) -> list[int]:
@@ -115,7 +131,7 @@ def _made_there(words: Sequence[int] | Tensor, size: int, device: torch.device |
     """The signs as a GPU makes them of whole numbers: a copy from the host would be waited for."""
     places = torch.arange(min(_WORD, size), device=device, dtype=torch.int64)  # sizes are powers of two
     whole = (word if isinstance(word, Tensor) else torch.full_like(places, word) for word in words)
-    return 1.0 - 2.0 * torch.cat([word >> places & 1 for word in whole])
+    return 1.0 - 2.0 * torch.cat([word >> places & 1 for word in whole]).float()
 
 
 def rotate(x: Tensor, signs: Tensor, dim: int = -1) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from halfstep.errors import RecipeError
 from halfstep.quant import Accumulator, Hadamard, Quantizer
+from halfstep.quant.hadamard import ANEW
 from halfstep.quant.tile import TENSOR
 from halfstep.recipe.multiplier import Multiplier
 
@@ -46,6 +47,12 @@ class Matmul:
                     "that rounds both, and a state is of one tensor as it lies. Round both with a scaling that keeps "
                     "no state (current, two_level, floor ...), or leave hadamard out"
                 )
+
+    @property
+    def draws(self) -> bool:
+        """Whether forming it draws noise or signs."""
+        noisy = any(side is not None and side.rounding == "stochastic" for side in (self.lhs, self.rhs))
+        return noisy or (self.hadamard is not None and self.hadamard.seed == ANEW)
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,11 @@ class LinearSpec:
         return quantizer if whole and fits else None
 
     @property
+    def draws(self) -> bool:
+        """Whether any product draws noise or signs."""
+        return any(product.draws for product in (self.output, self.grad_input, self.grad_weight))
+
+    @property
     def rounds(self) -> bool:
         """Whether any operand, or any sum, is rounded."""
         return len(self.quantizers) > 0 or self.accumulates
@@ -221,6 +233,11 @@ class AttentionSpec:
                     f"attention with {quantizer.format.name} ({quantizer.scales}): its products "
                     "take scalings without a state (current, rceil, floor ...) and one scale a tensor, row or block"
                 )
+
+    @property
+    def draws(self) -> bool:
+        """Whether any product of the two draws noise or signs."""
+        return self.scores.draws or self.mix.draws
 
     @property
     def rounds(self) -> bool:

@@ -21,6 +21,7 @@ def scaled_dot_product_attention(
     mult: float = 1.0,
     is_causal_mask: bool = False,
     spec: AttentionSpec | None = None,
+    noise: Tensor | None = None,
 ) -> Tensor:
     """softmax(mult q k^T / d + mask) v of unit size: q (..., queries, d), k (..., keys, d), v (..., keys, d_v).
 
@@ -32,7 +33,7 @@ def scaled_dot_product_attention(
     Args:
         is_causal: a place attends to itself and those before it; without a mask.
         is_causal_mask: the mask is causal, or causal and more: the factor is causal attention's.
-        spec: how the operands of the two products are rounded, as for `ops.attention`; the factors stay.
+        spec, noise: how the operands of the two products are rounded, as for `ops.attention`; the factors stay.
     """
     if enable_gqa and query.shape[-3] != key.shape[-3]:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
@@ -40,7 +41,7 @@ def scaled_dot_product_attention(
     causal = is_causal or is_causal_mask
     if spec is not None and spec.rounds:
         spec = spec.times(multipliers(*sizes, mult, causal, dropout_p))
-        return ops.attention(query, key, value, is_causal, attn_mask, dropout_p, spec)
+        return ops.attention(query, key, value, is_causal, attn_mask, dropout_p, spec, noise=noise)
     numbers = products(*sizes, mult, causal, dropout_p)
     scores, mix = ((number, number, number, 1.0) for number in numbers)
     return ops.attention(query, key, value, is_causal, attn_mask, dropout_p, factors=(scores, mix))

@@ -13,7 +13,8 @@ from halfstep.formats import Format
 from halfstep.kernels.blank import blank
 from halfstep.kernels.cpu import folded, quantiles, rows, slopes
 from halfstep.kernels.cpu import sparse as products
-from halfstep.quant import Clamp, Estimator, Quantizer, Scales, Tile, draw_seed
+from halfstep.kernels.seeds import seed_in
+from halfstep.quant import Clamp, Estimator, Quantizer, Scales, Tile
 from halfstep.quant.cast import round_to
 from halfstep.quant.quantizer import as_rows
 from halfstep.quant.rounding import Seed
@@ -200,12 +201,10 @@ def _quantiles(x: Tensor, out: Tensor, quantile: float, tile: str, estimate: str
 
 
 def _round_rows(
-    x: Tensor, bounds: Tensor | None, factor: Tensor, out: Tensor, key: str, rounding: str, seed: int | None,
+    x: Tensor, bounds: Tensor | None, factor: Tensor, out: Tensor, key: str, rounding: str, seed: Tensor | None,
     steps: int | None,
 ) -> None:  # fmt: skip
-    drawn: Seed | None = seed and seed & (1 << 64) - 1
-    if seed is None and rounding == "stochastic":
-        drawn = draw_seed(None, x.device)
+    drawn = seed_in(rounding, seed, x.device)
     round_rows_into(x.contiguous(), bounds, factor, out, formats.from_key(key), rounding, drawn, steps)
 
 
@@ -224,8 +223,8 @@ def _estimate(
 
 _OPERATORS = {
     "quantiles(Tensor x, Tensor(a!) out, float quantile, str tile, str estimate) -> ()": _quantiles,
-    "round_rows(Tensor x, Tensor? bounds, Tensor factor, Tensor(a!) out, str key, str rounding, int? seed, int? steps)"
-    " -> ()": _round_rows,
+    "round_rows(Tensor x, Tensor? bounds, Tensor factor, Tensor(a!) out, str key, str rounding, Tensor? seed, "
+    "int? steps) -> ()": _round_rows,
     "sparse_product(Tensor whole, Tensor other, Tensor? scale, Tensor(a!) out, bool down) -> ()": _sparse_product,
     "estimate(Tensor(a!) grad, Tensor x, Tensor? factor, str key, int rows, int columns, str? rule, float k, "
     "float? cap) -> ()": _estimate,

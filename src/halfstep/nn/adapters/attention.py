@@ -19,6 +19,7 @@ from halfstep.nn.adapters import linear
 from halfstep.nn.product import product, weight_of
 from halfstep.nn.quantized_weights import Weight
 from halfstep.ops.attention import ATTRIBUTE
+from halfstep.ops.noise import key_of
 
 
 NAME = "nn.MultiheadAttention"
@@ -146,7 +147,7 @@ def _attention(
     if spec is not None:
         q, k, v = (x.view(batch, heads, -1, size) for x in (q, k, v))
         with torch.autocast(q.device.type, enabled=False):
-            mixed, weights = ops.rounded_attention(q, k, v, is_causal, mask, dropout, spec, q.dtype)
+            mixed, weights = ops.rounded_attention(q, k, v, is_causal, mask, dropout, spec, q.dtype, key_of(module))
         return mixed.to(q.dtype).permute(2, 0, 1, 3).reshape(time * batch, width), weights if need_weights else None
     if not need_weights:
         q, k, v = (x.view(batch, heads, -1, size) for x in (q, k, v))

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from halfstep import ops, unit
 from halfstep.nn.adopt import beneath
+from halfstep.nn.noise import states_and_key
 from halfstep.nn.product import records, spec_of, weight_of
 from halfstep.nn.quantized_weights import Weight
-from halfstep.nn.scaling import states_of
 from halfstep.ops.places import filters
 
 
@@ -41,7 +41,7 @@ def forward(stock: Any, module: Any, input: Tensor, output_size: list[int] | Non
     """The module's own convolution, padding included, through `ops.convolution`."""
     weight, spec = weight_of(module, "weight", input), spec_of(module)
     window = _window(module, input, output_size)
-    return ops.convolution(input, weight, module.bias, window, spec, states_of(module), records(module))
+    return ops.convolution(input, weight, module.bias, window, spec, states_and_key(module), records(module))
 
 
 def _window(module: Any, input: Tensor, output_size: list[int] | None) -> ops.Window:

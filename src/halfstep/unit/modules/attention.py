@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError
 from halfstep.ops.attention import ATTRIBUTE
 from halfstep.ops.linear_passes import product_dtype
+from halfstep.ops.noise import key_of
 from halfstep.ops.stacks import stacked_linear
 from halfstep.recipe import AttentionSpec
 from halfstep.unit.attention import scaled_dot_product_attention
@@ -65,7 +66,8 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         attend = square_root_attention if self.square_root else scaled_dot_product_attention
         options: Any = {"dropout_p": self.dropout if self.training else 0.0, "is_causal": self.is_causal}
-        mixed = attend(q, k, v, attn_mask=mask, mult=self.mult, spec=self.__dict__.get(ATTRIBUTE), **options)
+        options |= {"spec": self.__dict__.get(ATTRIBUTE), "noise": key_of(self)}
+        mixed = attend(q, k, v, attn_mask=mask, mult=self.mult, **options)
         return self.out_proj(mixed.transpose(1, 2).reshape(batch, time, width))  # type: ignore[no-any-return]
 
 
@@ -78,6 +80,7 @@ def square_root_attention(
     is_causal: bool = False,
     mult: float = 1.0,
     spec: AttentionSpec | None = None,
+    noise: Tensor | None = None,
 ) -> Tensor:
     """sqrt(softmax(mult q k^T / d + mask)) v for q, k, v of shape (..., time, d).
 
@@ -92,9 +95,9 @@ def square_root_attention(
     if spec is not None and spec.rounds:
         dtype = product_dtype(query)
         with torch.autocast(query.device.type, enabled=False):
-            logits = stacked_linear(query, key, spec.scores, dtype) * (mult / query.shape[-1])
+            logits = stacked_linear(query, key, spec.scores, dtype, noise) * (mult / query.shape[-1])
             weights = _square_roots(logits, attn_mask, dropout_p, is_causal)
-            return stacked_linear(weights, value.mT, spec.mix, dtype).to(dtype)
+            return stacked_linear(weights, value.mT, spec.mix, dtype, noise).to(dtype)
     logits = query @ key.mT * (mult / query.shape[-1])
     return _square_roots(logits, attn_mask, dropout_p, is_causal) @ value
 

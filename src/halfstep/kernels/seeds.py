@@ -1,0 +1,78 @@
+"""Seeds that follow from a key and from a tensor's numbers; and the same as an operator, for torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from halfstep.quant.rounding import Seed, draw_seed
+
+
+_SAMPLES = 1024
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_GOLDEN, _STEP, _PLACE = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95, 0xAF251AF3B0F025B5  # odd, and else at random
+_MIXERS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
+
+
+def seeds(x: Tensor, key: Tensor, count: int) -> Sequence[Seed]:
+    """`count` seeds of 64 bits for what is drawn of a tensor: a hash of the key and of a sample of its numbers.
+
+    In a GPU's memory for a tensor there: the host waits for nothing, and the replays of a CUDA graph have their own.
+
+    Args:
+        key: two int64: the seed of the run and the layer, and how many steps were made.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.halfstep.seeds(x, key, count).unbind()
+    if x.is_cuda:
+        return _seeds(x, key, count).unbind()
+    if hasattr(x, "fake_mode"):  # which has no values
+        return [1] * count
+    return [number & (1 << 64) - 1 for number in _seeds(x, key, count).tolist()]
+
+
+@torch.no_grad()
+def _seeds(x: Tensor, key: Tensor, count: int) -> Tensor:
+    """int64 (count). The numbers of the generator SplitMix64 from a state that is a sum over the sample's bits.
+
+    Source: Steele, Lea and Flood 2014, as `quant.derive_seed`.
+    """
+    key = key.to(x.device)
+    bits = _sample(x.detach()).contiguous().view(_BITS[x.itemsize]).flatten().long()
+    places = torch.arange(max(len(bits), count) + 1, dtype=torch.int64, device=x.device)
+    state = (bits * (places[: len(bits)] * _signed(_PLACE) | 1)).sum() + key[0] + key[1] * _signed(_STEP)
+    numbers = state + places[1 : count + 1] * _signed(_GOLDEN)
+    for shift, factor in _MIXERS:
+        numbers = (numbers ^ _shifted(numbers, shift)) * _signed(factor)
+    return numbers ^ _shifted(numbers, 31)
+
+
+def _sample(x: Tensor) -> Tensor:
+    """About a thousand numbers from all over a tensor, of any strides: along each dimension every n-th one; n is odd
+    and no simple part of the dimension, so that they lie at many places of the sequences that a batch is made of."""
+    most = _SAMPLES ** (1 / max(x.dim(), 1))
+    return x[tuple(slice(None, None, max(1, int(0.618 * size / most) | 1)) for size in x.shape)]
+
+
+def _shifted(numbers: Tensor, by: int) -> Tensor:
+    """Shifted right as unsigned numbers."""
+    return numbers >> by & (1 << 64 - by) - 1
+
+
+def _signed(number: int) -> int:
+    return number - (number >> 63 << 64)
+
+
+def seed_in(rounding: str, seed: Tensor | None, device: torch.device) -> Seed | None:
+    """A graph's seed as a kernel there takes it; drawn here where none was given, which a traced graph cannot do."""
+    if seed is None:
+        return draw_seed(None, device) if rounding == "stochastic" else None
+    return seed if seed.is_cuda else int(seed) & (1 << 64) - 1
+
+
+_LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
+_LIBRARY.define("seeds(Tensor x, Tensor key, int count) -> Tensor")
+_LIBRARY.impl("seeds", _seeds, "CompositeExplicitAutograd")
+_LIBRARY.impl("seeds", lambda x, key, count: x.new_empty(count, dtype=torch.int64), "Meta")

@@ -1,0 +1,114 @@
+"""The keys of what layers draw, noise and signs: kept beside the layers, moved on with the optimizer's steps.
+
+A key is the seed of the run and the layer's path, hashed, and the number of steps. `ops.noise` hashes it with the
+numbers that a pass takes, so that nothing is drawn from a generator and nothing is counted in a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.nn.adopt import extend
+from halfstep.nn.scaling import ignore, states_of, unignore
+from halfstep.nn.surviving import Surviving
+from halfstep.ops.noise import ATTRIBUTE, KEY, key_of
+from halfstep.quant import derive_seed
+
+
+_ORIGIN = "_halfstep_noise_origin"
+
+
+class _Origin(NamedTuple):
+    """What a key is made of, beside the steps."""
+
+    seed: int
+    path: str
+
+    @property
+    def number(self) -> int:
+        """The two as one, in 64 bits with a sign."""
+        number = derive_seed(self.seed, *self.path.encode())
+        return number - (number >> 63 << 64)
+
+    def key(self, device: torch.device) -> Tensor:
+        """As it is before the first step."""
+        return torch.tensor([self.number, 0], dtype=torch.int64, device=device)
+
+
+def attach(model: nn.Module, paths: Iterable[str], seed: int) -> None:
+    """Give the layers of those paths their keys: non-persistent buffers that DDP leaves alone."""
+    names = []
+    for path in paths:
+        module = model.get_submodule(path)
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        origin = vars(module)[_ORIGIN] = _Origin(seed, path)
+        module.register_buffer(ATTRIBUTE, origin.key(device), persistent=False)
+        extend(module, Surviving(_held, _initial))
+        names.append(f"{path}.{ATTRIBUTE}".lstrip("."))
+    ignore(model, names)
+
+
+def detach(model: nn.Module) -> None:
+    """Take every key away again."""
+    for module in model.modules():
+        if vars(module).pop(_ORIGIN, None) is not None:
+            delattr(module, ATTRIBUTE)
+    unignore(model, ATTRIBUTE)
+
+
+def states_and_key(module: nn.Module, product: str = "") -> dict[str, Tensor]:
+    """What a layer's product takes beside its operands: its scaling states, and the key of what it draws."""
+    states, key = states_of(module, product), key_of(module)
+    return states if key is None else {**states, KEY: key}
+
+
+@torch.no_grad()
+def advance(model: nn.Module) -> None:
+    """Count a step, on the keys' own device."""
+    counts = [key[1:] for key in map(key_of, model.modules()) if key is not None]
+    if counts:
+        torch._foreach_add_(counts, 1)
+
+
+def seed(model: nn.Module) -> int | None:
+    """The seed of the run; None where nothing is drawn."""
+    origins = (vars(module).get(_ORIGIN) for module in model.modules())
+    return next((origin.seed for origin in origins if origin is not None), None)
+
+
+@torch.no_grad()
+def reseed(model: nn.Module, seed: int) -> None:
+    """Give the run another seed."""
+    for module in model.modules():
+        if (key := key_of(module)) is not None:
+            origin = vars(module)[_ORIGIN] = vars(module)[_ORIGIN]._replace(seed=seed)
+            key[:1].fill_(origin.number)
+
+
+def state(model: nn.Module) -> dict[str, int]:
+    """What to save of the keys: the run's seed, and how many steps were made; empty where nothing is drawn."""
+    own, keys = seed(model), (key for key in map(key_of, model.modules()) if key is not None)
+    return {} if own is None else {"seed": own, "steps": int(next(keys)[1])}
+
+
+@torch.no_grad()
+def load(model: nn.Module, saved: Mapping[str, int]) -> None:
+    """Put it back."""
+    reseed(model, int(saved["seed"]))
+    for key in map(key_of, model.modules()):
+        if key is not None:
+            key[1:].fill_(int(saved["steps"]))
+
+
+def _held(module: nn.Module) -> list[tuple[str, Tensor]]:
+    key = key_of(module)
+    return [] if key is None else [(ATTRIBUTE, key)]
+
+
+def _initial(module: nn.Module, name: str, device: torch.device) -> Tensor:
+    origin: _Origin = vars(module)[_ORIGIN]
+    return origin.key(device)
