@@ -207,6 +207,7 @@ def test_keys_outlive_what_is_done_to_a_model():
     halfstep.advance(model)
     own = model[0]._buffers[ATTRIBUTE].clone()
     assert own[1] == 1
+    assert own[0] != model[3]._buffers[ATTRIBUTE][0]
     assert "0." + ATTRIBUTE in model._ddp_params_and_buffers_to_ignore
     assert torch.equal(copy.deepcopy(model)[0]._buffers[ATTRIBUTE], own)
     assert torch.equal(model.double().float().to_empty(device="cpu")[0]._buffers[ATTRIBUTE], own)
