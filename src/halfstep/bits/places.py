@@ -61,6 +61,9 @@ class Runs:
     def add(self, bits: NDArray[Any]) -> None:
         """Take in the next elements."""
         low, high, length = self._at, self._at + bits.size, self.rows.shape[1]
+        if low == 0 and length == high and len(self.rows) == 1:  # all of a small tensor at once
+            self.rows[0], self._at = bits, high
+            return
         first, whole, left = np.searchsorted(self._starts, [low, high - length + 1, high]).tolist()
         if first < whole:
             size = bits.itemsize
@@ -94,11 +97,15 @@ class Spread:
     def __init__(self, tensor: Values, dtype: np.dtype[Any]) -> None:
         columns = tensor.shape[-1] if len(tensor.shape) > 1 else 0
         self._runs: list[Runs] = []
+        self._small = 0  # columns of a matrix that is copied whole, once
         if not 0 < columns <= _LONGEST or not tensor.numel:
             return
         fewest, most = _LINES
-        lines = _spread(tensor.numel // columns, min(max(_LINED // columns, fewest), most), columns)
-        self._runs.append(Runs(lines, columns, dtype))
+        most = min(max(_LINED // columns, fewest), most)
+        if len(tensor.shape) == 2 and tensor.shape[0] <= min(most, BAND) and columns <= _WIDE:
+            self._runs, self._small = [Runs([0], tensor.numel, dtype)], columns
+            return
+        self._runs.append(Runs(_spread(tensor.numel // columns, most, columns), columns, dtype))
         high = tensor.shape[-2]  # of one matrix of several
         blocks = -(-high // BAND)
         for i, block in enumerate(_spread(tensor.numel // columns // high * blocks, _BANDS)):
@@ -117,6 +124,9 @@ class Spread:
         """What was copied."""
         if not self._runs:
             return None
+        if self._small:
+            whole = self._runs[0].rows.reshape(-1, self._small)
+            return Places(whole, (whole,), values)
         lines, *bands = (run.rows for run in self._runs)
         return Places(lines, tuple(bands), values)
 

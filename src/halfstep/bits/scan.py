@@ -125,20 +125,22 @@ def _scan_float32(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
 
 def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
     values = decoded(tensor.dtype)
-    times = np.zeros(values.size, np.int64)
+    times, small = np.zeros(values.size, np.int64), tensor.numel < _SMALL
+    known: NDArray[Any] | None = None
     dtype = np.dtype(np.uint16 if values.size > LEVELS else np.uint8)
     columns = _Columns(tensor, dtype, _infinity(tensor.dtype))
     places = Spread(tensor, dtype) if values.size > LEVELS else None
     for chunk in chunks:
         if places is not None:
             places.add(chunk)
-        if tensor.numel < _SMALL:
+        if small:
             codes, often = np.unique(chunk, return_counts=True)
             times[codes] += often
+            known = codes if chunk.size == tensor.numel else None
         else:
             kernel.add_codes(chunk, times)
         columns.add(chunk)
-    seen = np.flatnonzero(times)
+    seen = np.flatnonzero(times) if known is None else known
     used, counts = values[seen], times[seen]
     magnitudes = np.abs(used[np.isfinite(used) & (used != 0)])
     table = from_values(used, counts)
@@ -247,7 +249,8 @@ def _finished(
     places: Places | None = None,
 ) -> Scan:
     used = distinct[np.isfinite(distinct) & (distinct != 0)]
-    values, magnitudes = (int(tells(some).sum()) for some in (used, np.unique(np.abs(used))))
+    telling = np.abs(used[tells(used)])
+    values, magnitudes = telling.size, np.unique(telling).size
     channels = _channels(by_column) if columns is not None and columns.are_channels and by_column is not None else None
     smallest = float(smallest) if table.nonzero else 0.0
     return Scan(table, float(amax), smallest, values, magnitudes, levels, channels, places=places)

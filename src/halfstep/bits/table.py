@@ -95,10 +95,14 @@ class Table:
         rows, columns = np.nonzero(self.counts)
         return int((self.rows[rows] - columns + 1).min(initial=1 << 12)) if rows.size else 0
 
+    @cached_property
+    def _by_exponent(self) -> list[int]:
+        found: list[int] = self.exponents.tolist()
+        return found
+
     def between(self, low: int, high: int) -> int:
         """Finite values with 2^low <= |x| < 2^high."""
-        first, stop = (min(max(end - self.lowest, 0), len(self.counts)) for end in (low, high))
-        return int(self.exponents[first:stop].sum())
+        return sum(self._by_exponent[max(low - self.lowest, 0) : max(high - self.lowest, 0)])
 
     def exact(self, format: Float, shift: int = 0) -> int:
         """Finite non-zero values that are exactly 2^shift times a value of `format`."""
@@ -191,15 +195,17 @@ EMPTY = Table(0, np.zeros((0, WIDTH), np.int64), np.zeros(0, np.int64))
 
 def from_kernel(found: Counts) -> Table:
     """The table that `kernels.cpu.bits.add_float32` has filled."""
-    last = kernel.ROWS - 1
-    counts = np.zeros((kernel.ROWS, WIDTH), np.int64)
-    counts[:, :25] = found[:, :25]
-    counts[:, 4] += found[:, kernel.FIFTEEN]
-    infinities, nonfinite = int(counts[last, 1]), int(counts[last].sum())
-    return _trimmed(
-        kernel.LOWEST + 1, counts[1:last], found[1:last, kernel.FIFTEEN].copy(), int(counts[0].sum()), infinities,
-        nonfinite - infinities,
-    )  # fmt: skip
+    by_row = found.sum(1)
+    last, used = kernel.ROWS - 1, 1 + np.flatnonzero(by_row[1:-1])
+    infinities = int(found[last, 1])
+    others = int(by_row[0]), infinities, int(by_row[last]) - infinities
+    if not used.size:
+        return Table(0, EMPTY.counts, EMPTY.fifteens, *others)
+    rows = found[used[0] : used[-1] + 1]
+    counts = np.zeros((len(rows), WIDTH), np.int64)
+    counts[:, :25] = rows[:, :25]
+    counts[:, 4] += rows[:, kernel.FIFTEEN]
+    return Table(kernel.LOWEST + int(used[0]), counts, rows[:, kernel.FIFTEEN].copy(), *others)
 
 
 def from_values(values: NDArray[np.float64], times: Counts | None = None) -> Table:

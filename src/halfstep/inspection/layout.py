@@ -12,6 +12,7 @@ from halfstep.inspection.files import File
 
 
 _MAPPED = 16 << 20  # bytes of one map: smaller ones cost more than the pages in them
+_READ = 64 << 10  # bytes from which on a map costs less than reading them
 _GATHERED = 32 << 20  # bytes that are gathered at once: each gathering may touch the pages of the whole tensor
 
 Index = tuple[tuple[int, int], ...]
@@ -29,6 +30,10 @@ class Plain:
 
     def pieces(self, nbytes: int) -> Iterator[np.ndarray]:
         """The values in order."""
+        size = self.count * self.dtype.itemsize
+        if 0 < size <= min(nbytes, _READ):
+            yield native(np.frombuffer(self.file.read(self.start, size), self.dtype))
+            return
         each = max(nbytes // self.dtype.itemsize, 1)
         step = each * max(_MAPPED // (each * self.dtype.itemsize), 1)  # so that no piece ends with a map
         with self.file.opened() as descriptor:
