@@ -1,9 +1,13 @@
 """Checkpoints of known origin, trained by this library, are told apart: in all, and by role where they are mixed."""
 
 import json
+import mmap
 import runpy
+import sys
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -11,6 +15,9 @@ from torch import nn
 
 import halfstep
 from families import for_each
+from halfstep.bits.memory import InMemory
+from halfstep.bits.scan import scan
+from halfstep.bits.statistics import statistics
 from halfstep.errors import QuantizationError
 from halfstep.inspection.declared import Known
 
@@ -96,6 +103,37 @@ def test_a_file_of_optimizer_state_is_judged_by_its_moments(optimizer, tmp_path)
     torch.save(made.state_dict(), tmp_path / "optimizer.pt")
     found = halfstep.inspect(tmp_path / "optimizer.pt").verdict
     assert (found.confidence, found.kinds) == ("certain", ("float32 full",))
+
+
+@for_each("dtype", [torch.float32, torch.bfloat16])
+def test_a_small_tensor_is_read_without_a_map_and_counted_in_few_calls(dtype, tmp_path, monkeypatch):
+    """A mixture of experts has 100,000 tensors: what is done for each weighs more than what is done for its values."""
+    save_file({"a": torch.randn(16, 64).to(dtype), "b": torch.randn(64).to(dtype)}, tmp_path / "a.safetensors")
+    tensors = halfstep.inspection.open_checkpoint(tmp_path / "a.safetensors").tensors
+    count = Counter()
+
+    def profile(frame, event, argument):
+        count[name] += event in ("call", "c_call")
+
+    monkeypatch.setattr(mmap, "mmap", None)
+    for tensor in tensors:
+        name = tensor.name
+        statistics(scan(tensor), None)  # what is kept of formats is kept from here on
+        sys.setprofile(profile)
+        statistics(scan(tensor), None)
+        sys.setprofile(None)
+    assert count["a"] < 400, count
+    assert count["b"] < 370, count
+
+
+@for_each("shape", [(16, 16), (64, 512), (8, 33), (1, 1), (65, 40), (20, 600)])
+def test_a_small_matrix_copied_whole_has_the_places_of_a_larger_one(shape):
+    """A stack of one matrix is copied row by row."""
+    x = torch.randn(shape)
+    small, stacked = scan(InMemory(x)).places, scan(InMemory(x[None])).places
+    assert np.array_equal(small.lines, stacked.lines)
+    assert all(map(np.array_equal, small.bands, stacked.bands))
+    assert len(small.bands) == len(stacked.bands)
 
 
 def saved(folder, tensors, config=None):

@@ -257,6 +257,7 @@ def _finished(
 
 
 def _channels(amax: NDArray[np.float64]) -> Channels:
-    median = float(np.median(amax))
+    ordered = np.sort(amax)
+    median = float(ordered[(amax.size - 1) // 2] + ordered[amax.size // 2]) / 2
     outliers = int((amax >= OUTLIER * median).sum()) if median else 0
     return Channels(amax.size, median, float(amax.max()), outliers)

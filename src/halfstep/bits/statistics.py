@@ -82,7 +82,10 @@ def of_table(
     low, high = -(1 << 12), 1 << 12
     total = table.nonzero or 1
     by_bits = table.by_bits[1:]
-    scaled = {name: table.best_shift(_format(name)) for name in _SCALED}
+    shifts = {name: table.top_shift(_format(name)) for name in _SCALED}
+    scaled = {name: shift for name, shift in shifts.items() if shift is not None}
+    held = table.exact_each(*((_format(name), 0) for name in EXACT), *((_format(k), v) for k, v in scaled.items()))
+    shares = [count / total for count in held]
     return Statistics(
         values=table.size,
         zeros=table.zeros,
@@ -98,8 +101,8 @@ def of_table(
         fp16_subnormal=table.between(-24, -14),
         fp16_below=table.between(low, -24),
         fp16_above=table.between(16, high),
-        exact={name: table.exact(_format(name)) / total for name in EXACT},
-        exact_scaled={name: (found[0], found[1] / total) for name, found in scaled.items() if found},
+        exact=dict(zip(EXACT, shares, strict=False)),
+        exact_scaled={k: (scaled[k], share) for k, share in zip(scaled, shares[len(EXACT) :], strict=True)},
         channels=channels,
     )
 

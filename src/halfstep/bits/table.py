@@ -106,20 +106,26 @@ class Table:
 
     def exact(self, format: Float, shift: int = 0) -> int:
         """Finite non-zero values that are exactly 2^shift times a value of `format`."""
-        allowed = held_bits(format, self.lowest - shift, len(self.counts))
-        held = self.sums[_places(len(self.counts)), allowed]
-        return int(held.sum()) - self._beyond_largest(format, shift)
+        return self.exact_each((format, shift))[0]
+
+    def exact_each(self, *scaled: tuple[Float, int]) -> list[int]:
+        """The same for several formats, each with its shift."""
+        held = self.sums[_places(len(self.counts)), _held_bits(scaled, self.lowest, len(self.counts))].sum(1)
+        return [count - self._beyond_largest(*one) for count, one in zip(held.tolist(), scaled, strict=True)]
 
     def best_shift(self, format: Float) -> tuple[int, int] | None:
         """The smallest shift under which nothing overflows, and `exact` there: no larger one holds more values, for
         they only come nearer to the subnormals. None where there is no value to scale.
         """
-        used = self.rows[self.exponents > 0]
-        if not used.size:
+        shift = self.top_shift(format)
+        return None if shift is None else (shift, self.exact(format, shift))
+
+    def top_shift(self, format: Float) -> int | None:
+        """The shift of `best_shift`."""
+        if not self.nonzero:
             return None
-        shift = int(used[-1]) - format.max_exponent
-        shift += self._beyond_largest(format, shift) > 0
-        return shift, self.exact(format, shift)
+        shift = self.lowest + int(np.flatnonzero(self.exponents)[-1]) - format.max_exponent
+        return shift + (self._beyond_largest(format, shift) > 0)
 
     def unmoved(self, format: Float, update: float) -> int:
         """How many values, stored in `format`, stay as they are when `update` is added or subtracted and the sum
@@ -179,6 +185,14 @@ def held_bits(format: Float, lowest: int, count: int) -> Counts:
     """The same for `count` exponents from the lowest on, none below 0; read-only, for it is kept."""
     exponents = lowest + np.arange(count)
     found: Counts = np.minimum(np.maximum(allowed_bits(format, exponents), 0), WIDTH - 1)
+    found.flags.writeable = False
+    return found
+
+
+@lru_cache(1 << 10)
+def _held_bits(scaled: tuple[tuple[Float, int], ...], lowest: int, count: int) -> Counts:
+    """A row for each format, whose values are scaled by 2^shift."""
+    found = np.array([held_bits(format, lowest - shift, count) for format, shift in scaled])
     found.flags.writeable = False
     return found
 
