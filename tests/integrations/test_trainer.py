@@ -296,3 +296,20 @@ def test_the_audit_is_printed_when_training_ends(tmp_path, capsys):
     report = next(c for c in trained.callback_handler.callbacks if isinstance(c, integration.HalfstepCallback)).report
     assert str(report) in capsys.readouterr().out
     assert "bfloat16" in str(report)
+
+
+def test_a_subclass_may_create_the_optimizer_itself(tmp_path):
+    class Own(Trained):
+        def create_optimizer(self, model=None):
+            if self.optimizer is None:
+                self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-3, weight_decay=0.0)
+            return self.optimizer
+
+    how = {"train_dataset": examples(), "recipe": "fp16-mixed", "generator": 3, "audit": False}
+    own, usual = (kind(llama(), arguments(tmp_path), **how) for kind in (Own, Trained))
+    own.train()
+    usual.train()
+    assert own.losses == pytest.approx(usual.losses, rel=1e-5)  # the norm that clips is added up in another order
+    assert own.scaler.is_enabled()
+    assert own.evaluate(examples(rows=4))["eval_loss"] > 0
+    own.train()  # again, with the optimizer that it has

@@ -131,9 +131,22 @@ class HalfstepMixin(_Base):
                 return self.optimizer  # type: ignore[no-any-return]
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             _check_optim(str(getattr(self.args.optim, "value", self.args.optim)))
-        optimizer = super().create_optimizer(model)
+        super().create_optimizer(model)
+        return self._prepare(trained)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
+        """Trainer's, with the optimizer prepared that a subclass's own `create_optimizer` made."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        if training and optimizer is not None and (self._prepared is None or self._prepared[1] is not optimizer):
+            assert self.model is not None
+            self._prepare(self.model)
+        return super()._wrap_model(model, training, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def _prepare(self, trained: nn.Module) -> LowBit:
         total_steps = self.state.max_steps if self.state.max_steps > 0 else None
-        _, low_bit, self.scaler = prepare(trained, optimizer, self.recipe, total_steps=total_steps, **self._options)
+        _, low_bit, self.scaler = prepare(
+            trained, self.optimizer, self.recipe, total_steps=total_steps, **self._options
+        )
         self.optimizer = low_bit
         self.accelerator.scaler = self.scaler
         self._prepared = trained, low_bit

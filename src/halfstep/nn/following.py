@@ -20,6 +20,7 @@ from halfstep.nn.clock import Clock
 from halfstep.nn.device import device_type_of
 from halfstep.nn.functions import Float32Functions
 from halfstep.nn.outputs import to_float32
+from halfstep.nn.ranks import AGREED, keeps_states, uneven
 from halfstep.nn.recomputation import Recomputation
 
 
@@ -31,6 +32,7 @@ class Part:
 
     def __init__(self, model: nn.Module, applied: Applied) -> None:
         self._recipe = applied.recipe.name
+        self.agrees = applied.recipe.loss_scale is not None or keeps_states(applied.recipe)
         self.recomputation = None if applied.schedule is None else Recomputation(applied.schedule)
         self.follow(applied)
         self._calls: dict[int, int] = {}  # by thread: how deep in calls it is
@@ -171,7 +173,8 @@ def unfollow(model: nn.Module) -> None:
     """Take away what `follow` left beside the classes."""
     for module in model.modules():
         vars(module).pop(_PART, None)
-    vars(model).pop("_halfstep", None)
+    for name in ("_halfstep", AGREED):
+        vars(model).pop(name, None)
 
 
 def part_of(module: nn.Module) -> Part | None:
@@ -224,6 +227,10 @@ def _root_forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     part = part_of(model)
     if part is None:  # a bound forward that somebody took before `revert`
         return stock(model, *args, **kwargs)
+    if part.agrees and not torch.compiler.is_compiling():
+        wrapped = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+        if wrapped is not None and wrapped._join_config.enable:
+            raise uneven(applied_to(model).recipe.name)
     if part.recomputation is not None:
         part.recomputation.check()
     with part.entered(model):

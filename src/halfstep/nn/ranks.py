@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.errors import ModelError
 from halfstep.ops.code_tensor import ranks
 from halfstep.recipe import Recipe
+
+
+AGREED = "_halfstep_agreed"
+"""Where a model notes that the ranks keep the same scaling states."""
 
 
 def check_ranks(recipe: Recipe, parameters: Iterable[Tensor]) -> None:
@@ -32,6 +37,42 @@ def check_ranks(recipe: Recipe, parameters: Iterable[Tensor]) -> None:
         "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)): the sharded fp32 "
         "weights are the master, and gradients accumulate in fp32"
     )
+
+
+def keeps_states(recipe: Recipe) -> bool:
+    """Whether any scale of the recipe depends on earlier steps."""
+    return any(rule.linear.states for stage in recipe.by_stage for rule in stage.rules)
+
+
+def uneven(recipe: str) -> ModelError:
+    """What to say where ranks may run out of batches before others (torch's `Join`)."""
+    return ModelError(
+        f"recipe {recipe!r} has ranks agree on overflows or amaxes in each step, and under torch's Join (model.join()) "
+        "one that has no more batches takes no step: the others would wait for it. Give all ranks as many batches "
+        "(DistributedSampler's drop_last), or take a recipe with neither loss scale nor scaling states ('bf16-mixed')"
+    )
+
+
+def check_states(model: nn.Module, states: Mapping[str, int], process_group: Any) -> None:
+    """Called once on every rank of a group, before they agree on the amaxes of their scaling states, of that many
+    numbers: ranks with other states would send other messages, and wait, or read each other's for their own.
+
+    Raises:
+        ModelError: on all of those ranks, if they do not keep the same states.
+    """
+    if keeps_states(vars(model)["_halfstep"].recipe):
+        everyone: list[Mapping[str, int]] = [{}] * dist.get_world_size(process_group)
+        dist.all_gather_object(everyone, states, group=process_group)
+        other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
+        if other is not None:
+            differ = sorted({*everyone[0].items()} ^ {*everyone[other].items()})
+            raise ModelError(
+                f"ranks 0 and {other} of the group that agrees on amaxes keep scaling states of other layers: "
+                f"{len(everyone[0])} and {len(everyone[other])}, {differ[0][0]} among them. Where ranks hold parts of "
+                "a model, as a pipeline's stages do, give halfstep.prepare the ranks of each part: "
+                "amax_group=torch.distributed.new_group([...])"
+            )
+    vars(model)[AGREED] = True
 
 
 def check_factors(model: str, factors: Mapping[str, tuple[float, ...]]) -> None:

@@ -18,8 +18,10 @@ from halfstep.errors import LossScaleError, RecipeError
 from halfstep.nn.adopt import extend
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.clock import Clock, overdue
+from halfstep.nn.ranks import AGREED, check_states
 from halfstep.nn.surviving import Surviving
 from halfstep.quant import Quantizer
+from halfstep.quant.captured import capturing
 from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import LinearSpec
 
@@ -212,8 +214,12 @@ class Scalings:
 
         Raises:
             RecipeError: every forward of the step ran in eval(), which records nothing. Nothing was changed.
+            ModelError: as `check_states`.
         """
         clock, entries = applied_to(self._model).clock, list(_states(self._model))
+        together = dist.is_available() and dist.is_initialized()
+        if together and AGREED not in vars(self._model) and not capturing():
+            check_states(self._model, {name: state.numel() for name, state, _ in entries}, self._process_group)
         if clock is None:
             return
         if entries and clock.in_eval(self._model) and not skipped and not self._recorded():
@@ -229,7 +235,7 @@ class Scalings:
         says = skipped.to(amaxes) if isinstance(skipped, Tensor) else amaxes.new_full((), float(skipped))
         found = torch.cat([amaxes, says.reshape(1)])
         found = torch.where(found.isfinite(), found, torch.inf)  # gloo's maximum loses the NaN of some ranks
-        if dist.is_available() and dist.is_initialized():
+        if together:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self._process_group)
         alike: dict[tuple[Quantizer, int], list[int]] = {}  # a whole model's take one operation each
         for place, (_, state, quantizer) in enumerate(entries):
