@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.kernels.watched import plus, times
+
 
 _UNITS = {torch.bfloat16: ("amx_bf16", "avx512_bf16"), torch.float16: ("amx_fp16", "avx512_fp16")}
 
@@ -49,9 +51,8 @@ def run(
         else:
             product = torch.mm(lhs, rhs) if bias is None else torch.addmm(bias.to(wide), lhs, rhs)
     else:
-        product = torch.mm(lhs, rhs).mul_(scale if multiplier is None else scale * multiplier)
-        if bias is not None:
-            product += bias
+        product = times(torch.mm(lhs, rhs), scale if multiplier is None else scale * multiplier)
+        product = product if bias is None else plus(product, bias)
     return product.to(dtype)
 
 
@@ -77,7 +78,7 @@ def run_native(
     product = (
         torch.mm(lhs, rhs, out_dtype=torch.float32) if lhs.device.type == "cuda" else torch.mm(lhs.float(), rhs.float())
     )
-    product = product.mul_(scale)
+    product = times(product, scale)
     return (product if bias is None else product + bias).to(lhs.dtype)
 
 
@@ -104,12 +105,12 @@ def run_stacked(lhs: Tensor, rhs: Tensor, multiplier: float | None = None) -> Te
     (float64 where an operand is) and left so."""
     if lhs.device.type == "cuda" and lhs.dtype == rhs.dtype and lhs.dtype in _UNITS and lhs.dim() > 2:
         flat = torch.bmm(lhs.flatten(0, -3), rhs.flatten(0, -3), out_dtype=torch.float32)
-        flat = flat if multiplier is None else flat.mul_(multiplier)
+        flat = flat if multiplier is None else times(flat, multiplier)
         return flat.view(*lhs.shape[:-1], rhs.shape[-1])
     wide = torch.promote_types(torch.promote_types(lhs.dtype, rhs.dtype), torch.float32)
     if multiplier is None or lhs.dim() < 3:
         product = torch.matmul(lhs.to(wide), rhs.to(wide))
-        return product if multiplier is None else product.mul_(multiplier)
+        return product if multiplier is None else times(product, multiplier)
     first, second = (operand.to(wide).reshape(-1, *operand.shape[-2:]) for operand in (lhs, rhs))
     product = torch.baddbmm(first.new_zeros(()), first, second, beta=0, alpha=multiplier)
     return product.view(*lhs.shape[:-1], rhs.shape[-1])

@@ -11,6 +11,7 @@ from halfstep import formats
 from halfstep.kernels import operators
 from halfstep.kernels.cpu.arrays import plain
 from halfstep.kernels.largest import amax_of
+from halfstep.kernels.watched import times
 from halfstep.ops.casts import Quantized, quantize
 from halfstep.quant import Quantizer
 from halfstep.quant.scaling import get_scaling
@@ -37,8 +38,8 @@ def decode_scaled(codes: Tensor, scale: Tensor) -> Tensor:
             codes.shape, dtype=torch.float32, device="cpu"
         )  # torch's own conversion goes number by number
         operators.decode_into(codes.view(torch.uint8), values, formats.get(codes.dtype))
-        return values.mul_(scale)
-    return codes.to(torch.float32, copy=True).mul_(scale)
+        return times(values, scale)
+    return times(codes.to(torch.float32, copy=True), scale)
 
 
 def encode_parts(x: Tensor, quantizer: Quantizer) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import carried
+from halfstep.kernels.watched import unseen
 from halfstep.ops.factors import just_in_time
 from halfstep.ops.function import apart, run
 from halfstep.ops.linear import linear
@@ -134,9 +135,10 @@ class _Rounded(Once):
     ) -> tuple[Tensor | None, ...]:
         dtype, by_place, by_filter = product_dtype(x), places(window.groups), filters(window.groups, window.transposed)
         with torch.autocast(x.device.type, enabled=False):
-            (seeds,) = seeds_of(states, x, spec.output)
-            lhs = rounded(x, by_place, spec.output.lhs, dtype, states.get("input"), record, seeds.lhs)
-            rhs = rounded(weight, by_filter, spec.output.rhs, dtype, states.get("weight"), record, seeds.rhs)
+            with unseen():
+                (seeds,) = seeds_of(states, x, spec.output)
+                lhs = rounded(x, by_place, spec.output.lhs, dtype, states.get("input"), record, seeds.lhs)
+                rhs = rounded(weight, by_filter, spec.output.rhs, dtype, states.get("weight"), record, seeds.rhs)
             multiplier = window.multiplier(spec.output, x.shape, weight.shape)
             y = _product(window.apply, lhs, rhs.times(multiplier, dtype), bias, dtype)
             x_kept = kept(lhs, x, spec.grad_weight.rhs, "input" in spec.anew, dtype)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from halfstep.errors import ModelError, RecipeError
 from halfstep.kernels import scaled_mm
+from halfstep.kernels.watched import unseen
 from halfstep.ops.factors import just_in_time
 from halfstep.ops.few_rows import StoredWeight, from_codes
 from halfstep.ops.function import no_autocast, run
@@ -106,7 +107,7 @@ def rounded_weight(
     """
     check_plain(weight)
     seeds, later_seeds = seeds_of(states, weight if like is None else like, spec.output, spec.grad_input)
-    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False), unseen():
         signs = signs_of(spec.output, weight, weight, seeds.signs)
         later = signs_of(spec.grad_input, weight, weight, later_seeds.signs)
         state, units = (states or {}).get("weight"), units_of(spec, weight, weight, dtype)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.cpu.clamp_operators import estimate
+from halfstep.kernels.watched import unseen
 from halfstep.ops.factors import factor_in_use
 from halfstep.ops.folding import Rest, folded, folds, rest_of, restored
 from halfstep.ops.function import apart
@@ -86,22 +87,25 @@ class Rounded(Once):
         rhs: Side
         x_later = weight_later = None
         with torch.autocast(x.device.type, enabled=False):
-            if keeping is not None and saved is not None:
-                lhs, codes = keeping.operand(x, rows, saved, dtype, states.get("input"), record, seeds.lhs)
-            elif units.output and units.grad_weight and weight.requires_grad and _both_ways(spec, "input"):
-                later = signs_of(spec.grad_weight, x, weight)
-                given = seeds.lhs, seeds.lhs
-                lhs, x_later = both_sides(rows, spec.output.lhs, dtype, states.get("input"), record, later, given)
-            else:
-                lhs = side(rows, spec.output.lhs, dtype, states.get("input"), record, signs, 1, units.output, seeds.lhs)
-            if rounded is not None:
-                rhs = rounded.output
-            elif units.output and units.grad_input and x.requires_grad and _both_ways(spec, "weight"):
-                given, state = (seeds.rhs, seeds.rhs), states.get("weight")
-                rhs, weight_later = both_sides(weight, spec.output.rhs, dtype, state, record, given=given)
-            else:
-                state = states.get("weight")
-                rhs = side(weight, spec.output.rhs, dtype, state, record, signs, 1, units.output, seeds.rhs)
+            with unseen():
+                if keeping is not None and saved is not None:
+                    lhs, codes = keeping.operand(x, rows, saved, dtype, states.get("input"), record, seeds.lhs)
+                elif units.output and units.grad_weight and weight.requires_grad and _both_ways(spec, "input"):
+                    later = signs_of(spec.grad_weight, x, weight)
+                    given = seeds.lhs, seeds.lhs
+                    lhs, x_later = both_sides(rows, spec.output.lhs, dtype, states.get("input"), record, later, given)
+                else:
+                    lhs = side(
+                        rows, spec.output.lhs, dtype, states.get("input"), record, signs, 1, units.output, seeds.lhs
+                    )
+                if rounded is not None:
+                    rhs = rounded.output
+                elif units.output and units.grad_input and x.requires_grad and _both_ways(spec, "weight"):
+                    given, state = (seeds.rhs, seeds.rhs), states.get("weight")
+                    rhs, weight_later = both_sides(weight, spec.output.rhs, dtype, state, record, given=given)
+                else:
+                    state = states.get("weight")
+                    rhs = side(weight, spec.output.rhs, dtype, state, record, signs, 1, units.output, seeds.rhs)
             over = lhs.over(channels, dtype) if isinstance(lhs, Operand) else lhs
             y = forward_product(over, rhs, bias, dtype, spec.output, rows.shape[1], evaluates)
             # What a backward product takes as the forward did is kept so; what it rounds anew, as it came.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from halfstep.kernels import scaled_mm, unit_kinds
 from halfstep.kernels.cpu import whole_mm
+from halfstep.kernels.watched import plus, times
 from halfstep.ops.few_rows import StoredWeight, few_rows_product, supports
 from halfstep.ops.folding import is_sparse, sparse_sum
 from halfstep.ops.matmul import matmul
@@ -61,14 +62,14 @@ def _with_remainders(
     """The product of rounded values, in whole numbers where both are such, and of what is sparse beside them."""
     more = sparse_sum(lhs, rhs) if is_sparse(lhs, rhs) else None
     if more is not None and multiplier is not None:
-        more = more.mul_(multiplier)
+        more = times(more, multiplier)
     if whole_mm.supports(lhs, rhs):
         return whole_mm.run(lhs, rhs, bias, dtype, multiplier, more)
     assert more is not None
     lhs, rhs = replace(lhs, remainder=None).widened(dtype), replace(rhs, remainder=None).widened(dtype)
     bias = None if bias is None else bias.to(dtype)
     product = matmul(lhs.values, rhs.values, bias, scale_of(lhs, rhs), dtype, None, multiplier)
-    return product.to(more.dtype).add_(more).to(dtype)
+    return plus(product.to(more.dtype), more).to(dtype)
 
 
 def stored_side(weight: StoredWeight, dtype: torch.dtype, coded: bool) -> Side:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from halfstep.kernels import carried
 from halfstep.kernels.rotation import rotate
+from halfstep.kernels.watched import unseen
 from halfstep.ops.function import apart, run
 from halfstep.ops.matmul import accumulated
 from halfstep.ops.noise import KEY, Seeds, seeds_of
@@ -86,9 +87,10 @@ def _product(lhs: Tensor, rhs: Tensor, matmul: Matmul, dtype: torch.dtype, seeds
     with torch.autocast(lhs.device.type, enabled=False):
         times, signs = matmul.multiplier, signs_of(matmul, lhs, rhs, seeds.signs)
         multiplier = None if times is None else times.of(lhs.shape[-2], lhs.shape[-1], rhs.shape[-2])
-        if signs is not None:
-            lhs, rhs = rotate(lhs, signs), rotate(rhs, signs)
-        a, b = _operand(lhs, matmul.lhs, dtype, seeds.lhs), _operand(rhs, matmul.rhs, dtype, seeds.rhs)
+        with unseen():
+            if signs is not None:
+                lhs, rhs = rotate(lhs, signs), rotate(rhs, signs)
+            a, b = _operand(lhs, matmul.lhs, dtype, seeds.lhs), _operand(rhs, matmul.rhs, dtype, seeds.rhs)
         if matmul.accumulate is None:
             product = carried.run_stacked(a.values, b.values.mT, multiplier)
         else:

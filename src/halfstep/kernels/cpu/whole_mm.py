@@ -12,6 +12,7 @@ from halfstep.kernels.blank import blank
 from halfstep.kernels.cpu.arrays import array, plain
 from halfstep.kernels.cpu.compiled import Kernel, inner
 from halfstep.kernels.cpu.lanes import lanes, nearest_as
+from halfstep.kernels.watched import plus, times
 
 
 class Operand(Protocol):
@@ -69,10 +70,10 @@ def _into(
             out.numel(), *given, extra, None if bias is None else _flat(bias.float()), array(out).reshape(out.shape)
         )
         return
-    y = sums.float().mul_(first * second)
+    y = times(sums.float(), first * second)
     if more is not None:
-        y += more
-    out.copy_(y if bias is None else y.add_(bias))
+        y = plus(y, more)
+    out.copy_(y if bias is None else plus(y, bias))
 
 
 def _sums(lhs: Tensor, rhs: Tensor) -> Tensor:

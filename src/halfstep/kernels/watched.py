@@ -1,0 +1,43 @@
+"""Selective activation checkpointing keeps what operators gave and gives it again: what it sees must not be written to.
+
+Making the operands of a product writes in place, to scaling states too, so that is not seen, and done again in a
+backward pass whatever the policy says; the product itself is seen, and kept where the policy says so.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _python_dispatch as dispatch
+from torch.utils import checkpoint
+
+
+_KEEPERS = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
+_NOTHING = nullcontext()
+
+
+def is_watched() -> bool:
+    """Whether the operators that run now may be kept."""
+    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(isinstance(mode, _KEEPERS) for mode in dispatch._get_current_dispatch_mode_stack())
+
+
+def unseen() -> AbstractContextManager[Any]:
+    """Within it no operator is kept."""
+    if is_watched() and isinstance(dispatch._get_current_dispatch_mode(), _KEEPERS):
+        return dispatch._pop_mode_temporarily()
+    return _NOTHING
+
+
+def times(x: Tensor, factor: Tensor | float) -> Tensor:
+    """x, which is nobody else's, times a factor: in its own memory, unless what gave it is kept."""
+    return x * factor if is_watched() else x.mul_(factor)
+
+
+def plus(x: Tensor, y: Tensor) -> Tensor:
+    """The same of a sum."""
+    return x + y if is_watched() else x.add_(y)
