@@ -95,7 +95,8 @@ def test_products_are_kept_and_no_bit_changes(names):
         assert_same(kept, found)
         assert first == forward
         assert formed == plain, "products that were kept are formed again"
-        assert least <= between < held
+        assert least <= between
+        assert least < held
         if forward:  # on a CPU some recipes form theirs by kernels of their own, which no policy sees
             assert plain < most <= plain + forward  # torch stops as soon as it has what the backward pass needs
             assert least < between

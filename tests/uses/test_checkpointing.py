@@ -1,8 +1,10 @@
 """Activations computed again in the backward pass."""
 
+from functools import partial
+
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from ways import prepare, steps, values, way
 
 from tiny import assert_same, model_for
@@ -15,7 +17,7 @@ class Checkpointed(nn.Module):
 
     def forward(self, x):
         h = self.first(x)
-        return self.head(self.body(h) if self.how is None else checkpoint(self.body, h, use_reentrant=self.how))
+        return self.head(self.body(h) if self.how is None else checkpoint(self.body, h, **self.how))
 
 
 def trained(name, how):
@@ -33,7 +35,8 @@ def trained(name, how):
 
 @way()
 def test_checkpointing(name):
-    """Activation checkpointing: `torch.utils.checkpoint`, with `use_reentrant=False` or `True`; no bit changes."""
+    """Activation checkpointing: `torch.utils.checkpoint`, `use_reentrant=False` or `True`, or selective; no bit changes."""
     expected = trained(name, None)
-    assert_same(trained(name, False), expected)
-    assert_same(trained(name, True), expected)
+    kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+    for how in ({"use_reentrant": False}, {"use_reentrant": True}, {"use_reentrant": False, "context_fn": kept}):
+        assert_same(trained(name, how), expected)
