@@ -35,7 +35,7 @@ def trained(name, how):
 
 @way()
 def test_checkpointing(name):
-    """Activation checkpointing: `torch.utils.checkpoint`, `use_reentrant=False` or `True`, or selective; no bit changes."""
+    """Activation checkpointing: `torch.utils.checkpoint`, reentrant or not, or selective; no bit changes."""
     expected = trained(name, None)
     kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
     for how in ({"use_reentrant": False}, {"use_reentrant": True}, {"use_reentrant": False, "context_fn": kept}):
