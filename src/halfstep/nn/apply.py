@@ -26,6 +26,7 @@ from halfstep.nn.schedule import Schedule
 from halfstep.nn.stages import Steps, autocast_of, check_alike, clear, lay_in_turn
 from halfstep.nn.tuners import same_parameters
 from halfstep.nn.unit.scale import is_unit_scaled, revert_unit
+from halfstep.ops.untraced import untraced
 from halfstep.recipe import DTYPES, Recipe, get_recipe
 from halfstep.unit import MULTIPLIERS
 
@@ -220,7 +221,11 @@ def advance(model: nn.Module, *, skipped: bool = False, process_group: Any = Non
         RecipeError: the model follows no recipe; it ran in eval(), which records nothing; or stages begin at fractions
             of a run whose length is not known (`halfstep.optimize`, `total_steps`).
     """
-    Steps(root_of(model), process_group).advance(skipped)
+    steps = Steps(root_of(model), process_group)
+    if torch.compiler.is_compiling():
+        untraced(steps.advance, skipped)
+    else:
+        steps.advance(skipped)
 
 
 def _undo(model: nn.Module) -> None:

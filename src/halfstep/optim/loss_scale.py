@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError
+from halfstep.ops.untraced import untraced
 from halfstep.optim import unread
 from halfstep.optim.dynamic_scale import EXTRA, check_keys, float32
 from halfstep.optim.gradients import narrow_all
@@ -119,6 +120,8 @@ class LossScaler(Unscaling):
             LossScaleError: called twice since the last update(); with a closure, while the loss is scaled; otherwise
                 as `unscale_`.
         """
+        if torch.compiler.is_compiling():
+            return untraced(LossScaler.step, self, optimizer, *args, **kwargs)
         given = optimizer
         optimizer, pending = self._of(optimizer)
         if not self._enabled:
@@ -161,6 +164,9 @@ class LossScaler(Unscaling):
             LossScaleError: no step was taken or unscaled; or the gradients overflow at the scale's floor, or in
                 too many steps in a row of a constant scale.
         """
+        if torch.compiler.is_compiling():
+            untraced(LossScaler.update, self, new_scale)
+            return
         pending = self._pending.take()
         moved = [p.moved(optimizer) for optimizer, p in pending]
         if self._enabled:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from halfstep import ops
 from halfstep.errors import OptimizerError
+from halfstep.ops.untraced import untraced
 from halfstep.optim.checks import UNSCALED, check_parameters, check_step, warn_of_late
 from halfstep.optim.gradients import narrow_all
 from halfstep.optim.present import Present, Reference
@@ -135,6 +136,8 @@ class LowBit(Stored):
             OptimizerError: a gradient is sparse; parameters of the optimizer have left the model and others have come;
                 there is no gradient, and weights are codes that nobody else may step on. Nothing has moved.
         """
+        if torch.compiler.is_compiling():
+            return untraced(_STEP, self, closure)  # type: ignore[no-any-return]
         if self._present is not None:
             self._present.check(self.param_groups)
         loss = None
@@ -302,3 +305,6 @@ class LowBit(Stored):
         narrow_all(self)
         if self.per_layer is not None:
             self.per_layer.drop()
+
+
+_STEP = LowBit.step  # before torch wraps it, whose hooks have run by then

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError
+from halfstep.ops.untraced import untraced
 from halfstep.optim import unread
 from halfstep.optim.dynamic_scale import DynamicScale, float32
 from halfstep.optim.gradients import (
@@ -65,6 +66,9 @@ class Unscaling(DynamicScale):
         """
         if not self._enabled:
             return
+        if torch.compiler.is_compiling():
+            untraced(Unscaling.unscale_, self, optimizer)
+            return
         optimizer, pending = self._of(optimizer)
         if pending.stage != "ready":
             raise LossScaleError(
@@ -95,6 +99,8 @@ class Unscaling(DynamicScale):
         Raises:
             LossScaleError: called after step(); otherwise as `unscale_`.
         """
+        if torch.compiler.is_compiling():
+            return untraced(Unscaling.clip_grad_norm_, self, optimizer, max_norm, norm_type)  # type: ignore[no-any-return]
         optimizer, pending = self._of(optimizer)
         if getattr(optimizer, "per_layer", None) is not None:
             raise LossScaleError(
