@@ -313,3 +313,20 @@ def test_a_subclass_may_create_the_optimizer_itself(tmp_path):
     assert own.scaler.is_enabled()
     assert own.evaluate(examples(rows=4))["eval_loss"] > 0
     own.train()  # again, with the optimizer that it has
+
+
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-master"])
+def test_a_loss_may_multiply_by_a_weight_itself(recipe, tmp_path):
+    class Direct(Trained):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            hidden = model.model(input_ids=inputs["input_ids"]).last_hidden_state
+            logits = torch.nn.functional.linear(hidden, model.lm_head.weight)
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+            return (loss, logits) if return_outputs else loss
+
+    direct = Direct(llama(), arguments(tmp_path, max_steps=2), train_dataset=examples(), recipe=recipe, audit=False)
+    direct.train()
+    assert direct.evaluate(examples(rows=4))["eval_loss"] < 5
+    assert direct.losses[0] == pytest.approx(4.17, rel=0.02)
+    halfstep.revert(direct.model)
+    direct.evaluate(examples(rows=4))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from halfstep.auditing import Audit, audit
 from halfstep.errors import MissingLibraryError, OptimizerError, RecipeError
+from halfstep.nn.following import following, root_of
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.stages import schedule_of
 from halfstep.optim import LossScaler, LowBit
@@ -151,6 +153,16 @@ class HalfstepMixin(_Base):
         self.accelerator.scaler = self.scaler
         self._prepared = trained, low_bit
         return low_bit
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        """Trainer's, and `following`, where weights have 16 bits: a loss may multiply by them itself. With a reference
+        model, which does not follow the recipe, it stays out."""
+        stack: ExitStack = super().compute_loss_context_manager()
+        if self._prepared is not None and self.recipe.weights != "fp32" and getattr(self, "ref_model", None) is None:
+            root = root_of(self._prepared[0])
+            if "_halfstep" in vars(root):  # not reverted
+                stack.enter_context(following(root))
+        return stack
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Trainer's, with the loss added up before `logging_nan_inf_filter` sees it."""
