@@ -11,8 +11,9 @@ from halfstep.bits.memory import InMemory
 from halfstep.bits.origin import origin, stored_format
 from halfstep.bits.quick import quick_origin
 from halfstep.bits.scan import scan
+from halfstep.bits.sentences import Evidence
 from halfstep.bits.statistics import statistics
-from halfstep.bits.verdict import Evidence, verdict
+from halfstep.bits.verdict import verdict
 
 
 def scanned(tensor):

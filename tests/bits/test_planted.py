@@ -14,7 +14,8 @@ from torch import Tensor
 from halfstep.bits.memory import InMemory
 from halfstep.bits.origin import Origin, origin
 from halfstep.bits.scan import scan
-from halfstep.bits.verdict import Evidence, verdict
+from halfstep.bits.sentences import Evidence
+from halfstep.bits.verdict import verdict
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,8 @@ def mixtures(base: str, x: Tensor, g: torch.Generator) -> Iterator[History]:
     yield of("bf16 and a LoRA", b + torch.randn(len(x), 8, generator=g) @ torch.randn(8, x.shape[1], generator=g) / 999)
     yield of("task arithmetic", b + 0.5 * (c - b))
     yield of("folded bf16 norm", b * (1 + torch.randn(x.shape[1], generator=g) * 0.1).bfloat16().float())
-    yield of("folded float32 norm", b * (1 + torch.randn(x.shape[1], generator=g) * 0.1))
-    yield of("folded batch norm of fp16", x.half().float() * torch.rand(len(x), 1, generator=g))
+    yield of("folded float32 norm", b * (1 + torch.randn(x.shape[1], generator=g) * 0.1), "full|scaled bf16 column")
+    yield of("folded batch norm of fp16", x.half().float() * torch.rand(len(x), 1, generator=g), "full|scaled fp16 row")
     yield of("product of bf16 factors", b[:, :4] @ c[:4, :])
     for count in (5, 16, 200):
         yield of(f"palette of {count}", palette(x.flatten(), count).view_as(x))
@@ -148,10 +149,10 @@ def mixtures(base: str, x: Tensor, g: torch.Generator) -> Iterator[History]:
     yield of("pruned int8 rows", quantised(x * (x.abs() > x.abs().median()), "int8", 1, x.shape[1]), "scaled int8 row")
     for bits in (5, 6, 7, 9, 10, 12, 13, 14, 15, 16, 17, 20):
         yield of(f"{bits} bits", rounded(x, bits), f"{bits} bits")
-    yield of("asymmetric int8 rows", asymmetric(x, 256, True))
+    yield of("asymmetric int8 rows", asymmetric(x, 256, True), "scaled int8 row")
     yield of("asymmetric int8 rows, float zero", asymmetric(x, 256, False))
     yield of("HQQ groups", asymmetric(x.reshape(-1, 64), 16, False).view_as(x))
-    yield of("asymmetric int8 rows in bf16", asymmetric(x, 256, True).bfloat16())
+    yield of("asymmetric int8 rows in bf16", asymmetric(x, 256, True).bfloat16(), "levels.*|scaled int8.*")
     yield of("int8 columns", quantised(x.t().contiguous(), "int8", 1, len(x)).t().contiguous())
     yield of("int8 columns in bf16", quantised(x.t().contiguous(), "int8", 1, len(x)).t().bfloat16().contiguous())
     some = torch.rand(x.shape, generator=g)
@@ -167,7 +168,7 @@ def mixtures(base: str, x: Tensor, g: torch.Generator) -> Iterator[History]:
     yield of("fixed point", (x * 2**12).round() / 2**12)
     yield of("fixed point of 16 bits", (x / x.abs().max() * 2**15).round() / 2**15)
     yield of("powers of two", torch.exp2(torch.log2(x.abs()).round()) * x.sign())
-    yield of("int8 blocks of a power of two", microscaled(x, "int8"), "scaled int8 .*")
+    yield of("int8 blocks of a power of two", microscaled(x, "int8"), "scaled int8( .*)?")
 
 
 def histories() -> list[History]:

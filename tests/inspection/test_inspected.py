@@ -42,7 +42,7 @@ FINER = {  # than a quick look is
     "fp8_times_scales_saved_as_bf16", "fp8_in_128x128_blocks_saved_as_bf16", "fp8lm_o2", "norms_fp32_rest_bf16",
 }  # fmt: skip
 SAID = {
-    "fp32": "full mantissas: from no narrower type (float32 training, a master copy, a merge or an average fit)",
+    "fp32": "full mantissas: from no narrower type that was looked for (float32 training, a master copy, a merge or an",
     "bf16_with_its_master": "master copies: stored float32, full mantissas",
     "bf16_without_a_master_saved_as_fp32": "saved from bf16 weights, without a master copy",
     "bf16_saved_as_fp16": "fp16 subnormals, every value exactly bf16: cast from bf16",

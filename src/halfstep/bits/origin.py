@@ -6,21 +6,26 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from halfstep import formats
-from halfstep.bits.evidence import CERTAIN, ENOUGH, could_mix, fit, fit_bits, halved
-from halfstep.bits.grids import COLUMN, few_levels, fit_levels, fit_tiles, repetition
+from halfstep.bits.evidence import CERTAIN, CHOSEN, ENOUGH, could_mix, fit, fit_bits, halved
+from halfstep.bits.factors import factored
+from halfstep.bits.grids import fit_levels, fit_tiles
+from halfstep.bits.levels import come_again, copied, few_levels, repetition
+from halfstep.bits.powers import BITS, powers
 from halfstep.bits.scan import Scan
+from halfstep.bits.tiles import named
 from halfstep.formats import Float
-from halfstep.quant.tile import ROW, Tile, block
+from halfstep.quant.tile import TENSOR
 
 
 _CASTS = ("bf16", "fp16", "tf32")
-_FEW = {"float4_e2m1fn": "e8m1", "float8_e5m2": "e8m2", "float8_e4m3fn": "e8m3"}
-"""By the bits of their significands: what scaling by powers of two, block by block, makes of a format's exponents."""
+_FEW = {2: "e8m1", 3: "e8m2", 4: "e8m3"}
+"""By their significant bits: what powers of two, tile by tile, make of a format's exponents."""
 
-_SAME = {"float8_e5m2": ("float6_e3m2fn",), "float8_e4m3fn": ("float6_e2m3fn",)}
-"""Formats of as many significant bits and fewer exponents, which only show within the blocks of MX formats."""
+STEPS = "equal steps"
+"""What whole numbers under one step may be as well: counted."""
 
-_BLOCKS = (block(32), block(16))
+MOST, LEAST = 0.5, 0.01
+"""The shares of the values that must tell something so that a verdict on all is certain, or likely."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,17 @@ class Origin:
     scale: str | None = None
     """How values of 8 bits or less, or of fp16, were scaled: by one power of two ("2^-7"), several ("2^k"), a number
     of any size ("any"), or one for each tile ("row", "128x128", "1x32" ...), of which the first rows are evidence."""
+    also: tuple[str, ...] = ()
+    """What else the values could have gone through: the bits cannot tell which."""
+    copied: bool = False
+    """Whether rows, columns or blocks are copies of others."""
     evidence: float = 0.0
     """Bits: random mantissas fit so by a chance of 2^-evidence. For `full`, 0: a counterexample needs no chance."""
     telling: int = 0
     """Values that could tell: neither powers of two nor whole numbers below 2^24."""
+    told: float = 1.0
+    """Their share of the values that are not zero, which bounds the confidence; 1 where codes were found, of which
+    powers of two are some."""
     distinct: int = 0
     """Different magnitudes among these, as far as they were looked for."""
     counted: bool = True
@@ -78,33 +90,57 @@ class Origin:
         return self.scale is not None and self.scale != "any" and not self.scale.startswith("2^")
 
     @property
+    def factored(self) -> bool:
+        """Whether these are values of a type of 16 bits times factors of any size."""
+        return self.scale in ("any", "row", "column") and self.through[:1] in (("bf16",), ("fp16",))
+
+    @property
     def confidence(self) -> str:
         """certain, likely, none, or not counted."""
-        if self.full:
-            return "certain"
-        if not self.counted:
+        if not self.full and not self.counted:
             return "not counted"
-        if self.evidence < ENOUGH:
+        if not self.full and self.evidence < ENOUGH:
             return "none"
-        return "certain" if self.evidence >= CERTAIN else "likely"
+        return bounded("certain" if self.full or self.evidence >= CERTAIN else "likely", self.told)
+
+
+def bounded(confidence: str, share: float) -> str:
+    """A confidence, where so large a share of the values told something: certain of no less than half of them, likely
+    of no less than a hundredth.
+    """
+    if confidence not in ("certain", "likely") or share >= MOST:
+        return confidence
+    return "likely" if share >= LEAST else "none"
 
 
 def origin(scan: Scan, stored: str) -> Origin:
     """What the bits of a scanned tensor say, which is stored as `stored` (a name of torch's)."""
     telling = int(scan.table.telling.sum())
     found = _found(scan, stored) if telling else Origin(stored)
-    return replace(found, telling=telling, distinct=scan.magnitudes)
+    told = telling / scan.table.nonzero if telling and found.scale is None and found.levels is None else 1.0
+    return replace(found, telling=telling, told=told, distinct=scan.magnitudes)
 
 
 def _found(scan: Scan, stored: str) -> Origin:
     wide = stored_format(stored)
     if wide is not None and wide.bits <= 8:
         return Origin(stored, full=True)
-    cast = _cast(scan, stored, wide)
+    half = halved(scan, wide)
+    cast = _cast(scan, stored, wide, half)
     # What values of 8 bits or less were rounded to after they were scaled.
     casts = [_format(name) for name in cast.through if cast.share == 1 and cast.scale is None]
     narrow = min((*casts, *((wide,) if wide else ())), key=lambda one: one.significant_bits, default=wide)
-    return _narrow(scan, stored, wide) or _scaled(scan, stored, wide, narrow) or _few(scan, stored, narrow) or cast
+    half = half if narrow is wide else halved(scan, narrow)
+    used = min(half[0] + 1, scan.table.significant_bits)  # half of random values leave one unused
+    again = scan.places is not None and come_again(scan.places, narrow, used)
+    different = copied(scan.places) if scan.places is not None else None
+    if different is not None:  # a copy's values count once
+        once = replace(scan, distinct=int(scan.distinct * different))
+        cast = replace(_cast(once, stored, wide, halved(once, wide)), copied=True)
+    found = _exact(scan, stored, wide) or _scaled(scan, stored, wide, narrow)
+    if found is None and different is None:
+        found = _few(scan, stored, narrow, used, again)
+    return found or _factored(scan, stored, wide, cast) or cast
 
 
 @cache
@@ -123,56 +159,62 @@ def stored_format(stored: str) -> Float | None:
     return _format("fp32")
 
 
-def _narrow(scan: Scan, stored: str, wide: Float | None) -> Origin | None:
-    """Values of 4 significant bits or less, scaled by powers of two."""
-    for name, spread in _FEW.items():
-        format = _format(spread)
-        if scan.table.significant_bits <= format.significant_bits and (found := fit(scan, format, wide)).accepted:
-            best = scan.table.best_shift(_format(name))
-            one = best is not None and best[1] == scan.table.nonzero
-            scale = f"2^{best[0]}" if best is not None and one else "2^k"
-            return Origin(stored, (_narrower(scan, name, wide),), scale=scale, evidence=found.bits)
-    return None
-
-
-def _narrower(scan: Scan, name: str, wide: Float | None) -> str:
-    """Of the formats with as many significant bits the one that tiles fit: FP6 has fewer exponents than FP8."""
-    match = fit_tiles(scan.places, wide, _BLOCKS) if scan.places is not None else None
-    known = match is not None and not match.fit.beyond and match.format in _SAME.get(name, ())
-    return match.format if match is not None and known else name
+def _exact(scan: Scan, stored: str, wide: Float | None) -> Origin | None:
+    """Codes times powers of two: values of 7 significant bits or less."""
+    used, most = scan.table.significant_bits, wide.significant_bits if wide else 53
+    if used > min(BITS, most - 1):
+        return None
+    spread = _FEW.get(max(used, 2))
+    evidence = fit(scan, _format(spread), wide).bits if spread else fit_bits(scan, [wide])
+    found = powers(scan) if evidence >= ENOUGH else None
+    if found is None:
+        return None
+    scale = "2^k" if found.tile != TENSOR else f"2^{scan.table.last_bit}"
+    if not found.format.startswith("int"):
+        best = scan.table.best_shift(_format(found.format))
+        scale = f"2^{best[0]}" if best is not None and best[1] == scan.table.nonzero else "2^k"
+    also = found.also or ((STEPS,) if found.format.startswith("int") and found.tile == TENSOR else ())
+    return Origin(stored, (found.format,), scale=scale, also=also, evidence=evidence)
 
 
 def _scaled(scan: Scan, stored: str, wide: Float | None, narrow: Float | None) -> Origin | None:
     """Values of 8 bits or less under one scale of any size, or one for each tile, rounded to `narrow` since."""
     subnormal = narrow is not None and scan.amax < 2.0**narrow.min_exponent  # whole numbers of its smallest value
-    levels = scan.levels.magnitudes if scan.levels is not None else None
-    if levels is not None and (match := fit_levels(levels, narrow if subnormal else wide)):
-        return Origin(stored, (match.format,), scale="any", evidence=match.fit.bits)
+    match = fit_levels(scan.levels, narrow if subnormal else wide) if scan.levels is not None else None
+    exact = scan.table.significant_bits <= BITS  # whole numbers of these are known to `powers`, or are none
+    if match is not None and not (match.even and exact):
+        also = (STEPS,) if match.even else ()
+        return Origin(stored, (match.format,), scale="any", also=also, evidence=match.fit.bits)
     match = fit_tiles(scan.places, narrow) if scan.places is not None else None
-    if match is None:
+    if match is None or (match.even and (exact or match.fit.beyond)):
         return None
-    share = match.fit.share if match.fit.beyond else 1.0
-    return Origin(stored, (match.format,), share, scale=_named(match.tile), evidence=match.fit.bits)
+    share, also = match.fit.share if match.fit.beyond else 1.0, (STEPS,) if match.even else ()
+    return Origin(stored, (match.format,), share, scale=named(match.tile), also=also, evidence=match.fit.bits)
 
 
-def _few(scan: Scan, stored: str, narrow: Float | None) -> Origin | None:
+def _few(scan: Scan, stored: str, narrow: Float | None, used: int, again: bool) -> Origin | None:
     """Few distinct values, in all or in each tile, of no grid that is looked for."""
-    if scan.levels is None and scan.places is None:
-        return None
-    used = min(halved(scan, narrow)[0] + 1, scan.table.significant_bits)  # half of random values leave one unused
     if scan.levels is not None and (evidence := repetition(scan.levels, narrow, used)) >= CERTAIN:
         return Origin(stored, levels=scan.levels.magnitudes.size, evidence=evidence)
-    if scan.places is not None and (found := few_levels(scan.places, narrow, used)):
+    if scan.places is not None and again and (found := few_levels(scan.places, narrow, used)):
         tile, most, evidence = found
-        return Origin(stored, levels=most, scale=_named(tile), evidence=evidence)
+        return Origin(stored, levels=most, scale=named(tile), evidence=evidence)
     return None
 
 
-def _named(tile: Tile | None) -> str:
-    return {ROW: "row", COLUMN: "column"}.get(tile, str(tile)) if tile is not None else "any"
+def _factored(scan: Scan, stored: str, wide: Float | None, cast: Origin) -> Origin | None:
+    """A narrower type's values times factors, where they are not that type's themselves."""
+    if scan.places is None or not (cast.full or cast.half or cast.share < 1):
+        return None
+    found = factored(scan.places, wide)
+    if found is None:
+        return None
+    name, tile, evidence = found
+    also = (STEPS,) if name.startswith("int") else ()
+    return Origin(stored, (name,), scale=named(tile), also=also, evidence=evidence)
 
 
-def _cast(scan: Scan, stored: str, wide: Float | None) -> Origin:
+def _cast(scan: Scan, stored: str, wide: Float | None, halved: tuple[int, float]) -> Origin:
     """bf16, fp16, both, or neither; from 64 bits float32 too."""
     casts = {name: _format(name) for name in (*_CASTS, *(("fp32",) if wide is None else ()))}
     used, most = scan.table.significant_bits, wide.significant_bits if wide else 53
@@ -182,8 +224,9 @@ def _cast(scan: Scan, stored: str, wide: Float | None) -> Origin:
     # Of two that hold, one may follow from the other: beside the more evident one it must be evident itself.
     held.sort(key=lambda name: -fits[name].bits)
     held = [a for i, a in enumerate(held) if all(fit(scan, casts[a], casts[b]).accepted for b in held[:i])]
-    full = used >= most - 1
-    half, evidence = halved(scan, wide)
+    some = scan.magnitudes > CHOSEN or scan.table.nonzero <= 2 * CHOSEN  # codes of signs use all bits of their scale
+    full = used >= most - 1 and some
+    half, evidence = halved
     if evidence >= CERTAIN and not held and not full:
         return Origin(stored, bits=half, half=True, evidence=evidence)
     steps = (None, scan.table.last_bit)
@@ -195,7 +238,11 @@ def _cast(scan: Scan, stored: str, wide: Float | None) -> Origin:
     if held == ["tf32"] and (best := scan.table.best_shift(casts["fp16"])) and best[1] == scan.table.nonzero:
         return Origin(stored, ("fp16",), scale=f"2^{best[0]}", evidence=fits["tf32"].bits)
     if held:
-        return Origin(stored, tuple(held), evidence=min(fits[name].bits for name in held))
+        same = [b for b in fits if fits[b].accepted and not all(fit(scan, casts[a], casts[b]).accepted for a in held)]
+        also = tuple(name for name in same if name not in held) or (
+            ("a uniform draw",) if _uniform(scan, stored) else ()
+        )
+        return Origin(stored, tuple(held), also=also, evidence=min(fits[name].bits for name in held))
     partly = {}
     if could_mix(scan, max(format.significant_bits for format in casts.values())):
         fits = {name: fit(scan, format, wide, used) for name, format in casts.items()}
@@ -206,3 +253,10 @@ def _cast(scan: Scan, stored: str, wide: Float | None) -> Origin:
     if evidence >= CERTAIN:
         return Origin(stored, bits=half, half=True, evidence=evidence)
     return Origin(stored, full=full)
+
+
+def _uniform(scan: Scan, stored: str) -> bool:
+    """Whether bf16 values that are whole numbers of fp16's smallest one could have been drawn evenly, on such a grid:
+    of those most are in the two highest octaves, of trained weights few.
+    """
+    return stored == "bfloat16" and 2 * int(scan.table.exponents[-2:].sum()) > scan.table.nonzero

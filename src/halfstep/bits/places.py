@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from halfstep.bits.values import Values
+from halfstep.quant.tile import Tile
 
 
 SAMPLE = 1 << 14
@@ -26,6 +28,8 @@ _LINED = 1 << 16  # values in these rows, where there are more than the fewest
 _BANDS = 4
 _WIDE = 4 * BAND  # columns of a band
 _LONGEST = 1 << 16  # columns of a matrix whose rows are looked at
+_BLOCKS = 64  # the first tiles of one kind, of which all are looked at, and as many of those beyond
+_WINDOW = 32  # fewer values than this in the last of several dimensions are a window's, of a convolution
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,35 @@ class Places:
         """Those at the beginning."""
         return Places(self.lines[:1], self.bands[:1], self.values)
 
-    def magnitudes(self, bits: NDArray[Any]) -> NDArray[np.float64]:
-        """Those of some of the bits which are finite and above zero."""
-        values = as_doubles(bits.view(np.float32)) if self.values is None else self.values[bits]
-        found: NDArray[np.float64] = np.abs(values)
-        return found[(found > 0) & (found < np.inf)]
+    def doubles(self, bits: NDArray[Any]) -> NDArray[np.float64]:
+        """The values of some of the bits."""
+        found: NDArray[np.float64] = as_doubles(bits.view(np.float32)) if self.values is None else self.values[bits]
+        return found
+
+    def used(self, bits: NDArray[Any]) -> NDArray[np.float64]:
+        """Those which are finite and not zero."""
+        values = self.doubles(bits)
+        found: NDArray[np.float64] = values[np.isfinite(values) & (values != 0)]
+        return found
+
+    def tiles(self, tile: Tile) -> Iterator[NDArray[np.float64]]:
+        """The values used in tiles of a kind, the first ones and others spread; none where a larger one is the same."""
+        matrices = (self.lines,) if tile.rows == 1 else self.bands
+        rows, columns = matrices[0].shape
+        if self.lines.shape[1] <= tile.columns or (tile.rows != 1 and rows == 1):
+            return
+        high, width = tile.rows or rows, tile.columns or columns
+        counts = [-(-matrix.shape[0] // high) * -(-matrix.shape[1] // width) for matrix in matrices]
+        total = sum(counts)
+        step = max(-(-(total - _BLOCKS) // _BLOCKS), 1)
+        for i in (*range(min(total, _BLOCKS)), *range(total - 1, _BLOCKS - 1, -step)):
+            which = next(n for n in range(len(counts)) if i < sum(counts[: n + 1]))
+            matrix, place = matrices[which], i - sum(counts[:which])
+            down, across = divmod(place, -(-matrix.shape[1] // width))
+            first, left = down * high, across * width
+            values = self.used(matrix[first : first + high, left : left + width])
+            if values.size:
+                yield values
 
 
 class Runs:
@@ -91,11 +119,20 @@ def _spread(count: int, most: int, each: int = 1) -> list[int]:
     return [place * (count - 1) // (most - 1) * each for place in range(most)]
 
 
+def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
+    """The rows and columns of each of a tensor's matrices, as scales go: a convolution has a row for each filter. No
+    columns where it is no matrix.
+    """
+    if len(shape) > 2 and shape[-1] < _WINDOW:
+        return shape[0], math.prod(shape[1:])
+    return (shape[-2], shape[-1]) if len(shape) > 1 else (1, 0)
+
+
 class Spread:
     """The rows and bands of `Places`, copied as a matrix's pieces pass; none where it is no matrix."""
 
     def __init__(self, tensor: Values, dtype: np.dtype[Any]) -> None:
-        columns = tensor.shape[-1] if len(tensor.shape) > 1 else 0
+        high, columns = matrix_of(tensor.shape)
         self._runs: list[Runs] = []
         self._small = 0  # columns of a matrix that is copied whole, once
         if not 0 < columns <= _LONGEST or not tensor.numel:
@@ -106,7 +143,6 @@ class Spread:
             self._runs, self._small = [Runs([0], tensor.numel, dtype)], columns
             return
         self._runs.append(Runs(_spread(tensor.numel // columns, most, columns), columns, dtype))
-        high = tensor.shape[-2]  # of one matrix of several
         blocks = -(-high // BAND)
         for i, block in enumerate(_spread(tensor.numel // columns // high * blocks, _BANDS)):
             top, width = block % blocks * BAND, min(columns, _WIDE)

@@ -9,6 +9,7 @@ import numpy as np
 
 from halfstep.bits.origin import Origin
 from halfstep.bits.pair import Doubles, Pair
+from halfstep.bits.places import matrix_of
 from halfstep.quant.tile import ROW, TENSOR, Tile, block, square
 
 
@@ -39,7 +40,7 @@ def requantised(pair: Pair, origin: Origin, significant_bits: int) -> Requantise
     Of each tile the values in use are the grid. A value counts as the nearest one if no other value in use is nearer by
     more than the rounding of both, which have so many significant bits as they are stored.
     """
-    if not origin.through or origin.scale is None or origin.share < 1 or origin.through[0] == "fp16":
+    if not origin.through or origin.scale is None or origin.share < 1 or origin.through[0] in ("bf16", "fp16"):
         return None
     tile = _TILES.get(origin.scale, TENSOR)
     nearest = count = 0
@@ -66,7 +67,7 @@ def _words(scale: str) -> str:
 
 def _tiles(pair: Pair, tile: Tile) -> Iterator[tuple[Doubles, Doubles]]:
     """Values of some tiles, spread over the tensor; where all of it shares its scales, runs of it."""
-    columns = pair.a.shape[-1] if pair.a.shape else 1
+    columns = matrix_of(pair.a.shape)[1] or pair.a.numel
     if tile == TENSOR:
         yield from pair.runs()
         return

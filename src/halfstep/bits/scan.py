@@ -62,6 +62,10 @@ class Levels:
 
     magnitudes: NDArray[np.float64]
     times: NDArray[np.int64]
+    low: float = 0.0
+    """The smallest value, or zero if all are above it; of a wide type among those that were looked at."""
+    high: float = 0.0
+    """The largest one, or zero."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ def _scan_float32(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
     smallest = float(ends.view(np.float32)[0]) if table.nonzero else 0.0
     amax = columns.largest.view(np.float32).astype(np.float64)
     distinct = np.unique(drawn.rows.view(np.float32))
-    levels = _levels(tensor, np.abs(distinct)) if _few(table, distinct) else None
+    levels = _levels(tensor, distinct) if _few(table, distinct) else None
     return _finished(table, amax.max(), smallest, as_doubles(distinct), levels, columns, amax, places.found())
 
 
@@ -214,7 +218,7 @@ def _levels(tensor: Values, known: NDArray[np.float32]) -> Levels | None:
 
     It reads the tensor again: which has few of them among the values that were seen.
     """
-    codes = np.unique(known).view(np.uint32)
+    codes = np.unique(np.abs(known)).view(np.uint32)
     times = np.zeros(codes.size, np.int64)
     for chunk in tensor.chunks(CHUNK):
         for piece in np.array_split(chunk.view(np.uint32), -(-chunk.nbytes // _AGAIN)):
@@ -227,15 +231,21 @@ def _levels(tensor: Values, known: NDArray[np.float32]) -> Levels | None:
             times = times + np.bincount(place[held], minlength=codes.size)
             where = np.searchsorted(codes, new)
             codes, times = np.insert(codes, where, new), np.insert(times, where, counts)
-    return _counted(as_doubles(codes.view(np.float32)), times)
+    return _counted(as_doubles(codes.view(np.float32)), times, as_doubles(known))
 
 
-def _counted(values: NDArray[np.float64], times: NDArray[np.int64]) -> Levels | None:
+def _counted(
+    values: NDArray[np.float64], times: NDArray[np.int64], known: NDArray[np.float64] | None = None
+) -> Levels | None:
+    """The levels of values, of which those that are `known` (None: all) have signs."""
     used = np.isfinite(values) & (values != 0)
     magnitudes, which = np.unique(np.abs(values[used]), return_inverse=True)
     if not 0 < magnitudes.size <= LEVELS:
         return None
-    return Levels(magnitudes, np.bincount(which, times[used], minlength=magnitudes.size).astype(np.int64))
+    times = np.bincount(which, times[used], minlength=magnitudes.size).astype(np.int64)
+    known = values if known is None else known
+    known = known[np.isfinite(known)]
+    return Levels(magnitudes, times, float(known.min(initial=0.0)), float(known.max(initial=0.0)))
 
 
 def _finished(

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from halfstep.bits.pieces import as_bits, as_float32, castable, needs_largest, stored_pieces, with_largest
 from halfstep.bits.scan import Progress, Scan, decoded
+from halfstep.bits.sentences import percent
 from halfstep.bits.values import Values
-from halfstep.bits.verdict import percent
 from halfstep.errors import QuantizationError, unknown
 from halfstep.kernels import operators
 from halfstep.kernels.cpu.cast_errors import ROOM, CastErrors, Rows, knows

@@ -92,7 +92,7 @@ def _role(one: TensorDifference) -> str:
 def _row(group: Sequence[TensorDifference], name: str) -> list[str]:
     """A line of the table: what is true of the group, and how far B is from A in it."""
     from halfstep.bits.pair import Change
-    from halfstep.bits.verdict import percent
+    from halfstep.bits.sentences import percent
     from halfstep.inspection.difference_text import cosine, named, short
 
     stored = dict.fromkeys(short(x) if x == y else f"{short(x)} > {short(y)}" for x, y in (one.stored for one in group))

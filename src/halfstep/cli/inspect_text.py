@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 
+from halfstep.bits.sentences import percent
 from halfstep.bits.statistics import Statistics
-from halfstep.bits.verdict import percent
 from halfstep.bits.what_if import WhatIf
 from halfstep.cli.terminal import show_table
 from halfstep.inspection import Inspection, RoleReport, TensorReport

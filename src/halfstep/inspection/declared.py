@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from halfstep.bits.layer import Layer
-from halfstep.bits.verdict import Evidence, percent
+from halfstep.bits.sentences import Evidence, percent
 from halfstep.inspection.schemes import SCHEMES
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from halfstep.bits.pair import Change
 from halfstep.bits.relation import Relation
 from halfstep.bits.rounded import NEAREST
-from halfstep.bits.verdict import percent
+from halfstep.bits.sentences import percent
 from halfstep.inspection.difference import Difference, TensorDifference
 from halfstep.inspection.layers import written
 

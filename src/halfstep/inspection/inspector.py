@@ -13,9 +13,10 @@ from halfstep.bits.layer import summed
 from halfstep.bits.origin import origin, stored_format
 from halfstep.bits.quick import quick_origin
 from halfstep.bits.scan import CHUNK, Progress, Scan, readable, scan
+from halfstep.bits.sentences import Evidence
 from halfstep.bits.statistics import Statistics, of_table, statistics
 from halfstep.bits.table import EMPTY, Table
-from halfstep.bits.verdict import Evidence, verdict, whole
+from halfstep.bits.verdict import verdict, whole
 from halfstep.bits.what_if import Trials
 from halfstep.inspection.declared import Known, contradictions, disagreements
 from halfstep.inspection.described import described

@@ -6,7 +6,7 @@ import base64
 import hashlib
 from importlib.resources import files
 
-from halfstep.bits.verdict import percent
+from halfstep.bits.sentences import percent
 from halfstep.errors import CheckpointError
 from halfstep.inspection import plot
 from halfstep.inspection.report import Inspection, TensorReport

@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from halfstep.bits.verdict import percent
+from halfstep.bits.sentences import percent
 from halfstep.errors import CheckpointError
 from halfstep.inspection.report import Inspection, RoleReport
 

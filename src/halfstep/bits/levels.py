@@ -1,0 +1,130 @@
+"""Whether a tensor, or each of its tiles, has few different magnitudes, and whether parts are copies of others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.bits.evidence import CERTAIN, CHOSEN
+from halfstep.bits.places import Places
+from halfstep.bits.scan import LEVELS, Levels
+from halfstep.bits.table import tells
+from halfstep.bits.tiles import COLUMN, TILES
+from halfstep.formats import Float
+from halfstep.quant.tile import Tile
+
+
+Doubles = NDArray[np.float64]
+
+_BEGUN = (512, 128, 64, 32)  # values of the first row which come again where each tile has few
+_LINES = 8  # rows and columns that copies are looked for in, at least
+_COPIED, _TURNED = 0.9, 0.1  # the largest shares of different rows and columns, and of values beside other diagonals
+
+
+def come_again(places: Places, wide: Float | None, used: int) -> bool:
+    """Whether values of the first or the last row or of a column come again clearly more often than random ones."""
+    row, last, column = places.lines[0], places.lines[-1][: _BEGUN[0]], places.bands[0][:, 0]
+    some = (*(row[:count] for count in _BEGUN if count <= row.size), column, last)  # a row's scale may tell nothing
+    return any(_again(places, bits, wide, used) for bits in some if bits.size >= _BEGUN[-1])
+
+
+def few_levels(places: Places, wide: Float | None, used: int) -> tuple[Tile, int, float] | None:
+    """The tiles of which each has few distinct magnitudes, how many at most, and the evidence; or None. Of several
+    kinds the one with the most evidence a value.
+
+    Random values of `used` significant bits come again, too: what counts is how much more often these do.
+    """
+    found, dense = None, 0.0
+    for tile in (*TILES, COLUMN):
+        most, evidence, count = 0, 0.0, 0
+        for values in places.tiles(tile):
+            seen, here = _repetition(values, wide, used)
+            if seen > max(CHOSEN, here and LEVELS):
+                break
+            most, evidence, count = max(most, seen), evidence + here, count + values.size
+        else:
+            if evidence >= CERTAIN and evidence / count > dense:
+                found, dense = (tile, most, evidence), evidence / count
+    return found
+
+
+def repetition(levels: Levels, wide: Float | None, used: int) -> float:
+    """Bits of evidence in values that come again: between the quartiles of the magnitudes, where values are dense.
+
+    Of N values of `used` significant bits that lie there, n random ones are no more than d different ones by a chance
+    of at most (N over d) * (d/N)^n, if they are equally likely; N is halved, for they are not.
+    """
+    some = tells(levels.magnitudes)
+    magnitudes, times = levels.magnitudes[some], levels.times[some]
+    sums = np.cumsum(times)
+    low, high = np.searchsorted(sums, [sums[-1] / 4, sums[-1] * 3 / 4]) if sums.size else (0, 0)
+    if high - low < CHOSEN:
+        return 0.0
+    seen, count = high - low + 1, int(times[low : high + 1].sum())
+    first, last = (_place(magnitudes[i], wide, used) for i in (low, high))
+    return float(max(0.0, (count - seen) * np.log2((last - first + 1) / 2 / seen) - seen * np.log2(np.e)))
+
+
+def copied(places: Places) -> float | None:
+    """The share of different values where rows, columns or the diagonals of blocks are copies; None where they are not.
+
+    Equal values of codes that were drawn one by one stand in lines that differ.
+    """
+    bits = places.bands[0]
+    if min(bits.shape) < _LINES or not _alike(bits):
+        return None
+    band = places.doubles(bits)
+    band = band[np.isfinite(band).all(1)]
+    rows, columns = band[(band != 0).any(1)], band.T[(band != 0).any(0)]
+    if min(len(rows), len(columns)) < _LINES:
+        return None
+    different = np.unique(rows, axis=0).shape[0] / len(rows) * np.unique(columns, axis=0).shape[0] / len(columns)
+    turned = [float((rows[1:, 1:] != rows[:-1, :-1]).mean()), float((rows[1:, :-1] != rows[:-1, 1:]).mean())]
+    least = min(different, *turned)
+    return least if different <= _COPIED or min(turned) <= _TURNED else None
+
+
+def _alike(bits: NDArray[Any]) -> bool:
+    """Whether some rows, columns or diagonals begin alike: nearly always not."""
+    begun = (
+        np.ascontiguousarray(some).view(f"V{_LINES * bits.itemsize}") for some in (bits[:, :_LINES], bits[:_LINES].T)
+    )
+    first = bits[:_LINES]
+    turned = (first[1:, 1:] == first[:-1, :-1]).mean(), (first[1:, :-1] == first[:-1, 1:]).mean()
+    return max(turned) >= 1 - _TURNED or any(len(set(one.ravel().tolist())) <= _COPIED * len(one) for one in begun)
+
+
+def _again(places: Places, bits: NDArray[np.generic], wide: Float | None, used: int) -> bool:
+    values = places.used(bits)
+    return 8 * np.unique(np.abs(values)).size <= 7 * values.size and _repetition(values, wide, used)[1] > 0
+
+
+def _repetition(values: Doubles, wide: Float | None, used: int) -> tuple[int, float]:
+    """The distinct magnitudes among values, and the evidence in their coming again."""
+    levels = Levels(*np.unique(np.abs(values), return_counts=True))
+    return levels.magnitudes.size, repetition(levels, wide, used) or _apart(values, wide, used)
+
+
+def _apart(values: Doubles, wide: Float | None, used: int) -> float:
+    """The evidence where half of the values or more are two magnitudes: in that none lies between two that are common.
+
+    If values grow rarer to both sides of the most common ones, then one that is as large as the rarer of the two or
+    lies between them is a rarer one by a chance of at most its step over their distance.
+    """
+    levels, times = np.unique(values[tells(values)], return_counts=True)
+    _, both = np.unique(np.abs(levels), return_inverse=True)
+    if levels.size < 2 or 2 * np.sort(np.bincount(both, times))[-CHOSEN:].sum() < times.sum():
+        return 0.0
+    rarer = np.where(times[1:] < times[:-1], levels[1:], levels[:-1])
+    lowest = wide.min_exponent if wide else -1022
+    steps = 2.0 ** (np.maximum(np.frexp(rarer)[1] - 1, lowest) + 1.0 - used)
+    bits = (np.minimum(times[1:], times[:-1]) - 1) * np.log2(np.diff(levels) / steps)
+    return max(0.0, float(bits.max()) - float(np.log2(levels.size)))
+
+
+def _place(magnitude: float, wide: Float | None, used: int) -> float:
+    """The number of values of so many significant bits from the smallest one to this."""
+    exponent = max(int(np.frexp(magnitude)[1]) - 1, wide.min_exponent if wide else -1022)
+    return float(2.0 ** (used - 1) * (exponent + magnitude * 2.0**-exponent))

@@ -1,0 +1,217 @@
+"""What tensors of one kind of origin are, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from halfstep.bits.evidence import CHOSEN
+from halfstep.bits.layer import Layer, summed
+from halfstep.bits.origin import MOST, STEPS, Origin
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One tensor's weight in a verdict: its values, its origin (None: not floating point), fp16's subnormals."""
+
+    dtype: str
+    numel: int
+    origin: Origin | None
+    nonzero: int = 0
+    fp16_subnormal: int = 0
+    layer: Layer | None = None
+    """What a tensor of codes holds; then `numel` counts its weights."""
+    nbytes: int = 0
+    codes: bool = False
+    """Whether these are integers such as quantisers pack, in no layout that is known."""
+
+    @property
+    def key(self) -> str:
+        """What was found, in a word or two."""
+        if self.layer is not None:
+            return f"{self.layer.scheme}, {self.layer.tile}"
+        if self.codes:
+            return "codes"
+        return self.origin.key if self.origin else "none"
+
+    @property
+    def confidence(self) -> str:
+        """How sure that is: "named" where names, types and shapes say it."""
+        if self.layer is not None:
+            return "named"
+        return self.origin.confidence if self.origin else "none"
+
+
+def sentence(same: Sequence[Evidence]) -> str:
+    """What tensors of one stored type and one kind of origin are."""
+    stored, origin = same[0].dtype, same[0].origin
+    if same[0].layer is not None:
+        return _quantised([one.layer for one in same if one.layer is not None])
+    if origin is None:
+        return f"{stored}: no floating-point values to read"
+    if origin.key != "unknown":
+        return f"{_known(same, origin)}{_spoke(same)}"
+    if not any(one.origin.telling for one in same if one.origin):
+        return f"stored {stored}, only zeros, powers of two and small whole numbers: nothing that could tell"
+    if all(one.origin.counted and one.origin.distinct <= CHOSEN for one in same if one.origin):
+        return f"stored {stored}, too few different values to tell"
+    return f"stored {stored}, too few bits in use for a full {stored} and no format that explains it"
+
+
+def _known(same: Sequence[Evidence], origin: Origin) -> str:
+    if origin.through:
+        return _factored(same, origin) if origin.factored else _went_through(same, origin)
+    if origin.levels is not None:
+        return _levels(same, origin)
+    return _bits(same, origin) if origin.bits is not None else f"stored {origin.stored}, {_full(same)}"
+
+
+def _spoke(same: Sequence[Evidence]) -> str:
+    """That few of the values tell so, or that some are copies."""
+    origins = [one.origin for one in same if one.origin]
+    told = sum(one.told for one in origins) / len(origins)
+    copied = "; rows, columns or blocks repeat others" if any(one.copied for one in origins) else ""
+    if told >= MOST:
+        return copied
+    return f"{copied}; only {percent(told)} of the values tell so, the others are powers of two or small whole numbers"
+
+
+def _quantised(layers: Sequence[Layer]) -> str:
+    one, *others = summed(layers)
+    more = f" (and {len(others)} variant{'s' * (len(others) > 1)})" if others else ""
+    return f"{one.scheme}: {one.text}{more}"
+
+
+def _factored(same: Sequence[Evidence], origin: Origin) -> str:
+    factor = "one factor" if origin.scale == "any" else f"a factor for each {origin.scale}"
+    return (
+        f"stored {origin.stored}, every value looked at has {origin.through[0]}'s significant bits times {factor}: "
+        f"{_either(same)} values that were scaled since, by a number or by a norm folded into them"
+    )
+
+
+def _either(same: Sequence[Evidence]) -> str:
+    """What values went through, and what else they could have where none of the tensors tells these apart."""
+    origins = [one.origin for one in same if one.origin]
+    also = set.intersection(*(set(one.also) for one in origins)) - {STEPS}
+    return " or ".join((" and ".join(origins[0].through), *sorted(also)))
+
+
+def _counted(same: Sequence[Evidence]) -> str:
+    counted = all(STEPS in one.origin.also for one in same if one.origin)
+    return ", or counted in equal steps (updates by signs, frequencies)" if counted else ""
+
+
+def _went_through(same: Sequence[Evidence], origin: Origin) -> str:
+    stored = same[0].dtype
+    names = " and ".join(origin.through)
+    if origin.tiled and origin.share < 1:
+        shares = [one.origin.share for one in same if one.origin]
+        return (
+            f"stored {stored}, {percent(sum(shares) / len(shares))} of {_pieces(origin)} looked at exactly {names} "
+            f"times a scale for each: quantised to {names} in part, or partly written since"
+        )
+    if origin.share < 1:
+        shares = [one.origin.share * one.numel for one in same if one.origin]
+        share = sum(shares) / values_of(same)
+        return (
+            f"stored {stored}, {percent(share)} of values exactly {names}, the others in full: {names} values, partly "
+            "written since (trained on, merged or averaged)"
+        )
+    if origin.tiled:
+        tile = "row" if origin.scale == "row" else f"{origin.scale} block"
+        return (
+            f"stored {stored}, every value looked at exactly {names} times a scale for each {tile}: "
+            f"quantised to {names} {'by rows' if tile == 'row' else 'in blocks'} before it was stored{_counted(same)}"
+        )
+    if names == "fp16" and origin.scale is not None:
+        return (
+            f"stored {stored}, every value exactly fp16 times a power of two: weights kept in scaled fp16 (FP8-LM), "
+            "or tf32 (bits cannot tell which)"
+        )
+    if origin.scale is not None:
+        scales = {one.origin.scale for one in same if one.origin}
+        word = "scales of any size" if "any" in scales else "powers of two" if len(scales) > 1 else f"{scales.pop()}"
+        past = f"quantised to {_either(same)} before it was stored{_counted(same)}"
+        return f"stored {stored}, every value exactly {names} times {word}: {past}"
+    if stored == "float16" and "bf16" in origin.through:
+        return f"stored float16{_subnormals(same)}, every value exactly bf16: cast from bf16"
+    if len(origin.through) > 1:
+        return f"stored {stored}, every value exactly {names}: a chain of casts, bf16 to fp16 or back, before {stored}"
+    if stored == "float32" and names in ("bf16", "fp16"):
+        return f"stored float32, every value exactly {names}: saved from {_either(same)} weights, without a master copy"
+    if stored == "bfloat16" and names == "fp16":
+        return f"stored bfloat16, every value also exactly fp16 (multiples of 2^-24): cast from {_either(same)}"
+    return f"stored {stored}, every value exactly {names}: cast from {_either(same)}"
+
+
+def _pieces(origin: Origin) -> str:
+    """What has a scale, or a palette, of its own."""
+    return f"{origin.scale}s" if origin.scale in ("row", "column") else f"{origin.scale} blocks"
+
+
+def _levels(same: Sequence[Evidence], origin: Origin) -> str:
+    most = max(one.origin.levels or 0 for one in same if one.origin)
+    where = f" in each of the {_pieces(origin)} looked at" if origin.tiled else " in each" if len(same) > 1 else ""
+    return (
+        f"stored {origin.stored}, no more than {most} different magnitude{'s' * (most > 1)}{where}: codes of few bits "
+        "(a palette, signs, a zero point, scales along another dimension, partly written or averaged since), numbers "
+        "counted in equal steps, or a symmetric table (a Fourier basis)"
+    )
+
+
+def _bits(same: Sequence[Evidence], origin: Origin) -> str:
+    if origin.half:
+        return (
+            f"stored {origin.stored}, half of the values fit {origin.bits} significant bits, and the others use more: "
+            "an average, a merge or a sum of values of a narrower type, or some of them written since"
+        )
+    if origin.step is not None:
+        return (
+            f"stored {origin.stored}, every value is a whole number of at most {origin.bits} bits times "
+            f"2^{origin.step}: fixed-point numbers, such as uniform draws, or codes under one power of two"
+        )
+    return (
+        f"stored {origin.stored}, every value fits {origin.bits} significant bits, of no format that is known: rounded "
+        "or truncated to so many, or products or sums of values of a narrower type"
+    )
+
+
+def _full(same: Sequence[Evidence]) -> str:
+    stored = same[0].dtype
+    if stored == "float32":
+        return (
+            "full mantissas: from no narrower type that was looked for (float32 training, a master copy, a merge or an "
+            "average fit; codes under scales of other places or several, or partly written since, would look so, too)"
+        )
+    bits = {"float16": 11, "bfloat16": 8}.get(stored)
+    if bits is not None:
+        subnormals = _subnormals(same) if stored == "float16" else ""
+        short = {"float16": "fp16", "bfloat16": "bf16"}[stored]
+        return (
+            f"all {bits} bits in use{subnormals}: {short} weights, or a cast from a wider type (bits cannot tell "
+            "which, nor whether they were codes under scales that were not looked for)"
+        )
+    return "full mantissas" if stored == "float64" else "as it is stored: bits say no more"
+
+
+def _subnormals(same: Sequence[Evidence]) -> str:
+    share = sum(one.fp16_subnormal for one in same) / (sum(one.nonzero for one in same) or 1)
+    return f", {percent(share)} of values fp16 subnormals" if share else ""
+
+
+def values_of(same: Sequence[Evidence]) -> int:
+    return sum(one.numel for one in same)
+
+
+def percent(share: float) -> str:
+    """A share in percent, never rounded to none or all.
+
+    >>> percent(0.9999999), percent(0.00001), percent(0.5)
+    ('>99.99%', '<0.01%', '50%')
+    """
+    if share in (0, 1):
+        return f"{share:.0%}"
+    if share < 0.0001:
+        return "<0.01%"
+    return ">99.99%" if share > 0.9999 else f"{100 * share:.3g}%"
