@@ -21,6 +21,8 @@ Doubles = NDArray[np.float64]
 _BITS = {"bf16": 8, "fp16": 11}
 """The significant bits of what is looked for."""
 
+_WHOLE = range(8, 12)  # bits of whole numbers of one step, which are no copies; of fewer they are codes
+_FEW = 4  # significant bits of codes of floating point, which are no copies
 _WIDE = 24  # significant bits of a type in which a product shows what was multiplied
 _FIRST = 1 << 9  # values that are looked at first
 _AGAIN = 3  # significands that come again in these; of random ones of 24 bits one does by a chance of 2^-4
@@ -38,11 +40,16 @@ def factored(places: Places, wide: Float | None) -> tuple[str, Tile | None, floa
         return None
     row, column = _come_again(places.lines[0]), _come_again(places.bands[0][:, 0])
     tiles = (*((None, ROW) if row else ()), *((COLUMN,) if column else ()))
+    stored = wide.significant_bits
     for tile, (name, bits) in itertools.product(tiles, _BITS.items()):
-        evidence = _evidence(_magnitudes(places, tile, wide), bits, wide.significant_bits)
-        if evidence >= CERTAIN:
-            whole = tile is None and _evidence(_magnitudes(places, None, wide), bits, wide.significant_bits, whole=True)
-            return f"int{bits + 1}" if whole else name, tile, evidence
+        evidence = _evidence(_magnitudes(places, tile, wide), bits, stored)
+        if evidence < CERTAIN:
+            continue
+        wholes = (n for n in _WHOLE if _evidence(_magnitudes(places, tile, wide), n, stored, whole=True) >= CERTAIN)
+        if (whole := next(wholes, None)) is not None:
+            return (f"int{whole + 1}", None, evidence) if tile is None else None
+        few = _evidence(_magnitudes(places, tile, wide), _FEW, stored) >= CERTAIN
+        return None if few else (name, tile, evidence)
     return None
 
 

@@ -77,13 +77,19 @@ def copied(places: Places) -> float | None:
         return None
     band = places.doubles(bits)
     band = band[np.isfinite(band).all(1)]
-    rows, columns = band[(band != 0).any(1)], band.T[(band != 0).any(0)]
+    rows, columns = (some[(some != 0).sum(1) >= _LINES] for some in (band, band.T))
     if min(len(rows), len(columns)) < _LINES:
         return None
     different = np.unique(rows, axis=0).shape[0] / len(rows) * np.unique(columns, axis=0).shape[0] / len(columns)
-    turned = [float((rows[1:, 1:] != rows[:-1, :-1]).mean()), float((rows[1:, :-1] != rows[:-1, 1:]).mean())]
+    turned = [_differ(rows[1:, 1:], rows[:-1, :-1]), _differ(rows[1:, :-1], rows[:-1, 1:])]
     least = min(different, *turned)
     return least if different <= _COPIED or min(turned) <= _TURNED else None
+
+
+def _differ(one: Doubles, other: Doubles) -> float:
+    """The share of different values where not both are zero."""
+    some = (one != 0) | (other != 0)
+    return float((one != other)[some].mean()) if some.any() else 1.0
 
 
 def _alike(bits: NDArray[Any]) -> bool:

@@ -62,8 +62,8 @@ class Origin:
     telling: int = 0
     """Values that could tell: neither powers of two nor whole numbers below 2^24."""
     told: float = 1.0
-    """Their share of the values that are not zero, which bounds the confidence; 1 where codes were found, of which
-    powers of two are some."""
+    """Their share of the values that are not zero (of all, where nearly all are), which bounds the confidence; 1 where
+    codes were found, of which powers of two are some."""
     distinct: int = 0
     """Different magnitudes among these, as far as they were looked for."""
     counted: bool = True
@@ -117,8 +117,14 @@ def origin(scan: Scan, stored: str) -> Origin:
     """What the bits of a scanned tensor say, which is stored as `stored` (a name of torch's)."""
     telling = int(scan.table.telling.sum())
     found = _found(scan, stored) if telling else Origin(stored)
-    told = telling / scan.table.nonzero if telling and found.scale is None and found.levels is None else 1.0
-    return replace(found, telling=telling, told=told, distinct=scan.magnitudes)
+    codes = found.scale is not None or found.levels is not None
+    return replace(found, telling=telling, told=1.0 if codes else _told(scan, telling), distinct=scan.magnitudes)
+
+
+def _told(scan: Scan, telling: int) -> float:
+    """The share of the values that tell something: of those that are not zero, unless nearly all are."""
+    used, size = scan.table.nonzero, scan.table.size
+    return telling / (used if used >= LEAST * size else size) if telling else 1.0
 
 
 def _found(scan: Scan, stored: str) -> Origin:
@@ -137,10 +143,10 @@ def _found(scan: Scan, stored: str) -> Origin:
     if different is not None:  # a copy's values count once
         once = replace(scan, distinct=int(scan.distinct * different))
         cast = replace(_cast(once, stored, wide, halved(once, wide)), copied=True)
-    found = _exact(scan, stored, wide) or _scaled(scan, stored, wide, narrow)
+    found = _exact(scan, stored, wide) or _scaled(scan, stored, wide, narrow) or _factored(scan, stored, wide, cast)
     if found is None and different is None:
         found = _few(scan, stored, narrow, used, again)
-    return found or _factored(scan, stored, wide, cast) or cast
+    return found or cast
 
 
 @cache
@@ -169,11 +175,12 @@ def _exact(scan: Scan, stored: str, wide: Float | None) -> Origin | None:
     found = powers(scan) if evidence >= ENOUGH else None
     if found is None:
         return None
-    scale = "2^k" if found.tile != TENSOR else f"2^{scan.table.last_bit}"
+    one = found.tile == TENSOR and int(scan.table.rows[-1]) - scan.table.last_bit < used
+    scale = f"2^{scan.table.last_bit}" if one else "2^k"
     if not found.format.startswith("int"):
         best = scan.table.best_shift(_format(found.format))
         scale = f"2^{best[0]}" if best is not None and best[1] == scan.table.nonzero else "2^k"
-    also = found.also or ((STEPS,) if found.format.startswith("int") and found.tile == TENSOR else ())
+    also = found.also or ((STEPS,) if found.format.startswith("int") and one else ())
     return Origin(stored, (found.format,), scale=scale, also=also, evidence=evidence)
 
 

@@ -57,7 +57,8 @@ def powers(scan: Scan) -> Powers | None:
         saved, bits, bare = _saved(scan.places, one, used) if scan.places is not None else (0.0, 0, 0)
         if saved > most:
             tile, whole, most, finer = one, bits, saved, bare
-    if whole <= used and finer >= CERTAIN:
+    beyond = int((np.maximum(place - used, 0) * table.exponents).sum())  # bits unused, were there one step
+    if finer >= CERTAIN and (whole <= used or beyond < CERTAIN):
         return Powers(f"int{used + 1}", tile)
     name, _ = _smallest(used, max(whole, used + 1))
     return Powers(name, tile, (f"int{used + 1}",) if scan.places is None or whole <= used else ()) if name else None

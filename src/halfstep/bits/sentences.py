@@ -73,7 +73,8 @@ def _spoke(same: Sequence[Evidence]) -> str:
     copied = "; rows, columns or blocks repeat others" if any(one.copied for one in origins) else ""
     if told >= MOST:
         return copied
-    return f"{copied}; only {percent(told)} of the values tell so, the others are powers of two or small whole numbers"
+    rest = "the others are zeros, powers of two or small whole numbers"
+    return f"{copied}; only {percent(told)} of the values tell so, {rest}"
 
 
 def _quantised(layers: Sequence[Layer]) -> str:
