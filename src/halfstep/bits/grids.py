@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -29,6 +30,9 @@ GRIDS = (
 )  # fmt: skip
 """What is looked for."""
 
+WIDER = {"float6_e2m3fn": "float8_e4m3fn", "float6_e3m2fn": "float8_e5m2"}
+"""Formats of as many significant bits and more exponents."""
+
 _STEPS = 255  # between the ends of a grid of whole numbers: codes of 8 bits
 _FEW = 10  # values of a tile that say no to nearly all that do not fit
 _CORNERS = 3  # rows of which the first values are looked at for that
@@ -46,6 +50,11 @@ class Match:
     even: bool = False
     """Whether these are whole numbers of one step in all, or in most tiles: quantised, or counted."""
 
+    also: tuple[str, ...] = ()
+    """A format of the same steps and fewer exponents, which holds the values as well."""
+    finer: float = 0.0
+    """The bits that steps as fine as the wider format's have there, and no value uses."""
+
     @property
     def size(self) -> int:
         """The magnitudes of the format: of several that hold the values, the smallest says most."""
@@ -61,11 +70,14 @@ def fit_levels(levels: Levels, wide: Float | None) -> Match | None:
     for name in GRIDS:
         held = _held(levels.magnitudes, name, wide)
         if held is not None and (named := _format(name, (levels.high - levels.low) / held.scale)):
-            if name == WHOLE and _finer(levels.magnitudes, levels.times, held.scale) < CERTAIN:
+            finer = _finer(name, levels.magnitudes, levels.times, held.scale)
+            if name == WHOLE and finer < CERTAIN:
                 continue
             weight = held.bits[tells(levels.magnitudes)][:-CHOSEN].sum() - np.log2(_TOPS * len(GRIDS))
-            found.append(Match(named, None, Fit(levels.magnitudes.size, 0, max(float(weight), 0.0)), name == WHOLE))
-    return min((one for one in found if one.fit.accepted), key=_order, default=None)
+            found.append(
+                Match(named, None, Fit(levels.magnitudes.size, 0, max(float(weight), 0.0)), name == WHOLE, (), finer)
+            )
+    return _best(one for one in found if one.fit.accepted)
 
 
 def fit_tiles(places: Places, wide: Float | None) -> Match | None:
@@ -80,13 +92,18 @@ def fit_tiles(places: Places, wide: Float | None) -> Match | None:
     for some in (places, places.first) if names else ():
         for tile in TILES:
             sure = (match for match in _fits(some, tile, names, wide) if match.fit.bits >= CERTAIN)
-            if (best := min(sure, key=_order, default=None)) is not None:
+            if (best := _best(sure)) is not None:
                 return best if some is places else _partly(best, places, tile, wide)
     return None
 
 
-def _order(match: Match) -> tuple[int, float]:
-    return match.size, -match.fit.bits
+def _best(matches: Iterable[Match]) -> Match | None:
+    """The match of the fewest values; of more exponents where no value is so small that it tells the two apart."""
+    order = sorted(matches, key=lambda match: (match.size, -match.fit.bits))
+    for other in order[1:]:
+        if WIDER.get(order[0].format) == other.format and order[0].finer < CERTAIN:
+            return replace(other, also=(order[0].format,))
+    return order[0] if order else None
 
 
 def _partly(match: Match, places: Places, tile: Tile, wide: Float | None) -> Match:
@@ -136,7 +153,8 @@ def _relative(wide: Float | None) -> float:
 
 
 def _fits(places: Places, tile: Tile, names: list[str], wide: Float | None) -> list[Match]:
-    count, seen, steps, finer, scales = 0, np.zeros(0), 0.0, 0.0, list[float]()
+    count, seen, steps, scales = 0, np.zeros(0), 0.0, list[float]()
+    finer = dict.fromkeys(names, 0.0)
     evidence = dict.fromkeys(names, -float(np.log2(len(TILES) * len(GRIDS))))
     for values in places.tiles(tile):
         levels, times = np.unique(np.abs(values), return_counts=True)
@@ -149,25 +167,31 @@ def _fits(places: Places, tile: Tile, names: list[str], wide: Float | None) -> l
             name: evidence[name] + max(float(held.bits[:-1][new].sum()) - held.chosen, 0.0)
             for name, held in found.items()
         }
+        for name, held in found.items():
+            finer[name] += _finer(name, levels, times, held.scale)
         if WHOLE in found:
             scales.append(found[WHOLE].scale)
-            finer += _finer(levels, times, scales[-1])
             steps = max(steps, (max(values.max(), 0) - min(values.min(), 0)) / scales[-1])
         if not evidence:
             break
         count, seen = count + levels.size, np.union1d(seen, levels)
-    named = {_format(name, steps): bits for name, bits in evidence.items() if name != WHOLE or finer >= CERTAIN}
-    return [
-        Match(name, tile, Fit(count, 0, max(bits, 0.0)), name.startswith(WHOLE) and _even(scales, wide))
-        for name, bits in named.items()
-        if name
-    ]
+    matches = []
+    for name, bits in evidence.items():
+        if (named := _format(name, steps)) and (name != WHOLE or finer[name] >= CERTAIN):
+            even = name == WHOLE and _even(scales, wide)
+            matches.append(Match(named, tile, Fit(count, 0, max(bits, 0.0)), even, (), finer[name]))
+    return matches
 
 
-def _finer(levels: Magnitudes, times: NDArray[np.int64], step: float) -> float:
-    """The evidence that these are whole numbers of a step rather than as many bits of floating point, which has finer
-    steps where values are smaller.
+def _finer(name: str, levels: Magnitudes, times: NDArray[np.int64], step: float) -> float:
+    """The evidence that steps grow no finer where values are smaller: of whole numbers rather than as many bits of
+    floating point, of a format below its normal values rather than the wider one.
     """
+    if name not in (WHOLE, *WIDER):
+        return 0.0
+    octaves = np.frexp(levels / step * (1 + 2.0**-6))[1]  # a value may have been rounded down
+    if name in WIDER:
+        return float((np.maximum(formats.get(name, Float).min_exponent + 1 - octaves, 0) * times).sum())
     codes = np.round(levels / step).astype(np.int64)
     octaves = np.frexp(codes.astype(np.float64))[1]
     significant = octaves + 1 - np.frexp((codes & -codes).astype(np.float64))[1]

@@ -190,12 +190,12 @@ def _scaled(scan: Scan, stored: str, wide: Float | None, narrow: Float | None) -
     match = fit_levels(scan.levels, narrow if subnormal else wide) if scan.levels is not None else None
     exact = scan.table.significant_bits <= BITS  # whole numbers of these are known to `powers`, or are none
     if match is not None and not (match.even and exact):
-        also = (STEPS,) if match.even else ()
+        also = (STEPS,) if match.even else match.also
         return Origin(stored, (match.format,), scale="any", also=also, evidence=match.fit.bits)
     match = fit_tiles(scan.places, narrow) if scan.places is not None else None
     if match is None or (match.even and (exact or match.fit.beyond)):
         return None
-    share, also = match.fit.share if match.fit.beyond else 1.0, (STEPS,) if match.even else ()
+    share, also = match.fit.share if match.fit.beyond else 1.0, (STEPS,) if match.even else match.also
     return Origin(stored, (match.format,), share, scale=named(match.tile), also=also, evidence=match.fit.bits)
 
 

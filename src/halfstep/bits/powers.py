@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.bits.evidence import CERTAIN
+from halfstep.bits.grids import WIDER
 from halfstep.bits.places import Places
 from halfstep.bits.scan import Scan
 from halfstep.bits.tiles import TILES
@@ -61,7 +62,12 @@ def powers(scan: Scan) -> Powers | None:
     if finer >= CERTAIN and (whole <= used or beyond < CERTAIN):
         return Powers(f"int{used + 1}", tile)
     name, _ = _smallest(used, max(whole, used + 1))
-    return Powers(name, tile, (f"int{used + 1}",) if scan.places is None or whole <= used else ()) if name else None
+    if name is None:
+        return None
+    also = (f"int{used + 1}",) if scan.places is None or whole <= used else ()
+    if name in WIDER and finer < CERTAIN:
+        return Powers(WIDER[name], tile, (*also, name))
+    return Powers(name, tile, also)
 
 
 def _smallest(used: int, whole: int) -> tuple[str | None, int]:

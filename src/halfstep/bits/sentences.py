@@ -110,7 +110,7 @@ def _went_through(same: Sequence[Evidence], origin: Origin) -> str:
         shares = [one.origin.share for one in same if one.origin]
         return (
             f"stored {stored}, {percent(sum(shares) / len(shares))} of {_pieces(origin)} looked at exactly {names} "
-            f"times a scale for each: quantised to {names} in part, or partly written since"
+            f"times a scale for each: quantised to {_either(same)} in part, or partly written since"
         )
     if origin.share < 1:
         shares = [one.origin.share * one.numel for one in same if one.origin]
@@ -123,7 +123,8 @@ def _went_through(same: Sequence[Evidence], origin: Origin) -> str:
         tile = "row" if origin.scale == "row" else f"{origin.scale} block"
         return (
             f"stored {stored}, every value looked at exactly {names} times a scale for each {tile}: "
-            f"quantised to {names} {'by rows' if tile == 'row' else 'in blocks'} before it was stored{_counted(same)}"
+            f"quantised to {_either(same)} {'by rows' if tile == 'row' else 'in blocks'} before it was stored"
+            f"{_counted(same)}"
         )
     if names == "fp16" and origin.scale is not None:
         return (
