@@ -61,9 +61,8 @@ def _read(group: Sequence[Evidence]) -> PrecisionVerdict:
             kinds.setdefault((one.dtype, one.key), []).append(one)
     if not kinds:
         return PrecisionVerdict("no values", "none")
-    order = sorted(
-        {key for key in kinds if key[1] not in _SILENT} or kinds, key=lambda key: (-values_of(kinds[key]), key)
-    )
+    telling = [key for key in kinds if key[1] not in _SILENT]
+    order = sorted(telling or kinds, key=lambda key: -values_of(kinds[key]))
     silent = sum(len(found) for key, found in kinds.items() if key not in order)
     total = values_of([one for found in kinds.values() for one in found])
     texts = [sentence(kinds[key]) + _part(kinds[key], total, len(order)) for key in order[:_SHOWN]]
