@@ -11,8 +11,8 @@ from halfstep.auditing.live import name_of
 from halfstep.auditing.report import Finding, Item
 from halfstep.auditing.setup import Setup, kept_as
 from halfstep.bits.origin import stored_format
+from halfstep.bits.sentences import percent
 from halfstep.bits.table import Table
-from halfstep.bits.verdict import percent
 from halfstep.formats import Float
 
 
