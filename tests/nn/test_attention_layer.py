@@ -1,19 +1,20 @@
 """`nn.MultiheadAttention` follows rules: torch's numbers without rounding, and rounded projections with it."""
 
 import itertools
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 import halfstep
-from families import in_turn, slow_unless
+from families import for_each, in_turn, slow_unless
 from halfstep import formats
 from halfstep.nn.adapters import attention
 from halfstep.nn.adopt import adopt, release
 from halfstep.quant import Quantizer
-from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule
-from tiny import assert_same, prepared
+from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe
+from tiny import FAST, SMOOTH, assert_same, prepared
 
 
 pytestmark = pytest.mark.cpu
@@ -216,6 +217,60 @@ def test_evaluation_rounds_too(padded):
         assert_same(model(x, **options), stock)
 
 
+class Padded(nn.Module):
+    """An encoder between two layers."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.first, self.encoder, self.head = nn.Linear(8, 8), encoder, nn.Linear(8, 8)
+
+    def forward(self, x, src_key_padding_mask):
+        return self.head(self.encoder(self.first(x), src_key_padding_mask=src_key_padding_mask))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")  # torch's own, on the fast path
+@for_each(
+    "name", [*(FAST - {*SMOOTH}), "fp8-current until 50%, then bf16-mixed", "bf16-mixed until 50%, then fp8-current"]
+)
+@for_each("within", [False, True])
+def test_padding_in_evaluation(name, within):
+    """Where stock autocast fails on a CPU too: what is not padding is what the forward with gradients computes."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    model = Padded(model).eval() if within else model
+    x, mask = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    expected = model(x, src_key_padding_mask=mask)
+    halfstep.apply(model, name)
+    with torch.no_grad():
+        found = model(x, src_key_padding_mask=mask)
+    torch.testing.assert_close(found[~mask], expected[~mask], rtol=0.3, atol=0.3)
+    if get_recipe(name).rules:  # under the others layers may take torch's fast path
+        assert_same(found, model(x, src_key_padding_mask=mask).detach())
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_the_fast_path_of_others_is_left_on():
+    """Two threads within: torch's switch is the whole process's."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model, seen, both = nn.TransformerEncoder(layer, 1).eval(), [], threading.Barrier(2)
+    halfstep.apply(model, "fp8-current")
+
+    def within(*_):
+        both.wait(20)
+        seen.append(torch.backends.mha.get_fastpath_enabled())
+        both.wait(20)
+
+    model.layers[0].dropout.register_forward_hook(within)
+    threads = [threading.Thread(target=model, args=(torch.ones(2, 5, 8),)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [True, True]
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 @pytest.mark.slow  # what the fast tests trace goes the same way
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
@@ -224,7 +279,7 @@ def test_a_traced_encoder_rounds_alike(training):
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 1)
     halfstep.apply(model.train(training), "fp8-current")
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=training)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 5, 8)
     with torch.set_grad_enabled(training):
         assert_same(compiled(x), model(x))

@@ -1,11 +1,11 @@
 """`nn.TransformerEncoder` and its layers: without torch's fast path, which calls no module and so rounds nothing.
 
-The path is taken in evaluation, and converts padded batches to nested tensors.
+The path is taken in evaluation, and converts padded batches to nested tensors. torch's switch for it is the whole
+process's; the modules have attributes of their own that decide too, and mean nothing else.
 """
 
 from typing import Any
 
-import torch
 from torch import nn
 
 
@@ -17,16 +17,25 @@ def fits(module: nn.Module) -> bool:
     return "forward" not in vars(module) and any(type(module).forward is kind.forward for kind in _KINDS)
 
 
-def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The stock forward, module by module; torch's switch for the fast path is as it was afterwards.
+def nests(module: nn.Module) -> bool:
+    """Whether the module would convert padded batches to nested tensors. Under autocast on a CPU torch's layers fail on
+    these where their weights are in float32."""
+    return fits(module) and isinstance(module, nn.TransformerEncoder)
 
-    Training never takes that path. In evaluation torch.compile breaks its graph at the switch (no `fullgraph`).
-    """
-    if all(part.training for part in module.modules()):
-        return stock(module, *args, **kwargs)
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        return stock(module, *args, **kwargs)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
+
+def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The stock forward, module by module."""
+    return stock(_Slow(module), *args, **kwargs)
+
+
+class _Slow:
+    """A module that does not take the fast path."""
+
+    use_nested_tensor = False
+    activation_relu_or_gelu = 0
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
