@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import halfstep
+from families import for_each, in_turn
 from halfstep.errors import ModelError, OptimizerError, QuantizationError
 from halfstep.ops import CodeTensor
 from tiny import FOUR, SCALED, adamw, assert_same, batch, copied, mlp, prepared, train
@@ -279,6 +281,41 @@ def test_experts_in_one_stack_stay_values_and_say_so():
     assert all("one scale would serve all experts" in report.kept[name] for name in stacks)
     model, _, _ = prepared("fp8lm-o3", model, adamw(model))
     assert codes(model) == {"mlp.weight"}
+
+
+class Halved(nn.Module):
+    def forward(self, weight):
+        return 0.5 * weight
+
+
+class Kept(Halved):
+    def right_inverse(self, weight):
+        return 2 * weight
+
+
+def halved(layer, how):
+    parametrize.register_parametrization(layer, "weight", how())
+
+
+CHANGES = {"spectral norm": parametrizations.spectral_norm, "halved": partial(halved, how=Halved)}
+CHANGES |= {"kept": partial(halved, how=Kept)}  # its values are written anew, and are no codes
+
+
+@for_each("name, change", in_turn(SCALED, list(CHANGES)))
+def test_a_weight_that_is_parametrized_after_prepare(name, change):
+    losses = []
+    for recipe in ("bf16-mixed", name):
+        model, optimizer, scaler = prepared(recipe)
+        torch.manual_seed(1)
+        CHANGES[change](model[0])
+        losses.append(train(model, optimizer, scaler, 4))
+        assert (codes(model) == {"0.parametrizations.weight.original", "3.weight"}) == (
+            recipe == name and change != "kept"
+        )
+        parametrize.remove_parametrizations(model[0], "weight")
+        halfstep.revert(model)
+        assert not codes(model)
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
 
 
 @every_scaled

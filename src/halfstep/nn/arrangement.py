@@ -80,8 +80,8 @@ class Arrangement:
                 module._halfstep_linear = spec.times(multipliers_of(module))  # type: ignore[assignment]
                 adopt(module, kind.forward)
         for module in model.modules():
-            nests = recipe.weights == "fp32" != recipe.compute and encoder.nests(module)
-            if nests or (specs and encoder.fits(module)):
+            nests = recipe.weights == "fp32" != recipe.compute and isinstance(module, encoder.NESTS)
+            if (specs or nests) and encoder.fits(module):
                 adopt(module, encoder.forward)
             if recipe.compute != "fp32" and lstm.fits(module) and module not in widened.values():
                 adopt(module, lstm.forward)

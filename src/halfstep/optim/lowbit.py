@@ -66,7 +66,7 @@ class LowBit(Stored):
         process_group: Any = None,
         projections: Mapping[Any, Projection] | None = None,
     ) -> None:
-        self._present = Present(model) if model is not None else None
+        self._present = Present(model, groups) if model is not None else None
         self._process_group = process_group
         self._agreed = False
         self._versions: dict[Tensor, int] = {}

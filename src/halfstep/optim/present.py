@@ -22,11 +22,13 @@ _parts_of, _parameters_of = attrgetter("_modules"), attrgetter("_parameters")
 
 
 class Present:
-    """Remembers what a model's parameters were when its optimizer was made."""
+    """Remembers what a model's parameters were when its optimizer was made, which holds some of them."""
 
-    def __init__(self, model: Reference) -> None:
+    def __init__(self, model: Reference, groups: Iterable[Mapping[str, Any]]) -> None:
         self._model = model
-        self._known = {id(p): weakref.ref(p) for p in self._named().values()}
+        # Not by weak references: torch.utils.swap_tensors, which parametrizes codes, takes no tensor that has one.
+        self._held = {parameter for group in groups for parameter in group["params"]}
+        self._known = {id(p): weakref.ref(p) for p in self._named().values() if p not in self._held}
         self._dtypes = {id(p): p.dtype for p in self._named().values()}
         self._seen: _Seen | None = None
 
@@ -87,7 +89,8 @@ class Present:
         )
 
     def _was_known(self, parameter: Tensor) -> bool:
-        return id(parameter) in self._known and self._known[id(parameter)]() is parameter
+        known = self._known.get(id(parameter))
+        return parameter in self._held or (known is not None and known() is parameter)
 
 
 class _Seen:

@@ -10,17 +10,14 @@ from torch import nn
 
 
 _KINDS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+NESTS = nn.TransformerEncoder
+"""What converts padded batches to nested tensors, on which torch's layers fail under autocast on a CPU where their
+weights are in float32."""
 
 
 def fits(module: nn.Module) -> bool:
     """Whether the module would take the fast path."""
     return "forward" not in vars(module) and any(type(module).forward is kind.forward for kind in _KINDS)
-
-
-def nests(module: nn.Module) -> bool:
-    """Whether the module would convert padded batches to nested tensors. Under autocast on a CPU torch's layers fail on
-    these where their weights are in float32."""
-    return fits(module) and isinstance(module, nn.TransformerEncoder)
 
 
 def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
