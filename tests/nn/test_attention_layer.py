@@ -189,7 +189,7 @@ def test_scaling_states_move_and_come_back():
         states.append(scaler.state_dict())
     model, _, scaler = prepared("fp8-delayed", Tokens())
     scaler.load_state_dict(states[1])
-    torch.testing.assert_close(scaler.state_dict(), states[1], rtol=0, atol=0)
+    assert_same(scaler.state_dict(), states[1])
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")  # torch's own, on the fast path
