@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from families import for_each
-from halfstep import formats, get_recipe
+from halfstep import formats, get_recipe, preparation
 from halfstep.kernels.seeds import seeds
 from halfstep.nn.noise import ATTRIBUTE
 from halfstep.quant import Hadamard, Quantizer, Scales
@@ -193,6 +194,22 @@ def test_the_seed_is_torchs_own_unless_one_is_given():
         assert torch.equal(torch.get_rng_state(), before)
         found.append(scaler.state_dict()["halfstep"]["noise"]["seed"])
     assert found == [1, 2, 2]
+
+
+def test_ranks_take_the_seed_of_the_first(monkeypatch):
+    monkeypatch.setattr(preparation, "are_several", lambda group: True)
+    monkeypatch.setattr(preparation, "first_ranks", lambda seed, group: seed + 1)
+    assert prepared("nvfp4", generator=7)[2].state_dict()["halfstep"]["noise"]["seed"] == 8
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, as it traces
+def test_a_graph_is_traced_once_for_all_steps():
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    model, *others = prepared("nvfp4")
+    assert train(torch.compile(model, backend=graphs), *others, 4) == train(*prepared("nvfp4"), 4)
+    assert graphs.frame_count == 1
 
 
 def test_keys_outlive_what_is_done_to_a_model():
