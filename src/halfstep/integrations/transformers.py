@@ -142,7 +142,7 @@ class HalfstepMixin(_Base):
         if training and optimizer is not None and (self._prepared is None or self._prepared[1] is not optimizer):
             assert self.model is not None
             self._prepare(self.model)
-        return super()._wrap_model(model, training, *args, **kwargs)  # type: ignore[no-any-return]
+        return super()._wrap_model(model, training, *args, **kwargs)
 
     def _prepare(self, trained: nn.Module) -> LowBit:
         total_steps = self.state.max_steps if self.state.max_steps > 0 else None
