@@ -13,7 +13,8 @@ from tiny import assert_same, batch, grads
 
 @way(core=("fp8-delayed",))
 def test_export(name):
-    """torch.export: of the prepared model in eval(), saved and loaded; the program computes what the model does."""
+    """torch.export: of the prepared model in eval(), saved and loaded, [for any batch](#compiled) too; the program
+    computes what the model does."""
     model, optimizer, scaler = prepare(name, start_of(name))
     steps(model, optimizer, scaler, 2)
     model.eval()
@@ -34,7 +35,8 @@ def test_export(name):
 
 @way(core=("bf16-stochastic",))
 def test_compile(name):
-    """torch.compile: of the prepared model; forward and backward in one graph, equal to the eager ones."""
+    """torch.compile: of the prepared model; forward and backward in one graph, with `aot_eager` equal to the eager
+    ones, with Inductor [near them](#compiled)."""
     torch._dynamo.reset()  # or the recipes before this one count against torch's limit of recompilations
     trained = prepare(name, start_of(name))
     twin = copy.deepcopy(trained)

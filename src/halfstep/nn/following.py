@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.utils.parametrize import ParametrizationList
 
 from halfstep.errors import RecipeError
@@ -33,6 +34,7 @@ class Part:
     def __init__(self, model: nn.Module, applied: Applied) -> None:
         self._recipe = applied.recipe.name
         self.agrees = applied.recipe.loss_scale is not None or keeps_states(applied.recipe)
+        self._rounds = bool(applied.rounded) or applied.quantized
         self.recomputation = None if applied.schedule is None else Recomputation(applied.schedule)
         self.follow(applied)
         self._calls: dict[int, int] = {}  # by thread: how deep in calls it is
@@ -82,7 +84,17 @@ class Part:
 
     @contextmanager
     def entered(self, module: nn.Module) -> Iterator[None]:
-        """A call of the module that follows the recipe; autocast ends with it, also on an exception."""
+        """A call of the module that follows the recipe; autocast ends with it, also on an exception.
+
+        Raises:
+            RecipeError: the recipe rounds, and a tracer writes down a graph that would not.
+        """
+        if self._rounds and (tracer := _tracer()) is not None:
+            raise RecipeError(
+                f"{type(module).__name__} follows recipe {self._recipe!r}, and {tracer} writes down a graph that does "
+                "not round as it does. Take torch.compile or torch.export, which do; or trace the plain model, and "
+                "call halfstep.apply on the graph (torch.fx)"
+            )
         thread = self._begin()
         try:
             if self._autocast is None:
@@ -148,6 +160,15 @@ class Part:
             "If that includes products or attention, put the calls in `with halfstep.following(model): ...`",
             stacklevel=6,  # the code that calls the part
         )
+
+
+def _tracer() -> str | None:
+    """Which of torch's tracers is at work that see no more than tensors' operators, or not even these."""
+    if torch.compiler.is_compiling():
+        return None
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    return "torch.fx (symbolic_trace, make_fx)" if is_fx_symbolic_tracing() else None
 
 
 def follow(model: nn.Module, applied: Applied, on_copy: OnCopy, apart: Collection[nn.Module] = ()) -> None:

@@ -163,8 +163,13 @@ def supports(lhs: Operand, weight: Operand | StoredWeight, product: Matmul) -> b
     """Whether the product of lhs (rows, in) and a weight (out, in), which `product` rounds, is one of few rows here. It
     hangs on nothing that is otherwise in inference than in evaluation."""
     values = lhs.values
+    rows = values.shape[0]
+    if torch.compiler.is_compiling():  # a graph of any number of rows has one product for all of them
+        few = torch.fx.experimental.symbolic_shapes.statically_known_true(rows <= few_rows.ROWS)
+    else:
+        few = 0 < rows <= few_rows.ROWS
     return (
-        0 < len(values) <= few_rows.ROWS
+        few
         and values.shape[1] == weight.shape[1]
         and lhs.remainder is None
         and (lhs.scale is None or lhs.scale.dim() == 0)

@@ -15,6 +15,10 @@ from halfstep.quant.scaling.base import Scaling, Stored, check_power
 from halfstep.quant.tile import Tile
 
 
+_FRACTION, _HALF = (1 << 52) - 1, 1022 << 52
+"""Of float64's bits those of the fraction, and the exponent's of numbers in [1/2, 1)."""
+
+
 @dataclass(frozen=True)
 class PowerOfTwoScaling(Scaling):
     """scale = 2^k with k from `carry`, clamped to [-127, 127] and stored as the byte k + 127.
@@ -50,8 +54,9 @@ class PowerOfTwoScaling(Scaling):
 
     def _byte(self, amax: Tensor, element: Format) -> Tensor:
         carry, exponent = self.power(element)
-        fraction, power = torch.frexp(amax)
-        byte = (power.long() - exponent + (fraction >= carry)).clamp(-127, 127) + 127
+        bits = amax.view(torch.int64)  # what frexp says, which inductor cannot write down for CPUs without AVX-512
+        fraction = (bits & _FRACTION | _HALF).view(torch.float64)
+        byte = ((bits >> 52) - 1022 - exponent + (fraction >= carry)).clamp(-127, 127) + 127
         return torch.where(amax == 0, 0, torch.where(amax.isfinite(), byte, 255)).to(torch.uint8)
 
     def _exponent(self, amax: float, element: Format) -> float:

@@ -1,0 +1,76 @@
+"""torch's tracers: what they write down rounds as the model does, whatever the batch, or they are refused."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import halfstep
+from families import slow_unless
+from halfstep.errors import RecipeError
+from halfstep.recipe import get_recipe
+from tiny import EVERY
+
+
+ROUNDING = [name for name in EVERY if any(rule.linear.rounds for rule in get_recipe(name).rules)]
+TRACERS = {
+    "torch.jit.trace": lambda model, x: torch.jit.trace(model, x, check_trace=False),
+    r"torch\.fx \(symbolic_trace, make_fx\)": lambda model, x: torch.fx.symbolic_trace(model),
+    r"torch\.fx": lambda model, x: make_fx(model)(x),
+}
+
+
+class Net(nn.Module):
+    """Layers, and a function between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.second(F.gelu(self.first(x)))
+
+
+def made():
+    torch.manual_seed(0)
+    return Net().eval(), torch.randn(96, 16)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("recipe", slow_unless({"mxfp8"}.__contains__, ROUNDING))
+def test_a_graph_that_would_not_round_is_refused(recipe):
+    model, x = made()
+    traced = torch.fx.symbolic_trace(copy.deepcopy(model))
+    halfstep.apply(model, recipe)
+    for name, trace in TRACERS.items():
+        with torch.no_grad(), pytest.raises(RecipeError, match=rf"Net follows recipe '{recipe}', and {name}"):
+            trace(model, x)
+    halfstep.apply(traced, recipe)  # as the error says
+    with torch.no_grad():
+        assert torch.equal(traced(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_graph_of_a_recipe_that_rounds_no_operand_is_the_model():
+    model, x = made()
+    halfstep.apply(model, "bf16-mixed")
+    with torch.no_grad():
+        assert torch.equal(torch.jit.trace(model, x, check_trace=False)(x), model(x))
+
+
+@pytest.mark.parametrize("recipe", slow_unless({"mxfp8"}.__contains__, ROUNDING))
+def test_export_for_any_batch(recipe):
+    model, x = made()
+    halfstep.apply(model, recipe)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shapes = ({0: torch.export.Dim("batch", min=2)},)
+        program = torch.export.export(model, (x[:40],), dynamic_shapes=shapes).module()
+        for rows in (96, 40, 33):
+            assert torch.equal(program(x[:rows]), model(x[:rows]))
+        few, expected = program(x[:5]), model(x[:5])  # of few rows eager products add up in another order
+        assert float((few - expected).norm()) <= 0.05 * float(expected.norm())
