@@ -13,7 +13,7 @@ from torch import nn
 import halfstep
 
 
-RECIPES = "bf16-mixed bf16-master fp8-delayed mxfp8 nvfp4 fp4-wang-msamp coat fp8lm-o1".split()
+RECIPES = ["bf16-mixed", "bf16-master", "fp8-delayed", "mxfp8", "nvfp4", "fp4-wang-msamp", "coat", "fp8lm-o1"]
 SCALES = """
 import torch
 from halfstep import formats
