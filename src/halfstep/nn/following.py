@@ -89,12 +89,10 @@ class Part:
         Raises:
             RecipeError: the recipe rounds, and a tracer writes down a graph that would not.
         """
-        if self._rounds and (tracer := _tracer()) is not None:
-            raise RecipeError(
-                f"{type(module).__name__} follows recipe {self._recipe!r}, and {tracer} writes down a graph that does "
-                "not round as it does. Take torch.compile or torch.export, which do; or trace the plain model, and "
-                "call halfstep.apply on the graph (torch.fx)"
-            )
+        if self._rounds and not torch.compiler.is_compiling():
+            jit = torch._C._get_tracing_state() is not None
+            if jit or is_fx_symbolic_tracing():
+                raise self._refusal(module, "torch.jit.trace" if jit else "torch.fx (symbolic_trace, make_fx)")
         thread = self._begin()
         try:
             if self._autocast is None:
@@ -108,6 +106,13 @@ class Part:
                             yield
         finally:
             self._end(thread)
+
+    def _refusal(self, module: nn.Module, tracer: str) -> RecipeError:
+        return RecipeError(
+            f"{type(module).__name__} follows recipe {self._recipe!r}, and {tracer} writes down a graph that does not "
+            "round as it does. Take torch.compile or torch.export, which do; or trace the plain model, and call "
+            "halfstep.apply on the graph (torch.fx)"
+        )
 
     def recomputed(self) -> AbstractContextManager[Any]:
         """What a call from within enters that comes a second time, in a backward pass, where autocast alone is back."""
@@ -160,15 +165,6 @@ class Part:
             "If that includes products or attention, put the calls in `with halfstep.following(model): ...`",
             stacklevel=6,  # the code that calls the part
         )
-
-
-def _tracer() -> str | None:
-    """Which of torch's tracers is at work that see no more than tensors' operators, or not even these."""
-    if torch.compiler.is_compiling():
-        return None
-    if torch._C._get_tracing_state() is not None:
-        return "torch.jit.trace"
-    return "torch.fx (symbolic_trace, make_fx)" if is_fx_symbolic_tracing() else None
 
 
 def follow(model: nn.Module, applied: Applied, on_copy: OnCopy, apart: Collection[nn.Module] = ()) -> None:
