@@ -123,7 +123,7 @@ def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
     """The rows and columns of each of a tensor's matrices, as scales go: a convolution has a row for each filter. No
     columns where it is no matrix.
     """
-    if len(shape) > 2 and shape[-1] < _WINDOW:
+    if len(shape) > 2 and shape[-1] < _WINDOW and shape[0] > 1:
         return shape[0], math.prod(shape[1:])
     return (shape[-2], shape[-1]) if len(shape) > 1 else (1, 0)
 
