@@ -186,3 +186,11 @@ def test_two_models_in_one_wrapper(verb):
         halfstep.apply(model, "fp32")
     with pytest.raises(RecipeError, match="2 parts of this ModuleList follow a recipe, each its own: 0, 1; expected"):
         verb(pair)
+
+
+@for_each("name", ["fp8-delayed", "fp8-block", "nvfp4", "coat", "fp8lm-o2", "fp4-wang"])
+def test_gradients_in_a_batch(name):
+    model, x = mlp(), torch.ones(2, 8, requires_grad=True)
+    halfstep.apply(model, name)
+    with pytest.raises(RecipeError, match=r"is_grads_batched=True .* goes over a product whose operands are rounded"):
+        torch.autograd.grad(model(x), x, torch.ones(3, 2, 4), is_grads_batched=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from halfstep.errors import RecipeError
 
@@ -21,10 +22,14 @@ class Once(torch.autograd.Function):
 
     @staticmethod
     def vmap(*_: Any) -> Any:
-        raise RecipeError(
-            "torch.func.vmap (jacrev and gradients of each sample use it) goes over a product whose operands are "
-            f"rounded; its scales could be the batch's or each sample's own: loop over the samples, {_REMEDY}"
-        )
+        _refuse_batched("torch.func.vmap (jacrev and gradients of each sample use it)")
+
+
+def _refuse_batched(how: str) -> None:
+    raise RecipeError(
+        f"{how} goes over a product whose operands are rounded; its scales could be the batch's or each sample's own: "
+        f"loop over the samples, {_REMEDY}"
+    )
 
 
 class Backwards:
@@ -38,16 +43,22 @@ class Backwards:
         )
 
 
-def once(form: Callable[..., Any], *inputs: Any) -> Any:
-    """form(*inputs), the gradients of a rounded product, whose own derivative is an error where somebody takes it.
+def once(form: Callable[..., Any], grad: Tensor | None, *inputs: Any) -> Any:
+    """form(grad, *inputs), gradients of a rounded product, whose own derivative is an error where somebody takes it.
 
     Some of the tensors among the inputs must depend on whatever the gradients do.
+
+    Raises:
+        RecipeError: the gradient is a batch of gradients (`is_grads_batched`), which no memory holds.
     """
     if torch.compiler.is_compiling():  # a traced graph refuses second derivatives itself
-        return form(*inputs)
-    if not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():  # nobody will take it
-        return form(*inputs)
-    return _Gradients.apply(form, *inputs)  # type: ignore[no-untyped-call]
+        return form(grad, *inputs)
+    transformed = torch._C._are_functorch_transforms_active()
+    if not transformed and grad is not None and not torch._C._has_storage(grad):
+        _refuse_batched("torch.autograd.grad with is_grads_batched=True (and functional.jacobian with vectorize=True)")
+    if not torch.is_grad_enabled() and not transformed:  # nobody will take it
+        return form(grad, *inputs)
+    return _Gradients.apply(form, grad, *inputs)  # type: ignore[no-untyped-call]
 
 
 class _Gradients(Once):
