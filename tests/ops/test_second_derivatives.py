@@ -150,7 +150,7 @@ def test_transforms_of_rounded_products_are_their_gradients_or_an_error(name):
 
 def test_gradients_of_a_batch_at_once_are_refused_where_rounded():
     x, w, b = tensors((3, 32), (4, 32), (4,))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RecipeError, match=r"is_grads_batched=True .* loop over the samples"):
         torch.autograd.grad(ops.linear(x, w, b, SPECS["blocks"]).sum(0), x, torch.eye(4), is_grads_batched=True)
     gradients = torch.autograd.grad(ops.linear(x, w, b, EMPTY).sum(0), x, torch.eye(4), is_grads_batched=True)
     torch.testing.assert_close(gradients[0], w.detach()[:, None].expand(4, 3, 32))
