@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedType, GradScalerKwargs
+from accelerate.utils import DistributedType, GradScalerKwargs, find_executable_batch_size
 from matrix_accelerate import accelerated, by_hand
 
 import halfstep
@@ -150,10 +151,77 @@ def test_stages_begin_where_the_documented_loop_begins_them():
         accelerated(recipe)
 
 
+def out_of_memory_once(recipe, model_of):
+    """Accelerate's documented loop, out of memory after the first attempt's step: the weights that the second attempt
+    starts from and ends with, the accelerator, and what is still alive of the first when the second begins."""
+    accelerator, before = Accelerator(cpu=True), []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def attempt(size):
+        accelerator.free_memory()
+        alive = [one() for one in before]
+        model = model_of()
+        model, optimizer = prepare(accelerator, model, adamw(model), recipe=recipe, generator=3)
+        first = values(model)
+        optimizer.zero_grad()  # of a model that was tried before
+        backward(accelerator, model)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if size == 8:
+            before.extend(map(weakref.ref, (model, optimizer.optimizer, model[0].weight)))
+            raise RuntimeError("CUDA out of memory.")
+        return first, values(model), accelerator, alive
+
+    return attempt()
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "fp16-mixed", "bf16-master", "fp8-delayed", "fp8lm-o2"])
+def test_a_loop_that_ran_out_of_memory_begins_again_as_if_it_had_not(recipe):
+    first, last, accelerator, alive = out_of_memory_once(recipe, mlp)
+    assert alive == [None] * 3
+    other, model, optimizer = started(recipe)
+    assert_same(first, values(model))
+    backward(other, model)
+    other.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert_same(last, values(model))
+    accelerator.free_memory()
+    assert accelerator.scaler is None
+    assert "clip_grad_norm_" not in vars(accelerator)
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "fp16-mixed", "bf16-stochastic", "fp8-delayed"])
+def test_a_model_is_prepared_again_where_its_optimizer_was_freed(recipe):
+    model = mlp()
+    first, last, _, _ = out_of_memory_once(recipe, lambda: model)
+    once = mlp()
+    assert any(not torch.equal(a, b) for a, b in zip(first, values(once), strict=True))
+    with torch.no_grad():
+        for parameter, value in zip(once.parameters(), first, strict=True):
+            parameter.copy_(value)
+    _, optimizer, scaler = halfstep.prepare(once, adamw(once), recipe, generator=3)
+    x, y = batch(1)
+    scaler.scale(F.mse_loss(once(x), y)).backward()
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    assert_same(last, values(once))
+
+
+def test_masters_that_were_freed_are_told():
+    model = mlp()
+    with pytest.warns(UserWarning, match=r"'bf16-master' they start again from the rounded weights.*build the model"):
+        first, _, _, _ = out_of_memory_once("bf16-master", lambda: model)
+    assert {value.dtype for value in first} >= {torch.bfloat16}
+    accelerator, model, _ = started("bf16-master")
+    accelerator.free_memory()
+    with pytest.raises(RecipeError, match=r"already follows 'bf16-master'; halfstep\.revert it first"):
+        prepare(accelerator, model, adamw(model), recipe="bf16-mixed")
+
+
 REFUSED = {
     "bf16": (lambda: Accelerator(cpu=True, mixed_precision="bf16"), "mixed_precision='bf16'.*mixed_precision='no'"),
     "handler": (lambda: Accelerator(cpu=True, kwargs_handlers=[GradScalerKwargs()]), "GradScalerKwargs"),
-    "second": (lambda: started("fp32")[0], r"second model take a second Accelerator\(\)"),
+    "second": (lambda: started("fp32")[0], r"free_memory\(\) first; for a second model take a second Accelerator\(\)"),
 }
 
 

@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from matrix_accelerate import by_hand, loader
 from matrix_lightning import QUIET, Module, fit, trainer_of
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 
 import halfstep
 from halfstep.errors import ModelError, OptimizerError, RecipeError
 from halfstep.integrations.lightning import HalfstepPrecision
-from tiny import adamw, assert_same, batch, mlp
+from tiny import adamw, assert_same, batch, mlp, mostly_slow
 
 
 QUICK = ["fp32", "bf16-stochastic", "bf16-master", "fp16-mixed", "fp8-delayed", "fp8lm-o2"]
@@ -293,6 +295,19 @@ def test_masters_outlive_evaluation_and_the_next_fit(recipe):
         trainer_of(recipe, max_steps=1).fit(module, loader(), loader())
 
 
+class Pruned(Module):
+    """Notes its first weights, and those that pruning puts back."""
+
+    def on_train_start(self):
+        self.first, self.found = self.originals(), []
+
+    def on_train_epoch_start(self):
+        self.found.append(self.originals())
+
+    def originals(self):
+        return [p.detach().clone() for p in self.parameters() if p.dim() > 1]
+
+
 def test_stages_begin_where_the_documented_loop_begins_them():
     recipe = "fp8-delayed until 50%, then bf16-mixed"
     trainer, module = trainer_of(recipe), Module(recipe)
@@ -305,6 +320,42 @@ def test_stages_begin_where_the_documented_loop_begins_them():
     fit(trainer_of(recipe, total_steps=16, **LOUD), TwoNetworks(recipe, True))
 
 
+class CalledWhole(Module):
+    """Calls itself, whose forward is the compiled one."""
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return F.mse_loss(self(x).float(), y)
+
+
+@pytest.mark.parametrize("recipe", mostly_slow(QUICK))
+def test_a_compiled_module_is_the_module(recipe):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    torch.compiler.reset()
+    found = fit(trainer_of(recipe), torch.compile(CalledWhole(recipe), backend=backend))
+    assert graphs
+    assert_same([*found.values()], [*fit(trainer_of(recipe), CalledWhole(recipe)).values()])
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16-master", "fp16-pure", "fp8lm-o2"])
+def test_lottery_tickets_go_back_to_what_the_recipe_stores(recipe):
+    """Pruned after each epoch, weights are the first ones again, as the recipe stores them, each time."""
+    module = Pruned(recipe)
+    prune = ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=True)
+    fit(trainer_of(recipe, callbacks=[prune]), module)
+    assert len(module.found) == 2
+    for weights in module.found:
+        assert_same(weights, module.first)
+
+
 def test_what_cannot_be_right_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="Received both `precision=bf16-mixed` and `plugins="):
         trainer_of("fp32", precision="bf16-mixed")
@@ -312,6 +363,12 @@ def test_what_cannot_be_right_is_refused(monkeypatch):
         HalfstepPrecision("fp9")
     with pytest.raises(ModelError, match=r"serves a LightningModule in a Trainer.*halfstep\.prepare"):
         HalfstepPrecision("fp32").convert_module(mlp())
+    module = Module("fp32")
+    fabric = Fabric(accelerator="cpu", plugins=[HalfstepPrecision("fp32")])
+    with pytest.raises(
+        ModelError, match=r"got a Module without a Trainer.*Under Fabric leave this plugin out.*prepare"
+    ):
+        fabric.setup(module, adamw(module))
     with pytest.raises(TypeError, match="FSDP strategy can only work with"):
         FSDPStrategy(precision_plugin=HalfstepPrecision("fp32"))
     trainer, module = trainer_of("fp32"), Module("fp32")

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError, MissingLibraryError, ModelError, OptimizerError, RecipeError
+from halfstep.nn import revert
 from halfstep.nn.layers import ModuleFilter
 from halfstep.optim import LossScaler, LowBit
+from halfstep.preparation import full_weights
 from halfstep.preparation import prepare as prepare_by_itself
-from halfstep.recipe import Recipe
+from halfstep.recipe import Recipe, get_recipe
 
 
 try:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType, release_memory
 except ModuleNotFoundError as error:
     raise MissingLibraryError.of(error, "accelerate") from None
 
@@ -48,6 +53,10 @@ def prepare(
     divide by the loss scale first: Accelerate's own do that only under its own fp16. The optimizer's masters exist
     twice for a moment, since Accelerate loads its state into itself.
 
+    After `accelerator.free_memory()` this may be called again, as in a loop of `find_executable_batch_size`: with a new
+    model, or with the same one under the same recipe, which is reverted first. Its masters start again from the weights
+    as they were stored, and scaling states and stages from the beginning.
+
     Args:
         accelerator: an Accelerator with mixed_precision="no" on one device or under DDP.
         objects: as for `accelerator.prepare`, in any order: an optimizer, as `halfstep.prepare` takes it, and the model
@@ -63,11 +72,12 @@ def prepare(
         RecipeError: the accelerator computes in another precision, is prepared already, or distributes the model in a
             way that no recipe follows.
         ModelError, OptimizerError: not one optimizer and the one model that it trains; as `halfstep.prepare`. Nothing
-            was changed.
+            was changed, but that a model prepared before `free_memory()` is reverted.
     """
     _check(accelerator)
     optimizer = _only_optimizer(objects)
     model = _model_of(optimizer, objects)
+    _let_go(accelerator, model, get_recipe(recipe))
     _, low_bit, scaler = prepare_by_itself(
         model,
         optimizer,
@@ -81,9 +91,37 @@ def prepare(
     clipping = _Clipping(accelerator, low_bit, scaler)
     accelerator.unscale_gradients = clipping.unscale  # which its clip_grad_value_ begins with
     accelerator.clip_grad_norm_ = clipping.clip_norm
+    accelerator.free_memory = partial(_free, accelerator, weakref.ref(model))
     given = [low_bit if one is optimizer else one for one in objects]
     prepared: tuple[Any, ...] = accelerator.prepare(*given, device_placement=device_placement)
     return prepared
+
+
+def _free(accelerator: Accelerator, model: weakref.ref[nn.Module], *objects: Any) -> tuple[Any, ...]:
+    """`accelerator.free_memory`, of what `prepare` put on this accelerator too: another `prepare` may come."""
+    for name in ("unscale_gradients", "clip_grad_norm_", "free_memory"):
+        delattr(accelerator, name)
+    accelerator.scaler = None
+    accelerator._halfstep_freed = model
+    objects = accelerator.free_memory(*objects)
+    release_memory()  # Accelerate collects before it lets go, and keeps optimizers in cycles
+    return objects
+
+
+def _let_go(accelerator: Accelerator, model: nn.Module, recipe: Recipe) -> None:
+    """Revert a model whose preparation this accelerator freed, to be prepared again under the same recipe."""
+    freed = vars(accelerator).pop("_halfstep_freed", lambda: None)()
+    applied = vars(model).get("_halfstep")
+    if freed is not model or applied is None or applied.quantized or applied.recipe != recipe:
+        return
+    revert(model)
+    if full_weights(model, recipe):
+        warnings.warn(
+            f"this {type(model).__name__} is prepared again after free_memory(), and its masters were with the "
+            f"optimizer before: under {recipe.name!r} they start again from the rounded weights. To keep all bits, "
+            "build the model where the optimizer is built, in the function that is tried again",
+            stacklevel=3,
+        )
 
 
 class _Clipping:
@@ -159,8 +197,8 @@ def _check(accelerator: Accelerator) -> None:
         )
     if accelerator.scaler is not None:
         raise RecipeError(
-            "this Accelerator has a loss scaler already: it serves one model and its optimizer, once. For a second "
-            "model take a second Accelerator()"
+            "this Accelerator has a loss scaler already: it serves one model and its optimizer. To begin again, call "
+            "accelerator.free_memory() first; for a second model take a second Accelerator()"
         )
     kind = accelerator.distributed_type
     if kind in _REFUSED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from halfstep.errors import MissingLibraryError, ModelError, RecipeError
 from halfstep.nn import apply, following
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.codes import hold
+from halfstep.nn.dtypes import store
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.stages import schedule_of
 from halfstep.optim import LossScaler, LowBit
@@ -25,6 +26,7 @@ from halfstep.recipe.origin import check_change
 
 try:
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelPruning
     from lightning.pytorch.plugins import Precision
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
@@ -84,12 +86,8 @@ class HalfstepPrecision(Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Make the module follow the recipe, before the strategy wraps it."""
-        if not isinstance(module, LightningModule):
-            raise ModelError(
-                f"HalfstepPrecision got a {type(module).__name__}; it serves a LightningModule in a Trainer. "
-                "Under Fabric call halfstep.prepare(model, optimizer, recipe) and use its scaler"
-            )
-        _check(module.trainer)
+        trainer = _trainer_of(module)
+        _check(trainer)
         self._model = module
         applied: Applied | None = vars(module).get("_halfstep")
         if applied is not None and applied.recipe != self.recipe:  # the same one: another run of the same module
@@ -103,6 +101,7 @@ class HalfstepPrecision(Precision):
             apply(module, self.recipe, self._module_filter)
             if self.recipe.codes is not None:  # before DDP looks at the parameters
                 hold(module, applied_to(module).rounded, self.recipe.codes)
+            _store_copies(trainer)
         return module
 
     def connect(
@@ -242,6 +241,32 @@ class _Waiting:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)
+
+
+def _trainer_of(module: nn.Module) -> Trainer:
+    """The Trainer that a module is attached to.
+
+    Raises:
+        ModelError: there is none, as under Fabric.
+    """
+    if isinstance(module, LightningModule):
+        with suppress(RuntimeError):  # Lightning's, where it is attached to none
+            if isinstance(module.trainer, Trainer):
+                return module.trainer
+    raise ModelError(
+        f"HalfstepPrecision got a {type(module).__name__} without a Trainer; it serves a LightningModule in a Trainer. "
+        "Under Fabric leave this plugin out, call halfstep.prepare(model, optimizer, recipe) and use its scaler"
+    )
+
+
+def _store_copies(trainer: Trainer) -> None:
+    """Store as the recipe does what ModelPruning puts back into `.data` (lottery tickets), and copied before."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelPruning):
+            for layer in (callback._original_layers or {}).values():
+                for index, name in layer["names"]:
+                    held = getattr(callback._parameters_to_prune[index][0], name)
+                    store(getattr(layer["data"], name), held.dtype)
 
 
 def _check(trainer: Trainer) -> None:

@@ -6,10 +6,11 @@ import abc
 import copyreg
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, update_wrapper, wraps
 from types import CellType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -184,11 +185,12 @@ class _Patchable:
         if own is None:
             return module._halfstep_forward
 
-        @wraps(own)
         def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
             return around(lambda _module, *args, **kwargs: own(*args, **kwargs), self, *args, **kwargs)
 
-        patched._halfstep_own = own  # type: ignore[attr-defined]
+        if not torch.compiler.is_compiling():  # a traced call asks for no signature, and Dynamo cannot trace `wraps`
+            update_wrapper(patched, own)
+            patched._halfstep_own = own  # type: ignore[attr-defined]
         return MethodType(patched, module)
 
     def __set__(self, module: Any, forward: Any) -> None:
