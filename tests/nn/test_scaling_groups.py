@@ -1,6 +1,8 @@
 """Four ranks, two pipeline stages of different depth times two data ranks: each stage agrees on amaxes by itself; and
 what is not finite, or skipped, on one rank is so on all of them."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,12 +56,34 @@ def on_a_rank(name, rank, group):
 
 def everything(rank):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    return {name: on_a_rank(name, rank, groups[rank // 2]) for name in NAMES}
+    found = {name: on_a_rank(name, rank, groups[rank // 2]) for name in NAMES}
+    return {**found, "warned": [warned(seed, rank) for seed in (0, rank // 2)]}
+
+
+def warned(seed, rank):
+    """What a first step says where no group is given, and the ranks' layers are alike but for their weights."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8))
+    halfstep.apply(model, "fp8-delayed")
+    model(inputs(0, rank)).sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        halfstep.advance(model)
+    return [str(warning.message) for warning in caught]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     return on_ranks(everything, tmp_path_factory.mktemp("ranks"), world=4)
+
+
+def test_equally_deep_stages_that_agree_on_amaxes_are_warned_of(ranks):
+    for found in ranks:
+        alike, parts = found["warned"]
+        assert alike == []
+        assert len(parts) == 1
+        assert "hold different weights" in parts[0]
+        assert "amax_group" in parts[0]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -57,12 +58,15 @@ def check_states(model: nn.Module, states: Mapping[str, int], process_group: Any
     """Called once on every rank of a group, before they agree on the amaxes of their scaling states, of that many
     numbers: ranks with other states would send other messages, and wait, or read each other's for their own.
 
+    Equally deep stages of a pipeline keep the same states of other layers; their weights tell, and that is a warning.
+
     Raises:
         ModelError: on all of those ranks, if they do not keep the same states.
     """
     if keeps_states(vars(model)["_halfstep"].recipe):
-        everyone: list[Mapping[str, int]] = [{}] * dist.get_world_size(process_group)
-        dist.all_gather_object(everyone, states, group=process_group)
+        found: list[tuple[Mapping[str, int], str]] = [({}, "")] * dist.get_world_size(process_group)
+        dist.all_gather_object(found, (states, _samples(model)), group=process_group)
+        everyone = [each for each, _ in found]
         other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
         if other is not None:
             differ = sorted({*everyone[0].items()} ^ {*everyone[other].items()})
@@ -72,7 +76,21 @@ def check_states(model: nn.Module, states: Mapping[str, int], process_group: Any
                 "a model, as a pipeline's stages do, give halfstep.prepare the ranks of each part: "
                 "amax_group=torch.distributed.new_group([...])"
             )
+        if len({samples for _, samples in found}) > 1:
+            warnings.warn(
+                "the ranks that agree on the amaxes of scaling states hold different weights. Where they train copies "
+                "of one model, its copies have come apart. Where they hold parts of one, as a pipeline's stages do, "
+                "their scales follow each other's layers: give halfstep.prepare the ranks of each part, "
+                "amax_group=torch.distributed.new_group([...])",
+                stacklevel=5,
+            )
     vars(model)[AGREED] = True
+
+
+def _samples(model: nn.Module) -> str:
+    """The first number of each parameter that no rank shares with others."""
+    whole = (p.detach() for p in model.parameters() if p.numel() and not hasattr(p, "device_mesh"))
+    return repr([float(p.flatten()[0]) for p in whole])
 
 
 def check_factors(model: str, factors: Mapping[str, tuple[float, ...]]) -> None:
