@@ -50,6 +50,7 @@ def test_json_and_gguf(source, tmp_path):
     data = json.loads(run(*words).stdout)
     assert (data["format"], data["recipe"], len(data["quantized"])) == ("gguf-mxfp4", "mxfp4", 7)
     assert data["nbytes"] == (tmp_path / "m.gguf").stat().st_size
+    assert "no tokenizer: llama.cpp takes" in run(source, tmp_path / "f32.gguf", "--format", "gguf-f32").stdout
 
 
 def test_the_list():

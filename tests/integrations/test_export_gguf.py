@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import gguf
 import pytest
@@ -91,6 +92,34 @@ def test_a_llama_is_read_with_the_values_of_our_quantizer(kind, tmp_path):
     assert json.loads(said[KEY])["recipe"]["name"] == "mxfp4"
 
 
+def llama_cpp_factor(rope, frequency):
+    """convert_hf_to_gguf.py's, of one frequency."""
+    if rope["rope_type"] == "linear":
+        return rope["factor"]
+    length, old = 2 * math.pi / frequency, rope["original_max_position_embeddings"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    if length < old / high:
+        return 1.0
+    if length > old / low:
+        return rope["factor"]
+    smooth = (old / length - low) / (high - low)
+    return 1 / ((1 - smooth) / rope["factor"] + smooth)
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3"])
+def test_scaled_rotary_positions_are_factors(kind, tmp_path):
+    bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    rope = {"rope_type": kind, "factor": 8.0, "rope_theta": 10000.0, **(bounds if kind == "llama3" else {})}
+    halfstep.export(llama(rope_parameters=rope).bfloat16(), tmp_path / "m.gguf", "gguf-bf16")
+    values, types, _ = read(tmp_path / "m.gguf")
+    expected = [llama_cpp_factor(rope, 10000.0 ** (-i / 8)) for i in range(8)]
+    assert len({*expected}) == (4 if kind == "llama3" else 1)
+    assert types["rope_freqs.weight"] == "F32"
+    torch.testing.assert_close(values["rope_freqs.weight"], torch.tensor(expected))
+    halfstep.export(llama(), tmp_path / "default.gguf", "gguf-bf16")
+    assert "rope_freqs.weight" not in read(tmp_path / "default.gguf")[0]
+
+
 def test_a_gpt2_is_transposed_and_its_tied_head_left_out(tmp_path):
     model = gpt2()
     halfstep.export(model, tmp_path / "m.gguf", "gguf-mxfp4", recipe="mxfp4")
@@ -121,8 +150,15 @@ def test_what_gguf_does_not_hold_is_refused(tmp_path):
     qwen = Qwen2ForCausalLM(Qwen2Config(**SIZES, **HEADS))
     with pytest.raises(ModelError, match=r"Qwen2ForCausalLM cannot be written as GGUF here; expected one of Llama"):
         halfstep.export(qwen, path, "gguf-bf16")
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    with pytest.raises(ModelError, match=r"rotary positions of type 'linear' is another model in llama.cpp"):
+    for given, match in (
+        ({"tokenizer": tmp_path}, "hold none: llama.cpp takes and gives token numbers"),
+        ({"dtype": "bf16"}, "take gguf-bf16"),
+        ({"max_shard_size": "1GB"}, "GGUF is one file"),
+    ):
+        with pytest.raises(LayoutError, match=match):
+            halfstep.export(llama(), path, "gguf-f32", **given)
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(ModelError, match=r"rotary positions of type 'dynamic' is another model in llama.cpp"):
         halfstep.export(llama(rope_parameters=rope), path, "gguf-bf16")
     with pytest.raises(ModelError, match=r"the activation function 'relu' is another model"):
         halfstep.export(gpt2(activation_function="relu"), path, "gguf-bf16")

@@ -53,10 +53,8 @@ def export(
         loaded = load_model(model).model
         progress("rounding and writing")
         source = Path(model).expanduser() if ":" not in model else None
-        stored = dtype or _stored(source)
-        done = write(
-            loaded, output, format, recipe=recipe, dtype=stored, max_shard_size=max_shard_size, tokenizer=source
-        )
+        beside = {"dtype": dtype} if format in GGUF else {"dtype": dtype or _stored(source), "tokenizer": source}
+        done = write(loaded, output, format, recipe=recipe, max_shard_size=max_shard_size, **beside)
     if as_json:
         show_json({**vars(done), "path": str(done.path)})
     else:

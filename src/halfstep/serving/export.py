@@ -29,6 +29,7 @@ GGUF = {
     "gguf-mxfp4": "A GGUF file with the codes of MXFP4, and other matrices in bfloat16.",
 }
 """What llama.cpp loads, of Llama and GPT-2."""
+_SHARD = "5GB"
 _BESIDE = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
     "spiece.model", "chat_template*", "preprocessor_config.json", "processor_config.json",
@@ -56,6 +57,7 @@ class Exported:
         lines = [f"{self.path}: {self.format}, {how}, {self.nbytes:,} bytes"]
         lines += [f"  in codes: {len(self.quantized)} layers"] if self.quantized else []
         lines += [f"  values, rounded: {path}: {why}" for path, why in self.kept.items()]
+        lines += ["  no tokenizer: llama.cpp takes and gives token numbers"] if self.format in GGUF else []
         return "\n".join(lines)
 
 
@@ -66,7 +68,7 @@ def export(
     *,
     recipe: str | Recipe | None = None,
     dtype: str | torch.dtype | None = None,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str = _SHARD,
     tokenizer: str | Path | None = None,
 ) -> Exported:
     """Write a Hugging Face model as a folder that vLLM, SGLang and transformers load, or as a file for llama.cpp.
@@ -82,12 +84,13 @@ def export(
         format: a layout's name (`halfstep export --list`), or `gguf-f32`, `gguf-bf16`, `gguf-q8_0`, `gguf-mxfp4` (Llama
             and GPT-2); None is the layout that is closest to the recipe.
         recipe: of a stock model: how its weights are rounded.
-        dtype: of what is not in codes (`"bf16"`, `"fp16"`, `"fp32"`); None leaves it as it is.
-        max_shard_size: of one safetensors file.
-        tokenizer: a folder whose tokenizer's files are copied too.
+        dtype: of what is not in codes (`"bf16"`, `"fp16"`, `"fp32"`); None leaves it as it is. Not for GGUF.
+        max_shard_size: of one safetensors file. Not for GGUF.
+        tokenizer: a folder whose tokenizer's files are copied too. Not for GGUF.
 
     Raises:
-        LayoutError: an unknown format, or one that does not hold the recipe's weights bit for bit.
+        LayoutError: an unknown format, one that does not hold the recipe's weights bit for bit, or one that has no
+            place for what another argument asks for.
         RecipeError: no recipe, or two; as `quantize_model`.
         ModelError: it is not a whole model of Hugging Face's; as `quantize_model`.
         CheckpointError: the folder is there and not empty, has no room, or cannot be written.
@@ -102,6 +105,7 @@ def export(
             "halfstep.quantize_model and save its state_dict()"
         )
     if isinstance(format, str) and format in GGUF:
+        _check_gguf(dtype, max_shard_size, tokenizer)
         return _gguf(model, path, format, recipe)
     quantized, layout = _quantized(model, recipe), None if format is None else get_layout(format)
     made = write_pretrained(quantized, path, layout, stored, max_shard_size, _beside(tokenizer))
@@ -113,6 +117,25 @@ def check_format(format: str | Layout | None) -> None:
     """Raise a LayoutError if there is no format of that name."""
     if isinstance(format, str) and format not in GGUF and format not in list_layouts():
         raise LayoutError(unknown("format", format, [*list_layouts(), *GGUF]))
+
+
+def _check_gguf(dtype: str | torch.dtype | None, max_shard_size: int | str, tokenizer: str | Path | None) -> None:
+    """Refuse what a GGUF file has no place for."""
+    if tokenizer is not None:
+        raise LayoutError(
+            f"tokenizer={str(tokenizer)!r} is given, and GGUF files written here hold none: llama.cpp takes and gives "
+            "token numbers. Leave it out, and tokenize with the folder"
+        )
+    if dtype is not None:
+        raise LayoutError(
+            f"dtype={str(dtype)!r} is given, and a GGUF format says it by its name: leave it out, and take gguf-bf16 "
+            "or gguf-f32"
+        )
+    if max_shard_size != _SHARD:
+        raise LayoutError(
+            f"max_shard_size={max_shard_size!r} is given, and GGUF is one file: leave it out; llama.cpp's "
+            "llama-gguf-split splits it"
+        )
 
 
 def _gguf(model: nn.Module, path: Path, format: str, recipe: str | Recipe | None) -> Exported:

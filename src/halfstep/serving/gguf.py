@@ -45,6 +45,8 @@ _TYPES = {
 }
 """GGUF's type of matrices and of the file, by the name of the format."""
 _BLOCK = 32
+_SCALED = ("linear", "llama3")
+"""The types of rotary positions whose frequencies are the default ones, each divided by a factor."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,9 @@ class _Architecture:
     """The layers whose parameter is (in, out)."""
     rotated: tuple[tuple[str, str], ...] = ()
     """The layers whose rows lie in the order of rotary positions, and what the config calls their number of heads."""
+
+    factors: Callable[[Any], dict[str, Tensor]] = lambda model: {}
+    """Tensors that llama.cpp has of a model, and the model's state dict has not."""
 
     def rows(self, name: str, config: Any, count: int) -> Tensor | None:
         """In which order llama.cpp has the rows of a tensor; None where they stay: halves of a head become pairs."""
@@ -118,6 +123,8 @@ def write_gguf(model: nn.Module, path: Path, format: str, version: str) -> tuple
             rows = kind.rows(name, config, len(values))
             data, type = _stored(values if rows is None else values[rows], block_type)
         writer.add_tensor(target, data, raw_dtype=getattr(gguf.GGMLQuantizationType, type))
+    for name, values in kind.factors(model).items():
+        writer.add_tensor(name, values.numpy())
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -203,9 +210,22 @@ def _describe_llama(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
 
 
+def _rotary_factors(model: Any) -> dict[str, Tensor]:
+    """What llama.cpp divides the frequencies of rotary positions by: the default ones over the scaled ones."""
+    rope = model.config.rope_parameters or {}
+    if rope.get("rope_type") not in _SCALED:
+        return {}
+    with torch.device("cpu"):
+        made: Any = stock_class(model.model.rotary_emb)(model.config)  # the model's own may have been cast
+    scaled = made.inv_freq.double()
+    steps = torch.arange(len(scaled), dtype=torch.float64, device="cpu") / len(scaled)
+    name = gguf.TENSOR_NAMES[gguf.MODEL_TENSOR.ROPE_FREQS]
+    return {f"{name}.weight": (rope["rope_theta"] ** -steps / scaled).float()}
+
+
 def _refuse_llama(config: Any) -> str | None:
     rope = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope != "default":
+    if rope not in ("default", *_SCALED):
         return f"rotary positions of type {rope!r}"
     return None if config.hidden_act == "silu" else f"the activation function {config.hidden_act!r}"
 
@@ -233,6 +253,7 @@ _ARCHITECTURES = {
         _describe_llama,
         _refuse_llama,
         rotated=(("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")),
+        factors=_rotary_factors,
     ),
     "GPT2LMHeadModel": _Architecture(
         gguf.MODEL_ARCH.GPT2, _describe_gpt2, _refuse_gpt2, transposed=("c_attn", "c_proj", "c_fc")
