@@ -22,6 +22,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
 )
 from transformers.utils import logging
 
@@ -408,3 +410,20 @@ def test_the_page_has_the_table_of_recipes():
 def test_every_format_is_the_closest_to_some_recipe_or_named_by_hand():
     first = {layouts[0].name for n in list_recipes() if (layouts := layouts_of(get_recipe(n)))}
     assert {*list_layouts()} - first == {"fp8-static", "deepseek-fp8"}
+
+
+def test_a_model_that_is_renamed_in_files_is_told_what_works(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = ViTConfig(image_size=16, patch_size=8, **sizes)
+    model, other, pixels = (
+        ViTForImageClassification(config),
+        ViTForImageClassification(config),
+        torch.ones(1, 3, 16, 16),
+    )
+    with pytest.raises(LayoutError, match=r"q_proj of ViT.*another name.*quantize_model\(model, recipe\), save"):
+        halfstep.export(model, tmp_path / "a", recipe="fp8-rowwise")
+    for one in (model, other):
+        halfstep.quantize_model(one.eval(), "fp8-rowwise")
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(other(pixels).logits, model(pixels).logits)

@@ -50,7 +50,8 @@ def write_pretrained(
     if lost is not None:
         raise LayoutError(
             f"{lost} of {type(model).__name__} has another name in published files than in the model, so config.json "
-            "cannot name it for both; save model.state_dict()"
+            "cannot name it for both. Call halfstep.quantize_model(model, recipe), save its state_dict(), and load "
+            "that into a model quantised alike; for servers write values (save_pretrained of the stock model)"
         )
     stored = next((t.dtype for t in made.plain.values() if t.is_floating_point()), torch.float32)
     config.architectures, config.dtype = [name], str(stored).removeprefix("torch.")
