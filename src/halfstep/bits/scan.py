@@ -110,21 +110,30 @@ def _told(chunks: Iterator[NDArray[Any]], progress: Progress | None) -> Iterator
 
 
 def _scan_float32(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
-    found, ends = np.zeros((kernel.ROWS, kernel.COLUMNS), np.int64), np.full(1, 0xFFFFFFFF, np.uint32)
-    columns, places = _Columns(tensor, np.dtype(np.uint32), 0x7F800000), Spread(tensor, np.dtype(np.uint32))
-    drawn = sample(tensor, np.dtype(np.uint32))
+    word, whole = np.dtype(np.uint32), tensor.numel <= SAMPLE
+    columns, places, drawn = _Columns(tensor, word, 0x7F800000), Spread(tensor, word), sample(tensor, word)
+    found = np.zeros((0 if whole else kernel.ROWS, kernel.COLUMNS), np.int64)
+    ends = np.full(1, 0xFFFFFFFF, word)
     for chunk in chunks:
-        bits = chunk.view(np.uint32)
+        bits = chunk.view(word)
         drawn.add(bits)
         places.add(bits)
-        kernel.add_float32(bits, found, ends)
         columns.add(bits)
-    table = from_kernel(found)
-    smallest = float(ends.view(np.float32)[0]) if table.nonzero else 0.0
-    amax = columns.largest.view(np.float32).astype(np.float64)
-    distinct = np.unique(drawn.rows.view(np.float32))
-    levels = _levels(tensor, distinct) if _few(table, distinct) else None
-    return _finished(table, amax.max(), smallest, as_doubles(distinct), levels, columns, amax, places.found())
+        if not whole:
+            kernel.add_float32(bits, found, ends)
+    counts, fifteens, numbers = kernel.sorted_float32(drawn.rows.ravel())
+    seen = dict(zip(kernel.SEEN, numbers.tolist(), strict=True))
+    if whole:
+        ends[0] = seen["smallest"]
+        table = Table(seen["lowest"], counts, fifteens, seen["zeros"], seen["infinities"], seen["nans"])
+    else:
+        table = from_kernel(found)
+    levels, smallest, amax = None, float(ends.view(np.float32)[0]), as_doubles(columns.largest.view(np.float32))
+    if table.nonzero > LEVELS >= seen["magnitudes"]:
+        distinct = np.unique(drawn.rows.view(np.float32))
+        levels = _levels(tensor, distinct) if _few(table, distinct) else None
+    telling = seen["telling"], seen["telling_magnitudes"]
+    return _finished(table, amax.max(), smallest, telling, levels, columns, amax, places.found())
 
 
 def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
@@ -151,7 +160,7 @@ def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
     amax, smallest = magnitudes.max(initial=0.0), magnitudes.min(initial=np.inf)
     where = places.found(values) if places is not None else None
     levels = _counted(used, counts) if _few(table, magnitudes) else None
-    found = _finished(table, amax, smallest, used, levels, columns, values[columns.largest], where)
+    found = _finished(table, amax, smallest, _telling(used), levels, columns, values[columns.largest], where)
     return replace(found, codes=times)
 
 
@@ -167,7 +176,7 @@ def _scan_double(chunks: Iterator[NDArray[Any]]) -> Scan:
         table = table + from_values(values)
     distinct, times = np.unique(sample, return_counts=True)
     levels = _counted(distinct, times) if table.size <= SAMPLE and _few(table, distinct) else None
-    return _finished(table, amax, smallest, distinct, levels)
+    return _finished(table, amax, smallest, _telling(distinct), levels)
 
 
 @cache
@@ -248,26 +257,30 @@ def _counted(
     return Levels(magnitudes, times, float(known.min(initial=0.0)), float(known.max(initial=0.0)))
 
 
+def _telling(distinct: NDArray[np.float64]) -> tuple[int, int]:
+    """Of distinct values those that tell something, and the distinct magnitudes of these."""
+    used = distinct[np.isfinite(distinct) & (distinct != 0)]
+    telling = np.abs(used[tells(used)])
+    return telling.size, np.unique(telling).size
+
+
 def _finished(
     table: Table,
     amax: float,
     smallest: float,
-    distinct: NDArray[np.float64],
+    telling: tuple[int, int],
     levels: Levels | None,
     columns: _Columns | None = None,
     by_column: NDArray[np.float64] | None = None,
     places: Places | None = None,
 ) -> Scan:
-    used = distinct[np.isfinite(distinct) & (distinct != 0)]
-    telling = np.abs(used[tells(used)])
-    values, magnitudes = telling.size, np.unique(telling).size
     channels = _channels(by_column) if columns is not None and columns.are_channels and by_column is not None else None
     smallest = float(smallest) if table.nonzero else 0.0
-    return Scan(table, float(amax), smallest, values, magnitudes, levels, channels, places=places)
+    return Scan(table, float(amax), smallest, *telling, levels, channels, places=places)
 
 
 def _channels(amax: NDArray[np.float64]) -> Channels:
     ordered = np.sort(amax)
     median = float(ordered[(amax.size - 1) // 2] + ordered[amax.size // 2]) / 2
-    outliers = int((amax >= OUTLIER * median).sum()) if median else 0
-    return Channels(amax.size, median, float(amax.max()), outliers)
+    outliers = amax.size - int(ordered.searchsorted(OUTLIER * median)) if median else 0
+    return Channels(amax.size, median, float(ordered[-1]), outliers)

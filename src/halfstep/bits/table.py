@@ -14,7 +14,7 @@ from halfstep.kernels.cpu import bits as kernel
 
 Counts = NDArray[np.int64]
 
-WIDTH = 54
+WIDTH = kernel.WIDTH
 """Columns of a table: significands of 0 (never) to 53 bits."""
 
 WHOLE = 24
@@ -47,9 +47,7 @@ class Table:
         """`counts` of the values whose bits tell something: no powers of two, which constants are, and no whole
         numbers below 2^WHOLE, which counters and positions are: such fit any format.
         """
-        columns, rows = np.arange(WIDTH), self.rows[:, None]
-        nothing = (columns <= 1) | ((columns <= rows + 1) & (rows < WHOLE))
-        return np.where(nothing, 0, self.counts)
+        return self.counts * _telling(self.lowest, len(self.counts))
 
     @cached_property
     def nonzero(self) -> int:
@@ -185,6 +183,16 @@ def held_bits(format: Float, lowest: int, count: int) -> Counts:
     """The same for `count` exponents from the lowest on, none below 0; read-only, for it is kept."""
     exponents = lowest + np.arange(count)
     found: Counts = np.minimum(np.maximum(allowed_bits(format, exponents), 0), WIDTH - 1)
+    found.flags.writeable = False
+    return found
+
+
+@lru_cache(1 << 8)
+def _telling(lowest: int, count: int) -> Counts:
+    """One where values tell something, zero elsewhere."""
+    columns, rows = np.arange(WIDTH), lowest + np.arange(count)[:, None]
+    nothing = (columns <= 1) | ((columns <= rows + 1) & (rows < WHOLE))
+    found = np.where(nothing, 0, 1)
     found.flags.writeable = False
     return found
 

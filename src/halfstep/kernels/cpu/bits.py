@@ -23,7 +23,16 @@ ROWS, COLUMNS = 279, 32
 """Column b counts significands of b bits, 1 to 24; of four bits, the one that is 15/8 stands in `FIFTEEN` instead."""
 FIFTEEN = 31
 
+WIDTH = 54
+"""Columns of `sorted_float32`, as many as the significands of float64 need."""
+
+SEEN = ("zeros", "infinities", "nans", "smallest", "lowest", "magnitudes", "telling", "telling_magnitudes")
+"""What `sorted_float32` also says: how many values are none of those; the smallest magnitude above zero, as bits, and
+its exponent; how many distinct magnitudes there are, and how many distinct values and magnitudes among those that tell
+something: neither powers of two nor whole numbers below 2^24."""
+
 _PIECE = 1024  # elements whose bins are found, in lanes, before they are counted, one by one
+_NOT_FINITE = np.uint32(0xFF000000)  # magnitudes from here on, above a bit of sign
 _LARGEST = {np.dtype(np.uint8): 0x7F, np.dtype(np.uint16): 0x7FFF, np.dtype(np.uint32): MAGNITUDE}
 
 
@@ -40,6 +49,15 @@ def add_float32(bits: NDArray[np.uint32], table: Counts, ends: NDArray[np.uint32
     _float32(bits.size, bits, found, smallest)
     table += found.sum((0, 1), dtype=np.int64).reshape(ROWS, COLUMNS)
     ends[0] = min(int(ends[0]), int(smallest.min()) + 1)
+
+
+def sorted_float32(bits: NDArray[np.uint32]) -> tuple[Counts, Counts, Counts]:
+    """A few float32 values, sorted and counted. First the finite ones above zero by rows of exponents and `WIDTH`
+    columns of significant bits; then, of each row, the significands 15/8; then those numbers that `SEEN` names.
+    """
+    keys = np.sort((bits << np.uint32(1)) | (bits >> np.uint32(31)))  # by magnitude, then by sign
+    found: tuple[Counts, Counts, Counts] = _sorted(0, keys)
+    return found
 
 
 def add_codes(bits: NDArray[Any], table: Counts) -> None:
@@ -151,6 +169,41 @@ def _float32_part(x, counts, least):
         _bins(piece, bins)
         _tally(bins[: piece.size], counts)
         _least(piece, least)
+
+
+@Kernel
+def _sorted(keys):
+    seen, first, stop = np.zeros(len(SEEN), np.int64), 0, keys.size
+    while first < stop and keys[first] < 2:
+        first += 1
+    while stop > first and keys[stop - 1] >= _NOT_FINITE:
+        stop -= 1
+        seen[1 if keys[stop] <= _NOT_FINITE + 1 else 2] += 1
+    seen[0] = first
+    magnitudes, bins = np.empty(stop - first, np.uint32), np.empty(stop - first, np.uint16)
+    for i in range(first, stop):
+        magnitudes[i - first] = keys[i] >> 1
+    _bins(magnitudes, bins)
+    rows = 0
+    if bins.size:
+        seen[3], seen[4] = magnitudes[0], LOWEST + (bins[0] >> 5)
+        rows = (bins[-1] >> 5) - (bins[0] >> 5) + 1
+    counts, fifteens, last = np.zeros((rows, WIDTH), np.int64), np.zeros(rows, np.int64), -1
+    for i in range(bins.size):
+        exponent, bits = LOWEST + (bins[i] >> 5), bins[i] & 31
+        if bits == FIFTEEN:
+            fifteens[exponent - seen[4]] += 1
+            bits = 4
+        counts[exponent - seen[4], bits] += 1
+        key = keys[first + i]
+        if key != last:
+            tells = bits > 1 and (bits > exponent + 1 or exponent >= 24)
+            other = key >> 1 != last >> 1
+            seen[5] += other
+            seen[6] += tells
+            seen[7] += tells and other
+            last = key
+    return counts, fifteens, seen
 
 
 @inner
