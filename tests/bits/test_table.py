@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from families import for_each
 from halfstep import formats
-from halfstep.bits.table import EMPTY, from_kernel, from_values, tells
+from halfstep.bits.table import EMPTY, Table, from_kernel, from_values, tells
 from halfstep.formats import Float
 from halfstep.kernels.cpu import bits as kernel
 
@@ -76,6 +77,23 @@ def test_float32_table_is_that_of_exact_arithmetic():
     finite = np.abs(values[np.isfinite(values) & (values != 0)])
     assert ends.view(np.float32)[0] == finite.min()
     assert int(table.fifteens.sum()) == sum(math.frexp(v)[0] == 15 / 16 for v in finite.tolist())
+
+
+@for_each("size", [0, 1, 40, 5000])
+def test_sorted_float32_is_that_of_exact_arithmetic(size):
+    values = np.concatenate([hard(size), hard(size)[::2], -hard(size)[::3]])[: 4 * size]
+    counts, fifteens, numbers = kernel.sorted_float32(values.view(np.uint32))
+    seen = dict(zip(kernel.SEEN, numbers.tolist(), strict=True))
+    table, ends = kernel_table(values)
+    finite = wide(values[np.isfinite(values) & (values != 0)])
+    telling = finite[tells(finite)]
+    assert as_counter(Table(seen["lowest"], counts, fifteens)) == slow(values)
+    assert np.array_equal(fifteens, table.fifteens)
+    assert (seen["zeros"], seen["infinities"], seen["nans"]) == (table.zeros, table.infinities, table.nans)
+    assert not finite.size or seen["smallest"] == ends[0]
+    assert seen["magnitudes"] == len(set(map(abs, finite.tolist())))
+    assert seen["telling"] == len(set(telling.tolist()))
+    assert seen["telling_magnitudes"] == len(set(map(abs, telling.tolist())))
 
 
 def test_float64_values_are_counted_exactly():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,8 +78,10 @@ def fit(scan: Scan, narrow: Float, wide: Float | None, used: int = WIDTH) -> Fit
 
 
 def could_mix(scan: Scan, most: int) -> bool:
-    """Whether enough values have at most so many significant bits for a `Fit` of a format of these to be mixed."""
-    return int(scan.table.telling[:, : most + 1].sum()) * WIDTH >= CERTAIN
+    """Whether enough values have at most so many significant bits for a `Fit` of a format of these to be mixed: none
+    is evidence of more bits than are in use.
+    """
+    return int(scan.table.telling[:, : most + 1].sum()) * scan.table.significant_bits >= CERTAIN
 
 
 def fit_bits(scan: Scan, wide: Sequence[Float | None], step: int | None = None) -> float:
@@ -95,14 +98,26 @@ def halved(scan: Scan, wide: Float | None) -> tuple[int, float]:
     """The bits that half of the values fit, the others not, and the evidence that random mantissas of as many bits as
     are in use would not.
     """
-    most, columns = np.minimum(_held(wide, scan), scan.table.significant_bits), np.arange(WIDTH)
-    unused = np.maximum(most[:, None] - columns, 0)
-    free = np.bincount(unused.ravel(), scan.table.telling.ravel(), minlength=WIDTH)[:WIDTH]
-    count = free.sum()
-    left = int(np.flatnonzero(np.cumsum(free[::-1])[::-1] >= count / 2)[-1]) if count else 0
+    table = scan.table
+    most, unused = _unused(wide, table.lowest, len(table.counts), table.significant_bits)
+    free = np.bincount(unused, table.telling.ravel(), minlength=WIDTH).tolist()
+    count, left, above = sum(free), WIDTH - 1, free[-1]
+    while 2 * above < count:
+        left -= 1
+        above += free[left]
+    left = left if count else 0
     # At most (4p)^(n/2): the chance that half of n values do what each does with a chance of p = 2^-left.
     evidence = count / 2 * (left - 2) * _weight(scan, int(count)) if left >= SHORT else 0.0
-    return int(most.max(initial=0)) - left, float(evidence)
+    return most - left, float(evidence)
+
+
+@lru_cache(1 << 8)
+def _unused(wide: Float | None, lowest: int, count: int, used: int) -> tuple[int, NDArray[np.int64]]:
+    """The bits in use at most, and for each place of a table's counts those which its values leave unused."""
+    most = np.minimum(np.full(count, WIDTH - 1) if wide is None else held_bits(wide, lowest, count), used)
+    unused = np.maximum(most[:, None] - np.arange(WIDTH), 0).ravel()
+    unused.flags.writeable = False
+    return int(most.max(initial=0)), unused
 
 
 def _held(wide: Float | None, scan: Scan) -> NDArray[np.int64]:

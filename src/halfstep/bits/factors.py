@@ -55,8 +55,8 @@ def factored(places: Places, wide: Float | None) -> tuple[str, Tile | None, floa
 
 def _come_again(bits: NDArray[np.uint32]) -> bool:
     """Whether different magnitudes among the first values, which are float32, have the same significands."""
-    magnitudes = np.unique(bits[:_FIRST] & np.uint32(0x7FFFFFFF))
-    return magnitudes.size - np.unique(magnitudes & np.uint32(0x007FFFFF)).size >= _AGAIN
+    magnitudes = set((bits[:_FIRST] & np.uint32(0x7FFFFFFF)).tolist())
+    return len(magnitudes) - len({magnitude & 0x007FFFFF for magnitude in magnitudes}) >= _AGAIN
 
 
 def _magnitudes(places: Places, tile: Tile | None, wide: Float) -> Iterator[Doubles]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,27 +125,28 @@ def _even(steps: list[float], wide: Float | None) -> bool:
 
 def _suspects(places: Places, wide: Float | None) -> list[str]:
     """The formats that the first few values could be of, which are in one tile of any kind: nearly always none."""
-    corners = (np.unique(np.abs(places.used(line[: TILES[-1].columns]))[:_FEW]) for line in places.lines)
+    begun = (places.doubles(line[: TILES[-1].columns]).tolist() for line in places.lines)
+    corners = (sorted({abs(x) for x in [x for x in line if x and isfinite(x)][:_FEW]}) for line in begun)
     names = list(GRIDS)
-    for levels in itertools.islice((levels for levels in corners if levels.size > 1), _CORNERS):
-        if not _ratio_of_a_grid(float(levels[-2] / levels[-1]), float(levels[-1]), wide):
+    for levels in itertools.islice((levels for levels in corners if len(levels) > 1), _CORNERS):
+        if not _ratio_of_a_grid(levels[-2] / levels[-1], levels[-1], wide):
             return []
-        names = [name for name in names if _held(levels, name, wide, every=True) is not None]
+        names = [name for name in names if _held(np.array(levels), name, wide, every=True) is not None]
     return names
 
 
 def _ratio_of_a_grid(ratio: float, largest: float, wide: Float | None) -> bool:
     """Whether two values of any grid may have this ratio: what all of a tile's magnitudes cannot fit without."""
     room = _relative(wide) * ratio + (wide.min_subnormal / largest if wide else 0.0)
-    place = np.searchsorted(_ratios(), [ratio - 1.1 * room - 1e-12, ratio + 1.1 * room + 1e-12])
-    return bool(place[0] < place[1])
+    ratios = _ratios()
+    return bisect_left(ratios, ratio - 1.1 * room - 1e-12) < bisect_left(ratios, ratio + 1.1 * room + 1e-12)
 
 
 @cache
-def _ratios() -> Magnitudes:
+def _ratios() -> list[float]:
     """Those of all pairs of values of each grid, ascending."""
     found = [(grid[:, None] / grid).ravel() for grid in map(_grid, GRIDS)]
-    return np.unique(np.concatenate([ratios[ratios <= 1] for ratios in found]))
+    return list(np.unique(np.concatenate([ratios[ratios <= 1] for ratios in found])).tolist())
 
 
 def _relative(wide: Float | None) -> float:

@@ -138,8 +138,9 @@ def _found(scan: Scan, stored: str) -> Origin:
     narrow = min((*casts, *((wide,) if wide else ())), key=lambda one: one.significant_bits, default=wide)
     half = half if narrow is wide else halved(scan, narrow)
     used = min(half[0] + 1, scan.table.significant_bits)  # half of random values leave one unused
-    again = scan.places is not None and come_again(scan.places, narrow, used)
-    different = copied(scan.places) if scan.places is not None else None
+    places = None if scan.again == 0 else scan.places
+    again = places is not None and come_again(places, narrow, used)
+    different = copied(places) if places is not None else None
     if different is not None:  # a copy's values count once
         once = replace(scan, distinct=int(scan.distinct * different))
         cast = replace(_cast(once, stored, wide, halved(once, wide)), copied=True)
@@ -236,8 +237,8 @@ def _cast(scan: Scan, stored: str, wide: Float | None, halved: tuple[int, float]
     half, evidence = halved
     if evidence >= CERTAIN and not held and not full:
         return Origin(stored, bits=half, half=True, evidence=evidence)
-    steps = (None, scan.table.last_bit)
-    fewer = {step: fit_bits(scan, [wide, *(casts[name] for name in held)], step) for step in steps if not full}
+    steps = () if full else (None, scan.table.last_bit)
+    fewer = {step: fit_bits(scan, [wide, *(casts[name] for name in held)], step) for step in steps}
     if max(fewer.values(), default=0.0) >= CERTAIN:
         step = scan.table.last_bit if fewer[scan.table.last_bit] >= fewer[None] + CERTAIN else None
         whole = used if step is None else int(scan.table.rows[-1]) - step + 1

@@ -87,6 +87,8 @@ class Scan:
     """Of a type of 8 or 16 bits, how often each of its codes occurs."""
     places: Places | None = None
     """Of a matrix of 16 or 32 bits."""
+    again: int | None = None
+    """How many values have a magnitude that came before, where all were looked at."""
 
 
 def readable(tensor: Values) -> bool:
@@ -133,7 +135,8 @@ def _scan_float32(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
         distinct = np.unique(drawn.rows.view(np.float32))
         levels = _levels(tensor, distinct) if _few(table, distinct) else None
     telling = seen["telling"], seen["telling_magnitudes"]
-    return _finished(table, amax.max(), smallest, telling, levels, columns, amax, places.found())
+    again = table.nonzero - seen["magnitudes"] if whole else None
+    return _finished(table, amax.max(), smallest, telling, levels, columns, amax, places.found(), again)
 
 
 def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
@@ -273,10 +276,11 @@ def _finished(
     columns: _Columns | None = None,
     by_column: NDArray[np.float64] | None = None,
     places: Places | None = None,
+    again: int | None = None,
 ) -> Scan:
     channels = _channels(by_column) if columns is not None and columns.are_channels and by_column is not None else None
     smallest = float(smallest) if table.nonzero else 0.0
-    return Scan(table, float(amax), smallest, *telling, levels, channels, places=places)
+    return Scan(table, float(amax), smallest, *telling, levels, channels, places=places, again=again)
 
 
 def _channels(amax: NDArray[np.float64]) -> Channels:

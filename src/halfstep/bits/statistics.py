@@ -94,7 +94,7 @@ def of_table(
         significant_bits=table.significant_bits,
         by_bits=tuple(by_bits[: table.significant_bits].tolist()),
         lowest_exponent=table.lowest,
-        exponents=tuple(table.exponents.tolist()) if table.nonzero else (),
+        exponents=tuple(table.exponents.tolist()),
         amax=amax,
         smallest=smallest,
         subnormal=table.between(low, stored.min_exponent) if stored else 0,

@@ -27,6 +27,7 @@ class Table:
 
     The significant bits of x are the fewest p for which |x| = m * 2^k with a whole m < 2^p: 1 for a power of two.
     `fifteens` counts per row the significands 15/8, which alone tell e4m3fn's largest value from its NaN.
+    The first row and the last one are in use.
     """
 
     lowest: int
@@ -39,7 +40,7 @@ class Table:
     @cached_property
     def sums(self) -> Counts:
         """Values that need at most as many bits as the column says."""
-        sums: Counts = np.cumsum(self.counts, 1)
+        sums: Counts = self.counts.cumsum(1)
         return sums
 
     @cached_property
@@ -84,7 +85,7 @@ class Table:
     @cached_property
     def significant_bits(self) -> int:
         """The fewest significant bits that hold every value; 0 where there is none."""
-        used = np.flatnonzero(self.by_bits)
+        used = self.by_bits.nonzero()[0]
         return int(used[-1]) if used.size else 0
 
     @property
@@ -122,7 +123,7 @@ class Table:
         """The shift of `best_shift`."""
         if not self.nonzero:
             return None
-        shift = self.lowest + int(np.flatnonzero(self.exponents)[-1]) - format.max_exponent
+        shift = self.lowest + len(self.counts) - 1 - format.max_exponent
         return shift + (self._beyond_largest(format, shift) > 0)
 
     def unmoved(self, format: Float, update: float) -> int:
@@ -140,8 +141,10 @@ class Table:
 
     def _beyond_largest(self, format: Float, shift: int) -> int:
         """Values of the top exponent that would be the code of NaN."""
+        if format.specials != "fn":
+            return 0
         row = format.max_exponent + shift - self.lowest
-        return int(self.fifteens[row]) if format.specials == "fn" and 0 <= row < len(self.counts) else 0
+        return int(self.fifteens[row]) if 0 <= row < len(self.counts) else 0
 
     def __add__(self, other: Table) -> Table:
         used = [one for one in (self, other) if len(one.counts)]
