@@ -16,6 +16,7 @@ from torch import nn
 import halfstep
 from families import for_each
 from halfstep.bits.memory import InMemory
+from halfstep.bits.origin import origin
 from halfstep.bits.scan import scan
 from halfstep.bits.statistics import statistics
 from halfstep.errors import QuantizationError
@@ -105,9 +106,10 @@ def test_a_file_of_optimizer_state_is_judged_by_its_moments(optimizer, tmp_path)
     assert (found.confidence, found.kinds) == ("certain", ("float32 full",))
 
 
-@for_each("dtype", [torch.float32, torch.bfloat16])
-def test_a_small_tensor_is_read_without_a_map_and_counted_in_few_calls(dtype, tmp_path, monkeypatch):
+@for_each("dtype, most", [(torch.float32, (450, 350)), (torch.bfloat16, (360, 330))])
+def test_a_small_tensor_is_read_without_a_map_and_judged_in_few_calls(dtype, most, tmp_path, monkeypatch):
     """A mixture of experts has 100,000 tensors: what is done for each weighs more than what is done for its values."""
+    torch.manual_seed(0)  # of others, one in thirty has a value that comes again
     save_file({"a": torch.randn(16, 64).to(dtype), "b": torch.randn(64).to(dtype)}, tmp_path / "a.safetensors")
     tensors = halfstep.inspection.open_checkpoint(tmp_path / "a.safetensors").tensors
     count = Counter()
@@ -115,15 +117,21 @@ def test_a_small_tensor_is_read_without_a_map_and_counted_in_few_calls(dtype, tm
     def profile(frame, event, argument):
         count[name] += event in ("call", "c_call")
 
+    def judged(tensor):
+        one = scan(tensor)
+        statistics(one, None)
+        if dtype == torch.float32:  # values of 16 bits come again, so that more is looked at
+            origin(one, tensor.dtype)
+
     monkeypatch.setattr(mmap, "mmap", None)
     for tensor in tensors:
         name = tensor.name
-        statistics(scan(tensor), None)  # what is kept of formats is kept from here on
+        judged(tensor)  # what is kept of formats is kept from here on
         sys.setprofile(profile)
-        statistics(scan(tensor), None)
+        judged(tensor)
         sys.setprofile(None)
-    assert count["a"] < 400, count
-    assert count["b"] < 370, count
+    assert count["a"] < most[0], count
+    assert count["b"] < most[1], count
 
 
 @for_each("shape", [(16, 16), (64, 512), (8, 33), (1, 1), (65, 40), (20, 600)])

@@ -27,9 +27,9 @@ WIDTH = 54
 """Columns of `sorted_float32`, as many as the significands of float64 need."""
 
 SEEN = ("zeros", "infinities", "nans", "smallest", "lowest", "magnitudes", "telling", "telling_magnitudes")
-"""What `sorted_float32` also says: how many values are none of those; the smallest magnitude above zero, as bits, and
-its exponent; how many distinct magnitudes there are, and how many distinct values and magnitudes among those that tell
-something: neither powers of two nor whole numbers below 2^24."""
+"""What `sorted_float32` also says: how many values are not in the table; the smallest magnitude above zero, as bits,
+and its exponent; the number of distinct magnitudes; and of distinct values, and of their magnitudes, among those that
+tell something: neither powers of two nor whole numbers below 2^24."""
 
 _PIECE = 1024  # elements whose bins are found, in lanes, before they are counted, one by one
 _NOT_FINITE = np.uint32(0xFF000000)  # magnitudes from here on, above a bit of sign
