@@ -13,10 +13,10 @@ import halfstep
 from families import slow_unless
 from halfstep.errors import RecipeError
 from halfstep.recipe import get_recipe
-from tiny import EVERY
+from tiny import RECIPES
 
 
-ROUNDING = [name for name in EVERY if any(rule.linear.rounds for rule in get_recipe(name).rules)]
+ROUNDING = [name for name in RECIPES if any(rule.linear.rounds for rule in get_recipe(name).rules)]
 TRACERS = {
     "torch.jit.trace": lambda model, x: torch.jit.trace(model, x, check_trace=False),
     r"torch\.fx \(symbolic_trace, make_fx\)": lambda model, x: torch.fx.symbolic_trace(model),
@@ -74,3 +74,22 @@ def test_export_for_any_batch(recipe):
             assert torch.equal(program(x[:rows]), model(x[:rows]))
         few, expected = program(x[:5]), model(x[:5])  # of few rows eager products add up in another order
         assert float((few - expected).norm()) <= 0.05 * float(expected.norm())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp32", "bf16-mixed", "fp8-delayed", "fp8-current", "coat", "nvfp4", "fp8lm-o2"])
+def test_compiled_for_any_batch_from_the_beginning(recipe):
+    torch._dynamo.reset()
+    model, x = made()
+    halfstep.apply(model.train(), recipe)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(twin, backend="aot_eager", dynamic=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, as it traces
+        for rows in (96, 40):
+            y, expected = compiled(x[:rows]), model(x[:rows])
+            assert torch.equal(y, expected)
+            for loss in (y.square().mean(), expected.square().mean()):
+                loss.backward()
+            for p, stock in zip(twin.parameters(), model.parameters(), strict=True):
+                assert torch.equal(p.grad.float(), stock.grad.float())

@@ -17,7 +17,7 @@ from halfstep.registry import collect
 
 __all__ = [
     "BlockFormat", "Codebook", "Float", "Format", "Integer", "Posit", "PowerOfTwo",
-    "block_names", "from_key", "get", "get_block", "ieee", "is_block", "names", "posit",
+    "as_constant", "block_names", "from_key", "get", "get_block", "ieee", "is_block", "names", "posit",
 ]  # fmt: skip
 
 F = TypeVar("F", Format, BlockFormat)
@@ -130,6 +130,15 @@ def from_key(key: str) -> Format:
     if kind == "codebook":
         return Codebook(key, literal_eval(rest), source="a key")
     return PowerOfTwo(key, source="a key")
+
+
+def as_constant(key: str) -> Format:
+    """`from_key`, whose result a traced graph takes for constants: of another format's floats
+    `torch.compile(dynamic=True)` makes inputs, and fails."""
+    return from_key(key)
+
+
+as_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_block(name: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halfstep import formats
 from halfstep.formats import Format
 from halfstep.kernels import carried
 from halfstep.quant.scaling import Scaling
@@ -32,6 +33,8 @@ def carrier(format: Format, dtype: torch.dtype, scale_bits: int = 0) -> torch.dt
     """`dtype` if it holds the format's values, times scales of so many significant bits, exactly; else float32."""
     if dtype == torch.float64:
         return dtype
+    if torch.compiler.is_compiling():
+        format = formats.as_constant(format.key)
     info = torch.finfo(dtype)
     bits, room = format.significant_bits + scale_bits, 2.0 ** (15 if scale_bits else 0)
     smallest = info.smallest_normal if dtype == torch.bfloat16 else info.smallest_normal * info.eps

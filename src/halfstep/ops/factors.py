@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halfstep import formats
 from halfstep.errors import RecipeError
 from halfstep.formats import Format
 from halfstep.kernels.largest import amax_of
@@ -18,6 +19,8 @@ def factor_of(
     """What all of x is multiplied by before it is rounded; and the step's amax, where the pass that rounds has yet to
     raise it. On a GPU and in a traced graph it always has: only when it runs is it known whether the factor needs
     max |x| before that pass."""
+    if torch.compiler.is_compiling():
+        format = formats.as_constant(format.key)
     if not isinstance(rule, StatefulScaling):
         amax = amax_of(x) if rule.reads else x.new_zeros((), dtype=torch.float32)
         return rule.factor(amax, format), None

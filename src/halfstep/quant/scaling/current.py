@@ -12,9 +12,6 @@ from halfstep.quant.scaling.base import Scaling, Stored
 from halfstep.quant.tile import Tile
 
 
-_LIMIT = torch.finfo(torch.float32).max
-
-
 class Current(Scaling):
     """factor = max / amax in float32; elements are multiplied by it, and scale = 1 / factor.
 
@@ -43,13 +40,13 @@ def factor_of(amax: Tensor, element: Format) -> Tensor:
     if amax.dim() == 0 and amax.device.type == "cpu" and not torch.compiler.is_compiling():
         return torch.tensor(number_of(amax.item(), element), dtype=torch.float32, device="cpu")  # the same, in one call
     # In double and rounded once, which is float32's own division: CUDA's and a compiler's are not always.
-    factor = (element.max / amax.double()).clamp(max=_LIMIT).float()
+    factor = (element.max / amax.double()).clamp(max=torch.finfo(torch.float32).max).float()
     return torch.where(amax.isfinite(), torch.where(amax == 0, 1.0, factor), torch.nan)
 
 
 def number_of(amax: float, element: Format) -> float:
     """The same of one amax, before it is rounded to float32."""
-    return 1.0 if amax == 0 else min(element.max / amax, _LIMIT) if isfinite(amax) else nan
+    return 1.0 if amax == 0 else min(element.max / amax, torch.finfo(torch.float32).max) if isfinite(amax) else nan
 
 
 current = Current("current")
