@@ -47,7 +47,7 @@ def assert_one_pass(x, name, monkeypatch, dtype=torch.bfloat16, expects=True):
     quantizer, signs = quantizer.down if dim == 0 else quantizer, hadamard.signs()
     torch.manual_seed(11)
     found, after = operand(x, quantizer, dtype, signs=signs, dim=dim), torch.rand(())
-    used = room._rotated(x.contiguous(), quantizer, dtype, signs, dim)
+    used = room._rotated(x.contiguous(), quantizer, dtype, signs, dim, None)
     assert (used is not None) == expects
     with monkeypatch.context() as patch:
         patch.setattr(kernel, "supports", lambda *arguments: False)
@@ -122,6 +122,6 @@ def test_leaves_the_rest_to_the_two_steps():
 def test_a_clamp_comes_before_rounding():
     quantizer = replace(NVFP4.rhs, scales=Scales(block(16), get_scaling("rceil")), clamp=Clamp(0.9, compensation=False))
     x, signs = drawn((64, 64)), Hadamard().signs()
-    assert room._rotated(x, quantizer, torch.bfloat16, signs, 1) is None
+    assert room._rotated(x, quantizer, torch.bfloat16, signs, 1, None) is None
     clamped = operand(x, quantizer, torch.bfloat16, signs=signs).values
     assert not torch.equal(clamped, operand(x, replace(quantizer, clamp=None), torch.bfloat16, signs=signs).values)

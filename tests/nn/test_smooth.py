@@ -105,25 +105,28 @@ def test_the_state_of_the_down_projection_follows_the_smoothed_product():
 
 def test_a_token_that_aligns_costs_the_others_nothing():
     """Its scale is that of the whole channel: the weight, whose own scale is of earlier steps, stays as it is."""
-    errors = {}
-    for name in ("fp8-delayed", SMOOTH):
-        torch.manual_seed(0)
-        model, along = nn.Sequential(Gated(64, 128)), nn.functional.normalize(torch.randn(64), dim=0)
-        with torch.no_grad():
-            model[0].gate_proj.weight[5] = model[0].up_proj.weight[5] = 3 * along
-        reference = copy.deepcopy(model).double()
-        model, optimizer, scaler = prepared(name, model, torch.optim.SGD(model.parameters(), lr=0.0))
-        for _ in range(20):
-            train(model, optimizer, scaler, 1, (torch.randn(64, 64) / 2, torch.zeros(64, 64)))
-        x = torch.randn(64, 64) / 2
-        x[0] = 6 * along
-        found, expected = model(x).detach().double(), reference(x.double()).detach()
-        pairs = (found[1:], expected[1:]), (found[0], expected[0])
-        errors[name] = [float((a - b).norm() / b.norm()) for a, b in pairs]
-    plain, smooth = errors.values()
-    assert smooth[0] < 0.06
-    assert smooth[0] < 1.05 * plain[0]  # 0.75 where the weight is divided before it is rounded
+    errors = {name: [errors_of_tokens(name, seed) for seed in range(3)] for name in ("fp8-delayed", SMOOTH)}
+    plain, smooth = (torch.tensor(found).mean(0) for found in errors.values())
+    assert smooth[0] < 0.07  # one seed: 0.044 to 0.081
+    assert smooth[0] < 1.4 * plain[0]  # 15 times it where the weight is divided before it is rounded
     assert smooth[1] < plain[1]
+
+
+def errors_of_tokens(name, seed):
+    """Of the output under a recipe, relative to float64's: of all tokens but one, and of the one that aligns."""
+    torch.manual_seed(seed)
+    model, along = nn.Sequential(Gated(64, 128)), nn.functional.normalize(torch.randn(64), dim=0)
+    with torch.no_grad():
+        model[0].gate_proj.weight[5] = model[0].up_proj.weight[5] = 3 * along
+    reference = copy.deepcopy(model).double()
+    model, optimizer, scaler = prepared(name, model, torch.optim.SGD(model.parameters(), lr=0.0))
+    for _ in range(20):
+        train(model, optimizer, scaler, 1, (torch.randn(64, 64) / 2, torch.zeros(64, 64)))
+    x = torch.randn(64, 64) / 2
+    x[0] = 6 * along
+    found, expected = model(x).detach().double(), reference(x.double()).detach()
+    pairs = (found[1:], expected[1:]), (found[0], expected[0])
+    return [float((a - b).norm() / b.norm()) for a, b in pairs]
 
 
 def test_merged_scales_change_no_bit():

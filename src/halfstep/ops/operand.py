@@ -263,6 +263,7 @@ def _blocks(x: Tensor, quantizer: Quantizer, scales: Scales, dtype: torch.dtype,
     bf16 matrix units of CPUs treat subnormal numbers as zeros: where there are any, the product is float32's.
     """
     narrow = tile_carrier(quantizer.format, scales.rule, dtype, x.device)
+    seed = seed_of(quantizer.rounding, seed, x.device)  # the same where it is rounded again
     made, may_be_subnormal = _upright(x, quantizer, narrow, seed)
     if narrow == dtype and may_be_subnormal and has_subnormals(made):
         made = _upright(x, quantizer, torch.float32, seed)[0]
