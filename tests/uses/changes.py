@@ -38,9 +38,11 @@ LOSSES = {
 
 
 def build(seed=0):
-    """Small, with matrices that are large enough for moments in 8 bits."""
+    """Small, with matrices large enough for moments in 8 bits, and a value that bf16 holds and fp16 does not."""
     torch.default_generator.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 64), Gated(64, 96), nn.LayerNorm(64), nn.Linear(64, 4))
+    model = nn.Sequential(nn.Linear(8, 64), Gated(64, 96), nn.LayerNorm(64), nn.Linear(64, 4))
+    model.register_parameter("spare", nn.Parameter(torch.tensor([1.5 * 2.0**-30])))
+    return model
 
 
 @cache
