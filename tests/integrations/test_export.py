@@ -13,18 +13,25 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
     CompressedTensorsConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MixtralConfig,
     MixtralForCausalLM,
     ViTConfig,
     ViTForImageClassification,
 )
+from transformers.core_model_loading import Chunk, WeightConverter
 from transformers.utils import logging
 
 import halfstep
@@ -67,7 +74,7 @@ def contents(folder):
         return tensors, file.metadata(), (folder / "config.json").read_text()
 
 
-def stock(folder, layout, dtype=torch.float32):
+def stock(folder, layout, dtype=torch.float32, auto=AutoModelForCausalLM):
     """The model as transformers loads it."""
     if layout in ("fp8-block", "mxfp4") and version("compressed-tensors").startswith("0.15."):
         pytest.skip(f"compressed-tensors 0.15 does not decode {layout}")
@@ -76,7 +83,7 @@ def stock(folder, layout, dtype=torch.float32):
     options = {} if layout == "deepseek-fp8" else {"quantization_config": CompressedTensorsConfig(**decoded)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, told = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+        model, told = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     assert not told["missing_keys"]
     assert not told["unexpected_keys"]
     return model.to(dtype)  # compressed-tensors 0.15 decodes mxfp8 in bf16, which holds all of it
@@ -217,7 +224,7 @@ def test_experts_are_values_under_their_published_names(tmp_path):
     assert_same(loaded.mlp.experts.gate_up_proj, own.mlp.experts.gate_up_proj.clone())
     assert_same(loaded.mlp.experts.down_proj, own.mlp.experts.down_proj.clone())
     assert_same(loaded.self_attn.q_proj.weight, own.self_attn.q_proj.weight.clone())
-    with pytest.raises(CheckpointError, match=r"is put together from parts of the model.*load it with transformers"):
+    with pytest.raises(CheckpointError, match=r"is put together from parts of the file.*load it with transformers"):
         halfstep.from_pretrained(tmp_path / "a")
 
 
@@ -412,18 +419,69 @@ def test_every_format_is_the_closest_to_some_recipe_or_named_by_hand():
     assert {*list_layouts()} - first == {"fp8-static", "deepseek-fp8"}
 
 
-def test_a_model_that_is_renamed_in_files_is_told_what_works(tmp_path):
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = ViTConfig(image_size=16, patch_size=8, **sizes)
-    model, other, pixels = (
-        ViTForImageClassification(config),
-        ViTForImageClassification(config),
-        torch.ones(1, 3, 16, 16),
-    )
-    with pytest.raises(LayoutError, match=r"q_proj of ViT.*another name.*quantize_model\(model, recipe\), save"):
-        halfstep.export(model, tmp_path / "a", recipe="fp8-rowwise")
-    for one in (model, other):
-        halfstep.quantize_model(one.eval(), "fp8-rowwise")
-    other.load_state_dict(model.state_dict())
+def renamed(kind):
+    """A model whose published files have other names than its modules, the way to load it, and what it takes."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    pixels = torch.randn(1, 3, 16, 16)
+    if kind == "vit":
+        model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **sizes))
+        return model.eval(), AutoModelForImageClassification, {"pixel_values": pixels}
+    seen = CLIPVisionConfig(image_size=16, patch_size=8, **sizes)
+    config = LlavaConfig(vision_config=seen, text_config=LlamaConfig(vocab_size=64, **sizes), image_token_index=63)
+    ids = torch.tensor([[1, *[63] * 4, 2, 3]])
+    model = LlavaForConditionalGeneration(config)
+    return model.eval(), AutoModelForImageTextToText, {"pixel_values": pixels, "input_ids": ids}
+
+
+@pytest.mark.quick("fp8-channel-vit", "mxfp4-llava")
+@pytest.mark.parametrize("kind", ["vit", "llava"])
+@every_layout
+def test_a_model_that_is_renamed_in_files(layout, kind, tmp_path):
+    model, auto, inputs = renamed(kind)
+    full = copy.deepcopy(model)
+    halfstep.quantize_model(model, ROWS[layout], lambda module, path: isinstance(module, nn.Linear))
+    done = halfstep.export(model, tmp_path / "served", layout)
+    full.save_pretrained(tmp_path / "stock")
+    names = {name.rpartition(".")[0] for name in load_file(tmp_path / "stock" / "model.safetensors")}
+    assert {name.rpartition(".")[0] for name in load_file(tmp_path / "served" / "model.safetensors")} == names
+    assert done.quantized
+    assert not names >= {*done.quantized}
+    config = json.loads((tmp_path / "served" / "config.json").read_text())["quantization_config"]
+    left = {*config.get("ignore", config.get("modules_to_not_convert", ()))}
+    head = {"vit": {"classifier"}, "llava": {"lm_head", "language_model.lm_head"}}[kind]
+    assert head <= left <= names | {path for path, m in full.named_modules() if isinstance(m, nn.Linear)}
+    again = halfstep.from_pretrained(tmp_path / "served")
+    assert_same(dict(again.state_dict()), dict(model.state_dict()))
     with torch.no_grad():
-        assert torch.equal(other(pixels).logits, model(pixels).logits)
+        assert_same(again(**inputs).logits, model(**inputs).logits)
+    loaded, dtype = (
+        stock(tmp_path / "served", layout, auto=auto),
+        torch.bfloat16 if layout == "nvfp4" else torch.float32,
+    )
+    for path in done.quantized:
+        assert_same(loaded.get_submodule(path).weight.to(dtype), model.get_submodule(path).weight.clone().to(dtype))
+
+
+def test_a_convolution_is_written_as_its_rounded_values(tmp_path):
+    model, _, _ = renamed("vit")
+    path = "vit.embeddings.patch_embeddings.projection"
+    full = model.get_submodule(path).weight.detach().clone()
+    done = halfstep.export(model, tmp_path / "served", recipe="fp8-current")
+    assert done.kept == {path: "it is a Conv2d, and the layout is one of nn.Linear"}
+    quantizer = get_recipe("fp8-current").rules[-1].linear.output.rhs  # of the whole tensor, whatever its shape
+    written = load_file(tmp_path / "served" / "model.safetensors")[f"{path}.weight"]
+    assert_same(written, quantizer(full))
+    assert not torch.equal(written, full)
+    assert_same(halfstep.from_pretrained(tmp_path / "served").get_submodule(path).weight.detach(), written)
+
+
+def test_a_weight_that_files_join_to_others_has_no_place(tmp_path):
+    model = llama()
+    own = [f"{name}_proj.weight" for name in "qkv"]
+    model._weight_conversions = [WeightConverter("qkv.weight", own, [Chunk(dim=0)])]
+    with pytest.raises(
+        LayoutError, match=r"layers.0.self_attn.q_proj of Llama.*files join its weight.*load that into a"
+    ):
+        halfstep.export(model, tmp_path / "a", recipe="fp8-rowwise")
+    assert not (tmp_path / "a").exists()

@@ -13,7 +13,7 @@ import halfstep
 from halfstep.errors import LayoutError, RecipeError
 from halfstep.layouts import Layout, fitting
 from halfstep.nn.applied import applied_to
-from halfstep.nn.quantized_weights import Stored, matrices_of
+from halfstep.nn.quantized_weights import Stored, Weight, matrices_of, quantized_weight
 from halfstep.nn.scaling import states_of
 from halfstep.nn.tuners import adapters_of
 from halfstep.nn.unit.scale import is_unit_scaled
@@ -113,6 +113,10 @@ def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype 
             "scale": layout.scales.note(made),
         }
         notes[path] = {key: value for key, value in told.items() if value not in ({}, None)}
+    for path, module in _convolutions(model):
+        kept[path] = f"it is a {type(module).__name__}, and the layout is one of nn.Linear"
+        whole = quantized_weight(module, "weight", module.weight.new_empty(0, dtype=torch.float32))
+        rest[f"{path}.weight"] = whole.scaled().to(module.weight.dtype)
     if not notes:
         why = next(iter(kept.values()), "no weight of it is in codes")
         raise LayoutError(f"layout {layout.name!r} has a place for no layer of this {type(model).__name__}: {why}")
@@ -138,12 +142,19 @@ def stored_weights(model: nn.Module) -> Entries:
         raise RecipeError(
             f"this {type(model).__name__} is in training; call halfstep.quantize_model on a copy of it first"
         )
-    modules = [(path, m, vars(m)["_halfstep_stored"]) for path, m in model.named_modules() if _has_codes(m)]
+    modules = [(path, m, vars(m)["_halfstep_stored"]) for path, m in _quantised(model)]
     return [(path, m, e) for path, m, entries in modules for e in entries.values() if isinstance(e, Stored)]
 
 
-def _has_codes(module: nn.Module) -> bool:
-    return "_halfstep_stored" in vars(module)
+def _convolutions(model: nn.Module) -> list[tuple[str, Any]]:
+    """Every convolution of a quantised model whose weight stays whole and is rounded at every call."""
+    having = [(path, m, vars(m)["_halfstep_stored"].get("weight")) for path, m in _quantised(model)]
+    whole = [(path, m) for path, m, entry in having if isinstance(entry, Weight) and entry.layout is not None]
+    return [(path, m) for path, m in whole if m._halfstep_linear.output.rhs is not None]
+
+
+def _quantised(model: nn.Module) -> list[tuple[str, Any]]:
+    return [(path, module) for path, module in model.named_modules() if "_halfstep_stored" in vars(module)]
 
 
 def _closest(recipe: str, quantizers: tuple[Any, ...]) -> Layout:

@@ -16,7 +16,7 @@ from halfstep.inspection.bounded_json import parse_object
 from halfstep.inspection.stored import Checkpoint, StoredTensor
 from halfstep.layouts import Layout, get_layout
 from halfstep.nn.laid_out import KEY
-from halfstep.nn.pretrained import published
+from halfstep.nn.pretrained import loaded_names
 from halfstep.nn.quantized import load_codes
 from halfstep.ops import Quantized
 from halfstep.quant.description import DTYPES, MALFORMED, restore
@@ -58,8 +58,11 @@ def from_pretrained(folder: str | Path, adapters: bool = False) -> nn.Module:
             "newer version"
         ) from error
     model = _stock(Path(folder).expanduser(), checkpoint)
+    names = loaded_names(model, [f"{path}.weight" for path in codes])
+    paths = {path: names.get(f"{path}.weight", path).removesuffix(".weight") for path in codes}
+    placed = {paths[path]: made for path, made in codes.items()}
     try:
-        load_codes(model, recipe, codes, factors, adapters)
+        load_codes(model, recipe, placed, {paths[path]: found for path, found in factors.items()}, adapters)
     except HalfstepError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     held = {f"{path}.{name}" for path in codes for name in (*layout.parts, "input_scale")}
@@ -133,23 +136,26 @@ def _stock(folder: Path, checkpoint: Checkpoint) -> nn.Module:
 
 def _load(model: nn.Module, tensors: Mapping[str, StoredTensor], what: str) -> None:
     """Copy what is not in codes, name by name."""
-    state = {name: tensor for name, tensor in model.state_dict().items() if not _in_codes(model, name)}
-    own, whole = published(model, state), {(tensor.data_ptr(), tensor.numel()) for tensor in state.values()}
-    apart = next((name for name, tensor in own.items() if (tensor.data_ptr(), tensor.numel()) not in whole), None)
-    if apart is not None:  # a copy, or a view of a part, as the version of transformers has it
+    own = {name: tensor for name, tensor in model.state_dict().items() if not _in_codes(model, name)}
+    names = loaded_names(model, tensors)
+    apart = next((name for name in tensors if name not in names), None)
+    if apart is not None:
         raise CheckpointError(
-            f"{what}: {apart} is put together from parts of the model, which cannot be filled from the file; load it "
-            "with transformers"
+            f"{what}: the model's tensor for {apart} is put together from parts of the file, or the other way round: "
+            "load it with transformers"
         )
-    filled = {tensor.data_ptr() for name, tensor in own.items() if name in tensors}
-    missing = [name for name, tensor in own.items() if name not in tensors and tensor.data_ptr() not in filled]
-    extra = sorted(tensors.keys() - own.keys())
+    found = {names[name]: stored for name, stored in tensors.items()}
+    filled = {own[name].data_ptr() for name in found if name in own}
+    missing = [name for name, tensor in own.items() if name not in found and tensor.data_ptr() not in filled]
+    extra = sorted(
+        name for name, tensor in tensors.items() if names[name] not in own or found[names[name]] is not tensor
+    )
     if missing or extra:
         raise CheckpointError(
             f"{what}: {', '.join(missing[:3]) or 'nothing'} missing, {', '.join(extra[:3]) or 'nothing'} unexpected; "
             "expected the tensors of the model that config.json describes"
         )
-    for name, stored in tensors.items():
+    for name, stored in found.items():
         if stored.shape != tuple(own[name].shape):
             raise CheckpointError(f"{what}: {name} is of shape {stored.shape}; expected {tuple(own[name].shape)}")
         own[name].copy_(_read(stored))
