@@ -23,7 +23,7 @@ from harness import RESULTS, keep
 
 
 WIDE = {"fp32": "fp32", "bf16": "bf16-pure"}
-RECIPES = ("fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "nf4")
+RECIPES = ("fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "nf4", "int8-weight-only")
 TOKENS, ROWS = 32, (16, 128)
 PAGE = RESULTS.parent.parent / "docs" / "inference.md"
 TABLE = re.compile(r"(?<=<!-- mates -->\n).*?(?=<!-- end mates -->)", re.DOTALL)

@@ -29,7 +29,7 @@ from harness import RESULTS, keep, timings
 
 
 PROMPT, NEW = 16, 64
-RECIPES = ("fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "nf4")
+RECIPES = ("fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "nf4", "int8-weight-only")
 SHAPES = {"within": (2048, 2048), "beyond": (8192, 8192)}
 """Of weights (out, in): their bf16 values lie within the last-level cache (32 MB here), or their FP4 codes fill it."""
 BARS = {"within": 1.3, "beyond": 1.0}

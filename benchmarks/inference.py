@@ -33,7 +33,7 @@ from harness import RESULTS, keep, ratio, timings
 
 
 WIDE = {"fp32": "fp32", "bf16": "bf16-pure"}  # as stored; the others are quantised
-RECIPES = ("fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block", "fp8-amax", "mxfp8")
+RECIPES = ("fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block", "fp8-amax", "mxfp8", "nf4", "int8-weight-only")
 PAGE = RESULTS.parent.parent / "docs" / "inference.md"
 TABLE = re.compile(r"(?<=<!-- figures -->\n).*?(?=<!-- end -->)", re.DOTALL)
 

@@ -22,7 +22,7 @@ from halfstep.nn.tuners import plain_name
 from tiny import assert_same
 
 
-BASES = ("nf4", "nf4-double", "fp8-current", "mxfp4")
+BASES = ("nf4", "nf4-double", "int8-weight-only", "fp8-current", "mxfp4")
 every_base = pytest.mark.parametrize("name", BASES)
 
 

@@ -325,6 +325,23 @@ def test_the_codes_are_those_of_ml_dtypes():
     assert_same(model[0].weight_codes.view(torch.float8_e4m3fn).float() * model[0].weight_scale, model[0].weight)
 
 
+def test_int8_codes_are_those_of_numpy_and_as_near_to_the_weights_as_torchaos():
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    model = mlp().bfloat16()
+    other = copy.deepcopy(model)
+    full = [layer.weight.detach().float() for layer in model if isinstance(layer, nn.Linear)]
+    halfstep.quantize_model(model, "int8-weight-only")
+    torchao.quantize_(other, torchao.Int8WeightOnlyConfig())
+    layers = [(one, two) for one, two in zip(model, other, strict=True) if isinstance(one, nn.Linear)]
+    for weight, (ours, theirs) in zip(full, layers, strict=True):
+        scale = weight.abs().amax(1, keepdim=True).numpy() / np.float32(127)
+        assert_same(ours.weight_scale, torch.from_numpy(scale))
+        assert (ours.weight_codes.view(torch.int8).numpy() == np.rint(weight.numpy() / scale)).all()
+        torch.testing.assert_close(theirs.weight.scale * np.float32(127.5) / 127, ours.weight_scale)
+        far = [float((one.float() - weight).norm()) for one in (ours.weight, theirs.weight.dequantize())]
+        assert far[0] == pytest.approx(far[1], rel=0.1)
+
+
 def test_a_tied_weight_stays_whole_and_the_products_the_same():
     class Tied(nn.Module):
         def __init__(self):

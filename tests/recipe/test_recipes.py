@@ -31,6 +31,7 @@ BYTES = {
     "bf16-nomaster": (2, 2, 0, 8, 0),
     "fp16-nomaster": (2, 2, 0, 8, 0),
     "bf16-stochastic": (2, 2, 0, 8, 0),
+    "int8-weight-only": (2, 2, 0, 8, 0),
     "nf4": (2, 2, 0, 8, 0),
     "nf4-double": (2, 2, 0, 8, 0),
     "bf16-pure": (2, 2, 0, 4, 0),
