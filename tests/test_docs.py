@@ -1,10 +1,11 @@
 """The README and the docs hold: examples run, links lead somewhere, figures are those that were kept."""
 
-import importlib
+import importlib.util
 import json
 import re
 import runpy
 import shlex
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from halfstep.cli.app import app
 ROOT = Path(__file__).parent.parent
 README, DOCS, BENCHMARKS = ROOT / "README.md", ROOT / "docs", ROOT / "benchmarks"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)  # and what it prints
+LONG = ("integrations.md", "export.md")  # they train with five libraries, and load in a sixth
+SERVERS = ("vllm", "llama_cpp")  # programs for these run where they are installed
 COMMAND = typer.main.get_command(app)
 REFUSED = typer.BadParameter.__base__  # click's UsageError, which typer keeps a copy of its own of
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -40,12 +43,30 @@ def test_the_table_of_the_page_on_recipes_names_their_fields():
     assert named >= {"weights", "master", "moments", "codes", "float32_functions", "rules"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_python_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
+def runs_here(block):
+    return all(
+        importlib.util.find_spec(name) or not re.search(rf"^(import|from) {name}\b", block, re.MULTILINE)
+        for name in SERVERS
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # TRL's and PEFT's
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=pytest.mark.slow) if p.name in LONG else p for p in PAGES],
+    ids=lambda page: page.name,
+)
+def test_the_python_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch, capsys):
+    """They print what stands below them, beside the lines of the libraries that they call."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    for block in BLOCK.findall(page.read_text()):
-        exec(compile(block, str(page), "exec"), names)
+    for block, printed in BLOCK.findall(page.read_text()):
+        code = compile(block, str(page), "exec")
+        if runs_here(block):
+            capsys.readouterr()
+            exec(code, names)
+            lines = iter(capsys.readouterr().out.splitlines())
+            assert all(line in lines for line in printed.splitlines()), printed
 
 
 def links(page):
@@ -108,6 +129,32 @@ def test_the_commands_of_a_page_are_halfsteps(page):
         named = given.split(",") if isinstance(given, str) else given or []
         for recipe in (each for each in named if not re.search(r"[.:/]|^[A-Z]+$", each)):
             halfstep.get_recipe(recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["start.md", "export.md"])
+def test_the_commands_of_a_page_run(page, tmp_path, monkeypatch, run):
+    """In order, on a model in each folder that they name; 1 is the answer no, of a cast that is risky."""
+    hf = importlib.import_module("transformers")
+    config = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    monkeypatch.chdir(tmp_path)
+    for folder in ("my_model", "path/to/checkpoint", "path/to/model", "path/to/base", "path/to/tuned"):
+        hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=64, **config)).save_pretrained(folder)
+    for words in commands(DOCS / page):
+        code, said, errors = run(*words)
+        assert code in (0, 1), (words, errors)
+        assert said
+
+
+def test_the_extras_that_pages_install_are_there():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {
+        name
+        for page in PAGES
+        for names in re.findall(r"pip install '[^'[]*\[([\w,]+)\]", page.read_text())
+        for name in names.split(",")
+    }
+    assert "trainer" in named <= extras.keys()
 
 
 def test_commands_are_found_in_pages_and_wrong_ones_are_refused():

@@ -23,7 +23,6 @@ from halfstep.nn.projections import projections
 from halfstep.nn.ranks import check_ranks
 from halfstep.nn.schedule import Schedule, check_total
 from halfstep.nn.stages import Steps
-from halfstep.nn.stock_steps import end_watch
 from halfstep.optim import LossScaler, LowBit, check_moments, check_optimizer, convert
 from halfstep.optim.present import Reference
 from halfstep.optim.seeds import are_several, first_ranks
@@ -85,7 +84,7 @@ def prepare(
     check_total(total_steps)
     check_change(recipe_change)
     groups = process_group, amax_group
-    if _adapts(model, recipe):
+    if adapts(model, recipe):
         return model, *_optimize(model, optimizer, generator, groups, total_steps, {}, recipe_change)
     if recipe.stages:
         Schedule(recipe).fix(total_steps)
@@ -135,7 +134,7 @@ def optimize(
     return _optimize(model, optimizer, generator, groups, total_steps, masters or {}, recipe_change)
 
 
-def _adapts(model: nn.Module, recipe: Recipe) -> bool:
+def adapts(model: nn.Module, recipe: Recipe) -> bool:
     """Whether the model is quantised under the recipe already, and trains adapters beside its codes."""
     found = (vars(module).get("_halfstep") for module in model.modules())
     return any(applied is not None and applied.adapts and applied.recipe == recipe for applied in found)
@@ -157,6 +156,12 @@ def _optimize(
         raise RecipeError(
             f"this {type(root).__name__} is quantised for inference; train the model it was made from, or adapters "
             "beside its codes: halfstep.quantize_model(model, recipe, adapters=True)"
+        )
+    if applied.quantized and not any(parameter.requires_grad for parameter in _trained(optimizer)):
+        raise OptimizerError(
+            f"this {type(root).__name__} is quantised under {recipe.name!r}, and the optimizer holds nothing to train "
+            "beside its codes: add adapters first, as peft.get_peft_model(model, LoraConfig(...)) does, and build the "
+            "optimizer over their parameters"
         )
     if applied.schedule is not None:
         applied.schedule.check(total_steps)
@@ -254,7 +259,6 @@ def _optimized(
 ) -> tuple[LowBit, LossScaler]:
     applied = applied_to(model)
     recipe = applied.recipe
-    end_watch(model)
     scaler, steps = _scaler(model, recipe, *groups, recipe_change)
     if recipe.codes is not None:
         hold(model, applied.rounded, recipe.codes)

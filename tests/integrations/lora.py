@@ -6,6 +6,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import halfstep
 from tiny import descend
 
 
@@ -22,6 +23,13 @@ def adapted(model, config=None, autocast_adapter_dtype=True, **options):
     with warnings.catch_warnings():  # PEFT asks transformers for what transformers has renamed
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         return get_peft_model(model, config, autocast_adapter_dtype=autocast_adapter_dtype).train()
+
+
+def quantised(name="nf4"):
+    """A base of codes with adapters beside."""
+    model = llama()
+    halfstep.quantize_model(model, name, adapters=True)
+    return adapted(model)
 
 
 def batch(seed=1):

@@ -8,7 +8,11 @@ from pathlib import Path
 import bitsandbytes as bnb
 import pytest
 import torch
-from lora import adamw, adapted, batch, llama, logits, train, trained
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from lightning.pytorch import LightningModule, Trainer
+from lora import adamw, adapted, batch, llama, logits, quantised, train, trained
+from matrix_lightning import QUIET
 from peft import PeftModel, prepare_model_for_kbit_training
 from torch import nn
 from trainers import Trained, arguments, examples
@@ -16,7 +20,9 @@ from trainers import llama as small_llama
 from transformers import LlamaForCausalLM
 
 import halfstep
-from halfstep.errors import ModelError, RecipeError
+from halfstep.errors import ModelError, OptimizerError, RecipeError
+from halfstep.integrations.accelerate import prepare
+from halfstep.integrations.lightning import HalfstepPrecision
 from halfstep.memory import stored_bytes
 from halfstep.nn.tuners import plain_name
 from tiny import assert_same
@@ -26,10 +32,8 @@ BASES = ("nf4", "nf4-double", "int8-weight-only", "fp8-current", "mxfp4")
 every_base = pytest.mark.parametrize("name", BASES)
 
 
-def qlora(name, model=None):
-    model = llama() if model is None else model
-    halfstep.quantize_model(model, name, adapters=True)
-    model = adapted(model)
+def qlora(name):
+    model = quantised(name)
     return model, *halfstep.optimize(model, adamw(model), generator=3)
 
 
@@ -186,19 +190,79 @@ def test_the_page_shows_the_figures_that_were_kept():
 
 @pytest.mark.parametrize("name", ["nf4"])
 def test_a_trainer_takes_a_base_that_is_quantised_for_adapters(name, tmp_path):
-    """And quantises one that is not: it trains bit for bit as that one, and takes its bytes."""
+    """Bit for bit as a base that is not: the codes stand for the values that its products round to."""
     how = {"recipe": name, "train_dataset": examples(rows=8), "generator": 3, "audit": False}
-    losses, kept = {}, {}
-    for quantised in (False, True):
+    losses = {}
+    for codes in (False, True):
         torch.manual_seed(0)
         base = small_llama()
-        if quantised:
+        if codes:
             halfstep.quantize_model(base, name, adapters=True)
         torch.manual_seed(1)
         trained = Trained(adapted(base), arguments(tmp_path, max_steps=2), **how)
         trained.train()
-        losses[quantised], kept[quantised] = trained.losses, stored_bytes(trained.model)
+        losses[codes] = trained.losses
     assert losses[True] == losses[False]
-    assert kept[True] == kept[False] < 33000
+    assert stored_bytes(trained.model) < 45000
     with pytest.raises(RecipeError, match=r"quantised under 'nf4'.*give recipe='nf4', and quantise with adapters=True"):
         halfstep.prepare(trained.model, adamw(trained.model), "bf16-mixed")
+
+
+class Adapting(LightningModule):
+    """Trains adapters on one batch."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.losses = model, []
+
+    def training_step(self, rows, index):
+        loss = self.model(**batch()).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return adamw(self)
+
+
+def by_lightning(model, recipe):
+    module, options = Adapting(model), {"accelerator": "cpu", "gradient_clip_val": 1.0, "max_steps": 3, **QUIET}
+    trainer = Trainer(plugins=[HalfstepPrecision(recipe, generator=3)], **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # Lightning's
+        warnings.filterwarnings("ignore", "The 'train_dataloader' does not have many workers")
+        trainer.fit(module, torch.utils.data.DataLoader(range(3)))
+    return module.losses
+
+
+def by_accelerate(model, recipe, optimizer=None):
+    AcceleratorState._reset_state(True)
+    accelerator, losses = Accelerator(cpu=True), []
+    model, optimizer = prepare(accelerator, model, optimizer or adamw(model), recipe=recipe, generator=3)
+    for _ in range(3):
+        loss = model(**batch()).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("loop", [by_lightning, pytest.param(by_accelerate, marks=pytest.mark.slow)])
+def test_other_libraries_loops_train_beside_codes_as_the_documented_one(loop):
+    model, optimizer, scaler = qlora("nf4")
+    expected = train(model, optimizer, scaler, 3)
+    other = quantised("nf4")
+    held = stored_bytes(other)
+    assert loop(other, "nf4") == expected
+    assert stored_bytes(other) == held
+    assert_same(trained(other), trained(model))
+    with pytest.raises(RecipeError, match=r"quantised under 'nf4'.*give recipe='nf4'"):
+        loop(other, "bf16-mixed")
+
+
+def test_a_base_of_codes_without_adapters_has_nothing_to_train():
+    model = llama()
+    halfstep.quantize_model(model, "nf4", adapters=True)
+    with pytest.raises(OptimizerError, match=r"nothing to train beside its codes: add adapters first"):
+        by_accelerate(model, "nf4", torch.optim.AdamW(model.parameters()))

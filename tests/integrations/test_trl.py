@@ -6,13 +6,16 @@ import matrix  # noqa: F401  (finds what a column imports)
 import pytest
 import torch
 from datasets import Dataset
+from lora import adapted
 from matrix_trl import tuned
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from trainers import CHECKPOINTING, IS_CHECKPOINTING, MICRO, Recording, llama, options, tokenizer, tokens
 from transformers import LlamaForSequenceClassification
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 
 import halfstep
-from halfstep.errors import RecipeError
+from halfstep.errors import OptimizerError, RecipeError
+from halfstep.memory import stored_bytes
 from tiny import are_same, assert_same, copied
 
 
@@ -96,3 +99,29 @@ def test_trls_default_precision_is_refused(tmp_path):
     told.bf16 = True  # what it is by default where there is a GPU
     with pytest.raises(RecipeError, match=r"bf16=True beside recipe 'fp32'.*TRL's arguments have bf16=True by default"):
         Preferring(llama(), llama(), told, recipe="fp32", train_dataset=pairs(), processing_class=tokenizer())
+
+
+@pytest.mark.slow  # test_qlora.py asks the same of Trainer
+def test_sft_trains_adapters_beside_codes():
+    """Bit for bit as over a base that is stored whole, whose products round its weights to the same values."""
+    trainers, first = [], None
+    for quantised in (False, True):
+        model = llama()
+        if quantised:
+            halfstep.quantize_model(model, "nf4", adapters=True)
+        model = adapted(model)
+        if quantised:  # PEFT's adapters begin in the dtype of what they adapt
+            set_peft_model_state_dict(model, first)
+        first = copied(get_peft_model_state_dict(model))
+        trainers.append(tuned("nf4", model, max_steps=3))
+    whole, codes = trainers
+    assert codes.losses == whole.losses
+    assert_same(get_peft_model_state_dict(codes.model), get_peft_model_state_dict(whole.model))
+    assert stored_bytes(codes.model) < 0.6 * stored_bytes(whole.model)
+
+
+def test_sft_over_codes_says_that_adapters_are_missing():
+    model = llama()
+    halfstep.quantize_model(model, "nf4", adapters=True)
+    with pytest.raises(OptimizerError, match="nothing to train beside its codes: add adapters first"):
+        tuned("nf4", model)

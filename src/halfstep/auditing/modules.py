@@ -60,8 +60,10 @@ def products(model: nn.Module) -> set[str]:
 
 def frozen_norms(model: nn.Module) -> Iterator[str]:
     """The parameters of norms that do not train in blocks of which all else does; those with running statistics are
-    frozen on purpose.
+    frozen on purpose, and so are all of a base whose adapters train beside its codes.
     """
+    if any(getattr(vars(module).get("_halfstep"), "adapts", False) for module in model.modules()):
+        return
     norms = {module for module in model.modules() if _is_norm(module)}
     for path, parent in model.named_modules():
         own = {name: child for name, child in parent.named_children() if child in norms}

@@ -19,7 +19,7 @@ from halfstep.nn.dtypes import store
 from halfstep.nn.layers import ModuleFilter
 from halfstep.nn.stages import schedule_of
 from halfstep.optim import LossScaler, LowBit
-from halfstep.preparation import full_weights, optimize
+from halfstep.preparation import adapts, full_weights, optimize
 from halfstep.recipe import Recipe, get_recipe
 from halfstep.recipe.origin import check_change
 
@@ -98,6 +98,8 @@ class HalfstepPrecision(Precision):
         if applied is None:
             self._masters = full_weights(module, self.recipe)
             self._mastered = {*self._masters}
+            if adapts(module, self.recipe):
+                return module
             apply(module, self.recipe, self._module_filter)
             if self.recipe.codes is not None:  # before DDP looks at the parameters
                 hold(module, applied_to(module).rounded, self.recipe.codes)

@@ -55,7 +55,7 @@ KINDS: tuple[Kind, ...] = (linear, conv1d, falcon, attention, experts, convoluti
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _FEW = 0.1
-_NO_MATRIX = ("embed", "pos", "table", "token", "bias")
+_NO_MATRIX = ("embed", "pos", "table", "token", "bias", "A_log")  # the last is Mamba's decay of each state
 _TABLES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # nothing is multiplied by these
 _RECURRENT = (nn.RNNBase, nn.modules.rnn.RNNCellBase)
 
