@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import halfstep
 from families import slow_unless
 from halfstep.errors import RecipeError
 from halfstep.recipe import get_recipe
-from tiny import RECIPES
+from tiny import EVERY, RECIPES, assert_same, grads, model_for
 
 
 ROUNDING = [name for name in RECIPES if any(rule.linear.rounds for rule in get_recipe(name).rules)]
@@ -76,20 +77,22 @@ def test_export_for_any_batch(recipe):
         assert float((few - expected).norm()) <= 0.05 * float(expected.norm())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["fp32", "bf16-mixed", "fp8-delayed", "fp8-current", "coat", "fp8lm-o2"])
-def test_compiled_for_any_batch_from_the_beginning(recipe):
+@pytest.mark.quick("nvfp4")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it traces
+@pytest.mark.parametrize("recipe", EVERY)
+def test_compiled_for_any_size_from_the_beginning(recipe):
     torch._dynamo.reset()
-    model, x = made()
-    halfstep.apply(model.train(), recipe)
-    twin = copy.deepcopy(model)
-    compiled = torch.compile(twin, backend="aot_eager", dynamic=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, as it traces
-        for rows in (96, 40):
-            y, expected = compiled(x[:rows]), model(x[:rows])
-            assert torch.equal(y, expected)
-            for loss in (y.square().mean(), expected.square().mean()):
-                loss.backward()
-            for p, stock in zip(twin.parameters(), model.parameters(), strict=True):
-                assert torch.equal(p.grad.float(), stock.grad.float())
+    halfstep.apply(model := model_for(recipe), recipe)
+    twin, graphs = copy.deepcopy(model), CompileCounterWithBackend("aot_eager")
+    compiled, traced = torch.compile(twin, backend=graphs, fullgraph=True, dynamic=True), []
+    for sizes in ((4, 6), (3, 6), (4, 9)):  # a smaller last batch, then longer sequences
+        x = torch.randn(*sizes, 8)
+        y, expected = compiled(x), model(x)
+        assert torch.equal(y, expected)
+        for loss in (y.square().mean(), expected.square().mean()):
+            loss.backward()
+        assert_same(grads(twin), grads(model))
+        for each in (twin, model):
+            halfstep.advance(each)
+        traced.append(graphs.frame_count)
+    assert traced[1:] == traced[:-1]

@@ -1,4 +1,4 @@
-"""Hadamard transforms of blocks: a kernel where one supports the call, else the reference; an operator draws signs."""
+"""Hadamard transforms of blocks: a kernel where one supports the call, else the reference; and as operators."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from halfstep.kernels.gpu import rotated as gpu_rotated
 def rotate(x: Tensor, signs: Tensor, dim: int = -1) -> Tensor:
     """`quant.rotate`."""
     if torch.compiler.is_compiling():
-        return quant.rotate(x, signs, dim)
+        return torch.ops.halfstep.rotate(x, signs, dim)  # type: ignore[no-any-return]
     if rotated.supports(x := x.contiguous(), signs, dim):
         return rotated.run(x, signs, dim)
     if x.is_cuda and gpu_rotated.supports(x, signs, dim):
         return gpu_rotated.run(x, signs, dim)
     return quant.rotate(x, signs, dim)
+
+
+def _rotated_like(x: Tensor, signs: Tensor, dim: int) -> Tensor:
+    """A tensor of the result's shape and dtype: a graph's sizes are unknowns, and Dynamo may not compute with them."""
+    shape = list(x.shape)
+    shape[dim] = -(-shape[dim] // len(signs)) * len(signs)
+    return x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _draw_signs(lhs: Tensor, rhs: Tensor, out: Tensor) -> None:
@@ -28,6 +35,9 @@ def _draw_signs(lhs: Tensor, rhs: Tensor, out: Tensor) -> None:
 
 
 _LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
+_LIBRARY.define("rotate(Tensor x, Tensor signs, int dim) -> Tensor")
+_LIBRARY.impl("rotate", rotate, "CompositeExplicitAutograd")
+_LIBRARY.impl("rotate", _rotated_like, "Meta")
 _LIBRARY.define("draw_signs(Tensor lhs, Tensor rhs, Tensor(a!) out) -> ()")
 _LIBRARY.impl("draw_signs", _draw_signs, "CompositeExplicitAutograd")
 _LIBRARY.impl("draw_signs", lambda lhs, rhs, out: None, "Meta")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -43,6 +45,13 @@ class Clamp:
             raise QuantizationError(unknown("tile of a clamp", self.tile, TILES))
         if self.estimate not in ESTIMATES:
             raise QuantizationError(unknown("estimate of a clamp", self.estimate, ESTIMATES))
+        _ = self.text  # known from here on: a traced graph cannot take a cached property's lock
+
+    @cached_property
+    def text(self) -> str:
+        """Its fields, as operators of a traced graph are told of them: of numbers `torch.compile(dynamic=True)` makes
+        inputs of the graph."""
+        return json.dumps(asdict(self))
 
     def __str__(self) -> str:
         how = "" if self.estimate == "exact" else f" by {self.estimate}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+import json
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -51,6 +52,13 @@ class Estimator:
             )
         if self.cap is not None and not 0 < self.cap <= torch.finfo(torch.float32).max:
             raise QuantizationError(f"an estimator with cap = {self.cap}; expected a positive number, or None")
+        _ = self.text  # known from here on: a traced graph cannot take a cached property's lock
+
+    @cached_property
+    def text(self) -> str:
+        """Its fields, as operators of a traced graph are told of them: of numbers `torch.compile(dynamic=True)` makes
+        inputs of the graph."""
+        return json.dumps(asdict(self))
 
     def __str__(self) -> str:
         return f"estimator k={self.k:g}" + ("" if self.cap is None else f" cap={self.cap:g}")

@@ -23,7 +23,7 @@ from halfstep.quant.rounding import Seed, derive_seed, noise_bits
 ANEW = "anew"
 _SIGNS = "the signs of a Hadamard transform"
 _WORD = 32  # signs that a whole number holds
-_NVFP4 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+_NVFP4 = "+++-+------+-+--"
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class Hadamard:
         return f"Hadamard {self.size}" + ("" if self.seed is None else f", signs {self.seed}")
 
     @cached_property
-    def _fixed(self) -> tuple[float, ...]:
-        """The signs that do not change; none where they are drawn."""
+    def _fixed(self) -> str:
+        """The signs that do not change, `+` or `-`; none where they are drawn. Text, since of numbers
+        `torch.compile(dynamic=True)` makes unknowns."""
         if self.seed is None:
-            return tuple(map(float, _NVFP4))
+            return _NVFP4
         if self.seed == ANEW:
-            return ()
-        assert isinstance(self.seed, int)
-        return tuple(1.0 - 2.0 * (derive_seed(self.seed, i) >> 63) for i in range(self.size))
+            return ""
+        return "".join("+-"[derive_seed(int(self.seed), i) >> 63] for i in range(self.size))
 
     @property
     def still(self) -> Hadamard:
@@ -90,11 +90,11 @@ class Hadamard:
         there = None if device is None else torch.device(device)
         on_gpu = there is not None and there.type == "cuda" and not torch.compiler.is_compiling()
         if self._fixed:
-            negative = [s < 0 for s in self._fixed]
+            negative = [sign == "-" for sign in self._fixed]
             return (
                 _made_there(_words(negative), self.size, there)
                 if on_gpu
-                else torch.tensor(self._fixed, device=device, dtype=torch.float32)
+                else torch.tensor([-1.0 if minus else 1.0 for minus in negative], device=device, dtype=torch.float32)
             )
         if seed is not None:
             return _made_of(seed, self.size, there)

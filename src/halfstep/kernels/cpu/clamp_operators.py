@@ -5,6 +5,8 @@ As in `operators`, an operator under `torch.compile` is one opaque node that wri
 
 from __future__ import annotations
 
+import json
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ def bounds(x: Tensor, clamp: Clamp) -> Tensor:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = torch.empty(2, x.shape[0] if clamp.tile == "row" else 1, dtype=wide, device=x.device)
     if torch.compiler.is_compiling():
-        torch.ops.halfstep.quantiles(x, out, clamp.quantile, clamp.tile, clamp.estimate)
+        torch.ops.halfstep.quantiles(x, out, clamp.text)
     else:
         bounds_into(x, out, clamp)
     return out
@@ -173,7 +175,7 @@ def estimate(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: Tensor | Non
         estimate_into(grad, x, quantizer, factor)
         return grad
     rows, columns, rule = (s.tile.rows, s.tile.columns, s.rule.text) if s else (0, 0, None)
-    torch.ops.halfstep.estimate(grad, x, factor, quantizer.format.key, rows, columns, rule, estimator.k, estimator.cap)
+    torch.ops.halfstep.estimate(grad, x, factor, quantizer.format.key, rows, columns, rule, estimator.text)
     return grad
 
 
@@ -196,8 +198,8 @@ def estimate_into(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: Tensor 
 # ---- the same as operators, for torch.compile -----------------------------------------------------------------------
 
 
-def _quantiles(x: Tensor, out: Tensor, quantile: float, tile: str, estimate: str) -> None:
-    bounds_into(x.contiguous(), out, Clamp(quantile, tile, estimate))
+def _quantiles(x: Tensor, out: Tensor, clamp: str) -> None:
+    bounds_into(x.contiguous(), out, Clamp(**json.loads(clamp)))
 
 
 def _round_rows(
@@ -213,21 +215,20 @@ def _sparse_product(whole: Tensor, other: Tensor, scale: Tensor | None, out: Ten
 
 
 def _estimate(
-    grad: Tensor, x: Tensor, factor: Tensor | None, key: str, rows: int, columns: int, rule: str | None, k: float,
-    cap: float | None,
-) -> None:  # fmt: skip
+    grad: Tensor, x: Tensor, factor: Tensor | None, key: str, rows: int, columns: int, rule: str | None, estimator: str
+) -> None:
     scales = None if rule is None else Scales(Tile(rows, columns), from_text(rule))
-    quantizer = Quantizer(formats.from_key(key), scales=scales, estimator=Estimator(k, cap))
+    quantizer = Quantizer(formats.from_key(key), scales=scales, estimator=Estimator(**json.loads(estimator)))
     estimate_into(grad, as_rows(x), quantizer, factor)
 
 
 _OPERATORS = {
-    "quantiles(Tensor x, Tensor(a!) out, float quantile, str tile, str estimate) -> ()": _quantiles,
+    "quantiles(Tensor x, Tensor(a!) out, str clamp) -> ()": _quantiles,
     "round_rows(Tensor x, Tensor? bounds, Tensor factor, Tensor(a!) out, str key, str rounding, Tensor? seed, "
     "int? steps) -> ()": _round_rows,
     "sparse_product(Tensor whole, Tensor other, Tensor? scale, Tensor(a!) out, bool down) -> ()": _sparse_product,
-    "estimate(Tensor(a!) grad, Tensor x, Tensor? factor, str key, int rows, int columns, str? rule, float k, "
-    "float? cap) -> ()": _estimate,
+    "estimate(Tensor(a!) grad, Tensor x, Tensor? factor, str key, int rows, int columns, str? rule, "
+    "str estimator) -> ()": _estimate,
 }
 for _schema, _function in _OPERATORS.items():
     _LIBRARY.define(_schema)

@@ -54,10 +54,14 @@ class Scaling(ABC):
     """Whether the scale is a tile's amax / max in float32, rounded to bfloat16 and kept so."""
     two_level: ClassVar[bool] = False
     """Whether the scales are amax / max / tensor_scale in E4M3, with one `tensor_scale` apart: a `TwoLevel`."""
-    part: ClassVar[float] = 1.0
     inner: ClassVar[Scaling | None] = None
     """A rule of powers of two, where this one is that rule for `part` of the numbers: products take the values that it
     leaves, and 1 / part as a scale of the whole tensor."""
+
+    @property
+    def part(self) -> float:
+        """What `inner` takes of the numbers: a property, since traced graphs take a class's floats for unknowns."""
+        return 1.0
 
     def __init_subclass__(cls) -> None:
         """What kernels are told of a `scale` holds of that method: a class with another one says it anew."""

@@ -22,8 +22,11 @@ class ThreeQuarters(Scaling):
 
     holds = below.holds
     multiplies = True
-    part = 0.75
     inner = below
+
+    @property
+    def part(self) -> float:
+        return 0.75
 
     def scale(self, x: Tensor, tile: Tile, element: Format) -> tuple[Stored, Tensor]:
         stored, power = below.scale(x * self.part, tile, element)
