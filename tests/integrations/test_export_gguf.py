@@ -1,12 +1,14 @@
 """GGUF files: gguf's own reader returns the values that our quantizers made, under llama.cpp's names and order."""
 
 import copy
+import itertools
 import json
 import math
 
 import gguf
 import pytest
 import torch
+from made_tokenizers import KINDS, TEMPLATE, made_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import halfstep
@@ -151,11 +153,11 @@ def test_what_gguf_does_not_hold_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"Qwen2ForCausalLM cannot be written as GGUF here; expected one of Llama"):
         halfstep.export(qwen, path, "gguf-bf16")
     for given, match in (
-        ({"tokenizer": tmp_path}, "hold none: llama.cpp takes and gives token numbers"),
+        ({"tokenizer": tmp_path / "none"}, "is not a folder; name one that holds"),
         ({"dtype": "bf16"}, "take gguf-bf16"),
         ({"max_shard_size": "1GB"}, "GGUF is one file"),
     ):
-        with pytest.raises(LayoutError, match=match):
+        with pytest.raises((CheckpointError, LayoutError), match=match):
             halfstep.export(llama(), path, "gguf-f32", **given)
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(ModelError, match=r"rotary positions of type 'dynamic' is another model in llama.cpp"):
@@ -186,3 +188,78 @@ def test_layers_without_whole_blocks_are_values(tmp_path):
     ours = quantized(llama(intermediate_size=80), "mxfp4")
     assert types["blk.1.ffn_down.weight"] == "BF16"
     assert (values["blk.1.ffn_down.weight"] == ours.model.layers[1].mlp.down_proj.weight).all()
+
+
+# ---- tokenizers -----------------------------------------------------------------------------------------------------
+
+
+def fields(path):
+    """What a file says under `tokenizer.`, without that."""
+    found = gguf.GGUFReader(path).fields
+    return {name.removeprefix("tokenizer."): f.contents() for name, f in found.items() if name.startswith("tokenizer.")}
+
+
+@pytest.mark.quick("gpt-2", "llama")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_is_in_the_file(kind, tmp_path):
+    made = made_tokenizer(kind, tmp_path / "folder")
+    done = halfstep.export(llama(vocab_size=1000), tmp_path / "m.gguf", "gguf-f32", tokenizer=tmp_path / "folder")
+    said, vocabulary = fields(tmp_path / "m.gguf"), made.get_vocab()
+    assert done.tokenizer == kind
+    assert f"tokenizer: {kind}" in str(done)
+    assert (said["ggml.model"], said["ggml.pre"]) == (("llama", "default") if kind == "llama" else ("gpt2", kind))
+    assert {token: number for number, token in enumerate(said["ggml.tokens"][: len(vocabulary)])} == vocabulary
+    assert said["ggml.tokens"][len(vocabulary) :] == [f"[PAD{number}]" for number in range(len(vocabulary), 1000)]
+    assert said["chat_template"] == TEMPLATE
+    types = {
+        token: gguf.TokenType(value) for token, value in zip(said["ggml.tokens"], said["ggml.token_type"], strict=True)
+    }
+    assert types["[PAD999]"] == gguf.TokenType.UNUSED
+    assert types[made.eos_token] == gguf.TokenType.CONTROL
+    assert types["<mine>"] == gguf.TokenType.USER_DEFINED
+    assert (said["ggml.bos_token_id"], said["ggml.eos_token_id"]) == (made.bos_token_id, made.eos_token_id)
+    assert said["ggml.add_bos_token"] == (made("a")["input_ids"][0] == made.bos_token_id) == (kind != "gpt-2")
+    if kind == "llama":
+        assert types["<0x41>"] == gguf.TokenType.BYTE
+        assert said["ggml.add_space_prefix"]
+        scores = said["ggml.scores"]
+        firsts = [vocabulary["".join(pair)] for pair in json.loads(made.backend_tokenizer.to_str())["model"]["merges"]]
+        assert all(scores[one] >= scores[two] for one, two in itertools.pairwise(firsts))
+    else:
+        merges = json.loads(made.backend_tokenizer.to_str())["model"]["merges"]
+        assert said["ggml.merges"] == [" ".join(pair) for pair in merges]
+
+
+def test_tokenizers_that_llama_cpp_would_not_follow(tmp_path):
+    def refused(change, words, size=1000, kind="gpt-2"):
+        folder = tmp_path / words
+        made_tokenizer(kind, folder)
+        said = json.loads((folder / "tokenizer.json").read_text())
+        change(said)
+        (folder / "tokenizer.json").write_text(json.dumps(said))
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "TokenizersBackend"}))
+        with pytest.raises(LayoutError, match=words):
+            halfstep.export(llama(vocab_size=size), tmp_path / "m.gguf", "gguf-f32", tokenizer=folder)
+        assert not (tmp_path / "m.gguf").exists()
+
+    out = "leave the tokenizer out"
+    refused(
+        lambda said: said["pre_tokenizer"].update(add_prefix_space=True),
+        rf"type BPE that cuts text by ByteLevel.*{out}",
+    )
+    refused(lambda said: said.update(pre_tokenizer={"type": "Whitespace"}), "cuts text by Whitespace")
+    refused(lambda said: said.update(normalizer={"type": "Lowercase"}), "type BPE that cuts text by Byte")
+    refused(lambda said: said["model"].update(ignore_merges=True), "that cuts text by ByteLevel")
+    refused(lambda said: None, "a tokenizer of 601 tokens for a model of 64", size=64)
+    refused(lambda said: said["model"]["merges"].pop(5), f"no merge joins .*{out}", kind="llama")
+
+    def moved(said):  # one of two ways to a token after all others
+        merges = said["model"]["merges"]
+        first = next(i for i, (one, two) in enumerate(itertools.pairwise(merges)) if "".join(one) == "".join(two))
+        merges.append(merges.pop(first))
+
+    refused(moved, "merges of a token are apart", kind="llama")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(LayoutError, match="no tokenizer can be read"):
+        halfstep.export(llama(), tmp_path / "m.gguf", "gguf-f32", tokenizer=tmp_path / "empty")

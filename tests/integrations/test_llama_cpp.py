@@ -8,6 +8,7 @@ import ctypes
 import numpy as np
 import pytest
 import torch
+from made_tokenizers import KINDS, made_tokenizer, texts
 from test_export_gguf import gpt2, llama
 
 import halfstep
@@ -63,3 +64,30 @@ def test_its_logits_are_those_of_the_weights_in_the_file(make, format, recipe, b
     clear = first - second > 2 * (found - expected).abs().amax(-1)
     assert torch.equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])
     assert clear.sum() > 12
+
+
+def tokens_of(vocabulary, text, special):
+    """What llama.cpp makes of a text: with the tokens of its ends, and special ones that it names."""
+    data, room = text.encode(), 2 * len(text.encode()) + 8
+    found = (cpp.llama_token * room)()
+    count = cpp.llama_tokenize(vocabulary, data, len(data), found, room, True, special)
+    assert count >= 0
+    return list(found[:count])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_tokens_are_those_of_transformers(kind, tmp_path):
+    made = made_tokenizer(kind, tmp_path / "folder")
+    halfstep.export(llama(vocab_size=1000), tmp_path / "m.gguf", "gguf-f32", tokenizer=tmp_path / "folder")
+    options = cpp.llama_model_default_params()
+    options.vocab_only = True
+    model = cpp.llama_model_load_from_file(str(tmp_path / "m.gguf").encode(), options)
+    vocabulary = cpp.llama_model_get_vocab(model)
+    strange = ["", "a", "two\n\n\nlines\t", "é ü 日本語 🚀🚀 \u200d", "I'LL don't 1234567 3.14", "\r\n \r\n"]
+    for text in (*texts(), *strange):
+        assert tokens_of(vocabulary, text, False) == made(text)["input_ids"]
+    for text in (" ", "  two"):  # SentencePiece begins any text with a space, and transformers one that has none
+        assert (tokens_of(vocabulary, text, False) == made(text)["input_ids"]) == (kind != "llama")
+    named = f"one{made.eos_token}<mine>"
+    assert tokens_of(vocabulary, named, True) == made(named)["input_ids"]
+    cpp.llama_model_free(model)

@@ -27,6 +27,7 @@ def export(
         typer.Option("--dtype", help="Of what is not in codes: bf16, fp16, fp32; left out: as it is stored."),
     ] = None,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of one safetensors file.")] = "5GB",
+    tokenizer: Annotated[bool, typer.Option(help="Whether the tokenizer of MODEL's folder is written too.")] = True,
     listing: Annotated[
         bool, typer.Option("--list", help="List the formats, those that hold a recipe's weights with --recipe.")
     ] = False,
@@ -53,8 +54,12 @@ def export(
         loaded = load_model(model).model
         progress("rounding and writing")
         source = Path(model).expanduser() if ":" not in model else None
-        beside = {"dtype": dtype} if format in GGUF else {"dtype": dtype or _stored(source), "tokenizer": source}
-        done = write(loaded, output, format, recipe=recipe, max_shard_size=max_shard_size, **beside)
+        stored = dtype if format in GGUF else dtype or _stored(source)
+        has = source is not None and (format not in GGUF or any(source.glob("tokenizer*")))
+        beside = source if tokenizer and has else None
+        done = write(
+            loaded, output, format, recipe=recipe, dtype=stored, max_shard_size=max_shard_size, tokenizer=beside
+        )
     if as_json:
         show_json({**vars(done), "path": str(done.path)})
     else:

@@ -115,7 +115,7 @@ def laid_out(model: nn.Module, layout: Layout | None = None, dtype: torch.dtype 
         notes[path] = {key: value for key, value in told.items() if value not in ({}, None)}
     for path, module in _convolutions(model):
         kept[path] = f"it is a {type(module).__name__}, and the layout is one of nn.Linear"
-        whole = quantized_weight(module, "weight", module.weight.new_empty(0, dtype=torch.float32))
+        whole: Any = quantized_weight(module, "weight", module.weight.new_empty(0, dtype=torch.float32))
         rest[f"{path}.weight"] = whole.scaled().to(module.weight.dtype)
     if not notes:
         why = next(iter(kept.values()), "no weight of it is in codes")

@@ -48,7 +48,7 @@ def write_pretrained(
     made = laid_out(model, layout, dtype)
     tensors = published(model, made.plain | made.codes)
     codes = {layer: made.codes[f"{layer}.{made.layout.codes}"] for layer in made.quantized}
-    left = {layer: model.get_submodule(layer) for layer in made.ignored}
+    left: dict[str, Any] = {layer: model.get_submodule(layer) for layer in made.ignored}
     whole = {layer: module.weight for layer, module in left.items() if hasattr(module, "weight")}
     names = published_layers(model, codes | whole)
     lost = next((layer for layer in codes if f"{names.get(layer)}.{made.layout.codes}" not in tensors), None)

@@ -51,13 +51,17 @@ class Exported:
     """The layers whose weights are codes."""
     kept: dict[str, str]
     """The layers that the recipe rounds and the file has as rounded values, with the reason."""
+    tokenizer: str = ""
+    """Of a GGUF file: what llama.cpp calls its kind of tokenizer, empty where it has none."""
 
     def __str__(self) -> str:
         how = f"as {self.recipe} rounds it" if self.recipe else "as it was"
         lines = [f"{self.path}: {self.format}, {how}, {self.nbytes:,} bytes"]
         lines += [f"  in codes: {len(self.quantized)} layers"] if self.quantized else []
         lines += [f"  values, rounded: {path}: {why}" for path, why in self.kept.items()]
-        lines += ["  no tokenizer: llama.cpp takes and gives token numbers"] if self.format in GGUF else []
+        lines += [f"  tokenizer: {self.tokenizer}"] if self.tokenizer else []
+        without = self.format in GGUF and not self.tokenizer
+        lines += ["  no tokenizer: llama.cpp takes and gives token numbers"] if without else []
         return "\n".join(lines)
 
 
@@ -86,7 +90,8 @@ def export(
         recipe: of a stock model: how its weights are rounded.
         dtype: of what is not in codes (`"bf16"`, `"fp16"`, `"fp32"`); None leaves it as it is. Not for GGUF.
         max_shard_size: of one safetensors file. Not for GGUF.
-        tokenizer: a folder whose tokenizer's files are copied too. Not for GGUF.
+        tokenizer: a folder whose tokenizer's files are copied too. In a GGUF file they become its tokenizer: GPT-2's or
+            Llama 3's byte-level BPE, or Llama's BPE that falls back to bytes.
 
     Raises:
         LayoutError: an unknown format, one that does not hold the recipe's weights bit for bit, or one that has no
@@ -105,8 +110,8 @@ def export(
             "halfstep.quantize_model and save its state_dict()"
         )
     if isinstance(format, str) and format in GGUF:
-        _check_gguf(dtype, max_shard_size, tokenizer)
-        return _gguf(model, path, format, recipe)
+        _check_gguf(dtype, max_shard_size)
+        return _gguf(model, path, format, recipe, tokenizer)
     quantized, layout = _quantized(model, recipe), None if format is None else get_layout(format)
     made = write_pretrained(quantized, path, layout, stored, max_shard_size, _beside(tokenizer))
     nbytes = sum(file.stat().st_size for file in path.iterdir())
@@ -119,13 +124,8 @@ def check_format(format: str | Layout | None) -> None:
         raise LayoutError(unknown("format", format, [*list_layouts(), *GGUF]))
 
 
-def _check_gguf(dtype: str | torch.dtype | None, max_shard_size: int | str, tokenizer: str | Path | None) -> None:
+def _check_gguf(dtype: str | torch.dtype | None, max_shard_size: int | str) -> None:
     """Refuse what a GGUF file has no place for."""
-    if tokenizer is not None:
-        raise LayoutError(
-            f"tokenizer={str(tokenizer)!r} is given, and GGUF files written here hold none: llama.cpp takes and gives "
-            "token numbers. Leave it out, and tokenize with the folder"
-        )
     if dtype is not None:
         raise LayoutError(
             f"dtype={str(dtype)!r} is given, and a GGUF format says it by its name: leave it out, and take gguf-bf16 "
@@ -138,14 +138,16 @@ def _check_gguf(dtype: str | torch.dtype | None, max_shard_size: int | str, toke
         )
 
 
-def _gguf(model: nn.Module, path: Path, format: str, recipe: str | Recipe | None) -> Exported:
+def _gguf(
+    model: nn.Module, path: Path, format: str, recipe: str | Recipe | None, tokenizer: str | Path | None
+) -> Exported:
     """A GGUF file: as it is of a model whose weights no recipe rounds, and none is to."""
-    found = vars(model).get("_halfstep")
+    found, folder = vars(model).get("_halfstep"), None if tokenizer is None else _folder(tokenizer)
     plain = recipe is None and not (isinstance(found, Applied) and (found.quantized or _rounds(found.recipe)))
     write: Any = import_module("halfstep.serving.gguf").write_gguf
     made = model if plain else _quantized(model, recipe)
-    name, quantized, kept = write(made, path, format, halfstep.__version__)
-    return Exported(path, format, name, path.stat().st_size, quantized, kept)
+    name, kind, quantized, kept = write(made, path, format, halfstep.__version__, folder)
+    return Exported(path, format, name, path.stat().st_size, quantized, kept, kind)
 
 
 def _quantized(model: nn.Module, recipe: str | Recipe | None) -> nn.Module:
@@ -184,10 +186,15 @@ def _beside(folder: str | Path | None) -> list[Path]:
     """A tokenizer's files, and a processor's."""
     if folder is None:
         return []
-    path = Path(folder).expanduser()
-    if not path.is_dir():
-        raise CheckpointError(f"tokenizer={str(folder)!r} is not a folder; name one that holds a tokenizer's files")
+    path = _folder(folder)
     return sorted({file for pattern in _BESIDE for file in path.glob(pattern) if file.is_file()})
+
+
+def _folder(tokenizer: str | Path) -> Path:
+    path = Path(tokenizer).expanduser()
+    if not path.is_dir():
+        raise CheckpointError(f"tokenizer={str(tokenizer)!r} is not a folder; name one that holds a tokenizer's files")
+    return path
 
 
 def _rounding() -> list[str]:

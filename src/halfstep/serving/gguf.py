@@ -1,4 +1,4 @@
-"""Write a model as a GGUF file, which llama.cpp loads: Llama and GPT-2, without a tokenizer.
+"""Write a model as a GGUF file, which llama.cpp loads: Llama and GPT-2.
 
 Source: llama.cpp, convert_hf_to_gguf.py (names, transposes, the order of rows that its rotary positions expect) and
 gguf-py (types of blocks).
@@ -29,6 +29,7 @@ from halfstep.nn.unit.scale import is_unit_scaled
 from halfstep.ops import Quantized
 from halfstep.quant.pack import pack, unpack
 from halfstep.recipe import to_data
+from halfstep.serving.gguf_tokenizer import write_tokenizer
 
 
 try:
@@ -76,16 +77,18 @@ class _Architecture:
         )
 
 
-def write_gguf(model: nn.Module, path: Path, format: str, version: str) -> tuple[str, tuple[str, ...], dict[str, str]]:
-    """Write a quantised or a stock model to a new file.
+def write_gguf(
+    model: nn.Module, path: Path, format: str, version: str, tokenizer: Path | None
+) -> tuple[str, str, tuple[str, ...], dict[str, str]]:
+    """Write a quantised or a stock model to a new file, and the tokenizer of a folder.
 
     Returns:
-        The recipe's name, empty for a stock model; the layers whose codes are the file's; and those that the model has
-        in codes and the file as their values, with the reason.
+        The recipe's name, empty for a stock model; the tokenizer's kind, empty where there is none; the layers whose
+        codes are the file's; and those that the model has in codes and the file as their values, with the reason.
 
     Raises:
         ModelError: a kind of model that is neither Llama's nor GPT-2's, or one with options that llama.cpp's has not.
-        LayoutError: the format is MXFP4 and the recipe's weights are not.
+        LayoutError: the format is MXFP4 and the recipe's weights are not; as `write_tokenizer`.
         CheckpointError: there is something at `path`, or it cannot be written.
     """
     refuse_existing(path)
@@ -104,7 +107,9 @@ def write_gguf(model: nn.Module, path: Path, format: str, version: str) -> tuple
     kind.describe(writer, config)
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(getattr(gguf.LlamaFileType, file_type))
-    writer.add_string("tokenizer.ggml.model", "no_vocab")
+    if tokenizer is None:
+        writer.add_tokenizer_model("no_vocab")
+    kind_of_tokenizer = "" if tokenizer is None else write_tokenizer(writer, tokenizer, config.vocab_size)
     writer.add_quantized_by(f"halfstep {version}")
     recipe = applied_to(model).recipe if quantized else None
     said = {"halfstep": version, "layout": format, "recipe": None if recipe is None else to_data(recipe)}
@@ -135,7 +140,8 @@ def write_gguf(model: nn.Module, path: Path, format: str, version: str) -> tuple
         raise CheckpointError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
     finally:
         partial.unlink(missing_ok=True)
-    return recipe.name if recipe else "", tuple(name.removesuffix(".weight") for name in codes), kept
+    done = recipe.name if recipe else ""
+    return done, kind_of_tokenizer, tuple(name.removesuffix(".weight") for name in codes), kept
 
 
 def _codes(made: dict[str, Quantized], format: str) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
