@@ -66,6 +66,22 @@ def test_its_logits_are_those_of_the_weights_in_the_file(make, format, recipe, b
     assert clear.sum() > 12
 
 
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "linear"}, {"rope_type": "llama3", **LLAMA3}])
+def test_it_scales_rotary_positions_as_we_do(scaling, tmp_path):
+    parameters = {"rope_theta": 10000.0, "factor": 4.0, **scaling}
+    model, plain = llama(rope_parameters=parameters).eval(), llama().eval()
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *plain.parameters()):
+            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
+        expected, other = model(TOKENS[None]).logits[0], plain(TOKENS[None]).logits[0]
+    halfstep.export(model, tmp_path / "model.gguf", "gguf-f32")
+    assert float((logits_of(tmp_path / "model.gguf") - expected).norm() / expected.norm()) < 1e-5
+    assert float((other - expected).norm() / expected.norm()) > 0.01
+
+
 def tokens_of(vocabulary, text, special):
     """What llama.cpp makes of a text: with the tokens of its ends, and special ones that it names."""
     data, room = text.encode(), 2 * len(text.encode()) + 8
