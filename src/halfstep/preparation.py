@@ -23,6 +23,7 @@ from halfstep.nn.projections import projections
 from halfstep.nn.ranks import check_ranks
 from halfstep.nn.schedule import Schedule, check_total
 from halfstep.nn.stages import Steps
+from halfstep.nn.stock_steps import end_watch
 from halfstep.optim import LossScaler, LowBit, check_moments, check_optimizer, convert
 from halfstep.optim.present import Reference
 from halfstep.optim.seeds import are_several, first_ranks
@@ -259,6 +260,7 @@ def _optimized(
 ) -> tuple[LowBit, LossScaler]:
     applied = applied_to(model)
     recipe = applied.recipe
+    end_watch(model)
     scaler, steps = _scaler(model, recipe, *groups, recipe_change)
     if recipe.codes is not None:
         hold(model, applied.rounded, recipe.codes)

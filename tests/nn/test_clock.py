@@ -439,7 +439,7 @@ class Layered(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["fp8-delayed", "fp8-delayed-megatron", "fp8lm-o1"])
-@pytest.mark.filterwarnings("ignore:.* is called outside .*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.* is called outside .*:UserWarning", "ignore:.* and not as codes:UserWarning")
 @pytest.mark.parametrize("called", ["root", "parts"])
 def test_a_part_that_is_frozen_or_in_eval_keeps_histories_as_the_others(name, called):
     """Small activations and gradients pass through it from the first step on, and its factors follow them."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from halfstep.bits.scan import Scan
 from halfstep.bits.table import WIDTH, held_bits
 from halfstep.formats import Float
+from halfstep.kernels.cpu import tables as kernel
 
 
 ENOUGH = 10.0
@@ -73,8 +74,7 @@ def fit(scan: Scan, narrow: Float, wide: Float | None, used: int = WIDTH) -> Fit
 
     Random mantissas are those of `wide`, or of as many bits as are `used`.
     """
-    most = np.minimum(_held(wide, scan), used)
-    return _fit(scan, np.minimum(held_bits(narrow, scan.table.lowest, len(scan.table.counts)), most), most)
+    return _fit(scan, *_ends(narrow, wide, scan.table.lowest, len(scan.table.counts), used))
 
 
 def could_mix(scan: Scan, most: int) -> bool:
@@ -88,7 +88,10 @@ def fit_bits(scan: Scan, wide: Sequence[Float | None], step: int | None = None) 
     """The evidence that values of random mantissas, which all of `wide` hold, would use more significant bits than
     these do, or not all be multiples of 2^step; the number of bits, or the step, was chosen to fit.
     """
-    table, most = scan.table, np.min([_held(one, scan) for one in wide], axis=0)
+    table, most = (
+        scan.table,
+        np.min([_ends(None, one, scan.table.lowest, len(scan.table.counts), WIDTH)[1] for one in wide], axis=0),
+    )
     few = np.full(most.size, table.significant_bits) if step is None else np.maximum(table.rows - step + 1, 0)
     found = _fit(scan, np.minimum(few, most), most).bits - np.log2(WIDTH if step is None else table.rows.size)
     return max(0.0, float(found))
@@ -99,30 +102,30 @@ def halved(scan: Scan, wide: Float | None) -> tuple[int, float]:
     are in use would not.
     """
     table = scan.table
-    most, unused = _unused(wide, table.lowest, len(table.counts), table.significant_bits)
-    free = np.bincount(unused, table.telling.ravel(), minlength=WIDTH).tolist()
+    _, most = _ends(None, wide, table.lowest, len(table.counts), table.significant_bits)
+    free = kernel.unused_bits(table.telling, most).tolist()
     count, left, above = sum(free), WIDTH - 1, free[-1]
     while 2 * above < count:
         left -= 1
         above += free[left]
     left = left if count else 0
     # At most (4p)^(n/2): the chance that half of n values do what each does with a chance of p = 2^-left.
-    evidence = count / 2 * (left - 2) * _weight(scan, int(count)) if left >= SHORT else 0.0
-    return most - left, float(evidence)
+    evidence = count / 2 * (left - 2) * _weight(scan, count) if left >= SHORT else 0.0
+    return int(most.max(initial=0)) - left, evidence
 
 
-@lru_cache(1 << 8)
-def _unused(wide: Float | None, lowest: int, count: int, used: int) -> tuple[int, NDArray[np.int64]]:
-    """The bits in use at most, and for each place of a table's counts those which its values leave unused."""
-    most = np.minimum(np.full(count, WIDTH - 1) if wide is None else held_bits(wide, lowest, count), used)
-    unused = np.maximum(most[:, None] - np.arange(WIDTH), 0).ravel()
-    unused.flags.writeable = False
-    return int(most.max(initial=0)), unused
-
-
-def _held(wide: Float | None, scan: Scan) -> NDArray[np.int64]:
-    count = len(scan.table.counts)
-    return np.full(count, WIDTH - 1) if wide is None else held_bits(wide, scan.table.lowest, count)
+@lru_cache(1 << 10)
+def _ends(
+    narrow: Float | None, wide: Float | None, lowest: int, count: int, used: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The significant bits of each exponent's values in a format and in a wider one (None: 53), of which so many are
+    used; read-only, for they are kept.
+    """
+    most, few = (np.full(count, WIDTH - 1) if one is None else held_bits(one, lowest, count) for one in (wide, narrow))
+    most = np.minimum(most, used)
+    few = np.minimum(few, most)
+    few.flags.writeable = most.flags.writeable = False
+    return few, most
 
 
 def _weight(scan: Scan, count: int) -> float:
@@ -132,17 +135,12 @@ def _weight(scan: Scan, count: int) -> float:
 
 
 def _fit(scan: Scan, few: NDArray[np.int64], most: NDArray[np.int64]) -> Fit:
-    table = scan.table
-    rows = np.arange(len(table.counts))
-    fitting = np.cumsum(table.telling, 1)
-    able = np.where(few < most, fitting[:, -1], 0)  # values that could fail to fit
-    held = np.where(few < most, fitting[rows, few], 0)
+    held, able, seen = kernel.fitting(scan.table.counts, scan.table.telling, few, most, SHORT)
+    count, (inside, short, filled) = int(held.sum()), seen.tolist()
+    beyond = scan.table.nonzero - inside
+    if not count:
+        return Fit(0, beyond, short=short, filled=filled)
     chance = (2.0 ** np.maximum(few - 1, 0) - 1) / (2.0 ** np.maximum(most - 1, 1) - 1)
     bits = float((held * -np.log2(np.where(held > 0, chance, 1.0))).sum())
-    count = int(held.sum())
-    expected = float((able * chance).sum() / able.sum()) if able.sum() else 0.0
-    shorter = np.maximum(most - SHORT, few)
-    short = int((fitting[rows, shorter] - fitting[rows, few]).sum())
-    beyond = table.nonzero - int(table.sums[rows, few].sum())
-    filled = int(np.where(few < most, table.telling[rows, few], 0).sum())
+    expected = float((able * chance).sum() / able.sum())
     return Fit(count, beyond, bits * _weight(scan, count), expected, short, filled)

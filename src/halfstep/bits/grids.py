@@ -19,6 +19,7 @@ from halfstep.bits.scan import Levels
 from halfstep.bits.table import tells
 from halfstep.bits.tiles import TILES
 from halfstep.formats import Float
+from halfstep.kernels.cpu import tables as kernel
 from halfstep.quant.tile import Tile
 
 
@@ -58,9 +59,19 @@ class Match:
     """The bits that steps as fine as the wider format's have there, and no value uses."""
 
     @property
+    def grid(self) -> str:
+        """The one of `GRIDS` that this is found on."""
+        return WHOLE if self.format.startswith(WHOLE) else self.format
+
+    @property
     def size(self) -> int:
         """The magnitudes of the format: of several that hold the values, the smallest says most."""
-        return 2 ** (int(self.format[3:]) - 1) - 1 if self.format.startswith(WHOLE) else _grid(self.format).size
+        return 2 ** (int(self.format[3:]) - 1) - 1 if self.grid == WHOLE else _grid(self.format).size
+
+    @property
+    def sure(self) -> bool:
+        """Whether no chance explains it, nor floating point its steps."""
+        return self.fit.bits >= CERTAIN and (self.grid != WHOLE or self.finer >= CERTAIN)
 
 
 def fit_levels(levels: Levels, wide: Float | None) -> Match | None:
@@ -90,13 +101,15 @@ def fit_tiles(places: Places, wide: Float | None) -> Match | None:
     thousands of tensors, and real blocks give hundreds of bits. Where only the first rows are such, the tiles beyond
     are counted in the match's fit.
     """
-    names = _suspects(places, wide)
-    for some in (places, places.first) if names else ():
-        for tile in TILES:
-            sure = (match for match in _fits(some, tile, names, wide) if match.fit.bits >= CERTAIN)
-            if (best := _best(sure)) is not None:
-                return best if some is places else _partly(best, places, tile, wide)
-    return None
+    if not (names := _suspects(places, wide)):
+        return None
+    begun = [(tile, matches) for tile in TILES if (matches := _fits(places.first, tile, names, wide))]
+    for tile, matches in begun:  # what the first tile does not fit, all do not
+        found = _fits(places, tile, [match.grid for match in matches], wide)
+        if (best := _best(match for match in found if match.sure)) is not None:
+            return best
+    bests = ((tile, _best(match for match in matches if match.sure)) for tile, matches in begun)
+    return next((_partly(best, places, tile, wide) for tile, best in bests if best is not None), None)
 
 
 def _best(matches: Iterable[Match]) -> Match | None:
@@ -110,17 +123,18 @@ def _best(matches: Iterable[Match]) -> Match | None:
 
 def _partly(match: Match, places: Places, tile: Tile, wide: Float | None) -> Match:
     """The same match, its fit the tiles that do and those that do not."""
-    name = WHOLE if match.format.startswith(WHOLE) else match.format
     tiles = [np.unique(np.abs(values)) for values in places.tiles(tile)]
-    held = [one.scale for levels in tiles if (one := _held(levels, name, wide, every=True)) is not None]
-    even = name == WHOLE and _even(held, wide)
+    held = [one.scale for levels in tiles if (one := _held(levels, match.grid, wide, every=True)) is not None]
+    even = match.grid == WHOLE and _even(held, wide)
     return replace(match, even=even, fit=replace(match.fit, held=len(held), beyond=len(tiles) - len(held)))
 
 
 def _even(steps: list[float], wide: Float | None) -> bool:
     """Whether most tiles have the same step."""
+    if len(steps) < 2:
+        return False
     near = np.abs(np.array(steps) - np.median(steps)) <= 4 * _relative(wide) * np.array(steps)
-    return len(steps) > 1 and 2 * int(near.sum()) > len(steps)
+    return 2 * int(near.sum()) > len(steps)
 
 
 def _suspects(places: Places, wide: Float | None) -> list[str]:
@@ -131,7 +145,8 @@ def _suspects(places: Places, wide: Float | None) -> list[str]:
     for levels in itertools.islice((levels for levels in corners if len(levels) > 1), _CORNERS):
         if not _ratio_of_a_grid(levels[-2] / levels[-1], levels[-1], wide):
             return []
-        names = [name for name in names if _held(np.array(levels), name, wide, every=True) is not None]
+        some = np.array(levels)
+        names = [name for name in names if _tops(some, name, wide, every=True).size]
     return names
 
 
@@ -156,7 +171,7 @@ def _relative(wide: Float | None) -> float:
 
 
 def _fits(places: Places, tile: Tile, names: list[str], wide: Float | None) -> list[Match]:
-    count, seen, steps, scales = 0, np.zeros(0), 0.0, list[float]()
+    count, seen, steps, scales = 0, np.zeros(0), 1.0, list[float]()
     finer = dict.fromkeys(names, 0.0)
     evidence = dict.fromkeys(names, -float(np.log2(len(TILES) * len(GRIDS))))
     for values in places.tiles(tile):
@@ -164,8 +179,10 @@ def _fits(places: Places, tile: Tile, names: list[str], wide: Float | None) -> l
         if levels.size == 1:  # fits every grid
             seen = np.union1d(seen, levels)
             continue
-        new = ~np.isin(levels[:-1], seen)
         found = {name: held for name in evidence if (held := _held(levels, name, wide)) is not None}
+        if not found:
+            return []
+        new = ~np.isin(levels[:-1], seen)
         evidence = {
             name: evidence[name] + max(float(held.bits[:-1][new].sum()) - held.chosen, 0.0)
             for name, held in found.items()
@@ -175,12 +192,10 @@ def _fits(places: Places, tile: Tile, names: list[str], wide: Float | None) -> l
         if WHOLE in found:
             scales.append(found[WHOLE].scale)
             steps = max(steps, (max(values.max(), 0) - min(values.min(), 0)) / scales[-1])
-        if not evidence:
-            break
         count, seen = count + levels.size, np.union1d(seen, levels)
     matches = []
     for name, bits in evidence.items():
-        if (named := _format(name, steps)) and (name != WHOLE or finer[name] >= CERTAIN):
+        if named := _format(name, steps):
             even = name == WHOLE and _even(scales, wide)
             matches.append(Match(named, tile, Fit(count, 0, max(bits, 0.0)), even, (), finer[name]))
     return matches
@@ -232,30 +247,38 @@ def _held(levels: Magnitudes, name: str, wide: Float | None, every: bool = False
     roundings to `wide` (its own and the largest one's) of a value of the grid times the scale. A random one would by
     the chance that this width has in the room between two values.
     """
-    grid = _grid(name)
-    if levels.size > grid.size:
+    tops = _tops(levels, name, wide, every)
+    if not tops.size:
         return None
-    tops = grid if every or name == WHOLE else grid[-_TOPS:]
-    for few in (levels[:_FEW], levels) if levels.size > 2 * _FEW else (levels,):
-        fits, bits = _each(few, levels[-1], grid, tops, wide)
-        tops, bits = tops[fits], bits[fits]
-        if not tops.size:
-            return None
+    bits = _bits(levels, name, tops, wide)
     # A random step of whole numbers is one of the smaller ones as likely: coarse ones are simpler.
     chosen = np.log2(tops) + 2.6 if name == WHOLE else np.full(tops.size, np.log2(_TOPS))
     best = int((bits.sum(1) - chosen).argmax())
     return _Held(bits[best], float(levels[-1] / tops[best]), float(chosen[best]))
 
 
-def _each(
-    levels: Magnitudes, largest: float, grid: Magnitudes, tops: Magnitudes, wide: Float | None
-) -> tuple[NDArray[np.bool_], Magnitudes]:
-    """For each guess at the largest one's place whether all fit, and the evidence of each in that."""
-    step = wide.min_subnormal / largest if wide else 0.0
-    scaled = levels / largest * tops[:, None]
+def _tops(levels: Magnitudes, name: str, wide: Float | None, every: bool = False) -> Magnitudes:
+    """The places of the largest level on the grid with which all levels are on it."""
+    grid = _grid(name)
+    if levels.size > grid.size:
+        return grid[:0]
+    tops = grid if every or name == WHOLE else grid[-_TOPS:]
+    found: Magnitudes = tops[kernel.on_grid(levels, grid, tops, *_room(levels[-1], wide))]
+    return found
+
+
+def _bits(levels: Magnitudes, name: str, tops: Magnitudes, wide: Float | None) -> Magnitudes:
+    """For each place of the largest level the evidence of each in that all are on the grid."""
+    grid, (relative, step) = _grid(name), _room(levels[-1], wide)
+    scaled = levels / levels[-1] * tops[:, None]
     place = np.minimum(np.maximum(np.searchsorted(grid, scaled), 1), grid.size - 1)
     low, high = grid[place - 1], grid[place]
     near = np.where(scaled - low < high - scaled, low, high)
-    tolerance = _relative(wide) * near + step * tops[:, None]
-    fits: NDArray[np.bool_] = np.all(np.abs(scaled - near) <= tolerance, axis=1)
-    return fits, -np.log2(np.minimum(2 * tolerance / (high - low), 1.0))
+    tolerance = relative * near + step * tops[:, None]
+    found: Magnitudes = -np.log2(np.minimum(2 * tolerance / (high - low), 1.0))
+    return found
+
+
+def _room(largest: float, wide: Float | None) -> tuple[float, float]:
+    """How far a value may be off, relative to it, and in values of which the largest one is `largest`."""
+    return _relative(wide), wide.min_subnormal / largest if wide else 0.0

@@ -98,8 +98,9 @@ def _alike(bits: NDArray[Any]) -> bool:
         np.ascontiguousarray(some).view(f"V{_LINES * bits.itemsize}") for some in (bits[:, :_LINES], bits[:_LINES].T)
     )
     first = bits[:_LINES]
-    turned = (first[1:, 1:] == first[:-1, :-1]).mean(), (first[1:, :-1] == first[:-1, 1:]).mean()
-    return max(turned) >= 1 - _TURNED or any(len(set(one.ravel().tolist())) <= _COPIED * len(one) for one in begun)
+    pairs = (first[1:, 1:], first[:-1, :-1]), (first[1:, :-1], first[:-1, 1:])
+    turned = max(np.count_nonzero(one == other) / one.size for one, other in pairs)
+    return turned >= 1 - _TURNED or any(len(set(one.ravel().tolist())) <= _COPIED * len(one) for one in begun)
 
 
 def _again(places: Places, bits: NDArray[np.generic], wide: Float | None, used: int) -> bool:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halfstep.bits.dtypes import TYPES
+from halfstep.bits.places import as_float32
 from halfstep.bits.scan import Progress
 from halfstep.bits.values import Values
 from halfstep.quant import Quantizer
@@ -88,13 +89,3 @@ def pieces(tensor: Values) -> Iterator[Tensor]:
 def as_bits(chunk: NDArray[Any], dtype: str) -> NDArray[Any]:
     """Stored float32, bfloat16 or float16 as kernels take it (`kernels.cpu.arrays`)."""
     return chunk.view({"float32": np.uint32, "bfloat16": np.uint16, "float16": np.int16}[dtype])
-
-
-def as_float32(chunk: NDArray[np.generic], dtype: str) -> NDArray[np.float32]:
-    """Stored bits as float32 values, in memory of their own."""
-    if dtype == "float32":
-        return chunk.view(np.float32).copy()
-    if dtype == "bfloat16":
-        return (chunk.astype(np.uint32) << 16).view(np.float32)
-    with np.errstate(invalid="ignore"):  # a signalling NaN
-        return chunk.view(np.float16).astype(np.float32)

@@ -171,3 +171,13 @@ def as_doubles(values: NDArray[np.float32]) -> NDArray[np.float64]:
     """float32 values as float64."""
     with np.errstate(invalid="ignore"):  # a signalling NaN
         return values.astype(np.float64)
+
+
+def as_float32(chunk: NDArray[np.generic], dtype: str) -> NDArray[np.float32]:
+    """Stored bits as float32 values, in memory of their own."""
+    if dtype == "float32":
+        return chunk.view(np.float32).copy()
+    if dtype == "bfloat16":
+        return (chunk.astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return chunk.view(np.float16).astype(np.float32)

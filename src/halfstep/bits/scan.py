@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from halfstep import formats
 from halfstep.bits.dtypes import TYPES
-from halfstep.bits.places import SAMPLE, Places, Spread, as_doubles, sample
+from halfstep.bits.places import SAMPLE, Places, Spread, as_doubles, as_float32, sample
 from halfstep.bits.table import EMPTY, Table, from_kernel, from_values, tells
 from halfstep.bits.values import Values
 from halfstep.formats import Format
@@ -33,7 +33,6 @@ Progress = Callable[[int], None]
 
 _AGAIN = 1 << 18  # bytes of a piece of a tensor of few levels, which is read again
 _CHANNELS = 32  # fewer columns than this are no channels: a convolution's window, scales beside rows
-_SMALL = 1 << 15  # below this, sorting 16-bit codes is faster than counting them in a table of all codes
 _NARROW = (
     "bfloat16",
     "float16",
@@ -84,7 +83,7 @@ class Scan:
     """The distinct magnitudes of all values, where there are at most LEVELS, and more values than that."""
     channels: Channels | None = None
     codes: NDArray[np.int64] | None = None
-    """Of a type of 8 or 16 bits, how often each of its codes occurs."""
+    """Of a type of 8 bits, or more values of 16 than SAMPLE, how often each of its codes occurs."""
     places: Places | None = None
     """Of a matrix of 16 or 32 bits."""
     again: int | None = None
@@ -99,9 +98,11 @@ def readable(tensor: Values) -> bool:
 def scan(tensor: Values, progress: Progress | None = None) -> Scan:
     """Read a `readable` tensor once, CHUNK bytes at a time."""
     chunks = _told(tensor.chunks(CHUNK), progress)
-    if tensor.dtype in _NARROW:
-        return _scan_codes(chunks, tensor)
-    return _scan_double(chunks) if tensor.dtype == "float64" else _scan_float32(chunks, tensor)
+    if tensor.dtype == "float64":
+        return _scan_double(chunks)
+    if tensor.numel <= SAMPLE and not tensor.dtype.startswith("float8"):
+        return _scan_few(chunks, tensor)
+    return _scan_codes(chunks, tensor) if tensor.dtype in _NARROW else _scan_float32(chunks, tensor)
 
 
 def _told(chunks: Iterator[NDArray[Any]], progress: Progress | None) -> Iterator[NDArray[Any]]:
@@ -111,52 +112,63 @@ def _told(chunks: Iterator[NDArray[Any]], progress: Progress | None) -> Iterator
             progress(chunk.nbytes)
 
 
+def _scan_few(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
+    """No more values of 16 or 32 bits than are sampled of others, which one kernel sorts and counts."""
+    narrow = tensor.dtype in _NARROW
+    word = np.dtype(np.uint16 if narrow else np.uint32)
+    stored = np.concatenate([np.zeros(0, word), *(chunk.view(word) for chunk in chunks)])
+    bits = as_float32(stored, tensor.dtype).view(np.uint32) if narrow else stored
+    columns, places = _Columns(tensor, bits.dtype, 0x7F800000), Spread(tensor, word)
+    places.add(stored)
+    counts, fifteens, numbers = kernel.sorted_float32(bits)
+    seen = dict(zip(kernel.SEEN, numbers.tolist(), strict=True))
+    table = Table(seen["lowest"], counts, fifteens, seen["zeros"], seen["infinities"], seen["nans"])
+    smallest, amax = as_doubles(numbers[-2:].astype(np.uint32).view(np.float32)).tolist()
+    if columns.are_channels:
+        columns.add(bits)
+    values = decoded(tensor.dtype) if narrow else None
+    levels, kinds = None, 0 if narrow else sum(1 for one in kernel.SEEN[:3] if seen[one])
+    if table.nonzero > LEVELS >= seen["magnitudes"] + kinds and seen["telling"]:
+        distinct, times = np.unique(bits.view(np.float32), return_counts=True)
+        levels = _counted(as_doubles(distinct), times)
+    telling, again = (seen["telling"], seen["telling_magnitudes"]), table.nonzero - seen["magnitudes"]
+    by_column = as_doubles(columns.largest.view(np.float32))
+    return _finished(table, amax, smallest, telling, levels, columns, by_column, places.found(values), again)
+
+
 def _scan_float32(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
-    word, whole = np.dtype(np.uint32), tensor.numel <= SAMPLE
+    word = np.dtype(np.uint32)
     columns, places, drawn = _Columns(tensor, word, 0x7F800000), Spread(tensor, word), sample(tensor, word)
-    found = np.zeros((0 if whole else kernel.ROWS, kernel.COLUMNS), np.int64)
+    found = np.zeros((kernel.ROWS, kernel.COLUMNS), np.int64)
     ends = np.full(1, 0xFFFFFFFF, word)
     for chunk in chunks:
         bits = chunk.view(word)
         drawn.add(bits)
         places.add(bits)
         columns.add(bits)
-        if not whole:
-            kernel.add_float32(bits, found, ends)
-    counts, fifteens, numbers = kernel.sorted_float32(drawn.rows.ravel())
-    seen = dict(zip(kernel.SEEN, numbers.tolist(), strict=True))
-    if whole:
-        ends[0] = seen["smallest"]
-        table = Table(seen["lowest"], counts, fifteens, seen["zeros"], seen["infinities"], seen["nans"])
-    else:
-        table = from_kernel(found)
+        kernel.add_float32(bits, found, ends)
+    seen = dict(zip(kernel.SEEN, kernel.sorted_float32(drawn.rows.ravel())[2].tolist(), strict=True))
+    table = from_kernel(found)
     levels, smallest, amax = None, float(ends.view(np.float32)[0]), as_doubles(columns.largest.view(np.float32))
     if table.nonzero > LEVELS >= seen["magnitudes"]:
         distinct = np.unique(drawn.rows.view(np.float32))
         levels = _levels(tensor, distinct) if _few(table, distinct) else None
     telling = seen["telling"], seen["telling_magnitudes"]
-    again = table.nonzero - seen["magnitudes"] if whole else None
-    return _finished(table, amax.max(), smallest, telling, levels, columns, amax, places.found(), again)
+    return _finished(table, amax.max(), smallest, telling, levels, columns, amax, places.found())
 
 
 def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
     values = decoded(tensor.dtype)
-    times, small = np.zeros(values.size, np.int64), tensor.numel < _SMALL
-    known: NDArray[Any] | None = None
+    times = np.zeros(values.size, np.int64)
     dtype = np.dtype(np.uint16 if values.size > LEVELS else np.uint8)
     columns = _Columns(tensor, dtype, _infinity(tensor.dtype))
     places = Spread(tensor, dtype) if values.size > LEVELS else None
     for chunk in chunks:
         if places is not None:
             places.add(chunk)
-        if small:
-            codes, often = np.unique(chunk, return_counts=True)
-            times[codes] += often
-            known = codes if chunk.size == tensor.numel else None
-        else:
-            kernel.add_codes(chunk, times)
+        kernel.add_codes(chunk, times)
         columns.add(chunk)
-    seen = np.flatnonzero(times) if known is None else known
+    seen = np.flatnonzero(times)
     used, counts = values[seen], times[seen]
     magnitudes = np.abs(used[np.isfinite(used) & (used != 0)])
     table = from_values(used, counts)

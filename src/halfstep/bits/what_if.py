@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.bits.pieces import as_bits, as_float32, castable, needs_largest, stored_pieces, with_largest
+from halfstep.bits.pieces import as_bits, castable, needs_largest, stored_pieces, with_largest
+from halfstep.bits.places import as_float32
 from halfstep.bits.scan import Progress, Scan, decoded
 from halfstep.bits.sentences import percent
 from halfstep.bits.values import Values

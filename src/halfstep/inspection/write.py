@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halfstep import formats
-from halfstep.bits.pieces import as_float32, castable, needs_largest, pieces, with_largest
+from halfstep.bits.pieces import castable, needs_largest, pieces, with_largest
+from halfstep.bits.places import as_float32
 from halfstep.bits.scan import CHUNK, Progress
 from halfstep.bits.what_if import CANDIDATES
 from halfstep.errors import CheckpointError, QuantizationError, unknown

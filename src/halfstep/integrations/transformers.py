@@ -23,7 +23,9 @@ from halfstep.auditing import Audit, audit
 from halfstep.errors import MissingLibraryError, OptimizerError, RecipeError
 from halfstep.nn.following import following, root_of
 from halfstep.nn.layers import ModuleFilter
+from halfstep.nn.quantized import quantize_model
 from halfstep.nn.stages import schedule_of
+from halfstep.nn.tuners import adapters_of
 from halfstep.optim import LossScaler, LowBit
 from halfstep.preparation import prepare
 from halfstep.recipe import Recipe, get_recipe
@@ -146,6 +148,8 @@ class HalfstepMixin(_Base):
 
     def _prepare(self, trained: nn.Module) -> LowBit:
         total_steps = self.state.max_steps if self.state.max_steps > 0 else None
+        if _trains_adapters_alone(trained) and _rounds_weights_alone(self.recipe):
+            quantize_model(trained, self.recipe, self._options["module_filter"], adapters=True)
         _, low_bit, self.scaler = prepare(
             trained, self.optimizer, self.recipe, total_steps=total_steps, **self._options
         )
@@ -279,6 +283,20 @@ class HalfstepCallback(TrainerCallback):
             optimizer = kwargs["optimizer"]
             self.report = audit(kwargs["model"], optimizer.optimizer, optimizer.scaler)
             print(self.report)
+
+
+def _trains_adapters_alone(model: nn.Module) -> bool:
+    """Whether all that is trained are adapters, beside a base that follows no recipe yet."""
+    is_adapter = adapters_of(model)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    return bool(trained) and all(map(is_adapter, trained)) and "_halfstep" not in vars(root_of(model))
+
+
+def _rounds_weights_alone(recipe: Recipe) -> bool:
+    """Whether the recipe rounds nothing but weights: their codes stand for them where they are not trained."""
+    specs = [rule.linear for rule in recipe.rules]
+    others = [q for s in specs for q in (s.output.lhs, s.grad_input.lhs, s.grad_weight.lhs, s.grad_weight.rhs)]
+    return not recipe.stages and any(s.rounds for s in specs) and not any(others)
 
 
 def _check_arguments(args: TrainingArguments, recipe: Recipe) -> None:

@@ -24,6 +24,7 @@ from halfstep.nn.layers import ModuleFilter, warn_of_missed
 from halfstep.nn.ranks import check_ranks
 from halfstep.nn.schedule import Schedule
 from halfstep.nn.stages import Steps, autocast_of, check_alike, clear, lay_in_turn
+from halfstep.nn.stock_steps import end_watch, watch
 from halfstep.nn.tuners import same_parameters
 from halfstep.nn.unit.scale import is_unit_scaled, revert_unit
 from halfstep.ops.untraced import untraced
@@ -144,6 +145,7 @@ def apply(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | 
         store(parameter, torch.float32)
     if clock is not None:
         clock.begin(model)
+    watch(model, recipe)
     reports = [_report(model, each, kept) for each in found]
     later = tuple(zip((stage.when for stage in recipe.stages), reports[1:], strict=True))
     return replace(reports[0], recipe=recipe.name, later=later)
@@ -230,6 +232,7 @@ def advance(model: nn.Module, *, skipped: bool = False, process_group: Any = Non
 
 def _undo(model: nn.Module) -> None:
     """Take away all that `apply` left beside the parameters."""
+    end_watch(model)
     noise.detach(model)
     clear(model)
     unfollow(model)

@@ -57,7 +57,7 @@ def convert(
     result.origin = Origin(recipe, recipe_change)
     result.agree_on_the_seed()
     result.take_over(optimizer.state, masters)
-    result.awaits_scaler = recipe.loss_scale is not None and (recipe.loss_scale.dynamic or recipe.loss_scale.init != 1)
+    result.awaits_scaler = recipe.loss_scale is not None and recipe.loss_scale.scales
     _move_hooks(optimizer, result)
     # A scheduler built on the old optimizer asks whether that one has stepped; its steps are the new one's now.
     optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -100,6 +100,11 @@ class LossScale:
             if type(value) is not int or value < 1:
                 raise RecipeError(f"loss_scale {name} = {value!r}; expected a whole number of at least 1")
 
+    @property
+    def scales(self) -> bool:
+        """Whether it ever multiplies a loss by another number than 1."""
+        return self.dynamic or self.init != 1
+
     def __str__(self) -> str:
         return f"dynamic from {self.init:g}" if self.dynamic else f"constant {self.init:g}"
 

@@ -26,10 +26,10 @@ FIFTEEN = 31
 WIDTH = 54
 """Columns of `sorted_float32`, as many as the significands of float64 need."""
 
-SEEN = ("zeros", "infinities", "nans", "smallest", "lowest", "magnitudes", "telling", "telling_magnitudes")
-"""What `sorted_float32` also says: how many values are not in the table; the smallest magnitude above zero, as bits,
-and its exponent; the number of distinct magnitudes; and of distinct values, and of their magnitudes, among those that
-tell something: neither powers of two nor whole numbers below 2^24."""
+SEEN = ("zeros", "infinities", "nans", "lowest", "magnitudes", "telling", "telling_magnitudes", "smallest", "largest")
+"""What `sorted_float32` also says: how many values are not in the table; the first row's exponent; the number of
+distinct magnitudes; of distinct values, and of their magnitudes, among those that tell something: neither powers of two
+nor whole numbers below 2^24; and, as bits, the smallest magnitude above zero and the largest."""
 
 _PIECE = 1024  # elements whose bins are found, in lanes, before they are counted, one by one
 _NOT_FINITE = np.uint32(0xFF000000)  # magnitudes from here on, above a bit of sign
@@ -186,22 +186,22 @@ def _sorted(keys):
     _bins(magnitudes, bins)
     rows = 0
     if bins.size:
-        seen[3], seen[4] = magnitudes[0], LOWEST + (bins[0] >> 5)
+        seen[3], seen[7], seen[8] = LOWEST + (bins[0] >> 5), magnitudes[0], magnitudes[-1]
         rows = (bins[-1] >> 5) - (bins[0] >> 5) + 1
     counts, fifteens, last = np.zeros((rows, WIDTH), np.int64), np.zeros(rows, np.int64), -1
     for i in range(bins.size):
         exponent, bits = LOWEST + (bins[i] >> 5), bins[i] & 31
         if bits == FIFTEEN:
-            fifteens[exponent - seen[4]] += 1
+            fifteens[exponent - seen[3]] += 1
             bits = 4
-        counts[exponent - seen[4], bits] += 1
+        counts[exponent - seen[3], bits] += 1
         key = keys[first + i]
         if key != last:
             tells = bits > 1 and (bits > exponent + 1 or exponent >= 24)
             other = key >> 1 != last >> 1
-            seen[5] += other
-            seen[6] += tells
-            seen[7] += tells and other
+            seen[4] += other
+            seen[5] += tells
+            seen[6] += tells and other
             last = key
     return counts, fifteens, seen
 

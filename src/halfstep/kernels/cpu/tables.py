@@ -1,0 +1,71 @@
+"""What tables of counted values say of formats: which hold them, with bits to spare, or under some scale."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.kernels.cpu.bits import WIDTH, Counts
+from halfstep.kernels.cpu.compiled import Kernel
+
+
+def on_grid(
+    levels: NDArray[np.float64], grid: NDArray[np.float64], tops: NDArray[np.float64], relative: float, step: float
+) -> NDArray[np.bool_]:
+    """For each place of the largest level on a grid (both ascending) whether each level over the largest one times
+    that place is near a value of the grid: by `relative` of that value and `step` of the place.
+    """
+    found = np.ones(tops.size, np.bool_)
+    _on_grid(0, levels, grid, tops, relative, step, found)
+    return found
+
+
+def unused_bits(counts: Counts, most: Counts) -> Counts:
+    """Values by how many of the significant bits that each row has at most they leave unused."""
+    found = np.zeros(WIDTH, np.int64)
+    _unused_bits(0, counts, most, found)
+    return found
+
+
+def fitting(counts: Counts, telling: Counts, few: Counts, most: Counts, short: int) -> tuple[Counts, Counts, Counts]:
+    """Of tables of rows of exponents and columns of significant bits, where `few` of a row are fewer than its `most`:
+    the telling values of each row that fit these, and all of them. Then three numbers: the values that fit in all rows,
+    the telling ones beyond which leave `short` bits or more unused, and those that use the last of the few.
+    """
+    rows, seen = np.zeros((2, few.size), np.int64), np.zeros(3, np.int64)
+    _fitting(0, counts, telling, few, most, short, rows, seen)
+    return rows[0], rows[1], seen
+
+
+@Kernel
+def _on_grid(levels, grid, tops, relative, step, found):
+    for i in range(tops.size):
+        for level in levels:
+            scaled = level / levels[-1] * tops[i]
+            place = min(max(np.searchsorted(grid, scaled), 1), grid.size - 1)
+            low, high = grid[place - 1], grid[place]
+            near = low if scaled - low < high - scaled else high
+            if not abs(scaled - near) <= relative * near + step * tops[i]:
+                found[i] = False
+                break
+
+
+@Kernel
+def _unused_bits(counts, most, found):
+    for row in range(most.size):
+        for column in range(counts.shape[1]):
+            found[max(most[row] - column, 0)] += counts[row, column]
+
+
+@Kernel
+def _fitting(counts, telling, few, most, short, rows, seen):
+    for row in range(few.size):
+        end = max(most[row] - short, few[row])
+        for column in range(counts.shape[1]):
+            fits, tells = column <= few[row], telling[row, column]
+            seen[0] += counts[row, column] if fits else 0
+            seen[1] += tells if not fits and column <= end else 0
+            if few[row] < most[row]:
+                rows[0, row] += tells if fits else 0
+                rows[1, row] += tells
+                seen[2] += tells if column == few[row] else 0

@@ -1,0 +1,90 @@
+"""What a recipe asks of the optimizer, said once where an optimizer steps on the model that knows no recipe."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from halfstep.recipe import Recipe
+
+
+_WATCHES: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
+
+
+def watch(model: nn.Module, recipe: Recipe) -> None:
+    """Warn once of what the recipe loses, should an optimizer step on the model before `optimize` has taken one.
+
+    Until then torch calls a hook before every step of any optimizer, and only where the recipe asks something of it.
+    """
+    scaled = recipe.loss_scale is not None and recipe.loss_scale.scales
+    kept = recipe.master, recipe.codes, recipe.projection, recipe.moments != "fp32"
+    if scaled or any(kept) or recipe.update_rounding != "nearest_even":
+        reference, seen = weakref.ref(model), weakref.WeakSet[torch.optim.Optimizer]()
+
+        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            followed = reference()
+            if followed is not None and optimizer not in seen:
+                seen.add(optimizer)
+                _look(followed, recipe, optimizer)
+
+        _WATCHES[model] = handle = register_optimizer_step_pre_hook(look)
+        weakref.finalize(model, handle.remove)
+
+
+def end_watch(model: nn.Module) -> None:
+    """The model's optimizer knows the recipe, or the model follows none any more."""
+    if (handle := _WATCHES.pop(model, None)) is not None:
+        handle.remove()
+
+
+def _look(model: nn.Module, recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
+    own = {id(p) for p in model.parameters()}
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
+    told = [*_lacks(recipe, optimizer, stepped)] if stepped else []
+    if told:
+        end_watch(model)
+        warnings.warn(
+            f"{type(model).__name__} follows recipe {recipe.name!r}, and its {type(optimizer).__name__} does not: "
+            f"{'; '.join(told)}. Hand it over before the first step, optimizer, scaler = halfstep.optimize(model, "
+            "optimizer), or call halfstep.prepare in place of halfstep.apply; and drive the loop with that scaler. For "
+            "an optimizer without a counterpart take a recipe of float32 weights (bf16-mixed)",
+            stacklevel=4,  # the loop, past torch's wrapper of step
+        )
+
+
+def _lacks(recipe: Recipe, optimizer: torch.optim.Optimizer, stepped: list[nn.Parameter]) -> Iterator[str]:
+    """What of the recipe a step of that optimizer leaves out."""
+    if recipe.loss_scale is not None and recipe.loss_scale.scales and not _is_scaled():
+        yield "the loss is not scaled, and small gradients are zero in fp16 (halfstep.LossScaler() does, beside it)"
+    if hasattr(optimizer, "awaits_scaler"):  # one of halfstep's own, which keeps and rounds as it was told
+        return
+    if any(p.itemsize < torch.float32.itemsize for p in stepped):
+        lost = f"updates below half the spacing of {recipe.weights} weights are lost"
+        if recipe.master is not None:
+            yield f"it keeps no masters ({recipe.master}), and {lost}"
+        elif recipe.update_rounding != "nearest_even" and not getattr(optimizer, "bf16_stochastic_round", False):
+            yield f"it rounds weights to nearest and not by chance, and {lost}"
+    if type(optimizer).__module__.startswith("torch."):  # others, such as bitsandbytes', were taken for how they keep
+        if recipe.codes is not None:
+            yield "weights and gradients are kept in float32, and not as codes"
+        if recipe.moments != "fp32" or recipe.projection is not None:
+            yield "moments are not kept as the recipe says"
+
+
+def _is_scaled() -> bool:
+    """Whether a loss scaler that is enabled takes this step: torch's, halfstep's or a subclass of theirs."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if hasattr(type(caller), "unscale_") and caller.is_enabled():
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,131 @@
+"""A model that follows a recipe, and an optimizer that does not: what is lost is said once, and nothing else is."""
+
+import gc
+import re
+import warnings
+from functools import partial
+
+import bitsandbytes as bnb
+import pytest
+import torch
+import torchao
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+import halfstep
+from tiny import batch, mlp
+
+
+NO_MASTERS, TO_NEAREST = "it keeps no masters", "it rounds weights to nearest"
+UNSCALED, VALUES, MOMENTS = "the loss is not scaled", "and not as codes", "moments are not kept"
+LOST = {
+    "bf16-master": [NO_MASTERS],
+    "bf16-split": [NO_MASTERS],
+    "bf16-kahan": [NO_MASTERS],
+    "bf16-stochastic": [TO_NEAREST],
+    "fp16-mixed": [UNSCALED],
+    "fp16-static": [UNSCALED],
+    "fp16-master": [UNSCALED, NO_MASTERS],
+    "adamw-8bit": [MOMENTS],
+    "galore": [MOMENTS],
+    "fp8lm-o1": [VALUES],
+    "fp32": [], "bf16-mixed": [], "fp16-mixed-unscaled": [], "fp8-current": [], "mxfp8": [], "bf16-nomaster": [],
+}  # fmt: skip
+
+
+def step(model, optimizer, scaler=None):
+    loss = model(batch()[0]).square().mean()
+    if scaler is None:
+        loss.backward()
+        optimizer.step()
+    else:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def told(name, make=torch.optim.AdamW, scaler=None, model=None):
+    """The warnings of three steps, and a fourth of an optimizer that was made after them."""
+    model = mlp() if model is None else model
+    halfstep.apply(model, name)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for optimizer in [make(trained)] * 3 + [make(trained)]:
+            step(model, optimizer, scaler)
+            if name == "fp8lm-o1":
+                halfstep.advance(model)
+    return [warning for warning in found if "follows recipe" in str(warning.message)]
+
+
+@pytest.mark.quick(*sorted({*LOST} - {"fp8lm-o1"}))
+@pytest.mark.parametrize("name", LOST)
+def test_what_is_lost_is_said_once(name):
+    found = told(name)
+    assert len(found) == bool(LOST[name])
+    for warning in found:
+        said = str(warning.message)
+        parts = (UNSCALED, NO_MASTERS, TO_NEAREST, VALUES, MOMENTS)
+        assert [part for part in parts if part in said] == LOST[name]
+        assert re.search(rf"Sequential follows recipe '{name}', and its AdamW does not.* halfstep\.optimize\(", said)
+        assert warning.filename == __file__
+
+
+def with_adapter():
+    """A frozen network with a trained layer that is called like LoRA's."""
+    model = mlp()
+    model.requires_grad_(False)
+    model.lora_A = torch.nn.Linear(4, 4)
+    model.append(model.lora_A)
+    return model
+
+
+QUIET = {
+    "torch's scaler": partial(told, "fp16-mixed", scaler=torch.amp.GradScaler("cpu")),
+    "our scaler": partial(told, "fp16-mixed", scaler=halfstep.LossScaler()),
+    "our scaler over a fused step": partial(
+        told, "fp16-mixed", partial(torch.optim.AdamW, fused=True), torch.amp.GradScaler("cpu")
+    ),
+    "bitsandbytes' moments": partial(told, "adamw-8bit", bnb.optim.AdamW8bit),
+    "torchao's stochastic rounding": partial(
+        told, "bf16-stochastic", partial(torchao.optim._AdamW, bf16_stochastic_round=True)
+    ),
+    "our own class": partial(told, "bf16-stochastic", partial(halfstep.optim.AdamW8bit, bf16_stochastic_round=True)),
+    "GaLore's own class": partial(told, "bf16-mixed", halfstep.optim.GaLoreAdamW),
+}
+
+
+@pytest.mark.quick(*sorted({*QUIET} - {"torchao's stochastic rounding"}))  # which it compiles, for a minute
+@pytest.mark.parametrize("case", QUIET)
+def test_what_is_right_is_quiet(case):
+    assert [str(warning.message) for warning in QUIET[case]()] == []
+
+
+def test_adapters_in_float32_need_no_masters():
+    model = with_adapter()
+    assert [str(warning.message) for warning in told("bf16-master", model=model)] == []
+    assert model[0].weight.dtype == torch.bfloat16
+
+
+def test_a_scaler_that_is_switched_off_scales_nothing():
+    (warning,) = told("fp16-mixed", scaler=torch.amp.GradScaler("cpu", enabled=False))
+    assert UNSCALED in str(warning.message)
+
+
+def test_steps_on_other_models_are_quiet_and_no_hook_stays():
+    """Of a teacher that only infers, and after `optimize`, `revert` or the model's end: a step costs what it did."""
+    gc.collect()
+    before = len(hooks)
+    for name in LOST:
+        model = mlp()
+        halfstep.prepare(model, torch.optim.AdamW(model.parameters()), name)
+        assert len(hooks) == before
+    teacher, student = mlp(), mlp(1)
+    halfstep.apply(teacher, "bf16-master")
+    assert len(hooks) == before + 1
+    step(student, torch.optim.AdamW(student.parameters()))
+    halfstep.revert(teacher)
+    assert len(hooks) == before
+    halfstep.apply(teacher, "bf16-master")
+    del teacher
+    gc.collect()
+    assert len(hooks) == before
