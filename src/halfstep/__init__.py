@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from halfstep.auditing.audit import audit
     from halfstep.errors import HalfstepError
     from halfstep.inspection import diff, inspect
-    from halfstep.nn.apply import Report, advance, apply, revert
+    from halfstep.nn.apply import advance, apply, plan_of, revert
     from halfstep.nn.dequantized import dequantize_model
     from halfstep.nn.following import following
+    from halfstep.nn.plan import Plan
     from halfstep.nn.quantized import quantize_model
     from halfstep.nn.unit import UnitReport, unit_scale
     from halfstep.ops import (
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
         save_quantized,
     )
     from halfstep.optim import LossScaler
-    from halfstep.preparation import optimize, prepare
+    from halfstep.preparation import optimize, plan, prepare
     from halfstep.probe import ProbeReport, probe_model
     from halfstep.quant import CUDAGraph, Quantizer, get_quantizer
     from halfstep.recipe import Recipe, get_recipe, list_recipes
@@ -42,10 +43,10 @@ _HOME = {
     "CUDAGraph": "halfstep.quant",
     "HalfstepError": "halfstep.errors",
     "LossScaler": "halfstep.optim",
+    "Plan": "halfstep.nn",
     "ProbeReport": "halfstep.probe",
     "Quantizer": "halfstep.quant",
     "Recipe": "halfstep.recipe",
-    "Report": "halfstep.nn",
     "advance": "halfstep.nn",
     "apply": "halfstep.nn",
     "audit": "halfstep.auditing",
@@ -59,6 +60,8 @@ _HOME = {
     "inspect": "halfstep.inspection",
     "list_recipes": "halfstep.recipe",
     "optimize": "halfstep.preparation",
+    "plan": "halfstep.preparation",
+    "plan_of": "halfstep.nn",
     "prepare": "halfstep.preparation",
     "probe_model": "halfstep.probe",
     "quantize_model": "halfstep.nn",
@@ -87,11 +90,11 @@ __all__ = [
     "CUDAGraph",
     "HalfstepError",
     "LossScaler",
+    "Plan",
     "ProbeReport",
     "Quantized",
     "Quantizer",
     "Recipe",
-    "Report",
     "UnitReport",
     "accounting",
     "advance",
@@ -117,6 +120,8 @@ __all__ = [
     "ops",
     "optim",
     "optimize",
+    "plan",
+    "plan_of",
     "prepare",
     "probe",
     "probe_model",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -12,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError, OptimizerError, RecipeError
-from halfstep.nn import apply, noise
+from halfstep.nn import noise
 from halfstep.nn.applied import applied_to
-from halfstep.nn.apply import check_model, keep_grads
 from halfstep.nn.codes import hold
+from halfstep.nn.decision import decide, keep_grads
 from halfstep.nn.dtypes import storable, wide_adapters
 from halfstep.nn.following import root_of
 from halfstep.nn.layers import ModuleFilter
+from halfstep.nn.plan import Plan
 from halfstep.nn.projections import projections
 from halfstep.nn.ranks import check_ranks
 from halfstep.nn.schedule import Schedule, check_total
@@ -26,10 +29,14 @@ from halfstep.nn.stages import Steps
 from halfstep.nn.stock_steps import end_watch
 from halfstep.optim import LossScaler, LowBit, check_moments, check_optimizer, convert
 from halfstep.optim.present import Reference
+from halfstep.optim.rules.base import UpdateRule
 from halfstep.optim.seeds import are_several, first_ranks
 from halfstep.quant import draw_seed
 from halfstep.recipe import Recipe, get_recipe
 from halfstep.recipe.origin import Origin, check_change
+
+
+_LOGGER = logging.getLogger("halfstep")
 
 
 def prepare(
@@ -89,13 +96,39 @@ def prepare(
         return model, *_optimize(model, optimizer, generator, groups, total_steps, {}, recipe_change)
     if recipe.stages:
         Schedule(recipe).fix(total_steps)
-    for stage in recipe.by_stage:
-        check_model(model, stage)
+    found = decide(model, recipe, module_filter)
     _check(model, optimizer, recipe)
     masters = _masters(model, optimizer, recipe)
-    apply(model, recipe, module_filter)
+    found.warn(model)
+    found.lay(model)
     low_bit, scaler = _optimized(model, optimizer, masters, generator, groups, total_steps, recipe_change)
     return model, low_bit, scaler
+
+
+def plan(
+    model: nn.Module,
+    recipe: str | Recipe,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    module_filter: ModuleFilter | None = None,
+) -> Plan:
+    """What `prepare` would do to a model and its optimizer, or `apply` to a model alone; nothing is changed.
+
+        print(halfstep.plan(model, "nvfp4"))   # which layers round, to what, on which path; what is kept, and why
+
+    `halfstep.plan_of(model)` gives the same of a model that follows a recipe. A model on the meta device will do.
+
+    Args:
+        model, recipe, optimizer, module_filter: as for `prepare`. Without an optimizer, bytes are those of Adam.
+
+    Raises:
+        RecipeError, ModelError, OptimizerError: as `prepare`.
+    """
+    recipe = get_recipe(recipe)
+    made = decide(model, recipe, module_filter).plan(model)
+    if optimizer is None:
+        return made
+    return _with_optimizer(made, recipe, optimizer, _check(model, optimizer, recipe, may_be_meta=True))
 
 
 def optimize(
@@ -182,8 +215,18 @@ def full_weights(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]
     return {parameter: parameter.detach().float().clone() for parameter in _mastered(model, recipe)}
 
 
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Refuse, before anything is touched, what cannot be optimised as it is."""
+def _with_optimizer(made: Plan, recipe: Recipe, optimizer: torch.optim.Optimizer, rule: UpdateRule) -> Plan:
+    """The plan, with the bytes of that optimizer's states."""
+    moments = dict.fromkeys(name for group in optimizer.param_groups for name in rule.moments(group))
+    return replace(made, optimizer=rule.torch_class.__name__, bytes=recipe.bytes_per_parameter([*moments]))
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, may_be_meta: bool = False) -> UpdateRule:
+    """The rule that updates the model's parameters.
+
+    Raises:
+        OptimizerError, ModelError, RecipeError: it cannot be optimized as it is; nothing was touched.
+    """
     if isinstance(optimizer, LowBit):
         kind = type(optimizer).__name__
         raise OptimizerError(
@@ -194,7 +237,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -
     check_moments(recipe)
     parameters = dict(model.named_parameters())
     names = {parameter: name for name, parameter in parameters.items()}
-    check_optimizer(optimizer, names, projections(model, recipe))
+    rule = check_optimizer(optimizer, names, projections(model, recipe))
     trained = _trained(optimizer)
     if parameters and not trained & {*parameters.values()}:
         raise OptimizerError(
@@ -202,13 +245,14 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -
             "whatever replaces them (fully_shard, to_empty)"
         )
     meta = next((name for name, p in parameters.items() if p.is_meta and p in trained), None)
-    if meta is not None:
+    if meta is not None and not may_be_meta:
         raise ModelError(
             f"{type(model).__name__}: {meta} is on the meta device and has no values to train. halfstep.apply takes "
             "such a model; then call model.to_empty(device=...), load its weights, build the optimizer, and call "
             "halfstep.optimize(model, optimizer)"
         )
     check_ranks(recipe, parameters.values())
+    return rule
 
 
 def _check_adapters(reference: Reference, trained: Collection[Tensor]) -> None:
@@ -268,6 +312,10 @@ def _optimized(
     projected = projections(model, recipe)
     low_bit = convert(optimizer, recipe, masters, generator, weakref.ref(model), same_layers, projected, recipe_change)
     _seed_noise(model, generator, same_layers)
+    planned = _with_optimizer(applied.plan, recipe, optimizer, low_bit.rule)
+    vars(model)["_halfstep"] = replace(applied, plan=planned)
+    _LOGGER.info("%s", planned.headline)
+    _LOGGER.debug("%s", planned)
     low_bit.check_new = partial(_check_adapters, weakref.ref(model))
     steps.follow(low_bit)
     if applied.schedule is not None:

@@ -17,7 +17,7 @@ from halfstep.auditing.updates import Unmoved, unmoved_by
 from halfstep.bits.narrowed import narrowed
 from halfstep.bits.origin import origin, stored_format
 from halfstep.bits.scan import Scan
-from halfstep.nn.stages import schedule_of
+from halfstep.nn.stages import applied_in
 from halfstep.ops import CodeTensor
 
 
@@ -63,7 +63,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scal
         if found is not None and kind == "buffers" and name in setup.saved and (narrow := narrowed(found, dtype)):
             rounded[name] = narrow
     counted = setup.trained or setup.parameters
-    schedule = schedule_of(model)
+    applied = applied_in(model)
     steps = setup.steps.values()
     scale = None if scaler is None else float(scaler.get_scale())
     return Audit(
@@ -75,7 +75,8 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scal
         held=sum(storages.values()),
         items=tuple(items),
         findings=find(setup, items, unmoved, rounded, scale),
-        stage=None if schedule is None else str(schedule),
+        stage=None if applied is None or applied.schedule is None else str(applied.schedule),
+        plan=None if applied is None else applied.plan.text(storage=False),
     )
 
 

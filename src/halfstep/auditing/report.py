@@ -98,6 +98,8 @@ class Audit:
     findings: tuple[Finding, ...]
     stage: str | None = None
     """Which stage of the recipe is in force, where the model's has several."""
+    plan: str | None = None
+    """What the recipe does to the model's layers (`halfstep.Plan`), where it follows one."""
 
     @property
     def nbytes(self) -> int:
@@ -172,12 +174,14 @@ class Audit:
                 items=tuple(Item(**{**item, "shape": tuple(item["shape"])}) for item in data["items"]),
                 findings=tuple(Finding(**{**one, "tensors": tuple(one["tensors"])}) for one in data["findings"]),
                 stage=data.get("stage"),
+                plan=data.get("plan"),
             )
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is not a whole audit ({error}); save it anew") from error
 
     def __str__(self) -> str:
-        return "\n".join([self._title(), *_table(self), *map(str, self.findings)])
+        plan = [] if self.plan is None else [self.plan]
+        return "\n".join([*plan, self._title(), *_table(self), *map(str, self.findings)])
 
     def _title(self) -> str:
         steps = "" if self.steps is None else f", {_range(self.steps)} step{'s' * (self.steps != (1, 1))}"

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from halfstep.cli.cost import cost
-from halfstep.cli.terminal import show_json, show_table
+from halfstep.cli.terminal import show_json, show_table, stages
+from halfstep.printable import printable
 
 
 recipes = typer.Typer(
@@ -48,6 +49,34 @@ def show(
         show_json(_as_data(recipe))
     else:
         typer.echo(recipe.describe())
+
+
+@recipes.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="What `halfstep memory` takes: llama2-7b, config.json or its folder, module:function.")
+    ],
+    recipe: Annotated[str, typer.Option(help="A recipe's name, my.toml, or module:name.")],
+    as_json: Json = False,
+) -> None:
+    """Print what RECIPE does to MODEL: which layers it rounds, to what, on which path; what it keeps, and why."""
+    with stages() as progress:
+        progress("loading torch and the model")
+        from halfstep.accounting import load_subject
+        from halfstep.accounting.account import blank
+        from halfstep.errors import AccountError
+        from halfstep.preparation import plan as plan_for
+
+        subject = load_subject(model)
+        if not subject.has_layers:
+            raise AccountError(f"{model} holds tensors and no layers: give the model's config.json, or its folder")
+        with blank(subject):
+            made = plan_for(subject.build(), recipe)
+    if as_json:
+        show_json({**made.to_dict(), "remarks": subject.remarks})
+        return
+    for line in (str(made), *subject.remarks):
+        typer.echo("\n".join(map(printable, line.split("\n"))))
 
 
 def _as_data(recipe: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from halfstep.errors import RecipeError
 from halfstep.nn.clock import Clock
+from halfstep.nn.plan import Plan
 from halfstep.nn.schedule import Schedule
 from halfstep.recipe import Recipe
 
@@ -25,6 +26,8 @@ class Applied:
     """The dtype that their gradients accumulate in."""
     clock: Clock | None
     """Where scales, or the stage of the recipe, depend on earlier steps."""
+    plan: Plan
+    """What was done to the model, for people and programs."""
     rounded: tuple[str, ...] = ()
     """The parameters that products round, by name."""
     adapters: dict[str, torch.dtype] = field(default_factory=dict)

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.adopt import adopt, extend
 from halfstep.nn.applied import applied_to
-from halfstep.nn.apply import Report, apply, revert
+from halfstep.nn.apply import apply, revert
 from halfstep.nn.dtypes import count
 from halfstep.nn.following import part_of
 from halfstep.nn.frozen import ADAPTS
 from halfstep.nn.layers import ModuleFilter, match
+from halfstep.nn.plan import Plan
 from halfstep.nn.pretrained import is_pretrained, write_pretrained
 from halfstep.nn.quantized_weights import Weight, check_before_loading, place_codes, store_weight
 from halfstep.nn.scaling import detach, freeze, moved
@@ -35,7 +36,7 @@ def quantize_model(
     module_filter: ModuleFilter | None = None,
     smooth: Mapping[str, Tensor] | None = None,
     adapters: bool = False,
-) -> Report:
+) -> Plan:
     """Make `model` its inference form under `recipe`, in place: it computes what it computes in evaluation under the
     recipe, bit for bit, and keeps each weight that a rule rounds as codes and scales only.
 
@@ -89,7 +90,7 @@ def load_codes(
     codes: Mapping[str, Quantized],
     factors: Mapping[str, Mapping[str, Tensor]],
     adapters: bool = False,
-) -> Report:
+) -> Plan:
     """Make `model` the inference form that `quantize_model` made of another, from what that one kept: the linear layers
     of those paths get those codes, whatever their weights are, and no other layer rounds.
 
@@ -131,7 +132,7 @@ _Store = Callable[[str, Any, tuple[Weight, ...], Collection[str]], Counter[str]]
 
 def _lay(
     model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None, store: _Store, adapters: bool = False
-) -> Report:
+) -> Plan:
     """Give the layers that rules round their codes by `store`, and the model what inference needs beside them."""
     kinds = match(model, recipe, module_filter).kinds
     applied = apply(model, recipe, module_filter)
@@ -157,8 +158,10 @@ def _lay(
     for name, parameter in model.eval().named_parameters(remove_duplicate=False):
         if not (adapters and is_adapter(name)):
             parameter.requires_grad_(False)
-    rounded = tuple(path for path in applied.quantized if path not in kept)
-    return replace(applied, stored=dict(codes) | count(model), quantized=rounded, kept=kept)
+    layers = {path: layer for path, layer in applied.layers.items() if path not in kept}
+    made = replace(applied, stored=dict(codes) | count(model), layers=layers, kept=kept, bytes=None)
+    vars(model)["_halfstep"] = replace(quantized, plan=made)
+    return made
 
 
 def _store(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfstep.errors import RecipeError
 from halfstep.nn import noise
 from halfstep.nn.adopt import STAGE, InTurn, Members, extend, extensions, release
-from halfstep.nn.applied import applied_to
+from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.arrangement import Arrangement
 from halfstep.nn.following import part_of
 from halfstep.nn.keeping import KEEPING
@@ -124,10 +124,16 @@ def autocast_of(recipe: Recipe) -> torch.dtype | None:
     return None if recipe.compute == "fp32" else DTYPES[recipe.compute]
 
 
+def applied_in(model: nn.Module) -> Applied | None:
+    """What `apply` left on a model, or on the one part of it that follows a recipe; None where none or several do."""
+    roots = [applied for module in model.modules() if (applied := vars(module).get("_halfstep")) is not None]
+    return roots[0] if len(roots) == 1 else None
+
+
 def schedule_of(model: nn.Module) -> Schedule | None:
     """Which stage is in force in a model, or in what wraps it; None where none of it follows a recipe with stages."""
-    roots = [applied for module in model.modules() if (applied := vars(module).get("_halfstep")) is not None]
-    return roots[0].schedule if len(roots) == 1 else None
+    applied = applied_in(model)
+    return None if applied is None else applied.schedule
 
 
 class Steps:

@@ -8,7 +8,9 @@ from torch import Tensor
 from halfstep import formats
 from halfstep.formats import Format
 from halfstep.kernels import carried
+from halfstep.quant import Quantizer
 from halfstep.quant.scaling import Scaling
+from halfstep.quant.tile import TENSOR
 
 
 E4M3_BITS = 4
@@ -40,3 +42,23 @@ def carrier(format: Format, dtype: torch.dtype, scale_bits: int = 0) -> torch.dt
     smallest = info.smallest_normal if dtype == torch.bfloat16 else info.smallest_normal * info.eps
     fits = 2.0 ** (1 - bits) >= info.eps and format.max * room <= info.max and format.smallest / room >= smallest
     return dtype if fits else torch.float32
+
+
+def operand_dtype(quantizer: Quantizer | None, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype that carries one side of a matmul in `dtype`, rounded by that quantizer, where no units take it in
+    8 bits: int8 for rows of integers, which have a scale each."""
+    if quantizer is None:
+        return dtype
+    quantizer = quantizer.plain
+    scales = quantizer.scales
+    if scales is None:
+        return carrier(quantizer.format, dtype)
+    if quantizer.inner is not None:
+        return operand_dtype(quantizer.inner, dtype, device)
+    if quantizer.steps is not None:
+        return torch.int8
+    if scales.tile == TENSOR and (quantizer.stateful is not None or quantizer.factors):
+        return carrier(quantizer.format, dtype)
+    if scales.rule.two_level:
+        return carrier(quantizer.format, dtype, E4M3_BITS)
+    return tile_carrier(quantizer.format, scales.rule, dtype, device)

@@ -6,8 +6,10 @@ from typing import Literal, overload
 
 import torch
 
-from halfstep.kernels import scaled_mm
-from halfstep.recipe import Recipe, get_recipe
+from halfstep.kernels import carried, scaled_mm
+from halfstep.ops.carriers import operand_dtype
+from halfstep.ops.folding import folds
+from halfstep.recipe import LinearSpec, Matmul, Recipe, get_recipe
 
 
 @overload
@@ -44,3 +46,42 @@ def is_native_available(
     refusals |= {str(product.accumulate) for product in products if product.accumulate is not None}
     reason = "; ".join(sorted(refusals)) if rounded else f"{recipe.name} rounds no operand"
     return (not reason, reason) if return_reason else not reason
+
+
+def matmuls_text(spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> str:
+    """What computes a layer's three matmuls in `dtype` on a device: "native", or the dtypes that emulate them, and why.
+
+    Native ones whose sizes do not fit the units (`is_native_available`) are emulated too.
+    """
+    products = (spec.output, spec.grad_input, spec.grad_weight)
+    rounded = [product for product in products if product.lhs or product.rhs or product.accumulate]
+    why = {_refusal(product, device) for product in rounded}
+    if why == {None}:
+        return "native"
+    dtypes = dict.fromkeys(
+        str(gemm_dtype(product, dtype, device)).removeprefix("torch.")
+        for product in rounded
+        if _refusal(product, device) is not None
+    )
+    native = "native and " if None in why else ""
+    return f"{native}emulated in {' and '.join(dtypes)} ({'; '.join(sorted(filter(None, why)))})"
+
+
+def _refusal(product: Matmul, device: torch.device) -> str | None:
+    """Why units there do not form a product; None where they do."""
+    if product.accumulate is not None:
+        return str(product.accumulate)
+    return scaled_mm.product_refusal(product.lhs, product.rhs, device)
+
+
+def gemm_dtype(product: Matmul, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the GEMM that emulates a product whose result comes in `dtype`: int8 of integers, whose sums are
+    exact; float32 where an operand does not fit `dtype` exactly, or the device has no units for that."""
+    if product.accumulate is not None:
+        return torch.float32
+    found = {operand_dtype(quantizer, dtype, device) for quantizer in (product.lhs, product.rhs)}
+    if found == {torch.int8}:
+        return torch.int8
+    if folds(product):  # integers of one side, whose scales the other one takes in
+        found.discard(torch.int8)
+    return dtype if found == {dtype} and not carried.supports(dtype, device) else torch.float32

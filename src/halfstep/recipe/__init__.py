@@ -8,7 +8,7 @@ from halfstep.recipe import files
 from halfstep.recipe.chain import chain, is_chain, read_chain
 from halfstep.recipe.data import from_data, to_data
 from halfstep.recipe.multiplier import Multiplier
-from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec, linear_text
+from halfstep.recipe.products import AttentionSpec, LinearSpec, Matmul, linear_spec, linear_text, matmul_texts
 from halfstep.recipe.projection import PROJECTOR, Projection, Subspace
 from halfstep.recipe.saved import COAT, Saved
 from halfstep.recipe.spec import (
@@ -52,6 +52,7 @@ __all__ = [
     "linear_spec",
     "linear_text",
     "list_recipes",
+    "matmul_texts",
     "to_data",
 ]
 

@@ -256,6 +256,11 @@ class AttentionSpec:
 
 def linear_text(spec: LinearSpec) -> str:
     """The three products in a line, for `Recipe.describe`."""
+    return ", ".join(matmul_texts(spec))
+
+
+def matmul_texts(spec: LinearSpec) -> tuple[str, ...]:
+    """The three products, each as its name and how its two operands are rounded."""
 
     def side(quantizer: Quantizer | None) -> str:
         if quantizer is None:
@@ -271,4 +276,4 @@ def linear_text(spec: LinearSpec) -> str:
         return (f" ({product.accumulate})" if product.accumulate else "") + rotated + times
 
     products = {"output": spec.output, "grad_input": spec.grad_input, "grad_weight": spec.grad_weight}
-    return ", ".join(f"{name} {side(p.lhs)} x {side(p.rhs)}{sums(p)}" for name, p in products.items())
+    return tuple(f"{name} {side(p.lhs)} x {side(p.rhs)}{sums(p)}" for name, p in products.items())

@@ -1,0 +1,265 @@
+"""What a recipe does to a model: asked and refused once, before anything is touched, and then carried out."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from halfstep.errors import ModelError, RecipeError
+from halfstep.nn import noise
+from halfstep.nn.applied import Applied, applied_to
+from halfstep.nn.arrangement import Arrangement, arranged
+from halfstep.nn.buffers import ANEW, rounded
+from halfstep.nn.clock import Clock
+from halfstep.nn.dtypes import check_grad_dtype, check_trained, storable, store, wide_adapters
+from halfstep.nn.following import follow, part_of, unfollow
+from halfstep.nn.layers import ModuleFilter, warn_of_missed
+from halfstep.nn.plan import Plan, PlannedLayer
+from halfstep.nn.ranks import check_ranks
+from halfstep.nn.schedule import Schedule
+from halfstep.nn.stages import autocast_of, check_alike, clear, lay_in_turn
+from halfstep.nn.stock_steps import end_watch
+from halfstep.nn.tuners import same_parameters
+from halfstep.nn.unit.scale import is_unit_scaled
+from halfstep.ops.native import matmuls_text
+from halfstep.recipe import DTYPES, Recipe, get_recipe, matmul_texts
+from halfstep.unit import MULTIPLIERS
+
+
+@dataclass(frozen=True)
+class Decision:
+    """All that `apply` does to a model, by name and by path: found, and refused, before anything is touched."""
+
+    recipe: Recipe
+    stages: tuple[Arrangement, ...]
+    """What each stage of the recipe makes of the modules."""
+    moves: dict[str, nn.Parameter]
+    """The parameters that the recipe stores in its own dtype."""
+    adapters: dict[str, nn.Parameter]
+    """The parameters of adapters, which it stores in float32."""
+    kept: dict[str, str]
+    """Other parameters, with the reason why they stay."""
+    rounded: tuple[str, ...]
+    """The parameters that products round; where the recipe keeps them as codes, those that are."""
+
+    def warn(self, model: nn.Module) -> None:
+        """Warn of what arrived rounded, and of layers that rules are for and do not reach."""
+        _warn_of_narrow(model, self.recipe, self.moves)
+        for each in self.stages:
+            if each.matched.missed:
+                warn_of_missed(model, each.recipe, each.matched)
+
+    def plan(self, model: nn.Module) -> Plan:
+        """The same for people and programs."""
+        first, *others = (self._stage(model, each) for each in self.stages)
+        later = tuple(zip((stage.when for stage in self.recipe.stages), others, strict=True))
+        return replace(first, recipe=self.recipe.name, later=later)
+
+    def lay(self, model: nn.Module) -> Plan:
+        """Do it; the plan of it stays with the model."""
+        recipe, first, made = self.recipe, self.stages[0], self.plan(model)
+        schedule = Schedule(recipe) if recipe.stages else None
+        clock = Clock() if any(each.keeps_states for each in self.stages) else None
+        if schedule is not None:
+            clock = Clock("scaling states and the stage of its recipe have" if clock else "recipe's stage has")
+        applied = Applied(
+            recipe,
+            autocast_of(first.recipe),
+            {name: parameter.dtype for name, parameter in self.moves.items()},
+            DTYPES[recipe.grad_format],
+            clock,
+            made,
+            self.rounded,
+            {name: parameter.dtype for name, parameter in self.adapters.items()},
+            schedule=schedule,
+        )
+        try:
+            if schedule is None:
+                first.lay(model)
+            else:
+                lay_in_turn(model, self.stages)
+            noise.attach(model, sorted(set.union(*(each.draws for each in self.stages))), torch.initial_seed())
+            follow(model, applied, _after_copy, first.widened.values())
+        except BaseException:
+            undo(model)
+            raise
+        for parameter in self.moves.values():  # last: bits that rounding takes do not come back
+            store(parameter, DTYPES[recipe.weights], DTYPES[recipe.grad_format])
+        for parameter in self.adapters.values():
+            store(parameter, torch.float32)
+        if clock is not None:
+            clock.begin(model)
+        return made
+
+    def _stage(self, model: nn.Module, found: Arrangement) -> Plan:
+        """What one stage does to a model."""
+        recipe, matched = found.recipe, found.matched
+        compute = autocast_of(recipe)
+        dtype, device = compute or DTYPES[recipe.weights], next(model.parameters()).device
+        if device.type == "meta":
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        ways = {spec: matmuls_text(spec, dtype, device) for spec in dict.fromkeys(found.specs.values())}
+        layers = {
+            path: PlannedLayer(type(model.get_submodule(path)).__name__, matmul_texts(spec), ways[spec])
+            for path, spec in found.specs.items()
+        }
+        kept = {**self.kept, **matched.kept, **dict.fromkeys(found.widened, "computes in float32")}
+        if recipe.saved is not None and not found.savers:
+            kept[type(model).__name__] = (
+                "no norm, activation function, gated MLP or rounded product to save in few bits"
+            )
+        return Plan(
+            recipe=recipe.name,
+            model=type(model).__name__,
+            compute="as stored" if compute is None else f"torch.autocast to {_name(compute)}",
+            stored=self._stored(model),
+            layers=layers,
+            kept=kept,
+            matmuls=len(matched.kinds),
+            attention=matched.attends,
+            smoothed=matched.smoothed,
+            saved=tuple(found.savers),
+            sought=matched.sought,
+            states=sum(len(spec.states) * len(found.weights[path]) for path, spec in found.specs.items()),
+            loss_scale=str(recipe.loss_scale or "none"),
+            bytes=recipe.bytes_per_parameter(),
+        )
+
+    def _stored(self, model: nn.Module) -> dict[str, int]:
+        """How many parameters will be stored in each dtype, most first; tied ones count once."""
+        own = dict.fromkeys(map(id, self.moves.values()), DTYPES[self.recipe.weights])
+        own |= dict.fromkeys(map(id, self.adapters.values()), torch.float32)
+        counts: Counter[str] = Counter()
+        for parameter in model.parameters():
+            counts[_name(own.get(id(parameter), parameter.dtype))] += parameter.numel()
+        return dict(counts.most_common())
+
+
+def decide(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter | None = None) -> Decision:
+    """Everything that a recipe asks of a model, asked once.
+
+    Raises:
+        RecipeError, ModelError: as `apply`.
+    """
+    recipe = get_recipe(recipe)
+    for stage in recipe.by_stage:
+        check_model(model, stage)
+    found = tuple(arranged(model, stage, module_filter) for stage in recipe.by_stage)
+    check_alike(found)
+    adapters = wide_adapters(model, recipe)
+    moves, kept = storable(model, recipe.float32_modules if recipe.weights != "fp32" else (), adapters)
+    rounded = found[0].rounded
+    if recipe.codes is not None:
+        stacks = {name for name, weight in rounded.items() if weight.stacked}
+        kept |= dict.fromkeys(stacks, "its weights and gradients stay as they are: one scale would serve all experts")
+        rounded = {name: weight for name, weight in rounded.items() if name not in stacks}
+    return Decision(recipe, found, moves, adapters, kept, tuple(rounded))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def undo(model: nn.Module) -> None:
+    """Take away all that `apply` left beside the parameters."""
+    end_watch(model)
+    noise.detach(model)
+    clear(model)
+    unfollow(model)
+
+
+def keep_grads(model: nn.Module) -> None:
+    """Give parameters back the dtype that their gradients accumulate in: torch's copies and replacements lack it."""
+    applied = applied_to(model)
+    for parameter, _ in same_parameters(model, applied.dtypes):
+        store(parameter, parameter.dtype, applied.grads)
+
+
+def _after_copy(model: nn.Module) -> None:
+    """A copied root is the root of its copied parts."""
+    part = part_of(model)
+    assert part is not None
+    part.bind(model)
+    keep_grads(model)
+
+
+def check_model(model: nn.Module, recipe: Recipe) -> None:
+    """Refuse, before anything is touched, a model that cannot follow a recipe as it is."""
+    name = type(model).__name__
+    for path, module in model.named_modules():
+        if (applied := vars(module).get("_halfstep")) is not None:
+            where = f"its part {path!r}" if path else "it"
+            if applied.quantized:
+                raise RecipeError(
+                    f"{name}: {where} is quantised under {applied.recipe.name!r}. Adapters train beside its codes "
+                    f"under that recipe: give recipe={applied.recipe.name!r}, and quantise with adapters=True; for "
+                    "another recipe take another copy of the model"
+                )
+            raise RecipeError(f"{name}: {where} already follows {applied.recipe.name!r}; halfstep.revert it first")
+    shared = next((path for path, module in model.named_modules() if part_of(module) is not None), None)
+    if shared is not None:
+        raise RecipeError(
+            f"{name}: its part {shared!r} follows the recipe of another model that it belongs to; halfstep.revert that "
+            "one first, or apply one recipe to a module that holds both"
+        )
+    scaled = any(MULTIPLIERS in vars(module) for module in model.modules())
+    if recipe.unit_scaled and not scaled:
+        raise ModelError(
+            f"recipe {recipe.name!r} casts with scales of 1, for models whose tensors are of unit size, and {name} is "
+            "not unit-scaled: call halfstep.unit_scale(model, *inputs) first, or write it with halfstep.unit's modules"
+        )
+    if is_unit_scaled(model) and recipe.float32_functions:
+        raise RecipeError(
+            f"recipe {recipe.name!r} widens functions in the model's own code, which unit_scale has taken over in "
+            f"{name}; take a recipe without float32_functions, such as fp16-mixed"
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        raise ModelError(f"{name} wraps a model; apply the recipe to the model first, then wrap it")
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ModelError(f"{name} has no parameters; there is nothing to store or train")
+    for path, parameter in parameters.items():
+        if parameter.dtype == torch.float64:
+            raise ModelError(f"{name}: {path} is float64, which no recipe stores; call model.float() first")
+        if parameter.is_complex():
+            raise ModelError(
+                f"{name}: {path} is {parameter.dtype}, and recipes store and step on real numbers; keep its real and "
+                "imaginary parts as two parameters (torch.view_as_complex joins them)"
+            )
+        if hasattr(parameter, "device_mesh"):
+            raise ModelError(f"{name}: {path} is sharded; apply the recipe before fully_shard")
+    check_trained(model)
+    check_ranks(recipe, parameters.values())
+    if recipe.grad_format != recipe.weights:
+        check_grad_dtype(recipe.grad_format)
+
+
+def _warn_of_narrow(model: nn.Module, recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Say what a model that was loaded in, or cast to, 16 bits lacks, where the recipe keeps more."""
+    if (recipe.master or recipe.weights) not in ("fp32", "split"):
+        return
+    narrow = {path: p.dtype for path, p in parameters.items() if p.dtype != torch.float32 and not p.is_meta}
+    if narrow:
+        path, dtype = next(iter(narrow.items()))
+        warnings.warn(
+            f"{type(model).__name__}: {len(narrow)} of {len(parameters)} parameters arrive in 16 bits ({path} in "
+            f"{dtype}); "
+            f"{recipe.name!r} keeps float32 weights or masters, which can only start from those rounded values. "
+            "Load the model in float32 where its file holds more (transformers 5 takes the file's dtype unless told: "
+            "from_pretrained(..., dtype=torch.float32))",
+            stacklevel=4,
+        )
+    if cast := rounded(model):
+        name, buffer = next(iter(cast.items()))
+        warnings.warn(
+            f"{type(model).__name__}: {len(cast)} of {len([*model.buffers()])} buffers arrive rounded to 16 bits "
+            f"({name} in {buffer.dtype}), and stay so under {recipe.name!r}, which keeps float32: rotary frequencies "
+            "in bfloat16 put angles at position 4000 off by more than a radian. After the cast "
+            f"{ANEW}; or cast parameters alone: for p in model.parameters(): p.data = p.data.bfloat16()",
+            stacklevel=4,
+        )

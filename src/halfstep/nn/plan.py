@@ -1,0 +1,142 @@
+"""What a recipe does to a model, as `halfstep.plan` finds it and `apply` carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from textwrap import wrap
+from typing import Any
+
+from halfstep.nn.groups import grouped
+from halfstep.recipe import BytesPerParameter
+
+
+_COLUMNS = 80
+_LINES = 60
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """How one layer forms its three matmuls."""
+
+    kind: str
+    """Its class."""
+    matmuls: tuple[str, ...]
+    """How the operands of each are rounded."""
+    computed: str
+    """What computes them on the model's device: native, or emulated in a dtype, and why."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recipe does to a model and what it leaves alone. `print(plan)` shows it in at most 60 lines."""
+
+    recipe: str
+    model: str
+    """The class of the model."""
+    compute: str
+    """The dtype of autocast around the forward, or that there is none."""
+    stored: dict[str, int]
+    """How many parameters are stored in each dtype; of a quantized model, in each format."""
+    layers: dict[str, PlannedLayer]
+    """The layers whose matmuls round their operands, by path."""
+    kept: dict[str, str]
+    """Parameters and layers that do not follow the recipe, with the reason."""
+    matmuls: int = 0
+    """How many layers of the model form matmuls that a rule could round."""
+    attention: tuple[str, ...] = ()
+    """The modules that round the operands of attention's two products."""
+    smoothed: tuple[str, ...] = ()
+    """The gated MLPs whose product is scaled before the down-projection rounds it."""
+    saved: tuple[str, ...] = ()
+    """The modules of which autograd keeps what it saves in few bits, wholly or in part."""
+    sought: dict[str, str] = field(default_factory=dict)
+    """What optional rules that round mean by name and no layer is, such as attention: their globs. A layer of that kind
+    with another name follows a later rule."""
+    states: int = 0
+    """How many scales follow earlier steps; `scaler.update()` moves them on."""
+    loss_scale: str = "none"
+    optimizer: str = "Adam"
+    """What the bytes are counted for."""
+    bytes: BytesPerParameter | None = None
+    """Of one parameter, by role; None of a model for inference, which trains none."""
+    later: tuple[tuple[str, Plan], ...] = ()
+    """Of a recipe with stages: when each later one begins, and what it does."""
+
+    @property
+    def quantized(self) -> tuple[str, ...]:
+        """The paths of `layers`."""
+        return tuple(self.layers)
+
+    @property
+    def headline(self) -> str:
+        """The plan in one line."""
+        ways = " and ".join(dict.fromkeys(layer.computed.split(" (")[0] for layer in self.layers.values()))
+        rounded = f"{len(self.layers)} of {self.matmuls} matmul layers round their operands, {ways}"
+        size = f"; {self.bytes.total:.4g} bytes a parameter with {self.optimizer}" if self.bytes else ""
+        return f"{self.model} under {self.recipe}: {rounded if ways else 'no matmul rounds its operands'}{size}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        later = [{"from": when, **plan.to_dict()} for when, plan in self.later]
+        return {**asdict(self), "later": later}
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, storage: bool = True) -> str:
+        """What `print` shows; without what is stored of parameters, and in which bytes, where `storage` is false."""
+        lines = [*_filled(self.headline, ""), *(self._storage() if storage else ()), *self._modules()]
+        for when, plan in self.later:
+            lines += [f"from {when}: {plan.recipe}", *(f"  {line}" for line in plan._modules())]
+        lines += _filled("not seen: functional calls in the model's own code; they follow torch.autocast's lists")
+        more = len(lines) - _LINES + 1
+        return "\n".join(lines if more < 2 else [*lines[: _LINES - 2], f"({more} more lines)", lines[-1]])
+
+    def _storage(self) -> Iterator[str]:
+        numbers = ", ".join(f"{count:,} in {dtype}" for dtype, count in self.stored.items())
+        yield from _filled(f"parameters: {numbers}")
+        if self.bytes is not None:
+            yield from _filled(f"bytes a parameter: {self.bytes}, with {self.optimizer}")
+        states = f"; scaling states: {self.states}" if self.states else ""
+        yield from _filled(f"forward: {self.compute}; loss scale: {self.loss_scale}{states}")
+
+    def _modules(self) -> Iterator[str]:
+        ways: dict[tuple[tuple[str, ...], str], list[str]] = {}
+        for path, layer in self.layers.items():
+            ways.setdefault((layer.matmuls, layer.computed), []).append(path)
+        for (matmuls, computed), paths in ways.items():
+            yield from _filled(f"{len(paths)} layers, {computed}")
+            for matmul in matmuls:
+                yield from _filled(matmul, "    ")
+            yield from _listed(paths)
+        for said, paths in (
+            ("attention's two matmuls round their operands", self.attention),
+            ("gated product smoothed", self.smoothed),
+            ("saved for the backward pass in few bits", self.saved),
+        ):
+            if paths:
+                yield f"  {said}"
+                yield from _listed(paths)
+        for what, globs in self.sought.items():
+            yield from _filled(f"no layer is matched as {what}, by {globs}: later rules apply")
+        for reason, paths in _by_value(self.kept).items():
+            yield from _filled(f"kept as it was: {reason}")
+            yield from _listed(paths)
+
+
+def _by_value(named: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, value in named.items():
+        found.setdefault(value, []).append(name)
+    return found
+
+
+def _listed(paths: Any) -> Iterator[str]:
+    for pattern, count in grouped(paths).items():
+        yield from _filled(pattern + (f" ({count})" if count > 1 else ""), "      ")
+
+
+def _filled(text: str, indent: str = "  ") -> list[str]:
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    return wrap(text, _COLUMNS, initial_indent=indent, subsequent_indent=f"{indent}    ", **whole)
