@@ -1,6 +1,6 @@
 """`nn.LSTM` where oneDNN has no kernel for it: torch.autocast hands it to one, whatever the CPU.
 
-On such CPUs it runs in float32 between one rounding of its weights, inputs and states to 16 bits and one of what comes
+There is one for bfloat16 on some CPUs, and none that trains in float16 on any. Without, an LSTM runs in float32 between one rounding of its weights, inputs and states to 16 bits and one of what comes
 out, forward and backward, as carried products do; in between nothing is rounded. Packed sequences, projections and
 inputs that are 16-bit already take kernels of torch's own, as `nn.GRU` and `nn.RNN` do.
 """
@@ -14,17 +14,16 @@ from torch.nn.utils.rnn import PackedSequence
 from halfstep.ops.linear_passes import product_dtype
 
 
-_ASKED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-
-
 def fits(module: nn.Module) -> bool:
     """Whether `forward` below may stand in for the module's own."""
     return "forward" not in vars(module) and type(module).forward is nn.LSTM.forward
 
 
 def lacks_kernel(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN refuses an LSTM of that dtype on this CPU."""
-    return device.type == "cpu" and dtype in _ASKED and not getattr(torch.ops.mkldnn, _ASKED[dtype])()
+    """Whether oneDNN refuses an LSTM of that 16-bit dtype on this CPU."""
+    if device.type != "cpu":
+        return False
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def forward(stock: Any, module: Any, input: Tensor | PackedSequence, hx: tuple[Tensor, Tensor] | None = None) -> Any:
