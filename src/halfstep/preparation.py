@@ -128,7 +128,7 @@ def plan(
     made = decide(model, recipe, module_filter).plan(model)
     if optimizer is None:
         return made
-    return _with_optimizer(made, recipe, optimizer, _check(model, optimizer, recipe, may_be_meta=True))
+    return _with_optimizer(made, optimizer, _check(model, optimizer, recipe, may_be_meta=True))
 
 
 def optimize(
@@ -215,10 +215,10 @@ def full_weights(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]
     return {parameter: parameter.detach().float().clone() for parameter in _mastered(model, recipe)}
 
 
-def _with_optimizer(made: Plan, recipe: Recipe, optimizer: torch.optim.Optimizer, rule: UpdateRule) -> Plan:
+def _with_optimizer(made: Plan, optimizer: torch.optim.Optimizer, rule: UpdateRule) -> Plan:
     """The plan, with the bytes of that optimizer's states."""
     moments = dict.fromkeys(name for group in optimizer.param_groups for name in rule.moments(group))
-    return replace(made, optimizer=rule.torch_class.__name__, bytes=recipe.bytes_per_parameter([*moments]))
+    return replace(made, optimizer=type(optimizer).__name__, moments=tuple(moments))
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, may_be_meta: bool = False) -> UpdateRule:
@@ -312,10 +312,10 @@ def _optimized(
     projected = projections(model, recipe)
     low_bit = convert(optimizer, recipe, masters, generator, weakref.ref(model), same_layers, projected, recipe_change)
     _seed_noise(model, generator, same_layers)
-    planned = _with_optimizer(applied.plan, recipe, optimizer, low_bit.rule)
+    planned = _with_optimizer(applied.plan, optimizer, low_bit.rule)
     vars(model)["_halfstep"] = replace(applied, plan=planned)
-    _LOGGER.info("%s", planned.headline)
-    _LOGGER.debug("%s", planned)
+    if _LOGGER.isEnabledFor(logging.INFO):
+        _LOGGER.info("%s", planned if _LOGGER.isEnabledFor(logging.DEBUG) else planned.headline)
     low_bit.check_new = partial(_check_adapters, weakref.ref(model))
     steps.follow(low_bit)
     if applied.schedule is not None:

@@ -52,6 +52,7 @@ COMMANDS = [
     (["formats", "add", "bf16", "1", "0.001"], None, 0),
     (["recipes"], None, 0),
     (["recipes", "show", "fp8-delayed"], None, 0),
+    (["recipes", "plan", "own.py:small", "--recipe", "fp8-delayed"], None, 0),
     (["recipes", "cost", "fp8-delayed", "--model", "own.py:small", "--seq", "8"], None, 0),
     (["kb", "add", "--help"], None, 0),  # it asks questions
     (["kb", "check", "albert", "--use", "fp16"], None, 1),

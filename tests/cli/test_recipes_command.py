@@ -1,12 +1,19 @@
 """`halfstep recipes`, and what every command does alike: JSON for machines, exit code 2 for mistakes."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from halfstep import get_recipe
 from halfstep.recipe import to_data
 from tiny import ALL, mostly_slow
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+PLANNED = [("llama2-7b", "nvfp4"), ("resnet-50", "bf16-stochastic")]
 
 
 def test_recipes_lists_every_recipe(run):
@@ -15,6 +22,28 @@ def test_recipes_lists_every_recipe(run):
     for name in ALL:
         line = next(line for line in out.splitlines() if line.split()[0] == name)
         assert f" {get_recipe(name).bytes_per_parameter().total:g} " in line
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    [("gpt2", "fp8-delayed"), *(pytest.param(*each, marks=pytest.mark.slow) for each in PLANNED)],
+)
+def test_the_page_shows_the_plans_that_are_printed(run, carry, model, recipe):
+    carry()  # a CPU with 16-bit units
+    code, out, _ = run("recipes", "plan", model, "--recipe", recipe)
+    assert code == 0
+    assert f"$ halfstep recipes plan {model} --recipe {recipe}\n{out}```" in PAGE.read_text()
+
+
+def test_a_plan_as_json_and_of_what_has_no_layers(run, tmp_path):
+    code, out, _ = run("recipes", "plan", "tiny:mlp", "--recipe", "nvfp4", "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert (data["recipe"], [*data["layers"]]) == ("nvfp4", ["0", "3"])
+    save_file({"weight": torch.zeros(4, 4)}, tmp_path / "w.safetensors")
+    code, _, err = run("recipes", "plan", str(tmp_path / "w.safetensors"), "--recipe", "nvfp4")
+    assert code == 2
+    assert "holds tensors and no layers: give the model's config.json" in err
 
 
 def test_recipes_as_json(run):

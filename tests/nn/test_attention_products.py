@@ -98,7 +98,7 @@ def test_a_recipe_reaches_the_modules_that_form_attention():
     model, plain = gpt(), gpt()
     report = halfstep.apply(model, DPA)
     assert report.attention == ("blocks.0.attention.mix", "blocks.1.attention.mix")
-    assert "attention quantised: blocks.0.attention.mix" in str(report)
+    assert "attention's two matmuls round their operands\n      blocks." in str(report)
     halfstep.apply(plain, "fp8-current")
     tokens = torch.arange(16).view(2, 8)
     assert not torch.equal(model(tokens), plain(tokens))

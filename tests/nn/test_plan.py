@@ -128,11 +128,11 @@ def test_stages_and_copies_keep_their_plan():
     model, _, _ = prepared("fp8-delayed until 90%, then bf16-mixed", total_steps=10)
     planned = halfstep.plan_of(model)
     ((when, last),) = planned.later
-    assert f"from {when}: {last.recipe}" in str(planned)
+    assert f"from {when}: {last.recipe.name}" in str(planned)
     assert (len(planned.layers), len(last.layers)) == (2, 0)
     assert halfstep.plan_of(copy.deepcopy(model)) == planned
     audit = halfstep.audit(model)
-    assert str(audit).startswith(planned.headline.split(",")[0])
+    assert audit.plan in str(audit)
     assert "not seen" in audit.plan
 
 

@@ -54,7 +54,7 @@ def test_the_gated_mlps_of_a_family_are_found(family, recipe):
     model = kind(config).train()
     report = halfstep.apply(model, recipe)
     assert report.smoothed == ("model.layers.0.mlp", "model.layers.1.mlp")
-    assert "gated product smoothed: model.layers.0.mlp" in str(report)
+    assert "gated product smoothed\n      model.layers.0-1.mlp (2)" in str(report)
     ids = torch.arange(24).view(2, 12)
     model(input_ids=ids, labels=ids).loss.backward()
     assert all(p.grad is not None for p in model.model.layers.parameters())

@@ -181,7 +181,7 @@ class Audit:
 
     def __str__(self) -> str:
         plan = [] if self.plan is None else [self.plan]
-        return "\n".join([*plan, self._title(), *_table(self), *map(str, self.findings)])
+        return "\n".join([self._title(), *plan, *_table(self), *map(str, self.findings)])
 
     def _title(self) -> str:
         steps = "" if self.steps is None else f", {_range(self.steps)} step{'s' * (self.steps != (1, 1))}"

@@ -26,8 +26,7 @@ from halfstep.nn.stages import autocast_of, check_alike, clear, lay_in_turn
 from halfstep.nn.stock_steps import end_watch
 from halfstep.nn.tuners import same_parameters
 from halfstep.nn.unit.scale import is_unit_scaled
-from halfstep.ops.native import matmuls_text
-from halfstep.recipe import DTYPES, Recipe, get_recipe, matmul_texts
+from halfstep.recipe import DTYPES, Recipe, get_recipe
 from halfstep.unit import MULTIPLIERS
 
 
@@ -58,7 +57,7 @@ class Decision:
         """The same for people and programs."""
         first, *others = (self._stage(model, each) for each in self.stages)
         later = tuple(zip((stage.when for stage in self.recipe.stages), others, strict=True))
-        return replace(first, recipe=self.recipe.name, later=later)
+        return replace(first, recipe=self.recipe, later=later)
 
     def lay(self, model: nn.Module) -> Plan:
         """Do it; the plan of it stays with the model."""
@@ -99,13 +98,11 @@ class Decision:
     def _stage(self, model: nn.Module, found: Arrangement) -> Plan:
         """What one stage does to a model."""
         recipe, matched = found.recipe, found.matched
-        compute = autocast_of(recipe)
-        dtype, device = compute or DTYPES[recipe.weights], next(model.parameters()).device
+        dtype, device = autocast_of(recipe) or DTYPES[recipe.weights], next(model.parameters()).device
         if device.type == "meta":
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        ways = {spec: matmuls_text(spec, dtype, device) for spec in dict.fromkeys(found.specs.values())}
         layers = {
-            path: PlannedLayer(type(model.get_submodule(path)).__name__, matmul_texts(spec), ways[spec])
+            path: PlannedLayer(type(model.get_submodule(path)).__name__, spec, dtype, device)
             for path, spec in found.specs.items()
         }
         kept = {**self.kept, **matched.kept, **dict.fromkeys(found.widened, "computes in float32")}
@@ -114,9 +111,8 @@ class Decision:
                 "no norm, activation function, gated MLP or rounded product to save in few bits"
             )
         return Plan(
-            recipe=recipe.name,
+            recipe=recipe,
             model=type(model).__name__,
-            compute="as stored" if compute is None else f"torch.autocast to {_name(compute)}",
             stored=self._stored(model),
             layers=layers,
             kept=kept,
@@ -126,8 +122,6 @@ class Decision:
             saved=tuple(found.savers),
             sought=matched.sought,
             states=sum(len(spec.states) * len(found.weights[path]) for path, spec in found.specs.items()),
-            loss_scale=str(recipe.loss_scale or "none"),
-            bytes=recipe.bytes_per_parameter(),
         )
 
     def _stored(self, model: nn.Module) -> dict[str, int]:
@@ -136,7 +130,7 @@ class Decision:
         own |= dict.fromkeys(map(id, self.adapters.values()), torch.float32)
         counts: Counter[str] = Counter()
         for parameter in model.parameters():
-            counts[_name(own.get(id(parameter), parameter.dtype))] += parameter.numel()
+            counts[str(own.get(id(parameter), parameter.dtype)).removeprefix("torch.")] += parameter.numel()
         return dict(counts.most_common())
 
 
@@ -159,10 +153,6 @@ def decide(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter |
         kept |= dict.fromkeys(stacks, "its weights and gradients stay as they are: one scale would serve all experts")
         rounded = {name: weight for name, weight in rounded.items() if name not in stacks}
     return Decision(recipe, found, moves, adapters, kept, tuple(rounded))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def undo(model: nn.Module) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from textwrap import wrap
 from typing import Any
 
+import torch
+
 from halfstep.nn.groups import grouped
-from halfstep.recipe import BytesPerParameter
+from halfstep.ops.native import matmuls_text
+from halfstep.recipe import DTYPES, BytesPerParameter, LinearSpec, Recipe, matmul_texts
 
 
 _COLUMNS = 80
@@ -21,21 +25,30 @@ class PlannedLayer:
 
     kind: str
     """Its class."""
-    matmuls: tuple[str, ...]
-    """How the operands of each are rounded."""
-    computed: str
-    """What computes them on the model's device: native, or emulated in a dtype, and why."""
+    spec: LinearSpec
+    """How their operands are rounded."""
+    dtype: torch.dtype
+    """What the results are rounded to."""
+    device: torch.device
+
+    @property
+    def matmuls(self) -> tuple[str, ...]:
+        """How the operands of each are rounded, in words."""
+        return matmul_texts(self.spec)
+
+    @property
+    def computed(self) -> str:
+        """What computes them on the device: native, or emulated in a dtype, and why."""
+        return matmuls_text(self.spec, self.dtype, self.device)
 
 
 @dataclass(frozen=True)
 class Plan:
     """What a recipe does to a model and what it leaves alone. `print(plan)` shows it in at most 60 lines."""
 
-    recipe: str
+    recipe: Recipe
     model: str
     """The class of the model."""
-    compute: str
-    """The dtype of autocast around the forward, or that there is none."""
     stored: dict[str, int]
     """How many parameters are stored in each dtype; of a quantized model, in each format."""
     layers: dict[str, PlannedLayer]
@@ -55,13 +68,26 @@ class Plan:
     with another name follows a later rule."""
     states: int = 0
     """How many scales follow earlier steps; `scaler.update()` moves them on."""
-    loss_scale: str = "none"
-    optimizer: str = "Adam"
-    """What the bytes are counted for."""
-    bytes: BytesPerParameter | None = None
-    """Of one parameter, by role; None of a model for inference, which trains none."""
+    optimizer: str | None = "Adam"
+    """What the bytes are counted for; None of a model for inference, which trains none."""
+    moments: Sequence[str] | None = None
+    """Those of the optimizer; None is Adam's."""
     later: tuple[tuple[str, Plan], ...] = ()
     """Of a recipe with stages: when each later one begins, and what it does."""
+
+    @property
+    def bytes(self) -> BytesPerParameter | None:
+        """Of one parameter, by role; None of a model for inference."""
+        if self.optimizer is None:
+            return None
+        return self.recipe.bytes_per_parameter(*([] if self.moments is None else [self.moments]))
+
+    @property
+    def compute(self) -> str:
+        """The dtype of autocast around the forward, or that there is none."""
+        stage = self.recipe.by_stage[0]
+        dtype = str(DTYPES[stage.compute]).removeprefix("torch.")
+        return "as stored" if stage.compute == "fp32" else f"torch.autocast to {dtype}"
 
     @property
     def quantized(self) -> tuple[str, ...]:
@@ -71,15 +97,28 @@ class Plan:
     @property
     def headline(self) -> str:
         """The plan in one line."""
-        ways = " and ".join(dict.fromkeys(layer.computed.split(" (")[0] for layer in self.layers.values()))
+        ways = " and ".join(dict.fromkeys(computed.split(" (")[0] for (_, computed), _ in self._ways))
         rounded = f"{len(self.layers)} of {self.matmuls} matmul layers round their operands, {ways}"
         size = f"; {self.bytes.total:.4g} bytes a parameter with {self.optimizer}" if self.bytes else ""
-        return f"{self.model} under {self.recipe}: {rounded if ways else 'no matmul rounds its operands'}{size}"
+        return f"{self.model} under {self.recipe.name}: {rounded if ways else 'no matmul rounds its operands'}{size}"
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        later = [{"from": when, **plan.to_dict()} for when, plan in self.later]
-        return {**asdict(self), "later": later}
+        layers = {
+            path: {"kind": self.layers[path].kind, "matmuls": matmuls, "computed": computed}
+            for (matmuls, computed), paths in self._ways
+            for path in paths
+        }
+        own = ("model", "stored", "kept", "matmuls", "attention", "smoothed", "saved", "sought", "states", "optimizer")
+        return {
+            "recipe": self.recipe.name,
+            **{name: getattr(self, name) for name in own},
+            "layers": layers,
+            "compute": self.compute,
+            "loss_scale": str(self.recipe.loss_scale or "none"),
+            "bytes_per_parameter": self.bytes and {**asdict(self.bytes), "total": self.bytes.total},
+            "later": [{"from": when, **plan.to_dict()} for when, plan in self.later],
+        }
 
     def __str__(self) -> str:
         return self.text()
@@ -88,7 +127,7 @@ class Plan:
         """What `print` shows; without what is stored of parameters, and in which bytes, where `storage` is false."""
         lines = [*_filled(self.headline, ""), *(self._storage() if storage else ()), *self._modules()]
         for when, plan in self.later:
-            lines += [f"from {when}: {plan.recipe}", *(f"  {line}" for line in plan._modules())]
+            lines += [f"from {when}: {plan.recipe.name}", *(f"  {line}" for line in plan._modules())]
         lines += _filled("not seen: functional calls in the model's own code; they follow torch.autocast's lists")
         more = len(lines) - _LINES + 1
         return "\n".join(lines if more < 2 else [*lines[: _LINES - 2], f"({more} more lines)", lines[-1]])
@@ -99,13 +138,18 @@ class Plan:
         if self.bytes is not None:
             yield from _filled(f"bytes a parameter: {self.bytes}, with {self.optimizer}")
         states = f"; scaling states: {self.states}" if self.states else ""
-        yield from _filled(f"forward: {self.compute}; loss scale: {self.loss_scale}{states}")
+        yield from _filled(f"forward: {self.compute}; loss scale: {self.recipe.loss_scale or 'none'}{states}")
+
+    @cached_property
+    def _ways(self) -> list[tuple[tuple[tuple[str, ...], str], list[str]]]:
+        """How matmuls round their operands and what computes them, with the layers that do so."""
+        alike: dict[PlannedLayer, list[str]] = {}
+        for path, layer in self.layers.items():
+            alike.setdefault(replace(layer, kind=""), []).append(path)
+        return [((layer.matmuls, layer.computed), paths) for layer, paths in alike.items()]
 
     def _modules(self) -> Iterator[str]:
-        ways: dict[tuple[tuple[str, ...], str], list[str]] = {}
-        for path, layer in self.layers.items():
-            ways.setdefault((layer.matmuls, layer.computed), []).append(path)
-        for (matmuls, computed), paths in ways.items():
+        for (matmuls, computed), paths in self._ways:
             yield from _filled(f"{len(paths)} layers, {computed}")
             for matmul in matmuls:
                 yield from _filled(matmul, "    ")

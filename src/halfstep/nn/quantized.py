@@ -159,7 +159,7 @@ def _lay(
         if not (adapters and is_adapter(name)):
             parameter.requires_grad_(False)
     layers = {path: layer for path, layer in applied.layers.items() if path not in kept}
-    made = replace(applied, stored=dict(codes) | count(model), layers=layers, kept=kept, bytes=None)
+    made = replace(applied, stored=dict(codes) | count(model), layers=layers, kept=kept, optimizer=None)
     vars(model)["_halfstep"] = replace(quantized, plan=made)
     return made
 

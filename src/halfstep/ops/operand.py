@@ -13,7 +13,7 @@ from halfstep.kernels.cpu import clamp_operators as operators
 from halfstep.kernels.cpu import rotated_tiles
 from halfstep.kernels.gpu import rotated as gpu_rotated
 from halfstep.kernels.rotation import rotate
-from halfstep.ops.carriers import E4M3_BITS, carrier, has_subnormals, operand_dtype, tile_carrier
+from halfstep.ops.carriers import E4M3_BITS, carrier, has_subnormals, tile_carrier
 from halfstep.ops.casts import quantize, round_scaled, seed_of, values, values_noted
 from halfstep.ops.factors import factor_of
 from halfstep.ops.remainder import Remainder, bounds_of, remainder
@@ -133,7 +133,7 @@ def operand(
     quantizer = quantizer.plain
     format, scales = quantizer.format, quantizer.scales
     if scales is None:
-        return Operand(values(x, quantizer, seed, dtype=operand_dtype(quantizer, dtype, x.device)))
+        return Operand(values(x, quantizer, seed, dtype=carrier(format, dtype)))
     if quantizer.inner is not None:
         part = x.to(torch.promote_types(x.dtype, torch.float32)) * scales.rule.part
         return over(operand(part, quantizer.inner, dtype, units=False, seed=seed), scales.rule.part)
@@ -143,14 +143,14 @@ def operand(
     if scales.tile == TENSOR:
         factor, amax = factor_of(x, format, scales.rule, state, record)
         if factor is not None:
-            into = operand_dtype(quantizer, dtype, x.device) if native is None else native
+            into = carrier(format, dtype) if native is None else native
             rounded = round_scaled(x, factor, format, quantizer.rounding, into, seed, amax)
             return Operand(rounded, factor.reciprocal())
     elif native is not None:
         return _rows(x, quantizer, scales, native, seed)
     if scales.rule.two_level:
         scale = torch.empty((), device=x.device, dtype=torch.float32)
-        into = operand_dtype(quantizer, dtype, x.device)
+        into = carrier(format, dtype, E4M3_BITS)
         return Operand(values_noted(x, quantizer, seed, dtype=into, tensor_scale=scale)[0], scale)
     return _blocks(x, quantizer, scales, dtype, seed)
 

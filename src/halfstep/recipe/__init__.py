@@ -105,6 +105,8 @@ def get_recipe(name: str | Recipe) -> Recipe:
         return name
     if not isinstance(name, str):
         raise RecipeError(f"recipe = {name!r} found; expected a Recipe or text: a name, 'my.toml', 'module:name'")
+    if name in _named():
+        return _named()[name]
     if is_chain(name):
         return read_chain(name, get_recipe)
     if files.is_reference(name):

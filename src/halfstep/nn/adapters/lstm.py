@@ -1,8 +1,9 @@
 """`nn.LSTM` where oneDNN has no kernel for it: torch.autocast hands it to one, whatever the CPU.
 
-There is one for bfloat16 on some CPUs, and none that trains in float16 on any. Without, an LSTM runs in float32 between one rounding of its weights, inputs and states to 16 bits and one of what comes
-out, forward and backward, as carried products do; in between nothing is rounded. Packed sequences, projections and
-inputs that are 16-bit already take kernels of torch's own, as `nn.GRU` and `nn.RNN` do.
+There is one for bfloat16 on some CPUs, and none that trains in float16 on any. Without, an LSTM runs in float32 between
+one rounding of its weights, inputs and states to 16 bits and one of what comes out, forward and backward, as carried
+products do; in between nothing is rounded. Packed sequences, projections and inputs that are 16-bit already take
+kernels of torch's own, as `nn.GRU` and `nn.RNN` do.
 """
 
 from typing import Any
