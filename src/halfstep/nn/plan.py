@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from textwrap import wrap
+from textwrap import TextWrapper
 from typing import Any
 
 import torch
@@ -80,7 +80,9 @@ class Plan:
         """Of one parameter, by role; None of a model for inference."""
         if self.optimizer is None:
             return None
-        return self.recipe.bytes_per_parameter(*([] if self.moments is None else [self.moments]))
+        if self.moments is None:
+            return self.recipe.bytes_per_parameter()
+        return self.recipe.bytes_per_parameter(self.moments)
 
     @property
     def compute(self) -> str:
@@ -154,14 +156,14 @@ class Plan:
             for matmul in matmuls:
                 yield from _filled(matmul, "    ")
             yield from _listed(paths)
-        for said, paths in (
+        for said, these in (
             ("attention's two matmuls round their operands", self.attention),
             ("gated product smoothed", self.smoothed),
             ("saved for the backward pass in few bits", self.saved),
         ):
-            if paths:
+            if these:
                 yield f"  {said}"
-                yield from _listed(paths)
+                yield from _listed(these)
         for what, globs in self.sought.items():
             yield from _filled(f"no layer is matched as {what}, by {globs}: later rules apply")
         for reason, paths in _by_value(self.kept).items():
@@ -182,5 +184,5 @@ def _listed(paths: Any) -> Iterator[str]:
 
 
 def _filled(text: str, indent: str = "  ") -> list[str]:
-    whole = {"break_long_words": False, "break_on_hyphens": False}
-    return wrap(text, _COLUMNS, initial_indent=indent, subsequent_indent=f"{indent}    ", **whole)
+    lines = TextWrapper(_COLUMNS, indent, f"{indent}    ", break_long_words=False, break_on_hyphens=False)
+    return lines.wrap(text)
