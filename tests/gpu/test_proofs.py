@@ -1,7 +1,7 @@
 """Triton kernels without a GPU: equal to the reference in the interpreter, and compiled for one that is not here.
 
 `make gpu-proofs` fetches the versions of triton that this needs, each into a folder of its own, and runs all of it.
-What is not marked slow takes of every kernel one format, and one launch.
+What is not marked slow takes of every kernel one format, in the interpreter.
 """
 
 import ast
@@ -59,6 +59,7 @@ def test_every_kernel_equals_the_reference_in_the_interpreter():
     equal(told("interpreted.py", PINNED, "--core", TRITON_INTERPRET="1"), PINNED)
 
 
+@pytest.mark.slow  # the interpreter goes through the same lines
 def test_every_kernel_compiles_for_a_hopper_gpu():
     sound(told("compiled.py", PINNED, "--core"))
 
