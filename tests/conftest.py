@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from families import mark_slow, start, wants_newer_torch
+from families import mark_slow, seed, start, wants_newer_torch
 from halfstep.cli.app import main
 from halfstep.errors import HalfstepError
 from halfstep.kernels import carried
@@ -28,6 +28,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     threads = config.getoption("threads")
     torch.set_num_threads(threads)  # a module's fixtures come before `_start`
+    torch.manual_seed = seed
     # In processes that tests start too: with torch's own number they would compile kernels anew, in parallel.
     os.environ["OMP_NUM_THREADS"] = str(threads)
 

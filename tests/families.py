@@ -14,12 +14,17 @@ from halfstep.errors import HalfstepError
 _SHOWN = 400  # characters of what went wrong with a member
 
 
-def start():
-    """The seed that every test starts from. `torch.manual_seed` also notes a traceback for each kind of GPU, used or
-    not, which takes longer than many a test."""
-    torch.default_generator.manual_seed(0)
+def seed(number):
+    """`torch.manual_seed` in tests: torch's also notes a traceback for each kind of GPU, used or not, which takes
+    longer than many a test."""
     if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(0)
+        torch.cuda.manual_seed_all(number)
+    return torch.default_generator.manual_seed(int(number))
+
+
+def start():
+    """The seed that every test starts from."""
+    seed(0)
 
 
 class MembersFail(AssertionError):

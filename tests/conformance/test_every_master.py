@@ -2,15 +2,16 @@
 
 import copy
 import io
+import itertools
 
 import pytest
 import torch
 from torch import nn
 
 import halfstep
-from families import for_each
+from families import for_each, in_turn, slow_unless
 from halfstep.recipe import get_recipe
-from tiny import EVERY, assert_same, copied, prepared, train
+from tiny import EVERY, assert_same, copied, mostly_slow, prepared, train
 
 
 BESIDE = [name for name in EVERY if get_recipe(name).master]
@@ -68,9 +69,13 @@ def by_foreach(weight, mask):
     torch._foreach_mul_([weight], [mask.to(weight.dtype)])
 
 
-@every_master
-@every_rule
-@pytest.mark.parametrize("apply", [through_data, in_place, by_foreach])
+WRITES = [through_data, in_place, by_foreach]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "apply"),
+    slow_unless(in_turn(BESIDE, [*KINDS], WRITES).__contains__, itertools.product(BESIDE, KINDS, WRITES)),
+)
 def test_a_mask_after_every_step_keeps_all_of_the_others(name, kind, apply):
     """Beside a run without the mask, bit for bit; of what is masked nothing is left."""
     mask = torch.rand(SIZE, generator=torch.Generator().manual_seed(2)) < 0.5
@@ -175,7 +180,7 @@ def test_what_is_written_and_written_back_has_lost_nothing(name, kind, how):
         assert_same(kept(weight, optimizer), kept(twin, other))
 
 
-@every_recipe
+@pytest.mark.parametrize("name", mostly_slow(EVERY))
 def test_loading_its_own_state_before_the_first_step_changes_nothing(name):
     """accelerate does it to every optimizer; Adam's bias correction started at step 1."""
     found = []

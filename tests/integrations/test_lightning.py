@@ -18,9 +18,10 @@ from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import halfstep
+from families import slow_unless
 from halfstep.errors import ModelError, OptimizerError, RecipeError
 from halfstep.integrations.lightning import HalfstepPrecision
-from tiny import adamw, assert_same, batch, mlp, mostly_slow
+from tiny import adamw, assert_same, batch, mlp
 
 
 QUICK = ["fp32", "bf16-stochastic", "bf16-master", "fp16-mixed", "fp8-delayed", "fp8lm-o2"]
@@ -331,7 +332,7 @@ class CalledWhole(Module):
         return F.mse_loss(self(x).float(), y)
 
 
-@pytest.mark.parametrize("recipe", mostly_slow(QUICK))
+@pytest.mark.parametrize("recipe", slow_unless("fp8-delayed".__eq__, QUICK))
 def test_a_compiled_module_is_the_module(recipe):
     graphs = []
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfstep
+from families import slow_unless
 from halfstep import formats, get_recipe, ops
 from halfstep.errors import RecipeError
 from halfstep.kernels.cpu import clamp_operators
@@ -74,7 +75,7 @@ def assert_near(found, wanted, tolerance):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "dtype",
-    [torch.bfloat16, torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)],  # compiled anew
+    slow_unless({torch.bfloat16}.__contains__, [torch.bfloat16, torch.float32, torch.float16]),  # compiled anew
 )
 @pytest.mark.parametrize("name", ["fp4-wang", "fp4-wang-msamp"])
 def test_products_are_those_of_the_quantizers(name, dtype, shape):

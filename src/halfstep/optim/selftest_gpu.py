@@ -34,7 +34,7 @@ _RECIPES = (
 )  # fmt: skip
 _OTHERS = ("fp32", "bf16-master", "bf16-stochastic", "adamw-8bit")
 _SCALE = 8.0
-_GRADIENTS: dict[str, Callable[[int], Tensor]] = {
+GRADIENTS: dict[str, Callable[[int], Tensor]] = {
     "ordinary": torch.randn,
     "wide": lambda size: hard(size).nan_to_num(0.0).clamp(-1e15, 1e15),
     "hard": hard,
@@ -69,7 +69,7 @@ def stepped_by(recipe: Recipe, device: torch.device, make: Make | None = None) -
         torch.randn(size, generator=torch.Generator().manual_seed(size), dtype=torch.float32, device="cpu")
         for size in SIZES
     ]
-    for kind, gradient in _GRADIENTS.items():
+    for kind, gradient in GRADIENTS.items():
         grads = [[gradient(size) * 1e-3**k for size in SIZES] for k in range(2)]
         expected, _ = _stepped(recipe, weights, grads, make, None)
         found, together = _stepped(recipe, weights, grads, make, device)
