@@ -74,7 +74,9 @@ def fit(scan: Scan, narrow: Float, wide: Float | None, used: int = WIDTH) -> Fit
 
     Random mantissas are those of `wide`, or of as many bits as are `used`.
     """
-    return _fit(scan, *_ends(narrow, wide, scan.table.lowest, len(scan.table.counts), used))
+    few, most = _ends(narrow, wide, scan.table.lowest, len(scan.table.counts), used)
+    # Where the narrower one has no fewer bits for any of the exponents, no value could tell.
+    return Fit() if few is most else _fit(scan, few, most)
 
 
 def could_mix(scan: Scan, most: int) -> bool:
@@ -123,7 +125,7 @@ def _ends(
     """
     most, few = (np.full(count, WIDTH - 1) if one is None else held_bits(one, lowest, count) for one in (wide, narrow))
     most = np.minimum(most, used)
-    few = np.minimum(few, most)
+    few = most if (few >= most).all() else np.minimum(few, most)
     few.flags.writeable = most.flags.writeable = False
     return few, most
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
-from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +34,8 @@ WIDER = {"float6_e2m3fn": "float8_e4m3fn", "float6_e3m2fn": "float8_e5m2"}
 """Formats of as many significant bits and more exponents."""
 
 _STEPS = 255  # between the ends of a grid of whole numbers: codes of 8 bits
-_FEW = 10  # values of a tile that say no to nearly all that do not fit
-_CORNERS = 3  # rows of which the first values are looked at for that
+_FEW = 10  # values of a tile that say no to nearly all that do not fit; of the first one all are looked at
+_CORNERS = 3  # rows of which they are looked at
 _TOPS = 16  # a tile's largest magnitude is one of so many of the grid's largest; of whole numbers it may be any
 _WIDEST = 24  # significant bits from which on there is room for several roundings: scales multiplied one by one
 
@@ -139,29 +136,18 @@ def _even(steps: list[float], wide: Float | None) -> bool:
 
 def _suspects(places: Places, wide: Float | None) -> list[str]:
     """The formats that the first few values could be of, which are in one tile of any kind: nearly always none."""
-    begun = (places.doubles(line[: TILES[-1].columns]).tolist() for line in places.lines)
-    corners = (sorted({abs(x) for x in [x for x in line if x and isfinite(x)][:_FEW]}) for line in begun)
-    names = list(GRIDS)
-    for levels in itertools.islice((levels for levels in corners if len(levels) > 1), _CORNERS):
-        if not _ratio_of_a_grid(levels[-2] / levels[-1], levels[-1], wide):
-            return []
-        some = np.array(levels)
-        names = [name for name in names if _tops(some, name, wide, every=True).size]
-    return names
-
-
-def _ratio_of_a_grid(ratio: float, largest: float, wide: Float | None) -> bool:
-    """Whether two values of any grid may have this ratio: what all of a tile's magnitudes cannot fit without."""
-    room = _relative(wide) * ratio + (wide.min_subnormal / largest if wide else 0.0)
-    ratios = _ratios()
-    return bisect_left(ratios, ratio - 1.1 * room - 1e-12) < bisect_left(ratios, ratio + 1.1 * room + 1e-12)
+    some = places.doubles(places.lines[:, : TILES[-1].columns])
+    found = kernel.suspects(some, *_grids(), _FEW, _CORNERS, _relative(wide), wide.min_subnormal if wide else 0.0)
+    return [GRIDS[i] for i in found.nonzero()[0]]
 
 
 @cache
-def _ratios() -> list[float]:
-    """Those of all pairs of values of each grid, ascending."""
-    found = [(grid[:, None] / grid).ravel() for grid in map(_grid, GRIDS)]
-    return list(np.unique(np.concatenate([ratios[ratios <= 1] for ratios in found])).tolist())
+def _grids() -> tuple[Magnitudes, NDArray[np.int64], Magnitudes]:
+    """All grids one after the other, where each begins, and the ratios of all pairs of values of each, ascending."""
+    grids = [_grid(name) for name in GRIDS]
+    ratios = np.unique(np.concatenate([(grid[:, None] / grid).ravel() for grid in grids]))
+    starts = np.cumsum([0, *(grid.size for grid in grids)])
+    return np.concatenate(grids), starts, ratios[ratios <= 1]
 
 
 def _relative(wide: Float | None) -> float:

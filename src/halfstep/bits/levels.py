@@ -105,7 +105,9 @@ def _alike(bits: NDArray[Any]) -> bool:
 
 def _again(places: Places, bits: NDArray[np.generic], wide: Float | None, used: int) -> bool:
     values = places.used(bits)
-    return 8 * np.unique(np.abs(values)).size <= 7 * values.size and _repetition(values, wide, used)[1] > 0
+    magnitudes = np.sort(np.abs(values))
+    different = np.count_nonzero(magnitudes[1:] != magnitudes[:-1]) + 1
+    return 8 * different <= 7 * values.size and _repetition(values, wide, used)[1] > 0
 
 
 def _repetition(values: Doubles, wide: Float | None, used: int) -> tuple[int, float]:

@@ -123,7 +123,7 @@ def _scan_few(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
     counts, fifteens, numbers = kernel.sorted_float32(bits)
     seen = dict(zip(kernel.SEEN, numbers.tolist(), strict=True))
     table = Table(seen["lowest"], counts, fifteens, seen["zeros"], seen["infinities"], seen["nans"])
-    smallest, amax = as_doubles(numbers[-2:].astype(np.uint32).view(np.float32)).tolist()
+    smallest, amax = numbers[-2:].astype(np.uint32).view(np.float32).tolist()
     if columns.are_channels:
         columns.add(bits)
     values = decoded(tensor.dtype) if narrow else None
@@ -132,7 +132,7 @@ def _scan_few(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
         distinct, times = np.unique(bits.view(np.float32), return_counts=True)
         levels = _counted(as_doubles(distinct), times)
     telling, again = (seen["telling"], seen["telling_magnitudes"]), table.nonzero - seen["magnitudes"]
-    by_column = as_doubles(columns.largest.view(np.float32))
+    by_column = columns.largest.view(np.float32).astype(np.float64)
     return _finished(table, amax, smallest, telling, levels, columns, by_column, places.found(values), again)
 
 

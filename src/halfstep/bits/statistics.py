@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
+
+import numpy as np
 
 from halfstep import formats
 from halfstep.bits.scan import Channels, Scan
-from halfstep.bits.table import Table
+from halfstep.bits.table import Counts, Table, held_bits
 from halfstep.formats import Float
 
 
@@ -82,10 +84,10 @@ def of_table(
     low, high = -(1 << 12), 1 << 12
     total = table.nonzero or 1
     by_bits = table.by_bits[1:]
-    shifts = {name: table.top_shift(_format(name)) for name in _SCALED}
-    scaled = {name: shift for name, shift in shifts.items() if shift is not None}
-    held = table.exact_each(*((_format(name), 0) for name in EXACT), *((_format(k), v) for k, v in scaled.items()))
-    shares = [count / total for count in held]
+    shifts = [table.top_shift(_format(name)) for name in _SCALED]
+    scaled = tuple((name, shift) for name, shift in zip(_SCALED, shifts, strict=True) if shift is not None)
+    held = table.held(_held_bits(scaled, table.lowest, len(table.counts)))
+    exact = {k: (count - table.beyond_largest(_format(k))) / total for k, count in zip(EXACT, held, strict=False)}
     return Statistics(
         values=table.size,
         zeros=table.zeros,
@@ -101,10 +103,20 @@ def of_table(
         fp16_subnormal=table.between(-24, -14),
         fp16_below=table.between(low, -24),
         fp16_above=table.between(16, high),
-        exact=dict(zip(EXACT, shares, strict=False)),
-        exact_scaled={k: (scaled[k], share) for k, share in zip(scaled, shares[len(EXACT) :], strict=True)},
+        exact=exact,
+        # Under the shift that leaves none above the largest value.
+        exact_scaled={k: (shift, n / total) for (k, shift), n in zip(scaled, held[len(EXACT) :], strict=True)},
         channels=channels,
     )
+
+
+@lru_cache(1 << 10)
+def _held_bits(scaled: tuple[tuple[str, int], ...], lowest: int, count: int) -> Counts:
+    """The significant bits of each exponent's values: a row for each format of EXACT, then for the scaled ones."""
+    shifts = (*((name, 0) for name in EXACT), *scaled)
+    found = np.array([held_bits(_format(name), lowest - shift, count) for name, shift in shifts])
+    found.flags.writeable = False
+    return found
 
 
 @cache

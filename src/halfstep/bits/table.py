@@ -105,12 +105,13 @@ class Table:
 
     def exact(self, format: Float, shift: int = 0) -> int:
         """Finite non-zero values that are exactly 2^shift times a value of `format`."""
-        return self.exact_each((format, shift))[0]
+        (held,) = self.held(held_bits(format, self.lowest - shift, len(self.counts))[None])
+        return held - self.beyond_largest(format, shift)
 
-    def exact_each(self, *scaled: tuple[Float, int]) -> list[int]:
-        """The same for several formats, each with its shift."""
-        held = self.sums[_places(len(self.counts)), _held_bits(scaled, self.lowest, len(self.counts))].sum(1)
-        return [count - self._beyond_largest(*one) for count, one in zip(held.tolist(), scaled, strict=True)]
+    def held(self, most: Counts) -> list[int]:
+        """For each row of `most` the values that need at most as many significant bits as it has for their exponent."""
+        found: list[int] = self.sums[_places(len(self.counts)), most].sum(1).tolist()
+        return found
 
     def best_shift(self, format: Float) -> tuple[int, int] | None:
         """The smallest shift under which nothing overflows, and `exact` there: no larger one holds more values, for
@@ -124,7 +125,7 @@ class Table:
         if not self.nonzero:
             return None
         shift = self.lowest + len(self.counts) - 1 - format.max_exponent
-        return shift + (self._beyond_largest(format, shift) > 0)
+        return shift + (self.beyond_largest(format, shift) > 0)
 
     def unmoved(self, format: Float, update: float) -> int:
         """How many values, stored in `format`, stay as they are when `update` is added or subtracted and the sum
@@ -139,8 +140,8 @@ class Table:
         inside, at_powers = 2 * update < spacing, 2 * update < halved
         return int(((self.exponents - powers) * inside + powers * at_powers).sum())
 
-    def _beyond_largest(self, format: Float, shift: int) -> int:
-        """Values of the top exponent that would be the code of NaN."""
+    def beyond_largest(self, format: Float, shift: int = 0) -> int:
+        """Values of the top exponent that would be the code of NaN, where the format has one among its numbers."""
         if format.specials != "fn":
             return 0
         row = format.max_exponent + shift - self.lowest
@@ -196,14 +197,6 @@ def _telling(lowest: int, count: int) -> Counts:
     columns, rows = np.arange(WIDTH), lowest + np.arange(count)[:, None]
     nothing = (columns <= 1) | ((columns <= rows + 1) & (rows < WHOLE))
     found = np.where(nothing, 0, 1)
-    found.flags.writeable = False
-    return found
-
-
-@lru_cache(1 << 10)
-def _held_bits(scaled: tuple[tuple[Float, int], ...], lowest: int, count: int) -> Counts:
-    """A row for each format, whose values are scaled by 2^shift."""
-    found = np.array([held_bits(format, lowest - shift, count) for format, shift in scaled])
     found.flags.writeable = False
     return found
 

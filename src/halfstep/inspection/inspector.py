@@ -67,24 +67,23 @@ def inspect(
             first = stored[tensor.storage]
             tensors.append(replace(first, name=tensor.name, role=role, tied_to=first.name, duplicate_of=None))
             continue
-        found = TensorReport(
-            tensor.name, role, tensor.dtype, tensor.shape, tensor.numel, tensor.nbytes, shown[tensor.file]
-        )
+        counted, said, duplicate = None, None, None
         if quick:
-            found = replace(found, origin=quick_origin(tensor, progress))
+            said = quick_origin(tensor, progress)
         elif readable(tensor) and tensor.dtype not in UNREAD:
             one = scan(tensor, progress)
             if role != "scales":
                 trials.add(tensor.name, tensor, one, progress)
             tables[role] = tables.get(role, EMPTY) + one.table
-            found = replace(
-                found,
-                statistics=statistics(one, stored_format(tensor.dtype)),
-                origin=None if tensor.dtype in DECODED else origin(one, tensor.dtype),
-                duplicate_of=duplicates.earlier(tensor, one),
-            )
+            counted = statistics(one, stored_format(tensor.dtype))
+            said = None if tensor.dtype in DECODED else origin(one, tensor.dtype)
+            duplicate = duplicates.earlier(tensor, one)
         elif progress is not None:
             progress(tensor.nbytes)
+        found = TensorReport(
+            tensor.name, role, tensor.dtype, tensor.shape, tensor.numel, tensor.nbytes, shown[tensor.file],
+            counted, said, duplicate_of=duplicate,
+        )  # fmt: skip
         stored[tensor.storage] = found
         tensors.append(found)
     tensors, findings = _confirmed(tensors, layers)

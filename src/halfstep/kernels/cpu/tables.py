@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.kernels.cpu.bits import WIDTH, Counts
-from halfstep.kernels.cpu.compiled import Kernel
+from halfstep.kernels.cpu.compiled import Kernel, inner
 
 
 def on_grid(
@@ -17,6 +17,25 @@ def on_grid(
     """
     found = np.ones(tops.size, np.bool_)
     _on_grid(0, levels, grid, tops, relative, step, found)
+    return found
+
+
+def suspects(
+    values: NDArray[np.float64],
+    grids: NDArray[np.float64],
+    starts: Counts,
+    ratios: NDArray[np.float64],
+    few: int,
+    corners: int,
+    relative: float,
+    smallest: float,
+) -> NDArray[np.bool_]:
+    """Which of the grids, joined, the magnitudes of each row's first `few` values are on (of the first row, all), each
+    row under a scale of its own; of `corners` rows, the first that have two magnitudes or more. Values were rounded
+    as in `on_grid`, to steps of `smallest` at least; ratios are those of any two values of a grid, ascending.
+    """
+    found = np.ones(starts.size - 1, np.bool_)
+    _suspects(0, values, grids, starts, ratios, few, corners, relative, smallest, found)
     return found
 
 
@@ -37,17 +56,62 @@ def fitting(counts: Counts, telling: Counts, few: Counts, most: Counts, short: i
     return rows[0], rows[1], seen
 
 
+@inner
+def _fits(levels, grid, top, relative, step):
+    for level in levels:
+        scaled = level / levels[-1] * top
+        place = min(max(np.searchsorted(grid, scaled), 1), grid.size - 1)
+        low, high = grid[place - 1], grid[place]
+        near = low if scaled - low < high - scaled else high
+        if not abs(scaled - near) <= relative * near + step * top:
+            return False
+    return True
+
+
 @Kernel
 def _on_grid(levels, grid, tops, relative, step, found):
     for i in range(tops.size):
-        for level in levels:
-            scaled = level / levels[-1] * tops[i]
-            place = min(max(np.searchsorted(grid, scaled), 1), grid.size - 1)
-            low, high = grid[place - 1], grid[place]
-            near = low if scaled - low < high - scaled else high
-            if not abs(scaled - near) <= relative * near + step * tops[i]:
+        found[i] = _fits(levels, grid, tops[i], relative, step)
+
+
+@inner
+def _levels(line, few, levels):
+    """The distinct magnitudes of the first few values that are finite and not zero, ascending: how many there are."""
+    count, seen = 0, 0
+    for value in line:
+        if seen == few or value == 0 or not np.isfinite(value):
+            continue
+        seen += 1
+        magnitude = abs(value)
+        place = np.searchsorted(levels[:count], magnitude)
+        if place < count and levels[place] == magnitude:
+            continue
+        for i in range(count, place, -1):
+            levels[i] = levels[i - 1]
+        levels[place] = magnitude
+        count += 1
+    return count
+
+
+@Kernel
+def _suspects(values, grids, starts, ratios, few, corners, relative, smallest, found):
+    room, seen = np.empty(values.shape[1]), 0
+    for row in range(len(values)):
+        levels = room[: _levels(values[row], few if row else values.shape[1], room)]
+        if levels.size < 2 or seen == corners:
+            continue
+        seen += 1
+        ratio, step = levels[-2] / levels[-1], smallest / levels[-1]
+        near = 1.1 * (relative * ratio + step) + 1e-12
+        some = np.searchsorted(ratios, ratio - near) < np.searchsorted(ratios, ratio + near)
+        for i in range(found.size):
+            if not (some and found[i]):
                 found[i] = False
-                break
+                continue
+            grid, fits = grids[starts[i] : starts[i + 1]], False
+            for top in grid:
+                fits = fits or (levels.size <= grid.size and _fits(levels, grid, top, relative, step))
+            found[i] = fits
 
 
 @Kernel
