@@ -99,14 +99,14 @@ def _alike(bits: NDArray[Any]) -> bool:
     )
     first = bits[:_LINES]
     pairs = (first[1:, 1:], first[:-1, :-1]), (first[1:, :-1], first[:-1, 1:])
-    turned = max(np.count_nonzero(one == other) / one.size for one, other in pairs)
+    turned = max(int(np.count_nonzero(one == other)) / one.size for one, other in pairs)
     return turned >= 1 - _TURNED or any(len(set(one.ravel().tolist())) <= _COPIED * len(one) for one in begun)
 
 
 def _again(places: Places, bits: NDArray[np.generic], wide: Float | None, used: int) -> bool:
     values = places.used(bits)
     magnitudes = np.sort(np.abs(values))
-    different = np.count_nonzero(magnitudes[1:] != magnitudes[:-1]) + 1
+    different = int(np.count_nonzero(magnitudes[1:] != magnitudes[:-1])) + 1
     return 8 * different <= 7 * values.size and _repetition(values, wide, used)[1] > 0
 
 
