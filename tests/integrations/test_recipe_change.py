@@ -12,12 +12,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from matrix_accelerate import accelerated, loader
 from matrix_lightning import Module, fit, trainer_of
 from trainers import StopAfter, arguments, examples, llama, state_of, trainer
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from halfstep.errors import RecipeError
 from halfstep.recipe import get_recipe
 from halfstep.recipe.origin import digest
-from tiny import assert_same
+from tiny import assert_same, copied
 
 
 SAVES = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
@@ -72,13 +72,34 @@ def test_a_trainers_checkpoint_names_its_recipe(tmp_path):
         assert (found[0] if entry == "param_groups" else found)["recipe"] == "fp8-delayed @" + named["digest"]
 
 
-@pytest.mark.parametrize("recipe", ["bf16-mixed", "fp8-delayed"])
+CODED = ("fp8lm-o2", "fp8-adam", "coat", "adamw-8bit")
+
+
+@pytest.mark.quick("bf16-mixed", "fp8lm-o2", "galore")
+@pytest.mark.parametrize("recipe", ["bf16-mixed", "fp8-delayed", "bf16-collage-plus", *CODED, "galore", "galore-8bit"])
 def test_a_stock_trainer_goes_on_from_a_checkpoint(recipe, tmp_path):
-    """Ours has no file that a stock one fails on."""
-    checkpoint = stopped(recipe, tmp_path)
-    stock = Trainer(llama(), arguments(tmp_path, max_steps=4), train_dataset=examples())
-    stock.train(resume_from_checkpoint=checkpoint)
+    """Ours has no file that a stock one fails on, and no codes where a stock one reads values."""
+    trained = trainer(recipe, tmp_path, model=llama(hidden_size=64), callbacks=[StopAfter(2)], **SAVES)
+    trained.train()
+    told = arguments(tmp_path, max_steps=4, learning_rate=0.0)
+    stock = Trainer(llama(hidden_size=64), told, train_dataset=examples())
+    loaded = []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, optimizer, **kwargs):
+            loaded.append(copied(optimizer.state_dict()["state"]))
+
+    stock.add_callback(Look())
+    stock.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert stock.state.global_step == 4
+    if "galore" in recipe:
+        assert loaded == [{}]
+        return
+    kept = trained.optimizer.optimizer.float32_state_dict()["state"]
+    for number, moments in loaded[0].items():
+        assert_same(moments["exp_avg"], kept[number]["exp_avg"])
+        assert_same(moments["exp_avg_sq"], kept[number]["exp_avg_sq"])
+    assert len(loaded[0]) == len([*llama().parameters()])
 
 
 @pytest.mark.parametrize("recipe", ["bf16-mixed", "fp8-delayed", "fp16-mixed", "bf16-stochastic"])

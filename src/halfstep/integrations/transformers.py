@@ -42,6 +42,7 @@ except ModuleNotFoundError as error:
 __all__ = ["HalfstepCallback", "HalfstepMixin", "HalfstepTrainer"]
 
 _ORIGIN, _SCALER, _TORCHS = "halfstep.json", "halfstep.pt", "scaler.pt"
+_OPTIMIZER, _CODES = "optimizer.pt", "halfstep_optimizer.pt"
 _LOG = logging.getLogger(__name__)
 if TYPE_CHECKING:
     _Base = Trainer
@@ -62,7 +63,9 @@ class HalfstepMixin(_Base):
     model and after a checkpoint's weights have been loaded. Evaluation and generation before that see the model as it
     was given. The loss scale is the accelerator's scaler. The trainer's checkpoints have two files more: `halfstep.pt`
     holds the scaler's state, with scaling states and the number of steps that a recipe's stages count, and
-    `halfstep.json` the name and the digest of the recipe. A resumed run goes on bit for bit, and
+    `halfstep.json` the name and the digest of the recipe. Where moments are codes or of a subspace, the optimizer's
+    state is in `halfstep_optimizer.pt`, and what of it a stock trainer can use in `optimizer.pt`. A resumed run goes on
+    bit for bit, and
     `load_best_model_at_end` brings back the scaling states of that model.
 
     Beside the trainer's own, the log has `raw_loss` (as `loss`, with the NaN and infinite values that
@@ -195,6 +198,23 @@ class HalfstepMixin(_Base):
             name, _, digest = Origin(self.recipe).mark.rpartition(" @")
             Path(output_dir, _ORIGIN).write_text(json.dumps({"recipe": name, "digest": digest}) + "\n")
             torch.save(self.scaler.state_dict(), Path(output_dir, _SCALER))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if not self.args.should_save or self._prepared is None:
+            return
+        stock = self._prepared[1].torch_state_dict()
+        if stock is None:
+            Path(output_dir, _CODES).unlink(missing_ok=True)  # of an earlier run in this folder
+        else:  # a stock Trainer would take codes for values
+            Path(output_dir, _OPTIMIZER).rename(Path(output_dir, _CODES))
+            torch.save(stock, Path(output_dir, _OPTIMIZER))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and Path(checkpoint, _CODES).exists():
+            states = torch.load(Path(checkpoint, _CODES), map_location="cpu", weights_only=True)
+            self.optimizer.load_state_dict(states)
 
     def _save_scaler(self, output_dir: str) -> None:
         if self.scaler.is_enabled():  # a stock Trainer fails on a file that it has no scaler for

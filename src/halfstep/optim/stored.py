@@ -25,7 +25,7 @@ from halfstep.optim.shards import local, placed, spread_like
 from halfstep.optim.states import FORMATS, adopt, foreign, labels, start, widened
 from halfstep.optim.update import OWN
 from halfstep.quant.masters import Master, get_master
-from halfstep.recipe import MASTER, Projection, Recipe, Storage, is_master
+from halfstep.recipe import MASTER, PROJECTOR, Projection, Recipe, Storage, is_master
 from halfstep.recipe.origin import RECIPE, Origin
 
 
@@ -253,6 +253,15 @@ class Stored(torch.optim.Optimizer):
                     check_subspace(saved["state"][number], {}, {}, parameter, number)
                     found[number] = widened(saved["state"][number], plan.kinds, parameter)
         return {**saved, "state": found}
+
+    def torch_state_dict(self) -> dict[str, Any] | None:
+        """What torch's optimizer goes on with, where it would take `state_dict`'s moments for other values than they
+        are: those of codes in float32, none of a subspace. None where it reads them as they are."""
+        plans = [self.plan(p, group) for group in self.param_groups for p in group["params"]]
+        if any(PROJECTOR in plan.kinds for plan in plans):
+            return {**self.state_dict(), "state": {}}
+        plain = all({*kind.parts(name)} == {name} for plan in plans for name, kind in plan.kinds.items())
+        return None if plain else self.float32_state_dict()
 
     @torch.no_grad()
     def take_over(self, states: dict[Tensor, Any], masters: Mapping[nn.Parameter, Tensor]) -> None:
