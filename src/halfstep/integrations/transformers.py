@@ -65,8 +65,7 @@ class HalfstepMixin(_Base):
     holds the scaler's state, with scaling states and the number of steps that a recipe's stages count, and
     `halfstep.json` the name and the digest of the recipe. Where moments are codes or of a subspace, the optimizer's
     state is in `halfstep_optimizer.pt`, and what of it a stock trainer can use in `optimizer.pt`. A resumed run goes on
-    bit for bit, and
-    `load_best_model_at_end` brings back the scaling states of that model.
+    bit for bit, and `load_best_model_at_end` brings back the scaling states of that model.
 
     Beside the trainer's own, the log has `raw_loss` (as `loss`, with the NaN and infinite values that
     `logging_nan_inf_filter` hides), `loss_scale` and `skipped_steps` (of this process); `grad_norm` is that of the
