@@ -135,3 +135,9 @@ def test_an_unknown_public_name():
     with pytest.raises(AttributeError, match="module 'halfstep' has no attribute 'prepair'"):
         _ = halfstep.prepair
     assert dir(halfstep) == sorted(halfstep.__all__)
+
+
+def test_a_model_that_is_none_is_named():
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(ModelError, match=r"model is a SGD, expected a module: halfstep\.prepare\(model, optimizer"):
+        halfstep.prepare(optimizer, nn.Linear(2, 2), "bf16-mixed")

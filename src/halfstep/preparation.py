@@ -89,6 +89,10 @@ def prepare(
             `total_steps`. Nothing was changed.
     """
     recipe = get_recipe(recipe)
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"model is a {type(model).__name__}, expected a module: halfstep.prepare(model, optimizer, recipe)"
+        )
     check_total(total_steps)
     check_change(recipe_change)
     groups = process_group, amax_group
