@@ -5,9 +5,11 @@ import pkgutil
 
 import pytest
 import torch
+from torch import nn
 
 import halfstep
 from families import for_each
+from halfstep.errors import ModelError
 from halfstep.preparation import full_weights
 from halfstep.recipe import DTYPES, Recipe, get_recipe
 from tiny import RECIPES, adamw, assert_same, batch, descend, mlp, mostly_slow, prepared

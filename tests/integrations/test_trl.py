@@ -103,7 +103,7 @@ def test_trls_default_precision_is_refused(tmp_path):
 
 @pytest.mark.slow  # test_qlora.py asks the same of Trainer
 def test_sft_trains_adapters_beside_codes():
-    """Bit for bit as over a base that is stored whole, whose products round its weights to the same values."""
+    """Whether the base was quantised before or is when training begins."""
     trainers, first = [], None
     for quantised in (False, True):
         model = llama()
@@ -117,7 +117,7 @@ def test_sft_trains_adapters_beside_codes():
     whole, codes = trainers
     assert codes.losses == whole.losses
     assert_same(get_peft_model_state_dict(codes.model), get_peft_model_state_dict(whole.model))
-    assert stored_bytes(codes.model) < 0.6 * stored_bytes(whole.model)
+    assert stored_bytes(codes.model) == stored_bytes(whole.model) < 0.4 * stored_bytes(llama())
 
 
 def test_sft_over_codes_says_that_adapters_are_missing():
