@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, Trainer, callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from matrix_accelerate import by_hand, loader
@@ -355,6 +355,29 @@ def test_lottery_tickets_go_back_to_what_the_recipe_stores(recipe):
     assert len(module.found) == 2
     for weights in module.found:
         assert_same(weights, module.first)
+
+
+class Validated(Module):
+    def validation_step(self, batch, index):
+        self.net(batch[0])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="it came with Lightning 2.6")
+@pytest.mark.parametrize("kind", [Module, Validated])
+@pytest.mark.parametrize("recipe", ["bf16-master", "fp8lm-o2", "bf16-mixed"])
+def test_averages_are_in_float32_until_validation_rounds_them(recipe, kind):
+    """Each validation swaps the average with the weights, and that is said where weights have fewer bits."""
+    average, module = callbacks.EMAWeightAveraging(decay=0.999), kind(recipe)
+    trainer = trainer_of(recipe, callbacks=[average], limit_val_batches=1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader(), loader())
+    found = [str(warning.message) for warning in told if "averages in float32" in str(warning.message)]
+    assert len(found) == (kind is Validated and recipe != "bf16-mixed")
+    kept = [p.detach() for p in average._average_model.module.parameters()]
+    assert {p.dtype for p in kept} == {torch.float32}
+    assert kind is Validated or any(not torch.equal(p, p.bfloat16().float()) for p in kept)
 
 
 def test_what_cannot_be_right_is_refused(monkeypatch):

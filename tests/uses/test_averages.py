@@ -1,11 +1,17 @@
 """Averages of the weights over the steps."""
 
 import copy
+import gc
+import pickle
+import warnings
 
+import pytest
 import torch
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from ways import apart, assert_outputs_alike, prepare, start_of, steps, values, way
 
+import halfstep
 from halfstep.recipe import get_recipe
 from tiny import assert_same, batch
 
@@ -42,7 +48,9 @@ def assert_average(name, model, average):
 
 @way()
 def test_averaged_model(name):
-    """EMA by AveragedModel: `AveragedModel(model)` after `prepare`; it [averages in the weights' bits](#averages)."""
+    """EMA by AveragedModel: after `prepare` in [the weights' bits](#averages), which warns if it stands still; before
+    it in float32.
+    """
     averaged = []
 
     def after(model):
@@ -60,24 +68,142 @@ def test_averaged_model(name):
     assert_same(values(model), values(trained(name)[0]))  # the trained one knows nothing of it
 
 
-def test_an_average_near_the_last_one_wants_more_bits_than_the_weights_have():
-    """What docs/using.md says of AveragedModel: of bf16 weights it loses most of what a decay of 0.999 adds."""
-    decay, shares = 0.999, {}
-    for name in ("fp32", "bf16-stochastic"):
-        model, optimizer, scaler = prepare(name, start_of(name))
-        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
-        averaged.update_parameters(model)  # the first one copies
-        first = values(model)
-        by_hand = dict(first)
-        for seed in range(8):
+DECAY = 0.999
+
+
+class ByHand:
+    """As training scripts write it, through `.data` or not."""
+
+    def __init__(self, model, data=False):
+        self.module, self.data = copy.deepcopy(model), data
+
+    @torch.no_grad()
+    def update_parameters(self, model):
+        for average, parameter in zip(self.module.parameters(), model.parameters(), strict=True):
+            average = average.data if self.data else average
+            average.mul_(DECAY).add_(parameter, alpha=1 - DECAY)
+
+
+class Lerped(ByHand):
+    """As libraries write it."""
+
+    @torch.no_grad()
+    def update_parameters(self, model):
+        for average, parameter in zip(self.module.parameters(), model.parameters(), strict=True):
+            average.data.lerp_(parameter.data, 1 - DECAY)
+
+
+AVERAGES = {
+    "AveragedModel": lambda model: AveragedModel(model, avg_fn=get_ema_avg_fn(DECAY)),
+    "AveragedModel of lists": lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY)),
+    "by hand": ByHand,
+    "by hand, .data": lambda model: ByHand(model, data=True),
+    "lerp": Lerped,
+}
+
+
+def followed(name, make, first, times=24):
+    """How far an average is from the one in float32, as a share of its way, and what was warned of.
+
+    Args:
+        first: whether it was made before `prepare`.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 4))
+    average = make(model) if first else None
+    model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), name, generator=0)
+    average = average or make(model)
+    start = by_hand = values(model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        average.update_parameters(model)
+        for seed in range(times):
             steps(model, optimizer, scaler, 1, seed)
-            averaged.update_parameters(model)
-            by_hand = {key: value.lerp(values(model)[key], 1 - decay) for key, value in by_hand.items()}
-        found = values(averaged.module)
-        moved = sum((by_hand[key] - first[key]).abs().sum() for key in first)
-        shares[name] = float(sum((found[key] - first[key]).abs().sum() for key in first) / moved)
-    assert abs(shares["fp32"] - 1) < 1e-3
-    assert shares["bf16-stochastic"] < 0.5
+            average.update_parameters(model)
+            by_hand = {key: value.lerp(values(model)[key], 1 - DECAY) for key, value in by_hand.items()}
+    found = values(average.module)
+    off = sum(float((found[key] - by_hand[key]).square().sum()) for key in start)
+    way = sum(float((by_hand[key] - start[key]).square().sum()) for key in start)
+    return (off / way) ** 0.5, [str(warning.message) for warning in told]
+
+
+@pytest.mark.quick("AveragedModel-bf16-stochastic", "by hand, .data-bf16-master")
+@pytest.mark.parametrize("name", ["bf16-stochastic", "bf16-master"])
+@pytest.mark.parametrize("how", AVERAGES)
+def test_an_average_in_16_bits_stands_still_and_says_so(how, name):
+    off, (said,) = followed(name, AVERAGES[how], first=False)
+    assert off > 0.5
+    assert f"recipe {name!r} keeps weights" in said
+    assert "make it before halfstep.prepare" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16-stochastic", "bf16-master"])
+@pytest.mark.parametrize("how", ["AveragedModel", "by hand"])
+def test_an_average_that_is_made_before_prepare_is_in_float32(how, name):
+    """By hand it starts at weights that are not rounded yet, and is as far off as their rounding is from its way."""
+    off, told = followed(name, AVERAGES[how], first=True, times=200)
+    assert told == []
+    assert off < 0.2
+
+
+def test_averages_under_recipes_of_float32_weights_are_exact_and_quiet():
+    off, told = followed("fp32", AVERAGES["AveragedModel of lists"], first=False)
+    assert (off < 1e-3, told) == (True, [])
+
+
+class Others:
+    """Copies of a model that are no averages in 16 bits, and are written to after each step."""
+
+    def __init__(self, model, how):
+        self.module, self.how, self.generator = copy.deepcopy(model), how, torch.Generator().manual_seed(0)
+        self.shadow = [parameter.detach().float() for parameter in model.parameters()]
+        if how == "float32 copy":
+            self.module.float()
+
+    @torch.no_grad()
+    def update_parameters(self, model):
+        if self.how == "load":
+            self.module.load_state_dict(model.state_dict())
+        if self.how == "new snapshot":
+            self.module = copy.deepcopy(model)
+        for own, shadow, parameter in zip(self.module.parameters(), self.shadow, model.parameters(), strict=True):
+            if self.how == "copy":
+                own.data.copy_(parameter.data)
+            elif self.how == "float32 copy":
+                own.lerp_(parameter.float(), 1 - DECAY)
+            elif self.how == "rounded from float32":
+                own.copy_(shadow.lerp_(parameter.float(), 1 - DECAY))
+            elif self.how == "stochastic":
+                bits = own.float().lerp_(parameter.float(), 1 - DECAY).view(torch.int32)
+                noise = torch.randint(2**16, bits.shape, dtype=torch.int32, generator=self.generator)
+                own.copy_(((bits + noise) & -(2**16)).view(torch.float32))
+
+
+@pytest.mark.parametrize(
+    "how", ["load", "copy", "new snapshot", "never", "float32 copy", "rounded from float32", "stochastic"]
+)
+def test_other_copies_are_quiet(how):
+    _, told = followed("bf16-stochastic", lambda model: Others(model, how), first=False)
+    assert told == []
+
+
+def test_a_copy_that_trains_by_itself_is_quiet_and_no_hook_stays():
+    gc.collect()
+    before = len(hooks)
+    first = prepare("bf16-stochastic", start_of("bf16-stochastic"))
+    second = copy.deepcopy(first)
+    assert len(hooks) == before + 1
+    for seed in range(2):
+        steps(*first, 1, seed)
+        steps(*second, 1, seed + 1)
+    assert len(hooks) == before
+    twin = copy.deepcopy(first[0])
+    assert len(hooks) == before + 1
+    pickle.loads(pickle.dumps(first[0]))
+    del twin
+    gc.collect()
+    assert len(hooks) == before
 
 
 @way()

@@ -25,7 +25,7 @@ from halfstep.recipe.origin import check_change
 
 
 try:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import LightningModule, Trainer, callbacks
     from lightning.pytorch.callbacks import ModelPruning
     from lightning.pytorch.plugins import Precision
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -104,6 +104,7 @@ class HalfstepPrecision(Precision):
             if self.recipe.codes is not None:  # before DDP looks at the parameters
                 hold(module, applied_to(module).rounded, self.recipe.codes)
             _store_copies(trainer)
+            _warn_of_swaps(trainer, self.recipe)
         return module
 
     def connect(
@@ -259,6 +260,22 @@ def _trainer_of(module: nn.Module) -> Trainer:
         f"HalfstepPrecision got a {type(module).__name__} without a Trainer; it serves a LightningModule in a Trainer. "
         "Under Fabric leave this plugin out, call halfstep.prepare(model, optimizer, recipe) and use its scaler"
     )
+
+
+def _warn_of_swaps(trainer: Trainer, recipe: Recipe) -> None:
+    """Say what Lightning's averages lose where validation swaps them into weights of fewer bits, and out again."""
+    kind = getattr(callbacks, "WeightAveraging", ())  # from Lightning 2.6 on
+    if (recipe.weights == "fp32" and recipe.codes is None) or not trainer.enable_validation:
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, kind):
+            warnings.warn(
+                f"{type(callback).__name__} averages in float32, and each validation swaps the average into the "
+                f"weights and out again, which rounds it to what recipe {recipe.name!r} stores: at a decay near 1 much "
+                "of the average is lost. Validate rarely, after training (limit_val_batches=0, then "
+                "trainer.validate), or take a recipe of float32 weights (bf16-mixed)",
+                stacklevel=2,
+            )
 
 
 def _store_copies(trainer: Trainer) -> None:

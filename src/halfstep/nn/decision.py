@@ -14,6 +14,7 @@ from halfstep.errors import ModelError, RecipeError
 from halfstep.nn import noise
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.arrangement import Arrangement, arranged
+from halfstep.nn.averages import watch_copy
 from halfstep.nn.buffers import ANEW, rounded
 from halfstep.nn.clock import Clock
 from halfstep.nn.dtypes import check_grad_dtype, check_trained, storable, store, wide_adapters
@@ -176,6 +177,7 @@ def _after_copy(model: nn.Module) -> None:
     assert part is not None
     part.bind(model)
     keep_grads(model)
+    watch_copy(part.copied, model, applied_to(model).recipe.name)
 
 
 def check_model(model: nn.Module, recipe: Recipe) -> None:

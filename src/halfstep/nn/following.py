@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from halfstep.errors import RecipeError
 from halfstep.nn.adopt import OnCopy, adopt
 from halfstep.nn.applied import Applied, applied_to
+from halfstep.nn.averages import Copied
 from halfstep.nn.clock import Clock
 from halfstep.nn.device import device_type_of
 from halfstep.nn.functions import Float32Functions
@@ -42,9 +43,12 @@ class Part:
         self._warned = False
         self._root: Callable[[], nn.Module | None] = weakref.ref(model)
 
+    copied = Copied(lambda: None)
+    """Of a copy: of which model."""
+
     def __getstate__(self) -> dict[str, Any]:
         own = {"_root": _nobody, "_calls": {}, "_traced": 0}  # a copied part alone has no root; a copied root binds it
-        return {**vars(self), **own}
+        return {**vars(self), **own, "copied": Copied(self._root)}
 
     def follow(self, applied: Applied) -> None:
         """Enter what is in force: the recipe's dtype of autocast, the functions that it widens, the clock."""

@@ -83,7 +83,7 @@ def _is_scaled() -> bool:
     """Whether a loss scaler that is enabled takes this step: torch's, halfstep's or a subclass of theirs."""
     frame = inspect.currentframe()
     while frame is not None:
-        caller = frame.f_locals.get("self")
+        caller: Any = frame.f_locals.get("self")
         if hasattr(type(caller), "unscale_") and caller.is_enabled():
             return True
         frame = frame.f_back

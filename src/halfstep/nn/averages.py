@@ -1,0 +1,150 @@
+"""Averages of 16-bit weights that are kept in 16 bits, in a deepcopy: most of each update is rounded away."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from halfstep.ops import CodeTensor, values_of
+
+
+_PARAMETERS, _VALUES = 8, 2048
+"""How many parameters of a copy are looked at, the largest ones, and how many values of each."""
+_STEPS, _WRITES, _HELD = 256, 256, 8
+"""In how many steps writes through `.data`, which torch does not count, are looked for; how many writes are looked at;
+and how many of them in a row must leave most values as they were, until it is said."""
+_ALIKE = 8.0
+"""Up to which factor of distance rounding to nearest may move one value and leave another: their spacings differ."""
+_Place = tuple["weakref.ref[nn.Module]", str]
+
+
+class Copied:
+    """Which model a deepcopy was made of; a pickle does not say."""
+
+    def __init__(self, model: Callable[[], nn.Module | None]) -> None:
+        self.model = model
+
+    def __deepcopy__(self, memo: object) -> Copied:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Copied, (_unknown,)
+
+
+def watch_copy(copied: Copied, copy: nn.Module, recipe: str) -> None:
+    """Warn, should a deepcopy of a model whose weights have fewer bits than float32 become their average.
+
+    Until it is known what the copy is, torch calls a hook before every step of any optimizer. A copy that is written to
+    after step upon step, and of which most values stay where they are though the weights are elsewhere, is an average.
+    A snapshot, and a target network that takes the weights as they are, equal the weights once they are written to; a
+    copy that is trained has gradients; and what is rounded stochastically, or from an average in float32, moves near
+    values as well as far ones.
+    """
+    model = copied.model()
+    if model is not None and (places := _places(copy)):
+        _Watch(copy, places, _places(model), recipe)
+
+
+class _Watch:
+    """What the parameters of a copy were before the last step."""
+
+    def __init__(self, copy: nn.Module, places: Sequence[_Place], others: Sequence[_Place], recipe: str) -> None:
+        self._places, self._others, self._recipe = places, others, recipe
+        self._steps = self._writes = self._held = 0
+        found = _parameters(places)
+        self._before, self._version = _values(found), _version(found)
+        self._handle = register_optimizer_step_pre_hook(self._look)
+        weakref.finalize(copy, self._handle.remove)
+
+    def _look(self, *_: Any) -> None:
+        if not self._is_open():
+            self._handle.remove()
+
+    @torch.no_grad()
+    def _is_open(self) -> bool:
+        """Whether there is more to be seen, after a look at what was written since the last step."""
+        copy, model = _parameters(self._places), _parameters(self._others)
+        if not copy or len(copy) != len(model) or any(p.grad is not None for p in copy):
+            return False
+        self._steps += 1
+        version = _version(copy)
+        if version == self._version and self._steps > _STEPS:
+            return True
+        before, now = self._before, _values(copy)
+        written = version != self._version or not torch.equal(before, now)
+        self._before, self._version = now, version
+        if not written:
+            return True
+        self._writes += 1
+        held = _is_held(before, now, _values(model).to(now.device))
+        self._held = self._held + 1 if held else 0
+        if self._held == _HELD:
+            _warn(copy[0], self._recipe)
+        return held is not None and self._held < _HELD and self._writes < _WRITES
+
+
+def _is_held(before: Tensor, now: Tensor, weights: Tensor) -> bool | None:
+    """Whether a write left most values that are not the weights'; None where it moved others than the farthest."""
+    if torch.equal(now, weights):
+        return False
+    distance = (weights - before).abs() / before.abs().clamp(min=torch.finfo(torch.float32).tiny)
+    moved = now != before
+    held = (weights != before) & ~moved
+    if moved.any() and held.any() and distance[moved].min() * _ALIKE < distance[held].max():
+        return None
+    return bool(2 * held.sum() > (weights != before).sum())
+
+
+def _warn(parameter: Tensor, recipe: str) -> None:
+    kept = "codes" if isinstance(parameter, CodeTensor) else str(parameter.dtype)
+    warnings.warn(
+        f"an average of the weights is kept in a copy.deepcopy of the model, in {kept}, as recipe {recipe!r} keeps "
+        "weights: most of what each step adds is rounded away, and most of the average never moves. Keep it in "
+        "float32: make it before halfstep.prepare (AveragedModel with avg_fn=get_ema_avg_fn(decay), or a "
+        "copy.deepcopy), or average state_dict() values in float32",
+        stacklevel=5,  # the loop, past torch's wrapper of step
+    )
+
+
+def _places(model: nn.Module) -> list[_Place]:
+    """Where the largest trained parameters of fewer bits than float32 are."""
+    found = [
+        (-parameter.numel(), path, name)
+        for path, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad and _is_narrow(parameter)
+    ]
+    return [(weakref.ref(model.get_submodule(path)), name) for _, path, name in sorted(found)[:_PARAMETERS]]
+
+
+def _is_narrow(parameter: Tensor) -> bool:
+    few = isinstance(parameter, CodeTensor) or parameter.itemsize < torch.float32.itemsize
+    return few and parameter.is_floating_point() and not hasattr(parameter, "device_mesh")
+
+
+def _parameters(places: Sequence[_Place]) -> list[Tensor]:
+    """What is there now; nothing, where one is gone or has been widened."""
+    owners = [(module(), name) for module, name in places]
+    found = [None if module is None else module._parameters.get(name) for module, name in owners]
+    kept: list[Tensor] = [parameter for parameter in found if parameter is not None and _is_narrow(parameter)]
+    return kept if len(kept) == len(found) else []
+
+
+def _version(parameters: Sequence[Tensor]) -> int:
+    return sum(parameter._version for parameter in parameters)
+
+
+@torch.no_grad()
+def _values(parameters: Sequence[Tensor]) -> Tensor:
+    flat = (values_of(parameter.detach()).reshape(-1) for parameter in parameters)
+    return torch.cat([values[:: max(1, len(values) // _VALUES)][:_VALUES].float() for values in flat])
+
+
+def _unknown() -> None:
+    """The model that a pickled one was copied from."""
