@@ -140,7 +140,7 @@ def test_every_rounding_of_the_update_gives_a_neighbour(rule, weights, rounding)
     optimizer.step()
     found = parameter.detach().float()
     exponent = (torch.frexp(exact)[1] - 1).clamp(min=torch.frexp(torch.tensor(torch.finfo(dtype).tiny))[1] - 1)
-    gap = 2.0**exponent * torch.finfo(dtype).eps
+    gap = 2.0 ** exponent.float() * torch.finfo(dtype).eps
     assert ((found - exact).abs() <= gap * (0.5 if "nearest" in rounding else 1)).all()
     if rounding == "toward_zero":
         assert (found.abs() <= exact.abs()).all()

@@ -53,8 +53,8 @@ def gradients(name, reentrant):
     return grads(model), x.grad
 
 
-def in_a_thread(setup, seed, found):
-    found[seed] = train(*setup, 3, batch(seed)), states(setup)
+def in_a_thread(setup, seed, data, found):
+    found[seed] = train(*setup, 3, data), states(setup)
 
 
 def goes_on(name, saved, expected):
@@ -71,10 +71,12 @@ def goes_on(name, saved, expected):
         assert_same(gradients(name, reentrant), plain)
     alone, together = {}, {}
     for seed in (1, 2):
-        in_a_thread(prepared(name, body(name)), seed, alone)
+        in_a_thread(prepared(name, body(name)), seed, batch(seed), alone)
     setups = {seed: prepared(name, body(name)) for seed in alone}
     generator = torch.get_rng_state()
-    threads = [threading.Thread(target=in_a_thread, args=(setups[seed], seed, together)) for seed in setups]
+    threads = [
+        threading.Thread(target=in_a_thread, args=(setups[seed], seed, batch(seed), together)) for seed in setups
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

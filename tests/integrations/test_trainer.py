@@ -232,11 +232,13 @@ def test_model_init_makes_a_model_for_each_training(tmp_path):
 @pytest.mark.parametrize("recipe", ["bf16-master", "fp8-delayed", "fp8lm-o2"])
 def test_the_best_model_is_loaded_evaluated_saved_and_generates(recipe, tmp_path):
     saves = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 3e-2, "max_steps": 6}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 1e-2, "max_steps": 6}
+    best["greater_is_better"] = True  # so that it is an earlier one
     trained = trainer(recipe, tmp_path, how={"eval_dataset": examples(rows=6)}, **saves, **best)
     trained.train()
     losses = logged(trained, "eval_loss")
-    assert trained.evaluate()["eval_loss"] == min(losses)
+    assert max(losses) > losses[-1], losses
+    assert trained.evaluate()["eval_loss"] == max(losses)
     trained.save_model(str(tmp_path / "saved"))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert_same(copied(stock.state_dict()), copied(dict(trained.model.state_dict())))

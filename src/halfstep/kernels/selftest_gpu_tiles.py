@@ -81,7 +81,7 @@ def hard_matrix(shape: tuple[int, int], dtype: torch.dtype, quantizer: Quantizer
     """Rows of many sizes, hard numbers in some: tiles of zeros, tiny ones, lost ones, near ties and usual ones."""
     rows, columns = shape
     x = torch.randn(shape, generator=torch.Generator().manual_seed(rows), dtype=torch.float32, device="cpu")
-    x *= torch.exp2(torch.arange(rows, dtype=torch.int64, device="cpu") * 7 % 60 - 30)[:, None]
+    x *= torch.exp2(torch.arange(rows, dtype=torch.float32, device="cpu") * 7 % 60 - 30)[:, None]
     if columns > 16 and rows > 3:
         x[1] = hard(columns, format=quantizer.format)
         x[2, : columns // 2] = 0

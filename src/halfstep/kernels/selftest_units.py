@@ -55,7 +55,7 @@ def fp8_units(name: str, device: torch.device) -> Iterator[Case]:
         exact = (lhs.double() @ rhs.double().t()).float()
         for size, scale in (
             (1, torch.tensor(0.375, dtype=torch.float32, device="cpu")),
-            (rows, 2.0 ** torch.arange(rows, dtype=torch.int64, device="cpu")[:, None]),
+            (rows, 2.0 ** torch.arange(rows, dtype=torch.float32, device="cpu")[:, None]),
         ):
             a = Fp8(lhs.to(device, unit_kinds.dtype_of(left)), scale.to(device))
             b = Fp8(rhs.to(device, unit_kinds.dtype_of(right)).t(), torch.ones((), device=device, dtype=torch.float32))

@@ -15,8 +15,8 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     0.75
     """
     _, places, counts = torch.unique(scores, return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).double()
-    ranks = (last - (counts - 1) / 2)[places]  # the mean rank of equal scores
+    counts = counts.double()
+    ranks = (counts.cumsum(0) - (counts - 1) / 2)[places]  # the mean rank of equal scores
     positive = labels > 0
     n, m = int(positive.sum()), int((~positive).sum())
     if not n or not m:

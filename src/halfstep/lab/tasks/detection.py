@@ -30,7 +30,7 @@ def anchors() -> Tensor:
     """Every anchor as (left, top, right, bottom), (anchors, 4), in the order of the model's outputs."""
     boxes = []
     for stride in STRIDES:
-        centres = (torch.arange(SIZE // stride, dtype=torch.int64, device="cpu") + 0.5) * stride
+        centres = (torch.arange(SIZE // stride, dtype=torch.float32, device="cpu") + 0.5) * stride
         y, x = torch.meshgrid(centres, centres, indexing="ij")
         shapes = torch.tensor(
             [(s * stride * r**-0.5, s * stride * r**0.5) for s in SCALES for r in RATIOS],
