@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.formats import Float
-from halfstep.kernels.cpu import bits as kernel
+from halfstep.kernels.cpu import bits as counter
+from halfstep.kernels.cpu import tables as kernel
 
 
 Counts = NDArray[np.int64]
 
-WIDTH = kernel.WIDTH
+WIDTH = counter.WIDTH
 """Columns of a table: significands of 0 (never) to 53 bits."""
 
 WHOLE = 24
@@ -38,22 +39,50 @@ class Table:
     nans: int = 0
 
     @cached_property
+    def _sums(self) -> tuple[Counts, Counts, Counts, Counts, Counts]:
+        return kernel.sums(self.counts, self.lowest, WHOLE)
+
+    @property
     def sums(self) -> Counts:
         """Values that need at most as many bits as the column says."""
-        sums: Counts = self.counts.cumsum(1)
-        return sums
+        return self._sums[0]
 
-    @cached_property
+    @property
     def telling(self) -> Counts:
         """`counts` of the values whose bits tell something: no powers of two, which constants are, and no whole
         numbers below 2^WHOLE, which counters and positions are: such fit any format.
         """
-        return self.counts * _telling(self.lowest, len(self.counts))
+        return self._sums[1]
+
+    @property
+    def exponents(self) -> Counts:
+        """Finite non-zero values by row."""
+        return self._sums[2]
+
+    @property
+    def by_bits(self) -> Counts:
+        """Finite non-zero values by significant bits."""
+        return self._sums[3]
 
     @cached_property
+    def _ends(self) -> list[int]:
+        found: list[int] = self._sums[4].tolist()
+        return found
+
+    @property
     def nonzero(self) -> int:
         """Values that are finite and not zero."""
-        return int(self.counts.sum())
+        return self._ends[0]
+
+    @property
+    def significant_bits(self) -> int:
+        """The fewest significant bits that hold every value; 0 where there is none."""
+        return self._ends[1]
+
+    @property
+    def last_bit(self) -> int:
+        """The largest k for which all values are multiples of 2^k; 0 where there is none."""
+        return self._ends[2]
 
     @property
     def nonfinite(self) -> int:
@@ -69,30 +98,6 @@ class Table:
     def rows(self) -> Counts:
         """The exponents of the rows."""
         return self.lowest + np.arange(len(self.counts))
-
-    @cached_property
-    def exponents(self) -> Counts:
-        """Finite non-zero values by row."""
-        found: Counts = self.counts.sum(1)
-        return found
-
-    @cached_property
-    def by_bits(self) -> Counts:
-        """Finite non-zero values by significant bits."""
-        found: Counts = self.counts.sum(0)
-        return found
-
-    @cached_property
-    def significant_bits(self) -> int:
-        """The fewest significant bits that hold every value; 0 where there is none."""
-        used = self.by_bits.nonzero()[0]
-        return int(used[-1]) if used.size else 0
-
-    @property
-    def last_bit(self) -> int:
-        """The largest k for which all values are multiples of 2^k; 0 where there is none."""
-        rows, columns = np.nonzero(self.counts)
-        return int((self.rows[rows] - columns + 1).min(initial=1 << 12)) if rows.size else 0
 
     @cached_property
     def _by_exponent(self) -> list[int]:
@@ -191,16 +196,6 @@ def held_bits(format: Float, lowest: int, count: int) -> Counts:
     return found
 
 
-@lru_cache(1 << 8)
-def _telling(lowest: int, count: int) -> Counts:
-    """One where values tell something, zero elsewhere."""
-    columns, rows = np.arange(WIDTH), lowest + np.arange(count)[:, None]
-    nothing = (columns <= 1) | ((columns <= rows + 1) & (rows < WHOLE))
-    found = np.where(nothing, 0, 1)
-    found.flags.writeable = False
-    return found
-
-
 @lru_cache(1 << 10)
 def _places(count: int) -> Counts:
     found = np.arange(count)
@@ -214,7 +209,7 @@ EMPTY = Table(0, np.zeros((0, WIDTH), np.int64), np.zeros(0, np.int64))
 def from_kernel(found: Counts) -> Table:
     """The table that `kernels.cpu.bits.add_float32` has filled."""
     by_row = found.sum(1)
-    last, used = kernel.ROWS - 1, 1 + np.flatnonzero(by_row[1:-1])
+    last, used = counter.ROWS - 1, 1 + np.flatnonzero(by_row[1:-1])
     infinities = int(found[last, 1])
     others = int(by_row[0]), infinities, int(by_row[last]) - infinities
     if not used.size:
@@ -222,8 +217,8 @@ def from_kernel(found: Counts) -> Table:
     rows = found[used[0] : used[-1] + 1]
     counts = np.zeros((len(rows), WIDTH), np.int64)
     counts[:, :25] = rows[:, :25]
-    counts[:, 4] += rows[:, kernel.FIFTEEN]
-    return Table(kernel.LOWEST + int(used[0]), counts, rows[:, kernel.FIFTEEN].copy(), *others)
+    counts[:, 4] += rows[:, counter.FIFTEEN]
+    return Table(counter.LOWEST + int(used[0]), counts, rows[:, counter.FIFTEEN].copy(), *others)
 
 
 def from_values(values: NDArray[np.float64], times: Counts | None = None) -> Table:

@@ -9,6 +9,15 @@ from halfstep.kernels.cpu.bits import WIDTH, Counts
 from halfstep.kernels.cpu.compiled import Kernel, inner
 
 
+def sums(counts: Counts, lowest: int, whole: int) -> tuple[Counts, Counts, Counts, Counts, Counts]:
+    """Of a table whose rows are exponents from the lowest on: its running sums by significant bits; the counts of what
+    is no power of two and no whole number below 2^whole; the sums of rows; those of columns; then the number of all
+    values, the most significant bits, and the largest k for which all are multiples of 2^k (0 of none).
+    """
+    found: tuple[Counts, Counts, Counts, Counts, Counts] = _sums(0, counts, lowest, whole)
+    return found
+
+
 def on_grid(
     levels: NDArray[np.float64], grid: NDArray[np.float64], tops: NDArray[np.float64], relative: float, step: float
 ) -> NDArray[np.bool_]:
@@ -54,6 +63,28 @@ def fitting(counts: Counts, telling: Counts, few: Counts, most: Counts, short: i
     rows, seen = np.zeros((2, few.size), np.int64), np.zeros(3, np.int64)
     _fitting(0, counts, telling, few, most, short, rows, seen)
     return rows[0], rows[1], seen
+
+
+@Kernel
+def _sums(counts, lowest, whole):
+    rows, columns = counts.shape
+    running, telling = np.zeros((rows, columns), np.int64), np.zeros((rows, columns), np.int64)
+    by_row, by_column, ends = np.zeros(rows, np.int64), np.zeros(columns, np.int64), np.zeros(3, np.int64)
+    for row in range(rows):
+        exponent = lowest + row
+        for column in range(columns):
+            count = counts[row, column]
+            if count:
+                by_row[row] += count
+                by_column[column] += count
+                last = exponent - column + 1
+                ends[2] = min(ends[2], last) if ends[0] else last
+                ends[0] += count
+                ends[1] = max(ends[1], column)
+                if column > 1 and (column > exponent + 1 or exponent >= whole):
+                    telling[row, column] = count
+            running[row, column] = by_row[row]
+    return running, telling, by_row, by_column, ends
 
 
 @inner
