@@ -54,7 +54,7 @@ def test_a_table_of_roles(memory):
     assert found["optimizer states"] == f"{(8 * 110848 + 4 * 28) / 2**20:.2f}"
     assert found["persistent bytes a parameter"] == "16"
     assert "compute copies of weights" not in found  # a row of zeros is left out
-    assert float(found["peak of a pass, in MB"]) == pytest.approx(1.048576 * float(found["peak of a pass"]), abs=0.02)
+    assert float(found["peak, in MB"]) == pytest.approx(1.048576 * float(found["peak"]), abs=0.02)
 
 
 def test_recipes_stand_side_by_side_and_in_json(memory):
@@ -127,7 +127,7 @@ def test_a_safetensors_file_tells_all_but_activations(memory, tmp_path):
     )
     code, out, _ = memory("w.safetensors", "--recipe", "bf16-nomaster")
     assert code == 0
-    assert cells(out)["saved activations"] == cells(out)["peak of a pass"] == "unknown"
+    assert cells(out)["saved activations"] == cells(out)["peak"] == "unknown"
     assert "what activations take is unknown" in out
     data = as_data(memory("w.safetensors", "--recipe", "bf16-nomaster", "--json"))
     assert data["recipes"][0]["bytes"]["weights"] == 2 * (64 * 32 + 7)

@@ -125,6 +125,7 @@ def test_activations(name, mult, rule, rows):
     assert_sizes(sizes(op, torch.randn(rows, 512)), predicted(rule, *ideal))
 
 
+@pytest.mark.filterwarnings("ignore:unit.gated_silu")  # which the next test is about
 @settings(max_examples=10)
 @given(rule=st.sampled_from(list(RULES)), gates=st.booleans(), size=st.integers(4, 12))
 def test_gated_silu_with_an_operand_that_is_broadcast(rule, gates, size):
@@ -135,6 +136,22 @@ def test_gated_silu_with_an_operand_that_is_broadcast(rule, gates, size):
     op = lambda x, g: unit.gated_silu(x, g, constraint=rule)  # noqa: E731
     found = sizes(op, *((whole, few) if gates else (few, whole)))
     assert found == pytest.approx(predicted(rule, *ideal), rel=0.2)
+
+
+def test_a_squeeze_excite_gate_is_too_large_says_so_and_its_advice_keeps_the_true_gradient():
+    torch.manual_seed(0)
+    x = torch.randn(16, 24, 32, 32, dtype=torch.float64, requires_grad=True)
+    gate = lambda x: 32 * x.mean((2, 3), keepdim=True)  # noqa: E731
+    (true,) = torch.autograd.grad((x * torch.nn.functional.silu(gate(x))).sum(), x)
+    with pytest.warns(UserWarning, match="1,024 copies.* 33.1 times unit size") as seen:
+        unit.gated_silu(x, gate(x))
+    begun = gate(unit.scale_backward(x, float(re.search(r"scale_backward\(x, (.*?)\)", str(seen[0].message))[1])))
+    y = unit.gated_silu(x, begun, constraint=None)
+    of_x, of_gate = torch.autograd.grad(y, (x, begun), torch.ones_like(y), retain_graph=True)
+    assert float((of_x / true).std() / (of_x / true).mean().abs()) < 1e-3
+    (of_gate,) = torch.autograd.grad(y, begun, torch.randn_like(y))
+    assert float(of_gate.square().mean().sqrt()) == pytest.approx(1, rel=0.1)
+    unit.gated_silu(x, gate(x.detach()))  # nothing to say of: a gate without a gradient
 
 
 @settings(max_examples=20)

@@ -15,7 +15,7 @@ from halfstep.accounting.blank import Blank
 from halfstep.accounting.checkpointing import checkpointed
 from halfstep.accounting.subject import Subject, loss_of
 from halfstep.errors import AccountError, HalfstepError, ModelError, unknown
-from halfstep.memory import StepBytes, measure_persistent, measure_step
+from halfstep.memory import StepBytes, measure_persistent, measure_step, measure_update
 from halfstep.optim import Lamb, Lion
 from halfstep.preparation import prepare
 from halfstep.recipe import Recipe, get_recipe
@@ -85,7 +85,7 @@ def account(
         options: dict[str, Any] = {"batch": batch, "sequence": sequence, "optimizer": optimizer}
         options |= {"checkpointing": checkpointing, "per_layer": per_layer}
         each = [account(subject, stage, **options) for stage in recipe.by_stage]
-        most = max(each, key=lambda account: max(account.bytes.peak, account.bytes.persistent))
+        most = max(each, key=lambda account: max(account.bytes.peak, account.bytes.persistent + account.bytes.update))
         return replace(most, recipe=recipe.name)
     if not subject.has_layers:
         recipe = _without_layers(subject, recipe)
@@ -102,6 +102,9 @@ def account(
             found = measure_step(
                 model, low_bit, lambda: loss_of(data.call(model), data), data.tensors, scaler.scale, per_layer
             )
+        update = measure_update(model, low_bit)
+    # Steps within the pass come while activations are there: at most so much on top.
+    found = replace(found, update=update, peak=found.peak + (update if per_layer else 0))
     counts = sum(p.numel() for p in parameters), sum(p.numel() for p in trained)
     return Account(recipe.name, *counts, found, subject.batch is not None)
 

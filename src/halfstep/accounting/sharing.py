@@ -26,7 +26,10 @@ class Share:
     communication: int
     compute_copies: int
     activations: int
+    update: int
+    """What the optimizer makes for itself while it steps: of whole matrices, over how many devices they may lie."""
     peak: int
+    """The most at once, from the first operation of the forward pass to the end of the optimizer's step."""
 
     @property
     def persistent(self) -> int:
@@ -76,10 +79,10 @@ def share(account: Account, ranks: int = 1, zero: int = 0) -> Share:
     passing = max(0, held.peak - held.peak_gradients - fixed)
     kept = weights + held.buffers + scales + master + states + state_scales + communication
     gradients = divided(held.gradients, of_gradients)
-    peak = max(kept + divided(held.peak_gradients, of_gradients) + passing, kept + gradients)
+    peak = max(kept + divided(held.peak_gradients, of_gradients) + passing, kept + gradients + held.update)
     return Share(
         weights, held.buffers, gradients, master, states, scales + state_scales, communication, held.compute_copies,
-        held.activations, peak,
+        held.activations, held.update, peak,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ _ROWS = {
     "weights": "weights", "gradients": "gradients", "master": "master copies", "states": "optimizer states",
     "scales": "scales of codes", "buffers": "buffers", "communication": "communication buffers",
     "kv_cache": "KV cache", "persistent": "persistent", "compute_copies": "compute copies of weights",
-    "activations": "saved activations", "peak": "peak of a pass",
+    "activations": "saved activations", "update": "temporaries of a step", "peak": "peak",
 }  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def _show(subject: Subject, found: list[dict[str, Any]], plan: _Plan, inference:
             rows.append((title, *cells(role, size)))
     if any(row["bytes"]["peak"] is not None for row in found):
         decimal = unit.replace("i", "")
-        rows.append((f"peak of a pass, in {decimal}", *cells("peak", 10**9 if unit == "GiB" else 10**6)))
+        rows.append((f"peak, in {decimal}", *cells("peak", 10**9 if unit == "GiB" else 10**6)))
     if plan.ranks > 1:
         sizes = [row["bytes"]["persistent"] * plan.ranks / size for row in found]
         rows.append((f"persistent, all {plan.ranks} devices", *(f"{number:,.2f}" for number in sizes)))

@@ -3,10 +3,10 @@
 from halfstep.memory.law import activation_bytes
 from halfstep.memory.live import Live, parts_of
 from halfstep.memory.measure import measure, stored_bytes
-from halfstep.memory.step import StepBytes, measure_persistent, measure_step
+from halfstep.memory.step import StepBytes, measure_persistent, measure_step, measure_update
 
 
 __all__ = [
     "Live", "StepBytes", "activation_bytes", "measure", "measure_persistent", "measure_step",
-    "parts_of", "stored_bytes",
+    "measure_update", "parts_of", "stored_bytes",
 ]  # fmt: skip

@@ -43,6 +43,8 @@ class StepBytes:
     """The most bytes held at once from the first operation of the forward pass to the last of the backward pass."""
     peak_gradients: int = 0
     """The gradients that were there then."""
+    update: int = 0
+    """What the optimizer makes for itself while it steps, and gives back."""
 
     @property
     def persistent(self) -> int:
@@ -64,7 +66,7 @@ def measure_step(
         model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe)
         bytes = measure_step(model, optimizer, lambda: loss_fn(model(x), y), (x, y), scaler.scale)
 
-    The optimizer does not step: its states are counted as they are, and what it needs for itself while it steps is not.
+    The optimizer does not step: its states are counted as they are. `measure_update` says what it needs for itself.
 
     Args:
         loss_of: calls the model and returns the loss; what else it makes it must not keep.
@@ -113,6 +115,23 @@ def measure_persistent(model: nn.Module, optimizer: torch.optim.Optimizer, per_l
         torch.autograd.backward(trained, [torch.zeros_like(parameter) for parameter in trained])
     grads = [parameter.grad for parameter in trained if parameter.grad is not None]
     return _counted(_persistent(model, optimizer), grads)
+
+
+def measure_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """The most bytes that a step of the optimizer holds beside what was there before it.
+
+    It steps once, by the gradients that are there, or else by zeros.
+    """
+    bare = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.grad is None]
+    if bare:  # as they accumulate, by the hooks that keep them in few bits
+        torch.autograd.backward(bare, [torch.zeros_like(parameter) for parameter in bare])
+    with Live() as live:
+        for role, tensors in _persistent(model, optimizer).items():
+            live.give(role, tensors)
+        live.give("gradients", [parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+        before = live.peak.total()
+        optimizer.step()
+    return int(live.peak.total() - before)
 
 
 def _counted(persistent: Mapping[str, Iterable[Tensor]], grads: Iterable[Tensor]) -> StepBytes:

@@ -77,12 +77,12 @@ class _Projected:
         if begun and (step.number - 1) % self.projection.gap:
             return
         grad = step.grad.float() * step.grad_scale
-        if not bool(grad.isfinite().all()):
+        if bool(grad.isfinite().logical_not().any()):  # so asked, tensors without values have none
             raise OptimizerError(
                 f"{name()} has a gradient that is not finite, at step {step.number}, which chooses the subspace of its "
                 "updates: skip such steps (a loss scaler does), or clip. No weight was moved"
             )
-        if not bool(grad.any()):
+        if bool(grad.eq(0).all()):
             return  # it spans nothing: the next gradient's, or the old one
         try:
             vectors = singular_vectors(grad, self.subspace)

@@ -6,6 +6,7 @@ they are at hand. What is kept for the backward pass is what torch keeps.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -56,15 +57,26 @@ def gated_silu(
     """x silu(mult gate) / mult of unit size: the product of a SwiGLU.
 
     The gradient of one that is broadcast is a sum of so many terms, and its factor is smaller by their number's root
-    before the constraint ties it: None where its edge is a cut-edge.
+    before the constraint ties it; a warning says what to do where that makes it too large.
     """
-    ideal = factors.gated_silu(mult)
-    if input.shape != gate.shape:
-        copies = factors.broadcast(tuple(input.shape), tuple(gate.shape))
-        ideal = ideal[0], ideal[1] * copies[0], ideal[2] * copies[1]
-        input, gate = torch.broadcast_tensors(input, gate)  # type: ignore[no-untyped-call]
+    ideal, copies = factors.gated_silu(mult), factors.broadcast(tuple(input.shape), tuple(gate.shape))
+    ideal = ideal[0], ideal[1] * copies[0], ideal[2] * copies[1]
     output, *grads = get_constraint(constraint)(*ideal)
+    if input.shape != gate.shape:
+        for operand, root, wanted, given in zip((input, gate), copies, ideal[1:], grads, strict=True):
+            if root <= 0.5 and given >= 2 * wanted and operand.requires_grad and not torch.compiler.is_compiling():
+                shape, number = tuple(operand.shape), root**-2
+                warnings.warn(_TIED.format(shape, number, given / wanted, output / wanted), stacklevel=2)
+        input, gate = torch.broadcast_tensors(input, gate)  # type: ignore[no-untyped-call]
     return run(_Gated, input, gate, mult, output / mult, *grads)[0]  # type: ignore[no-any-return]
+
+
+_TIED = (
+    "unit.gated_silu: the operand of shape {} is broadcast to {:,.0f} copies, and its gradient, their sum, is {:.3g} "
+    "times unit size, since the constraint ties it to the other factors. Give constraint=None where this operand is a "
+    "parameter, or shares no input with the other; where both are made of one tensor x, give None and make this one "
+    "of unit.scale_backward(x, {:.4g}), so that x's gradient stays the true one times a constant"
+)
 
 
 def softmax(

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfstep.kernels.blank import blank
 from halfstep.kernels.cpu import coded, whole
 from halfstep.kernels.cpu.adam_update import note_largest, step
 from halfstep.kernels.cpu.arrays import array
@@ -67,7 +68,10 @@ def supports(
     tensors = [weight, grad, *kept.values(), *numbers.values()]
     return (
         master in KEPT
-        and all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in tensors)
+        and all(
+            (type(t) in (Tensor, torch.nn.Parameter) or hasattr(t, "fake_mode")) and t.device.type == "cpu"
+            for t in tensors
+        )
         and all(t.layout == torch.strided and t.is_contiguous() and t.numel() == weight.numel() for t in tensors)
         and not grad.is_neg()
         and all(t.dtype in _FLOATS for t in (weight, grad, *numbers.values()))
@@ -95,6 +99,8 @@ def run(
     False where a moment under one scale grew beyond what the kernels take, or is not finite: then nothing was touched.
     `seed` keys the noise of stochastic rounding (`quant.noise_bits`); None rounds the weight to nearest-even.
     """
+    if hasattr(weight, "fake_mode"):
+        return blank(grad, weight, *kept.values())
     beside = [_array(kept[name]) if name in kept else None for name in KEPT.values() if name]
     residual = moments.get("exp_avg_sq_residual")
     numbers: list[Any] = [np.float32(getattr(scalars, name)) for name in _SCALARS]

@@ -44,7 +44,7 @@ class Coded(NamedTuple):
         quantizer, scales = self.quantizer, self.quantizer.scales
         if scales is not None and self.whole:
             known = whole.knows(quantizer, self.parts["codes"].dtype)
-            known = known and all(plain(part, part.dtype) for part in self.parts.values())
+            known = known and all(hasattr(part, "fake_mode") or plain(part, part.dtype) for part in self.parts.values())
             # Read last: on a GPU the host would wait for it. (Nothing has no scale.)
             return known and self.parts["scale"].numel() == 1 and whole.usual(self.parts["scale"])
         return (
@@ -54,7 +54,7 @@ class Coded(NamedTuple):
             and quantizer.rounding == "nearest_even"
             and quantizer.format.bits == 8
             and any(kernel.knows(quantizer, columns) for kernel in (blocks, codebook, expansion))
-            and all(plain(part, part.dtype) for part in self.parts.values())
+            and all(hasattr(part, "fake_mode") or plain(part, part.dtype) for part in self.parts.values())
         )
 
     @property
