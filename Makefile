@@ -15,7 +15,7 @@ $(VENV)/.lab $(VENV)/.dev $(VENV)/.bench: $(VENV)/.%: pyproject.toml constraints
 	@touch $@
 
 demo: install
-	$(BIN)/halfstep compare
+	$(BIN)/halfstep compare --jobs 2
 
 # Tests start many processes: each finds the sources compiled, whatever the shell says of that.
 test: export PYTHONDONTWRITEBYTECODE =

@@ -55,7 +55,8 @@ def compare(
     optimizer: Optimizer = None,
     out: Out = None,
     resume: Resume = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs trained at once, in processes that share the threads.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Train one model under several recipes: the same first weights, the same batches; then say what each broke."""
-    train_all(ctx, "compare", out, resume, as_json)
+    train_all(ctx, "compare", out, resume, as_json, jobs)

@@ -71,7 +71,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
 
-def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_json: bool) -> None:
+def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_json: bool, jobs: int = 1) -> None:
     """Open the experiment that the command's options say, train what is left of it, write the report, print it."""
     from rich.console import Console
     from safetensors import SafetensorError
@@ -83,17 +83,22 @@ def train_all(ctx: typer.Context, name: str, out: Path | None, resume: bool, as_
     path = out or _fresh(Path("runs"), name)
     console = Console(stderr=True)
     console.print("loading torch, the data and the recipes ...", style="dim")
+    import torch
+
     from halfstep.lab.compare import open_experiment
     from halfstep.lab.folder import read_json
     from halfstep.lab.report import write_report
     from halfstep.lab.tasks import experiment_for
 
     experiment = _recorded(ctx, path) if resume else experiment_for(**_asked(ctx))
+    if jobs > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
     comparison = open_experiment(experiment, path, resume)
-    command = shlex.join(["halfstep", name, "--out", str(path), "--resume"])
+    aside = ["--jobs", str(jobs)] if jobs > 1 else []
+    command = shlex.join(["halfstep", name, "--out", str(path), "--resume", *aside])
     try:
         with Live(comparison.experiment, console, comparison.folder.facts()) as live:
-            comparison.run(live.update)
+            comparison.run(live.update, jobs)
         page = write_report(comparison.folder)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path} cannot be written: {error}. Mend that, then go on: {command}") from error

@@ -20,6 +20,7 @@ from halfstep.lab.folder import RunFolder, read_json
 from halfstep.lab.metrics import TIMINGS, MetricsFile, read_metrics
 from halfstep.lab.models import build_model
 from halfstep.lab.optimizer import build_optimizer
+from halfstep.lab.side_by_side import train_side_by_side
 from halfstep.lab.task import Task
 from halfstep.lab.tasks import get_task
 from halfstep.lab.train import Trainer, Watcher
@@ -148,34 +149,45 @@ class Comparison:
         self.folder = folder
         self._digest = digest
 
-    def run(self, watch: Watcher = lambda progress: None) -> None:
+    def run(self, watch: Watcher = lambda progress: None, jobs: int = 1) -> None:
         """Train every (recipe, seed) that has not ended, in order; a killed one goes on from its last checkpoint.
+
+        Args:
+            jobs: how many at a time, where more than one in processes of their own.
 
         Raises:
             ModelError: a model of the caller's own raised something; what was trained before is kept.
+            RunError: as `train_side_by_side`.
         """
         if _BASELINE not in self.recipes:
             for seed in self.experiment.baselines():
                 self._take_baseline(self.folder.run(_BASELINE, seed), seed)
+        if jobs > 1:
+            train_side_by_side(self.train, self.experiment.runs(), jobs, watch)
+            return
         for recipe, seed in self.experiment.runs():
-            path = self.folder.run(recipe, seed)
-            if recipe == _BASELINE and seed > 0:  # the first is trained here and now, for its timings
-                self._take_baseline(path, seed)
-            alone = self.experiment.alone(recipe)
-            trainer = Trainer(alone, self.recipes[recipe], seed, self.task, self._build, path, watch)
-            try:
-                trainer.run()
-            except (HalfstepError, OSError, SafetensorError):
+            self.train(recipe, seed, watch)
+
+    def train(self, recipe: str, seed: int, watch: Watcher = lambda progress: None) -> None:
+        """Train one recipe with one seed, as `run` says."""
+        path = self.folder.run(recipe, seed)
+        if recipe == _BASELINE and seed > 0:  # the first is trained here and now, for its timings
+            self._take_baseline(path, seed)
+        alone = self.experiment.alone(recipe)
+        trainer = Trainer(alone, self.recipes[recipe], seed, self.task, self._build, path, watch)
+        try:
+            trainer.run()
+        except (HalfstepError, OSError, SafetensorError):
+            raise
+        except Exception as error:
+            if ":" not in self.experiment.model:
                 raise
-            except Exception as error:
-                if ":" not in self.experiment.model:
-                    raise
-                raise ModelError(
-                    f"{self.experiment.model}: under {recipe}, seed {seed}, it raised {type(error).__name__}: {error} "
-                    f"({_place(error)}). Mend it, then go on with --out {self.folder.path} --resume"
-                ) from error
-            if recipe == _BASELINE:
-                self._keep_baseline(path, seed)
+            raise ModelError(
+                f"{self.experiment.model}: under {recipe}, seed {seed}, it raised {type(error).__name__}: {error} "
+                f"({_place(error)}). Mend it, then go on with --out {self.folder.path} --resume"
+            ) from error
+        if recipe == _BASELINE:
+            self._keep_baseline(path, seed)
 
     def _build(self, seed: int) -> nn.Module:
         return build_model(self.experiment.model, self.task.models(), seed)
