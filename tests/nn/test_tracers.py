@@ -12,9 +12,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import halfstep
 from families import slow_unless
+from halfstep import ops
 from halfstep.errors import RecipeError
 from halfstep.recipe import get_recipe
-from tiny import EVERY, RECIPES, assert_same, grads, model_for
+from ranks import on_ranks
+from tiny import EVERY, RECIPES, assert_same, descend, grads, model_for, prepared
 
 
 ROUNDING = [name for name in RECIPES if any(rule.linear.rounds for rule in get_recipe(name).rules)]
@@ -96,3 +98,29 @@ def test_compiled_for_any_size_from_the_beginning(recipe):
             halfstep.advance(each)
         traced.append(graphs.frame_count)
     assert traced[1:] == traced[:-1]
+
+
+def under_ddp(rank, recipe):
+    """The weights that a rank trains, and what they are once the model is compiled, in several graphs and in one."""
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 1024
+    found = []
+    for compiles, splits in ((False, False), (True, True), (True, False)):
+        torch._dynamo.reset()
+        torch._dynamo.config.optimize_ddp = splits
+        torch.manual_seed(0)
+        model, optimizer, scaler = prepared(recipe, Net())
+        graphs = CompileCounterWithBackend("aot_eager")
+        wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=2**-10)
+        called = torch.compile(wrapped, backend=graphs) if compiles else wrapped
+        x = torch.randn(12, 16, generator=torch.Generator().manual_seed(rank))
+        descend(lambda called=called, x=x: called(x).square().mean(), optimizer, scaler, 3)
+        assert bool(graphs.frame_count) == compiles
+        found.append([ops.values_of(p.detach()).clone() for p in model.parameters()])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16-mixed", "fp8-delayed", "coat", "nvfp4", "fp8lm-o2", "galore"])
+def test_ddp_compiled_trains_what_it_does_uncompiled(recipe, tmp_path):
+    for expected, *others in zip(*(run for rank in on_ranks(under_ddp, tmp_path, recipe) for run in rank), strict=True):
+        assert all(torch.equal(expected, other) for other in others)
