@@ -13,7 +13,7 @@ from halfstep.kernels.gpu import rotated as gpu_rotated
 def rotate(x: Tensor, signs: Tensor, dim: int = -1) -> Tensor:
     """`quant.rotate`."""
     if torch.compiler.is_compiling():
-        return torch.ops.halfstep.rotate(x, signs, dim)  # type: ignore[no-any-return]
+        return torch.ops.halfstep.rotate(x, signs, dim)
     if rotated.supports(x := x.contiguous(), signs, dim):
         return rotated.run(x, signs, dim)
     if x.is_cuda and gpu_rotated.supports(x, signs, dim):
