@@ -1,0 +1,82 @@
+"""What the studies in this folder share: options, runs that are kept as they end, intervals over seeds, and tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from halfstep.lab.environment import environment
+from halfstep.lab.interval import Interval, paired
+
+
+Run = dict[str, Any]
+
+
+def options(doc: str, out: str) -> argparse.Namespace:
+    """The command line of a study: --quick, --seeds and --out, the JSON file that finished runs are kept in."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: shows that it runs, no more")
+    parser.add_argument("--seeds", type=int, default=3, help="at least two, for intervals (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path(out), help="what is kept; a run that stands there is not made")
+    given = parser.parse_args()
+    if given.seeds < 2:
+        parser.error(f"--seeds {given.seeds}: an interval needs at least two")
+    return given
+
+
+class Kept:
+    """Runs in a JSON file, by name: each is made once, and written when it ends."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        self.path = path
+        self.runs: dict[str, Run] = {}
+        settings = json.loads(json.dumps(settings))
+        if path.exists():
+            found = json.loads(path.read_text())
+            if found["settings"] != settings:
+                raise SystemExit(
+                    f"{path} keeps runs of {found['settings']}; these are of {settings}: give another --out"
+                )
+            self.runs = found["runs"]
+        self.data = {"settings": settings, "machine": environment(), "runs": self.runs}
+
+    def run(self, name: str, make: Callable[[], Run]) -> Run:
+        """The run of that name: as it is kept, or made now."""
+        if name not in self.runs:
+            self.runs[name] = make()
+            self.write()
+            print(f"  {name}: {self.runs[name]}", flush=True)
+        return self.runs[name]
+
+    def write(self, **more: Any) -> None:
+        """Write what there is, with what was concluded of it."""
+        self.data |= more
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+
+
+def text(values: Sequence[float], form: str = ".3g") -> str:
+    """The mean, and the 95% interval of it over seeds (Student's t)."""
+    found = paired(values)
+    return f"{statistics.fmean(values):{form}} ({found.low:{form}} to {found.high:{form}})"
+
+
+def difference(ours: Sequence[float], others: Sequence[float]) -> Interval:
+    """The 95% interval of ours - others, paired by seed."""
+    return paired([a - b for a, b in zip(ours, others, strict=True)])
+
+
+def said(found: Interval, less: str, more: str) -> str:
+    """Which of two words an interval decides for, or that it does not."""
+    return less if found.high < 0 else more if found.low > 0 else "cannot tell"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows in aligned columns."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
