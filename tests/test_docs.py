@@ -5,6 +5,9 @@ import json
 import re
 import runpy
 import shlex
+import statistics
+import subprocess
+import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -238,6 +241,14 @@ def test_a_page_shows_the_figures_that_were_kept(page, module, function, figures
     assert write(*kept) in (DOCS / page).read_text()
 
 
+def test_no_binary_is_tracked_but_pictures():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("no checkout of git")
+    tracked = [ROOT / name for name in listed.stdout.splitlines() if not re.match(r"docs/images/.*\.png$", name)]
+    assert not [str(path) for path in tracked if path.exists() and b"\0" in path.read_bytes()[:8192]]
+
+
 def scripts():
     """The files that are run by themselves."""
     every = [path for folder in ("benchmarks", "examples", "docs") for path in sorted((ROOT / folder).glob("*.py"))]
@@ -271,6 +282,23 @@ def test_example_of_lost_updates_ends_where_arithmetic_says():
     assert ends["fp32"] == ends["bf16-master"] == 0.0
     assert ends["bf16-nomaster"] == ends["fp16-pure"] == 1.0
     assert abs(ends["bf16-stochastic"]) < 0.01
+
+
+@pytest.mark.slow  # seconds
+def test_study_of_certified_training_resumes_and_its_page_shows_what_was_kept(tmp_path, capsys, monkeypatch):
+    papers = ROOT / "examples" / "papers"
+    monkeypatch.syspath_prepend(papers)
+    printed = []
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["ibp.py", "--quick", "--seeds", "2", "--out", str(tmp_path / "ibp.json")])
+        runpy.run_path(str(papers / "ibp.py"), run_name="__main__")
+        printed.append(capsys.readouterr().out)
+    assert printed[0].endswith(printed[1]), "finished runs are kept"
+    runs = json.loads((BENCHMARKS / "results" / "ibp.json").read_text())["runs"]
+    found = [run["verified_error"] for name, run in runs.items() if name.startswith("fp32, three fixes")]
+    assert f"| {statistics.fmean(found):.3f} (0.581 to 0.747) |" in (DOCS / "papers.md").read_text()
+    outward = [run["bf16 outward"]["broken"] for name, run in runs.items() if name.startswith("fp32, three fixes")]
+    assert outward == [0.0] * 8
 
 
 def test_example_of_an_own_loop_learns():

@@ -148,7 +148,7 @@ def test_python_modules_and_files(written, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert get_recipe("my_recipes_module:mine").name == "mine"
     model = mlp()
-    assert halfstep.apply(model, "my_recipes_module:mine").recipe == "mine"
+    assert halfstep.apply(model, "my_recipes_module:mine").recipe.name == "mine"
     for name, words in (
         ("my_recipes_module:min", r"my_recipes_module: unknown recipe 'min'; nearest: mine. Known: mine, other"),
         ("my_recipes_module:number", r"unknown recipe 'number'.*\(number is int\)"),
