@@ -52,7 +52,7 @@ THREE = dict.fromkeys(("sum", "sum_least", "sum_most"), ROW["numbers"]["sum"])
         ({"command": "rm -rf x"}, "command 'rm -rf x': expected halfstep"),
         (
             {"command": "python -m halfstep.claims.checks other"},
-            "expected halfstep ..., python benchmarks/NAME.py ..., or python -m",
+            "expected halfstep ..., python benchmarks/NAME.py ... or examples/papers/NAME.py ..., or python -m",
         ),
         ({"command": "halfstep compare"}, "seconds = 1: a row under 60 seconds runs a check"),
         ({"command": "python benchmarks/../sums.py"}, "expected halfstep ..., python benchmarks/NAME.py"),

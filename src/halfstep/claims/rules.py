@@ -83,11 +83,11 @@ def _contents(row: Mapping[str, Any], machines: Mapping[str, str], subjects: Map
 
 def _command(row: Mapping[str, Any]) -> Iterator[str]:
     claim = claim_from(row, {}, {})
-    known = not claim.command or re.match(r"halfstep |python benchmarks/\w+\.py\b", claim.command)
+    known = not claim.command or re.match(r"halfstep |python (benchmarks|examples/papers)/\w+\.py\b", claim.command)
     if not known and claim.check != row["id"]:
         yield (
-            f"command {claim.command!r}: expected halfstep ..., python benchmarks/NAME.py ..., "
-            f"or python -m halfstep.claims.checks {row['id']}"
+            f"command {claim.command!r}: expected halfstep ..., python benchmarks/NAME.py ... "
+            f"or examples/papers/NAME.py ..., or python -m halfstep.claims.checks {row['id']}"
         )
     if claim.short and claim.check is None:
         yield f"seconds = {claim.seconds:g}: a row under {SHORT:g} seconds runs a check, whose numbers can be compared"
