@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import RecipeError
 from halfstep.nn.adopt import OnCopy, adopt
@@ -45,10 +46,12 @@ class Part:
 
     copied = Copied(lambda: None)
     """Of a copy: of which model."""
+    watch: RemovableHandle | None = None
+    """The hook that looks at optimizers' first steps (`nn.stock_steps`); copies have none."""
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_root": _nobody, "_calls": {}, "_traced": 0}  # a copied part alone has no root; a copied root binds it
-        return {**vars(self), **own, "copied": Copied(self._root)}
+        return {**vars(self), **own, "watch": None, "copied": Copied(self._root)}
 
     def follow(self, applied: Applied) -> None:
         """Enter what is in force: the recipe's dtype of autocast, the functions that it widens, the clock."""

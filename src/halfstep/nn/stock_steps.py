@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
+from halfstep.nn.following import part_of
 from halfstep.recipe import Recipe
-
-
-_WATCHES: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
 def watch(model: nn.Module, recipe: Recipe) -> None:
@@ -35,14 +32,18 @@ def watch(model: nn.Module, recipe: Recipe) -> None:
                 seen.add(optimizer)
                 _look(followed, recipe, optimizer)
 
-        _WATCHES[model] = handle = register_optimizer_step_pre_hook(look)
-        weakref.finalize(model, handle.remove)
+        part = part_of(model)
+        assert part is not None
+        part.watch = register_optimizer_step_pre_hook(look)
+        weakref.finalize(model, part.watch.remove)
 
 
 def end_watch(model: nn.Module) -> None:
     """The model's optimizer knows the recipe, or the model follows none any more."""
-    if (handle := _WATCHES.pop(model, None)) is not None:
-        handle.remove()
+    part = part_of(model)
+    if part is not None and part.watch is not None:
+        part.watch.remove()
+        part.watch = None
 
 
 def _look(model: nn.Module, recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
