@@ -225,7 +225,7 @@ def study(recipe: str, fixes: bool, seed: int, epochs: int, width: int, samples:
 
 def main() -> None:
     """Train, measure, print and keep."""
-    given = options(__doc__ or "", "runs/ibp.json")
+    given = options(__doc__ or "", "runs/ibp.json", seeds=8)
     torch.set_num_threads(1)
     epochs, width, samples = (2, 32, 8) if given.quick else (30, 128, 200)
     kept = Kept(given.out, epochs=epochs, width=width, samples=samples, epsilon=EPSILON, depth=DEPTH)

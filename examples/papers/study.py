@@ -16,11 +16,11 @@ from halfstep.lab.interval import Interval, paired
 Run = dict[str, Any]
 
 
-def options(doc: str, out: str) -> argparse.Namespace:
+def options(doc: str, out: str, seeds: int = 3) -> argparse.Namespace:
     """The command line of a study: --quick, --seeds and --out, the JSON file that finished runs are kept in."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: shows that it runs, no more")
-    parser.add_argument("--seeds", type=int, default=3, help="at least two, for intervals (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=seeds, help="at least two, for intervals (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(out), help="what is kept; a run that stands there is not made")
     given = parser.parse_args()
     if given.seeds < 2:

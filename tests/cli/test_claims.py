@@ -32,14 +32,14 @@ LONG = [claim for claim in load() if claim.command and not claim.check]
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("claim", [c for c in LONG if "benchmarks/" in c.command], ids=lambda claim: claim.id)
-def test_the_benchmark_of_a_row_is_there(claim):
+@pytest.mark.parametrize("claim", [c for c in LONG if c.command.startswith("python ")], ids=lambda claim: claim.id)
+def test_the_script_of_a_row_is_there(claim):
     _, file, *given = shlex.split(claim.command)
     source = (ROOT / file).read_text()
     assert [word for word in given if f'"{word}"' not in source] == []
 
 
-@pytest.mark.parametrize("claim", [c for c in LONG if "benchmarks/" not in c.command], ids=lambda claim: claim.id)
+@pytest.mark.parametrize("claim", [c for c in LONG if c.command.startswith("halfstep ")], ids=lambda claim: claim.id)
 def test_the_command_of_a_row_parses(claim):
     options = parse(claim.command)
     assert [get_recipe(name).name for name in options["recipes"].split(",")]
