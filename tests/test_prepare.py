@@ -143,3 +143,12 @@ def test_a_model_that_is_none_is_named():
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     with pytest.raises(ModelError, match=r"model is a SGD, expected a module: halfstep\.prepare\(model, optimizer"):
         halfstep.prepare(optimizer, nn.Linear(2, 2), "bf16-mixed")
+
+
+def test_weights_that_processes_share_are_not_kept_as_codes():
+    """Processes that train one model together (hogwild): each would write to codes of its own."""
+    model = mlp().share_memory()
+    with pytest.raises(ModelError, match=r"0.weight lies in memory that processes share .* such as 'bf16-mixed'"):
+        halfstep.prepare(model, adamw(model), "fp8lm-o2")
+    assert type(model) is nn.Sequential
+    halfstep.prepare(model, adamw(model), "bf16-mixed")

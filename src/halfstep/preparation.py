@@ -255,8 +255,20 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, m
             "such a model; then call model.to_empty(device=...), load its weights, build the optimizer, and call "
             "halfstep.optimize(model, optimizer)"
         )
+    shared = next((name for name, p in parameters.items() if p in trained and _lies_in_shared_memory(p)), None)
+    if recipe.codes is not None and shared is not None:
+        raise ModelError(
+            f"{type(model).__name__}: {shared} lies in memory that processes share (share_memory, or the model came by "
+            f"torch.multiprocessing), and {recipe.name!r} keeps it as codes in memory of this process alone: the "
+            "others would not see it move. Take a recipe without codes, such as 'bf16-mixed', or train copies under DDP"
+        )
     check_ranks(recipe, parameters.values())
     return rule
+
+
+def _lies_in_shared_memory(parameter: Tensor) -> bool:
+    plain = type(parameter) in (nn.Parameter, Tensor) and parameter.device.type == "cpu"
+    return plain and parameter.is_shared()
 
 
 def _check_adapters(reference: Reference, trained: Collection[Tensor]) -> None:
