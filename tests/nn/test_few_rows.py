@@ -29,10 +29,12 @@ KNOWN = {
     "plain": Quantizer(E4M3),
     "tensor": Quantizer(E4M3, scales=Scales(Tile(0, 0), get_scaling("current"))),
     "row": Quantizer(E4M3, scales=Scales(Tile(1, 0), get_scaling("current"))),
+    "int8": get_quantizer("int8_row"),
+    "int8 tiles": Quantizer(formats.get("int8"), scales=Scales(Tile(2, 16), get_scaling("rceil"))),
     "pair of rows": Quantizer(E4M3, scales=Scales(Tile(2, 16), get_scaling("rceil"))),
 }
-PARTS = ("tensor", "nf4")
-"""Of 8 bits with a scale, and of 4 bits; each of the others is compiled anew."""
+PARTS = ("tensor", "nf4", "int8")
+"""Of 8 bits with a scale, of 4 bits, and whole numbers; each of the others is compiled anew."""
 each_kind = pytest.mark.parametrize("kind", slow_unless(PARTS.__contains__, KNOWN))
 each_compute = pytest.mark.parametrize("compute", slow_unless("bf16".__eq__, ["bf16", "fp32"]))
 UNKNOWN = {
@@ -110,7 +112,7 @@ def test_shapes(shape, read):
 
 
 @pytest.mark.parametrize(
-    "kind", slow_unless(PARTS.__contains__, ["mxfp8_e4m3", "nvfp4", "nf4", "tensor", "fp8_128x128"])
+    "kind", slow_unless(PARTS.__contains__, ["mxfp8_e4m3", "nvfp4", "nf4", "int8", "tensor", "fp8_128x128"])
 )
 @each_compute
 def test_hard_inputs(kind, compute):
@@ -124,7 +126,7 @@ def test_hard_inputs(kind, compute):
 
 @pytest.mark.parametrize(
     "kind",
-    slow_unless(PARTS.__contains__, ["mxfp8_e4m3", "mxfp8_e5m2", "nvfp4", "nf4", "fp8_128x128", "plain"]),
+    slow_unless(PARTS.__contains__, ["mxfp8_e4m3", "mxfp8_e5m2", "nvfp4", "nf4", "int8", "fp8_128x128", "plain"]),
 )
 @each_compute
 @pytest.mark.parametrize("weight", [torch.nan, torch.inf, 3e38, 1e-40, 0.0])

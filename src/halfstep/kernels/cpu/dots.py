@@ -38,7 +38,8 @@ def _dots(
             takes them.
         first, stride: where the first row begins, and how far the rows are apart, in elements.
         meaning: of codes of 4 bits, two a byte, an array of their 16 values; of a code a byte, how many bits of
-            exponent it has less than a float16, and 2^(15 - bias): what its value is over a float16's. Or None.
+            exponent it has less than a float16, and 2^(15 - bias): what its value is over a float16's; of whole numbers
+            in two's complement, a byte each, an empty tuple. Or None.
         mask: the bits of a code without its sign, or None.
         scales: None, or (stored, table, row, across, down, rights): what element k of row j is multiplied by stands at
             (row + j >> down) * across + (k >> right), and is looked up in the table where that is not None. There are
@@ -78,7 +79,8 @@ class _Loop:
             return None
         if isinstance(kind, types.Array):
             return _Nibbles(self._at(meaning, self._number(0), _TABLE), 16 if _has_avx512(self.context) else 8)
-        return _Bytes(*(Run(self.builder, spread(self.builder, value, PAIRS)) for _, value in self._parts(meaning)))
+        parts = [Run(self.builder, spread(self.builder, value, PAIRS)) for _, value in self._parts(meaning)]
+        return _Bytes(*parts) if parts else _WholeNumbers()
 
     def _parts(self, given: Any) -> list[Any]:
         kinds, value = given
@@ -203,8 +205,24 @@ class _Bytes:
     def values(self, codes: Lane, scales: list[Any]) -> list[Lane]:
         scale = _spread_scales(codes.builder, scales)
         times = self.unit if scale is None else self.unit * scale
-        pairs = Run(codes.builder, codes.builder.bitcast(codes.value, ir.VectorType(WIDTHS[16], PAIRS)))
-        return [(each.shift_signed(self.fewer) & self.kept).half_to_float() * times for each in (pairs << 8, pairs)]
+        return [(each.shift_signed(self.fewer) & self.kept).half_to_float() * times for each in _at_top(codes)]
+
+
+class _WholeNumbers:
+    """Whole numbers of 8 bits in two's complement."""
+
+    bits = 8
+
+    def values(self, codes: Lane, scales: list[Any]) -> list[Lane]:
+        scale = _spread_scales(codes.builder, scales)
+        numbers = [each.shift_signed(8).value_as_float() for each in _at_top(codes)]
+        return numbers if scale is None else [number * scale for number in numbers]
+
+
+def _at_top(codes: Lane) -> tuple[Lane, Lane]:
+    """The first and the second byte of each pair, in the upper half of 16 bits; below the second, the first remains."""
+    pairs = Run(codes.builder, codes.builder.bitcast(codes.value, ir.VectorType(WIDTHS[16], PAIRS)))
+    return pairs << 8, pairs
 
 
 class _Nibbles:

@@ -18,7 +18,7 @@ from numba import types
 from numpy.typing import NDArray
 from torch import Tensor
 
-from halfstep.formats import Codebook, Float, Format, ocp
+from halfstep.formats import Codebook, Float, Format, Integer, ocp
 from halfstep.kernels.cpu import element_codes
 from halfstep.kernels.cpu.arrays import array, borrowed, plain
 from halfstep.kernels.cpu.compiled import Kernel, inner, inner_overload
@@ -44,7 +44,7 @@ _LARGEST = np.uint32(127 + 100 << 23)  # of scales, as bits: a product with any 
 
 def knows(quantizer: Quantizer, rows: int, columns: int) -> bool:
     """Whether kernels here read a weight of that shape in the codes of this quantizer, or of one whose stateful scaling
-    has become a number: FP8, FP4 and codebooks of 4 bits, with scales of tiles whose sides are powers of two."""
+    has become a number: FP8, int8, FP4 and codebooks of 4 bits, with scales of tiles whose sides are powers of two."""
     scales = quantizer.scales
     if rows < _FEWEST or columns % STEP or quantizer.clamp is not None or quantizer.by_rows:
         return False
@@ -65,6 +65,8 @@ def knows(quantizer: Quantizer, rows: int, columns: int) -> bool:
 def _known_format(format: Format) -> bool:
     if format.bits == 4:
         return isinstance(format, Float | Codebook)
+    if isinstance(format, Integer):
+        return format.bits == 8 and format.low < 0 and format.fraction_bits == 0
     return isinstance(format, Float) and format.bits == 8 and element_codes.are_halves(format)
 
 
@@ -80,9 +82,9 @@ def _shift(side: int) -> int | None:
 
 
 def supports(codes: Tensor, scale: Tensor | None, format: Format) -> bool:
-    """Whether these lie in memory as `given` takes them, plain CPU tensors; and the format's bias is near a float16's:
+    """Whether these lie in memory as `given` takes them, plain CPU tensors; and a float's bias is near a float16's:
     2^(15 - bias) times a scale is then exact."""
-    near = format.bits == 4 or (isinstance(format, Float) and -12 <= format.bias <= 15)
+    near = format.bits == 4 or not isinstance(format, Float) or -12 <= format.bias <= 15
     return near and plain(codes, torch.uint8) and (scale is None or plain(scale, torch.float32, torch.uint8))
 
 
@@ -153,6 +155,8 @@ def _meaning(format: Format) -> tuple[Any, np.uint8]:
     """What `dots` takes of codes, and the largest one that has this meaning."""
     if format.bits == 4:
         return element_codes.table(format, torch.float32).numpy(), np.uint8(255)
+    if isinstance(format, Integer):
+        return (), np.uint8(255)
     assert isinstance(format, Float)
     half = np.uint8(element_codes.decoding_scalars(format)[-1])
     return (np.uint16(5 - format.exponent_bits), np.float32(ldexp(1.0, 15 - format.bias))), half
