@@ -268,7 +268,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, m
 
 def _lies_in_shared_memory(parameter: Tensor) -> bool:
     plain = type(parameter) in (nn.Parameter, Tensor) and parameter.device.type == "cpu"
-    return plain and parameter.is_shared()
+    return plain and bool(parameter.is_shared())  # type: ignore[no-untyped-call]
 
 
 def _check_adapters(reference: Reference, trained: Collection[Tensor]) -> None:
