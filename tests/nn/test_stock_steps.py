@@ -129,3 +129,16 @@ def test_steps_on_other_models_are_quiet_and_no_hook_stays():
     del teacher
     gc.collect()
     assert len(hooks) == before
+
+
+def test_two_models_are_told_of_one_after_the_other():
+    """Torch goes through the hooks of both before each step: none goes while it does."""
+    gc.collect()
+    pairs = [(model, torch.optim.AdamW(model.parameters())) for model in (mlp(), mlp(1))]
+    for model, _ in pairs:
+        halfstep.apply(model, "bf16-master")
+    before = len(hooks)
+    for model, optimizer in pairs:
+        with pytest.warns(UserWarning, match=NO_MASTERS):
+            step(model, optimizer)
+    assert len(hooks) == before - 2

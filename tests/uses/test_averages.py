@@ -13,7 +13,7 @@ from ways import apart, assert_outputs_alike, prepare, start_of, steps, values, 
 
 import halfstep
 from halfstep.recipe import get_recipe
-from tiny import assert_same, batch
+from tiny import assert_same, batch, prepared, train
 
 
 HALF = 0.5
@@ -252,3 +252,15 @@ def test_average_of_state_dicts(name):
     twin.load_state_dict(shadow)
     assert_average(name, twin, average)
     assert_same(values(model), values(trained(name)[0]))
+
+
+def test_two_copies_are_watched_one_after_the_other():
+    """Torch goes through the hooks of both before each step: none goes while it does."""
+    gc.collect()
+    model, optimizer, scaler = prepared("bf16-pure")
+    before = len(hooks)
+    trained, kept = copy.deepcopy(model), copy.deepcopy(model)
+    trained(batch()[0]).square().mean().backward()
+    train(model, optimizer, scaler, 2)
+    assert len(hooks) == before + 1
+    del trained, kept

@@ -62,9 +62,9 @@ class _Watch:
         self._handle = register_optimizer_step_pre_hook(self._look)
         weakref.finalize(copy, self._handle.remove)
 
-    def _look(self, *_: Any) -> None:
-        if not self._is_open():
-            self._handle.remove()
+    def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_open():  # and torch goes through these hooks
+            optimizer.register_step_post_hook(lambda *_, handle=self._handle: handle.remove())
 
     @torch.no_grad()
     def _is_open(self) -> bool:

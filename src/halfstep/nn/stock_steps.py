@@ -51,7 +51,7 @@ def _look(model: nn.Module, recipe: Recipe, optimizer: torch.optim.Optimizer) ->
     stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
     told = [*_lacks(recipe, optimizer, stepped)] if stepped else []
     if told:
-        end_watch(model)
+        optimizer.register_step_post_hook(lambda *_: end_watch(model))  # torch goes through the hooks before it
         warnings.warn(
             f"{type(model).__name__} follows recipe {recipe.name!r}, and its {type(optimizer).__name__} does not: "
             f"{'; '.join(told)}. Hand it over before the first step, optimizer, scaler = halfstep.optimize(model, "
