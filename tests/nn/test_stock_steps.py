@@ -1,5 +1,6 @@
 """A model that follows a recipe, and an optimizer that does not: what is lost is said once, and nothing else is."""
 
+import copy
 import gc
 import re
 import warnings
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torchao
 from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import halfstep
 from tiny import batch, mlp
@@ -111,10 +113,32 @@ def test_a_scaler_that_is_switched_off_scales_nothing():
     assert UNSCALED in str(warning.message)
 
 
+def ended():
+    """How many hooks there are, once a step has ended those of models that are gone."""
+    gc.collect()
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()
+    return len(hooks)
+
+
+def test_a_model_may_be_collected_while_torch_iterates_over_the_hooks():
+    before, models = ended(), [mlp()]
+
+    def collect(*_):
+        models.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(collect)
+    halfstep.apply(models[0], "bf16-master")
+    copy.deepcopy(models[0])
+    other = mlp(1)
+    step(other, torch.optim.AdamW(other.parameters()))
+    handle.remove()
+    assert ended() == before
+
+
 def test_steps_on_other_models_are_quiet_and_no_hook_stays():
     """Of a teacher that only infers, and after `optimize`, `revert` or the model's end: a step costs what it did."""
-    gc.collect()
-    before = len(hooks)
+    before = ended()
     for name in LOST:
         model = mlp()
         halfstep.prepare(model, torch.optim.AdamW(model.parameters()), name)
@@ -127,13 +151,12 @@ def test_steps_on_other_models_are_quiet_and_no_hook_stays():
     assert len(hooks) == before
     halfstep.apply(teacher, "bf16-master")
     del teacher
-    gc.collect()
-    assert len(hooks) == before
+    assert ended() == before
 
 
 def test_two_models_are_told_of_one_after_the_other():
-    """Torch goes through the hooks of both before each step: none goes while it does."""
-    gc.collect()
+    """Torch iterates over the hooks of both before each step: none goes while it does."""
+    ended()
     pairs = [(model, torch.optim.AdamW(model.parameters())) for model in (mlp(), mlp(1))]
     for model, _ in pairs:
         halfstep.apply(model, "bf16-master")

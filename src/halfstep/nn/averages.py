@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from halfstep.nn.step_hooks import remove_after_step
 from halfstep.ops import CodeTensor, values_of
 
 
@@ -48,23 +49,22 @@ def watch_copy(copied: Copied, copy: nn.Module, recipe: str) -> None:
     """
     model = copied.model()
     if model is not None and (places := _places(copy)):
-        _Watch(copy, places, _places(model), recipe)
+        _Watch(places, _places(model), recipe)
 
 
 class _Watch:
     """What the parameters of a copy were before the last step."""
 
-    def __init__(self, copy: nn.Module, places: Sequence[_Place], others: Sequence[_Place], recipe: str) -> None:
+    def __init__(self, places: Sequence[_Place], others: Sequence[_Place], recipe: str) -> None:
         self._places, self._others, self._recipe = places, others, recipe
         self._steps = self._writes = self._held = 0
         found = _parameters(places)
         self._before, self._version = _values(found), _version(found)
         self._handle = register_optimizer_step_pre_hook(self._look)
-        weakref.finalize(copy, self._handle.remove)
 
     def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._is_open():  # and torch goes through these hooks
-            optimizer.register_step_post_hook(lambda *_, handle=self._handle: handle.remove())
+        if not self._is_open():
+            remove_after_step(optimizer, self._handle)
 
     @torch.no_grad()
     def _is_open(self) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep.nn.following import part_of
+from halfstep.nn.step_hooks import remove_after_step
 from halfstep.recipe import Recipe
 
 
@@ -28,14 +29,16 @@ def watch(model: nn.Module, recipe: Recipe) -> None:
 
         def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             followed = reference()
-            if followed is not None and optimizer not in seen:
+            if followed is None:
+                remove_after_step(optimizer, handle)
+            elif optimizer not in seen:
                 seen.add(optimizer)
-                _look(followed, recipe, optimizer)
+                if _look(followed, recipe, optimizer):
+                    remove_after_step(optimizer, handle)
 
         part = part_of(model)
         assert part is not None
-        part.watch = register_optimizer_step_pre_hook(look)
-        weakref.finalize(model, part.watch.remove)
+        part.watch = handle = register_optimizer_step_pre_hook(look)
 
 
 def end_watch(model: nn.Module) -> None:
@@ -46,12 +49,12 @@ def end_watch(model: nn.Module) -> None:
         part.watch = None
 
 
-def _look(model: nn.Module, recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
+def _look(model: nn.Module, recipe: Recipe, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether that optimizer's step loses something of the recipe, which is warned of."""
     own = {id(p) for p in model.parameters()}
     stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
     told = [*_lacks(recipe, optimizer, stepped)] if stepped else []
     if told:
-        optimizer.register_step_post_hook(lambda *_: end_watch(model))  # torch goes through the hooks before it
         warnings.warn(
             f"{type(model).__name__} follows recipe {recipe.name!r}, and its {type(optimizer).__name__} does not: "
             f"{'; '.join(told)}. Hand it over before the first step, optimizer, scaler = halfstep.optimize(model, "
@@ -59,6 +62,7 @@ def _look(model: nn.Module, recipe: Recipe, optimizer: torch.optim.Optimizer) ->
             "an optimizer without a counterpart take a recipe of float32 weights (bf16-mixed)",
             stacklevel=4,  # the loop, past torch's wrapper of step
         )
+    return bool(told)
 
 
 def _lacks(recipe: Recipe, optimizer: torch.optim.Optimizer, stepped: list[nn.Parameter]) -> Iterator[str]:
