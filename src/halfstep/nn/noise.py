@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from halfstep.nn.adopt import extend
 from halfstep.nn.scaling import ignore, states_of, unignore
 from halfstep.nn.surviving import Surviving
+from halfstep.nn.tuners import plain_name
 from halfstep.ops.noise import ATTRIBUTE, KEY, key_of
 from halfstep.quant import derive_seed
 
@@ -27,6 +28,7 @@ class _Origin(NamedTuple):
 
     seed: int
     path: str
+    """Without wrappers: a layer that is checkpointed draws what it would draw otherwise."""
 
     @property
     def number(self) -> int:
@@ -45,7 +47,7 @@ def attach(model: nn.Module, paths: Iterable[str], seed: int) -> None:
     for path in paths:
         module = model.get_submodule(path)
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        origin = vars(module)[_ORIGIN] = _Origin(seed, path)
+        origin = vars(module)[_ORIGIN] = _Origin(seed, plain_name(path))
         module.register_buffer(ATTRIBUTE, origin.key(device), persistent=False)
         extend(module, Surviving(_held, _initial))
         names.append(f"{path}.{ATTRIBUTE}".lstrip("."))

@@ -12,14 +12,16 @@ from halfstep.recipe.high_precision import ADAPTER_NAMES
 
 
 _WRAPPERS = re.compile(
-    r"(?:^|(?<=\.))(?:base_model\.model|base_model|base_layer|original_module|modules_to_save\.[^.]+)\."
+    r"(?:^|(?<=\.))(?:base_model\.model|base_model|base_layer|original_module|modules_to_save\.[^.]+"
+    r"|_checkpoint_wrapped_module|_orig_mod)\."
 )
 _COPIES = "modules_to_save"
 _DECLARATIONS = ("adapter_layer_names", "other_param_names")  # of PEFT's tuner layers
 
 
 def plain_name(name: str) -> str:
-    """The name that a module or parameter has in a model without adapters: PEFT wraps the layers that it adapts.
+    """The name that a module or parameter has in a model without wrappers: PEFT wraps the layers that it adapts, torch
+    those that it checkpoints or compiles.
 
     >>> plain_name("base_model.model.layers.0.q_proj.base_layer.weight")
     'layers.0.q_proj.weight'
