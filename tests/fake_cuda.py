@@ -38,7 +38,7 @@ def fake_cuda():
 
 class Reads(TorchDispatchMode):
     """Notes where numbers of tensors on "cuda" are read, and what is copied between there and the host by a call that
-    waits. A number that is read is 0, a truth value True."""
+    waits. A number that is read is 0, a truth value False."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Reads(TorchDispatchMode):
         if name in ("aten::_local_scalar_dense", "aten::is_nonzero"):
             if args[0].is_cuda:
                 self._note(name)
-            return True if args[0].dtype == torch.bool else 0
+            return False if args[0].dtype == torch.bool else 0
         if name in ("aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal"):
             self._note(name)
         goes = torch.device(kwargs.get("device") or args[0].device).type if name == "aten::_to_copy" else None

@@ -32,7 +32,7 @@ from halfstep.recipe.projection import Projection
 from halfstep.recipe.saved import Saved
 from halfstep.recipe.spec import LossScale, Recipe, Rule
 from halfstep.recipe.stages import Stage
-from halfstep.recipe.storage import Codes, Storage
+from halfstep.recipe.storage import Codes, Storage, get_storage
 
 
 _USES = {
@@ -323,7 +323,7 @@ def _moments_data(moments: str | Storage | tuple[tuple[str, str | Storage], ...]
     if isinstance(moments, str):
         return moments
     pairs = moments if isinstance(moments, tuple) else (("*", moments),)
-    return {glob: kind if isinstance(kind, str) else storage_data(kind) for glob, kind in pairs}
+    return {glob: kind if isinstance(kind, str) else storage_data(get_storage(kind)) for glob, kind in pairs}
 
 
 def _rule_data(rule: Rule) -> Data:
