@@ -64,9 +64,9 @@ def accelerated(recipe, epochs=EPOCHS, seed=0, resume=None, generator=3, **optio
     return weights(model), accelerator, optimizer
 
 
-def by_hand(recipe, epochs=EPOCHS, **options):
-    """The same by the documented loop."""
-    model = model_for(name_of(recipe))
+def by_hand(recipe, epochs=EPOCHS, within=lambda model: model, **options):
+    """The same by the documented loop, of what a model is `within`."""
+    model = within(model_for(name_of(recipe)))
     optimizer = adamw(model)
     scheduler = schedule(optimizer)
     model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe, generator=3, **options)
