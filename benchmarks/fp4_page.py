@@ -73,7 +73,7 @@ here is a time on hardware that has it.
 
 ## What they would save
 
-On {model} at {tokens:,} tokens, with 8 bits twice and 4 bits four times as fast as 16, the products take these shares
+On {model} at {tokens:,} tokens, with 8 bits twice and 4 bits four times as fast as 16, the matmuls take these shares
 of their time in 16 bits, by theory alone, without the output head ([cost.md](cost.md)):
 
 | recipe | share of the time in 16 bits |

@@ -47,10 +47,10 @@ PAGE = RESULTS.parent.parent / "docs" / "fp8.md"
 
 PAGE_TEXT = """# FP8 training on any machine
 
-`make bench-fp8` writes this page. An FP8 recipe rounds the operands of a layer's three products (linear,
-convolutional or recurrent) to 8 bits, with the scales that its source has (Transformer Engine, torchao, Graphcore,
-FP8-LM, Smooth-SwiGLU). It multiplies them exactly, in bf16 or float32, and rounds once at the end. These are the
-products that FP8 units form, and they need no FP8 hardware.
+`make bench-fp8` writes this page. An FP8 recipe rounds the operands of a layer's three matmuls (linear,
+convolutional or recurrent) to 8 bits, with the scales of its source (Transformer Engine, torchao, Graphcore,
+FP8-LM, Smooth-SwiGLU). Without FP8 tensor cores the matmul is emulated: exactly, in bf16 or float32, with one rounding
+at the end.
 
 Scales that follow earlier steps are kept out of the model's state dict. They move once an optimizer step, agree over
 ranks, and are saved in `scaler.state_dict()`. Heads, routers, embeddings and norms stay in high precision by rule:
@@ -72,7 +72,7 @@ what is multiplied (Euclidean norms), the share of elements beyond the format's 
 non-zero elements that became zero. Each figure is the mean over all layers, with the worst layer in brackets.
 `halfstep.tracking.operand_errors` gives every row.
 
-| recipe | product | operand | format | relative error | saturated | flushed to zero |
+| recipe | matmul | operand | format | relative error | saturated | flushed to zero |
 | --- | --- | --- | --- | --- | --- | --- |
 {operands}
 

@@ -40,7 +40,7 @@ def test_the_files_of_the_page_on_recipes_are_recipes(text, tmp_path):
 
 
 def test_the_table_of_the_page_on_recipes_names_their_fields():
-    page = (DOCS / "adding_a_recipe.md").read_text().split("A combination that means nothing")[0]
+    page = (DOCS / "adding_a_recipe.md").read_text().split("A contradictory combination")[0]
     named = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     assert named <= {field.name for field in fields(halfstep.Recipe)}
     assert named >= {"weights", "master", "moments", "codes", "float32_functions", "rules"}
@@ -206,11 +206,11 @@ def test_five_recipes_of_the_front_page_did_in_the_demo_what_it_says():
 
 def test_figures_of_the_front_page_are_those_of_the_pages_behind_it():
     words = " ".join(README.read_text().split())
-    assert "`bf16-mixed` step takes 0.36 of torch.autocast's time on a CPU without 16-bit units and 0.98" in words
+    assert "`bf16-mixed` step takes 0.36 of torch.autocast's time on a CPU without native bf16 and 0.98" in words
     benchmarks = (DOCS / "benchmarks.md").read_text()
-    without, with_units = benchmarks.split("## On a CPU with bf16 units")
-    assert "| `bf16-mixed`, a step | torch.autocast, fused AdamW | 0.36 |" in without
-    assert "| `bf16-mixed` | torch.autocast bf16 | 0.98 (" in with_units
+    emulated, native = benchmarks.split("## On a CPU with native bf16")
+    assert "| `bf16-mixed`, a step | torch.autocast, fused AdamW | 0.36 |" in emulated
+    assert "| `bf16-mixed` | torch.autocast bf16 | 0.98 (" in native
     assert "`fp8-delayed`, `fp8-current`, `fp8-block` and `mxfp8` end within 0.1% of fp32's loss" in words
     fp8 = rows(DOCS / "fp8.md")
     assert all(
