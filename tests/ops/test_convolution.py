@@ -6,6 +6,7 @@ from torch import nn
 
 import halfstep
 from halfstep.nn.adapters import convolution
+from halfstep.nn.layers import kind_of
 from tiny import assert_same
 
 
@@ -66,7 +67,7 @@ def test_a_subclass_with_its_own_forward_and_a_patched_layer_are_left_alone():
 
     patched = nn.Conv2d(1, 1, 1)
     patched.forward = lambda x: x
-    assert not convolution.fits(Mine(1, 1, 1))
-    assert not convolution.fits(patched)
-    assert not convolution.fits(nn.Linear(1, 1))
-    assert convolution.fits(nn.Conv2d(1, 1, 1))
+    assert kind_of(Mine(1, 1, 1)) is None
+    assert kind_of(patched) is None
+    assert kind_of(nn.Linear(1, 1)) is not convolution
+    assert kind_of(nn.Conv2d(1, 1, 1)) is convolution

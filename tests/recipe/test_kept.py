@@ -17,7 +17,8 @@ ROUNDING = [name for name in ALL if any(rule.linear.rounds for rule in get_recip
 
 
 def reason(path):
-    return next((rule.why for rule in KEEP if fnmatchcase(path, rule.path)), None)
+    globs = ((rule.why, glob) for rule in KEEP for glob in rule.path.split("|"))
+    return next((why for why, glob in globs if fnmatchcase(path, glob)), None)
 
 
 @pytest.mark.parametrize(("title", "globs"), [("Routers", ROUTERS), ("Heads", HEADS), ("LoRA", ADAPTERS)])

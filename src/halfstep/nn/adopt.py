@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import copyreg
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, update_wrapper, wraps
 from types import CellType, MethodType
@@ -81,12 +81,30 @@ def beneath(module: nn.Module) -> type[nn.Module]:
     return kind
 
 
-def has_forward_of(module: nn.Module, place: str, name: str) -> bool:
-    """Whether the module's forward is that of the class `name` of the Python module `place`, whose library need not be
-    imported: not where a subclass or a patch has another."""
-    own = (kind for kind in type(module).__mro__ if kind.__name__ == name and kind.__module__ == place)
-    stock: Any = next((kind for kind in own if "forward" in vars(kind)), None)
-    return stock is not None and beneath(module).forward is stock.forward and "forward" not in vars(module)
+def forward_owner(module: nn.Module) -> str:
+    """The class whose forward the module calls, `torch.nn.modules.linear.Linear`, beneath unit scaling's; empty where
+    the instance has a forward of its own. A name, so that a library need not be imported to ask for its classes."""
+    return "" if "forward" in vars(module) else owner_of(beneath(module))
+
+
+def owner_of(kind: type | str) -> str:
+    """The class that a class has its forward from, by full name; a string is that already."""
+    if isinstance(kind, str):
+        return kind
+    for base in kind.__mro__:
+        if "forward" in vars(base):
+            return f"{base.__module__}.{base.__qualname__}"
+    raise TypeError(f"{kind} has no forward")
+
+
+def has_forward_of(module: Any, kinds: Iterable[type | str]) -> bool:
+    """Whether the module calls the forward of one of these classes: not where a subclass or a patch has another."""
+    return forward_owner(module) in map(owner_of, kinds)
+
+
+def is_stock(module: nn.Module) -> bool:
+    """Whether unit scaling put nothing over the module's class."""
+    return beneath(module) is type(module)
 
 
 def stock_class(module: nn.Module) -> type[nn.Module]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from halfstep.kernels import carried
 from halfstep.nn.adapters import bag, encoder, foreign, gated, lstm, norm, spectral, wide
-from halfstep.nn.adopt import adopt
+from halfstep.nn.adopt import adopt, forward_owner, owner_of
 from halfstep.nn.layers import Matched, ModuleFilter, match
 from halfstep.nn.quantized_weights import Weight
 from halfstep.nn.savers import Savers, adopt_savers, find
@@ -17,6 +17,12 @@ from halfstep.nn.scaling import attach
 from halfstep.ops.attention import ATTRIBUTE
 from halfstep.recipe import DTYPES, LinearSpec, Recipe
 from halfstep.unit import multipliers_of
+
+
+_WIDENING = {owner_of(owner): kind.forward for kind in (norm, bag, spectral) for owner in kind.FORWARD_OF}
+"""What stands in for forwards of torch's that refuse two dtypes, by the class whose forward it is."""
+_ENCODERS = frozenset(map(owner_of, encoder.FORWARD_OF))
+_LSTM = frozenset(map(owner_of, lstm.FORWARD_OF))
 
 
 @dataclass(frozen=True)
@@ -62,33 +68,32 @@ class Arrangement:
 
     def _adopt_layers(self, model: nn.Module) -> None:
         """Give every layer that computes otherwise than torch's the forward that does."""
-        recipe, matched, specs, widened = self.recipe, self.matched, self.specs, self.widened
+        recipe, matched, specs, mixed = self.recipe, self.matched, self.specs, self.recipe.compute != "fp32"
         carries = carried.supports(DTYPES[recipe.compute], next(model.parameters()).device)
-        if recipe.weights != "fp32":
-            for module in model.modules():
-                for adapter in (norm, bag, spectral, foreign):
-                    if adapter.fits(module):
-                        adopt(module, adapter.forward)
-                spectral.widen_hooked(module)
-        for module in widened.values():
-            adopt(module, wide.forward)
         around = {path.rpartition(".")[0] for path in specs}  # an attention module forms the product of its out_proj
-        for path, kind in matched.kinds.items():
-            if path not in widened and (carries or path in specs.keys() | around | {*matched.attends}):
-                module = model.get_submodule(path)
+        unfused = encoder.FORWARD_OF if specs else (encoder.NESTS,) if mixed and recipe.weights == "fp32" else ()
+        for path, module in model.named_modules():
+            owner = forward_owner(module)
+            if recipe.weights != "fp32":
+                if owner in _WIDENING:
+                    adopt(module, _WIDENING[owner])
+                if foreign.fits(module):
+                    adopt(module, foreign.forward)
+                spectral.widen_hooked(module)
+            if path in self.widened:
+                adopt(module, wide.forward)
+            elif path in matched.kinds and (carries or path in specs or path in around or path in matched.attends):
                 spec = specs.get(path) or LinearSpec()
                 module._halfstep_linear = spec.times(multipliers_of(module))  # type: ignore[assignment]
-                adopt(module, kind.forward)
-        for module in model.modules():
-            nests = recipe.weights == "fp32" != recipe.compute and isinstance(module, encoder.NESTS)
-            if (specs or nests) and encoder.fits(module):
+                adopt(module, matched.kinds[path].forward)
+            if isinstance(module, unfused) and owner in _ENCODERS:
                 adopt(module, encoder.forward)
-            if recipe.compute != "fp32" and lstm.fits(module) and module not in widened.values():
+            if mixed and owner in _LSTM and path not in self.widened:
                 adopt(module, lstm.forward)
-        for path in matched.attends:
-            setattr(model.get_submodule(path), ATTRIBUTE, recipe.attention)
-        for path in matched.smoothed:
-            adopt(model.get_submodule(path), gated.FORWARDS[str(recipe.smooth_glu)])
+            if path in matched.attends:
+                setattr(module, ATTRIBUTE, recipe.attention)
+            if path in matched.smoothed:
+                adopt(module, gated.FORWARDS[str(recipe.smooth_glu)])
 
 
 def arranged(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) -> Arrangement:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -14,10 +14,11 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from halfstep.errors import ModelError, RecipeError, unknown
 from halfstep.nn.adapters import attention, cell, conv1d, convolution, experts, falcon, gated, linear, recurrent
+from halfstep.nn.adopt import forward_owner, owner_of
 from halfstep.nn.attention import DotProductAttention
 from halfstep.nn.blocks import blocks_of, is_in
 from halfstep.nn.quantized_weights import Weight
-from halfstep.nn.tuners import adapters_of, matches
+from halfstep.nn.tuners import adapters_of, pattern, plain_name
 from halfstep.ops.subclasses import foreign
 from halfstep.recipe import LinearSpec, Recipe, Rule
 from halfstep.unit import KINDS as KINDS_OF_ROLES
@@ -36,10 +37,9 @@ class Kind(Protocol):
     """An adapter: one kind of layer whose products follow a `LinearSpec`."""
 
     NAME: str
-
-    @property
-    def fits(self) -> Callable[[nn.Module], bool]:
-        """Whether `forward` may stand in for the module's own."""
+    FORWARD_OF: tuple[Any, ...]
+    """The classes, or their full names, whose forward it stands in for. Beside it a function `fits(module)` may say of
+    which modules not."""
 
     @property
     def weights(self) -> Callable[[Any], tuple[Weight, ...]]:
@@ -51,7 +51,7 @@ class Kind(Protocol):
 
 
 KINDS: tuple[Kind, ...] = (linear, conv1d, falcon, attention, experts, convolution, recurrent, cell)
-
+_BY_OWNER = {owner_of(owner): kind for kind in KINDS for owner in kind.FORWARD_OF}
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _FEW = 0.1
@@ -93,62 +93,100 @@ def match(model: nn.Module, recipe: Recipe, module_filter: ModuleFilter | None) 
             "lambda module, path: 'mlp' in path"
         )
     kinds, refused = _sorted(model)
-    is_adapter = adapters_of(model)
-    others = {path: why for path, kind in kinds.items() if (why := _foreign(model.get_submodule(path), kind))}
-    chosen = {p for p in kinds if module_filter is None or module_filter(model.get_submodule(p), p)}
+    modules = {path: model.get_submodule(path) for path in (*kinds, *refused)}
+    wants = module_filter or _everything
+    chosen = {path for path in kinds if wants(modules[path], path)}
+    weights = {path: kind.weights(modules[path]) for path, kind in kinds.items()}
+    others = {path: why for path, own in weights.items() if (why := _foreign(modules[path], own))}
+    is_adapter = adapters_of(model) if recipe.float32_adapters else None
+    hits = _first_rules(model, recipe, modules, weights)
     specs: dict[str, LinearSpec] = {}
     kept: dict[str, str] = {}
-    found: set[str] = set()
-    sought: dict[str, str] = {}
-    missed: list[str] = []
-    for rule in recipe.rules:
-        _check_role(recipe, rule)
-        blocks = None if rule.blocks is None else blocks_of(model, recipe, rule, kinds)
-        hits = [p for p in kinds if p not in specs | kept and _matches(model, p, rule, blocks, kinds[p])]
-        if rule.optional and rule.linear.rounds:  # several rules may mean the same, each by a glob of its own
-            name = rule.why or rule.where
-            sought[name] = f"{sought[name]}, {rule.where}" if name in sought else rule.where
-            if hits:
-                found.add(name)
-        if rule.linear.rounds:
-            for path in [path for path in hits if path in chosen and path in others]:
-                raise ModelError(
-                    f"recipe {recipe.name!r}: rule {rule.path!r} rounds {path}, whose weight is a {others[path]}: "
-                    "apply the recipe before another library quantises the model, keep these layers by module_filter, "
-                    "or take a recipe without rules, such as bf16-mixed"
-                )
-            beside = {path for path in hits if recipe.float32_adapters and is_adapter(path)}
-            kept |= dict.fromkeys(beside, _ADAPTER)
-            why = _ACCUMULATES if rule.linear.accumulates else _ROTATES if rule.linear.rotates else ""
-            whole = {path for path in hits if why and _filters(model.get_submodule(path), kinds[path])}
-            kept |= dict.fromkeys(whole - beside, why)
-            specs |= {path: rule.linear for path in hits if path not in whole | beside}
-        else:
-            kept |= dict.fromkeys(hits, rule.why or "kept by the recipe")
-        for path, why in refused.items():
-            if path not in kept and _matches(model, path, rule, blocks):
-                kept[path] = why if rule.linear.rounds else rule.why or "kept by the recipe"
-                if rule.linear.rounds and (module_filter is None or module_filter(model.get_submodule(path), path)):
-                    missed.append(path)
-        if not hits and not rule.optional:
-            near = get_close_matches(rule.path, kinds, n=3, cutoff=0.0)
-            raise RecipeError(
-                f"recipe {recipe.name!r}: rule {rule.where!r} matched no layer whose products a rule can round. "
-                f"Nearest: {', '.join(near) or 'the model has none (linear, convolutional, recurrent, attention)'}"
+    for path, rule in hits.items():
+        if not rule.linear.rounds:
+            kept[path] = rule.why or "kept by the recipe"
+        elif path in refused:
+            kept[path] = refused[path]
+        elif path in chosen and path in others:
+            raise ModelError(
+                f"recipe {recipe.name!r}: rule {rule.where!r} rounds {path}, whose weight is a {others[path]}: "
+                "apply the recipe before another library quantises the model, keep these layers by module_filter, "
+                "or take a recipe without rules, such as bf16-mixed"
             )
+        elif is_adapter is not None and is_adapter(path):
+            kept[path] = _ADAPTER
+        elif (rule.linear.accumulates or rule.linear.rotates) and any(own.layout for own in weights[path]):
+            kept[path] = _ACCUMULATES if rule.linear.accumulates else _ROTATES
+        else:
+            specs[path] = rule.linear
     if specs and not chosen & specs.keys():
         raise RecipeError(
             f"recipe {recipe.name!r}: module_filter selects none of the {len(specs)} layers its rules match"
         )
-    specs = {path: spec for path, spec in specs.items() if path in chosen}
-    kinds = {path: kind for path, kind in kinds.items() if path not in others}  # their products are their library's
     smoothed: tuple[str, ...] = ()
+    specs = {path: spec for path, spec in specs.items() if path in chosen}
     if recipe.smooth_glu is not None:
         smoothed, rough = _gated(model, recipe, specs)
         kept |= rough
-    for name in found:
-        del sought[name]
-    return Matched(kinds, specs, kept, smoothed, _attends(model, recipe), sought, tuple(missed))
+    return Matched(
+        kinds={path: kind for path, kind in kinds.items() if path not in others},  # whose products are their library's
+        specs=specs,
+        kept=kept,
+        smoothed=smoothed,
+        attends=_attends(model, recipe),
+        sought=_sought(recipe, [rule for path, rule in hits.items() if path in kinds]),
+        missed=tuple(p for p in refused if p in hits and hits[p].linear.rounds and wants(modules[p], p)),
+    )
+
+
+def _everything(module: nn.Module, path: str) -> bool:
+    return True
+
+
+def _first_rules(
+    model: nn.Module, recipe: Recipe, modules: Mapping[str, nn.Module], weights: Mapping[str, tuple[Weight, ...]]
+) -> dict[str, Rule]:
+    """The first rule that matches each of these modules; `weights` are those of modules that rules can round.
+
+    Raises:
+        RecipeError: a rule that is not optional matches none of the latter first; a rule for a role that is none.
+    """
+    rules = [
+        (rule, pattern(rule.path).match, None if rule.blocks is None else blocks_of(model, recipe, rule, weights))
+        for rule in recipe.rules
+    ]
+    found: dict[str, Rule] = {}
+    for path, module in modules.items():
+        names = path, plain_name(path)
+        for rule, match, blocks in rules:
+            if (
+                any(map(match, names))
+                and (blocks is None or any(is_in(path, block) for block in blocks))
+                and (rule.role is None or _has_role(recipe, rule.role, module, weights.get(path)))
+            ):
+                found[path] = rule
+                break
+    for rule in recipe.rules:
+        if not rule.optional and not any(hit is rule and path in weights for path, hit in found.items()):
+            near = get_close_matches(rule.path, weights, n=3, cutoff=0.0)
+            raise RecipeError(
+                f"recipe {recipe.name!r}: rule {rule.where!r} matched no layer whose products a rule can round. "
+                f"Nearest: {', '.join(near) or 'the model has none (linear, convolutional, recurrent, attention)'}"
+            )
+    return found
+
+
+def _sought(recipe: Recipe, used: Sequence[Rule]) -> dict[str, str]:
+    """Of optional rules that round, those that no layer is for: their names, and their globs. Several may have one
+    name, each by a glob of its own, and one of them is enough."""
+    rounding = [rule for rule in recipe.rules if rule.optional and rule.linear.rounds]
+    met = {rule.why or rule.where for rule in used}
+    sought: dict[str, str] = {}
+    for rule in rounding:
+        name = rule.why or rule.where
+        if name not in met:
+            sought[name] = f"{sought[name]}, {rule.where}" if name in sought else rule.where
+    return sought
 
 
 def warn_of_missed(model: nn.Module, recipe: Recipe, matched: Matched) -> None:
@@ -180,23 +218,21 @@ def _size(model: nn.Module, path: str, is_adapter: Callable[[str], bool]) -> int
     )  # fmt: skip
 
 
-def _check_role(recipe: Recipe, rule: Rule) -> None:
-    """Refuse a rule for a role that there is not."""
+def _has_role(recipe: Recipe, role: str, module: nn.Module, weights: tuple[Weight, ...] | None) -> bool:
+    """Whether a weight of the module has the role."""
     known = (*KINDS_OF_ROLES, BRANCH_END)
-    if rule.role is not None and rule.role not in known:
-        raise RecipeError(f"recipe {recipe.name!r}: {unknown('role of a rule', rule.role, known)}")
-
-
-def _matches(model: nn.Module, path: str, rule: Rule, blocks: tuple[str, ...] | None, kind: Kind | None = None) -> bool:
-    """Whether a rule, for layers in these blocks or in all, means that layer."""
-    if not matches(path, rule.path) or not (blocks is None or any(is_in(path, block) for block in blocks)):
-        return False
-    if rule.role is None:
-        return True
-    module = model.get_submodule(path)
-    names = ("weight",) if kind is None else tuple(weight.name for weight in kind.weights(module))
+    if role not in known:
+        raise RecipeError(f"recipe {recipe.name!r}: {unknown('role of a rule', role, known)}")
+    names = ("weight",) if weights is None else tuple(weight.name for weight in weights)
     tags = [tag for name in names if (tag := tag_of(module, name)) is not None]
-    return any(tag.ends_branch if rule.role == BRANCH_END else tag.kind == rule.role for tag in tags)
+    return any(tag.ends_branch if role == BRANCH_END else tag.kind == role for tag in tags)
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """The adapter whose `forward` may stand in for the module's own; None where there is none."""
+    kind = _BY_OWNER.get(forward_owner(module), experts)
+    fits = getattr(kind, "fits", None)
+    return kind if fits is None or fits(module) else None
 
 
 def _sorted(model: nn.Module) -> tuple[dict[str, Kind], dict[str, str]]:
@@ -204,7 +240,7 @@ def _sorted(model: nn.Module) -> tuple[dict[str, Kind], dict[str, str]]:
     kinds: dict[str, Kind] = {}
     refused: dict[str, str] = {}
     for path, module in model.named_modules():
-        kind = next((kind for kind in KINDS if kind.fits(module)), None)
+        kind = kind_of(module)
         if kind is not None:
             kinds[path] = kind
         elif (why := _refusal(module)) is not None:
@@ -217,15 +253,12 @@ def _sorted(model: nn.Module) -> tuple[dict[str, Kind], dict[str, str]]:
     return kinds, refused
 
 
-def _filters(module: nn.Module, kind: Kind) -> bool:
-    """Whether the layer is a convolution."""
-    return any(weight.layout is not None for weight in kind.weights(module))
-
-
-def _foreign(module: nn.Module, kind: Kind) -> str | None:
+def _foreign(module: nn.Module, weights: tuple[Weight, ...]) -> str | None:
     """What a weight of the layer is, where it is another library's tensor."""
-    weights = (getattr(module, weight.name) for weight in kind.weights(module))
-    return next((found for weight in weights if (found := foreign(weight)) is not None), None)
+    for weight in weights:
+        if (found := foreign(getattr(module, weight.name))) is not None:
+            return found
+    return None
 
 
 def _refusal(module: nn.Module) -> str | None:
@@ -250,7 +283,7 @@ def _attends(model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
         return ()
     modules = model.named_modules()
     ours = DotProductAttention, Attention
-    found = tuple(path for path, m in modules if isinstance(m, ours) or attention.fits(m))
+    found = tuple(path for path, m in modules if isinstance(m, ours) or kind_of(m) is attention)
     if not found:
         raise RecipeError(
             f"recipe {recipe.name!r} rounds attention, and {type(model).__name__} has no module that forms it "

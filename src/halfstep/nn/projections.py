@@ -9,6 +9,7 @@ from torch import nn
 
 from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.adapters import conv1d
+from halfstep.nn.adopt import has_forward_of
 from halfstep.nn.tuners import matches
 from halfstep.recipe import Projection, Recipe
 from halfstep.recipe.high_precision import KEEP
@@ -53,7 +54,7 @@ def projections(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Projecti
 def _layers(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
     """The matrices of every linear layer, and of attention's projections, by path."""
     for path, module in model.named_modules():
-        if isinstance(module, _LINEAR) or conv1d.fits(module):
+        if isinstance(module, _LINEAR) or has_forward_of(module, conv1d.FORWARD_OF):
             matrices = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 2}
             if matrices:
                 yield path, matrices

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import cache
 
 from torch import nn
 
@@ -29,9 +30,16 @@ def plain_name(name: str) -> str:
     return _WRAPPERS.sub("", f"{name}.").removesuffix(".")
 
 
-def matches(path: str, glob: str) -> bool:
-    """Whether a glob on module paths means that module, by its own path or by the one that it has without adapters."""
-    return fnmatchcase(path, glob) or fnmatchcase(plain_name(path), glob)
+def matches(path: str, globs: str) -> bool:
+    """Whether one of the globs on module paths, separated by `|`, matches that path, or the path without wrappers."""
+    match = pattern(globs).match
+    return bool(match(path) or match(plain_name(path)))
+
+
+@cache
+def pattern(globs: str) -> re.Pattern[str]:
+    """What matches a path that one of the globs matches; they are separated by `|`."""
+    return re.compile("|".join(map(translate, globs.split("|"))))
 
 
 def same_parameters(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Parameter, str]]:

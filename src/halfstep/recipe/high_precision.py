@@ -26,8 +26,7 @@ ADAPTER_NAMES = (
 them, and what a layer declares to be an adapter's, as PEFT's do (`nn.tuners`)."""
 
 KEEP = tuple(
-    Rule(path, LinearSpec(), optional=True, why=why)
+    Rule("|".join(paths), LinearSpec(), optional=True, why=why)
     for paths, why in ((ROUTERS, "router"), (HEADS, "output head"), (ADAPTERS, "LoRA adapter"))
-    for path in paths
 )
 """Rules to put before a recipe's own. Embeddings and norms form no products and stay as they are anyway."""

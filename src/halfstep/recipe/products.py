@@ -48,7 +48,7 @@ class Matmul:
                     "no state (current, two_level, floor ...), or leave hadamard out"
                 )
 
-    @property
+    @cached_property
     def draws(self) -> bool:
         """Whether forming it draws noise or signs."""
         noisy = any(side is not None and side.rounding == "stochastic" for side in (self.lhs, self.rhs))
@@ -78,7 +78,7 @@ class LinearSpec:
                 _ = known.down.down, known.plain, known.steps  # a traced graph cannot take a cached property's lock
                 _ = known.inner, known.down.plain, known.plain.down.down, known.factors, known.down.factors
                 _ = known.container, known.down.container
-        _ = self.anew
+        _ = self.anew, self.estimates, self.draws, self.rounds, self.rotates, self.accumulates, self.multiplies
 
     def _check_estimators(self) -> None:
         """Refuse an estimator where nothing takes it."""
@@ -97,7 +97,7 @@ class LinearSpec:
                 "its derivative would be that of the rotated weight. Leave one of them out"
             )
 
-    @property
+    @cached_property
     def estimates(self) -> bool:
         """Whether the gradient of the weight is multiplied by an estimator's derivative."""
         return self.output.rhs is not None and self.output.rhs.estimator is not None
@@ -144,27 +144,27 @@ class LinearSpec:
         fits = fits and quantizer.clamp is None
         return quantizer if whole and fits else None
 
-    @property
+    @cached_property
     def draws(self) -> bool:
         """Whether any product draws noise or signs."""
         return any(product.draws for product in (self.output, self.grad_input, self.grad_weight))
 
-    @property
+    @cached_property
     def rounds(self) -> bool:
         """Whether any operand, or any sum, is rounded."""
         return len(self.quantizers) > 0 or self.accumulates
 
-    @property
+    @cached_property
     def rotates(self) -> bool:
         """Whether any product has a Hadamard transform."""
         return any(product.hadamard for product in (self.output, self.grad_input, self.grad_weight))
 
-    @property
+    @cached_property
     def accumulates(self) -> bool:
         """Whether any product has an accumulator of its own."""
         return any(product.accumulate for product in (self.output, self.grad_input, self.grad_weight))
 
-    @property
+    @cached_property
     def multiplies(self) -> bool:
         """Whether any product has a multiplier."""
         return any(product.multiplier for product in (self.output, self.grad_input, self.grad_weight))

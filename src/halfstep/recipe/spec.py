@@ -46,6 +46,7 @@ SMOOTH_GLU = {
 @dataclass(frozen=True)
 class Rule:
     """Layers whose module path matches the glob `path` round their products as `linear` says; the first match wins.
+    Several globs are separated by `|`: `*.q_proj|*.k_proj`.
 
     Linear, convolutional and recurrent ones, and attention's projections: `nn.layers.KINDS`. With a `role` only those
     whose weight has it (`halfstep.unit`): `readout`, `input` ..., or `branch_end`, the last of a residual branch. With
@@ -71,7 +72,7 @@ class Rule:
     def where(self) -> str:
         """Path, role and blocks, in words."""
         role = "" if self.role is None else f" with role {self.role}"
-        return self.path + role + ("" if self.blocks is None else f" in blocks {self.blocks}")
+        return self.path.replace("|", ", ") + role + ("" if self.blocks is None else f" in blocks {self.blocks}")
 
 
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -294,12 +295,9 @@ class Recipe:
         return BytesPerParameter(weights, grads, master, states, transient=casts)
 
     def _kept(self) -> list[tuple[str, str]]:
-        """The layers that no product rounds, by reason, a line each."""
-        reasons: dict[str, list[str]] = {}
-        for rule in self.rules:
-            if not rule.linear.rounds:
-                reasons.setdefault(rule.why or "by rule", []).append(rule.where)
-        return [("kept", f"{why}: {', '.join(paths)}") for why, paths in reasons.items()]
+        """The rules that round nothing, a line each."""
+        kept = [rule for rule in self.rules if not rule.linear.rounds]
+        return [("kept", f"{rule.why or 'by rule'}: {rule.where}") for rule in kept]
 
     def _attention(self) -> list[tuple[str, str]]:
         if self.attention is None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from halfstep import ops
 from halfstep.nn.adapters import linear
+from halfstep.nn.adopt import has_forward_of, is_stock
 from halfstep.nn.product import product, weight_of
 from halfstep.nn.quantized_weights import Weight
 from halfstep.ops.attention import ATTRIBUTE
@@ -23,17 +24,13 @@ from halfstep.ops.noise import key_of
 
 
 NAME = "nn.MultiheadAttention"
+FORWARD_OF = (nn.MultiheadAttention,)
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
-def fits(module: nn.Module) -> bool:
-    """Whether the module is torch's, with torch's forward."""
-    return (
-        isinstance(module, nn.MultiheadAttention)
-        and type(module).forward is nn.MultiheadAttention.forward
-        and "forward" not in vars(module)
-        and linear.fits(module.out_proj)
-    )
+def fits(module: Any) -> bool:
+    """Whether its out_proj, which it never calls, has a linear layer's own forward."""
+    return is_stock(module) and has_forward_of(module.out_proj, linear.FORWARD_OF)
 
 
 def weights(module: Any) -> tuple[Weight, ...]:

@@ -11,21 +11,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
+from halfstep.nn.adopt import is_stock
 from halfstep.nn.product import product, spec_of, weight_of
 from halfstep.nn.quantized_weights import Weight
 from halfstep.ops.linear_passes import product_dtype
 
 
 NAME = "recurrent cell"
-_KINDS: tuple[Any, ...] = (nn.RNNCell, nn.LSTMCell, nn.GRUCell)
+FORWARD_OF = (nn.RNNCell, nn.LSTMCell, nn.GRUCell)
+fits = is_stock
 
 State = tuple[Tensor, ...]
 """The hidden state; an LSTM's is followed by its cell state."""
-
-
-def fits(module: nn.Module) -> bool:
-    """Whether `forward` below may stand in for the module's own."""
-    return "forward" not in vars(module) and any(type(module).forward is kind.forward for kind in _KINDS)
 
 
 def weights(module: nn.Module) -> tuple[Weight, ...]:

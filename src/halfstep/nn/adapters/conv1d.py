@@ -4,17 +4,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfstep.nn.adopt import has_forward_of
 from halfstep.nn.product import product, weight_of
 from halfstep.nn.quantized_weights import Weight
 
 
 NAME = "Conv1D"
-
-
-def fits(module: nn.Module) -> bool:
-    """Whether the module is transformers' Conv1D, with its own forward."""
-    return has_forward_of(module, "transformers.pytorch_utils", NAME)
+FORWARD_OF = ("transformers.pytorch_utils.Conv1D",)
 
 
 def weights(module: nn.Module) -> tuple[Weight, ...]:

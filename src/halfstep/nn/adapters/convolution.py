@@ -16,19 +16,17 @@ from halfstep.ops.places import filters
 
 
 NAME = "convolution"
-_KINDS: tuple[Any, ...] = (
+FORWARD_OF: tuple[Any, ...] = (
     unit.Conv1d, unit.Conv2d,
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 )  # fmt: skip
-_OWN = ("forward", "_conv_forward")  # what a subclass may compute otherwise
 
 
 def fits(module: nn.Module) -> bool:
-    """Whether `forward` below may stand in for the module's own: a subclass or a patch with another is left alone."""
-    stock = next((kind for kind in _KINDS if isinstance(module, kind)), None)
-    return stock is not None and all(
-        name not in vars(module) and getattr(beneath(module), name, None) is getattr(stock, name, None) for name in _OWN
-    )
+    """Whether what its forward calls is torch's too."""
+    stock: Any = next(kind for kind in FORWARD_OF if isinstance(module, kind))
+    own = getattr(beneath(module), "_conv_forward", None)
+    return "_conv_forward" not in vars(module) and own is getattr(stock, "_conv_forward", None)
 
 
 def weights(module: Any) -> tuple[Weight, ...]:

@@ -9,15 +9,10 @@ from typing import Any
 from torch import nn
 
 
-_KINDS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+FORWARD_OF = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 NESTS = nn.TransformerEncoder
 """What converts padded batches to nested tensors, on which torch's layers fail under autocast on a CPU where their
 weights are in float32."""
-
-
-def fits(module: nn.Module) -> bool:
-    """Whether the module would take the fast path."""
-    return "forward" not in vars(module) and any(type(module).forward is kind.forward for kind in _KINDS)
 
 
 def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:

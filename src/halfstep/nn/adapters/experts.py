@@ -17,6 +17,7 @@ from halfstep.nn.quantized_weights import Weight
 
 
 NAME = "fused experts"
+FORWARD_OF = ()  # any forward: the attributes decide
 _LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "act_fn", "num_experts")
 
 

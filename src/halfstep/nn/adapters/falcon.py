@@ -4,17 +4,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfstep.nn.adopt import has_forward_of
 from halfstep.nn.product import product, weight_of
 from halfstep.nn.quantized_weights import Weight
 
 
 NAME = "FalconLinear"
-
-
-def fits(module: nn.Module) -> bool:
-    """Whether the module is transformers' FalconLinear, with its own forward."""
-    return has_forward_of(module, "transformers.models.falcon.modeling_falcon", NAME)
+FORWARD_OF = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 
 
 def weights(module: nn.Module) -> tuple[Weight, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from halfstep import ops
 from halfstep.nn.adapters import linear
+from halfstep.nn.adopt import has_forward_of
 from halfstep.nn.keeping import around, storage_of
 from halfstep.ops import saved_traced
 
@@ -36,7 +37,7 @@ def refusal(module: nn.Module) -> str | None:
     code = getattr(type(module).forward, "__code__", None)
     if "forward" in vars(module) or code is None or code.co_names != _PARTS or code.co_argcount != 2:
         return "its forward is not down_proj(act_fn(gate_proj(x)) * up_proj(x)), so it is not smoothed"
-    if not linear.fits(module.down_proj):  # type: ignore[arg-type]
+    if not has_forward_of(module.down_proj, linear.FORWARD_OF):
         return "its down_proj's forward is not nn.Linear's, so it is not smoothed"
     return None
 

@@ -5,20 +5,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfstep import unit
-from halfstep.nn.adopt import beneath, has_forward_of
 from halfstep.nn.product import product, weight_of
 from halfstep.nn.quantized_weights import Weight
 
 
 NAME = "nn.Linear"
-
-
-def fits(module: nn.Module) -> bool:
-    """Whether `forward` below may stand in for the module's own: not where a subclass or a patch has another."""
-    if has_forward_of(module, "torch_geometric.nn.dense.linear", "Linear"):
-        return True
-    known = nn.Linear.forward, unit.Linear.forward
-    return isinstance(module, nn.Linear) and beneath(module).forward in known and "forward" not in vars(module)
+FORWARD_OF = (nn.Linear, unit.Linear, "torch_geometric.nn.dense.linear.Linear")
 
 
 def weights(module: nn.Module) -> tuple[Weight, ...]:

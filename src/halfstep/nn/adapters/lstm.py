@@ -15,9 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from halfstep.ops.linear_passes import product_dtype
 
 
-def fits(module: nn.Module) -> bool:
-    """Whether `forward` below may stand in for the module's own."""
-    return "forward" not in vars(module) and type(module).forward is nn.LSTM.forward
+FORWARD_OF = (nn.LSTM,)
 
 
 def lacks_kernel(dtype: torch.dtype, device: torch.device) -> bool:

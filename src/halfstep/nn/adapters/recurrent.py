@@ -18,21 +18,18 @@ from torch.nn.utils.rnn import PackedSequence
 from halfstep.errors import ModelError
 from halfstep.nn.adapters import lstm
 from halfstep.nn.adapters.cell import GATES, State
+from halfstep.nn.adopt import is_stock
 from halfstep.nn.product import product, repeated_weight, spec_of, weight_of
 from halfstep.nn.quantized_weights import Weight
 from halfstep.ops.linear_passes import product_dtype
 
 
 NAME = "recurrent layer"
-_KINDS: tuple[Any, ...] = (nn.RNN, nn.LSTM, nn.GRU)
+FORWARD_OF = (nn.RNN, nn.LSTM, nn.GRU)
+fits = is_stock
 _WHOLE = (
     "torch lists a recurrent layer's weights beside its parameters, so they stay whole and are rounded at every call"
 )
-
-
-def fits(module: nn.Module) -> bool:
-    """Whether `forward` below may stand in for the module's own."""
-    return "forward" not in vars(module) and any(type(module).forward is kind.forward for kind in _KINDS)
 
 
 def weights(module: Any) -> tuple[Weight, ...]:

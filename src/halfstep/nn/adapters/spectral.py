@@ -16,12 +16,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from halfstep.nn.adopt import extend
 
 
-_KINDS = (parametrizations._SpectralNorm, parametrizations._Orthogonal)
-
-
-def fits(module: nn.Module) -> bool:
-    """Whether the module is one of torch's two parametrizations."""
-    return "forward" not in vars(module) and any(type(module).forward is kind.forward for kind in _KINDS)
+FORWARD_OF = (parametrizations._SpectralNorm, parametrizations._Orthogonal)
 
 
 def forward(stock: Any, module: Any, weight: Tensor) -> Tensor:

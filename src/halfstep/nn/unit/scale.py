@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.errors import ModelError, RecipeError
 from halfstep.nn.adopt import adopt, extend, is_covered, release_all
-from halfstep.nn.layers import KINDS
+from halfstep.nn.layers import kind_of
 from halfstep.nn.ranks import check_factors
 from halfstep.nn.unit import weights
 from halfstep.nn.unit.factors import Factors
@@ -99,7 +99,7 @@ def unit_scale(
     shares = "a running mean" if residual is None else f"with a share of {residual:g}"
     uncalled = tuple(
         path for path, m in model.named_modules()
-        if any(kind.fits(m) for kind in KINDS) and path not in made.products
+        if kind_of(m) is not None and path not in made.products
     )  # fmt: skip
     report = UnitReport(
         name, rule, shares, operations(graph), deviations, tuple(found.vectors), unseen(graph), uncalled, notes
@@ -254,7 +254,8 @@ def _adopt(model: nn.Module, made: Plan) -> None:
     modules: dict[str, Any] = dict(model.named_modules())
     for path, spec in made.products.items():
         module = modules[path]
-        kind = next(kind for kind in KINDS if kind.fits(module))
+        kind = kind_of(module)
+        assert kind is not None
         setattr(module, MULTIPLIERS, spec)
         adopt(module, kind.forward, beneath=True)
         extend(module, Shield())
