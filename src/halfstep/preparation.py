@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from halfstep.optim.present import Reference
 from halfstep.optim.rules.base import UpdateRule
 from halfstep.optim.seeds import are_several, first_ranks
 from halfstep.quant import draw_seed
-from halfstep.recipe import Recipe, get_recipe
+from halfstep.recipe import Projection, Recipe, get_recipe
 from halfstep.recipe.origin import Origin, check_change
 
 
@@ -93,20 +92,17 @@ def prepare(
         raise ModelError(
             f"model is a {type(model).__name__}, expected a module: halfstep.prepare(model, optimizer, recipe)"
         )
-    check_total(total_steps)
-    check_change(recipe_change)
-    groups = process_group, amax_group
+    run = _Run(generator, process_group, amax_group, total_steps, recipe_change)
     if adapts(model, recipe):
-        return model, *_optimize(model, optimizer, generator, groups, total_steps, {}, recipe_change)
+        return model, *_optimize(model, optimizer, run, {})
     if recipe.stages:
         Schedule(recipe).fix(total_steps)
     found = decide(model, recipe, module_filter)
-    _check(model, optimizer, recipe)
-    masters = _masters(model, optimizer, recipe)
+    trained = _check(model, optimizer, recipe)
+    masters = {p: p.detach().float().clone() for p in found.mastered if p in trained.parameters}
     found.warn(model)
     found.lay(model)
-    low_bit, scaler = _optimized(model, optimizer, masters, generator, groups, total_steps, recipe_change)
-    return model, low_bit, scaler
+    return model, *_optimized(model, optimizer, trained, masters, run)
 
 
 def plan(
@@ -132,7 +128,7 @@ def plan(
     made = decide(model, recipe, module_filter).plan(model)
     if optimizer is None:
         return made
-    return _with_optimizer(made, optimizer, _check(model, optimizer, recipe, may_be_meta=True))
+    return _with_optimizer(made, optimizer, _check(model, optimizer, recipe, may_be_meta=True).rule)
 
 
 def optimize(
@@ -166,26 +162,57 @@ def optimize(
         OptimizerError: as `prepare`; the optimizer trains an adapter that came in fewer than 32 bits after `apply`,
             under a recipe that keeps adapters in float32. Nothing was changed.
     """
-    check_total(total_steps)
-    check_change(recipe_change)
-    groups = process_group, amax_group
-    return _optimize(model, optimizer, generator, groups, total_steps, masters or {}, recipe_change)
+    run = _Run(generator, process_group, amax_group, total_steps, recipe_change)
+    return _optimize(model, optimizer, run, masters or {})
 
 
 def adapts(model: nn.Module, recipe: Recipe) -> bool:
     """Whether the model is quantised under the recipe already, and trains adapters beside its codes."""
-    found = (vars(module).get("_halfstep") for module in model.modules())
-    return any(applied is not None and applied.adapts and applied.recipe == recipe for applied in found)
+    for module in model.modules():
+        applied = vars(module).get("_halfstep")
+        if applied is not None and applied.adapts and applied.recipe == recipe:
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class _Run:
+    """How a model is trained, beside its recipe: the arguments of `prepare` of these names.
+
+    Raises:
+        RecipeError: as `prepare`, of `total_steps` and `recipe_change`.
+    """
+
+    generator: torch.Generator | int | None
+    process_group: Any
+    amax_group: Any
+    total_steps: int | None
+    recipe_change: str
+
+    def __post_init__(self) -> None:
+        check_total(self.total_steps)
+        check_change(self.recipe_change)
+
+    @property
+    def same_layers(self) -> Any:
+        """The ranks that hold the same layers."""
+        return self.process_group if self.amax_group is None else self.amax_group
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What an optimizer trains of a model, and how."""
+
+    rule: UpdateRule
+    names: dict[nn.Parameter, str]
+    """Of the model's parameters."""
+    parameters: set[nn.Parameter]
+    """Of the optimizer."""
+    projections: dict[nn.Parameter, Projection]
 
 
 def _optimize(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    generator: torch.Generator | int | None,
-    groups: tuple[Any, Any],
-    total_steps: int | None,
-    masters: Mapping[nn.Parameter, Tensor],
-    recipe_change: str,
+    model: nn.Module, optimizer: torch.optim.Optimizer, run: _Run, known: Mapping[nn.Parameter, Tensor]
 ) -> tuple[LowBit, LossScaler]:
     root = root_of(model)
     applied = applied_to(root)
@@ -202,21 +229,27 @@ def _optimize(
             "optimizer over their parameters"
         )
     if applied.schedule is not None:
-        applied.schedule.check(total_steps)
-    _check(root, optimizer, recipe)
-    _check_adapters(weakref.ref(root), _trained(optimizer))
+        applied.schedule.check(run.total_steps)
+    trained = _check(root, optimizer, recipe)
+    _check_adapters(weakref.ref(root), trained.parameters)
     keep_grads(root)
-    masters = _masters(root, optimizer, recipe, masters)
-    return _optimized(root, optimizer, masters, generator, groups, total_steps, recipe_change)
+    masters = full_weights(root, recipe, trained.parameters - known.keys())
+    masters |= {p: full for p, full in known.items() if p in trained.parameters}
+    return _optimized(root, optimizer, trained, masters, run)
 
 
-def full_weights(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]:
-    """Copies of the weights that a recipe keeps masters of, in float32: what `apply` takes bits from. None for others.
+def full_weights(
+    model: nn.Module, recipe: Recipe, among: Collection[nn.Parameter] | None = None
+) -> dict[nn.Parameter, Tensor]:
+    """Float32 copies of the weights that a recipe keeps masters of, before `apply` rounds them; of those `among` some.
 
     `prepare` takes them by itself. For the two steps: `masters = full_weights(model, recipe)`, then `apply`, then
     `optimize(..., masters=masters)`.
     """
-    return {parameter: parameter.detach().float().clone() for parameter in _mastered(model, recipe)}
+    if recipe.master is None and (recipe.codes is None or recipe.codes.master is None):
+        return {}
+    moves = storable(model, recipe.float32_modules, wide_adapters(model, recipe))[0].values()
+    return {p: p.detach().float().clone() for p in moves if p.requires_grad and (among is None or p in among)}
 
 
 def _with_optimizer(made: Plan, optimizer: torch.optim.Optimizer, rule: UpdateRule) -> Plan:
@@ -225,8 +258,8 @@ def _with_optimizer(made: Plan, optimizer: torch.optim.Optimizer, rule: UpdateRu
     return replace(made, optimizer=type(optimizer).__name__, moments=tuple(moments))
 
 
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, may_be_meta: bool = False) -> UpdateRule:
-    """The rule that updates the model's parameters.
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, may_be_meta: bool = False) -> _Trained:
+    """What the optimizer trains of the model.
 
     Raises:
         OptimizerError, ModelError, RecipeError: it cannot be optimized as it is; nothing was touched.
@@ -239,34 +272,37 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, m
             f"recipe) and step this {kind} in the loop, with a halfstep.LossScaler where the recipe scales its loss"
         )
     check_moments(recipe)
-    parameters = dict(model.named_parameters())
-    names = {parameter: name for name, parameter in parameters.items()}
-    rule = check_optimizer(optimizer, names, projections(model, recipe))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    projected = {} if recipe.projection is None else projections(model, recipe)
+    rule = check_optimizer(optimizer, names, projected)
     trained = _trained(optimizer)
-    if parameters and not trained & {*parameters.values()}:
+    if names and not trained & names.keys():
         raise OptimizerError(
             "the optimizer holds none of the model's parameters; build it over model.parameters() of this model, after "
             "whatever replaces them (fully_shard, to_empty)"
         )
-    meta = next((name for name, p in parameters.items() if p.is_meta and p in trained), None)
-    if meta is not None and not may_be_meta:
-        raise ModelError(
-            f"{type(model).__name__}: {meta} is on the meta device and has no values to train. halfstep.apply takes "
-            "such a model; then call model.to_empty(device=...), load its weights, build the optimizer, and call "
-            "halfstep.optimize(model, optimizer)"
-        )
-    shared = next((name for name, p in parameters.items() if p in trained and _lies_in_shared_memory(p)), None)
-    if recipe.codes is not None and shared is not None:
-        raise ModelError(
-            f"{type(model).__name__}: {shared} lies in memory that processes share (share_memory, or the model came by "
-            f"torch.multiprocessing), and {recipe.name!r} keeps it as codes in memory of this process alone: the "
-            "others would not see it move. Take a recipe without codes, such as 'bf16-mixed', or train copies under DDP"
-        )
-    check_ranks(recipe, parameters.values())
-    return rule
+    for parameter, name in names.items():
+        if parameter not in trained:
+            continue
+        if parameter.is_meta and not may_be_meta:
+            raise ModelError(
+                f"{type(model).__name__}: {name} is on the meta device and has no values to train. halfstep.apply "
+                "takes such a model; then call model.to_empty(device=...), load its weights, build the optimizer, and "
+                "call halfstep.optimize(model, optimizer)"
+            )
+        if recipe.codes is not None and _is_in_shared_memory(parameter):
+            raise ModelError(
+                f"{type(model).__name__}: {name} lies in memory that processes share (share_memory, or the model came "
+                f"by torch.multiprocessing), and {recipe.name!r} keeps it as codes in memory of this process alone: "
+                "the others would not see it move. Take a recipe without codes, such as 'bf16-mixed', or train copies "
+                "under DDP"
+            )
+    if recipe.grads is not None:
+        check_ranks(recipe, names)
+    return _Trained(rule, names, trained, projected)
 
 
-def _lies_in_shared_memory(parameter: Tensor) -> bool:
+def _is_in_shared_memory(parameter: Tensor) -> bool:
     plain = type(parameter) in (nn.Parameter, Tensor) and parameter.device.type == "cpu"
     return plain and bool(parameter.is_shared())  # type: ignore[no-untyped-call]
 
@@ -290,76 +326,47 @@ def _trained(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _mastered(model: nn.Module, recipe: Recipe) -> list[nn.Parameter]:
-    if recipe.master is None and (recipe.codes is None or recipe.codes.master is None):
-        return []
-    moves = storable(model, recipe.float32_modules, wide_adapters(model, recipe))[0]
-    return [p for p in moves.values() if p.requires_grad]
-
-
-def _masters(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    recipe: Recipe,
-    known: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
-) -> dict[nn.Parameter, Tensor]:
-    """The float32 values of the weights that the optimizer keeps masters of; those that are known are taken as such."""
-    trained = _trained(optimizer)
-    others = [p for p in _mastered(model, recipe) if p in trained and p not in known]
-    return {p: full for p, full in known.items() if p in trained} | {p: p.detach().float().clone() for p in others}
-
-
 def _optimized(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    trained: _Trained,
     masters: Mapping[nn.Parameter, Tensor],
-    generator: torch.Generator | int | None,
-    groups: tuple[Any, Any],
-    total_steps: int | None,
-    recipe_change: str,
+    run: _Run,
 ) -> tuple[LowBit, LossScaler]:
-    applied = applied_to(model)
-    recipe = applied.recipe
+    applied, reference = applied_to(model), weakref.ref(model)
+    recipe, scale = applied.recipe, applied.recipe.loss_scale
     end_watch(model)
-    scaler, steps = _scaler(model, recipe, *groups, recipe_change)
-    if recipe.codes is not None:
-        hold(model, applied.rounded, recipe.codes)
-    same_layers = groups[0] if groups[1] is None else groups[1]
-    projected = projections(model, recipe)
-    low_bit = convert(optimizer, recipe, masters, generator, weakref.ref(model), same_layers, projected, recipe_change)
-    _seed_noise(model, generator, same_layers)
-    planned = _with_optimizer(applied.plan, optimizer, low_bit.rule)
-    vars(model)["_halfstep"] = replace(applied, plan=planned)
-    if _LOGGER.isEnabledFor(logging.INFO):
-        _LOGGER.info("%s", planned if _LOGGER.isEnabledFor(logging.DEBUG) else planned.headline)
-    low_bit.check_new = partial(_check_adapters, weakref.ref(model))
-    steps.follow(low_bit)
-    if applied.schedule is not None:
-        applied.schedule.fix(total_steps)
-    return low_bit, scaler
-
-
-def _seed_noise(model: nn.Module, generator: torch.Generator | int | None, process_group: Any) -> None:
-    """Seed what the model's layers draw: alike where several processes train together."""
-    own = noise.seed(model)
-    if own is not None:
-        seed = own if generator is None else int(draw_seed(generator))
-        noise.reseed(model, first_ranks(seed, process_group) if are_several(process_group) else seed)
-
-
-def _scaler(
-    model: nn.Module, recipe: Recipe, process_group: Any = None, amax_group: Any = None, recipe_change: str = "refuse"
-) -> tuple[LossScaler, Steps]:
-    same_layers = process_group if amax_group is None else amax_group
-    scale, steps = recipe.loss_scale, Steps(model, same_layers, Origin(recipe, recipe_change))
+    steps = Steps(model, run.same_layers, Origin(recipe, run.recipe_change))
     scaler = LossScaler(
         init_scale=scale.init if scale else 1.0,
         growth_interval=scale.growth_interval if scale else 2000,
         enabled=scale is not None,
         dynamic=scale is not None and scale.dynamic,
         hysteresis=scale.hysteresis if scale else 1,
-        names={parameter: name for name, parameter in model.named_parameters()},
+        names=trained.names,
         follower=steps,
-        process_group=process_group,
+        process_group=run.process_group,
     )
-    return scaler, steps
+    if recipe.codes is not None:
+        hold(model, applied.rounded, recipe.codes)
+    low_bit = convert(
+        optimizer, recipe, masters, run.generator, reference, run.same_layers, trained.projections, run.recipe_change
+    )
+    _seed_noise(model, run)
+    planned = _with_optimizer(applied.plan, optimizer, low_bit.rule)
+    vars(model)["_halfstep"] = replace(applied, plan=planned)
+    if _LOGGER.isEnabledFor(logging.INFO):
+        _LOGGER.info("%s", planned if _LOGGER.isEnabledFor(logging.DEBUG) else planned.headline)
+    low_bit.check_new = partial(_check_adapters, reference)
+    steps.follow(low_bit)
+    if applied.schedule is not None:
+        applied.schedule.fix(run.total_steps)
+    return low_bit, scaler
+
+
+def _seed_noise(model: nn.Module, run: _Run) -> None:
+    """Seed what the model's layers draw: alike where several processes train together."""
+    own = noise.seed(model)
+    if own is not None:
+        seed = own if run.generator is None else int(draw_seed(run.generator))
+        noise.reseed(model, first_ranks(seed, run.same_layers) if are_several(run.same_layers) else seed)

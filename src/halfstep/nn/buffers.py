@@ -21,6 +21,8 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
     """The floating-point buffers of a model by name, without those that lie beside integer codes: their scales."""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules():
+        if not module._buffers:
+            continue
         own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         beside = (*own.values(), *(p for p in module._parameters.values() if p is not None))
         if any(not t.is_floating_point() and t.dtype != torch.bool and t.numel() > 1 for t in beside):

@@ -17,16 +17,17 @@ from halfstep.nn.arrangement import Arrangement, arranged
 from halfstep.nn.averages import watch_copy
 from halfstep.nn.buffers import ANEW, rounded
 from halfstep.nn.clock import Clock
-from halfstep.nn.dtypes import check_grad_dtype, check_trained, storable, store, wide_adapters
+from halfstep.nn.dtypes import check_grad_dtype, storable, store, unstorable, wide_adapters
 from halfstep.nn.following import follow, part_of, unfollow
 from halfstep.nn.layers import ModuleFilter, warn_of_missed
 from halfstep.nn.plan import Plan, PlannedLayer
 from halfstep.nn.ranks import check_ranks
 from halfstep.nn.schedule import Schedule
-from halfstep.nn.stages import autocast_of, check_alike, clear, lay_in_turn
+from halfstep.nn.stages import check_alike, clear, lay_in_turn
 from halfstep.nn.stock_steps import end_watch
 from halfstep.nn.tuners import same_parameters
 from halfstep.nn.unit.scale import is_unit_scaled
+from halfstep.ops.subclasses import check_initialized
 from halfstep.recipe import DTYPES, Recipe, get_recipe
 from halfstep.unit import MULTIPLIERS
 
@@ -46,6 +47,14 @@ class Decision:
     """Other parameters, with the reason why they stay."""
     rounded: tuple[str, ...]
     """The parameters that products round; where the recipe keeps them as codes, those that are."""
+
+    @property
+    def mastered(self) -> list[nn.Parameter]:
+        """The parameters that the recipe keeps masters of."""
+        codes = self.recipe.codes
+        if self.recipe.master is None and (codes is None or codes.master is None):
+            return []
+        return [parameter for parameter in self.moves.values() if parameter.requires_grad]
 
     def warn(self, model: nn.Module) -> None:
         """Warn of what arrived rounded, and of layers that rules are for and do not reach."""
@@ -69,7 +78,7 @@ class Decision:
             clock = Clock("scaling states and the stage of its recipe have" if clock else "recipe's stage has")
         applied = Applied(
             recipe,
-            autocast_of(first.recipe),
+            first.recipe.autocast,
             {name: parameter.dtype for name, parameter in self.moves.items()},
             DTYPES[recipe.grad_format],
             clock,
@@ -83,7 +92,8 @@ class Decision:
                 first.lay(model)
             else:
                 lay_in_turn(model, self.stages)
-            noise.attach(model, sorted(set.union(*(each.draws for each in self.stages))), torch.initial_seed())
+            if drawing := set().union(*[each.draws for each in self.stages]):
+                noise.attach(model, sorted(drawing), torch.initial_seed())
             follow(model, applied, _after_copy, first.widened.values())
         except BaseException:
             undo(model)
@@ -99,7 +109,7 @@ class Decision:
     def _stage(self, model: nn.Module, found: Arrangement) -> Plan:
         """What one stage does to a model."""
         recipe, matched = found.recipe, found.matched
-        dtype, device = autocast_of(recipe) or DTYPES[recipe.weights], next(model.parameters()).device
+        dtype, device = recipe.autocast or DTYPES[recipe.weights], next(model.parameters()).device
         if device.type == "meta":
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         layers = {
@@ -142,11 +152,13 @@ def decide(model: nn.Module, recipe: str | Recipe, module_filter: ModuleFilter |
         RecipeError, ModelError: as `apply`.
     """
     recipe = get_recipe(recipe)
+    _check_model(model)
     for stage in recipe.by_stage:
-        check_model(model, stage)
-    found = tuple(arranged(model, stage, module_filter) for stage in recipe.by_stage)
-    check_alike(found)
-    adapters = wide_adapters(model, recipe)
+        _check_recipe(model, stage)
+    found = tuple([arranged(model, stage, module_filter) for stage in recipe.by_stage])
+    if len(found) > 1:
+        check_alike(found)
+    adapters = {} if recipe.weights == "fp32" else wide_adapters(model, recipe)
     moves, kept = storable(model, recipe.float32_modules if recipe.weights != "fp32" else (), adapters)
     rounded = found[0].rounded
     if recipe.codes is not None:
@@ -180,55 +192,57 @@ def _after_copy(model: nn.Module) -> None:
     watch_copy(part.copied, model, applied_to(model).recipe.name)
 
 
-def check_model(model: nn.Module, recipe: Recipe) -> None:
-    """Refuse, before anything is touched, a model that cannot follow a recipe as it is."""
+def _check_model(model: nn.Module) -> None:
+    """Refuse a model that no recipe can be applied to as it is."""
     name = type(model).__name__
+    if isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        raise ModelError(f"{name} wraps a model; apply the recipe to the model first, then wrap it")
+    check_initialized(model)
+    found = False
     for path, module in model.named_modules():
-        if (applied := vars(module).get("_halfstep")) is not None:
-            where = f"its part {path!r}" if path else "it"
-            if applied.quantized:
-                raise RecipeError(
-                    f"{name}: {where} is quantised under {applied.recipe.name!r}. Adapters train beside its codes "
-                    f"under that recipe: give recipe={applied.recipe.name!r}, and quantise with adapters=True; for "
-                    "another recipe take another copy of the model"
-                )
-            raise RecipeError(f"{name}: {where} already follows {applied.recipe.name!r}; halfstep.revert it first")
-    shared = next((path for path, module in model.named_modules() if part_of(module) is not None), None)
-    if shared is not None:
-        raise RecipeError(
-            f"{name}: its part {shared!r} follows the recipe of another model that it belongs to; halfstep.revert that "
-            "one first, or apply one recipe to a module that holds both"
-        )
-    scaled = any(MULTIPLIERS in vars(module) for module in model.modules())
-    if recipe.unit_scaled and not scaled:
+        if "_halfstep" in vars(module):
+            raise _following(name, path, vars(module)["_halfstep"])
+        if part_of(module) is not None:
+            raise RecipeError(
+                f"{name}: its part {path!r} follows the recipe of another model that it belongs to; halfstep.revert "
+                "that one first, or apply one recipe to a module that holds both"
+            )
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                found = True
+                if (why := unstorable(parameter)) is not None:
+                    raise ModelError(f"{name}: {f'{path}.{own}'.lstrip('.')} {why}")
+    if not found:
+        raise ModelError(f"{name} has no parameters; there is nothing to store or train")
+
+
+def _following(name: str, path: str, applied: Applied) -> RecipeError:
+    """What to say of a model that follows a recipe already, or has a part that does."""
+    where, recipe = f"its part {path!r}" if path else "it", applied.recipe.name
+    if not applied.quantized:
+        return RecipeError(f"{name}: {where} already follows {recipe!r}; halfstep.revert it first")
+    return RecipeError(
+        f"{name}: {where} is quantised under {recipe!r}. Adapters train beside its codes under that recipe: give "
+        f"recipe={recipe!r}, and quantise with adapters=True; for another recipe take another copy of the model"
+    )
+
+
+def _check_recipe(model: nn.Module, recipe: Recipe) -> None:
+    """Refuse a recipe that this model, these ranks or this torch cannot follow."""
+    name = type(model).__name__
+    if recipe.unit_scaled and not any(MULTIPLIERS in vars(module) for module in model.modules()):
         raise ModelError(
             f"recipe {recipe.name!r} casts with scales of 1, for models whose tensors are of unit size, and {name} is "
             "not unit-scaled: call halfstep.unit_scale(model, *inputs) first, or write it with halfstep.unit's modules"
         )
-    if is_unit_scaled(model) and recipe.float32_functions:
+    if recipe.float32_functions and is_unit_scaled(model):
         raise RecipeError(
             f"recipe {recipe.name!r} widens functions in the model's own code, which unit_scale has taken over in "
             f"{name}; take a recipe without float32_functions, such as fp16-mixed"
         )
-    if isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        raise ModelError(f"{name} wraps a model; apply the recipe to the model first, then wrap it")
-    parameters = dict(model.named_parameters())
-    if not parameters:
-        raise ModelError(f"{name} has no parameters; there is nothing to store or train")
-    for path, parameter in parameters.items():
-        if parameter.dtype == torch.float64:
-            raise ModelError(f"{name}: {path} is float64, which no recipe stores; call model.float() first")
-        if parameter.is_complex():
-            raise ModelError(
-                f"{name}: {path} is {parameter.dtype}, and recipes store and step on real numbers; keep its real and "
-                "imaginary parts as two parameters (torch.view_as_complex joins them)"
-            )
-        if hasattr(parameter, "device_mesh"):
-            raise ModelError(f"{name}: {path} is sharded; apply the recipe before fully_shard")
-    check_trained(model)
-    check_ranks(recipe, parameters.values())
-    if recipe.grad_format != recipe.weights:
-        check_grad_dtype(recipe.grad_format)
+    if recipe.grads is not None:
+        check_ranks(recipe, model.parameters())
+        check_grad_dtype(recipe.grads)
 
 
 def _warn_of_narrow(model: nn.Module, recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError
 from halfstep.nn.adapters import wide
 from halfstep.nn.tuners import adapters_of
-from halfstep.ops.subclasses import check_initialized, foreign
+from halfstep.ops.subclasses import foreign
 from halfstep.recipe import DTYPES, Recipe
 
 
@@ -33,7 +33,7 @@ def storable(
                 kept[full] = "it is an adapter's, in float32"
             elif id(parameter) in wide_ones:
                 kept[full] = "its module computes in float32"
-            elif (kind := foreign(parameter)) is not None:
+            elif type(parameter) is not nn.Parameter and (kind := foreign(parameter)) is not None:
                 kept[full] = f"it is a {kind}"
             elif parameter.dtype in DTYPES.values():
                 moves[full] = parameter
@@ -51,21 +51,24 @@ def wide_adapters(model: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:
     return {name: p for name, p in named if is_adapter(name) and p.dtype in DTYPES.values() and foreign(p) is None}
 
 
-def check_trained(model: nn.Module) -> None:
-    """Called before a model is changed.
-
-    Raises:
-        ModelError: a trained parameter is another library's tensor, whose updates are not ours to round; one has no
-            shape yet.
-    """
-    check_initialized(model)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (kind := foreign(parameter)) is not None:
-            raise ModelError(
-                f"{type(model).__name__}: {name} is trained and is a {kind}, whose numbers its own library keeps: "
-                "apply the recipe before that library converts the model, or freeze these weights "
-                "(requires_grad_(False)) and train others beside them, such as LoRA's"
-            )
+def unstorable(parameter: nn.Parameter) -> str | None:
+    """Why no recipe takes a model with this parameter, after its name; None where one does."""
+    if parameter.dtype == torch.float64:
+        return "is float64, which no recipe stores; call model.float() first"
+    if parameter.is_complex():
+        return (
+            f"is {parameter.dtype}, and recipes store and step on real numbers; keep its real and imaginary parts as "
+            "two parameters (torch.view_as_complex joins them)"
+        )
+    if hasattr(parameter, "device_mesh"):
+        return "is sharded; apply the recipe before fully_shard"
+    if parameter.requires_grad and type(parameter) is not nn.Parameter and (kind := foreign(parameter)) is not None:
+        return (
+            f"is trained and is a {kind}, whose numbers its own library keeps: apply the recipe before that library "
+            "converts the model, or freeze these weights (requires_grad_(False)) and train others beside them, such as "
+            "LoRA's"
+        )
+    return None
 
 
 def store(parameter: Tensor, dtype: torch.dtype, grads: torch.dtype | None = None) -> None:

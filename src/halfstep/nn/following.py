@@ -23,7 +23,7 @@ from halfstep.nn.clock import Clock
 from halfstep.nn.device import device_type_of
 from halfstep.nn.functions import Float32Functions
 from halfstep.nn.outputs import to_float32
-from halfstep.nn.ranks import AGREED, keeps_states, uneven
+from halfstep.nn.ranks import AGREED, uneven
 from halfstep.nn.recomputation import Recomputation
 
 
@@ -35,7 +35,7 @@ class Part:
 
     def __init__(self, model: nn.Module, applied: Applied) -> None:
         self._recipe = applied.recipe.name
-        self.agrees = applied.recipe.loss_scale is not None or keeps_states(applied.recipe)
+        self.agrees = applied.recipe.loss_scale is not None or applied.recipe.keeps_states
         self._rounds = bool(applied.rounded) or applied.quantized
         self.recomputation = None if applied.schedule is None else Recomputation(applied.schedule)
         self.follow(applied)

@@ -230,7 +230,9 @@ def _has_role(recipe: Recipe, role: str, module: nn.Module, weights: tuple[Weigh
 
 def kind_of(module: nn.Module) -> Kind | None:
     """The adapter whose `forward` may stand in for the module's own; None where there is none."""
-    kind = _BY_OWNER.get(forward_owner(module), experts)
+    kind = _BY_OWNER.get(forward_owner(module))
+    if kind is None and "down_proj" in module._parameters:
+        kind = experts
     fits = getattr(kind, "fits", None)
     return kind if fits is None or fits(module) else None
 

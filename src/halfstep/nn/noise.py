@@ -78,8 +78,10 @@ def advance(model: nn.Module) -> None:
 
 def seed(model: nn.Module) -> int | None:
     """The seed of the run; None where nothing is drawn."""
-    origins = (vars(module).get(_ORIGIN) for module in model.modules())
-    return next((origin.seed for origin in origins if origin is not None), None)
+    for module in model.modules():
+        if (origin := vars(module).get(_ORIGIN)) is not None:
+            return int(origin.seed)
+    return None
 
 
 @torch.no_grad()

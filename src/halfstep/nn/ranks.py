@@ -40,11 +40,6 @@ def check_ranks(recipe: Recipe, parameters: Iterable[Tensor]) -> None:
     )
 
 
-def keeps_states(recipe: Recipe) -> bool:
-    """Whether any scale of the recipe depends on earlier steps."""
-    return any(rule.linear.states for stage in recipe.by_stage for rule in stage.rules)
-
-
 def uneven(recipe: str) -> ModelError:
     """What to say where ranks may run out of batches before others (torch's `Join`)."""
     return ModelError(
@@ -63,7 +58,7 @@ def check_states(model: nn.Module, states: Mapping[str, int], process_group: Any
     Raises:
         ModelError: on all of those ranks, if they do not keep the same states.
     """
-    if keeps_states(vars(model)["_halfstep"].recipe):
+    if vars(model)["_halfstep"].recipe.keeps_states:
         found: list[tuple[Mapping[str, int], str]] = [({}, "")] * dist.get_world_size(process_group)
         dist.all_gather_object(found, (states, _samples(model)), group=process_group)
         everyone = [each for each, _ in found]

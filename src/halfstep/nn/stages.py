@@ -22,7 +22,6 @@ from halfstep.nn.schedule import Schedule
 from halfstep.ops.attention import ATTRIBUTE
 from halfstep.quant.captured import capturing
 from halfstep.quant.scaling import StatefulScaling
-from halfstep.recipe import DTYPES, Recipe
 from halfstep.recipe.origin import RECIPE, Origin
 
 
@@ -115,13 +114,8 @@ def _switch(model: nn.Module, stage: int) -> None:
         vars(module)[STAGE] = stage
         _take(module, found[stage])
     applied.schedule.stage = stage
-    vars(model)["_halfstep"] = applied = replace(applied, autocast=autocast_of(applied.stage))
+    vars(model)["_halfstep"] = applied = replace(applied, autocast=applied.stage.autocast)
     shared.follow(applied)
-
-
-def autocast_of(recipe: Recipe) -> torch.dtype | None:
-    """The dtype of torch.autocast around the model's forward; None for no autocast."""
-    return None if recipe.compute == "fp32" else DTYPES[recipe.compute]
 
 
 def applied_in(model: nn.Module) -> Applied | None:

@@ -76,7 +76,7 @@ class Quantizer:
             return round_to(x, self.format, self.rounding, self.overflow, generator)
         return self.quantize(x, generator).dequantize()
 
-    @property
+    @cached_property
     def stateful(self) -> StatefulScaling | None:
         """The rule for scales, where it depends on earlier steps."""
         rule = self.scales and self.scales.rule

@@ -77,7 +77,7 @@ class LinearSpec:
             for known in (*forms, *[form.inner for form in forms if form.inner is not None]):
                 _ = known.down.down, known.plain, known.steps  # a traced graph cannot take a cached property's lock
                 _ = known.inner, known.down.plain, known.plain.down.down, known.factors, known.down.factors
-                _ = known.container, known.down.container
+                _ = known.container, known.down.container, known.stateful, known.down.stateful
         _ = self.anew, self.estimates, self.draws, self.rounds, self.rotates, self.accumulates, self.multiplies
 
     def _check_estimators(self) -> None:

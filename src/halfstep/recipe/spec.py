@@ -192,7 +192,7 @@ class Recipe:
         for role in ("weights", "grads", "compute"):
             if (name := getattr(self, role)) is not None and name not in DTYPES:
                 raise RecipeError(f"recipe {self.name!r}: {role} = {name!r}; tensors are stored as {', '.join(DTYPES)}")
-        for name, _ in self._moments():
+        for name, _ in self._moments:
             try:
                 self.moment(name)
             except RecipeError as error:
@@ -252,18 +252,32 @@ class Recipe:
         """The recipe of each stage, first to last; itself alone, where it has no others."""
         return (replace(self, stages=()), *(stage.recipe for stage in self.stages)) if self.stages else (self,)
 
-    @property
+    @cached_property
     def grad_format(self) -> str:
         """The format of the gradients."""
         return self.grads or self.weights
 
+    @cached_property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of torch.autocast around the model's forward; None for no autocast."""
+        return None if self.compute == "fp32" else DTYPES[self.compute]
+
+    @cached_property
+    def keeps_states(self) -> bool:
+        """Whether any scale depends on earlier steps."""
+        return any(rule.linear.states for stage in self.by_stage for rule in stage.rules)
+
+    @cached_property
     def _moments(self) -> tuple[tuple[str, str | Storage], ...]:
         return self.moments if isinstance(self.moments, tuple) else (("*", self.moments),)
 
     def moment(self, name: str, size: int | None = None) -> Storage:
         """How the optimizer's state of that name is kept: of a large parameter, or of one of so many elements."""
-        kind = get_storage(next((kind for glob, kind in self._moments() if fnmatchcase(name, glob)), "fp32"))
-        return kind if size is None or size >= kind.smallest else get_storage("fp32")
+        for glob, kind in self._moments:
+            if fnmatchcase(name, glob):
+                kept = get_storage(kind)
+                return kept if size is None or size >= kept.smallest else get_storage("fp32")
+        return get_storage("fp32")
 
     def bytes_per_parameter(self, moments: Sequence[str] = ADAM, shape: Shape | None = None) -> BytesPerParameter:
         """The bytes of one parameter by role, for an optimizer with those moments; scales of tiles count as if all

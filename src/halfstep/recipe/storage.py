@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 
 import torch
@@ -77,7 +77,7 @@ class Storage:
         """The shape that a tensor of that shape is quantised in."""
         return (1, prod(shape)) if self.flat else shape
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype | None:
         """torch's dtype of values that are stored as they are; None where they are codes."""
         quantizer = self.quantizer
@@ -101,6 +101,8 @@ class Storage:
 
     def parts(self, name: str) -> tuple[str, ...]:
         """The names of all tensors that the tensor called `name` is kept in."""
+        if self.dtype is not None:
+            return self.numbers(name)
         return tuple(part for number in self.numbers(name) for part in self.names(number).values())
 
     def layout(self, name: str, shape: tuple[int, ...]) -> Layout:

@@ -28,7 +28,8 @@ def resembles(module: nn.Module) -> bool:
 
 
 def fits(module: nn.Module) -> bool:
-    """Whether the module follows transformers' interface for experts, and has no norm behind each of them."""
+    """Whether the module, which has a parameter `down_proj`, follows transformers' interface for experts, and has no
+    norm behind each of them."""
     return (
         resembles(module)
         and "forward" not in vars(module)

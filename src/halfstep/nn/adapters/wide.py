@@ -14,6 +14,8 @@ from halfstep.nn.tuners import matches
 
 def find(model: nn.Module, globs: Sequence[str]) -> dict[str, nn.Module]:
     """The modules, by path, whose class's name (`LlamaRMSNorm` is an `*RMSNorm`) or whose path a glob matches."""
+    if not globs:
+        return {}
     return {
         path: module
         for path, module in model.named_modules()
