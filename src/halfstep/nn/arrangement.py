@@ -84,7 +84,7 @@ class Arrangement:
                 adopt(module, wide.forward)
             elif path in matched.kinds and (carries or path in specs or path in around or path in matched.attends):
                 spec = specs.get(path) or LinearSpec()
-                module._halfstep_linear = spec.times(multipliers_of(module))  # type: ignore[assignment]
+                module._halfstep_linear = spec.times(multipliers_of(module))
                 adopt(module, matched.kinds[path].forward)
             if isinstance(module, unfused) and owner in _ENCODERS:
                 adopt(module, encoder.forward)

@@ -21,7 +21,7 @@ from halfstep.nn.layers import Kind, kind_of
 from halfstep.unit.activations import IN_PLACE, value
 
 
-PRODUCTS: tuple[Kind | None, ...] = (linear, conv1d, convolution)
+PRODUCTS: tuple[Kind, ...] = (linear, conv1d, convolution)
 _NORMS: dict[type[nn.Module], str] = {
     nn.LayerNorm: "layer_norm", nn.RMSNorm: "rms_norm", nn.GroupNorm: "group_norm", nn.BatchNorm1d: "batch_norm",
     nn.BatchNorm2d: "batch_norm", nn.BatchNorm3d: "batch_norm",
@@ -47,7 +47,7 @@ def leaf_of(module: nn.Module) -> Leaf | None:
     """Which one operation the module is; None where it is more, or something else."""
     stock = "forward" not in vars(module)
     kind = kind_of(module)
-    if kind in PRODUCTS:
+    if kind is not None and kind in PRODUCTS:
         return Leaf("product", kind.NAME)
     if isinstance(module, nn.Embedding):
         plain = stock and type(module).forward is nn.Embedding.forward and module.max_norm is None
