@@ -5,9 +5,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from halfstep.recipe import get_recipe, list_recipes
+import halfstep
+from halfstep.quant import get_quantizer
+from halfstep.recipe import LinearSpec, Matmul, Recipe, Rule, get_recipe, list_recipes
 from halfstep.recipe.high_precision import ADAPTERS, HEADS, KEEP, ROUTERS
+from halfstep.recipe.origin import digest
 from tiny import ALL
 
 
@@ -73,3 +77,15 @@ def test_the_page_lists_every_recipe_that_rounds():
 )
 def test_what_a_path_is(path, why):
     assert reason(path) == why
+
+
+def test_a_rule_of_several_globs_is_one_rule_for_each():
+    linear = LinearSpec(Matmul(rhs=get_quantizer("e4m3fn")))
+    joined, apart = (
+        Recipe("mine", "", "", rules=tuple(Rule(path, linear) for path in paths)) for paths in (["0|2"], ["0", "2"])
+    )
+    model = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2), nn.Linear(2, 2))
+    found = [halfstep.plan(model, recipe) for recipe in (joined, apart)]
+    assert [*found[0].layers] == [*found[1].layers] == ["0", "2"]
+    assert found[0].kept == found[1].kept
+    assert digest(joined) == digest(apart)  # checkpoints of either go on under the other

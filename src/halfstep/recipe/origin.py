@@ -37,9 +37,12 @@ def digest(recipe: Recipe) -> str:
 
 
 def _numbers(data: Any) -> Any:
-    """The data without words for people."""
+    """The data without words for people, and with a rule for each glob."""
     if isinstance(data, dict):
-        return {key: _numbers(value) for key, value in data.items() if key not in _WORDS}
+        data = {key: _numbers(value) for key, value in data.items() if key not in _WORDS}
+        if "rules" in data:
+            data["rules"] = [{**rule, "path": glob} for rule in data["rules"] for glob in rule["path"].split("|")]
+        return data
     return [_numbers(value) for value in data] if isinstance(data, list) else data
 
 
