@@ -14,14 +14,14 @@ from halfstep.errors import LossScaleError
 from halfstep.kernels.gpu import kinds
 from halfstep.kernels.gpu import optimizer as launches
 from halfstep.kernels.gpu.launch import KINDS
-from halfstep.optim import together, unscaling
+from halfstep.optim import together
 from tiny import EVERY, assert_same, batch, mlp, model_for, mostly_slow, prepared
 
 
 @pytest.fixture
 def unread(monkeypatch):
     """Scalers treat these tensors as if they were on a GPU."""
-    monkeypatch.setattr(unscaling, "late", lambda device: True)
+    monkeypatch.setattr(halfstep.LossScaler, "_waits", staticmethod(lambda device: True))
 
 
 def told(scaler):
@@ -72,12 +72,10 @@ def test_the_same_numbers_when_nothing_is_read(monkeypatch, options):
             bad = (0,) if seed == 1 else ()
         step(*theirs, seed, bad)
         with monkeypatch.context() as patch:
-            patch.setattr(unscaling, "late", lambda device: True)
+            patch.setattr(halfstep.LossScaler, "_waits", staticmethod(lambda device: True))
             step(*ours, seed, bad)
         assert told(ours[2]) == told(theirs[2])
         assert_same(list(ours[0].parameters()), list(theirs[0].parameters()))
-    assert ours[2]._late is not None
-    assert theirs[2]._late is None
 
 
 @pytest.mark.parametrize("recipe", ["fp16-mixed", "fp16-nomaster", "bf16-nomaster", "fp32"])
@@ -86,7 +84,7 @@ def test_clipping_is_the_same_when_nothing_is_read(monkeypatch, recipe):
     for seed, max_norm in enumerate((0.05, 100.0, 0.01)):
         expected = step(*theirs, seed, max_norm=max_norm)
         with monkeypatch.context() as patch:
-            patch.setattr(unscaling, "late", lambda device: True)
+            patch.setattr(halfstep.LossScaler, "_waits", staticmethod(lambda device: True))
             found = step(*ours, seed, max_norm=max_norm)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
         for mine, other in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
@@ -140,7 +138,7 @@ def test_scaling_states_forget_a_step_that_nobody_read(monkeypatch):
     for seed, bad in enumerate([(), (0,), (), (1,), ()]):
         step(*made[1], seed, bad)
         with monkeypatch.context() as patch:
-            patch.setattr(unscaling, "late", lambda device: True)
+            patch.setattr(halfstep.LossScaler, "_waits", staticmethod(lambda device: True))
             step(*made[0], seed, bad)
         assert_same(told(made[0][2])[1], told(made[1][2])[1])
 

@@ -1,4 +1,4 @@
-"""The scale's value and its way up and down: torch.amp.GradScaler's trajectory, accessors and state."""
+"""The loss scale as tensors, and how it grows and shrinks: torch.amp.GradScaler's trajectory, accessors and state."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from halfstep.errors import LossScaleError
-from halfstep.optim.device_scale import MANY, STUCK, DeviceScale, Numbers, Rule
-from halfstep.optim.overflow import no_gradient
+from halfstep.optim.gradients import NO_GRADIENT, no_gradient
 from halfstep.recipe.projection import LARGEST
 
 
@@ -20,10 +20,16 @@ _FIVE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth
 _SMALLEST = torch.finfo(torch.float32).tiny
 _MAX_STATIC_SKIPS = 32
 _MANY_SKIPS = 20  # in a row; a scale that began 2^20 times too large is found by then
+_MANY, _STUCK, _GRADIENTLESS = 1, 2, 3  # messages to the host, the most urgent last
 
 
 class DynamicScale:
     """S, which grows after `growth_interval` steps without overflow and shrinks after one.
+
+    Its numbers are tensors, on the first GPU on which a loss is scaled or gradients are checked, else on the CPU. They
+    keep their memory, so a CUDA graph that holds a step moves them on with each replay. The host reads them when asked.
+    What ends a run (a scale at its floor) is posted to the host's memory, which it reads without waiting: on a GPU it
+    hears of it an update or so later.
 
     Source: torch.amp.grad_scaler; DeepSpeed's DynamicLossScaler for the hysteresis.
     """
@@ -51,170 +57,164 @@ class DynamicScale:
                 f"{growth_interval} given; expected positive scales that float32 holds, hysteresis and growth_interval "
                 "at least 1"
             )
-        self._skipped_steps = 0
+        self._growth_factor, self._backoff_factor, self._growth_interval = (
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+        )
+        self._enabled, self._dynamic, self._min_scale, self._hysteresis = enabled, dynamic, min_scale, hysteresis
         self._overflowed: tuple[str, ...] = ()
-        self._late: DeviceScale | None = None  # where the numbers are, once gradients lie on a GPU
-        self._scale = float32(init_scale)
-        self._growth_factor = growth_factor
-        self._backoff_factor = backoff_factor
-        self._growth_interval = growth_interval
-        self._growth_tracker = 0
-        self._enabled = enabled
-        self._dynamic = dynamic
-        self._min_scale = min_scale
-        self._hysteresis = hysteresis
-        self._patience = hysteresis
-        self._consecutive_skips = 0
+        self._make(float32(init_scale), [0, hysteresis, 0, 0])
 
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps were skipped; as `get_scale`, it waits for a GPU."""
-        self._settle()
-        return self._skipped_steps
+    # ---- the numbers ------------------------------------------------------------------------------------------------
 
-    @skipped_steps.setter
-    def skipped_steps(self, steps: int) -> None:
-        self._settle()
-        self._skipped_steps = steps
-        self._put()
+    def _make(self, scale: float, counts: list[int]) -> None:
+        """Make the tensors, on the CPU, of S and of how many steps it has not grown for, how many overflows it takes to
+        lower it, and how many steps were skipped, in a row and in all."""
+        self._scale = torch.full((), scale, dtype=torch.float32, device="cpu")
+        self._counts = torch.tensor([*counts, 0], dtype=torch.int64, device="cpu")
+        self._box = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._flagged: tuple[str, ...] = ()
+        self._flags: Tensor | None = None
+        self._seen_skips = counts[-1]
 
-    @property
-    def overflowed(self) -> tuple[str, ...]:
-        """The parameters whose gradients were not finite in the last skipped step."""
-        self._settle()
-        return self._overflowed
+    @staticmethod
+    def _waits(device: torch.device) -> bool:
+        """Whether the host would wait for a number on that device: then none is read within a step."""
+        return device.type == "cuda"
 
-    # ---- on a GPU ---------------------------------------------------------------------------------------------------
+    def _move(self, device: torch.device) -> None:
+        """Move the numbers to a device that gradients are on, if it is a GPU and they are on none yet."""
+        if self._waits(device) and self._scale.device.type != device.type:
+            self._scale = self._scale.to(device, non_blocking=True)
+            self._counts = self._counts.to(device, non_blocking=True)
+            self._flags = None if self._flags is None else self._flags.to(device, non_blocking=True)
+            self._box = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
 
-    def _on(self, device: torch.device) -> DeviceScale:
-        """The numbers on the device of the gradients, from the first time on that somebody asks."""
-        if self._late is None:
-            self._late = DeviceScale(self._numbers, device)
-        return self._late
+    def _factor(self, device: torch.device) -> Tensor:
+        """S there, a float32 scalar."""
+        self._move(device)
+        return self._scale.to(device)
 
-    @property
-    def _numbers(self) -> Numbers:
-        return Numbers(self._scale, self._growth_tracker, self._patience, self._consecutive_skips, self._skipped_steps)
+    def _adapt(self, found: Tensor, names: tuple[str, ...], lost: Tensor) -> None:
+        """Move on after a step.
 
-    def _put(self) -> None:
-        """Tell the device of numbers that were set here."""
-        if self._late is not None:
-            self._late.put(self._numbers)
+        Args:
+            found: a float32 scalar, above 0 where the step is skipped.
+            names, lost: of every gradient, and whether it was not finite.
 
-    def _settle(self) -> None:
-        """Read what has moved on the device."""
-        if self._late is None:
-            return
-        before, numbers = self._skipped_steps, self._late.numbers()
-        self._scale, self._growth_tracker, self._patience, self._consecutive_skips, self._skipped_steps = numbers
-        if self._skipped_steps != before:
-            self._overflowed = self._late.overflowed()
-
-    def _adapt_there(self, late: DeviceScale, found: torch.Tensor, names: tuple[str, ...], lost: torch.Tensor) -> None:
-        """`_adapt` on the device. What it comes to is raised when the host hears of it: an update or so later."""
-        heard = late.posted()
-        if heard:
-            self._settle()
-        if heard == MANY:
-            self._warn_of_skips()
-        elif heard:
-            raise LossScaleError(self._stuck() if heard == STUCK else no_gradient(elsewhere=True))
-        if not late.holds(names):
-            self._settle()
-        rule = Rule(
-            self._growth_factor, self._backoff_factor, self._growth_interval, self._dynamic, self._min_scale,
-            self._hysteresis, _MAX_STATIC_SKIPS, _MANY_SKIPS,
-        )  # fmt: skip
-        late.advance(rule, found, names, lost)
-
-    # ---- on the host ------------------------------------------------------------------------------------------------
-
-    def _adapt(self, overflowed: tuple[str, ...] | None) -> None:
-        """Move on after a step; `overflowed` names the parameters for which it was skipped, None if it was not."""
-        if overflowed is None:
-            self._consecutive_skips = 0
-            self._grow()
-            return
-        self._skipped_steps += 1
-        self._consecutive_skips += 1
-        self._overflowed = overflowed
-        self._back_off()
-        if self._consecutive_skips == _MANY_SKIPS:
-            self._warn_of_skips()
-
-    def _back_off(self) -> None:
-        self._growth_tracker = 0
-        if not self._dynamic:
-            if self._consecutive_skips >= _MAX_STATIC_SKIPS:
-                raise LossScaleError(self._stuck())
-        elif self._patience > 1:
-            self._patience -= 1
+        Raises:
+            LossScaleError: no other scale helps, or another rank has no gradient; of earlier steps on a GPU.
+        """
+        self._move(found.device)
+        found, lost, waits = found.to(self._scale.device), lost.to(self._scale.device), self._waits(found.device)
+        if waits:
+            self._hear()
+        if self._flags is None or names != self._flagged:
+            self._note_overflowed()
+            self._flagged, self._flags = names, torch.zeros_like(lost)
+        over = found > 0
+        tracker, patience, consecutive, skipped, said = self._counts.unbind()
+        scale, spent, grows = self._scale, *torch.zeros_like(over).expand(2)
+        if self._dynamic:
+            lower, higher = ((scale.double() * by).float() for by in (self._backoff_factor, self._growth_factor))
+            spent, grows = over & (patience <= 1), ~over & (tracker + 1 == self._growth_interval)
+            stuck = spent & (lower < self._min_scale)
+            scale = torch.where(grows & higher.isfinite(), higher, torch.where(spent & ~stuck, lower, scale))
         else:
-            lower = float32(self._scale * self._backoff_factor)
-            if lower < self._min_scale:
-                raise LossScaleError(self._stuck())
-            self._scale = lower
+            stuck = over & (consecutive + 1 >= _MAX_STATIC_SKIPS)
+        many = (over & (consecutive + 1 == _MANY_SKIPS)).long() * _MANY
+        say = torch.where(found == NO_GRADIENT, _GRADIENTLESS, torch.where(stuck, _STUCK, many))
+        counts = (
+            torch.where(over | grows, 0, tracker + 1),
+            torch.where(grows, self._hysteresis, patience - (over & ~spent).long() * self._dynamic),
+            torch.where(over, consecutive + 1, 0),
+            skipped + over,
+            torch.maximum(said, say),
+        )
+        self._counts.copy_(torch.stack(counts))
+        self._scale.copy_(scale)
+        self._flags.copy_(torch.where(over, lost, self._flags))
+        self._box.copy_(self._counts[-1:], non_blocking=True)
+        if not waits:
+            self._hear()
 
-    def _grow(self) -> None:
-        self._growth_tracker += 1
-        if self._dynamic and self._growth_tracker == self._growth_interval:
-            higher = float32(self._scale * self._growth_factor)
-            self._scale = higher if higher != float("inf") else self._scale
-            self._growth_tracker = 0
-            self._patience = self._hysteresis
-
-    def _warn_of_skips(self) -> None:
-        first = f"{self._overflowed[0]} first" if self._overflowed else "another rank's"
+    def _hear(self) -> None:
+        """Warn or raise what was posted to the host, once."""
+        heard = int(self._box)
+        if not heard:
+            return
+        self._box.zero_()
+        self._counts[-1].zero_()
+        if heard != _MANY:
+            raise LossScaleError(self._stuck() if heard == _STUCK else no_gradient(elsewhere=True))
+        first = f"{self.overflowed[0]} first" if self.overflowed else "another rank's"
         kind = "now" if self._dynamic else "constant"
         warnings.warn(
-            f"{self._consecutive_skips} steps in a row were skipped, and no weight moved: gradients are infinite or "
-            f"NaN ({first}), and the loss scale is {self._scale:g} {kind}. Where it began far too large, lower it "
-            "(loss_scale = {init = 65536} of a recipe); else the forward pass itself overflows or makes NaN "
+            f"{int(self._counts[2])} steps in a row were skipped, and no weight moved: gradients are infinite or "
+            f"NaN ({first}), and the loss scale is {float(self._scale):g} {kind}. Where it began far too large, lower "
+            "it (loss_scale = {init = 65536} of a recipe); else the forward pass itself overflows or makes NaN "
             "(halfstep.tracking.first_nonfinite names the first such tensor), or the data have it",
             stacklevel=4,
         )
 
     def _stuck(self) -> str:
         """What to say where no other scale helps."""
-        where, advice = f"at the loss scale's floor, {self._scale:g}", "No smaller one helps: "
+        scale, names = float(self._scale), self.overflowed
+        where, advice = f"at the loss scale's floor, {scale:g}", "No smaller one helps: "
         if not self._dynamic:
-            where = f"at the constant loss scale {self._scale:g}"
+            where = f"at the constant loss scale {scale:g}"
             advice = "Try a smaller scale, or a dynamic one. If that does not help, "
-        named = f" in {', '.join(self._overflowed[:3])}" if self._overflowed else ""
+        named = f" in {', '.join(names[:3])}" if names else ""
         return (
-            f"the gradients are infinite or NaN{named} {where}, {self._consecutive_skips} steps in a row. {advice}"
+            f"the gradients are infinite or NaN{named} {where}, {int(self._counts[2])} steps in a row. {advice}"
             "the forward pass itself overflows or makes NaN. Look for the first non-finite activation "
             "(`halfstep train` names it), keep that module in float32, train in bf16 (recipe 'bf16-mixed'), "
             "or lower the learning rate"
         )
 
+    # ---- read -------------------------------------------------------------------------------------------------------
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped; as `get_scale`, it waits for a GPU."""
+        return int(self._counts[3])
+
+    @skipped_steps.setter
+    def skipped_steps(self, steps: int) -> None:
+        self._note_overflowed()
+        self._counts[3].fill_(steps)
+        self._seen_skips = steps
+
+    @property
+    def overflowed(self) -> tuple[str, ...]:
+        """The parameters whose gradients were not finite in the last skipped step."""
+        self._note_overflowed()
+        return self._overflowed
+
+    def _note_overflowed(self) -> None:
+        """Read which gradients were not finite, if a step was skipped since they were read last."""
+        if self._flags is not None and self._seen_skips != self.skipped_steps:
+            self._seen_skips, flags = self.skipped_steps, self._flags.tolist()
+            self._overflowed = tuple(name for name, lost in zip(self._flagged, flags, strict=True) if lost)
+
     def _scale_state(self) -> dict[str, Any]:
         """torch's five keys."""
-        self._settle()
-        return {
-            "scale": self._scale,
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-            "_growth_tracker": self._growth_tracker,
-        }
+        rule = self._growth_factor, self._backoff_factor, self._growth_interval
+        return dict(zip(_FIVE, (float(self._scale), *rule, int(self._counts[0])), strict=True))
 
     def _load_scale(self, state: Mapping[str, Any], patience: int | None) -> None:
-        self._settle()
-        self._scale = float(state["scale"])
-        self._growth_factor = float(state["growth_factor"])
-        self._backoff_factor = float(state["backoff_factor"])
+        self._scale.fill_(float32(float(state["scale"])))
+        self._growth_factor, self._backoff_factor = float(state["growth_factor"]), float(state["backoff_factor"])
         self._growth_interval = int(state["growth_interval"])
-        self._growth_tracker = int(state["_growth_tracker"])
-        self._patience = self._hysteresis if patience is None else int(patience)
-        self._put()
+        self._counts[0].fill_(int(state["_growth_tracker"]))
+        self._counts[1].fill_(self._hysteresis if patience is None else int(patience))
 
     # ---- torch.amp.GradScaler's accessors -------------------------------------------------------------------------
 
     def get_scale(self) -> float:
         """S, or 1 when disabled. On a GPU it is read there, which waits for all that was launched."""
-        self._settle()
-        return self._scale if self._enabled else 1.0
+        return float(self._scale) if self._enabled else 1.0
 
     def get_growth_factor(self) -> float:
         """The growth factor."""

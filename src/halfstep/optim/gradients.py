@@ -1,4 +1,4 @@
-"""What a loss scaler does to an optimizer's gradients: name them, measure them, multiply them."""
+"""What a loss scaler does to an optimizer's gradients: name them, check that they are finite, multiply them."""
 
 from __future__ import annotations
 
@@ -9,26 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError
+from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import foreign
-from halfstep.optim.overflow import alike
 from halfstep.optim.shards import local
 from halfstep.optim.widened import can_widen, is_marked, mark, narrow, widen
 
 
-def late(device: torch.device) -> bool:
-    """Whether the host would have to wait for a number that is there: then it is not read within a step."""
-    return device.type == "cuda"
+NO_GRADIENT = 2.0
+"""What a rank without gradients says of what it found; 1 is an overflow, 0 none."""
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Its parameters, in order."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def named_grads(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> list[tuple[str, Tensor]]:
-    """The gradients that an optimizer will step on, by parameter name; of a sparse one, its stored values."""
-    every = zip(names_of(optimizer, names), grads_of(optimizer), strict=True)
-    return [(name, grad) for name, grad in every if grad is not None]
 
 
 def names_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> tuple[str, ...]:
@@ -44,6 +37,58 @@ def grads_of(optimizer: torch.optim.Optimizer) -> list[Tensor | None]:
     """The gradients of all of its parameters, in order; of a sparse one, its stored values."""
     grads = [parameter.grad for parameter in parameters_of(optimizer)]
     return [grad._values() if grad is not None and grad.is_sparse else grad for grad in grads]
+
+
+@torch.no_grad()
+def find_nonfinite(grads: Sequence[Tensor | None], device: torch.device, process_group: Any) -> tuple[Tensor, Tensor]:
+    """A float32 scalar above 0 where any rank has an infinity or NaN, `NO_GRADIENT` where one has no gradient at all;
+    and for each of this rank's whether it is not finite. Neither is read here.
+
+    Args:
+        grads: of every parameter, None where there is none.
+        device: where ranks exchange what they found.
+        process_group: over which they do; None is the default group where there is one.
+    """
+    finite = [torch.ones((), dtype=torch.bool, device=device)] * len(grads)
+    for places, parts in alike([None if grad is None else values_of(local(grad)) for grad in grads]):
+        for place, fine in zip(places, _are_finite(parts).to(device).unbind(), strict=True):
+            finite[place] = fine
+    lost = ~torch.stack(finite) if finite else torch.zeros(0, dtype=torch.bool, device=device)
+    here = any(grad is not None for grad in grads)
+    found = lost.any().float() if here else torch.full((), NO_GRADIENT, device=device, dtype=torch.float32)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=process_group)
+    return found, lost
+
+
+def _are_finite(parts: Sequence[Tensor]) -> Tensor:
+    """Whether all elements of each tensor are finite, in one read of it."""
+    if parts[0].is_cpu:  # where the norm takes six times as long; the extremes of a tensor with a NaN are NaN
+        return torch.stack([end for part in parts for end in torch.aminmax(part)]).view(-1, 2).isfinite().all(1)
+    return torch.stack(torch._foreach_norm(parts, torch.inf)).isfinite()  # type: ignore[arg-type]
+
+
+def alike(tensors: Sequence[Tensor | None]) -> list[tuple[list[int], list[Tensor]]]:
+    """Those that have elements, with their places, in groups of one device and dtype, which one launch takes; what is
+    no plain tensor by itself."""
+    groups: dict[object, tuple[list[int], list[Tensor]]] = {}
+    for place, tensor in enumerate(tensors):
+        if tensor is not None and tensor.numel():
+            alone = foreign(tensor) is not None
+            places, members = groups.setdefault(place if alone else (tensor.device, tensor.dtype), ([], []))
+            places.append(place)
+            members.append(tensor)
+    return list(groups.values())
+
+
+def no_gradient(elsewhere: bool) -> str:
+    """What to say where no parameter has a gradient, on this rank or another one."""
+    where = "on another rank no parameter" if elsewhere else "no parameter"
+    return (
+        f"{where} of the optimizer has a gradient; call scaler.scale(loss).backward() first. If you did, something "
+        "has replaced the model's parameters: under FSDP2 call halfstep.apply(model, recipe), then fully_shard, "
+        "build the optimizer on the sharded parameters, and hand it to halfstep.optimize(model, optimizer)"
+    )
 
 
 def takes_float32(optimizer: torch.optim.Optimizer) -> bool:
@@ -68,56 +113,41 @@ def _alone(grad: Tensor) -> bool:
 
 
 @torch.no_grad()
-def multiply(optimizer: torch.optim.Optimizer, factor: float | Tensor, names: Mapping[nn.Parameter, str]) -> None:
-    """Multiply every gradient where it is, in float32; 16-bit ones leave for float32 where the optimizer takes that.
-
-    A factor that is a tensor is a float32 scalar, and no gradient is then looked at one by one.
+def multiply(optimizer: torch.optim.Optimizer, factor: Tensor, names: Mapping[nn.Parameter, str]) -> None:
+    """Multiply every gradient where it is, in float32, in few launches; 16-bit ones leave for float32 where the
+    optimizer takes that. The factor, a float64 scalar, is not read.
 
     Raises:
         LossScaleError: a gradient is fp16 and cannot leave: its small values would become zero. Nothing was changed.
     """
-    wide = takes_float32(optimizer)
-    parameters = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
+    wide, every = takes_float32(optimizer), list(parameters_of(optimizer))
+    leaving = [p for p in every if wide and _half(p.grad) and can_widen(p)]
+    ids = set(map(id, leaving))
     stuck = [
-        name
-        for parameter, (name, grad) in zip(parameters, named_grads(optimizer, names), strict=True)
-        if grad.dtype == torch.float16 and not (wide and can_widen(parameter))
-    ]
+        place for place, p in enumerate(every)
+        if p.grad is not None and p.grad.dtype == torch.float16 and id(p) not in ids
+    ]  # fmt: skip
     if stuck:
         raise LossScaleError(
-            f"dividing or clipping fp16 gradients in place would flush small ones to zero ({stuck[0]} and "
-            f"{len(stuck) - 1} more). {_REMEDY if wide else _STOCK_REMEDY}"
+            f"dividing or clipping fp16 gradients in place would flush small ones to zero "
+            f"({names_of(optimizer, names)[stuck[0]]} and {len(stuck) - 1} more). {_REMEDY if wide else _STOCK_REMEDY}"
         )
-    if isinstance(factor, Tensor):
-        _multiply_together(parameters, factor, wide)
-        return
-    for parameter in parameters:
-        grad = parameter.grad
-        assert grad is not None
-        mark(grad)
-        if wide and _half(grad) and can_widen(parameter):
-            widen(parameter, grad.to(torch.float32).mul_(factor))
-        else:
-            grad.mul_(factor)
-
-
-def _multiply_together(parameters: Sequence[Tensor], factor: Tensor, wide: bool) -> None:
-    """The same in few launches, whatever the number of gradients."""
-    leaving = [p for p in parameters if wide and _half(p.grad) and can_widen(p)]
     for parameter, grad in zip(leaving, _float32([p.grad for p in leaving if p.grad is not None]), strict=True):
         widen(parameter, grad)
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads = [p.grad for p in every if p.grad is not None]
     for grad in grads:
         mark(grad)
     for _, members in alike([local(grad._values() if grad.is_sparse else grad) for grad in grads]):
-        if foreign(members[0]) is not None:
-            members[0].mul_(factor)
-        elif _half(members[0]):  # in which a factor of their device would be rounded first
+        first = members[0]
+        by = factor.to(first.device, torch.float64 if first.dtype == torch.float64 else torch.float32)
+        if foreign(first) is not None:
+            first.mul_(by)
+        elif _half(first):  # in which a factor of their device would be rounded first
             copies = _float32(members)
-            torch._foreach_mul_(copies, factor.to(members[0].device))
+            torch._foreach_mul_(copies, by)
             torch._foreach_copy_(members, copies)
         else:
-            torch._foreach_mul_(members, factor.to(members[0].device))
+            torch._foreach_mul_(members, by)
 
 
 def _float32(grads: Sequence[Tensor]) -> list[Tensor]:

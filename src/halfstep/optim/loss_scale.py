@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError
 from halfstep.ops.untraced import untraced
-from halfstep.optim import unread
 from halfstep.optim.dynamic_scale import EXTRA, check_keys, float32
 from halfstep.optim.gradients import narrow_all
-from halfstep.optim.pending import Pending
-from halfstep.optim.unscaling import Unscaling
+from halfstep.optim.unscaling import Pending, Unscaling
 from halfstep.recipe.origin import RECIPE
 
 
@@ -106,7 +104,8 @@ class LossScaler(Unscaling):
 
     def _scaled(self, outputs: Outputs) -> Outputs:
         if isinstance(outputs, Tensor):
-            return outputs * self._factor(outputs.device)
+            # A copy: the graph keeps it, and an update before another backward through it writes to the scale.
+            return outputs * self._factor(outputs.device).clone()
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(self._scaled(output) for output in outputs)
         if isinstance(outputs, Iterable):
@@ -134,25 +133,23 @@ class LossScaler(Unscaling):
                 "a closure cannot be used with loss scaling: the gradients it makes would be neither checked nor "
                 "divided by the scale. Call it yourself before step(), or train without a loss scale ('bf16-mixed')"
             )
-        self._check(optimizer, pending)
-        if isinstance(pending.found_inf, Tensor) and _divides(optimizer):
-            scale = self._factor(pending.found_inf.device)
-            return unread.step(given, optimizer, pending, scale, *args, **kwargs)
-        if not pending.found_inf and pending.stage == "ready" and not _divides(optimizer):
-            self.unscale_(optimizer)
-        divisor = self.get_scale() if pending.stage == "ready" else 1.0
+        found = self._check(optimizer, pending)
+        if not pending.waits or not _divides(optimizer):
+            skipped = bool(found)
+            if not skipped and pending.stage == "ready" and not _divides(optimizer):
+                self.unscale_(optimizer)
+            if skipped or not _divides(optimizer):
+                pending.stage = "stepped"
+                return None if skipped else given.step(*args, **kwargs)
+        optimizer.grad_scale = self._factor(found.device) if pending.stage == "ready" else None  # type: ignore[attr-defined]
+        optimizer.found_inf = found  # type: ignore[attr-defined]
         pending.stage = "stepped"
-        if pending.found_inf:
-            return None
-        if divisor == 1.0:
-            return given.step(*args, **kwargs)
-        device = next((grad.device for _, grad in self._grads(optimizer)), None)
-        optimizer.grad_scale = torch.full((), divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
-        optimizer.found_inf = torch.zeros((), device=device, dtype=torch.float32)  # type: ignore[attr-defined]
         try:
             return given.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+            if pending.waits:
+                pending.note_versions(optimizer)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt S to what the steps since the last update found; call it once, after them.
@@ -172,9 +169,7 @@ class LossScaler(Unscaling):
         if self._enabled:
             checked = [p for _, p in pending if p.found_inf is not None]
             if new_scale is not None:
-                self._settle()
-                self._scale = float32(float(new_scale))
-                self._put()
+                self._scale.fill_(float32(float(new_scale)))
             elif not checked:
                 raise LossScaleError("update() before any step() or unscale_(); call it after scaler.step(optimizer)")
             else:
@@ -184,19 +179,11 @@ class LossScaler(Unscaling):
 
     def _move_on(self, checked: list[Pending]) -> None:
         """Adapt S to what was found, where it was found."""
-        names = tuple(name for p in checked for name in p.overflowed)
-        there = next((p.found_inf.device for p in checked if isinstance(p.found_inf, Tensor)), None)
-        if there is None and self._late is None:
-            self._adapt(names if any(p.found_inf for p in checked) else None)
-            return
-        scale = self._on(there or torch.device("cpu"))
-        device = scale.scale.device
-        found = [torch.as_tensor(p.found_inf, dtype=torch.float32, device=device) for p in checked]
-        lost = [
-            torch.ones(len(p.overflowed), dtype=torch.bool, device=device) if p.lost is None else p.lost.to(device)
-            for p in checked
-        ]
-        self._adapt_there(scale, torch.stack(found).amax(), names, torch.cat(lost))
+        found = [p.found_inf for p in checked if p.found_inf is not None]
+        lost = [p.lost for p in checked if p.lost is not None]
+        there = found[0].device
+        names = tuple(name for p in checked for name in p.names)
+        self._adapt(torch.stack([f.to(there) for f in found]).amax(), names, torch.cat([one.to(there) for one in lost]))
 
     # ---- saving ---------------------------------------------------------------------------------------------------
 
@@ -205,8 +192,8 @@ class LossScaler(Unscaling):
         and how far a recipe's stages are, add one key in all."""
         extra: dict[str, Any] = self._follower.state_dict() if self._follower is not None else {}
         if self._enabled and self._hysteresis > 1:
-            extra["patience"] = self._patience
-        if (self._enabled or extra.keys() - {RECIPE}) and any(p.stage == "stepped" for p in self._pending):
+            extra["patience"] = int(self._counts[1])
+        if (self._enabled or extra.keys() - {RECIPE}) and self._pending.any_stepped:
             warnings.warn(
                 "the scaler's state was taken between step() and update(): a run that resumes from it never sees that "
                 "update. Save after scaler.update()",
@@ -255,8 +242,10 @@ class LossScaler(Unscaling):
                 "a scaler cannot be copied or pickled between unscale_(), clip_grad_norm_() or step() and update(), "
                 "since the gradients would stay behind; do it after scaler.update()"
             )
-        self._settle()
-        return {name: value for name, value in vars(self).items() if name not in ("_pending", "_widened", "_late")}
+        self._note_overflowed()
+        left = ("_pending", "_widened", "_scale", "_counts", "_box", "_flagged", "_flags", "_seen_skips")
+        numbers = float(self._scale), self._counts[:-1].tolist()
+        return {name: value for name, value in vars(self).items() if name not in left} | {"numbers": numbers}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LossScaler:
         memo[id(self._process_group)] = self._process_group  # ranks do not multiply
@@ -265,8 +254,8 @@ class LossScaler(Unscaling):
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._late = None
+        vars(self).update({name: value for name, value in state.items() if name != "numbers"})
+        self._make(*state["numbers"])
         self._forget()
 
 

@@ -1,4 +1,4 @@
-"""The loss scale taken out of an optimizer's gradients: looked at, divided, clipped, once between two updates."""
+"""The loss scale taken out of an optimizer's gradients: checked, divided, clipped, once between two updates."""
 
 from __future__ import annotations
 
@@ -11,20 +11,92 @@ from torch import Tensor, nn
 
 from halfstep.errors import LossScaleError
 from halfstep.ops.untraced import untraced
-from halfstep.optim import unread
-from halfstep.optim.dynamic_scale import DynamicScale, float32
+from halfstep.optim.dynamic_scale import DynamicScale
 from halfstep.optim.gradients import (
+    NO_GRADIENT,
+    find_nonfinite,
+    gone,
     grads_of,
-    late,
     multiply,
-    named_grads,
     names_of,
+    no_gradient,
     parameters_of,
     takes_float32,
     total_norm,
+    treated,
 )
-from halfstep.optim.overflow import find_late, find_nonfinite
-from halfstep.optim.pending import AllPending, Pending, unwrapped
+
+
+class Pending:
+    """What is known of one optimizer's gradients since the last update()."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.stage = "ready"  # -> "unscaled" -> "stepped"; "dropped" once gradients that were unscaled are gone
+        self.found_inf: Tensor | None = None  # a float32 scalar, above 0 where a gradient is not finite
+        self.waits = False  # whether the host would wait for that number
+        self.names: tuple[str, ...] = ()  # of all parameters
+        self.lost: Tensor | None = None  # which of them have a gradient that is not finite
+        self.note_versions(optimizer)
+
+    def note_versions(self, optimizer: torch.optim.Optimizer) -> None:
+        """The parameters are as they were when this began, or as a step left them that may have been skipped."""
+        self._versions = _versions(optimizer)
+
+    def moved(self, optimizer: torch.optim.Optimizer) -> bool | Tensor:
+        """Whether the optimizer has stepped, through the scaler or past it; a tensor where the host would wait."""
+        if self._versions != _versions(optimizer) or self.stage != "stepped":
+            return self._versions != _versions(optimizer)
+        if self.found_inf is None:
+            return True
+        return self.found_inf == 0 if self.waits else not self.found_inf
+
+
+class AllPending:
+    """What is known of every optimizer that a scaler has seen since its last update(). It keeps no optimizer alive."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, Pending] = weakref.WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def take(self) -> list[tuple[torch.optim.Optimizer, Pending]]:
+        """Everything, which is forgotten with that."""
+        taken = list(self._known.items())
+        self._known.clear()
+        return taken
+
+    @property
+    def any_stepped(self) -> bool:
+        """Whether a step was taken that no update() has ended."""
+        return any(pending.stage == "stepped" for pending in self._known.values())
+
+    def look_back(self) -> None:
+        """Another backward is about to run: find out which gradients have been dropped since they were unscaled."""
+        for optimizer, pending in self._known.items():
+            if pending.stage == "unscaled" and gone(optimizer):
+                pending.stage = "dropped"
+
+    def of(self, optimizer: torch.optim.Optimizer) -> Pending:
+        """What is known of an optimizer; of one with the same groups, what is known of the other (`convert`).
+
+        Raises:
+            LossScaleError: its last gradients overflowed, and were dropped before update() heard of it.
+        """
+        same = [o for o in self._known if o is optimizer or o.param_groups is optimizer.param_groups]
+        pending = self._known[same[0]] if same else None
+        if pending is not None and pending.stage == "dropped" and treated(optimizer):
+            pending.stage = "unscaled"  # they had been put aside
+        if pending is not None and pending.stage == "dropped":
+            if pending.found_inf:
+                raise LossScaleError(
+                    "the gradients of the last batch overflowed and were dropped before scaler.update(), so the loss "
+                    "scale could not fall; call scaler.update() after every batch, even one whose step is left out"
+                )
+            pending = None
+        if pending is None:
+            pending = self._known[same[0] if same else optimizer] = Pending(optimizer)
+        return pending
 
 
 class Unscaling(DynamicScale):
@@ -45,12 +117,6 @@ class Unscaling(DynamicScale):
     def _forget(self) -> None:
         self._pending = AllPending()
         self._widened: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-    def _factor(self, device: torch.device) -> Tensor:
-        """S there, a float32 scalar."""
-        if self._late is None and not late(device):
-            return torch.full((), self._scale, dtype=torch.float32, device=device)
-        return self._on(device).scale.to(device)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by S in place, once, for code that wants to look at them before `step`.
@@ -75,11 +141,8 @@ class Unscaling(DynamicScale):
                 f"unscale_() on an optimizer that is already {pending.stage} since the last update(); call it once, "
                 "before step()"
             )
-        self._check(optimizer, pending)
-        if isinstance(pending.found_inf, Tensor):
-            self._multiply(optimizer, self._factor(pending.found_inf.device).double().reciprocal().float())
-        else:
-            self._multiply(optimizer, 1.0 / self.get_scale())
+        found = self._check(optimizer, pending)
+        self._multiply(optimizer, self._factor(found.device).double().reciprocal())
         pending.stage = "unscaled"
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -109,69 +172,48 @@ class Unscaling(DynamicScale):
             )
         if pending.stage == "stepped" and self._enabled:
             raise LossScaleError("clip_grad_norm_() after step(); call it between backward() and step()")
-        if not self._grads(optimizer):
+        if not any(grad is not None for grad in grads_of(optimizer)):
             return torch.zeros((), dtype=torch.float32, device="cpu")
         if self._scaled_yet(pending):
             self._check(optimizer, pending)
             if not takes_float32(optimizer):
                 self.unscale_(optimizer)  # as torch does: two multiplications
-        clip = self._clip_unread if late(self._device(optimizer)) else self._clip
-        norm = clip(optimizer, pending, max_norm, norm_type)
+        norm = self._clip(optimizer, pending, max_norm, norm_type)
         if self._enabled:
             pending.stage = "unscaled"
         return norm
 
     def _clip(self, optimizer: torch.optim.Optimizer, pending: Pending, max_norm: float, norm_type: float) -> Tensor:
-        norm = self._norm(optimizer, norm_type)
-        if self._scaled_yet(pending) and not pending.found_inf and not norm.isfinite():
-            self.unscale_(optimizer)  # finite gradients, whose squares overflow while they are multiplied by S
-            norm = self._norm(optimizer, norm_type)
-        divisor = self.get_scale() if self._scaled_yet(pending) else 1.0
-        norm = norm / divisor
-        coefficient = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        factor = coefficient
+        scaled, waits = self._scaled_yet(pending), self._waits(_device(optimizer))
+        grads = [grad for grad in grads_of(optimizer) if grad is not None]
+        # Squares of gradients that are still multiplied by S stay finite in float64.
+        norm = total_norm(grads, norm_type, torch.float64 if scaled and waits else torch.float32)
+        if scaled and not waits and not pending.found_inf and not norm.isfinite():
+            norm = total_norm(grads, norm_type, torch.float64)
+        divisor = self._factor(norm.device).double() if scaled else torch.ones_like(norm, dtype=torch.float64)
+        norm = (norm / divisor).float()
+        factor = coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).double()
         if takes_float32(optimizer):
             # The number that the update would divide by, had it both to do, in float32.
-            factor = 1.0 / float32(divisor / coefficient) if coefficient else 0.0
-        if factor != 1.0:
+            factor = torch.where(coefficient == 0, 0.0, 1.0 / (divisor / coefficient).float().double())
+        if waits or float(factor.float()) != 1.0:
             self._multiply(optimizer, factor)
         return norm
 
-    def _clip_unread(
-        self, optimizer: torch.optim.Optimizer, pending: Pending, max_norm: float, norm_type: float
-    ) -> Tensor:
-        """The same where the host waits for no number: gradients are multiplied whatever the factor is."""
-        scaled = self._scaled_yet(pending)
-        # Squares of gradients that are still multiplied by S stay finite in float64.
-        norm = self._norm(optimizer, norm_type, torch.float64 if scaled else torch.float32)
-        divisor = self._factor(norm.device) if scaled else torch.ones_like(norm)
-        norm, factor = unread.clipping(norm, divisor, max_norm, takes_float32(optimizer))
-        self._multiply(optimizer, factor)
-        return norm
-
-    def _check(self, optimizer: torch.optim.Optimizer, pending: Pending) -> None:
-        """Find out, once per update, whether every gradient is finite."""
+    def _check(self, optimizer: torch.optim.Optimizer, pending: Pending) -> Tensor:
+        """`Pending.found_inf`: find out, once per update, whether every gradient is finite."""
         if pending.found_inf is None:
-            device = self._device(optimizer)
-            if late(device):
-                pending.overflowed = names_of(optimizer, self._names)
-                pending.found_inf, pending.lost = find_late(grads_of(optimizer), device, self._process_group)
-            else:
-                found = find_nonfinite(self._grads(optimizer), device, self._process_group)
-                pending.found_inf, pending.overflowed = found
+            device = _device(optimizer)
+            pending.waits, pending.names = self._waits(device), names_of(optimizer, self._names)
+            grads = grads_of(optimizer)
+            here = any(grad is not None for grad in grads)
+            found, pending.lost = find_nonfinite(grads, device, self._process_group)  # a rank without tells the others
+            if not here or (not pending.waits and float(found) == NO_GRADIENT):
+                raise LossScaleError(no_gradient(elsewhere=here))
+            pending.found_inf = found
+        return pending.found_inf
 
-    def _device(self, optimizer: torch.optim.Optimizer) -> torch.device:
-        """Where its parameters are, the first of them at least."""
-        first = next(parameters_of(optimizer), None)
-        return torch.device("cpu") if first is None else first.device
-
-    def _grads(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-        return named_grads(optimizer, self._names)
-
-    def _norm(self, optimizer: torch.optim.Optimizer, norm_type: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        return total_norm([grad for _, grad in self._grads(optimizer)], norm_type, dtype)
-
-    def _multiply(self, optimizer: torch.optim.Optimizer, factor: float | Tensor) -> None:
+    def _multiply(self, optimizer: torch.optim.Optimizer, factor: Tensor) -> None:
         multiply(optimizer, factor, self._names)
         if takes_float32(optimizer):
             self._widened.add(optimizer)
@@ -186,3 +228,20 @@ class Unscaling(DynamicScale):
         if self._enabled and getattr(optimizer, "awaits_scaler", False):
             optimizer.awaits_scaler = False  # type: ignore[attr-defined]
         return optimizer, self._pending.of(optimizer)
+
+
+def _device(optimizer: torch.optim.Optimizer) -> torch.device:
+    """Where its parameters are, the first of them at least."""
+    first = next(parameters_of(optimizer), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def unwrapped(optimizer: torch.optim.Optimizer) -> Any:
+    """The optimizer itself, where accelerate's, Lightning's or Fabric's wrapper (their `.optimizer`) was given."""
+    inner = getattr(optimizer, "optimizer", None)
+    return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _versions(optimizer: torch.optim.Optimizer) -> list[int]:
+    """torch's count of writes to each parameter."""
+    return [parameter._version for parameter in parameters_of(optimizer)]
