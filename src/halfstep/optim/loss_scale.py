@@ -14,7 +14,7 @@ from halfstep.errors import LossScaleError
 from halfstep.ops.untraced import untraced
 from halfstep.optim.dynamic_scale import EXTRA, check_keys, float32
 from halfstep.optim.gradients import narrow_all
-from halfstep.optim.unscaling import Pending, Unscaling
+from halfstep.optim.unscaling import Pending, Unscaling, versions
 from halfstep.recipe.origin import RECIPE
 
 
@@ -149,7 +149,7 @@ class LossScaler(Unscaling):
         finally:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
             if pending.waits:
-                pending.note_versions(optimizer)
+                pending.versions = versions(optimizer)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt S to what the steps since the last update found; call it once, after them.

@@ -36,16 +36,12 @@ class Pending:
         self.waits = False  # whether the host would wait for that number
         self.names: tuple[str, ...] = ()  # of all parameters
         self.lost: Tensor | None = None  # which of them have a gradient that is not finite
-        self.note_versions(optimizer)
-
-    def note_versions(self, optimizer: torch.optim.Optimizer) -> None:
-        """The parameters are as they were when this began, or as a step left them that may have been skipped."""
-        self._versions = _versions(optimizer)
+        self.versions = versions(optimizer)  # as a step left them that may have been skipped, or before any
 
     def moved(self, optimizer: torch.optim.Optimizer) -> bool | Tensor:
         """Whether the optimizer has stepped, through the scaler or past it; a tensor where the host would wait."""
-        if self._versions != _versions(optimizer) or self.stage != "stepped":
-            return self._versions != _versions(optimizer)
+        if self.versions != versions(optimizer) or self.stage != "stepped":
+            return self.versions != versions(optimizer)
         if self.found_inf is None:
             return True
         return self.found_inf == 0 if self.waits else not self.found_inf
@@ -242,6 +238,6 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> Any:
     return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
-def _versions(optimizer: torch.optim.Optimizer) -> list[int]:
+def versions(optimizer: torch.optim.Optimizer) -> list[int]:
     """torch's count of writes to each parameter."""
     return [parameter._version for parameter in parameters_of(optimizer)]
