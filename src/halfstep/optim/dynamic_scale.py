@@ -64,7 +64,7 @@ class DynamicScale:
         )
         self._enabled, self._dynamic, self._min_scale, self._hysteresis = enabled, dynamic, min_scale, hysteresis
         self._overflowed: tuple[str, ...] = ()
-        self._make(float32(init_scale), [0, hysteresis, 0, 0])
+        self._make(init_scale, [0, hysteresis, 0, 0])
 
     # ---- the numbers ------------------------------------------------------------------------------------------------
 
