@@ -27,6 +27,7 @@ from halfstep.kernels.cpu import (
     powered_rows,
     tiles,
 )
+from halfstep.kernels.cpu.arrays import plain
 from halfstep.kernels.gpu import blocks as gpu_blocks
 from halfstep.kernels.gpu import cast as gpu_cast
 from halfstep.kernels.gpu import decode as gpu_decode
@@ -66,7 +67,7 @@ def round_scaled_into(
 
     An `out` of one byte a number is of torch's dtype of the format: its codes.
     """
-    if cast.supports_scaled(x, out, format):
+    if cast.supports_scaled(x, out.dtype, format) and plain(out):
         cast.run(x, out, format, rounding, "saturate", number(seed), factor, amax)
     elif x.is_cuda and gpu_cast.supports_scaled(x, out, format):
         gpu_cast.run(x, out, format, rounding, "saturate", seed, factor, amax)

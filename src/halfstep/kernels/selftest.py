@@ -143,7 +143,7 @@ def _scaled(name: str) -> Iterator[Case]:
                 torch.empty(size, dtype=dtype, device="cpu"),
                 torch.tensor(3.7, dtype=torch.float32, device="cpu"),
             )
-            if cast.supports_scaled(x, out, format):
+            if cast.supports_scaled(x, out.dtype, format):
                 cast.run(x, out, format, "nearest_even", "saturate", None, factor)
                 expected = quant.round_to(x.float() * factor, format, "nearest_even", "saturate", None, out.clone())
                 yield expected, out, x, words(x, "times a factor")

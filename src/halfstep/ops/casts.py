@@ -315,7 +315,7 @@ def round_scaled(
         amax: a float32 scalar that is raised to max |x|, in the same pass; NaN where there is one.
     """
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    seed = seed_of(rounding, generator, x.device)
+    seed = None if rounding != "stochastic" else seed_of(rounding, generator, x.device)
     if torch.compiler.is_compiling():
         torch.ops.halfstep.round_scaled(x, factor, out, format.key, rounding, seed, amax)
     else:

@@ -20,6 +20,8 @@ def run(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     """`function.apply`. Where no transform of `torch.func` is at work, by a function whose forward keeps what its
     backward takes: torch binds the arguments of the other kind by their signature, at each call.
 
+    A function whose forward also gives back what its backward takes, since a graph knows no other way, may have a
+    `keep(ctx, inputs, output)`, the part of `setup_context` that saves it, and say how many `outputs` its callers take.
     A function's `tangent(ctx, *tangents)` is its `jvp`, by another name since torch.compile traces no function that has
     one. Functions with neither say so to forward mode.
     """
@@ -67,10 +69,15 @@ class _Off:
 
 @cache
 def _direct(function: Any) -> Any:
+    keeps = getattr(function, "keep", None)
+
     def forward(ctx: Any, *inputs: Any) -> Any:
         output = function.forward(*inputs)
-        function.setup_context(ctx, inputs, output)
-        return output
+        if keeps is None:
+            function.setup_context(ctx, inputs, output)
+            return output
+        keeps(ctx, inputs, output)
+        return output[: function.outputs]
 
     members = {"forward": forward, "backward": function.backward, "jvp": _jvp(function)}
     wrapped = {name: staticmethod(member) for name, member in members.items()}

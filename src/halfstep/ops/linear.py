@@ -18,10 +18,13 @@ from halfstep.ops.operand import Operand, operand, signs_of
 from halfstep.ops.plain import factors_of, matrix, plain, unflatten
 from halfstep.ops.product import forward_product
 from halfstep.ops.saved import Keeping
-from halfstep.ops.sides import NO_UNITS, Units, both_sides, goes_both_ways, side, units_of
+from halfstep.ops.sides import Units, both_sides, goes_both_ways, side, units_of
 from halfstep.ops.snapshot import values_of
 from halfstep.ops.subclasses import check_plain, foreign
 from halfstep.recipe import LinearSpec, Matmul, linear_text
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def linear(
@@ -68,12 +71,17 @@ def linear(
     once_for_all = weight if isinstance(weight, RoundedWeight) else None
     weight = weight.weight if isinstance(weight, RoundedWeight) else values_of(weight)
     if spec.rounds:
-        check_plain(weight)
+        if type(weight) not in _PLAIN:
+            check_plain(weight)
         function = Rounded if torch.compiler.is_compiling() else Eager
         keeping = keeping if keeping is not None and _keeps(keeping) else None
-        units = NO_UNITS if channels is not None else units_of(spec, x, weight, product_dtype(x))
-        units = units if torch.is_grad_enabled() else Units(units.output)
-        options = spec, states or {}, record, channels, once_for_all, keeping, evaluates, units
+        dtype = product_dtype(x)
+        units = units_of(spec, x, weight, dtype)
+        if channels is not None:  # whose powers of two no unit multiplies by
+            units = Units(there=units.there)
+        elif not torch.is_grad_enabled():
+            units = Units(units.output, there=units.there)
+        options = spec, states or {}, record, channels, once_for_all, keeping, evaluates, units, dtype
         return run(function, x, weight, bias, *options)[0]  # type: ignore[no-any-return]
     if channels is not None:
         x = x * channels.reciprocal().to(x.dtype)

@@ -13,8 +13,8 @@ from halfstep.kernels.cpu.clamp_operators import estimate
 from halfstep.kernels.watched import unseen
 from halfstep.ops.factors import factor_in_use
 from halfstep.ops.folding import Rest, folded, folds, rest_of, restored
-from halfstep.ops.function import apart
-from halfstep.ops.noise import seeds_of
+from halfstep.ops.function import apart, no_autocast
+from halfstep.ops.noise import Seeds, seeds_of
 from halfstep.ops.once import Backwards, Once, once
 from halfstep.ops.operand import Operand, kept, signs_of
 from halfstep.ops.plain import matrix, unflatten
@@ -36,6 +36,8 @@ from halfstep.quant.rounding import Seed
 from halfstep.recipe import LinearSpec, Multiplier
 
 
+_NO_SEEDS = (Seeds(),)
+_NOTHING_LEFT = ((None, None, None), (None, None, None))
 States = Mapping[str, Tensor]
 """States of stateful scalings, by operand: `input`, `weight`, `grad_output` (see `recipe.LinearSpec.states`); and the
 key of what is drawn (`ops.noise`)."""
@@ -65,6 +67,8 @@ class Rounded(Once):
     not say so themselves, finds its way to the error.
     """
 
+    outputs = 2
+
     @staticmethod
     def forward(
         x: Tensor,
@@ -78,35 +82,37 @@ class Rounded(Once):
         keeping: Keeping | None,
         evaluates: bool,
         units: Units,
+        dtype: torch.dtype,
     ) -> tuple[Tensor | None, ...]:
-        dtype, rows, codes = product_dtype(x), matrix(x), None
+        rows, codes = x if x.dim() == 2 else matrix(x), None
         saved = spec.input_codes if keeping is not None and weight.requires_grad else None
-        (seeds,) = seeds_of(states, x, spec.output)
-        signs = rounded.signs[0] if rounded is not None else signs_of(spec.output, x, weight, seeds.signs)
+        (seeds,) = seeds_of(states, x, spec.output) if spec.draws else _NO_SEEDS
+        signs = None
+        if spec.rotates:
+            signs = rounded.signs[0] if rounded is not None else signs_of(spec.output, x, weight, seeds.signs)
         lhs: Side
         rhs: Side
         x_later = weight_later = None
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x):
             with unseen():
                 if keeping is not None and saved is not None:
                     lhs, codes = keeping.operand(x, rows, saved, dtype, states.get("input"), record, seeds.lhs)
                 elif units.output and units.grad_weight and weight.requires_grad and _both_ways(spec, "input"):
                     later = signs_of(spec.grad_weight, x, weight)
-                    given = seeds.lhs, seeds.lhs
-                    lhs, x_later = both_sides(rows, spec.output.lhs, dtype, states.get("input"), record, later, given)
+                    twice = seeds.lhs, seeds.lhs
+                    lhs, x_later = both_sides(rows, spec.output.lhs, dtype, states.get("input"), record, later, twice)
                 else:
-                    lhs = side(
-                        rows, spec.output.lhs, dtype, states.get("input"), record, signs, 1, units.output, seeds.lhs
-                    )
+                    given, state = (units.output, seeds.lhs, units.there), states.get("input")
+                    lhs = side(rows, spec.output.lhs, dtype, state, record, signs, 1, *given)
                 if rounded is not None:
                     rhs = rounded.output
                 elif units.output and units.grad_input and x.requires_grad and _both_ways(spec, "weight"):
-                    given, state = (seeds.rhs, seeds.rhs), states.get("weight")
-                    rhs, weight_later = both_sides(weight, spec.output.rhs, dtype, state, record, given=given)
+                    twice, state = (seeds.rhs, seeds.rhs), states.get("weight")
+                    rhs, weight_later = both_sides(weight, spec.output.rhs, dtype, state, record, given=twice)
                 else:
-                    state = states.get("weight")
-                    rhs = side(weight, spec.output.rhs, dtype, state, record, signs, 1, units.output, seeds.rhs)
-            over = lhs.over(channels, dtype) if isinstance(lhs, Operand) else lhs
+                    given, state = (units.output, seeds.rhs, units.there), states.get("weight")
+                    rhs = side(weight, spec.output.rhs, dtype, state, record, signs, 1, *given)
+            over = lhs if channels is None or not isinstance(lhs, Operand) else lhs.over(channels, dtype)
             y = forward_product(over, rhs, bias, dtype, spec.output, rows.shape[1], evaluates)
             # What a backward product takes as the forward did is kept so; what it rounds anew, as it came.
             x_kept = _kept(lhs, x_later, rows, spec.grad_weight.rhs, "input" in spec.anew, dtype)
@@ -115,16 +121,30 @@ class Rounded(Once):
             weight_kept: Kept = (None, None, None)
             if not again:
                 weight_kept = _kept(rhs, weight_later, weight, spec.grad_input.rhs, "weight" in spec.anew, dtype)
-            rests = rest_of(lhs, "input" not in spec.anew), rest_of(rhs, not again and "weight" not in spec.anew)
+            rests: tuple[Rest, Rest] = _NOTHING_LEFT
+            if lhs.remainder is not None or rhs.remainder is not None:
+                rests = rest_of(lhs, "input" not in spec.anew), rest_of(rhs, not again and "weight" not in spec.anew)
         x_kept = x_kept if codes is None else (codes, *x_kept[1:])
-        return apart(unflatten(y, x)), y.new_zeros(()), *x_kept, *weight_kept, *rests[0], *rests[1]
+        return (
+            apart(y if x.dim() == 2 else unflatten(y, x)),
+            y.new_zeros(()),
+            *x_kept,
+            *weight_kept,
+            *rests[0],
+            *rests[1],
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        x, weight, bias, spec, states, record, channels, rounded, keeping, _, units = inputs
-        anchor, x_kept, x_scale, x_whole, weight_kept, *rest = output[1:]
         if aside := [saved for saved in output[2:] if saved is not None]:  # torch 2.11 traces no call without any
             ctx.mark_non_differentiable(*aside)
+        Rounded.keep(ctx, inputs, output)
+
+    @staticmethod
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        """Save what the backward takes."""
+        x, weight, bias, spec, states, record, channels, rounded, keeping, _, units, dtype = inputs
+        anchor, x_kept, x_scale, x_whole, weight_kept, *rest = output[1:]
         ctx.set_materialize_grads(False)
         x_kept, weight_kept = x if x_kept is None else x_kept, weight if weight_kept is None else weight_kept
         if keeping is not None and not weight.requires_grad:
@@ -132,12 +152,12 @@ class Rounded(Once):
         again = (keeping is not None or units.output) and weight_kept is weight
         estimated = weight if spec.estimates else None
         dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.layer = _Layer(spec, states, record, product_dtype(x), x.shape, dtypes, rounded, again, units)
+        ctx.layer = _Layer(spec, states, record, dtype, x.shape, dtypes, rounded, again, units)
         ctx.save_for_backward(anchor, channels, estimated, x_kept, x_scale, x_whole, weight_kept, *rest)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *once(_form, grads[0], ctx.needs_input_grad[:3], ctx.layer, *ctx.saved_tensors), *[None] * 8
+        return *once(_form, grads[0], ctx.needs_input_grad[:3], ctx.layer, *ctx.saved_tensors), *[None] * 9
 
 
 class Eager(Backwards, Rounded):
@@ -174,30 +194,37 @@ def _form(
     """The gradients of x, weight and bias, as far as they are needed. `kept`: of x and then of the weight, values or
     codes with their scales; and then the parts of their remainders."""
     spec, states, record, dtype, shape, dtypes, rounded, again, units = layer
-    of_x, of_weight, x_rest, weight_rest = (_three(kept, start) for start in (0, 3, 6, 9))
-    rows = matrix(grad)
+    of_x, of_weight, x_rest, weight_rest = kept[:3], kept[3:6], kept[6:9], kept[9:]
+    rows = grad if grad.dim() == 2 else matrix(grad)
     grad_x = grad_weight = grad_bias = None
     first, second = spec.grad_input, spec.grad_weight
     lhs: Side | None = None
     later: Side | None = None
     before, after = folds(first), channels is None and folds(second)
-    state, (seeds, again_seeds) = states.get("grad_output"), seeds_of(states, grad, first, second)
-    with torch.autocast(rows.device.type, enabled=False):
+    state, (seeds, again_seeds) = states.get("grad_output"), _NO_SEEDS * 2
+    if spec.draws:
+        seeds, again_seeds = seeds_of(states, grad, first, second)
+    with no_autocast(rows):
         if needs[0]:
             weight = of_weight[0]
             assert weight is not None
-            signs = rounded.signs[1] if rounded is not None else signs_of(first, rows, weight, seeds.signs)
+            signs = None
+            if spec.rotates:
+                signs = rounded.signs[1] if rounded is not None else signs_of(first, rows, weight, seeds.signs)
             if needs[1] and units.grad_input and units.grad_weight and _both_ways(spec, "grad_output"):
                 turned, given = signs_of(second, rows, weight, again_seeds.signs), (seeds.lhs, again_seeds.lhs)
                 lhs, later = both_sides(rows, first.lhs, dtype, state, record, turned, given)
             elif not before:
-                lhs = side(rows, first.lhs, dtype, state, record, signs, 1, units.grad_input, seeds.lhs)
+                lhs = side(rows, first.lhs, dtype, state, record, signs, 1, units.grad_input, seeds.lhs, units.there)
             rhs = None if rounded is None else rounded.grad_input
-            rhs = rhs or restored_side(of_weight, first.rhs, dtype)
+            if rhs is None and units.there:
+                rhs = restored_side(of_weight, first.rhs, dtype)
             if rhs is None and (again or "weight" in spec.anew):
-                rhs = side(weight, first.rhs, dtype, signs=signs, dim=0, coded=units.grad_input, seed=seeds.rhs)
+                given = units.grad_input, seeds.rhs, units.there
+                rhs = side(weight, first.rhs, dtype, None, False, signs, 0, *given)
             elif rhs is None:
-                rhs = Operand(weight, of_weight[1], restored(weight_rest, weight.shape[1]))
+                rest = None if weight_rest[0] is None else restored(weight_rest, weight.shape[1])
+                rhs = Operand(weight, of_weight[1], rest)
             if before or lhs is None:
                 assert first.lhs is not None
                 assert isinstance(rhs, Operand)
@@ -208,12 +235,13 @@ def _form(
         if needs[1]:
             x = of_x[0]
             assert x is not None
-            signs = signs_of(second, rows, x, again_seeds.signs)
+            signs = signs_of(second, rows, x, again_seeds.signs) if spec.rotates else None
             if later is not None:
                 lhs = later
             elif not after and (lhs is None or before or "grad_output" in spec.anew):
-                lhs = side(rows, second.lhs, dtype, state, record, signs, 0, units.grad_weight, again_seeds.lhs)
-            known = restored_side(of_x, second.rhs, dtype)
+                given = units.grad_weight, again_seeds.lhs, units.there
+                lhs = side(rows, second.lhs, dtype, state, record, signs, 0, *given)
+            known = restored_side(of_x, second.rhs, dtype) if units.there else None
             rhs = _input(x, of_x, x_rest, spec, dtype, signs, units, again_seeds.rhs) if known is None else known
             if channels is not None:
                 assert isinstance(rhs, Operand)
@@ -237,13 +265,13 @@ def _input(
     signs: Tensor | None, units: Units, seed: Seed | None,
 ) -> Side:  # fmt: skip
     """The layer's input as the weight's gradient takes it, from what was kept: codes of it all, values, or x itself."""
-    x = matrix(x)
+    x = x if x.dim() == 2 else matrix(x)
     if x.dtype == torch.uint8:
         assert spec.input_codes is not None
         x = of_codes(x, spec.input_codes, dtype)
     if "input" in spec.anew:
-        return side(x, spec.grad_weight.rhs, dtype, signs=signs, dim=0, coded=units.grad_weight, seed=seed)
-    return Operand(x, of_x[1], restored(rest, x.shape[1]))
+        return side(x, spec.grad_weight.rhs, dtype, None, False, signs, 0, units.grad_weight, seed, units.there)
+    return Operand(x, of_x[1], None if rest[0] is None else restored(rest, x.shape[1]))
 
 
 def bias_gradient(rows: Tensor, multiplier: Multiplier | None) -> Tensor:
@@ -252,10 +280,6 @@ def bias_gradient(rows: Tensor, multiplier: Multiplier | None) -> Tensor:
         return rows.sum(0)
     wide = torch.promote_types(rows.dtype, torch.float32)
     return rows.sum(0, dtype=wide).mul_(multiplier.of(rows.shape[1], rows.shape[0], 1))
-
-
-def _three(tensors: tuple[Tensor | None, ...], start: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return tensors[start], tensors[start + 1], tensors[start + 2]
 
 
 def _both_ways(spec: LinearSpec, name: str) -> bool:
@@ -273,6 +297,8 @@ def _kept(used: Side, second: Side | None, x: Tensor, later: Quantizer | None, a
     """What a backward product takes of x: what was made for it, what the forward used, or x as it came."""
     if second is not None:
         return kept_parts(second)
+    if not anew and isinstance(used, Operand):
+        return None if used.values is x else used.values, used.scale, None
     if anew or isinstance(used, Operand):
         return *kept(used if isinstance(used, Operand) else Operand(x), x, later, anew, dtype), None
     return *kept(used.operand(), x, later, anew, dtype), None

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from halfstep import formats
 from halfstep.kernels import scaled_mm
+from halfstep.kernels.cpu import cast, rotated_tiles
 from halfstep.kernels.cpu import clamp_operators as operators
-from halfstep.kernels.cpu import rotated_tiles
 from halfstep.kernels.gpu import rotated as gpu_rotated
 from halfstep.kernels.rotation import rotate
 from halfstep.ops.carriers import E4M3_BITS, carrier, has_subnormals, tile_carrier
@@ -141,9 +141,13 @@ def operand(
         return Operand(*rounded_rows(x, quantizer, None, _row_dtype(quantizer, dtype, x.device), seed))
     native = scaled_mm.outer_dtype(quantizer, x.device) if units else None
     if scales.tile == TENSOR:
+        into = carrier(format, dtype) if native is None else native
+        if state is not None and quantizer.stateful is not None and _on_host(x, state, into, quantizer):
+            made = cast.run_in_use(x, into, format, quantizer.rounding, state, record)
+            if made is not None:
+                return Operand(*made)
         factor, amax = factor_of(x, format, scales.rule, state, record)
         if factor is not None:
-            into = carrier(format, dtype) if native is None else native
             rounded = round_scaled(x, factor, format, quantizer.rounding, into, seed, amax)
             return Operand(rounded, factor.reciprocal())
     elif native is not None:
@@ -153,6 +157,13 @@ def operand(
         into = carrier(format, dtype, E4M3_BITS)
         return Operand(values_noted(x, quantizer, seed, dtype=into, tensor_scale=scale)[0], scale)
     return _blocks(x, quantizer, scales, dtype, seed)
+
+
+def _on_host(x: Tensor, state: Tensor, dtype: torch.dtype, quantizer: Quantizer) -> bool:
+    """Whether a kernel of the CPU reads the factor from the state."""
+    if torch.compiler.is_compiling() or not state.is_cpu or state.dtype != torch.float32:
+        return False
+    return quantizer.rounding != "stochastic" and cast.supports_scaled(x, dtype, quantizer.format)
 
 
 def _rotated(

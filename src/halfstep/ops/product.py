@@ -45,7 +45,11 @@ def product_of(lhs: Side, rhs: Side, bias: Tensor | None, dtype: torch.dtype, pr
         along = not lhs.turned and rhs.turned  # what both are made of lies along the shared dimension
         if along and scaled_mm.supports_tiled(lhs.made, rhs.made, dtype, multiplier):
             return scaled_mm.run_tiled(lhs.made, rhs.made, bias, dtype, multiplier)
-    lhs, rhs = (one.operand() if isinstance(one, Coded) else one for one in (lhs, rhs))
+    lhs = lhs.operand() if isinstance(lhs, Coded) else lhs
+    rhs = rhs.operand() if isinstance(rhs, Coded) else rhs
+    if min(lhs.values.itemsize, rhs.values.itemsize) > 1 and lhs.remainder is None and rhs.remainder is None:
+        bias = None if bias is None else bias.to(dtype)
+        return matmul(lhs.values, rhs.values, bias, scale_of(lhs, rhs), dtype, product.accumulate, multiplier)
     apart = lhs.remainder is not None or rhs.remainder is not None
     if product.accumulate is None and not apart and scaled_mm.supports(lhs, rhs, dtype):
         return scaled_mm.run(lhs, rhs, bias, dtype, multiplier)

@@ -66,9 +66,11 @@ class Units(NamedTuple):
     output: bool = False
     grad_input: bool = False
     grad_weight: bool = False
+    there: bool = True
+    """Whether the device may have any: then operands with one scale stay in their 8 bits."""
 
 
-NO_UNITS = Units()
+NO_UNITS = Units(there=False)
 
 
 def units_of(spec: LinearSpec, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Units:
@@ -101,12 +103,13 @@ def side(
     dim: int = 1,
     coded: bool = False,
     seed: Seed | None = None,
+    units: bool = True,
 ) -> Side:
     """The matrix x as one side of a product: `ops.operand`, where the shared dimension is `dim`, along which the
     quantizer's tiles lie. In codes where units form the product (`coded`) and its scales are of tiles."""
     if quantizer is None or not coded or not unit_kinds.is_tiled(quantizer):
         down = quantizer if quantizer is None or dim else quantizer.down
-        return operand(x, down, dtype, state, record, signs, dim, seed=seed)
+        return operand(x, down, dtype, state, record, signs, dim, units, seed)
     if signs is not None:
         plain, eager = quantizer.plain, not torch.compiler.is_compiling()
         if eager and x.is_cuda and gpu_rotated.supports(x := x.contiguous(), signs, dim, plain, turned=True):

@@ -87,7 +87,7 @@ class Quantizer:
         """This quantizer without clamp and estimator: what the clamped values are rounded by."""
         return replace(self, clamp=None, estimator=None) if self.clamp or self.estimator else self
 
-    @property
+    @cached_property
     def by_rows(self) -> bool:
         """Whether each row, or column, of numbers of 4 bits has a scale that is known from its amax, and is a power of
         two, or the numbers are whole in some unit."""

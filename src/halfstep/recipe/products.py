@@ -78,6 +78,7 @@ class LinearSpec:
                 _ = known.down.down, known.plain, known.steps  # a traced graph cannot take a cached property's lock
                 _ = known.inner, known.down.plain, known.plain.down.down, known.factors, known.down.factors
                 _ = known.container, known.down.container, known.stateful, known.down.stateful
+                _ = known.by_rows, known.down.by_rows, known.plain.by_rows, known.plain.down.by_rows
         _ = self.anew, self.estimates, self.draws, self.rounds, self.rotates, self.accumulates, self.multiplies
 
     def _check_estimators(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numba
@@ -57,11 +58,32 @@ def run(
         numbers = narrow.scalars(format, overflow)
     target = None if x.data_ptr() == out.data_ptr() and amax is None else array(out)
     times = None if factor is None else array(factor)[0]
-    found = None if amax is None else torch.zeros(-(-x.numel() // CHUNK), dtype=torch.float32, device="cpu")
-    largest = None if found is None else array(found)
-    _values(x.numel(), array(x), target, numbers, seed_keys(seed) if rounding == "stochastic" else None, times, largest)
+    found = None if amax is None else np.empty(-(-x.numel() // CHUNK), np.uint32)
+    _values(x.numel(), array(x), target, numbers, seed_keys(seed) if rounding == "stochastic" else None, times, found)
     if amax is not None and found is not None:
-        amax.copy_(torch.maximum(amax, found.max()))
+        noted = array(amax)
+        noted[0] = max(noted[0], found.max())  # the bits of magnitudes are in their order, and NaN's above all
+
+
+def run_in_use(
+    x: Tensor, dtype: torch.dtype, format: Format, rounding: str, state: Tensor, record: bool
+) -> tuple[Tensor, Tensor] | None:
+    """x times the factor that a state of a `StatefulScaling` has in use, rounded, in `dtype`, and 1 / factor; `record`
+    raises the state's amax in the same pass. None where the factor is 0, and x has to be read first.
+
+    For what `supports_scaled` says, a float32 state on the CPU, and roundings without noise.
+    """
+    memory = array(state)
+    if not memory[0]:
+        return None
+    out = torch.empty(x.shape, dtype=dtype, device="cpu")
+    if x.numel():
+        numbers: Any = elements.scalars(format, rounding, "saturate", dtype)
+        found = np.empty(-(-x.numel() // CHUNK), np.uint32) if record else None
+        _values(x.numel(), array(x), array(out), numbers, None, memory[0], found)
+        if found is not None:
+            memory[1] = max(memory[1], found.max())
+    return out, state[0].reciprocal()
 
 
 def scale(x: NDArray[Any], factor: np.float32, out: NDArray[Any], numbers: Any) -> None:
@@ -69,10 +91,16 @@ def scale(x: NDArray[Any], factor: np.float32, out: NDArray[Any], numbers: Any) 
     _values(x.size, x, out, numbers, None, factor.view(np.uint32), None)
 
 
-def supports_scaled(x: Tensor, out: Tensor, format: Format) -> bool:
-    """Whether `run` can round `x` times a factor into `out`, saturating: x * factor has all of float32's bits."""
-    known = plain(x) and plain(out) and x.shape == out.shape and separate(x, out) and elements.knows(format)
-    return known and elements.holds(format, "saturate", torch.float32, out.dtype)
+def supports_scaled(x: Tensor, dtype: torch.dtype, format: Format) -> bool:
+    """Whether `run` can round `x` times a factor into new memory of that dtype, saturating: x * factor has all of
+    float32's bits."""
+    return plain(x) and _rounds_scaled(format, dtype)
+
+
+@cache
+def _rounds_scaled(format: Format, target: torch.dtype) -> bool:
+    known = target in (torch.float32, torch.bfloat16, torch.float16) and elements.knows(format)
+    return known and elements.holds(format, "saturate", torch.float32, target)
 
 
 @lanes("like")

@@ -40,11 +40,7 @@ def supports(x: Tensor, out: Tensor, quantizer: Quantizer) -> bool:
     return (
         whole
         and narrow
-        and cast.supports_scaled(
-            torch.empty(0, dtype=torch.float32, device="cpu"),
-            torch.empty(0, dtype=torch.float32, device="cpu"),
-            quantizer.format,
-        )
+        and cast.supports_scaled(torch.empty(0, dtype=torch.float32, device="cpu"), torch.float32, quantizer.format)
     )
 
 

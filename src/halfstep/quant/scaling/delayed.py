@@ -63,7 +63,7 @@ class Delayed(StatefulScaling):
     def waits(self, state: Tensor) -> bool:
         if not self.warmup or state.device.type != "cpu" or torch.compiler.is_compiling():
             return self.warmup > 0  # a GPU would have to be waited for, and a graph is traced once for all steps
-        return bool(state[0] == 0)
+        return not state[0].item()
 
     def in_use(self, state: Tensor, amax: Tensor | None, element: Format) -> Tensor:
         if amax is None:
