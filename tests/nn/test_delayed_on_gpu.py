@@ -10,7 +10,7 @@ import halfstep
 from fake_cuda import Reads, backward, fake_cuda, wants_mm_out_dtype
 from halfstep.kernels import largest, operators
 from halfstep.nn.scaling import Scalings
-from halfstep.ops import factors
+from halfstep.ops import factors, operand
 from halfstep.quant.scaling.delayed import Delayed
 from tiny import Gated, assert_same, batch, model_for, mostly_slow, prepared
 
@@ -42,6 +42,7 @@ def as_on_a_gpu(patch):
 
     patch.setattr(Delayed, "waits", lambda rule, state: rule.warmup > 0)
     patch.setattr(factors, "_noted_later", lambda x: True)
+    patch.setattr(operand, "_on_host", lambda *_: False)
     patch.setattr(factors, "amax_of", amax_of)
     return seen
 

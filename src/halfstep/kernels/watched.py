@@ -28,9 +28,10 @@ def is_watched() -> bool:
 
 def unseen() -> AbstractContextManager[Any]:
     """Within it no operator is kept."""
-    if is_watched() and isinstance(dispatch._get_current_dispatch_mode(), _KEEPERS):
-        return dispatch._pop_mode_temporarily()
-    return _NOTHING
+    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+        return _NOTHING
+    watched = isinstance(dispatch._get_current_dispatch_mode(), _KEEPERS)
+    return dispatch._pop_mode_temporarily() if watched else _NOTHING
 
 
 def times(x: Tensor, factor: Tensor | float) -> Tensor:

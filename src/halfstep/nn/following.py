@@ -65,16 +65,12 @@ class Part:
         """Belong to a copy's root."""
         self._root = weakref.ref(model)
 
-    def trains(self, module: nn.Module) -> bool:
+    def modes(self, module: nn.Module) -> tuple[bool, bool]:
         """Whether this call is one of training, in which scaling states take in what they see: gradients are on, and
-        the root is in training mode, whatever mode `module` is in."""
+        the root is in training mode, whatever mode `module` is in. And whether the root is in evaluation mode."""
         root = self._root()
-        return torch.is_grad_enabled() and (module if root is None else root).training
-
-    def evaluates(self, module: nn.Module) -> bool:
-        """Whether the root is in evaluation mode, whatever mode `module` is in, and whether gradients are on or not."""
-        root = self._root()
-        return not (module if root is None else root).training
+        training = (module if root is None else root).training
+        return training and torch.is_grad_enabled(), not training
 
     def is_inside(self, module: nn.Module) -> bool:
         """Whether a call of a part comes from within one that follows the recipe: of the root, of a part around it, or

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.nn.adopt import extend
-from halfstep.nn.scaling import ignore, states_of, unignore
+from halfstep.nn.scaling import PREFIX, ignore, unignore
 from halfstep.nn.surviving import Surviving
 from halfstep.nn.tuners import plain_name
 from halfstep.ops.noise import ATTRIBUTE, KEY, key_of
 from halfstep.quant import derive_seed
+from halfstep.recipe.products import OPERANDS
 
 
 _ORIGIN = "_halfstep_noise_origin"
@@ -64,8 +65,13 @@ def detach(model: nn.Module) -> None:
 
 def states_and_key(module: nn.Module, product: str = "") -> dict[str, Tensor]:
     """What a layer's product takes beside its operands: its scaling states, and the key of what it draws."""
-    states, key = states_of(module, product), key_of(module)
-    return states if key is None else {**states, KEY: key}
+    found, prefix = {}, f"{PREFIX}{product}__" if product else PREFIX
+    for operand in OPERANDS:
+        if (state := module._buffers.get(prefix + operand)) is not None:
+            found[operand] = state
+    if (key := module._buffers.get(ATTRIBUTE)) is not None:
+        found[KEY] = key
+    return found
 
 
 @torch.no_grad()

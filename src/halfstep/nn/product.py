@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from halfstep import ops
 from halfstep.nn.following import part_of
@@ -44,9 +45,10 @@ def product(
             return product(module, x, w, b, part, channels)
 
         return frozen_product(x, bias, weight, spec_of(module), key_of(module), forward)
-    states, keeping = states_and_key(module, part), module.__dict__.get(KEEPING)
-    training = records(module), channels, keeping
-    return ops.linear(x, weight, bias, spec_of(module), states, *training, evaluates(module))
+    shared, states = part_of(module), states_and_key(module, part)
+    record, evaluates = (False, False) if shared is None else shared.modes(module)
+    keeping = module.__dict__.get(KEEPING)
+    return ops.linear(x, weight, bias, spec_of(module), states, record, channels, keeping, evaluates)
 
 
 def spec_of(module: Any) -> LinearSpec:
@@ -58,13 +60,7 @@ def spec_of(module: Any) -> LinearSpec:
 def records(module: Any) -> bool:
     """Whether this call trains the model, so that scaling states take in what they see."""
     shared = part_of(module)
-    return shared is not None and shared.trains(module)
-
-
-def evaluates(module: Any) -> bool:
-    """Whether the model is in evaluation."""
-    shared = part_of(module)
-    return shared is not None and shared.evaluates(module)
+    return shared is not None and shared.modes(module)[0]
 
 
 def weight_of(module: Any, name: str, x: Tensor, expert: int | None = None) -> Any:
@@ -76,6 +72,8 @@ def weight_of(module: Any, name: str, x: Tensor, expert: int | None = None) -> A
             return FrozenWeight(lambda: _decoded(quantized_weight(module, name, like, expert)), rows_of(module, name))
         return quantized_weight(module, name, x, expert)
     weight = getattr(module, name)
+    if expert is None and type(weight) is Parameter:
+        return weight
     return ops.values_of(weight if expert is None else weight[expert])
 
 

@@ -26,7 +26,7 @@ from halfstep.quant.scaling import StatefulScaling
 from halfstep.recipe import LinearSpec
 
 
-_PREFIX = "_halfstep_scaling_"
+PREFIX = "_halfstep_scaling_"
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's own name for what DDP does not broadcast
 
 
@@ -45,7 +45,7 @@ def attach(model: nn.Module, specs: Mapping[str, LinearSpec], products: Mapping[
         attach_rules(module, rules, next(module.parameters()).device)
         if spec.states:
             extend(module, Surviving(_buffers, _initial))
-    ignore(model, [name for name, _ in model.named_buffers() if _PREFIX in name])
+    ignore(model, [name for name, _ in model.named_buffers() if PREFIX in name])
 
 
 def attach_rules(module: nn.Module, rules: Mapping[str, StatefulScaling], device: torch.device) -> None:
@@ -56,7 +56,7 @@ def attach_rules(module: nn.Module, rules: Mapping[str, StatefulScaling], device
 
 def detach_rules(module: nn.Module) -> None:
     """Take one module's states away."""
-    for name in [name for name in module._buffers if name.startswith(_PREFIX)]:
+    for name in [name for name in module._buffers if name.startswith(PREFIX)]:
         delattr(module, name)
 
 
@@ -70,12 +70,12 @@ def detach(model: nn.Module) -> None:
     """Take every state away again."""
     for module in model.modules():
         detach_rules(module)
-    unignore(model, _PREFIX)
+    unignore(model, PREFIX)
 
 
 def ignored(model: nn.Module) -> list[str]:
     """The names of the states that DDP leaves alone."""
-    return [name for name in getattr(model, _IGNORED, ()) if _PREFIX in name]
+    return [name for name in getattr(model, _IGNORED, ()) if PREFIX in name]
 
 
 def ignore(model: nn.Module, names: Sequence[str]) -> None:
@@ -110,21 +110,21 @@ def moved(model: nn.Module) -> dict[str, Tensor]:
 def freeze(module: nn.Module, states: Mapping[str, Tensor]) -> None:
     """For inference: keep the factors in use, by operand, in persistent buffers."""
     for name, state in states.items():
-        module.register_buffer(_PREFIX + name, state[:1].clone())
+        module.register_buffer(PREFIX + name, state[:1].clone())
 
 
 def accept_factors(module: nn.Module, saved: Collection[str]) -> None:
     """Give the module the buffers of `freeze` that a file has, and no others, so that it can be loaded."""
     anything: Tensor = next(chain(module.buffers(), module.parameters()))
-    names = {name for name in saved if name.startswith(_PREFIX)}
-    for name in [name for name in module._buffers if name.startswith(_PREFIX) and name not in names]:
+    names = {name for name in saved if name.startswith(PREFIX)}
+    for name in [name for name in module._buffers if name.startswith(PREFIX) and name not in names]:
         delattr(module, name)
     for name in names - module._buffers.keys():
         module.register_buffer(name, torch.ones(1, dtype=torch.float32, device=anything.device))
 
 
 def _buffer(product: str) -> str:
-    return f"{_PREFIX}{product}__" if product else _PREFIX
+    return f"{PREFIX}{product}__" if product else PREFIX
 
 
 def _states(model: nn.Module) -> Iterator[tuple[str, Tensor, Quantizer]]:
@@ -141,7 +141,7 @@ def _rule(quantizer: Quantizer) -> StatefulScaling:
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, b) for name, b in module._buffers.items() if name.startswith(_PREFIX) and b is not None]
+    return [(name, b) for name, b in module._buffers.items() if name.startswith(PREFIX) and b is not None]
 
 
 def _initial(module: nn.Module, name: str, device: torch.device) -> Tensor:
@@ -151,7 +151,7 @@ def _initial(module: nn.Module, name: str, device: torch.device) -> Tensor:
 
 def _operand(name: str) -> str:
     """The operand that the buffer of that name is a state of."""
-    return name.removeprefix(_PREFIX).rpartition("__")[2]
+    return name.removeprefix(PREFIX).rpartition("__")[2]
 
 
 class Scalings:

@@ -38,11 +38,16 @@ def factor_of(
         return rule.in_use(state, None, format), state[1] if record else None
     amax = amax_of(x, unless=state[0])
     factor = rule.in_use(state, amax, format)  # of this step, whatever comes
-    if record and (x.is_cuda or torch.compiler.is_compiling()):  # where max |x| may not have been found
+    if record and _noted_later(x):
         return factor, state[1]
     if record:
         rule.record(state, amax)
     return factor, None
+
+
+def _noted_later(x: Tensor) -> bool:
+    """Whether max |x| that was asked for may not have been found."""
+    return x.is_cuda or torch.compiler.is_compiling()
 
 
 def factor_in_use(x: Tensor, quantizer: Quantizer, state: Tensor | None) -> Tensor | None:

@@ -69,9 +69,12 @@ def linear(
     if isinstance(weight, (Operand, StoredWeight)):
         return _infer(x, weight, bias, spec.output, states or {}, channels, evaluates)
     once_for_all = weight if isinstance(weight, RoundedWeight) else None
-    weight = weight.weight if isinstance(weight, RoundedWeight) else values_of(weight)
+    if isinstance(weight, RoundedWeight):
+        weight = weight.weight
+    elif type(weight) not in _PLAIN:
+        weight = values_of(weight)
     if spec.rounds:
-        if type(weight) not in _PLAIN:
+        if type(weight) not in _PLAIN or hasattr(weight, "device_mesh"):
             check_plain(weight)
         function = Rounded if torch.compiler.is_compiling() else Eager
         keeping = keeping if keeping is not None and _keeps(keeping) else None

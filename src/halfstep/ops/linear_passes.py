@@ -189,7 +189,7 @@ def _form(
     anchor: Tensor,
     channels: Tensor | None,
     estimated: Tensor | None,
-    *kept: Tensor | None,
+    *kept: Any,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, weight and bias, as far as they are needed. `kept`: of x and then of the weight, values or
     codes with their scales; and then the parts of their remainders."""
@@ -220,8 +220,8 @@ def _form(
             if rhs is None and units.there:
                 rhs = restored_side(of_weight, first.rhs, dtype)
             if rhs is None and (again or "weight" in spec.anew):
-                given = units.grad_input, seeds.rhs, units.there
-                rhs = side(weight, first.rhs, dtype, None, False, signs, 0, *given)
+                anew = units.grad_input, seeds.rhs, units.there
+                rhs = side(weight, first.rhs, dtype, None, False, signs, 0, *anew)
             elif rhs is None:
                 rest = None if weight_rest[0] is None else restored(weight_rest, weight.shape[1])
                 rhs = Operand(weight, of_weight[1], rest)
@@ -239,8 +239,8 @@ def _form(
             if later is not None:
                 lhs = later
             elif not after and (lhs is None or before or "grad_output" in spec.anew):
-                given = units.grad_weight, again_seeds.lhs, units.there
-                lhs = side(rows, second.lhs, dtype, state, record, signs, 0, *given)
+                anew = units.grad_weight, again_seeds.lhs, units.there
+                lhs = side(rows, second.lhs, dtype, state, record, signs, 0, *anew)
             known = restored_side(of_x, second.rhs, dtype) if units.there else None
             rhs = _input(x, of_x, x_rest, spec, dtype, signs, units, again_seeds.rhs) if known is None else known
             if channels is not None:

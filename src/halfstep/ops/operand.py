@@ -143,9 +143,9 @@ def operand(
     if scales.tile == TENSOR:
         into = carrier(format, dtype) if native is None else native
         if state is not None and quantizer.stateful is not None and _on_host(x, state, into, quantizer):
-            made = cast.run_in_use(x, into, format, quantizer.rounding, state, record)
-            if made is not None:
-                return Operand(*made)
+            known = cast.run_in_use(x, into, format, quantizer.rounding, state, record)
+            if known is not None:
+                return Operand(*known)
         factor, amax = factor_of(x, format, scales.rule, state, record)
         if factor is not None:
             rounded = round_scaled(x, factor, format, quantizer.rounding, into, seed, amax)
@@ -162,6 +162,8 @@ def operand(
 def _on_host(x: Tensor, state: Tensor, dtype: torch.dtype, quantizer: Quantizer) -> bool:
     """Whether a kernel of the CPU reads the factor from the state."""
     if torch.compiler.is_compiling() or not state.is_cpu or state.dtype != torch.float32:
+        return False
+    if not torch._C._has_storage(state):  # within a transform of torch.func
         return False
     return quantizer.rounding != "stochastic" and cast.supports_scaled(x, dtype, quantizer.format)
 

@@ -14,6 +14,10 @@ from halfstep.quant.tile import TENSOR
 from halfstep.recipe.multiplier import Multiplier
 
 
+OPERANDS = ("input", "weight", "grad_output")
+"""The three tensors that a linear layer's products take, each in two of them."""
+
+
 @dataclass(frozen=True)
 class Matmul:
     """One of the three products of a linear layer. None leaves an operand as it is, and sums in float32.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,12 +41,18 @@ def array(tensor: Tensor, dtype: torch.dtype | None = None) -> Any:
     layer's whole weights after each use by resizing their storage to nothing, would then fail.
     """
     assert dtype is None or dtype.itemsize == tensor.itemsize, f"{tensor.dtype} taken for {dtype}"
-    return np.asarray(_Memory(tensor, _BITS[tensor.dtype] if dtype is None else _TYPES[dtype]))
+    kind = _BITS[tensor.dtype] if dtype is None else _TYPES[dtype]
+    place = (tensor.data_ptr() or _NOWHERE, False)
+    interface = {"version": 3, "typestr": kind, "shape": (tensor.numel(),), "data": place}
+    return np.asarray(SimpleNamespace(__array_interface__=interface, tensor=tensor))
 
 
 def borrowed(tensor: Tensor) -> Any:
-    """The same array, which does not keep the tensor: for whoever asks each time whether its memory is still there."""
-    return np.asarray(_Memory(tensor, _BITS[tensor.dtype], keeps=False))
+    """The same array, which does not keep the tensor: for a caller that asks each time whether its memory is still
+    there."""
+    place = (tensor.data_ptr() or _NOWHERE, False)
+    interface = {"version": 3, "typestr": _BITS[tensor.dtype], "shape": (tensor.numel(),), "data": place}
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def empty(size: int, dtype: torch.dtype) -> Any:
@@ -62,18 +69,6 @@ def widened(numbers: Any) -> Any:
 
 _NOWHERE = 64
 """The address of no number, aligned as any is: numpy 2.0 takes none of 0."""
-
-
-class _Memory:
-    """What numpy asks for an address; an array made of it keeps the tensor alive, unless it is said not to."""
-
-    __slots__ = ("__array_interface__", "tensor")
-
-    def __init__(self, tensor: Tensor, kind: str, keeps: bool = True) -> None:
-        self.tensor = tensor if keeps else None
-        self.__array_interface__ = {
-            "version": 3, "typestr": kind, "shape": (tensor.numel(),), "data": (tensor.data_ptr() or _NOWHERE, False),
-        }  # fmt: skip
 
 
 _TYPES = {
