@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from fnmatch import translate
 from pathlib import Path
 
 import halfstep
@@ -11,6 +12,7 @@ from families import for_each
 from halfstep.inspection.roles import ROLES
 from halfstep.kb import load
 from halfstep.kb.schema import schema
+from halfstep.recipe.high_precision import KEEP
 
 
 ROOT = Path(halfstep.__file__).parent
@@ -18,6 +20,7 @@ MADE = {
     "inspection/roles.py": [pattern for _, pattern in ROLES],
     "kb/schema.py": [json.loads(one) for one in re.findall(r'"pattern": ("(?:[^"\\]|\\.)*")', json.dumps(schema()))],
     "kb/entry.py": ["[^/]*[^/]*", "[^/]*a[^/]*"],
+    "nn/tuners.py": [translate(glob) for rule in KEEP for glob in rule.path.split("|")],
 }
 """The expressions of files that do not write them out where they use them."""
 
