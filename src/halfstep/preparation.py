@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError, OptimizerError, RecipeError
 from halfstep.nn import noise
 from halfstep.nn.applied import applied_to
+from halfstep.nn.averages import watch_clones
 from halfstep.nn.codes import hold
 from halfstep.nn.decision import decide, keep_grads
 from halfstep.nn.dtypes import storable, wide_adapters
@@ -359,6 +360,8 @@ def _optimized(
         _LOGGER.info("%s", planned if _LOGGER.isEnabledFor(logging.DEBUG) else planned.headline)
     low_bit.check_new = partial(_check_adapters, reference)
     steps.follow(low_bit)
+    if recipe.weights != "fp32":
+        watch_clones(model, low_bit, recipe.name)
     if applied.schedule is not None:
         applied.schedule.fix(run.total_steps)
     return low_bit, scaler

@@ -252,3 +252,8 @@ def test_a_norm_that_is_frozen_alone():
     frozen = copy.deepcopy(model).requires_grad_(False)
     frozen.lm_head.requires_grad_()  # features are extracted
     assert halfstep.audit(frozen).findings == ()
+    halfstep.quantize_model(model := Net(), "nf4", adapters=True)
+    for block in model.blocks:
+        block.lora_A = torch.nn.Linear(8, 2)  # trains beside the codes of a base whose norms do not
+    assert not any(parameter.requires_grad for parameter in model.blocks[0].norm.parameters())
+    assert finding("frozen norm", model, adamw(model)) is None

@@ -143,7 +143,11 @@ def test_the_loss_scale_history_marks_skips(usual):
     (history,) = scales.histories(usual)
     assert (history.recipe, history.skipped) == ("fp16-mixed", USUAL["fp16-mixed"].overflows)
     assert (max(history.exponents), history.exponents[-1], len(history.steps)) == (20, 17, 500)
-    (axes,) = scales.picture(usual).figure.axes
+    picture = scales.picture(usual)
+    assert (
+        picture.alt == f"The loss scale ends at {power(17)}; 5 steps were skipped; seed 0"
+    )  # the table has all three's
+    (axes,) = picture.figure.axes
     crosses = next(line for line in axes.lines if line.get_marker() == "X")
     assert list(zip(crosses.get_xdata(), crosses.get_ydata(), strict=True))[:3] == [(1, 20), (2, 19), (3, 18)]
 

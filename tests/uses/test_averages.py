@@ -4,16 +4,19 @@ import copy
 import gc
 import pickle
 import warnings
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch_ema
 from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from ways import apart, assert_outputs_alike, prepare, start_of, steps, values, way
 
 import halfstep
 from halfstep.recipe import get_recipe
-from tiny import assert_same, batch, prepared, train
+from tiny import assert_same, batch, mlp, prepared, train
 
 
 HALF = 0.5
@@ -93,12 +96,42 @@ class Lerped(ByHand):
             average.data.lerp_(parameter.data, 1 - DECAY)
 
 
+class Clones:
+    """An average in clones of the parameters, `shadow`, which `update` moves."""
+
+    def __init__(self, model, shadow, update):
+        self.module = SimpleNamespace(state_dict=lambda: dict(zip(model.state_dict(), shadow, strict=True)))
+        self.update_parameters = update
+
+
+def of_torch_ema(model):
+    average = torch_ema.ExponentialMovingAverage(model.parameters(), DECAY, use_num_updates=False)
+    return Clones(model, average.shadow_params, lambda model: average.update(model.parameters()))
+
+
+def of_diffusers(model):
+    from diffusers.training_utils import EMAModel  # takes seconds
+
+    average = EMAModel(model.parameters(), decay=DECAY, min_decay=DECAY)
+    return Clones(model, average.shadow_params, lambda model: average.step(model.parameters()))
+
+
+def of_lists(model):
+    """The optimizer's own loop, over lists of tensors."""
+    shadow = [parameter.detach().clone() for parameter in model.parameters()]
+    update = get_ema_multi_avg_fn(DECAY)
+    return Clones(model, shadow, lambda model: update(shadow, [p.detach() for p in model.parameters()], 1))
+
+
 AVERAGES = {
     "AveragedModel": lambda model: AveragedModel(model, avg_fn=get_ema_avg_fn(DECAY)),
     "AveragedModel of lists": lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY)),
     "by hand": ByHand,
     "by hand, .data": lambda model: ByHand(model, data=True),
     "lerp": Lerped,
+    "torch_ema": of_torch_ema,
+    "diffusers": of_diffusers,
+    "lists": of_lists,
 }
 
 
@@ -127,7 +160,7 @@ def followed(name, make, first, times=24):
     return (off / way) ** 0.5, [str(warning.message) for warning in told]
 
 
-@pytest.mark.quick("AveragedModel-bf16-stochastic", "by hand, .data-bf16-master")
+@pytest.mark.quick("AveragedModel-bf16-stochastic", "by hand, .data-bf16-master", "torch_ema-bf16-stochastic")
 @pytest.mark.parametrize("name", ["bf16-stochastic", "bf16-master"])
 @pytest.mark.parametrize("how", AVERAGES)
 def test_an_average_in_16_bits_stands_still_and_says_so(how, name):
@@ -139,7 +172,7 @@ def test_an_average_in_16_bits_stands_still_and_says_so(how, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16-stochastic", "bf16-master"])
-@pytest.mark.parametrize("how", ["AveragedModel", "by hand"])
+@pytest.mark.parametrize("how", ["AveragedModel", "by hand", "torch_ema", "diffusers"])
 def test_an_average_that_is_made_before_prepare_is_in_float32(how, name):
     """By hand it starts at weights that are not rounded yet, and is as far off as their rounding is from its way."""
     off, told = followed(name, AVERAGES[how], first=True, times=200)
@@ -152,11 +185,21 @@ def test_averages_under_recipes_of_float32_weights_are_exact_and_quiet():
     assert (off < 1e-3, told) == (True, [])
 
 
+def stock_copy(model):
+    """What torch's classes hold, who know no recipe."""
+    layers = [type(layer).__base__(*shape) for layer, shape in zip(model, [(8, 64), (), (64, 4)], strict=True)]
+    stock = torch.nn.Sequential(*layers).bfloat16().requires_grad_(False)
+    stock.load_state_dict(model.state_dict())
+    return stock
+
+
 class Others:
     """Copies of a model that are no averages in 16 bits, and are written to after each step."""
 
-    def __init__(self, model, how):
-        self.module, self.how, self.generator = copy.deepcopy(model), how, torch.Generator().manual_seed(0)
+    def __init__(self, model, how, clones):
+        self.how, self.generator = how, torch.Generator().manual_seed(0)
+        self.copied = stock_copy if clones else copy.deepcopy
+        self.module = self.copied(model)
         self.shadow = [parameter.detach().float() for parameter in model.parameters()]
         if how == "float32 copy":
             self.module.float()
@@ -166,7 +209,7 @@ class Others:
         if self.how == "load":
             self.module.load_state_dict(model.state_dict())
         if self.how == "new snapshot":
-            self.module = copy.deepcopy(model)
+            self.module = self.copied(model)
         for own, shadow, parameter in zip(self.module.parameters(), self.shadow, model.parameters(), strict=True):
             if self.how == "copy":
                 own.data.copy_(parameter.data)
@@ -180,12 +223,33 @@ class Others:
                 own.copy_(((bits + noise) & -(2**16)).view(torch.float32))
 
 
-@pytest.mark.parametrize(
-    "how", ["load", "copy", "new snapshot", "never", "float32 copy", "rounded from float32", "stochastic"]
-)
-def test_other_copies_are_quiet(how):
-    _, told = followed("bf16-stochastic", lambda model: Others(model, how), first=False)
+OTHERS = ["load", "copy", "new snapshot", "never", "float32 copy", "rounded from float32", "stochastic"]
+
+
+@pytest.mark.parametrize("clones", [False, True])
+@pytest.mark.parametrize("how", OTHERS)
+def test_other_copies_are_quiet(how, clones):
+    _, told = followed("bf16-stochastic", lambda model: Others(model, how, clones), first=False)
     assert told == []
+
+
+def test_clones_that_are_made_late_are_found_and_no_model_is_kept_alive():
+    """Those of after the 8th step are found before the 64th."""
+    model = mlp()
+    model, optimizer, scaler = halfstep.prepare(model, torch.optim.AdamW(model.parameters()), "bf16-master")
+    train(model, optimizer, scaler, 8)
+    average = of_lists(model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(80):
+            train(model, optimizer, scaler, 1)
+            average.update_parameters(model)
+    (said,) = told
+    assert "in clones of the parameters, in torch.bfloat16" in str(said.message)
+    gone = weakref.ref(model)
+    del model, average, optimizer, scaler
+    gc.collect()
+    assert gone() is None
 
 
 def ended():

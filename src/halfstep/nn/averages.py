@@ -1,10 +1,12 @@
-"""Averages of 16-bit weights that are kept in 16 bits, in a deepcopy: most of each update is rounded away."""
+"""Averages of 16-bit weights that are kept in 16 bits, in a deepcopy or in clones: most of each update is lost."""
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep.nn.step_hooks import remove_after_step
 from halfstep.ops import CodeTensor, values_of
+from halfstep.ops.untraced import untraced
 
 
 _PARAMETERS, _VALUES = 8, 2048
@@ -22,7 +25,11 @@ _STEPS, _WRITES, _HELD = 256, 256, 8
 and how many of them in a row must leave most values as they were, until it is said."""
 _ALIKE = 8.0
 """Up to which factor of distance rounding to nearest may move one value and leave another: their spacings differ."""
-_Place = tuple["weakref.ref[nn.Module]", str]
+_SEARCHES, _CLONES, _NEAR = (8, 64, 512, 4096), 8, 0.5
+"""Before which steps of an optimizer clones are looked for among all live objects, which takes 0.1 s where there are
+half a million; how many clones are watched; and how far from the weights one may be, relative to them."""
+_Place = Callable[[], Tensor | None]
+"""What is there now, if anything."""
 
 
 class Copied:
@@ -30,6 +37,7 @@ class Copied:
 
     def __init__(self, model: Callable[[], nn.Module | None]) -> None:
         self.model = model
+        self.copy: Callable[[], nn.Module | None] = _unknown
 
     def __deepcopy__(self, memo: object) -> Copied:
         return self
@@ -47,27 +55,93 @@ def watch_copy(copied: Copied, copy: nn.Module, recipe: str) -> None:
     copy that is trained has gradients; and what is rounded stochastically, or from an average in float32, moves near
     values as well as far ones.
     """
+    copied.copy = weakref.ref(copy)
     model = copied.model()
     if model is not None and (places := _places(copy)):
-        _Watch(places, _places(model), recipe)
+        watch = _Watch(places, _places(model), "a copy.deepcopy of the model", recipe)
+
+        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if not watch.is_open():
+                remove_after_step(optimizer, handle)
+
+        handle = register_optimizer_step_pre_hook(look)
+
+
+def watch_clones(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str) -> None:
+    """Warn, should clones of 16-bit weights become their average, as in diffusers' EMAModel and in torch_ema.
+
+    Such clones are plain tensors, which nothing tells of. So before a few steps of this optimizer all live tensors are
+    looked through for those of the shape of its largest parameter of the model, in 16 bits and near its values. Clones
+    of codes are in float32.
+    """
+    groups = optimizer.param_groups
+    trained = {id(p) for group in groups for p in group["params"] if not isinstance(p, CodeTensor)}
+    if places := _places(model, trained)[:1]:
+        optimizer.register_step_pre_hook(_Search(weakref.ref(model), places, recipe).look)
+
+
+class _Search:
+    """What was found of clones of an optimizer's largest parameter, and what is watched of it."""
+
+    def __init__(self, model: Callable[[], nn.Module | None], places: Sequence[_Place], recipe: str) -> None:
+        self._model, self._places, self._recipe = model, places, recipe
+        self._steps = 0
+        self._watches: list[_Watch] = []
+
+    def look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._steps += 1
+        if self._watches or self._steps in _SEARCHES:
+            untraced(self._watch, optimizer)
+
+    @torch.no_grad()
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._steps in _SEARCHES:
+            places = [weakref.ref(clone) for clone in self._clones(optimizer)]
+            self._watches = [
+                _Watch([place], self._places, "clones of the parameters", self._recipe) for place in places
+            ]
+        still = [watch for watch in self._watches if watch.is_open()]
+        if any(watch.has_warned for watch in self._watches):
+            still, self._steps = [], _SEARCHES[-1]
+        self._watches = still
+
+    def _clones(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """Live tensors that may be clones: neither trained, nor of a model's copy, nor the optimizer's."""
+        model, found = self._model(), _parameters(self._places)
+        if model is None or not found:
+            return []
+        (parameter,) = found
+        weights, memory, objects = _values(found), parameter.untyped_storage().data_ptr(), gc.get_objects()
+        copies = (each.copy() for each in objects if type(each) is Copied and each.model() is model)
+        known = {id(state) for states in optimizer.state.values() for state in states.values()}
+        known |= {id(tensor) for module in (model, *filter(None, copies)) for tensor in module.parameters()}
+        alike = (
+            each
+            for each in objects
+            if type(each) in (Tensor, nn.Parameter)
+            and (each.shape, each.layout, each.is_meta) == (parameter.shape, parameter.layout, False)
+            and (_is_narrow(each) and not each.requires_grad and id(each) not in known)
+            and (each.untyped_storage().nbytes() and each.untyped_storage().data_ptr() != memory)
+        )
+        far = _NEAR * weights.norm()
+        return [each for each in alike if (_values([each]).to(weights.device) - weights).norm() < far][:_CLONES]
 
 
 class _Watch:
     """What the parameters of a copy were before the last step."""
 
-    def __init__(self, places: Sequence[_Place], others: Sequence[_Place], recipe: str) -> None:
-        self._places, self._others, self._recipe = places, others, recipe
+    def __init__(self, places: Sequence[_Place], others: Sequence[_Place], where: str, recipe: str) -> None:
+        self._places, self._others, self._where, self._recipe = places, others, where, recipe
         self._steps = self._writes = self._held = 0
         found = _parameters(places)
         self._before, self._version = _values(found), _version(found)
-        self._handle = register_optimizer_step_pre_hook(self._look)
 
-    def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._is_open():
-            remove_after_step(optimizer, self._handle)
+    @property
+    def has_warned(self) -> bool:
+        return self._held == _HELD
 
     @torch.no_grad()
-    def _is_open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether there is more to be seen, after a look at what was written since the last step."""
         copy, model = _parameters(self._places), _parameters(self._others)
         if not copy or len(copy) != len(model) or any(p.grad is not None for p in copy):
@@ -85,7 +159,7 @@ class _Watch:
         held = _is_held(before, now, _values(model).to(now.device))
         self._held = self._held + 1 if held else 0
         if self._held == _HELD:
-            _warn(copy[0], self._recipe)
+            _warn(copy[0], self._where, self._recipe)
         return held is not None and self._held < _HELD and self._writes < _WRITES
 
 
@@ -101,26 +175,33 @@ def _is_held(before: Tensor, now: Tensor, weights: Tensor) -> bool | None:
     return bool(2 * held.sum() > (weights != before).sum())
 
 
-def _warn(parameter: Tensor, recipe: str) -> None:
+def _warn(parameter: Tensor, where: str, recipe: str) -> None:
     kept = "codes" if isinstance(parameter, CodeTensor) else str(parameter.dtype)
     warnings.warn(
-        f"an average of the weights is kept in a copy.deepcopy of the model, in {kept}, as recipe {recipe!r} keeps "
+        f"an average of the weights is kept in {where}, in {kept}, as recipe {recipe!r} keeps "
         "weights: most of what each step adds is rounded away, and most of the average never moves. Keep it in "
-        "float32: make it before halfstep.prepare (AveragedModel with avg_fn=get_ema_avg_fn(decay), or a "
+        "float32: make it before halfstep.prepare (AveragedModel with avg_fn=get_ema_avg_fn(decay), EMAModel, or a "
         "copy.deepcopy), or average state_dict() values in float32",
         stacklevel=5,  # the loop, past torch's wrapper of step
     )
 
 
-def _places(model: nn.Module) -> list[_Place]:
-    """Where the largest trained parameters of fewer bits than float32 are."""
+def _places(model: nn.Module, among: Container[int] | None = None) -> list[_Place]:
+    """Where the largest trained parameters of fewer bits than float32 are, of those whose ids are `among` them."""
     found = [
         (-parameter.numel(), path, name)
         for path, module in model.named_modules()
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter.requires_grad and _is_narrow(parameter)
+        if among is None or id(parameter) in among
     ]
-    return [(weakref.ref(model.get_submodule(path)), name) for _, path, name in sorted(found)[:_PARAMETERS]]
+    owners = ((weakref.ref(model.get_submodule(path)), name) for _, path, name in sorted(found)[:_PARAMETERS])
+    return [partial(_parameter, owner, name) for owner, name in owners]
+
+
+def _parameter(owner: Callable[[], nn.Module | None], name: str) -> Tensor | None:
+    module = owner()
+    return None if module is None else module._parameters.get(name)
 
 
 def _is_narrow(parameter: Tensor) -> bool:
@@ -130,9 +211,8 @@ def _is_narrow(parameter: Tensor) -> bool:
 
 def _parameters(places: Sequence[_Place]) -> list[Tensor]:
     """What is there now; nothing, where one is gone or has been widened."""
-    owners = [(module(), name) for module, name in places]
-    found = [None if module is None else module._parameters.get(name) for module, name in owners]
-    kept: list[Tensor] = [parameter for parameter in found if parameter is not None and _is_narrow(parameter)]
+    found = [place() for place in places]
+    kept = [parameter for parameter in found if parameter is not None and _is_narrow(parameter)]
     return kept if len(kept) == len(found) else []
 
 

@@ -82,7 +82,8 @@ def draw(data: Sequence[Course], look: Mapping[str, Look], metric: Metric, title
     axes.margins(x=0.02)
     axes.set_xlabel("step")
     axes.set_ylabel(metric.name)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: metric.show(value)))
+    if "%" in metric.form:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: metric.show(value)))
     handles: dict[str, Line2D] = {}
     for course in sorted(data, key=lambda c: c.recipe != BASELINE):
         mark, first = look[course.recipe], course.recipe not in handles

@@ -19,6 +19,7 @@ class History:
     """The loss scale of one run: log2 of it at each step, and the steps that were skipped."""
 
     recipe: str
+    seed: int
     steps: tuple[int, ...]
     exponents: tuple[float, ...]
     skipped: tuple[int, ...]
@@ -28,12 +29,13 @@ def histories(results: Results) -> list[History]:
     """The data of the plot: the first seed of each recipe whose scale was ever other than 1, or that skipped."""
     found = []
     for recipe in results.runs:
-        first = results.first_seed(recipe)
-        rows = [r for r in first[1] if r["kind"] == "step" and r["loss_scale"]] if first else []
+        if (first := results.first_seed(recipe)) is None:
+            continue
+        rows = [r for r in first[1] if r["kind"] == "step" and r["loss_scale"]]
         if any(r["loss_scale"] != 1 or r["skipped"] for r in rows):
             skipped = tuple(r["step"] for r in rows if r["skipped"])
             exponents = tuple(math.log2(r["loss_scale"]) for r in rows)
-            found.append(History(recipe, tuple(r["step"] for r in rows), exponents, skipped))
+            found.append(History(recipe, first[0], tuple(r["step"] for r in rows), exponents, skipped))
     return found
 
 
@@ -52,6 +54,7 @@ def picture(results: Results) -> Picture:
     title = f"The loss scale ends at {power(round(ends.pop()))}" if len(ends) == 1 else "Loss scales by step"
     if skips:
         title += f"; {skips} step{'s were' if skips > 1 else ' was'} skipped"
+    title += f"; seed {data[0].seed}" if results.experiment.seeds > 1 else ""
     return Picture("loss-scale", heading, look_for, _finding(data), draw(data, looks(list(results.runs)), title), title)
 
 
