@@ -15,6 +15,7 @@ from halfstep.unit import activations, attention, factors, layers, losses, modul
 
 
 SIZES = st.integers(24, 160)
+TIED = pytest.mark.filterwarnings("ignore:unit.* is broadcast to")  # which a test below is about
 RULES = {
     "none": lambda output, *grads: (output, *grads),
     "geometric_mean": lambda *f: (math.prod(f) ** (1 / len(f)),) * len(f),
@@ -125,7 +126,7 @@ def test_activations(name, mult, rule, rows):
     assert_sizes(sizes(op, torch.randn(rows, 512)), predicted(rule, *ideal))
 
 
-@pytest.mark.filterwarnings("ignore:unit.gated_silu")  # which the next test is about
+@TIED
 @settings(max_examples=10)
 @given(rule=st.sampled_from(list(RULES)), gates=st.booleans(), size=st.integers(4, 12))
 def test_gated_silu_with_an_operand_that_is_broadcast(rule, gates, size):
@@ -138,20 +139,38 @@ def test_gated_silu_with_an_operand_that_is_broadcast(rule, gates, size):
     assert found == pytest.approx(predicted(rule, *ideal), rel=0.2)
 
 
-def test_a_squeeze_excite_gate_is_too_large_says_so_and_its_advice_keeps_the_true_gradient():
+BROADCAST = {
+    "gated_silu": (lambda x, y: x * torch.nn.functional.silu(y), lambda x: 32 * x.mean((2, 3), keepdim=True), "1,024"),
+    "gated_silu of a few": (lambda y, x: y * torch.nn.functional.silu(x), lambda x: 32 * x.mean((2, 3), True), "1,024"),
+    "add": (lambda x, y: x + y, lambda x: 32 * x.mean((2, 3), keepdim=True), "1,024"),
+    "matmul": (lambda x, y: x @ y, lambda x: 4 * x.mean(0, keepdim=True), "16"),
+}
+
+
+@pytest.mark.parametrize("name", BROADCAST)
+def test_a_broadcast_operand_is_too_large_says_so_and_the_advice_keeps_the_true_gradient(name):
     torch.manual_seed(0)
+    stock, few, copies = BROADCAST[name]
+    function = getattr(unit, name.split()[0])
+    order = reversed if "few" in name else iter
     x = torch.randn(16, 24, 32, 32, dtype=torch.float64, requires_grad=True)
-    gate = lambda x: 32 * x.mean((2, 3), keepdim=True)  # noqa: E731
-    (true,) = torch.autograd.grad((x * torch.nn.functional.silu(gate(x))).sum(), x)
-    with pytest.warns(UserWarning, match="1,024 copies.* 33 times unit size") as seen:
-        unit.gated_silu(x, gate(x))
-    begun = gate(unit.scale_backward(x, float(re.search(r"scale_backward\(x, (.*?)\)", str(seen[0].message))[1])))
-    y = unit.gated_silu(x, begun, constraint=None)
-    of_x, of_gate = torch.autograd.grad(y, (x, begun), torch.ones_like(y), retain_graph=True)
-    assert float((of_x / true).std() / (of_x / true).mean().abs()) < 1e-3
-    of_gate = [torch.autograd.grad(y, begun, torch.randn_like(y), retain_graph=True)[0] for _ in range(8)]
-    assert float(torch.stack(of_gate).square().mean().sqrt()) == pytest.approx(1, rel=0.1)
-    unit.gated_silu(x, gate(x.detach()))  # nothing to say of: a gate without a gradient
+    (true,) = torch.autograd.grad(stock(*order((x, few(x)))).sum(), x)
+    with pytest.warns(UserWarning, match=rf"^unit\.{name.split()[0]}: .* {copies} copies") as seen:
+        y = function(*order((x, operand := few(x))))
+    said = float(re.search(r"is ([\d.e+]+) times unit size", str(seen[0].message))[1])
+    assert root_mean_square(y, operand) == pytest.approx(said, rel=0.1)
+    begun = few(unit.scale_backward(x, float(re.search(r"scale_backward\(x, (.*?)\)", str(seen[0].message))[1])))
+    y = function(*order((x, begun)), constraint=None)
+    (of_x,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+    assert float((of_x - true * (of_x * true).sum() / true.square().sum()).norm()) < 1e-3 * float(of_x.norm())
+    assert root_mean_square(y, begun) == pytest.approx(1, rel=0.1)
+    function(*order((x, few(x.detach()))))  # nothing to say of: an operand without a gradient
+
+
+def root_mean_square(y, operand):
+    """The size of the gradient of an operand, over eight gradients of the result."""
+    found = [torch.autograd.grad(y, operand, torch.randn_like(y), retain_graph=True)[0] for _ in range(8)]
+    return float(torch.stack(found).square().mean().sqrt())
 
 
 @settings(max_examples=20)
@@ -233,6 +252,7 @@ def test_norms_dropout_and_residuals(rows, width, p):
     assert float(sizes(both, x.clone())[1]) == pytest.approx((1 + p) / (1 + p * p) ** 0.5, rel=0.1)
 
 
+@TIED
 @settings(max_examples=15)
 @given(rows=st.integers(50, 200), width=SIZES, rule=st.sampled_from(list(RULES)))
 def test_sums(rows, width, rule):

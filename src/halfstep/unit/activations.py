@@ -6,7 +6,6 @@ they are at hand. What is kept for the backward pass is what torch keeps.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from halfstep.ops.function import apart, run
 from halfstep.unit import factors
 from halfstep.unit.constraint import Constraint, get_constraint
+from halfstep.unit.tied import tied
 
 
 _aten: Any = torch.ops.aten
@@ -61,22 +61,10 @@ def gated_silu(
     """
     ideal, copies = factors.gated_silu(mult), factors.broadcast(tuple(input.shape), tuple(gate.shape))
     ideal = ideal[0], ideal[1] * copies[0], ideal[2] * copies[1]
-    output, *grads = get_constraint(constraint)(*ideal)
+    output, *grads = tied("gated_silu", constraint, ideal, (input, gate), copies)
     if input.shape != gate.shape:
-        for operand, root, wanted, given in zip((input, gate), copies, ideal[1:], grads, strict=True):
-            if root <= 0.5 and given >= 2 * wanted and operand.requires_grad and not torch.compiler.is_compiling():
-                shape, number = tuple(operand.shape), root**-2
-                warnings.warn(_TIED.format(shape, number, given / wanted, output / wanted), stacklevel=2)
         input, gate = torch.broadcast_tensors(input, gate)  # type: ignore[no-untyped-call]
     return run(_Gated, input, gate, mult, output / mult, *grads)[0]  # type: ignore[no-any-return]
-
-
-_TIED = (
-    "unit.gated_silu: the operand of shape {} is broadcast to {:,.0f} copies, and its gradient, their sum, is {:.3g} "
-    "times unit size, since the constraint ties it to the other factors. Give constraint=None where this operand is a "
-    "parameter, or shares no input with the other; where both are made of one tensor x, give None and make this one "
-    "of unit.scale_backward(x, {:.4g}), so that x's gradient stays the true one times a constant"
-)
 
 
 def softmax(

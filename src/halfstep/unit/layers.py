@@ -14,7 +14,8 @@ from halfstep.errors import ModelError
 from halfstep.ops.function import run
 from halfstep.ops.scale import scale_backward, scaled, weighted_sum
 from halfstep.unit import factors
-from halfstep.unit.constraint import Constraint, get_constraint
+from halfstep.unit.constraint import Constraint
+from halfstep.unit.tied import tied
 
 
 def layer_norm(
@@ -66,10 +67,14 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
 
 def add(input: Tensor | float, other: Tensor | float, constraint: str | Constraint | None = "to_output") -> Tensor:
-    """(x + y) / sqrt(2); a number, or a tensor of one element, shifts x and leaves its size."""
+    """(x + y) / sqrt(2); a number, or a tensor of one element, shifts x and leaves its size.
+
+    Where one is broadcast and the constraint makes its gradient too large, a warning says what to do.
+    """
     if not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return torch.add(input, other)
-    output, *grads = get_constraint(constraint)(*factors.add(tuple(input.shape), tuple(other.shape)))
+    ideal = factors.add(tuple(input.shape), tuple(other.shape))
+    output, *grads = tied("add", constraint, ideal, (input, other), ideal[1:])
     if grads[0] == grads[1] == output and input.shape == other.shape:
         return weighted_sum(input, other, (output, output), (output, output))
     return scaled(torch.add(scale_backward(input, grads[0]), scale_backward(other, grads[1])), output, 1.0)

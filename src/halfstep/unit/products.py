@@ -12,7 +12,8 @@ from halfstep.errors import ModelError
 from halfstep.ops.linear_passes import product_dtype
 from halfstep.ops.plain import plain, plain_stacked
 from halfstep.unit import factors
-from halfstep.unit.constraint import Constraint, get_constraint
+from halfstep.unit.constraint import Constraint
+from halfstep.unit.tied import tied
 
 
 def linear(
@@ -39,7 +40,8 @@ def linear_readout(
 def matmul(input: Tensor, other: Tensor, constraint: str | Constraint | None = "to_output") -> Tensor:
     """x y for x (..., rows, shared), y (..., shared, columns) of unit size; neither is a weight (for which: `linear`).
 
-    Where fewer matrices y than x are multiplied, or the other way, they are broadcast as by `torch.matmul`.
+    Where fewer matrices y than x are multiplied, or the other way, they are broadcast as by `torch.matmul`; where the
+    constraint makes the gradient of these too large, a warning says what to do.
 
     Raises:
         ModelError: one of them is a vector, or their sizes do not fit.
@@ -51,12 +53,11 @@ def matmul(input: Tensor, other: Tensor, constraint: str | Constraint | None = "
         )
     batch = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])  # type: ignore[no-untyped-call]
     whole = math.prod(batch)
-    copies = [whole / max(math.prod(x.shape[:-2]), 1) for x in (input, other)]
+    copies = [max(whole / max(math.prod(x.shape[:-2]), 1), 1) for x in (input, other)]
     sizes = input.shape[-2], input.shape[-1], other.shape[-1]
     output, left, right = factors.matmul(*sizes, copies=copies[1])
-    left *= max(copies[0], 1) ** -0.5
-    output, left, right = get_constraint(constraint)(output, left, right)
-    numbers = output, left, right, 1.0
+    ideal, roots = (output, left * copies[0] ** -0.5, right), (copies[0] ** -0.5, copies[1] ** -0.5)
+    numbers = (*tied("matmul", constraint, ideal, (input, other), roots), 1.0)
     dtype = product_dtype(input)
     with torch.autocast(input.device.type, enabled=False):
         if other.dim() == 2:
