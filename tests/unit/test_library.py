@@ -105,7 +105,7 @@ def _residual(library, x, name):
     return library.residual_add(branch.sin(), skip, **{name: 0.6})
 
 
-@pytest.mark.filterwarnings("ignore:unit.add: .* is broadcast to")
+@pytest.mark.filterwarnings("ignore:unit.* is broadcast to")
 @for_each(
     "case, rule",
     [
