@@ -100,16 +100,18 @@ def test_compiled_for_any_size_from_the_beginning(recipe):
     assert traced[1:] == traced[:-1]
 
 
-def under_ddp(rank, recipe):
-    """The weights that a rank trains, and what they are once the model is compiled, in several graphs and in one."""
+def under_ddp(rank, recipe, backend="aot_eager"):
+    """The weights that a rank trains, and what they are once the model is compiled, in several graphs and in one; by
+    Inductor, which compiles C++ for each, in one."""
+    ways = [(False, False), (True, True), (True, False)] if backend == "aot_eager" else [(False, False), (True, False)]
     torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 1024
     found = []
-    for compiles, splits in ((False, False), (True, True), (True, False)):
+    for compiles, splits in ways:
         torch._dynamo.reset()
         torch._dynamo.config.optimize_ddp = splits
         torch.manual_seed(0)
         model, optimizer, scaler = prepared(recipe, Net())
-        graphs = CompileCounterWithBackend("aot_eager")
+        graphs = CompileCounterWithBackend(backend)
         wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=2**-10)
         called = torch.compile(wrapped, backend=graphs) if compiles else wrapped
         x = torch.randn(12, 16, generator=torch.Generator().manual_seed(rank))
@@ -124,3 +126,12 @@ def under_ddp(rank, recipe):
 def test_ddp_compiled_trains_what_it_does_uncompiled(recipe, tmp_path):
     for expected, *others in zip(*(run for rank in on_ranks(under_ddp, tmp_path, recipe) for run in rank), strict=True):
         assert all(torch.equal(expected, other) for other in others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8lm-o2", "nvfp4", "galore"])
+def test_ddp_compiled_by_inductor_ends_with_equal_ranks(recipe, tmp_path):
+    (eager, first), (_, second) = on_ranks(under_ddp, tmp_path, recipe, "inductor")
+    for expected, one, other in zip(eager, first, second, strict=True):
+        assert torch.equal(one, other)
+        assert float((one - expected).norm()) <= 0.02 * float(expected.norm())
