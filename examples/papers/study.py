@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from halfstep.lab.data import Corpus, load_corpus
 from halfstep.lab.environment import environment
 from halfstep.lab.interval import Interval, paired
 
@@ -80,3 +85,32 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     for row in (header, *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+@cache
+def domains(context: int) -> dict[str, Corpus]:
+    """Four kinds of text that come with halfstep[lab], each with a part held out: bytes of each installation's own."""
+    site = Path(torch.__file__).parents[1]
+    places = {
+        "Python": f"{Path(statistics.__file__).parent}/*.py",
+        "C++ headers": f"{site}/torch/include/c10/**/*.h",
+        "Markdown": f"{site}/*.dist-info/METADATA",
+        "font metrics": f"{site}/matplotlib/mpl-data/fonts/afm/*.afm",
+    }
+    return {name: load_corpus(path, context) for name, path in places.items()}
+
+
+def windows(corpora: Iterable[Corpus], each: int, length: int, generator: torch.Generator) -> Tensor:
+    """`each` windows at random places of each corpus's training part, one corpus after another: (windows, length)."""
+    found = []
+    for corpus in corpora:
+        limit = len(corpus.train) - length + 1
+        starts = torch.randint(0, limit, (each,), generator=generator, dtype=torch.int64, device="cpu")
+        found.append(corpus.windows("train", starts, length))
+    return torch.cat(found)
+
+
+def held_out(corpus: Corpus, count: int, length: int) -> Tensor:
+    """`count` windows spread evenly over what is held out."""
+    starts = torch.arange(count, dtype=torch.int64, device="cpu") * (len(corpus.held_out) - length) // count
+    return corpus.windows("held_out", starts, length)

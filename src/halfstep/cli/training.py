@@ -41,7 +41,7 @@ Margin = Annotated[
 Model = Annotated[
     str | None,
     typer.Option(
-        help="A model of the task (lm: gpt-tiny, gpt-small, llama-tiny, llama-small, unit-gpt-tiny, munit-gpt-tiny), "
+        help="A model of the task (lm: gpt-tiny, gpt-small, llama-tiny, llama-small, moe-tiny, unit-gpt-tiny, munit-gpt-tiny), "
         f"or your own as module:function or file.py:function. {_OWN} first."
     ),
 ]

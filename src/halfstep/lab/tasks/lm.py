@@ -1,4 +1,4 @@
-"""Language modelling: a small GPT, or a small Llama, predicts the next byte of a text."""
+"""Language modelling: a small GPT, Llama or mixture of experts predicts the next byte of a text."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from halfstep.lab.experiment import Experiment
 from halfstep.lab.facts import Facts, Metric
 from halfstep.lab.models.gpt import GPT
 from halfstep.lab.models.llama import Llama
+from halfstep.lab.models.moe import MoE
 from halfstep.lab.models.unit_gpt import UnitGPT
 from halfstep.lab.task import Batch, Task, TaskSpec, stream
 
@@ -26,6 +27,7 @@ _MODELS: dict[str, tuple[Callable[..., nn.Module], int, int, int]] = {  # layers
     "gpt-small": (GPT, 6, 384, 6),
     "llama-tiny": (Llama, 2, 128, 4),
     "llama-small": (Llama, 6, 384, 6),
+    "moe-tiny": (MoE, 2, 128, 4),
     "unit-gpt-tiny": (UnitGPT, 2, 128, 4),
     "unit-gpt-small": (UnitGPT, 6, 384, 6),
     "munit-gpt-tiny": (partial(UnitGPT, parametrization="munit"), 2, 128, 4),
@@ -36,7 +38,8 @@ _MODELS: dict[str, tuple[Callable[..., nn.Module], int, int, int]] = {  # layers
 class LanguageModelling(Task):
     """Predict the next byte: the mean cross-entropy in nats over (batch, context) positions.
 
-    A model takes tokens (batch, time) int64 and returns logits (batch, time, 256), bare or as `.logits`.
+    A model takes tokens (batch, time) int64 and returns logits (batch, time, 256), bare or as `.logits`; what it returns
+    as `.balance_loss` is added in training.
     """
 
     def __init__(self, corpus: Corpus, batch: int, context: int, validation_batches: int = 8) -> None:
@@ -46,7 +49,7 @@ class LanguageModelling(Task):
         self.validation_batches = validation_batches
 
     def models(self) -> dict[str, Callable[[], nn.Module]]:
-        """Two GPTs, and two Llamas, whose MLPs are gated; GPTs of unit scale, under u-muP and munit scaling."""
+        """GPTs, and Llamas, whose MLPs are gated; a mixture of experts; GPTs of unit scale, under u-muP and munit scaling."""
         return {name: partial(kind, VOCABULARY, self.context, *size) for name, (kind, *size) in _MODELS.items()}
 
     def batch(self, seed: int, step: int) -> Batch:
@@ -67,14 +70,16 @@ class LanguageModelling(Task):
         return {"tokens": window[:, :-1], "targets": window[:, 1:]}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy of the model's logits."""
+        """Cross-entropy of the model's logits, and in training its balance loss."""
         output: Any = model(batch["tokens"])
         logits = getattr(output, "logits", output)
         expected = (*batch["tokens"].shape, VOCABULARY)
         if not isinstance(logits, Tensor) or logits.shape != expected:
             found = tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
             raise ModelError(f"the model returned {found}; expected logits of shape {expected}, one a byte value")
-        return F.cross_entropy(logits.reshape(-1, VOCABULARY), batch["targets"].reshape(-1))
+        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), batch["targets"].reshape(-1))
+        more = getattr(output, "balance_loss", None)
+        return loss if more is None or not model.training else loss + more
 
     def metric(self, model: nn.Module, losses: Sequence[float]) -> float:
         """Bits per byte: the loss in bits."""

@@ -18,7 +18,7 @@ from halfstep.nn.quantized_weights import Weight
 
 NAME = "fused experts"
 FORWARD_OF = ()  # any forward: the attributes decide
-_LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "act_fn", "num_experts")
+_LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
 
 
 def resembles(module: nn.Module) -> bool:
@@ -34,6 +34,7 @@ def fits(module: nn.Module) -> bool:
         resembles(module)
         and "forward" not in vars(module)
         and all(hasattr(module, name) for name in _LAYOUT)
+        and hasattr(module, "_apply_gate" if module.has_gate else "act_fn")
         and not getattr(module, "has_post_expert_norm", False)
         and not getattr(module, "_is_expert_parallel", False)
         and module._parameters.get("gate_up_proj" if module.has_gate else "up_proj") is not None
