@@ -285,20 +285,36 @@ def test_example_of_lost_updates_ends_where_arithmetic_says():
 
 
 @pytest.mark.slow  # seconds
-def test_study_of_certified_training_resumes_and_its_page_shows_what_was_kept(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("study", ["ibp", "switch", "balance"])
+def test_study_of_a_paper_resumes(study, tmp_path, capsys, monkeypatch):
     papers = ROOT / "examples" / "papers"
     monkeypatch.syspath_prepend(papers)
     printed = []
     for _ in range(2):
-        monkeypatch.setattr(sys, "argv", ["ibp.py", "--quick", "--seeds", "2", "--out", str(tmp_path / "ibp.json")])
-        runpy.run_path(str(papers / "ibp.py"), run_name="__main__")
+        out = str(tmp_path / f"{study}.json")
+        monkeypatch.setattr(sys, "argv", [f"{study}.py", "--quick", "--seeds", "2", "--out", out])
+        runpy.run_path(str(papers / f"{study}.py"), run_name="__main__")
         printed.append(capsys.readouterr().out)
     assert printed[0].endswith(printed[1]), "finished runs are kept"
-    runs = json.loads((BENCHMARKS / "results" / "ibp.json").read_text())["runs"]
-    found = [run["verified_error"] for name, run in runs.items() if name.startswith("fp32, three fixes")]
-    assert f"| {statistics.fmean(found):.3f} (0.581 to 0.747) |" in (DOCS / "papers.md").read_text()
-    outward = [run["bf16 outward"]["broken"] for name, run in runs.items() if name.startswith("fp32, three fixes")]
+    assert (tmp_path / f"{study}.png").exists()
+
+
+def test_page_of_papers_shows_what_was_kept():
+    page = (DOCS / "papers.md").read_text()
+    ibp, switch, balance = (
+        json.loads((BENCHMARKS / "results" / f"{study}.json").read_text()) for study in ("ibp", "switch", "balance")
+    )
+    found = [run["verified_error"] for name, run in ibp["runs"].items() if name.startswith("fp32, three fixes")]
+    assert f"| {statistics.fmean(found):.3f} (0.581 to 0.747) |" in page
+    outward = [
+        run["bf16 outward"]["broken"] for name, run in ibp["runs"].items() if name.startswith("fp32, three fixes")
+    ]
     assert outward == [0.0] * 8
+    for way in balance["means"]:
+        bits = [run["bits"] for name, run in balance["runs"].items() if name.startswith(f"{way}, seed")]
+        assert f"{statistics.fmean(bits):.3f} (" in page
+    for losses in switch["ends"].values():
+        assert f"{statistics.fmean(losses):.3f} (" in page
 
 
 def test_example_of_an_own_loop_learns():

@@ -1,10 +1,11 @@
 """Balancing a mixture of experts over the global batch (Qiu et al. 2025, arXiv 2501.11873).
 
-A balance loss makes experts equally loaded: within each micro-batch, which is often of one domain, or within the global
-batch. Trains a byte model of eight experts, two a token, on micro-batches of one domain each: Python, C++ headers, Markdown
-and font metrics. The counts that the loss weighs probabilities with are those of the micro-batch, those collected in a buffer
-since the step began, or those of all micro-batches on two ranks (gloo). Measured on held-out text: the loss, the load, and the
-mutual information of expert and domain, in bits. Controls: no balance loss, and micro-batches in which domains are mixed.
+A balance loss makes experts equally loaded: within each micro-batch, which is often of one domain, or within the
+global batch. Trains a byte model of eight experts, two a token, on micro-batches of one domain each: Python, C++
+headers, Markdown and font metrics. The counts that the loss weighs probabilities with are those of the micro-batch,
+those collected in a buffer since the step began, or those of all micro-batches on two ranks (gloo). Measured on
+held-out text: the loss, the load, and the mutual information of expert and domain, in bits. Controls: no balance loss,
+and micro-batches in which domains are mixed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -52,7 +54,7 @@ WAYS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def trained(way: str, seed: int, steps: int, corpora: Mapping[str, Corpus]) -> MoE:
-    """A model after training. Each step takes four windows of each domain: a micro-batch a domain, shared by the ranks."""
+    """A model after training. A step takes four windows of each domain: a micro-batch a domain, shared by the ranks."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(seed)
     model: Any = MoE(VOCABULARY, CONTEXT, 2, 64, 4, experts=EXPERTS, slots=SLOTS)
@@ -115,40 +117,41 @@ def study(way: str, seed: int, steps: int, count: int) -> dict[str, Any]:
     return measured(trained(way, seed, steps, corpora), corpora, count)
 
 
-def _on_rank(rank: int, folder: str, seed: int, steps: int, count: int) -> None:
+def _on_rank(rank: int, folder: str, seeds: list[int], steps: int, count: int) -> None:
     torch.set_num_threads(1)
-    place = f"file://{folder}/meet"
-    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=RANKS)
-    corpora = domains(CONTEXT)
-    model = trained("all ranks", seed, steps, corpora)
-    if rank == 0:
-        torch.save(measured(model, corpora, count), f"{folder}/run.pt")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
+    for seed in seeds:
+        run = study("all ranks", seed, steps, count)
+        if rank == 0:
+            torch.save(run, f"{folder}/{seed}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def on_ranks(seed: int, steps: int, count: int) -> dict[str, Any]:
-    """One run in processes of its own, each with half of the domains."""
+def on_ranks(seeds: list[int], steps: int, count: int) -> list[dict[str, Any]]:
+    """Runs in two processes, each of which has half of the domains."""
+    if not seeds:
+        return []
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_on_rank, (folder, seed, steps, count), nprocs=RANKS)
-        run: dict[str, Any] = torch.load(f"{folder}/run.pt")
-        return run
+        mp.spawn(_on_rank, (folder, seeds, steps, count), nprocs=RANKS)
+        return [torch.load(f"{folder}/{seed}.pt") for seed in seeds]
 
 
 def main() -> None:
     """Train, measure, print and keep."""
-    given = options(__doc__ or "", "runs/balance.json", seeds=5)
+    given = options(__doc__ or "", "runs/balance.json", seeds=3)
     torch.set_num_threads(1)
     steps, count = (3, 4) if given.quick else (300, 64)
     digests = {name: corpus.digest[:16] for name, corpus in domains(CONTEXT).items()}
     kept = Kept(given.out, steps=steps, held_out=count, weight=WEIGHT, rate=RATE, data=digests)
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for seed in range(given.seeds):
-        for way, runs in found.items():
-            make = partial(on_ranks, seed, steps, count)
-            if way != "all ranks":
-                make = partial(study, way, seed, steps, count)
-            runs.append(kept.run(f"{way}, seed {seed}", make))
+        for way in [each for each in WAYS if each != "all ranks"]:
+            found[way].append(kept.run(f"{way}, seed {seed}", partial(study, way, seed, steps, count)))
+    names = {seed: f"all ranks, seed {seed}" for seed in range(given.seeds)}
+    missing = [seed for seed, name in names.items() if name not in kept.runs]
+    made = dict(zip(missing, on_ranks(missing, steps, count), strict=True))
+    found["all ranks"] = [kept.run(name, partial(made.get, seed)) for seed, name in names.items()]
     alone = kept.run("all micro-batches in one process, seed 0", partial(study, "all ranks", 0, steps, count))
     parted = abs(alone["loss"] - found["all ranks"][0]["loss"])
     print(f"\ntwo ranks and one process, the same seed: losses {parted:.2g} apart")
@@ -161,20 +164,22 @@ def main() -> None:
         each = {key: difference(values[way][key], values["micro-batch"][key]) for key in ("loss", "bits")}
         against[way] = {key: asdict(interval) for key, interval in each.items()}
         loss, bits = each["loss"], each["bits"]
-        print(f"{way}, against micro-batch: loss {loss.low:+.4f} to {loss.high:+.4f} ({said(loss, 'better', 'worse')}),")
+        print(
+            f"{way}, against micro-batch: loss {loss.low:+.4f} to {loss.high:+.4f} ({said(loss, 'better', 'worse')}),"
+        )
         print(f"  bits {bits.low:+.3f} to {bits.high:+.3f} ({said(bits, 'less', 'more')})")
-    means = {way: {key: text(each[key]) for key in keys} for way, each in values.items()}
+    means = {way: {key: fmean(each[key]) for key in keys} for way, each in values.items()}
     kept.write(against=against, means=means, ranks_and_one_process=parted)
     picture(found, given.out.with_suffix(".png"))
 
 
 def picture(found: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
     """Bits and loss of every run; and, of the first seed, which experts take each domain's tokens."""
-    figure, (left, *maps) = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained", width_ratios=(1.3, 1, 1))
+    figure, (left, *maps) = plt.subplots(1, 3, figsize=(11, 4), layout="constrained", width_ratios=(1.3, 1, 1))
     for mark, (way, runs) in zip("x+so^", found.items(), strict=True):
         left.plot([run["bits"] for run in runs], [run["loss"] for run in runs], mark, label=way)
     left.set(xlabel="bits that the expert tells of the domain", ylabel="held-out loss, nats a byte")
-    left.legend(title="balanced over", fontsize="small")
+    figure.legend(loc="outside lower left", ncols=len(found), title="balanced over", fontsize="small")
     for axes, way in zip(maps, ("micro-batch", "all ranks"), strict=True):
         shares = found[way][0]["shares"]
         shown = axes.imshow([*shares.values()], vmin=0, vmax=0.5, cmap="Blues", aspect="auto")

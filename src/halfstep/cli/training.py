@@ -41,8 +41,8 @@ Margin = Annotated[
 Model = Annotated[
     str | None,
     typer.Option(
-        help="A model of the task (lm: gpt-tiny, gpt-small, llama-tiny, llama-small, moe-tiny, unit-gpt-tiny, munit-gpt-tiny), "
-        f"or your own as module:function or file.py:function. {_OWN} first."
+        help="A model of the task (lm: gpt-tiny, gpt-small, llama-tiny, llama-small, moe-tiny, unit-gpt-tiny, "
+        f"munit-gpt-tiny), or your own as module:function or file.py:function. {_OWN} first."
     ),
 ]
 Batch = Annotated[int | None, typer.Option(help=f"Examples in a batch. {_OWN} (lm: {Experiment.batch}).")]

@@ -1,7 +1,7 @@
 """A small GPT with a mixture of experts in every other block: a Switch Transformer, where each token goes to one.
 
-The precision of the router is the recipe's: its scores, their softmax and the gates are computed in the dtype that its
-inputs have, in bfloat16 under bf16-mixed. `float32_modules=("*.router",)` in a recipe is the paper's selective precision.
+The precision of the router is the recipe's: under bf16-mixed its scores, their softmax and the gates are bfloat16, and
+`float32_modules=("*.router",)` in a recipe is the paper's selective precision.
 
 Sources: Fedus, Zoph and Shazeer 2021, arXiv 2101.03961; Qiu et al. 2025, arXiv 2501.11873.
 """
@@ -51,7 +51,7 @@ def balance(routing: Routing, counts: Tensor) -> Tensor:
     """N sum_i f_i P_i, the mean over groups: f the shares of the experts in `counts`, P their mean probabilities.
 
     It is 1 where experts are equally loaded and N where one takes all. With the counts of each group this balances each
-    (eq. 3 of Qiu et al.); with the same counts for all, their sum, it balances the sum (eq. 6). Its gradient is that of P.
+    (eq. 3 of Qiu et al.); with their sum for all, it balances the sum (eq. 6). Its gradient is that of P.
 
     Args:
         counts: (groups, experts), of groups of equally many tokens that follow one another.
@@ -62,9 +62,9 @@ def balance(routing: Routing, counts: Tensor) -> Tensor:
 
 
 def within(chosen: Tensor, experts: int, capacity: int) -> Tensor:
-    """chosen (tokens, slots), where each expert keeps its first `capacity` entries; `experts`, which is none, elsewhere.
+    """chosen (tokens, slots), with the first `capacity` entries of each expert; others are `experts`, which is none.
 
-    First choices come before second ones, and tokens in their order. Places are counted in int64: bfloat16 counts to 256.
+    First choices come before second ones, tokens in their order. Counted in int64: bfloat16 counts to 256.
     """
     flat = chosen.t().reshape(-1)
     taken = F.one_hot(flat, experts)
@@ -91,7 +91,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The weights of all experts in two parameters, laid out as transformers does: recipes round their products alike."""
+    """All experts' weights in two parameters, laid out as transformers does: recipes round their products alike."""
 
     has_gate = has_bias = is_transposed = is_concatenated = False
 
@@ -173,8 +173,8 @@ class MoE(nn.Module):
         Args:
             experts: of the second, fourth ... block; with one, their MLPs are as those of the other blocks.
             slots: how many experts take a token.
-            capacity: in training an expert takes this many times its equal share of a batch's tokens; later ones pass by
-                the residual stream. None: as many as come.
+            capacity: in training an expert takes this many times its equal share of a batch's tokens; others pass it by
+                on the residual stream. None: as many as come.
             dropout: of the inner activations of the other MLPs; `expert_dropout` of the experts'.
         """
         super().__init__()
@@ -184,7 +184,9 @@ class MoE(nn.Module):
             Block(
                 width,
                 heads,
-                Mixture(width, experts, slots, capacity, expert_dropout) if i % 2 and experts > 1 else _mlp(width, dropout),
+                Mixture(width, experts, slots, capacity, expert_dropout)
+                if i % 2 and experts > 1
+                else _mlp(width, dropout),
             )
             for i in range(layers)
         )

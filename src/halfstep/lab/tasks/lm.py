@@ -38,8 +38,8 @@ _MODELS: dict[str, tuple[Callable[..., nn.Module], int, int, int]] = {  # layers
 class LanguageModelling(Task):
     """Predict the next byte: the mean cross-entropy in nats over (batch, context) positions.
 
-    A model takes tokens (batch, time) int64 and returns logits (batch, time, 256), bare or as `.logits`; what it returns
-    as `.balance_loss` is added in training.
+    A model takes tokens (batch, time) int64 and returns logits (batch, time, 256), bare or as `.logits`; its
+    `.balance_loss`, where it has one, is added in training.
     """
 
     def __init__(self, corpus: Corpus, batch: int, context: int, validation_batches: int = 8) -> None:
@@ -49,7 +49,7 @@ class LanguageModelling(Task):
         self.validation_batches = validation_batches
 
     def models(self) -> dict[str, Callable[[], nn.Module]]:
-        """GPTs, and Llamas, whose MLPs are gated; a mixture of experts; GPTs of unit scale, under u-muP and munit scaling."""
+        """GPTs, Llamas, whose MLPs are gated, a mixture of experts, and GPTs under u-muP and munit scaling."""
         return {name: partial(kind, VOCABULARY, self.context, *size) for name, (kind, *size) in _MODELS.items()}
 
     def batch(self, seed: int, step: int) -> Batch:
