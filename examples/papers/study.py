@@ -114,3 +114,17 @@ def held_out(corpus: Corpus, count: int, length: int) -> Tensor:
     """`count` windows spread evenly over what is held out."""
     starts = torch.arange(count, dtype=torch.int64, device="cpu") * (len(corpus.held_out) - length) // count
     return corpus.windows("held_out", starts, length)
+
+
+def compared(
+    what: str, pairs: dict[str, tuple[Sequence[float], Sequence[float]]], less: str, more: str
+) -> dict[str, dict[str, Any]]:
+    """By name, the 95% interval of ours - others, paired by seed, and which word it decides for; printed too."""
+    print(f"\n{what}, 95% intervals:")
+    found = {}
+    for name, (ours, others) in pairs.items():
+        each = difference(ours, others)
+        found[name] = {"mean": statistics.fmean(ours) - statistics.fmean(others), "low": each.low, "high": each.high}
+        found[name]["verdict"] = said(each, less, more)
+        print(f"  {name}: {found[name]['mean']:+.3f} ({each.low:+.3f} to {each.high:+.3f}), {found[name]['verdict']}")
+    return found
