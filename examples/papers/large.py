@@ -148,9 +148,10 @@ def front(points: dict[tuple[int, str], tuple[float, float]]) -> list[tuple[int,
     return kept
 
 
-def neighbours(costs: dict[int, list[float]]) -> dict[str, tuple[list[float], list[float]]]:
-    """What each width has and what the next narrower one had."""
-    return {f"width {narrow} to {wide}": (costs[wide], costs[narrow]) for narrow, wide in pairwise(costs)}
+def pairs_of(costs: dict[int, list[float]]) -> dict[str, tuple[list[float], list[float]]]:
+    """What each width has and what the next narrower one had; and the widest against the narrowest."""
+    pairs = [*pairwise(costs), (min(costs), max(costs))] if len(costs) > 1 else []
+    return {f"width {narrow} to {wide}": (costs[wide], costs[narrow]) for narrow, wide in pairs}
 
 
 def conclusions(found: Runs, widths: Sequence[int]) -> dict[str, Any]:
@@ -167,7 +168,7 @@ def conclusions(found: Runs, widths: Sequence[int]) -> dict[str, Any]:
     timed = {
         f"{share:g} of the time": compared(
             f"loss in bf16 after {share:g} of the time",
-            neighbours({w: [run["bf16"] for run in found[w, share]] for w in widths}),
+            pairs_of({w: [run["bf16"] for run in found[w, share]] for w in widths}),
             "wider is better",
             "wider is worse",
         )
@@ -185,7 +186,7 @@ def conclusions(found: Runs, widths: Sequence[int]) -> dict[str, Any]:
         print(f"\nwhat compression adds {where}:")
         rows = [[m, *(text(costs[w], ".3f") if w in costs else "-" for w in widths)] for m, costs in each.items()]
         table(("", *(f"width {w}" for w in widths)), rows)
-        pairs = {f"{m}, {k}": pair for m, costs in each.items() for k, pair in neighbours(costs).items()}
+        pairs = {f"{m}, {k}": pair for m, costs in each.items() for k, pair in pairs_of(costs).items()}
         changed[where.partition(" of")[0]] = compared(f"change of what it adds {where}", pairs, "falls", "rises")
     pairs = {}
     for small, light, heavy in ((w, one, other) for w in widths for one in LIGHT for other in HEAVY):
@@ -209,10 +210,9 @@ def conclusions(found: Runs, widths: Sequence[int]) -> dict[str, Any]:
 
 def main() -> None:
     """Train, compress, print and keep."""
-    given = options(__doc__ or "", "runs/large.json")
+    given, corpus = options(__doc__ or "", "runs/large.json"), load_corpus(None, CONTEXT)
     torch.set_num_threads(1)
     budget, widths, seen, times = (0.3, (16, 32), 8, 2) if given.quick else (10.0, (16, 32, 64, 128), 128, 21)
-    corpus = load_corpus(None, CONTEXT)
     kept = Kept(given.out, budget=budget, widths=widths, windows=seen, layers=LAYERS, batch=BATCH, context=CONTEXT)
     step = kept.run("CPU seconds a step", partial(seconds, widths, corpus, times))
     found: Runs = {(width, share): [] for width in widths for share in SHARES}
