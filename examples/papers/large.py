@@ -157,14 +157,14 @@ def pairs_of(costs: dict[int, list[float]]) -> dict[str, tuple[list[float], list
 def conclusions(found: Runs, widths: Sequence[int]) -> dict[str, Any]:
     """What the runs say of each part of the claim, printed too."""
     full = {width: found[width, 1.0] for width in widths}
-    seeds = range(len(full[widths[0]]))
+    seeds, shares = range(len(full[widths[0]])), sorted({share for _, share in found})
     sizes = {
         (w, m): smaller(GPT(VOCABULARY, CONTEXT, LAYERS, w, HEADS), m)[1] for w in widths for m in ("bf16", *METHODS)
     }
     points = {(w, m): (size, statistics.fmean(run[m] for run in full[w])) for (w, m), size in sizes.items()}
     print(f"\nheld-out loss in bf16, {len(seeds)} seeds, mean (95% interval):")
-    rows = [[f"{w}", *(text([r["bf16"] for r in found[w, s]], ".3f") for s in SHARES)] for w in widths]
-    table(("width", *(f"{share:g} of the time" for share in SHARES)), rows)
+    rows = [[f"{w}", *(text([r["bf16"] for r in found[w, s]], ".3f") for s in shares)] for w in widths]
+    table(("width", *(f"{share:g} of the time" for share in shares)), rows)
     timed = {
         f"{share:g} of the time": compared(
             f"loss in bf16 after {share:g} of the time",
@@ -172,7 +172,7 @@ def conclusions(found: Runs, widths: Sequence[int]) -> dict[str, Any]:
             "wider is better",
             "wider is worse",
         )
-        for share in SHARES
+        for share in shares
     }
     target = max(run["bf16"] for runs in full.values() for run in runs)
     ends = {m: {w: cost(full[w], m) for w in widths} for m in METHODS}
@@ -215,7 +215,7 @@ def main() -> None:
     budget, widths, seen, times = (0.3, (16, 32), 8, 2) if given.quick else (10.0, (16, 32, 64, 128), 128, 21)
     kept = Kept(given.out, budget=budget, widths=widths, windows=seen, layers=LAYERS, batch=BATCH, context=CONTEXT)
     step = kept.run("CPU seconds a step", partial(seconds, widths, corpus, times))
-    found: Runs = {(width, share): [] for width in widths for share in SHARES}
+    found: Runs = {(width, share): [] for width in widths for share in SHARES[2 * given.quick :]}
     for seed in range(given.seeds):
         for (width, share), runs in found.items():
             steps = max(2, round(share * budget / step[str(width)]))
