@@ -14,7 +14,7 @@ from halfstep.auditing.live import leaves, name_of, place, scanned, size, values
 from halfstep.auditing.report import Audit, Item
 from halfstep.auditing.setup import Setup, set_up
 from halfstep.auditing.updates import Unmoved, unmoved_by
-from halfstep.bits.narrowed import narrowed
+from halfstep.bits.narrowed import narrowed, progression
 from halfstep.bits.origin import origin, stored_format
 from halfstep.bits.scan import Scan
 from halfstep.nn.stages import applied_in
@@ -60,7 +60,8 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scal
             storages[tensor.device, storage.data_ptr()] = storage.nbytes()
         if found is not None and setup.steps_on(kind, name) and (one := unmoved_by(setup, name, dtype, found.table)):
             unmoved[name] = one
-        if found is not None and kind == "buffers" and name in setup.saved and (narrow := narrowed(found, dtype)):
+        buffer = found if kind == "buffers" and name in setup.saved else None
+        if buffer is not None and (narrow := narrowed(buffer, dtype) or progression(tensor)):
             rounded[name] = narrow
     counted = setup.trained or setup.parameters
     applied = applied_in(model)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from halfstep import formats
 from halfstep.bits.evidence import CHOSEN
 from halfstep.bits.origin import origin
@@ -10,6 +13,7 @@ from halfstep.formats import Float
 
 
 _TYPES = {"bfloat16": "bf16", "float16": "fp16"}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _MULTIPLES = 16
 """Of a table with a fixed step the smallest value is a few of its steps; of rounded values it has all the bits."""
 
@@ -30,3 +34,23 @@ def narrowed(scan: Scan, stored: str) -> str | None:
     subnormal = scan.smallest < 2.0**format.min_exponent  # whose steps are the format's, not a table's
     stepped = scan.amax <= step * 2**format.significant_bits or (not subnormal and scan.smallest < _MULTIPLES * step)
     return name if all_bits and not stepped else None
+
+
+def progression(tensor: Tensor) -> str | None:
+    """The 16-bit type that positions, or other numbers at equal steps along one of the last two dimensions, were
+    rounded to: the tensor is in that type or in float32, and rounding equal steps gives it where they themselves do
+    not. Its bits do not show it, since whole numbers have few.
+
+    >>> progression(torch.arange(1024, dtype=torch.float32, device="cpu").bfloat16()), progression(torch.ones(9, 9))
+    ('bf16', None)
+    """
+    names = [n for n, dtype in _DTYPES.items() if tensor.dtype in (dtype, torch.float32)]
+    for values in (tensor, tensor.mT) if tensor.dim() > 1 else (tensor,) if tensor.dim() else ():
+        if values.shape[-1] <= CHOSEN:
+            continue
+        found = values.detach().double()
+        count = torch.arange(found.shape[-1], dtype=torch.float64, device=found.device)
+        steps = found[..., :1] + (found[..., 1:2] - found[..., :1]) * count
+        if not torch.equal(steps, found):
+            return next((n for n in names if torch.equal(steps.to(_DTYPES[n]).double(), found)), None)
+    return None

@@ -15,7 +15,7 @@ from halfstep.nn import noise
 from halfstep.nn.applied import Applied, applied_to
 from halfstep.nn.arrangement import Arrangement, arranged
 from halfstep.nn.averages import watch_copy
-from halfstep.nn.buffers import ANEW, rounded
+from halfstep.nn.buffers import ANEW, check_float32, rounded
 from halfstep.nn.clock import Clock
 from halfstep.nn.dtypes import check_grad_dtype, storable, store, unstorable, wide_adapters
 from halfstep.nn.following import follow, part_of, unfollow
@@ -240,6 +240,7 @@ def _check_recipe(model: nn.Module, recipe: Recipe) -> None:
             f"recipe {recipe.name!r} widens functions in the model's own code, which unit_scale has taken over in "
             f"{name}; take a recipe without float32_functions, such as fp16-mixed"
         )
+    check_float32(model, recipe.float32_buffers, recipe.name)
     if recipe.grads is not None:
         check_ranks(recipe, model.parameters())
         check_grad_dtype(recipe.grads)

@@ -9,14 +9,16 @@ import torch
 from torch import nn
 
 from halfstep.errors import DataError, FormatError, RecipeError
+from halfstep.nn.buffers import rounded
 from halfstep.probe.aside import copied, unchanged_generators
 from halfstep.probe.batch import Batch, Loss, moved
+from halfstep.probe.buffers import Buffers, rounded_buffers
 from halfstep.probe.cast import cast_trial
 from halfstep.probe.measure import Meter, train
 from halfstep.probe.ranges import Site
 from halfstep.probe.report import LOST, Conditions, ProbeReport
 from halfstep.probe.sensitivity import FLOAT32, sensitivity
-from halfstep.probe.suggest import suggest
+from halfstep.probe.suggest import keeping, suggest
 from halfstep.probe.target import Target, target
 from halfstep.probe.trial import Trial, reference, trial
 from halfstep.probe.window import window
@@ -123,9 +125,14 @@ def probe_model(
             assert dtype is not None
             progress(f"running model.to({dtype})")
             report = replace(report, cast=cast_trial(own, batches, dtype, expected), decides=decides)
+            changed = rounded_buffers(own, batches[0], dtype, expected)
+            report = replace(report, buffers=Buffers(changed, own_error.output_error, rounding, tuple(rounded(model))))
         if report.safe:
             return report
         tried = (report.trial,) if report.recipe_safe else _search(own, report, goal, run)
+        if tried and tried[-1].passed and (harmful := report.buffers.harmful):
+            recipe = keeping(tried[-1].recipe, buffers=tuple(one.name for one in harmful))
+            tried = (*tried[:-1], replace(tried[-1], recipe=recipe))
         return replace(report, tried=tried)
 
 

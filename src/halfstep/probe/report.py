@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from halfstep.probe.buffers import NONE, Buffers
 from halfstep.probe.cast import CastTrial
 from halfstep.probe.data import cast_data, finite, range_data, trial_data
 from halfstep.probe.ranges import Range
@@ -65,6 +66,8 @@ class ProbeReport:
     """The whole model cast, as `model.to(dtype)` does; None where torch has no dtype, or a recipe alone was asked."""
     decides: tuple[str, ...] = ("recipe", "cast")
     """Which of the two the verdict is about."""
+    buffers: Buffers = NONE
+    """What rounding buffers does, as that cast rounds them."""
 
     @property
     def verdict(self) -> str:
@@ -184,6 +187,7 @@ class ProbeReport:
                 "output_error": finite(self.sensitivity.output_error),
                 "noise": list(self.noise),
             },
+            "buffers": [{**asdict(one), "error": finite(one.error)} for one in self.buffers.found],
             "tried": [trial_data(trial) for trial in self.tried],
             "suggestion": None if suggestion is None else to_data(suggestion.recipe),
             "ranges": [{**range_data(found), "fits": found.site not in unfit} for found in self.ranges],
@@ -209,6 +213,7 @@ def _described(report: ProbeReport) -> str:
     lines += _forward(report)
     lines.append(_backward(report))
     lines += [f"run for real: {_outcome(report.trial)}", *_cast(report), *_sensitivity(report)]
+    lines += report.buffers.lines(format)
     lines += _suggested(report)
     return "\n".join([*lines, *_limits(report)])
 
@@ -311,7 +316,7 @@ def _suggested(report: ProbeReport) -> list[str]:
 
 
 def _recipe(trial: Trial) -> str:
-    kept = trial.recipe.float32_modules
+    kept = (*trial.recipe.float32_modules, *trial.recipe.float32_buffers)
     return trial.recipe.name.removesuffix("-kept") + (f", with {', '.join(kept)} in float32" if kept else "")
 
 

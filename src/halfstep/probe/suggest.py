@@ -64,17 +64,19 @@ def _share(model: nn.Module, places: tuple[str, ...]) -> float:
     return sum(inside.values()) / sum(p.numel() for p in model.parameters())
 
 
-def keeping(recipe: Recipe, places: tuple[str, ...]) -> Recipe:
-    """The recipe with those places in float32, under a name of its own."""
-    if not places:
+def keeping(recipe: Recipe, places: tuple[str, ...] = (), buffers: tuple[str, ...] = ()) -> Recipe:
+    """The recipe with those modules, or buffers, in float32, under a name of its own."""
+    count, what = len(places or buffers), "modules" if places else "buffers"
+    if not count:
         return recipe
     return replace(
         recipe,
-        name=f"{recipe.name}-kept",
-        summary=f"{recipe.name} with {len(places)} kind{'s' * (len(places) > 1)} of modules in float32.",
+        name=recipe.name if recipe.name.endswith("-kept") else f"{recipe.name}-kept",
+        summary=f"{recipe.name} with {count} kind{'s' * (count > 1)} of {what} in float32.",
         source="halfstep probe",
         aliases=(),
         float32_modules=(*recipe.float32_modules, *places),
+        float32_buffers=(*recipe.float32_buffers, *buffers),
     )
 
 

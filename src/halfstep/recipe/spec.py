@@ -173,6 +173,9 @@ class Recipe:
     float32_functions: tuple[str, ...] = ()
     """torch's functions, by name, that take 16-bit inputs in float32 under autocast, beside those that it lists for the
     device: `softmax`, `exp`, `sum` ...; methods and operators of that name too."""
+    float32_buffers: tuple[str, ...] = ()
+    """Buffers, by globs on their paths (`*.inv_freq`), that must be float32 and not rounded: a model in which a cast
+    rounded them is refused. No recipe casts buffers."""
     attention: AttentionSpec | None = None
     """How attention rounds the operands of its two products, where a module of torch's or ours forms them."""
     smooth_glu: str | None = None
@@ -339,7 +342,7 @@ class Recipe:
     def describe(self) -> str:
         """The whole recipe, one field a line, with the terms of its bytes per parameter."""
         rounding = f", update rounded {self.update_rounding}" if self.update_rounding != "nearest_even" else ""
-        widened = (*self.float32_modules, *self.float32_functions)
+        widened = (*self.float32_modules, *self.float32_functions, *self.float32_buffers)
         own = "the weights themselves" if self.weights == "fp32" else "none"
         lines = [
             ("weights", self.weights + rounding),

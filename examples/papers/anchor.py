@@ -1,0 +1,277 @@
+"""Rotary positions in bf16, and AnchorAttention for packed documents (Wang et al. 2024, arXiv 2411.13476).
+
+Rotated queries and keys that are rounded to bf16 before their product no longer depend on relative positions alone. The
+paper measures that by column of the attention weights, and trains on packed documents that attend to themselves and to
+one shared first token, the anchor. Trains a small reader (each token is a key and a value; the answer is the value that
+its key had last in the document, or "none") on packed documents under full attention, attention within documents
+(positions that run on, or are reset), and an anchor, in fp32 and bf16-mixed; then tests it on whole windows by
+distance, moves trained and untrained models by 16 positions, and times attention.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from study import Kept, difference, options, said, table, text
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+import halfstep
+
+
+KEYS, VALUES, WINDOW, SHIFT, LENGTHS = 16, 16, 128, 16, (32, 64, 128, 256, 512)
+WAYS = ("full", "documents", "reset", "anchor")
+FORMATS = ("bfloat16", "float16", "float32", "float64")
+NARROW = {"fp32": torch.float32, "bf16-mixed": torch.bfloat16}
+DISTANCES = {"1 to 7": (1, 8), "8 to 31": (8, 32), "far": (32, WINDOW + 1), "new key": (0, 1)}
+
+
+def rotated(x: Tensor, positions: Tensor, base: float = 1e4) -> Tensor:
+    """Queries or keys (..., length, size) turned by their positions (..., length), in x's dtype; angles in float64."""
+    half = x.shape[-1] // 2
+    angles = positions[..., None].double() * base ** (-torch.arange(half, dtype=torch.float64) / half)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class Reader(nn.Module):
+    """A decoder of two blocks with rotary positions, whose attention rounds its operands to a dtype."""
+
+    def __init__(self, width: int = 64, heads: int = 2, depth: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.key, self.value = nn.Embedding(KEYS + 1, width), nn.Embedding(VALUES + 1, width)
+        sizes = ((width, 3 * width), (width, width), (width, 2 * width), (2 * width, width))
+        layers = [
+            [nn.LayerNorm(width), nn.LayerNorm(width), *(nn.Linear(*size) for size in sizes)] for _ in range(depth)
+        ]
+        self.blocks = nn.ModuleList(map(nn.ModuleList, layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VALUES + 1)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | BlockMask, narrow: torch.dtype, seen: Any = None
+    ) -> Tensor:
+        """Logits of the answers of tokens (batch, length, 2); `seen` collects logits and weights of each attention."""
+        x = self.key(tokens[..., 0]) + self.value(tokens[..., 1])
+        for before, between, inner, out, up, down in self.blocks:
+            qkv = inner(before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            q, k, v = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
+            q, k = rotated(q, positions[:, None]), rotated(k, positions[:, None])
+            if isinstance(mask, BlockMask):
+                mixed = flex_attention(q, k, v, block_mask=mask)
+            else:
+                with torch.autocast("cpu", enabled=False):  # operands in 16 bits; sums and softmax are not
+                    q, k, v = (t.to(narrow).to(t.dtype) for t in (q, k, v))
+                    logits = (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
+                    weights = torch.where(mask, logits, -math.inf).softmax(-1)
+                    mixed = weights.to(narrow).to(v.dtype) @ v
+                if seen is not None:
+                    seen.append((logits, weights))
+            x = x + out(mixed.transpose(1, 2).flatten(2))
+            x = x + down(F.gelu(up(between(x))))
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def windows(batch: int, length: int, seed: Any, documents: int = 1, shared: bool = True) -> tuple[Tensor, ...]:
+    """Tokens, the numbers of their documents, answers, and how far back a key was seen (0: it was not). The windows'
+    first token is shared (document 0), or each document begins with one. Keys have weights 1, 1/2, 1/3 ..."""
+    generator = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
+    keys = torch.multinomial(1 / torch.arange(1.0, KEYS + 1), batch * length, True, generator=generator)
+    values = torch.randint(VALUES, (batch * length,), generator=generator)
+    first = torch.tensor([KEYS, VALUES])
+    tokens = torch.cat([first.expand(batch, 1, 2), torch.stack([keys, values], -1).view(batch, length, 2)], 1)
+    starts = torch.zeros(batch, length + 1, dtype=torch.int64)
+    starts.scatter_(1, torch.randint(2, length + 1, (batch, documents - 1), generator=generator), 1)
+    if shared:
+        starts[:, 1] = 1
+    else:
+        tokens[starts > 0] = first
+    doc, at = starts.cumsum(1), torch.arange(length + 1)
+    same = (tokens[:, :, None, 0] == tokens[:, None, :, 0]) & (doc[:, :, None] == doc[:, None])
+    last = torch.where(same & (at[:, None] > at), at, -1).amax(2)
+    answers = torch.where(last < 0, VALUES, tokens[..., 1].gather(1, last.clamp(min=0)))
+    return tokens, doc, answers, torch.where(last < 0, 0, at - last)
+
+
+def layout(doc: Tensor, way: str) -> tuple[Tensor, Tensor]:
+    """Position ids (batch, length), and which key each query sees (batch, 1, length, length)."""
+    at = torch.arange(doc.shape[1])
+    same, causal = doc[:, :, None] == doc[:, None], at[:, None] >= at
+    positions = at.expand_as(doc)
+    if way == "reset":
+        positions = positions - torch.where(same, at, len(at)).amin(2)
+    sees = {"full": same | True, "anchor": same | (doc[:, None] == 0)}.get(way, same)
+    return positions, (sees & causal)[:, None]
+
+
+def study(way: str, recipe: str, seed: int, steps: int, count: int, lengths: tuple[int, ...]) -> dict[str, float]:
+    """Train a reader on windows of four documents: its right answers in windows of one, and what a shift changes."""
+    torch.manual_seed(seed)
+    model: Any = Reader()
+    if way == "untrained":
+        return moved(model, lengths)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
+    model, optimizer, scaler = halfstep.prepare(model, optimizer, recipe)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps, pct_start=0.15)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        tokens, doc, answers, _ = windows(8, WINDOW, generator, 4, shared=way == "anchor")
+        logits = model(tokens, *layout(doc, way), NARROW[recipe])
+        scaler.scale(F.cross_entropy(logits.flatten(0, 1), answers.flatten())).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        optimizer.zero_grad()
+    tokens, doc, answers, far = windows(count, WINDOW, 10**6)
+    with torch.no_grad():
+        right = model(tokens, *layout(doc, "full"), NARROW[recipe]).argmax(-1) == answers
+    found = {name: float(right[(far >= a) & (far < b)].double().mean()) for name, (a, b) in DISTANCES.items()}
+    halfstep.revert(model)
+    return found | moved(model, lengths)
+
+
+@torch.no_grad()
+def moved(model: Reader, lengths: tuple[int, ...]) -> dict[str, float]:
+    """What 16 positions change in windows of one document, everything but attention's operands in float64.
+
+    `sink`: the share of attention that the first token gets. `D`: the sum over columns of |the change of their weights|
+    / queries that see them (the paper's equation 4); `share`, the first column's of it in bf16. `logits`: the mean
+    change of the first column's, by length (equation 5).
+    """
+    model = model.double()
+
+    def ran(length: int, start: int, narrow: torch.dtype) -> tuple[Tensor, Tensor]:
+        (tokens, doc, *_), seen = windows(4, length, 7), []
+        positions, mask = layout(doc, "full")
+        model(tokens, positions + start, mask, narrow, seen)
+        logits, weights = (torch.stack(each) for each in zip(*seen, strict=True))
+        return logits[..., 0], weights
+
+    def columns(start: int, narrow: torch.dtype) -> Tensor:
+        change = ran(WINDOW, start, narrow)[1] - ran(WINDOW, SHIFT, narrow)[1]
+        return (change.sum(-2).abs() / torch.arange(WINDOW + 1, 0, -1)).sum((0, 2)).mean(0)
+
+    plain = columns(0, torch.bfloat16)
+    found = {"sink": float(ran(WINDOW, 0, torch.float64)[1][..., 0].mean()), "share": float(plain[0] / plain.sum())}
+    found |= {f"D, {name}": float(columns(0, getattr(torch, name)).sum()) for name in FORMATS}
+    found |= {f"D, bfloat16, from {start}": float(columns(start, torch.bfloat16).sum()) for start in (SHIFT, 17, 2000)}
+    for n in lengths:
+        change = ran(n, 0, torch.bfloat16)[0] - ran(n, SHIFT, torch.bfloat16)[0]
+        found[f"logits, {n}"] = float(change.abs().mean(-1).sum((0, 2)).mean())
+    return found
+
+
+@torch.no_grad()
+def equal(model: Reader, seed: int = 0) -> dict[str, float]:
+    """In float64, how far packed documents under the anchor's mask by FlexAttention are from the same mask as a tensor,
+    from each document by itself behind a first token at position 0, and from attention that lacks the anchor."""
+    model, wide = model.double(), torch.float64
+    tokens, doc, *_ = windows(2, WINDOW, seed, 4)
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return ((doc[batch, query] == doc[batch, key]) | (doc[batch, key] == 0)) & (query >= key)
+
+    positions, mask = layout(doc, "anchor")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # not compiled, it forms all weights
+        flex = model(tokens, positions, create_block_mask(sees, 2, None, *doc.shape[1:] * 2, device="cpu"), wide)
+    alone = torch.zeros_like(flex)
+    for row, number in [(row, int(n)) for row, each in enumerate(doc) for n in each.unique()]:
+        chosen = (doc[row] == number) | (doc[row] == 0)
+        at = positions[row][chosen]
+        out = model(tokens[row][chosen][None], at[None], (at[:, None] >= at)[None, None], wide)
+        alone[row, doc[row] == number] = out[0, doc[row][chosen] == number]
+    others = {"mask": model(tokens, positions, mask, wide), "documents by themselves": alone}
+    others["no anchor"] = model(tokens, *layout(doc, "documents"), wide)
+    return {name: float((flex - other).abs().max()) for name, other in others.items()}
+
+
+def time_ratio(length: int, documents: int, rounds: int) -> float:
+    """CPU time of attention, forward and backward, of equal documents each behind the anchor, against full attention's:
+    the median of ratios that take turns; one head of 64, float32."""
+    q, k, v = (torch.randn(1, 1, length + 1, 64, requires_grad=True) for _ in range(3))
+    attend, ratios = partial(F.scaled_dot_product_attention, is_causal=True), []
+    for _ in range(rounds):
+        times = []
+        for anchored in (True, False):
+            start, parts = time.process_time(), [q, k, v]
+            if anchored:
+                own = [t[:, :, 1:].reshape(1, documents, -1, 64) for t in parts]
+                firsts = [t[:, :, :1].expand(1, documents, 1, 64) for t in parts]
+                parts = [torch.cat(pair, 2) for pair in zip(firsts, own, strict=True)]
+            attend(*parts).sum().backward()
+            times.append(time.process_time() - start)
+        ratios.append(times[0] / times[1])
+    return median(ratios)
+
+
+def main() -> None:
+    """Train, measure, print and keep."""
+    given = options(__doc__ or "", "runs/anchor.json", seeds=4)
+    torch.set_num_threads(1)
+    steps, count, lengths, spans = (2, 4, (16, 32), (512,)) if given.quick else (300, 128, LENGTHS, (512, 2048, 8192))
+    kept = Kept(given.out, steps=steps, count=count, window=WINDOW, lengths=lengths)
+    kinds = [(way, recipe) for recipe in NARROW for way in WAYS]
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {kind: [] for kind in [*kinds, ("untrained", "none")]}
+    for seed in range(given.seeds):
+        for (way, recipe), runs in found.items():
+            make = partial(study, way, recipe, seed, steps, count, lengths)
+            runs.append(kept.run(f"{way}, {recipe}, seed {seed}", make))
+    torch.manual_seed(0)
+    same = kept.run("anchor by FlexAttention, float64", lambda: equal(Reader()))
+    times = kept.run("time / full attention's", lambda: {str(n): time_ratio(n, 8, 15) for n in spans})
+    print(f"\nlargest difference of the anchor by FlexAttention from: {same}")
+    print(f"CPU time of attention over 8 documents against full attention's, by length: {times}")
+    values = {kind: {name: [run[name] for run in runs] for name in runs[0]} for kind, runs in found.items()}
+    far = {kind: values[kind]["far"] for kind in kinds}
+    gains = {f"far, anchor - {way}, {r}": difference(far["anchor", r], far[way, r]) for r in NARROW for way in WAYS[:3]}
+    gains |= {f"far, bf16-mixed - fp32, {w}": difference(far[w, "bf16-mixed"], far[w, "fp32"]) for w in WAYS}
+    for kind, each in values.items():
+        pairs = zip(each[f"logits, {lengths[-1]}"], each[f"logits, {lengths[0]}"], strict=True)
+        each["growth"] = [longest / shortest for longest, shortest in pairs]
+        gains[f"growth - 1, {', '.join(kind)}"] = difference(each["growth"], [1.0] * given.seeds)
+        gains[f"share - untrained's, {', '.join(kind)}"] = difference(
+            each["share"], values["untrained", "none"]["share"]
+        )
+    print(f"\nright answers in windows of one document by distance, {given.seeds} seeds, mean (95% interval):")
+    table(("attention", "recipe", *DISTANCES), [(*k, *(text(values[k][c]) for c in DISTANCES)) for k in kinds])
+    print(f"\nmoved by {SHIFT} positions (growth: of the first column's logits, {lengths[0]} to {lengths[-1]} tokens):")
+    columns = ("sink", "share", "growth", *(f"D, {name}" for name in FORMATS))
+    table(("attention", "recipe", *columns), [(*k, *(text(each[c]) for c in columns)) for k, each in values.items()])
+    for name, gain in gains.items():
+        print(f"  {name}: {gain.low:+.3f} to {gain.high:+.3f}: {said(gain, 'less', 'more')}")
+    kept.write(gains={name: asdict(gain) for name, gain in gains.items()})
+    picture(values, lengths, given.out.with_suffix(".png"))
+
+
+def picture(values: dict[tuple[str, str], dict[str, list[float]]], lengths: tuple[int, ...], path: Path) -> None:
+    """Right answers by distance, and the first column's logits by length, under bf16-mixed."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    names = list(DISTANCES)[:3]
+    for way in WAYS:
+        seeds = zip(*(values[way, "bf16-mixed"][name] for name in names), strict=True)
+        for seed, each in enumerate(seeds):
+            left.plot(names, each, "o-", color=f"C{WAYS.index(way)}", label=None if seed else way)
+    left.set(title="Right answers by distance, bf16-mixed, every seed", ylim=(0, 1.02))
+    for kind in (("anchor", "bf16-mixed"), ("full", "bf16-mixed"), ("untrained", "none")):
+        right.loglog(lengths, [fmean(values[kind][f"logits, {n}"]) for n in lengths], "o-", label=", ".join(kind))
+    right.set(title=f"First column's logits, moved by {SHIFT}: mean change", xlabel="tokens")
+    for axes in (left, right):
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
