@@ -29,7 +29,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 import halfstep
 
 
-KEYS, VALUES, WINDOW, SHIFT, LENGTHS = 16, 16, 128, 16, (32, 64, 128, 256, 512)
+KEYS, VALUES, WINDOW, SHIFT = 16, 16, 128, 16
+SIZES = 300, 128, (32, 64, 128, 256, 512), (512, 2048, 8192)
+"""Steps, windows to test on, lengths to shift, lengths to time."""
 WAYS = ("full", "documents", "reset", "anchor")
 FORMATS = ("bfloat16", "float16", "float32", "float64")
 NARROW = {"fp32": torch.float32, "bf16-mixed": torch.bfloat16}
@@ -53,10 +55,10 @@ class Reader(nn.Module):
         self.heads = heads
         self.key, self.value = nn.Embedding(KEYS + 1, width), nn.Embedding(VALUES + 1, width)
         sizes = ((width, 3 * width), (width, width), (width, 2 * width), (2 * width, width))
-        layers = [
-            [nn.LayerNorm(width), nn.LayerNorm(width), *(nn.Linear(*size) for size in sizes)] for _ in range(depth)
-        ]
-        self.blocks = nn.ModuleList(map(nn.ModuleList, layers))
+        self.blocks = nn.ModuleList()
+        for _ in range(depth):
+            norms, layers = [nn.LayerNorm(width), nn.LayerNorm(width)], [nn.Linear(*size) for size in sizes]
+            self.blocks.append(nn.ModuleList([*norms, *layers]))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VALUES + 1)
 
     def forward(
@@ -165,7 +167,9 @@ def moved(model: Reader, lengths: tuple[int, ...]) -> dict[str, float]:
 
     plain = columns(0, torch.bfloat16)
     found = {"sink": float(ran(WINDOW, 0, torch.float64)[1][..., 0].mean()), "share": float(plain[0] / plain.sum())}
-    found |= {f"D, {name}": float(columns(0, getattr(torch, name)).sum()) for name in FORMATS}
+    found |= {
+        f"D, {name}": float(columns(0, getattr(torch, name)).sum()) for name in ("bfloat16", "float16", "float32")
+    }
     found |= {f"D, bfloat16, from {start}": float(columns(start, torch.bfloat16).sum()) for start in (SHIFT, 17, 2000)}
     for n in lengths:
         change = ran(n, 0, torch.bfloat16)[0] - ran(n, SHIFT, torch.bfloat16)[0]
@@ -184,8 +188,7 @@ def equal(model: Reader, seed: int = 0) -> dict[str, float]:
         return ((doc[batch, query] == doc[batch, key]) | (doc[batch, key] == 0)) & (query >= key)
 
     positions, mask = layout(doc, "anchor")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # not compiled, it forms all weights
+    with warnings.catch_warnings(action="ignore"):  # not compiled, it forms all weights
         flex = model(tokens, positions, create_block_mask(sees, 2, None, *doc.shape[1:] * 2, device="cpu"), wide)
     alone = torch.zeros_like(flex)
     for row, number in [(row, int(n)) for row, each in enumerate(doc) for n in each.unique()]:
@@ -193,9 +196,9 @@ def equal(model: Reader, seed: int = 0) -> dict[str, float]:
         at = positions[row][chosen]
         out = model(tokens[row][chosen][None], at[None], (at[:, None] >= at)[None, None], wide)
         alone[row, doc[row] == number] = out[0, doc[row][chosen] == number]
-    others = {"mask": model(tokens, positions, mask, wide), "documents by themselves": alone}
-    others["no anchor"] = model(tokens, *layout(doc, "documents"), wide)
-    return {name: float((flex - other).abs().max()) for name, other in others.items()}
+    lacking, others = model(tokens, *layout(doc, "documents"), wide), model(tokens, positions, mask, wide)
+    found = {"mask": others, "documents by themselves": alone, "no anchor": lacking}
+    return {name: float((flex - other).abs().max()) for name, other in found.items()}
 
 
 def time_ratio(length: int, documents: int, rounds: int) -> float:
@@ -221,7 +224,7 @@ def main() -> None:
     """Train, measure, print and keep."""
     given = options(__doc__ or "", "runs/anchor.json", seeds=4)
     torch.set_num_threads(1)
-    steps, count, lengths, spans = (2, 4, (16, 32), (512,)) if given.quick else (300, 128, LENGTHS, (512, 2048, 8192))
+    steps, count, lengths, spans = (2, 4, (16, 32), (512,)) if given.quick else SIZES
     kept = Kept(given.out, steps=steps, count=count, window=WINDOW, lengths=lengths)
     kinds = [(way, recipe) for recipe in NARROW for way in WAYS]
     found: dict[tuple[str, str], list[dict[str, Any]]] = {kind: [] for kind in [*kinds, ("untrained", "none")]}
@@ -242,13 +245,12 @@ def main() -> None:
         pairs = zip(each[f"logits, {lengths[-1]}"], each[f"logits, {lengths[0]}"], strict=True)
         each["growth"] = [longest / shortest for longest, shortest in pairs]
         gains[f"growth - 1, {', '.join(kind)}"] = difference(each["growth"], [1.0] * given.seeds)
-        gains[f"share - untrained's, {', '.join(kind)}"] = difference(
-            each["share"], values["untrained", "none"]["share"]
-        )
+        at_first = values["untrained", "none"]["share"]
+        gains[f"share - untrained's, {', '.join(kind)}"] = difference(each["share"], at_first)
     print(f"\nright answers in windows of one document by distance, {given.seeds} seeds, mean (95% interval):")
     table(("attention", "recipe", *DISTANCES), [(*k, *(text(values[k][c]) for c in DISTANCES)) for k in kinds])
     print(f"\nmoved by {SHIFT} positions (growth: of the first column's logits, {lengths[0]} to {lengths[-1]} tokens):")
-    columns = ("sink", "share", "growth", *(f"D, {name}" for name in FORMATS))
+    columns = ("sink", "share", "growth", *(f"D, {name}" for name in FORMATS[:3]))
     table(("attention", "recipe", *columns), [(*k, *(text(each[c]) for c in columns)) for k, each in values.items()])
     for name, gain in gains.items():
         print(f"  {name}: {gain.low:+.3f} to {gain.high:+.3f}: {said(gain, 'less', 'more')}")
@@ -261,15 +263,12 @@ def picture(values: dict[tuple[str, str], dict[str, list[float]]], lengths: tupl
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     names = list(DISTANCES)[:3]
     for way in WAYS:
-        seeds = zip(*(values[way, "bf16-mixed"][name] for name in names), strict=True)
-        for seed, each in enumerate(seeds):
-            left.plot(names, each, "o-", color=f"C{WAYS.index(way)}", label=None if seed else way)
-    left.set(title="Right answers by distance, bf16-mixed, every seed", ylim=(0, 1.02))
+        left.plot(names, [fmean(values[way, "bf16-mixed"][name]) for name in names], "o-", label=way)
+    left.set(title="Right answers by distance, bf16-mixed", ylim=(0, 1.02))
     for kind in (("anchor", "bf16-mixed"), ("full", "bf16-mixed"), ("untrained", "none")):
         right.loglog(lengths, [fmean(values[kind][f"logits, {n}"]) for n in lengths], "o-", label=", ".join(kind))
     right.set(title=f"First column's logits, moved by {SHIFT}: mean change", xlabel="tokens")
-    for axes in (left, right):
-        axes.legend()
+    left.legend(), right.legend()
     figure.savefig(path, dpi=120)
 
 
