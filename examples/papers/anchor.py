@@ -167,9 +167,7 @@ def moved(model: Reader, lengths: tuple[int, ...]) -> dict[str, float]:
 
     plain = columns(0, torch.bfloat16)
     found = {"sink": float(ran(WINDOW, 0, torch.float64)[1][..., 0].mean()), "share": float(plain[0] / plain.sum())}
-    found |= {
-        f"D, {name}": float(columns(0, getattr(torch, name)).sum()) for name in ("bfloat16", "float16", "float32")
-    }
+    found |= {f"D, {name}": float(columns(0, getattr(torch, name)).sum()) for name in FORMATS}
     found |= {f"D, bfloat16, from {start}": float(columns(start, torch.bfloat16).sum()) for start in (SHIFT, 17, 2000)}
     for n in lengths:
         change = ran(n, 0, torch.bfloat16)[0] - ran(n, SHIFT, torch.bfloat16)[0]
@@ -265,9 +263,14 @@ def picture(values: dict[tuple[str, str], dict[str, list[float]]], lengths: tupl
     for way in WAYS:
         left.plot(names, [fmean(values[way, "bf16-mixed"][name]) for name in names], "o-", label=way)
     left.set(title="Right answers by distance, bf16-mixed", ylim=(0, 1.02))
-    for kind in (("anchor", "bf16-mixed"), ("full", "bf16-mixed"), ("untrained", "none")):
-        right.loglog(lengths, [fmean(values[kind][f"logits, {n}"]) for n in lengths], "o-", label=", ".join(kind))
-    right.set(title=f"First column's logits, moved by {SHIFT}: mean change", xlabel="tokens")
+    for color, kind in (
+        ("C3", ("anchor", "bf16-mixed")),
+        ("C0", ("full", "bf16-mixed")),
+        ("C7", ("untrained", "none")),
+    ):
+        means = [fmean(values[kind][f"logits, {n}"]) for n in lengths]
+        right.semilogy(list(map(str, lengths)), means, "o-", color=color, label=kind[0])
+    right.set(title="Mean change of the first column's logits", xlabel="tokens")
     left.legend(), right.legend()
     figure.savefig(path, dpi=120)
 
