@@ -335,7 +335,7 @@ NOTED = {
     "zeroed": {"gradients are zero"},
     "zeroed_without_moments": {"gradients are zero"},
     "tied": {"shared"},
-    "from_a_bf16_checkpoint": {"started narrow", "rounded buffers"},
+    "from_a_bf16_checkpoint": {"started narrow"},  # its statistics are off by less than bf16 inputs are
     "bf16_at_a_decay_that_it_has": set(),
     "averaged_in_bf16": {"rounded buffers"},
     "router_in_float32": {"outside autocast"},
