@@ -81,7 +81,7 @@ def prepare(
         total_steps: how often the run calls `scaler.update()`: for recipes that change after a fraction of it. Others
             take it and leave it.
         recipe_change: whether the states that are loaded later may be those of another recipe: `refuse`, which is an
-            error that names both, or `allow`, which tells what of them is rounded, dropped or begun anew.
+            error that names both, or `allow`, which tells what of them is rounded, dropped or started over.
 
     Raises:
         OptimizerError: the optimizer cannot be expressed, or holds no parameter of the model. Nothing was changed.

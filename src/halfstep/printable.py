@@ -1,4 +1,4 @@
-"""Text from files that nobody vouches for, made safe to print."""
+"""Text from untrusted files, made safe to print."""
 
 import re
 

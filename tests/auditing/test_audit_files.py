@@ -33,8 +33,8 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
     [
         ("{", "is not JSON"),
         ("[]", "is a JSON list"),
-        ("{}", r"holds schema None; expected an audit of schema 1: save it anew with halfstep.audit\("),
-        ('{"schema": 1, "items": []}', r"is not a whole audit \('model'\); save it anew"),
+        ("{}", r"holds schema None; expected an audit of schema 1: save it again with halfstep.audit\("),
+        ('{"schema": 1, "items": []}', r"is not a whole audit \('model'\); save it again"),
     ],
 )
 def test_files_that_hold_no_audit(tmp_path, text, message):

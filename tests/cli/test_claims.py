@@ -134,7 +134,7 @@ def test_check_compares_every_claim_with_a_check_or_kept_figures(run, monkeypatc
     assert "NO   forum-bytes\n" in out
     assert f"{len(chosen) - 2} of {len(chosen)} claims confirmed" in out
     assert "forum-bytes: bf16_master: measured 1000000016.0, recorded 16 ± 0; `halfstep claims --run forum-b" in err
-    assert "forum-loss: master: measured 999999999.999904, recorded -9.6e-05 ± 5e-05; write the row anew" in err
+    assert "forum-loss: master: measured 999999999.999904, recorded -9.6e-05 ± 5e-05; rewrite the row" in err
 
 
 def test_check_outside_a_clone_says_what_it_leaves_out(run, monkeypatch, tmp_path):

@@ -24,10 +24,10 @@ SAVES = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
 STAGED = "fp8-delayed until 50%, then bf16-mixed"
 # What was silent, with what is to be told.
 PAIRS = [
-    ("bf16-mixed", "fp8-delayed", "scaling states begin anew"),
+    ("bf16-mixed", "fp8-delayed", "scaling states start over"),
     ("bf16-mixed", "bf16-stochastic", "weights that were kept in more bits are rounded to bf16"),
     ("fp16-mixed", "bf16-mixed", "the loss scale, 65536, is dropped"),
-    ("bf16-mixed", "fp16-mixed", "the loss scale begins anew at 65536"),
+    ("bf16-mixed", "fp16-mixed", "the loss scale (begins anew|starts over) at 65536"),
     ("fp32", "bf16-collage-plus", "masters of .* parameters begin from the present weights"),
     ("bf16-master", "bf16-mixed", "the masters of .* parameters are dropped"),
     (STAGED, "bf16-mixed", "stages end, and this recipe holds to the end"),
@@ -116,7 +116,7 @@ def test_what_a_scaler_warns_of_is_seen_in_trainer(tmp_path):
     checkpoint = stopped("fp8-delayed", tmp_path)
     file = tmp_path / "checkpoint-2" / "halfstep.pt"
     torch.save({}, file)
-    with pytest.warns(UserWarning, match="holds no scaling states, so the model's scales start anew"):
+    with pytest.warns(UserWarning, match="holds no scaling states, so the model's scales start over"):
         trainer("fp8-delayed", tmp_path, max_steps=4).train(resume_from_checkpoint=checkpoint)
 
 

@@ -115,7 +115,7 @@ def test_torchs_own_scaler_state_loads_with_a_warning(name):
     train(*parts, 2)
     torchs = torch.amp.GradScaler("cpu", init_scale=32.0)
     torchs.scale(torch.ones(()))
-    with pytest.warns(UserWarning, match="holds no scaling states, so the model's scales start anew"):
+    with pytest.warns(UserWarning, match="holds no scaling states, so the model's scales start over"):
         parts[2].load_state_dict(torchs.state_dict())
     assert parts[2].get_scale() == 32
     assert_same(Scalings(parts[0]).state_dict(), before)

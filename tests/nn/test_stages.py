@@ -219,7 +219,7 @@ def test_a_state_with_a_stage_in_a_model_without_stages_warns():
 # ---- who counts, and who does not ------------------------------------------------------------------------------------
 
 
-LENGTH = "changes after 90% of the run, and nobody has said how long that is: give total_steps"
+LENGTH = "changes after 90% of the run, whose length is not known: give total_steps"
 
 
 def test_fractions_need_a_length_and_nothing_is_changed_without():

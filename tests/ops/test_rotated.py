@@ -101,12 +101,12 @@ def test_a_rotated_tensor_is_rounded_for_each_product_anew():
     """Tiles that lie alike in both products, and one scale a tensor, whose values are kept elsewhere."""
     for tiles in (get_quantizer("fp8_128x128", scale="rceil"), get_quantizer("int8_tensor")):
         spec = spec_of(tiles, grad_weight=R16)
-        assert spec_of(tiles).anew == frozenset()
-        assert spec.anew == {"input", "grad_output"}
+        assert spec_of(tiles).rerounded == frozenset()
+        assert spec.rerounded == {"input", "grad_output"}
         x, w, dy = tensors()
         for found, expected in zip(results(linear(spec), x, w, dy), written_out(spec, x, w, dy), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert spec_of(output=R16).anew == {"input", "weight", "grad_output"}  # blocks lie along each product's own
+    assert spec_of(output=R16).rerounded == {"input", "weight", "grad_output"}  # blocks lie along each product's own
     current = halfstep.get_recipe("fp8-current").rules[-1].linear
     assert current.input_codes is not None
     rotated = replace(current, grad_weight=replace(current.grad_weight, hadamard=R16))

@@ -61,7 +61,7 @@ def test_nvfp4_is_transformer_engines_recipe():
     row, square = "two_level, 1x16", "two_level, 16x16"
     assert tiles == [[row, square], [row, square], [row, row]]
     assert [m.hadamard for m in matmuls] == [None, None, Hadamard(16)]
-    assert spec.anew == {"input", "grad_output"}  # the weight is rounded once for both of its products
+    assert spec.rerounded == {"input", "grad_output"}  # the weight is rounded once for both of its products
 
 
 def test_mxfp4_rht_is_its_authors_recipe():

@@ -31,8 +31,8 @@ TABLE = Marked(PAGE, "<!-- begin: written by tests/uses/changes.py -->\n", "<!--
 LOSSES = {
     "Weights and masters": "dropped, and go on as their stored|weights that were kept in more bits are rounded",
     "Moments": "exp_avg.* is rounded|moments and step counts",
-    "Scaling states": "scaling states (begin anew|are dropped)",
-    "Loss scale": "the loss scale(, .*, is dropped| begins anew)",
+    "Scaling states": "scaling states (start over|are dropped)",
+    "Loss scale": "the loss scale(, .*, is dropped| begins anew| starts over)",
 }
 """What a change may lose, and what must then be told."""
 

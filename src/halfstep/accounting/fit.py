@@ -37,7 +37,7 @@ def largest(peak_of: Callable[[int], int], memory: int, known: tuple[int, int]) 
     batches and then counted, until a batch fits and the next does not.
 
     Args:
-        peak_of: the peak of a batch, which is counted anew.
+        peak_of: the peak of a batch, counted again.
         known: a batch and its peak.
     """
     peaks = dict([known])
@@ -47,7 +47,7 @@ def largest(peak_of: Callable[[int], int], memory: int, known: tuple[int, int]) 
             peaks[batch] = peak_of(batch)
         return peaks[batch]
 
-    low, high = 0, 0  # fits, and does not; 0 is nobody yet
+    low, high = 0, 0  # fits, and does not; 0 is none yet
     guess = 1
     while True:
         if peak(guess) <= memory:

@@ -22,7 +22,7 @@ from halfstep.registry import load_function
 
 
 USUAL = 2048
-"""Tokens in an example, where a model takes as many and nobody says otherwise."""
+"""Tokens in an example, where a model takes as many and nothing else is given."""
 
 IMAGE = 224
 """Height and width of images, where a config does not say."""

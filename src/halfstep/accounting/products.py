@@ -141,7 +141,7 @@ def _attention(args: tuple[Any, ...], result: Any) -> _Found:
 
 
 def _recurrent(args: tuple[Any, ...], result: Any) -> _Found:
-    """One direction of one layer, (time, batch, in): the input's product, and the state's, which hangs on weights."""
+    """One direction of one layer, (time, batch, in): the input's product, and the state's, which depends on weights."""
     x, of_input, of_state = args[:3]
     steps, state = x.shape[0] * x.shape[1], next((each for each in args[:3] if each.requires_grad), x)
     outputs = steps * of_state.shape[0]

@@ -42,7 +42,7 @@ def check_ranks(ranks: int, zero: int) -> None:
     """Refuse what `share` cannot divide by.
 
     Raises:
-        AccountError: no such stage; fewer than one device; a stage with one device, which has nobody to share with.
+        AccountError: no such stage; fewer than one device; a stage with one device, which has none to share with.
     """
     if zero not in range(4):
         raise AccountError(f"--zero {zero} given; expected a stage from 0 to 3")

@@ -35,7 +35,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to be built anew for every account, and what is known of its batches.
+    """A model to be built again for every account, and what is known of its batches.
 
     `build` and `batch` are called where tensors have no memory (`Blank`).
     """

@@ -164,7 +164,7 @@ class Audit:
         data = parse_object(Path(path).read_bytes(), str(path))
         if data.get("schema") != SCHEMA or "items" not in data:
             raise CheckpointError(
-                f"{path} holds schema {data.get('schema')!r}; expected an audit of schema {SCHEMA}: save it anew with "
+                f"{path} holds schema {data.get('schema')!r}; expected an audit of schema {SCHEMA}: save it again with "
                 "halfstep.audit(model, optimizer).save(path)"
             )
         try:
@@ -177,7 +177,7 @@ class Audit:
                 plan=data.get("plan"),
             )
         except (KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} is not a whole audit ({error}); save it anew") from error
+            raise CheckpointError(f"{path} is not a whole audit ({error}); save it again") from error
 
     def __str__(self) -> str:
         plan = [] if self.plan is None else [self.plan]

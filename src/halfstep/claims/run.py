@@ -63,7 +63,7 @@ def _figure(results: Path, place: Sequence[str]) -> float:
             "go to its root, or give --results FOLDER"
         ) from error
     except ValueError as error:
-        raise ClaimError(f"{file} is not JSON ({error}); its benchmark writes it anew with --keep") from error
+        raise ClaimError(f"{file} is not JSON ({error}); its benchmark rewrites it with --keep") from error
     for depth, key in enumerate(keys):
         here = dict(enumerate(found)) if isinstance(found, list) else found
         known = {str(one): value for one, value in here.items()} if isinstance(here, dict) else {}

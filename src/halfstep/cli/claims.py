@@ -172,7 +172,7 @@ def _check(claims: Sequence[Claim], results: Path | None) -> bool:
             }
         typer.echo(f"{'NO ' if wrong else 'yes'}  {claim.id}")
         for name, found in wrong.items():
-            advice = f"`halfstep claims --run {claim.id}`" if claim.short else "write the row anew, or find out why"
+            advice = f"`halfstep claims --run {claim.id}`" if claim.short else "rewrite the row, or find out why"
             fail(f"{claim.id}: {name}: {found}; {advice}")
         refuted += bool(wrong)
     compared = len(chosen) - len(left)

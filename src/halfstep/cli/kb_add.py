@@ -78,7 +78,7 @@ def add(
 
 
 def _completed(given: dict[str, Any]) -> dict[str, Any]:
-    """The options, with answers from whoever sits at the terminal for those that are missing."""
+    """The options, with answers asked for at the terminal for those that are missing."""
     from halfstep.errors import KnowledgeBaseError
 
     missing = [flag for flag, value in given.items() if not value]

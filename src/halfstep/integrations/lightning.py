@@ -301,7 +301,7 @@ def _check(trainer: Trainer) -> None:
 
 
 def _check_stages(module: LightningModule) -> None:
-    """Refuse a run and stages of which one begins anew and the other does not."""
+    """Refuse a run and stages of which one starts over and the other does not."""
     schedule, steps = schedule_of(module), module.trainer.global_step
     if schedule is not None and (schedule.steps == 0) != (steps == 0):
         raise RecipeError(
@@ -322,7 +322,7 @@ def _warn_of_rounded(module: LightningModule, recipe: Recipe) -> None:
 
 
 def _is_looked_at(model: LightningModule) -> bool:
-    """Whether somebody's hook may read gradients before the step."""
+    """Whether a user's hook may read gradients before the step."""
     hook, trainer = "on_before_optimizer_step", model.trainer
     own = any(is_overridden(name, model) for name in (hook, "configure_gradient_clipping"))
     return own or any(is_overridden(hook, callback) for callback in trainer.callbacks)  # type: ignore[attr-defined]

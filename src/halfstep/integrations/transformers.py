@@ -80,7 +80,7 @@ class HalfstepMixin(_Base):
     Raises:
         RecipeError: the arguments ask for another precision beside the recipe's (`bf16`, `fp16`, `bf16_full_eval`), or
             for FSDP, DeepSpeed, DataParallel or another parallelism than DDP; the recipe is unknown, or does not fit
-            the model (when training begins); training begins anew where the stages of a recipe are further; a run is
+            the model (when training begins); training starts over where the stages of a recipe are further; a run is
             resumed from a checkpoint of another recipe, and no change was asked for.
         OptimizerError: an optimizer that has no counterpart here (when training begins).
     """

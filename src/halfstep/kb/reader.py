@@ -17,7 +17,7 @@ from halfstep.kb.schema import problems, schema
 
 
 DEFAULT_OVERLAY = Path("~/.config/halfstep/kb")
-"""Where a user's own entries are looked for when nobody says otherwise; the folder need not exist."""
+"""Where a user's own entries are looked for by default; the folder need not exist."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ FOLLOW = torch.ops.halfstep.follow.default
 
 
 def blank(x: Tensor, *outs: Tensor) -> bool:
-    """Whether x has no values: then there is nothing to compute, and whoever watches operators is told that `outs`
+    """Whether x has no values: then there is nothing to compute, and modes that watch operators see that `outs`
     follow from x."""
     if not hasattr(x, "fake_mode"):
         return False

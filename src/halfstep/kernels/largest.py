@@ -15,7 +15,7 @@ _LIBRARY = torch.library.Library("halfstep", "FRAGMENT")
 def amax_of(x: Tensor, unless: Tensor | None = None) -> Tensor:
     """max |x|, a float32 scalar: 0 for an empty tensor, NaN where there is one.
 
-    unless: where that float32 scalar is not 0 nobody asks for max |x|: a GPU, and a traced graph, read no x for it.
+    unless: where that float32 scalar is not 0, max |x| is not needed: a GPU, and a traced graph, read no x for it.
     """
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)

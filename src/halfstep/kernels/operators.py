@@ -137,7 +137,8 @@ def round_tiles_into(
     """The values that `quantizer.quantize(x)` stands for, into `out`.
 
     Of two levels of scales, the tensor's goes to `tensor_scale`, where that is given, and is left out of the values.
-    Returns whether some may be below 2^-126, bfloat16's smallest normal number, but not 0: True where nobody looked.
+    Returns whether some may be below 2^-126, bfloat16's smallest normal number, but not 0: True where that was not
+    checked.
     """
     format, rounding, scales = quantizer.format, quantizer.rounding, quantizer.scales
     if scales is not None:

@@ -13,7 +13,7 @@ from halfstep.quant.padding import pad
 
 def outer(scales: Tensor) -> Tensor:
     """The scales of tiles of 1x128, (rows, tiles across), with strides (1, rows): itself where it lies so. One tile
-    across may have another second stride, which nobody takes."""
+    across may have another second stride, which is not supported."""
     return scales.t().contiguous().t()
 
 

@@ -35,7 +35,7 @@ def unseen() -> AbstractContextManager[Any]:
 
 
 def times(x: Tensor, factor: Tensor | float) -> Tensor:
-    """x, which is nobody else's, times a factor: in its own memory, unless what gave it is kept."""
+    """x, to which nothing else refers, times a factor: in its own memory, unless what gave it is kept."""
     return x * factor if is_watched() else x.mul_(factor)
 
 

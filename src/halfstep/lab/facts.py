@@ -1,4 +1,4 @@
-"""What a task tells whoever shows its results: its metric, its units, its defaults. This file imports no torch."""
+"""What a task tells reports: its metric, its units, its defaults. This file imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two made-up languages and the rules that turn one into the other. Openly synthetic: nobody speaks them.
+"""Two made-up languages and the rules that turn one into the other. Openly synthetic: invented for this.
 
 The first puts its verb between subject and object, its adjectives before nouns, and marks plural and tense by words of
 their own. The second puts the verb last and adjectives behind, gives every noun one of three genders, with which its

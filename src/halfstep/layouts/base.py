@@ -84,7 +84,7 @@ class Layout:
         return None
 
     def distance(self, quantizers: Sequence[Quantizer]) -> tuple[bool, bool]:
-        """How far quantizers are from the layout: whether codes are written anew, and scales repeated."""
+        """How far quantizers are from the layout: whether codes are rewritten, and scales repeated."""
         scales = [q.scales for q in quantizers]
         return (
             any(q.format.bits != self.element.bits for q in quantizers),

@@ -1,4 +1,5 @@
-"""Which memory is held while code runs, by role: storages from the operator that makes them until nobody has them."""
+"""Which memory is held while code runs, by role: storages from the operator that makes them until nothing refers to
+them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from halfstep.kernels.blank import FOLLOW
 
 
 PASSING = "passing"
-"""The role of what operators make, until somebody gives it another."""
+"""The role of what operators make, until it is given another."""
 
 _NOTHING = frozenset({"nothing"})
 """What memory is computed from that no operator has written to, as far as can be seen: a kernel may have."""

@@ -1,4 +1,4 @@
-"""How a recipe gets into somebody's model."""
+"""How a recipe is applied to a model."""
 
 from halfstep.nn.apply import advance, apply, plan_of, revert
 from halfstep.nn.attention import DotProductAttention

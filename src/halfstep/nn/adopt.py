@@ -38,7 +38,7 @@ def adopt(
     Args:
         forward: a function of a module's top level.
         on_copy: called with every copy of the module, unpickled ones too, for what torch does not copy.
-        patchable: a forward that somebody sets on the instance, before or later, is called through `forward` too.
+        patchable: a forward that is set on the instance, before or later, is called through `forward` too.
         beneath: `release` leaves it: it is what a recipe is laid upon (unit scaling).
     """
     extend(module, _Calling(forward, on_copy, patchable, beneath))
@@ -73,7 +73,7 @@ def release_all(module: nn.Module) -> None:
 
 
 def beneath(module: nn.Module) -> type[nn.Module]:
-    """The module's class without what unit scaling laid over it: its forward is whoever's wrote the class, or a
+    """The module's class without what unit scaling put over it: its forward is the class's own, or a
     recipe's."""
     kind = type(module)
     while getattr(kind.__dict__.get("_halfstep_members"), "beneath", False):
@@ -113,7 +113,7 @@ def stock_class(module: nn.Module) -> type[nn.Module]:
 
 
 def is_covered(module: nn.Module) -> bool:
-    """Whether somebody gave an adopted module another class on top, which hides ours from `release`."""
+    """Whether an adopted module was given another class on top, which hides ours from `release`."""
     hidden = any("_halfstep_stock" in kind.__dict__ for kind in type(module).__mro__)
     return hidden and "_halfstep_stock" not in type(module).__dict__
 

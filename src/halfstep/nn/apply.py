@@ -84,9 +84,9 @@ def revert(model: nn.Module) -> None:
     applied = applied_to(model)
     if applied.quantized:
         raise RecipeError(
-            f"this {type(model).__name__} is quantised for inference, and its full weights are gone: build it anew and "
-            "load them, or quantise a copy (copy.deepcopy) next time; halfstep.dequantize_model gives it the values of "
-            "its codes"
+            f"this {type(model).__name__} is quantised for inference, and its full weights are gone: build it "
+            "again and load them, or quantise a copy (copy.deepcopy) next time; halfstep.dequantize_model gives it the "
+            "values of its codes"
         )
     for path, module in model.named_modules():
         if is_covered(module):

@@ -1,4 +1,4 @@
-"""What one recipe, or one stage of it, makes of a model's modules: found first, laid down afterwards."""
+"""What one recipe, or one stage of it, makes of a model's modules: decided first, applied afterwards."""
 
 from __future__ import annotations
 

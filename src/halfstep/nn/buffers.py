@@ -15,7 +15,7 @@ from halfstep.nn.tuners import matches
 
 
 ANEW = (
-    "compute them anew in float32 (transformers' rotary embeddings: m.inv_freq = type(m)(m.config).inv_freq, and so "
+    "compute them again in float32 (transformers' rotary embeddings: m.inv_freq = type(m)(m.config).inv_freq, and so "
     "m.original_inv_freq)"
 )
 """What to do about buffers that a cast rounded."""

@@ -17,8 +17,8 @@ _SAMPLES = 16  # values of a weight that are compared where torch's count of wri
 
 
 class Clock:
-    """Notices an optimizer step that nobody ended, and steps that nothing was recorded for: stale scales, or a stage of
-    the recipe that is over, would go on unseen.
+    """Notices an optimizer step that was not ended, and steps that nothing was recorded for: stale scales, or a stage
+    of the recipe that is over, would go on unseen.
 
     The steps of an optimizer that is followed (`Scalings.follow`) are counted. Of others, the weights tell: what
     changed between two forwards, by torch's count of writes; and by some of their values until `end` is called for the
@@ -49,7 +49,7 @@ class Clock:
             self._steps[optimizer] = []
 
     def __reduce__(self) -> Any:
-        return Clock, (self.moves,)  # torch counts the writes to copied weights anew
+        return Clock, (self.moves,)  # torch starts its count of writes again in a copy
 
     # ---- what the model tells -----------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class Clock:
         self.listens = False
 
     def step(self, optimizer: torch.optim.Optimizer, overflowed: Tensor | None = None) -> None:
-        """A followed optimizer has stepped, unless `overflowed` is above 0: that is read when somebody asks."""
+        """A followed optimizer has stepped, unless `overflowed` is above 0: that is read when it is needed."""
         if optimizer in self._steps:
             self._steps[optimizer].append(overflowed)
 

@@ -55,8 +55,8 @@ def let_go(model: nn.Module) -> None:
 
 
 def _become(weight: Any, other: Any, attributes: dict[str, Any]) -> None:
-    """Give a parameter the contents of another, which is nobody's, and those attributes; its gradient, its hooks and
-    whoever refers to it stay.
+    """Give a parameter the contents of another, which is not used elsewhere, and those attributes; its gradient, hooks
+    and references to it stay.
 
     As torch.utils.swap_tensors, which refuses a tensor with weak references: to us they are to the parameter, whatever
     it holds. A graph that knows the old contents refuses its backward pass.

@@ -171,7 +171,7 @@ class Part:
 
 
 def follow(model: nn.Module, applied: Applied, on_copy: OnCopy, apart: Collection[nn.Module] = ()) -> None:
-    """Make a model and its parts follow the recipe that `apply` leaves on the root, whoever calls them.
+    """Make a model and its parts follow the recipe that `apply` leaves on the root, from wherever they are called.
 
     Args:
         on_copy: called with copies of the root.
@@ -245,7 +245,7 @@ def following(model: nn.Module) -> AbstractContextManager[None]:
 
 def _root_forward(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     part = part_of(model)
-    if part is None:  # a bound forward that somebody took before `revert`
+    if part is None:  # a bound forward that was taken before `revert`
         return stock(model, *args, **kwargs)
     if part.agrees and not torch.compiler.is_compiling():
         wrapped = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)

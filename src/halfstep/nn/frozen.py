@@ -25,7 +25,7 @@ ADAPTS = "_halfstep_adapts"
 
 @dataclass(frozen=True, eq=False)
 class FrozenWeight:
-    """A matrix (out, in) of a quantised layer, made anew whenever a product takes it: no pass keeps its values."""
+    """A matrix (out, in) of a quantised layer, decoded whenever a product takes it: no pass keeps its values."""
 
     operand: Callable[[], Operand]
     rows: int
@@ -79,7 +79,7 @@ class _Frozen(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 weight, later = ctx.weight.operand(), spec.grad_input.rhs
                 (seeds,) = seeds_of(ctx.states, grad, spec.grad_input)
-                if "weight" in spec.anew:
+                if "weight" in spec.rerounded:
                     values = weight.scaled()
                     weight = operand(values, later and later.down, grad.dtype, dim=0, seed=seeds.rhs)
                 alone = LinearSpec(output=spec.grad_input)

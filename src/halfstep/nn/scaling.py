@@ -199,7 +199,7 @@ class Scalings:
     def _set(self, saved: Mapping[str, Tensor]) -> None:
         for name, state, _ in _states(self._model):
             state.copy_(saved[name])
-        if saved:  # weights that were loaded beside them are no step that nobody ended
+        if saved:  # loading weights beside them is no optimizer step
             clock = self._clock()
             assert clock is not None
             clock.begin(self._model)
@@ -251,7 +251,7 @@ class Scalings:
             torch._foreach_copy_([entries[place][1] for place in places], list(states.unbind()))
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count that optimizer's steps: exact, where changes of weights are but a sign. A second step that nobody
+        """Count that optimizer's steps: exact, where changes of weights are but a sign. A second step that was not
         ended is refused."""
         if (clock := self._clock()) is not None:
             clock.follow(optimizer)

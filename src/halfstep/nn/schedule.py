@@ -57,7 +57,7 @@ class Schedule:
         """After how many steps each later stage begins.
 
         Raises:
-            RecipeError: that hangs on the length of the run, and nobody has said it.
+            RecipeError: that depends on the length of the run, which is not known.
         """
         if self._starts is None:
             raise unknown_length(self._recipe)
@@ -69,7 +69,7 @@ class Schedule:
         return bisect_right(self.starts, self.steps)
 
     def state(self) -> dict[str, Any]:
-        """What to save of it, as JSON holds it; empty while nobody has said how long the run is."""
+        """What to save of it, as JSON holds it; empty while the length of the run is not known."""
         if self._starts is None:
             return {}
         return {"steps": self.steps, "stage": self.stage, "starts": list(self.starts), "total_steps": self.total_steps}
@@ -100,7 +100,7 @@ def unknown_length(recipe: Recipe) -> RecipeError:
     """What to say where stages begin at fractions of a run whose length is not known."""
     when = ", ".join(stage.when for stage in recipe.stages if stage.is_fraction)
     return RecipeError(
-        f"recipe {recipe.name!r} changes after {when} of the run, and nobody has said how long that is: give "
+        f"recipe {recipe.name!r} changes after {when} of the run, whose length is not known: give "
         "total_steps, the number of calls of scaler.update(), to halfstep.prepare or halfstep.optimize; or name a step "
         "(until step 900)"
     )

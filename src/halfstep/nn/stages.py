@@ -1,4 +1,4 @@
-"""A model whose recipe has stages: laid down for all of them when it is applied, switched where it stands."""
+"""A model whose recipe has stages: applied for all of them at once, and switched between them in place."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Steps:
         self._scalings = Scalings(model, process_group)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count that optimizer's steps: one that nobody ended is refused with the next."""
+        """Count that optimizer's steps: one that was not ended is refused with the next."""
         self._scalings.follow(optimizer)
 
     def advance(self, skipped: bool | Tensor = False) -> None:
@@ -161,7 +161,7 @@ class Steps:
             if capturing():
                 raise RecipeError(
                     f"recipe {schedule.name!r} has stages, which are counted on the host, and the replays of a CUDA "
-                    "graph would be counted by nobody. Leave scaler.update() out of the graph, and capture a new one "
+                    "graph would not be counted. Leave scaler.update() out of the graph, and capture a new one "
                     "for each stage"
                 )
         self._scalings.advance(skipped)
@@ -203,11 +203,11 @@ class Steps:
         own = bool(self._scalings.state_dict())
         self._scalings.reset()
         if own or "scaling" in saved:
-            told.append("scaling states begin anew" if own else "scaling states are dropped")
+            told.append("scaling states start over" if own else "scaling states are dropped")
         return told
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Put it back: first the stage, then the scaling states that it has. What is not there warns and begins anew.
+        """Put it back: first the stage, then the scaling states that it has. What is not there warns and starts over.
 
         Raises:
             LossScaleError: scaling states of other layers or of another length.
@@ -217,7 +217,7 @@ class Steps:
         scaling = saved.get("scaling", {})
         if self._scalings.state_dict() and not scaling:
             warnings.warn(
-                "the scaler state holds no scaling states, so the model's scales start anew; save "
+                "the scaler state holds no scaling states, so the model's scales start over; save "
                 "scaler.state_dict() beside the model to resume exactly",
                 stacklevel=3,
             )
@@ -266,6 +266,6 @@ class Steps:
     def _load_steps(self, schedule: Schedule, steps: int) -> None:
         clock = applied_to(self._model).clock
         assert clock is not None
-        clock.begin(self._model)  # weights that were loaded beside it are no step that nobody ended
+        clock.begin(self._model)  # loading weights beside it is no optimizer step
         schedule.steps = int(steps)
         self._keep_up()

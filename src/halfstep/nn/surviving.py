@@ -1,4 +1,4 @@
-"""Buffers of a layer that outlive `to_empty`, and begin anew where they come from the meta device."""
+"""Buffers of a layer that survive `to_empty`, and are initialised again when they come from the meta device."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def values_noted(
     dtype: torch.dtype | None = None,
     tensor_scale: Tensor | None = None,
 ) -> tuple[Tensor, bool]:
-    """The values of x, and whether some may be below 2^-126 but not 0: True where nobody looked.
+    """The values of x, and whether some may be below 2^-126 but not 0: True where that was not checked.
 
     tensor_scale: a float32 scalar that becomes the tensor's scale of two levels, which the values are then without.
     """

@@ -306,7 +306,7 @@ def round_gradients(weight: CodeTensor, quantizer: Quantizer) -> None:
     """From now on, a parameter's gradient is kept as codes once it has been accumulated: one that is there when the
     next arrives is decoded, added to and encoded again."""
     trained, weight.grads = weight.requires_grad, quantizer
-    weight.requires_grad_()  # or torch takes no hooks, and somebody may unfreeze it later
+    weight.requires_grad_()  # or torch takes no hooks, and the caller may unfreeze it later
     weight.register_post_accumulate_grad_hook(round_gradient)  # type: ignore[no-untyped-call]
     weight.requires_grad_(trained)
     round_gradient(weight)

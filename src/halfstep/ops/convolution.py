@@ -49,7 +49,7 @@ def convolution(
       filters, for each place of the window the `out` channels.
     - gradient of the weight: a row of dy, and of x, is a channel at all places of the batch.
 
-    A tile of several channels begins anew at each place of the window, and is short where the channels end: a block of
+    A tile of several channels starts again at each place of the window, and is short where the channels end: a block of
     32 never joins two places of a window. Each group is a convolution of its own (a depthwise one has rows of one
     channel), but for a scale of the whole tensor. Such a scale multiplies the product before its one rounding; scales
     of smaller tiles are multiplied into the values, since a sum over a window mixes them. Padded zeros are in no tile.
@@ -141,8 +141,8 @@ class _Rounded(Once):
                 rhs = rounded(weight, by_filter, spec.output.rhs, dtype, states.get("weight"), record, seeds.rhs)
             multiplier = window.multiplier(spec.output, x.shape, weight.shape)
             y = _product(window.apply, lhs, rhs.times(multiplier, dtype), bias, dtype)
-            x_kept = kept(lhs, x, spec.grad_weight.rhs, "input" in spec.anew, dtype)
-            weight_kept = kept(rhs, weight, spec.grad_input.rhs, "weight" in spec.anew, dtype)
+            x_kept = kept(lhs, x, spec.grad_weight.rhs, "input" in spec.rerounded, dtype)
+            weight_kept = kept(rhs, weight, spec.grad_input.rhs, "weight" in spec.rerounded, dtype)
         return apart(y), y.new_zeros(()), *x_kept, *weight_kept
 
     @staticmethod
@@ -193,16 +193,16 @@ def _form(
     with torch.autocast(grad.device.type, enabled=False):
         if needs[0]:
             lhs = rounded(grad, by_place, first.lhs, dtype, state, record, seeds.lhs)
-            anew = "weight" in spec.anew
+            again = "weight" in spec.rerounded
             turned = by_filter.turned
-            rhs = rounded(weight, turned, first.rhs, dtype, seed=seeds.rhs) if anew else Operand(weight, weight_scale)
+            rhs = rounded(weight, turned, first.rhs, dtype, seed=seeds.rhs) if again else Operand(weight, weight_scale)
             rhs = rhs.times(window.multiplier(first, x.shape, weight.shape, "grad_input"), dtype)
             grad_x = _product(lambda a, b: window.grad_input(a, b, x.shape), lhs, rhs, None, dtype).to(dtypes[0])
         if needs[1]:
-            if lhs is None or "grad_output" in spec.anew:
+            if lhs is None or "grad_output" in spec.rerounded:
                 lhs = rounded(grad, by_place.turned, second.lhs, dtype, state, record, later.lhs)
-            anew = "input" in spec.anew
-            rhs = rounded(x, by_place.turned, second.rhs, dtype, seed=later.rhs) if anew else Operand(x, x_scale)
+            again = "input" in spec.rerounded
+            rhs = rounded(x, by_place.turned, second.rhs, dtype, seed=later.rhs) if again else Operand(x, x_scale)
             multiplier = window.multiplier(second, x.shape, weight.shape, "grad_weight")
             operation = lambda a, b: window.grad_weight(a, b, weight.shape)  # noqa: E731
             grad_weight = _product(operation, lhs, rhs, None, dtype, multiplier).to(dtypes[1])

@@ -1,4 +1,5 @@
-"""Products of a few rows, in evaluation: of a token that a model generates, with weights in codes or rounded anew.
+"""Products of a few rows, in evaluation: of a token that a model generates, with weights in codes or rounded at each
+call.
 
 Both sum in the order of `kernels.cpu.few_rows`, whatever the weight is stored as. So a model that is quantised for
 inference computes what it computed in evaluation, bit for bit, at the speed at which its codes are read.
@@ -161,7 +162,7 @@ def _rounder(
 
 def supports(lhs: Operand, weight: Operand | StoredWeight, product: Matmul) -> bool:
     """Whether the product of lhs (rows, in) and a weight (out, in), which `product` rounds, is one of few rows here. It
-    hangs on nothing that is otherwise in inference than in evaluation."""
+    depends on nothing that is otherwise in inference than in evaluation."""
     values = lhs.values
     rows = values.shape[0]
     if torch.compiler.is_compiling():  # a graph of any number of rows has one product for all of them

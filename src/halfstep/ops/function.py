@@ -41,7 +41,7 @@ def apart(y: Tensor) -> Tensor:
 
 
 def is_derived() -> bool:
-    """Within a backward pass: whether somebody may take the derivative of what it computes."""
+    """Within a backward pass: whether the derivative of what it computes may be taken."""
     return torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
 
 
@@ -53,7 +53,7 @@ def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 class _Off:
-    """`torch.autocast(device, enabled=False)` within autocast, whose dtype and cache of casts nobody asks for then."""
+    """`torch.autocast(device, enabled=False)` within autocast, whose dtype and cache of casts are not used then."""
 
     __slots__ = ("device",)
 

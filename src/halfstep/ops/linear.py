@@ -127,7 +127,7 @@ def rounded_weight(
         if both and first is not None:
             return RoundedWeight(weight, *both_sides(weight, first, dtype, state, record, given=(seeds.rhs, seeds.rhs)))
         output = operand(weight, first, dtype, state, record, signs, seed=seeds.rhs)
-        if "weight" not in spec.anew:
+        if "weight" not in spec.rerounded:
             return RoundedWeight(weight, output, output)
         grad_input = side(weight, second, dtype, signs=later, dim=0, seed=later_seeds.rhs)
         return RoundedWeight(weight, output, grad_input, (signs, later))

@@ -114,16 +114,19 @@ class Rounded(Once):
                     rhs = side(weight, spec.output.rhs, dtype, state, record, signs, 1, *given)
             over = lhs if channels is None or not isinstance(lhs, Operand) else lhs.over(channels, dtype)
             y = forward_product(over, rhs, bias, dtype, spec.output, rows.shape[1], evaluates)
-            # What a backward product takes as the forward did is kept so; what it rounds anew, as it came.
-            x_kept = _kept(lhs, x_later, rows, spec.grad_weight.rhs, "input" in spec.anew, dtype)
+            # What a backward product takes as the forward did is kept so; what it rounds again, as it came.
+            x_kept = _kept(lhs, x_later, rows, spec.grad_weight.rhs, "input" in spec.rerounded, dtype)
             alone = isinstance(rhs, Coded) and weight_later is None  # codes that no backward product takes
             again = rounded is not None or ((alone or keeping is not None) and _rounds_again(weight, spec))
             weight_kept: Kept = (None, None, None)
             if not again:
-                weight_kept = _kept(rhs, weight_later, weight, spec.grad_input.rhs, "weight" in spec.anew, dtype)
+                weight_kept = _kept(rhs, weight_later, weight, spec.grad_input.rhs, "weight" in spec.rerounded, dtype)
             rests: tuple[Rest, Rest] = _NOTHING_LEFT
             if lhs.remainder is not None or rhs.remainder is not None:
-                rests = rest_of(lhs, "input" not in spec.anew), rest_of(rhs, not again and "weight" not in spec.anew)
+                rests = (
+                    rest_of(lhs, "input" not in spec.rerounded),
+                    rest_of(rhs, not again and "weight" not in spec.rerounded),
+                )
         x_kept = x_kept if codes is None else (codes, *x_kept[1:])
         return (
             apart(y if x.dim() == 2 else unflatten(y, x)),
@@ -219,9 +222,9 @@ def _form(
             rhs = None if rounded is None else rounded.grad_input
             if rhs is None and units.there:
                 rhs = restored_side(of_weight, first.rhs, dtype)
-            if rhs is None and (again or "weight" in spec.anew):
-                anew = units.grad_input, seeds.rhs, units.there
-                rhs = side(weight, first.rhs, dtype, None, False, signs, 0, *anew)
+            if rhs is None and (again or "weight" in spec.rerounded):
+                options = units.grad_input, seeds.rhs, units.there
+                rhs = side(weight, first.rhs, dtype, None, False, signs, 0, *options)
             elif rhs is None:
                 rest = None if weight_rest[0] is None else restored(weight_rest, weight.shape[1])
                 rhs = Operand(weight, of_weight[1], rest)
@@ -238,9 +241,9 @@ def _form(
             signs = signs_of(second, rows, x, again_seeds.signs) if spec.rotates else None
             if later is not None:
                 lhs = later
-            elif not after and (lhs is None or before or "grad_output" in spec.anew):
-                anew = units.grad_weight, again_seeds.lhs, units.there
-                lhs = side(rows, second.lhs, dtype, state, record, signs, 0, *anew)
+            elif not after and (lhs is None or before or "grad_output" in spec.rerounded):
+                options = units.grad_weight, again_seeds.lhs, units.there
+                lhs = side(rows, second.lhs, dtype, state, record, signs, 0, *options)
             known = restored_side(of_x, second.rhs, dtype) if units.there else None
             rhs = _input(x, of_x, x_rest, spec, dtype, signs, units, again_seeds.rhs) if known is None else known
             if channels is not None:
@@ -269,7 +272,7 @@ def _input(
     if x.dtype == torch.uint8:
         assert spec.input_codes is not None
         x = of_codes(x, spec.input_codes, dtype)
-    if "input" in spec.anew:
+    if "input" in spec.rerounded:
         return side(x, spec.grad_weight.rhs, dtype, None, False, signs, 0, units.grad_weight, seed, units.there)
     return Operand(x, of_x[1], None if rest[0] is None else restored(rest, x.shape[1]))
 
@@ -293,15 +296,15 @@ def _both_ways(spec: LinearSpec, name: str) -> bool:
     return goes_both_ways(products[first], products[second], *quantizers, alone)
 
 
-def _kept(used: Side, second: Side | None, x: Tensor, later: Quantizer | None, anew: bool, dtype: torch.dtype) -> Kept:
+def _kept(used: Side, second: Side | None, x: Tensor, later: Quantizer | None, again: bool, dtype: torch.dtype) -> Kept:
     """What a backward product takes of x: what was made for it, what the forward used, or x as it came."""
     if second is not None:
         return kept_parts(second)
-    if not anew and isinstance(used, Operand):
+    if not again and isinstance(used, Operand):
         return None if used.values is x else used.values, used.scale, None
-    if anew or isinstance(used, Operand):
-        return *kept(used if isinstance(used, Operand) else Operand(x), x, later, anew, dtype), None
-    return *kept(used.operand(), x, later, anew, dtype), None
+    if again or isinstance(used, Operand):
+        return *kept(used if isinstance(used, Operand) else Operand(x), x, later, again, dtype), None
+    return *kept(used.operand(), x, later, again, dtype), None
 
 
 def _rounds_again(weight: Tensor, spec: LinearSpec) -> bool:

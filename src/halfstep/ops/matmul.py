@@ -24,7 +24,7 @@ def matmul(
         bias: (columns).
         scale: a float32 scalar, applied before the result is rounded.
         dtype: of the result; lhs's own when None.
-        multiplier: a number beside the scale: known to whoever calls, so that nobody waits for it.
+        multiplier: a number beside the scale: known on the host, so that nothing waits for it.
         accumulate: how the terms are summed, where not in float32; the scale, the bias and the last rounding come
             after that.
     """

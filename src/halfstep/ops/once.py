@@ -44,7 +44,7 @@ class Backwards:
 
 
 def once(form: Callable[..., Any], grad: Tensor | None, *inputs: Any) -> Any:
-    """form(grad, *inputs), gradients of a rounded product, whose own derivative is an error where somebody takes it.
+    """form(grad, *inputs), gradients of a rounded product, whose own derivative is an error if it is taken.
 
     Some of the tensors among the inputs must depend on whatever the gradients do.
 
@@ -56,7 +56,7 @@ def once(form: Callable[..., Any], grad: Tensor | None, *inputs: Any) -> Any:
     transformed = torch._C._are_functorch_transforms_active()
     if not transformed and grad is not None and not torch._C._has_storage(grad):
         _refuse_batched("torch.autograd.grad with is_grads_batched=True (and functional.jacobian with vectorize=True)")
-    if not torch.is_grad_enabled() and not transformed:  # nobody will take it
+    if not torch.is_grad_enabled() and not transformed:  # no derivative of it is taken
         return form(grad, *inputs)
     return _Gradients.apply(form, grad, *inputs)  # type: ignore[no-untyped-call]
 

@@ -238,11 +238,11 @@ def signs_of(product: Matmul, lhs: Tensor, rhs: Tensor, seed: Seed | None = None
 
 
 def kept(
-    used: Operand, x: Tensor, later: Quantizer | None, anew: bool, dtype: torch.dtype
+    used: Operand, x: Tensor, later: Quantizer | None, again: bool, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
     """Values and scale of what a backward product takes of x, which the forward used as `used` and the backward rounds
-    with `later`, anew or not; None for the values where these are the input as it came."""
-    saved = used if not anew else Operand(x.to(dtype)) if later is None else Operand(x)
+    with `later`, again or not; None for the values where these are the input as it came."""
+    saved = used if not again else Operand(x.to(dtype)) if later is None else Operand(x)
     return None if saved.values is x else saved.values, saved.scale
 
 

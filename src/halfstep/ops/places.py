@@ -76,7 +76,7 @@ def rounded(
 ) -> Operand:
     """`ops.operand` of a tensor whose rows lie so, in the tensor's own shape: a scale is of the whole tensor, or None.
 
-    Tiles of several channels begin anew with each segment, tiles of several rows with each group.
+    Tiles of several channels start again with each segment, tiles of several rows with each group.
     """
     if quantizer is None:
         return Operand(x.to(dtype))

@@ -57,8 +57,8 @@ def matrix(x: Tensor) -> Tensor:
 
 
 def unflatten(y: Tensor, x: Tensor) -> Tensor:
-    """The rows of y, which is nobody's, as those of x: no view to autograd, whose views a layer's output may not be
-    where somebody writes to it (`y += x`, `ReLU(inplace=True)`)."""
+    """The rows of y, a tensor that nothing else refers to, as those of x: no view to autograd, whose views a layer's
+    output may not be where a user writes to it (`y += x`, `ReLU(inplace=True)`)."""
     return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))  # type: ignore[no-any-return]
 
 
@@ -113,7 +113,7 @@ def _derived(lhs: Tensor, rhs: Tensor, factor: float | None) -> Tensor:
 
 
 def _last(lhs: Tensor, rhs: Tensor, factor: float | None) -> Tensor:
-    """The same product, whose derivative nobody takes: without a call of autograd."""
+    """The same product without autograd: no derivative of it is taken."""
     return matmul(lhs, rhs, None, None, lhs.dtype, multiplier=factor)
 
 

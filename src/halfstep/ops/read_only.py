@@ -22,7 +22,7 @@ _HARMLESS = ("requires_grad_", "retain_grad_")
 
 
 class ReadOnly(nn.Parameter):
-    """A parameter to whoever reads it, in whose place nothing is written: functions of it give plain tensors and
+    """A read-only parameter, in whose place nothing is written: functions of it give plain tensors and
     read-only views, in-place ones are refused, and copies are plain."""
 
     @classmethod

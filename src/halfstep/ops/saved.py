@@ -137,7 +137,7 @@ class Alone:
         """The tensor.
 
         Raises:
-            RuntimeError: somebody wrote to it; torch's own check ends where hooks begin.
+            RuntimeError: it was written to; torch's own check ends where hooks begin.
         """
         found = self.tensor._version
         if found != self.version:

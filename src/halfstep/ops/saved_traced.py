@@ -16,19 +16,19 @@ from halfstep.recipe import Storage
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor, storage: Storage) -> Tensor:
-    """function(x), whose gradient is that at what is kept of x."""
+    """function(x), whose gradient is taken at the stored x."""
     return _Instead.apply(function(x.detach()), function(_kept(x, storage)))  # type: ignore[no-any-return,no-untyped-call]
 
 
 def multiplied(x: Tensor, y: Tensor, storage: Storage) -> Tensor:
-    """x * y, whose gradients are those at what is kept of both."""
+    """x * y, whose gradients are taken at the stored x and y."""
     return _Instead.apply((x * y).detach(), _kept(x, storage) * _kept(y, storage))  # type: ignore[no-any-return,no-untyped-call]
 
 
 def layer_norm(
     x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, storage: Storage
 ) -> Tensor:
-    """Layer normalisation, whose gradients are those at what is kept of x and at x's own mean and deviation."""
+    """Layer normalisation, whose gradients are taken at the stored x and at x's own mean and deviation."""
     return _LayerNorm.apply(x, _kept(x.detach(), storage), weight, bias, shape, eps)[0]  # type: ignore[no-any-return,no-untyped-call]
 
 

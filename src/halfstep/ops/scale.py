@@ -92,7 +92,7 @@ class _Sum(torch.autograd.Function):
         if first == second:
             return apart(torch.add(x, y).mul_(first))
         fits = x.shape == y.shape and x.dtype == y.dtype and not torch._C._are_functorch_transforms_active()
-        add = Tensor.add_ if fits else torch.add  # in place, into what is nobody's
+        add = Tensor.add_ if fits else torch.add  # in place, into a tensor of its own
         return apart(add(x * first, y, alpha=second))
 
     @staticmethod

@@ -80,7 +80,7 @@ def units_of(spec: LinearSpec, x: Tensor, weight: Tensor, dtype: torch.dtype) ->
     (across, shared), rows = weight.shape, x.numel() // max(x.shape[-1], 1)
     output = on_units(spec.output, rows, shared, across, dtype, x.device)
     grad_input = on_units(spec.grad_input, rows, across, shared, dtype, x.device)
-    if "weight" not in spec.anew and not output and grad_input and spec.grad_input.rhs is not None:
+    if "weight" not in spec.rerounded and not output and grad_input and spec.grad_input.rhs is not None:
         grad_input = not unit_kinds.is_tiled(spec.grad_input.rhs)  # of what the forward left, which is not in codes
     return Units(output, grad_input, on_units(spec.grad_weight, across, rows, shared, dtype, x.device))
 
@@ -194,8 +194,8 @@ def goes_both_ways(
     first: Matmul, second: Matmul, quantizer: Quantizer | None, later: Quantizer | None, alone: bool = False
 ) -> bool:
     """Whether `both_sides` makes what two products take of a tensor that they round with these quantizers: both alike,
-    the first does not rotate it, the second by signs that are known, and where the second is rounded anew that draws no
-    noise of its own, or `alone`: nothing else is drawn between the two."""
+    the first does not rotate it, the second by signs that are known, and where the second is rounded again that draws
+    no noise of its own, or `alone`: nothing else is drawn between the two."""
     if quantizer is None or quantizer != later or first.hadamard is not None:
         return False
     tile = None if quantizer.scales is None else quantizer.scales.tile

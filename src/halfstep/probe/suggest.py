@@ -20,7 +20,7 @@ _ROUNDS = 8
 
 _MOST = 0.5
 """The largest share of the parameters to keep in float32: with more, another format is the better advice."""
-_LISTS = (nn.ModuleList, nn.ModuleDict)  # nobody calls these: a forward of theirs would not run
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # these are never called: a forward of theirs would not run
 
 
 def suggest(

@@ -57,8 +57,8 @@ class Draws:
 
 class CUDAGraph(torch.cuda.CUDAGraph):
     """A `torch.cuda.CUDAGraph` whose replays draw noise as eager steps do: for code that rounds stochastically, or
-    rotates by signs that are drawn anew, without a seed of its own. Layers that follow a recipe draw nothing from a
-    generator: any graph takes them.
+    rotates by signs that are drawn for each call, without a seed of its own. Layers that follow a recipe draw nothing
+    from a generator: any graph takes them.
 
     Capturing draws nothing. Each replay takes from the generators, on the host, what the captured code would have taken
     in that place, so that replays and eager steps may follow each other and `torch.get_rng_state` says where a run is.

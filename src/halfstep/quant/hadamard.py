@@ -38,7 +38,7 @@ class Hadamard:
         QuantizationError: the size is no power of two from 2 on, or has no signs of its own; another seed.
 
     Source: NVIDIA Transformer Engine and torchao (hadamard_utils), for the sign vector; Tseng et al. 2025, arXiv
-    2502.20586, whose code draws the signs anew.
+    2502.20586, whose code draws the signs for each product.
     """
 
     size: int = 16
@@ -73,18 +73,20 @@ class Hadamard:
 
     @property
     def still(self) -> Hadamard:
-        """This transform; where its signs are drawn anew, one whose signs stay: for whoever only looks, and draws
-        nothing from a run's generator."""
+        """This transform; where its signs are drawn for each product, one whose signs stay: for a caller that only
+        looks, and draws nothing from a run's generator."""
         return replace(self, seed=0) if self.seed == ANEW else self
 
     def signs(self, device: torch.device | str | None = None, seed: Seed | None = None) -> Tensor:
         """s, float32 (size): for both operands of one product, since another call may draw others.
 
         Args:
-            seed: what signs that are drawn anew follow from; None draws them from torch's default generator.
+            seed: what signs that are drawn for each product follow from; None draws them from torch's default
+            generator.
 
         Raises:
-            QuantizationError: they are drawn anew, and a CUDA graph is being captured, which is no `CUDAGraph` of
+            QuantizationError: they are drawn for each product, and a CUDA graph is being captured, which is no
+            `CUDAGraph` of
                 ours.
         """
         there = None if device is None else torch.device(device)

@@ -74,7 +74,7 @@ class Origin:
         None where it is the same one, and where the state names none: torch's own, and those of older versions.
 
         Raises:
-            RecipeError: it is another one, and nobody asked for a change.
+            RecipeError: it is another one, and no change was asked for.
         """
         if not isinstance(mark, str) or mark.rpartition("@")[2] == self.mark.rpartition("@")[2]:
             return None
@@ -86,5 +86,5 @@ class Origin:
             f"{what} was saved under {other}, and this run follows {self.recipe.name!r}. Resume under the one that it "
             "was saved under; or, to change recipes on purpose, say recipe_change='allow' where the recipe is given "
             "(halfstep.prepare, halfstep.optimize, HalfstepTrainer, HalfstepPrecision): what is then rounded, dropped "
-            "or begun anew is told. Nothing was changed"
+            "or started over is told. Nothing was changed"
         )

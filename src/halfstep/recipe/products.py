@@ -83,7 +83,7 @@ class LinearSpec:
                 _ = known.inner, known.down.plain, known.plain.down.down, known.factors, known.down.factors
                 _ = known.container, known.down.container, known.stateful, known.down.stateful
                 _ = known.by_rows, known.down.by_rows, known.plain.by_rows, known.plain.down.by_rows
-        _ = self.anew, self.estimates, self.draws, self.rounds, self.rotates, self.accumulates, self.multiplies
+        _ = self.rerounded, self.estimates, self.draws, self.rounds, self.rotates, self.accumulates, self.multiplies
 
     def _check_estimators(self) -> None:
         """Refuse an estimator where nothing takes it."""
@@ -119,8 +119,8 @@ class LinearSpec:
         return tuple(dict.fromkeys(q for uses in self._uses().values() for q in uses if q is not None))
 
     @cached_property
-    def anew(self) -> frozenset[str]:
-        """The tensors (`input`, `weight`, `grad_output`) that the second of their two products rounds anew, since it
+    def rerounded(self) -> frozenset[str]:
+        """The tensors (`input`, `weight`, `grad_output`) that the second of their two products rounds again, since it
         does not take what the first one took: it rounds them otherwise, or either product rotates them."""
         products = {
             "input": (self.output, self.grad_weight),
@@ -138,7 +138,7 @@ class LinearSpec:
         """The quantizer of the input where its codes can stand for it in the backward pass: both products that take it
         round it alike, with one scale a tensor that enters the product. None where they cannot."""
         quantizer = self.output.lhs
-        if quantizer is None or quantizer.scales is None or "input" in self.anew:
+        if quantizer is None or quantizer.scales is None or "input" in self.rerounded:
             return None
         format, rule = quantizer.format, quantizer.scales.rule
         whole = (

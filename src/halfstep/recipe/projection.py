@@ -43,7 +43,7 @@ class Subspace:
 
 @dataclass(frozen=True)
 class Projection:
-    """Weights of linear layers are updated in a subspace of their gradients, which is chosen anew every `gap` steps.
+    """Weights of linear layers are updated in a subspace of their gradients, which is chosen again every `gap` steps.
 
     w <- w - lr scale P u, where u is the rule's step (of Adam m' / (sqrt(v') + eps)) on R = P^T G. Moments are of R's
     shape, and are not turned when P changes. Weight decay is the whole weight's.

@@ -93,7 +93,7 @@ def check_stages(first: Any, stages: Sequence[Stage[Any]]) -> None:
 
 
 def starts(name: str, stages: Sequence[Stage[Any]], total: int | None) -> tuple[int, ...] | None:
-    """After how many steps each stage takes over; None where that hangs on a run's length that is not known.
+    """After how many steps each stage takes over; None where that depends on a run's length that is not known.
 
     Raises:
         RecipeError: in a run of that length a stage would have no step.

@@ -32,7 +32,7 @@ def to_html(base: KnowledgeBase) -> str:
     policy names by their hashes, and may load nothing. What it answers stands in its tables, which this package
     computed: the script looks up, rounds in exact fractions, and divides whole numbers.
     """
-    # autoescape for all: the texts come from whoever wrote an entry
+    # autoescape for all: the texts come from the entries' authors
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,

@@ -101,7 +101,7 @@ def times(x: Tensor, name: str, output: float, grad: float, mult: float = 1.0) -
 
 
 def _times(x: Tensor, factor: float) -> Tensor:
-    """A fresh tensor times a number: in place, where nobody takes its derivative."""
+    """A fresh tensor times a number: in place, where no derivative of it is taken."""
     return x * factor if torch.is_grad_enabled() else x.mul_(factor)
 
 

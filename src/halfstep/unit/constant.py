@@ -1,4 +1,4 @@
-"""Functions whose result depends on nothing but their arguments: kept, and a number to whoever traces a model."""
+"""Functions whose result depends on nothing but their arguments: kept, and a constant in a traced model."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _powers(constraint: Constraint, fan_in: float, fan_out: float) -> tuple[tupl
 
 
 _LINEAR = {(rule.__name__, readout): _linear(rule, readout) for rule in RULES for readout in (False, True)}
-"""Of the rules that have names, made once: whoever traces a model finds them."""
+"""Of the rules that have names, made once, so that a traced model finds them."""
 
 
 def matmul(rows: float, shared: float, columns: float, copies: float = 1.0) -> tuple[float, float, float]:

@@ -15,7 +15,7 @@ from halfstep.unit.roles import Role, known_roles, no_role
 
 
 READOUT = "_halfstep_readout_constraint"
-"""Where a readout keeps the name of its constraint, which SGD's rule hangs on."""
+"""Where a readout keeps the name of its constraint, which SGD's rule depends on."""
 
 
 def parameter_groups(

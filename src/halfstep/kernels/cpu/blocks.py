@@ -93,7 +93,7 @@ def run_values(
 ) -> bool:
     """Write what x, rounded in these blocks, stands for to `out`, without making its codes.
 
-    Returns whether some may be below 2^-126, but not 0: True where nobody looked. Of two levels of scales, a
+    Returns whether some may be below 2^-126, but not 0: True where that was not checked. Of two levels of scales, a
     `tensor_scale` (float32 scalar) becomes the tensor's, and is left out of the values.
     """
     tile, rule = scales.tile, scales.rule

@@ -168,7 +168,7 @@ def sparse_product_into(parts: Parts, width: int, down: bool, other: Tensor, sca
 
 
 def estimate(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: Tensor | None) -> Tensor:
-    """`grad`, which is nobody else's, times the derivative of rounding x: `Quantizer.derivative`."""
+    """`grad`, to which nothing else refers, times the derivative of rounding x: `Quantizer.derivative`."""
     s, estimator = quantizer.scales, quantizer.estimator
     assert estimator is not None
     if not torch.compiler.is_compiling():

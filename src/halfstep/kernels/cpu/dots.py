@@ -1,7 +1,7 @@
 """Sums of products of some rows of a weight with some rows of an input, decoded as they are read: one loop in vectors.
 
 The order of a sum is written down here and nowhere else: element k of a row goes to lane k % STEP, in order, and the
-lanes are then added in halves. So it hangs on neither the processor, the threads, the number of rows nor how the
+lanes are then added in halves. So it depends on neither the processor, the threads, the number of rows nor how the
 weight is stored.
 """
 

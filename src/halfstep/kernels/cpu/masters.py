@@ -1,4 +1,5 @@
-"""What is kept beside a weight, followed to a weight that somebody wrote to: one pass, in place, reading where it can.
+"""What is kept beside a weight, resynchronised with a weight that was written to: one pass, in place, reading where it
+can.
 
 The conditions are those of `quant.masters`, which says why they never touch what an update wrote itself.
 """

@@ -56,7 +56,7 @@ def run(x: Tensor, out: Tensor, format: Format, rounding: str, scales: Scales, s
         numbers: Any = elements.scalars(format, rounding, "saturate")
         arrays = [array(t, torch.float32).reshape(t.shape) for t in (matrix, out.view(matrix.shape), multiplier)]
         _divided(x.numel(), *arrays, numbers, high, wide)
-        return True  # nobody looked
+        return True  # that was not checked
     scaled, multiplier = _scaled(cut, amax, scales.rule, format)
     cast.run(scaled, scaled, format, rounding, "saturate", seed)
     limit = torch.finfo(out.dtype).max

@@ -218,7 +218,7 @@ def steps_to_one(beta: float) -> int:
 
 
 def kind_of(t: Tensors, options: Options) -> tuple[Any, ...]:
-    """The kind of a tensor; and how its weight, what is kept of it, its gradient and its two moments are coded."""
+    """The kind of a tensor; and how its weight, master, gradient and its two moments are coded."""
     kept = next(iter(t.kept.values()), None)
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in t.all)
     noisy = t.rounding == "stochastic"

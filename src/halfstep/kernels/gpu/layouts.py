@@ -111,7 +111,7 @@ def run(
     """Write what `quantizer.quantize(x)` keeps to `along`, and what it makes of the transpose to `turned`: both of
     `empty`, or with scales of any strides.
 
-    With a `factor`, a float32 scalar, x times it is rounded and saturates, scales are left to whoever gave it, and
+    With a `factor`, a float32 scalar, x times it is rounded and saturates, scales are left to the caller, and
     `amax`, another, is raised to max |x|.
     """
     scales, (rows, columns) = quantizer.scales, x.shape

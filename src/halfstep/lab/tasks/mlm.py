@@ -51,7 +51,7 @@ class MaskedLanguageModelling(Task):
         return {name: partial(BERT, _TOKENS, self.context, *size) for name, size in _SIZES.items()}
 
     def batch(self, seed: int, step: int) -> Batch:
-        """Windows at uniform random places of the training part, masked anew."""
+        """Windows at uniform random places of the training part, masked again."""
         generator = stream(seed, step)
         limit = len(self.corpus.train) - self.context + 1
         starts = torch.randint(0, limit, (self.size,), generator=generator, dtype=torch.int64, device="cpu")

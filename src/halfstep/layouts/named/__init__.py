@@ -1,1 +1,1 @@
-"""The layouts, in files by whoever defined them."""
+"""The layouts, in files by who defined them."""

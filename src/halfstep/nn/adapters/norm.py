@@ -1,6 +1,6 @@
 """Layers whose weights torch wants in their input's dtype: an input that arrives wider meets wider weights.
 
-A float32 buffer in somebody's model (a positional encoding) widens the activations, and so does the model's own input.
+A float32 buffer in a model (a positional encoding) widens the activations, and so does the model's own input.
 torch's CPU kernels refuse a float32 input with 16-bit weights, and its CUDA kernels differ; here the few weights are
 widened instead, and the layer computes in the input's precision.
 """

@@ -132,7 +132,7 @@ class Factors:
         return _give(node, node.alpha**2 * square)
 
     def _mean(self, node: Node) -> None:
-        """How large a mean is hangs on what its terms have in common, which is not known; its gradient is a share."""
+        """How large a mean is depends on what its terms have in common, which is not known; its gradient is a share."""
         if self._is_free(node, 0):
             node.betas[0] = float(node.facts["count"])
             node.rule = "1, and of unknown size; to the input the number of terms"

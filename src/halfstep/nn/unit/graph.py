@@ -50,7 +50,7 @@ class Node:
     facts: dict[str, Any] = field(default_factory=dict)
     outputs: list[Value] = field(default_factory=list)
     alive: bool = False
-    """Whether an output of the model hangs on it."""
+    """Whether an output of the model depends on it."""
     alpha: float = 1.0
     """What its output is multiplied by."""
     betas: list[float] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Graph:
         self._repeated = {path for path, count in Counter(path for path, _ in calls).items() if count > 1}
 
     def living(self) -> Iterator[Node]:
-        """The nodes that an output hangs on."""
+        """The nodes that an output depends on."""
         return (node for node in self.nodes if node.alive)
 
     def cut_edges(self) -> set[Edge]:
@@ -146,7 +146,7 @@ class Graph:
 
 
 def is_ancestor(first: Node, second: Node) -> bool:
-    """Whether `second` hangs on what `first` gives, or is it."""
+    """Whether `second` depends on what `first` gives, or is it."""
     found, todo = {second}, [second]
     while todo:
         node = todo.pop()

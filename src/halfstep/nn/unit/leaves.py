@@ -1,4 +1,4 @@
-"""Modules that are one operation: layers, norms and activation functions, whoever wrote them.
+"""Modules that are one operation: layers, norms and activation functions of any library.
 
 torch's own are known by their class. Others, Hugging Face's hand-written norms and activations, are called on numbers,
 and are what they compute; a name proves nothing.
@@ -113,7 +113,7 @@ def _measured_elementwise(module: nn.Module) -> Leaf | None:
 
 def _activation(module: nn.Module) -> str:
     """Which of `IN_PLACE` an elementwise module computes, far beyond the usual inputs too; of one that writes to
-    its input, which somebody may go on with, none."""
+    its input, which other code may use further, none."""
     x = torch.linspace(-100, 100, 2**12, dtype=torch.float32, device="cpu")
     y = _called(module, {}, x)
     known = (name for name in IN_PLACE if isinstance(y, Tensor) and _same(y, value(x, name)))

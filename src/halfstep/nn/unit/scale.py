@@ -50,8 +50,8 @@ def unit_scale(
     """Unit-scale a model in place: weights, activations and gradients begin with a standard deviation near 1.
 
     One forward pass on the inputs is traced. Linear, convolutional and embedding layers, norms, activation functions,
-    attention and additions get factors forward and backward; a factor's place is inside of its operation, whoever
-    wrote that. Weights are divided by their standard deviation; biases become 0, gains 1. Parameters, names and
+    attention and additions get factors forward and backward; a factor's place is inside of its operation, whichever
+    library wrote that. Weights are divided by their standard deviation; biases become 0, gains 1. Parameters, names and
     state-dict keys stay. A recipe is applied afterwards (`halfstep.prepare`); `halfstep.revert` undoes it.
 
     The function that the model computes is another one than before, as it is for every model that is unit-scaled: train

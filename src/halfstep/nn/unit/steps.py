@@ -108,8 +108,8 @@ class Running(TorchFunctionMode):
     def _other(self, found: str, expected: str) -> ModelError:
         return ModelError(
             f"{self._own.path or 'the model'}: its code computes otherwise than when halfstep.unit_scale traced it: "
-            f"{found} where the trace has {expected}. Its control flow hangs on its inputs or modes: revert the model, "
-            "and give unit_scale inputs like those it is called with (masks, labels)"
+            f"{found} where the trace has {expected}. Its control flow depends on its inputs or modes: revert the "
+            "model, and give unit_scale inputs like those it is called with (masks, labels)"
         )
 
 

@@ -53,7 +53,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     found = [recorder.values[id(x)] for x in _outputs(output) if id(x) in recorder.values]
     if not found:
         raise ModelError(
-            f"{type(model).__name__} returned {type(output).__name__} without a floating tensor that hangs on its "
+            f"{type(model).__name__} returned {type(output).__name__} without a floating tensor that depends on its "
             "parameters; expected its logits or its loss. Give unit_scale what the model is trained with"
         )
     return Graph(recorder.nodes, list(dict.fromkeys(found))), output

@@ -71,7 +71,7 @@ class Master(ABC):
 
     @abstractmethod
     def follow(self, weight: Tensor, kept: Kept) -> None:
-        """Make what is kept, in place, that of the weight as it is now, whoever wrote to it."""
+        """Resynchronise what the master keeps, in place, with a weight that was written to from outside."""
 
     @property
     def bytes(self) -> float:

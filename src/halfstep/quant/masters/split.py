@@ -14,8 +14,9 @@ class Split(Master):
     """2 bytes a parameter: float32 bits = (bfloat16 bits << 16) + low, with low in [-2^15, 2^15).
 
     The bfloat16 half is therefore the float32 weight rounded to nearest with ties away from zero (to nearest-even, a
-    tie would leave 2^15 or -2^15 over, and 16 bits hold one of them). Beside another weight that somebody writes, the
-    lower half is at most half an ulp of it and stays; beside a zero or an infinity, where it would make a NaN, it goes.
+    tie would leave 2^15 or -2^15 over, and 16 bits hold one of them). Beside another weight that was written from
+    outside, the lower half is at most half an ulp of it and stays; beside a zero or an infinity, where it would make a
+    NaN, it goes.
 
     Source: nothing is approximated: the two halves are the float32 number.
     """

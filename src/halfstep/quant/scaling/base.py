@@ -64,7 +64,7 @@ class Scaling(ABC):
         return 1.0
 
     def __init_subclass__(cls) -> None:
-        """What kernels are told of a `scale` holds of that method: a class with another one says it anew."""
+        """What kernels are told of a `scale` holds of that method: a class with another one says its own."""
         super().__init_subclass__()
         if "scale" in vars(cls):
             for name in {"quotient", "narrow", "reciprocal", "two_level", "power"} - vars(cls).keys():

@@ -21,7 +21,7 @@ _NOTES = (
     "along each product's shared dimension, in float32 for FP4 and a power of two for FP8; rounding to nearest; bf16 "
     "beside them; backward operands rounded from what they were before the forward rounded them.",
     "The source ends training at the target precision: 'fp4-zhou until 90%, then bf16-mixed'. For how long is "
-    "halfstep's choice, and what it gains hangs on the learning rate that is left.",
+    "halfstep's choice, and what it gains depends on the learning rate that is left.",
 )
 
 

@@ -22,7 +22,7 @@ mxfp4_rht = Recipe(
     compute="bf16",
     rules=(*KEEP, Rule("*", LinearSpec(grad_input=_backward, grad_weight=_backward))),
     notes=(
-        "The signs of the rotation are drawn anew for each product, as the authors' code does.",
+        "The signs of the rotation are drawn for each product, as the authors' code does.",
         "A dimension that is no multiple of 64 is filled with zeros, which changes no product.",
         "Gradients are right on average: what is rounded has no bias, and the transform bounds its variance.",
     ),

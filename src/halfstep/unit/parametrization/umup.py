@@ -51,7 +51,7 @@ def _lr(role: Role, optimizer: OptimizerKind, readout: str | None) -> float:
         return depth * _sgd(role)
     found = readout or "unknown, as no unit.LinearReadout was found"
     raise OptimizerError(
-        f"SGD's rule hangs on the readout's constraint, which is {found}; "
+        f"SGD's rule depends on the readout's constraint, which is {found}; "
         "expected 'none' or 'to_output': build the readout with one of them, or give readout_constraint="
     )
 
