@@ -1,5 +1,4 @@
-"""Which memory is held while code runs, by role: storages from the operator that makes them until nothing refers to
-them."""
+"""Which memory is held while code runs, by role: each storage from the operator that makes it to its release."""
 
 from __future__ import annotations
 

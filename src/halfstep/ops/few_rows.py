@@ -1,5 +1,4 @@
-"""Products of a few rows, in evaluation: of a token that a model generates, with weights in codes or rounded at each
-call.
+"""Products of a few rows, in evaluation: of a token that a model generates, with weights in codes or rounded.
 
 Both sum in the order of `kernels.cpu.few_rows`, whatever the weight is stored as. So a model that is quantised for
 inference computes what it computed in evaluation, bit for bit, at the speed at which its codes are read.

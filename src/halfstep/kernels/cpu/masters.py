@@ -1,5 +1,4 @@
-"""What is kept beside a weight, resynchronised with a weight that was written to: one pass, in place, reading where it
-can.
+"""Resynchronise what is kept beside a weight that was written to: one pass, in place, reading where it can.
 
 The conditions are those of `quant.masters`, which says why they never touch what an update wrote itself.
 """
