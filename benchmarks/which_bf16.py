@@ -3,7 +3,8 @@
     python benchmarks/which_bf16.py [--keep | --pages] [--steps N] [--out FOLDER]
 
 --keep writes results/which_bf16.json, docs/which_bf16.md and docs/zeroed.md; --pages writes the pages from what is
-kept, and trains nothing. `ledger.py betas` has the table of both betas. An interrupted run goes on where it was.
+kept, and trains nothing. `ledger.py betas` has the table of both betas, `which_bf16_finetune.py` fine-tuning. An
+interrupted run goes on where it was.
 """
 
 from __future__ import annotations
@@ -187,7 +188,8 @@ def main() -> None:
 def pages(data: dict[str, Any]) -> dict[str, str]:
     """The pages by file name."""
     betas = json.loads((RESULTS / "ledger_betas.json").read_text())
-    return {"which_bf16.md": which_bf16(data, betas), "zeroed.md": zeroed(data)}
+    tuned = json.loads((RESULTS / "which_bf16_finetune.json").read_text())
+    return {"which_bf16.md": which_bf16(data, betas, tuned), "zeroed.md": zeroed(data)}
 
 
 def write(texts: dict[str, str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import two_loops
 from which_bf16_betas import both_betas
+from which_bf16_finetune import fine_tuning
 
 
 Figures = dict[str, Any]
@@ -42,12 +43,20 @@ RECIPES = """## Every way to keep the weights in bf16
 | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
-def which_bf16(data: Figures, betas: Figures) -> str:
-    """docs/which_bf16.md, from the runs of this benchmark and those of `ledger.py betas`."""
+def which_bf16(data: Figures, betas: Figures, tuned: Figures) -> str:
+    """docs/which_bf16.md, from the runs of this benchmark, of `ledger.py betas` and of `which_bf16_finetune.py`."""
     lm = data["tasks"]["lm"]
     at = [row["step"] for row in lm["recipes"]["fp32"]["descent"]]
     steps = "at " + ", ".join(f"{100 * step // data['steps']}%" for step in shown(at))
-    lines = [INTRODUCTION, "## Verdict", "", *verdict(data), "", LOOPS.format(code=code(), steps=steps)]
+    lines = [
+        INTRODUCTION,
+        "## Verdict",
+        "",
+        *verdict(data),
+        *tuned_verdict(tuned),
+        "",
+        LOOPS.format(code=code(), steps=steps),
+    ]
     for loop in two_loops.LOOPS:
         for task, found in data["tasks"].items():
             row = found["loops"][loop]
@@ -60,7 +69,7 @@ def which_bf16(data: Figures, betas: Figures) -> str:
     for name, row in sorted(lm["recipes"].items(), key=lambda item: -total(item[1])):
         lost = " / ".join(share(look["lost_share"]) for look in shown(row["descent"]))
         lines.append(f"| `{name}` | {cells(row)} | {qualities(row)} | {lost} | {data['times'][name]:.2f} |")
-    lines += ["", *notes(lm["rule"], shown(at)), "", machine(data), "", *both_betas(betas)]
+    lines += ["", *notes(lm["rule"], shown(at)), "", machine(data), "", *fine_tuning(tuned), "", *both_betas(betas)]
     return "\n".join(lines) + "\n"
 
 
@@ -112,6 +121,16 @@ def verdict(data: Figures) -> list[str]:
         f"fp32's own seeds have a standard deviation of {spread:.0%}."
     )
     return lines + item("Weights do not become zero in the cast: [zeroed.md](zeroed.md).")
+
+
+def tuned_verdict(tuned: Figures) -> list[str]:
+    """What fine-tuning adds to the answer."""
+    rate, found = next(iter(tuned["rates"].items()))
+    without, cure = found["shares"]["bf16-nomaster"], found["shares"]["bf16-stochastic"]
+    return item(
+        f"[Fine-tuning](#fine-tuning) at {rate} of a GPT whose weights are in bf16 without masters reaches "
+        f"{without['mean']:.0%} of fp32's improvement, with stochastic rounding {cure['mean']:.0%}."
+    )
 
 
 def notes(rule: str, at: list[int]) -> list[str]:

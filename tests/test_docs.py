@@ -224,7 +224,12 @@ def test_figures_of_the_front_page_are_those_of_the_pages_behind_it():
         ("fp8.md", "fp8", "page", "fp8.json"),
         ("fp4.md", "fp4_page", "page", "fp4.json"),
         ("domains.md", "domains", "page", "domains.json"),
-        ("which_bf16.md", "which_bf16_page", "which_bf16", "which_bf16.json ledger_betas.json"),
+        (
+            "which_bf16.md",
+            "which_bf16_page",
+            "which_bf16",
+            "which_bf16.json ledger_betas.json which_bf16_finetune.json",
+        ),
         ("zeroed.md", "which_bf16_page", "zeroed", "which_bf16.json"),
         ("inference.md", "inference", "table", "inference.json"),
         ("inference.md", "batch_mates", "table", "batch_mates.json"),
