@@ -98,8 +98,12 @@ class Experts(nn.Module):
     def __init__(self, width: int, inner: int, experts: int, dropout: float) -> None:
         super().__init__()
         self.num_experts = experts
-        self.up_proj = nn.Parameter(torch.empty(experts, inner, width, dtype=torch.float32))
-        self.down_proj = nn.Parameter(torch.empty(experts, width, inner, dtype=torch.float32))
+        self.up_proj = nn.Parameter(
+            torch.empty(experts, inner, width, dtype=torch.float32, device=torch.get_default_device())
+        )
+        self.down_proj = nn.Parameter(
+            torch.empty(experts, width, inner, dtype=torch.float32, device=torch.get_default_device())
+        )
         self.act_fn = nn.Sequential(nn.ReLU(), nn.Dropout(dropout))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
