@@ -16,6 +16,7 @@ from halfstep.kb import lookup
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "inspect.md"
 RESULTS = Path(__file__).parent / "results" / "inspect.json"
+SMALL = Path(__file__).parent / "results" / "inspect_small.json"
 
 
 def origins() -> str:
@@ -46,6 +47,11 @@ def speed() -> str:
     used = ", ".join(f"{name} {value:.0f} MB" for name, value in data["rss_anon_mb"].items())
     machine = data["machine"]
     lines.append(f"- Anonymous memory above import: {used}.")
+    few = json.loads(SMALL.read_text())
+    for name, seconds in few["cpu_seconds"].items():
+        met = "met" if seconds <= few["at_most"] else "**missed**"
+        asked = f"asked for at most {few['at_most']:g}: {met}"
+        lines.append(f"- {few['tensors']:,} tensors of 64 to 256 values, {name}: {seconds:.1f} s of CPU; {asked}.")
     return "\n".join([*rows, "", *lines, "", f"torch {machine['torch']} on {machine['cpu']}, one thread."])
 
 

@@ -2,6 +2,7 @@
 
 Half of the checkpoint is float32, half bfloat16, in shards of half a gigabyte. One thread: what is compared with the
 bars is bytes per second of CPU time, that is per core, which neighbours on the machine disturb less than the clock.
+`--small` measures something else: 120,000 tensors of 64 to 256 values, by CPU time.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from halfstep.lab.environment import environment
 from harness import keep
 
 
+SMALL, SMALL_SHAPES, SMALL_BAR = 120_000, ((64,), (16, 16), (4, 64)), 15.0  # CPU seconds
 SHARD = 1 << 29
 WIDTH = 4096
 MEMORY = """
@@ -123,6 +125,42 @@ def memory(small: Path, path: Path, casts: list[str]) -> float:
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
+def small(rounds: int) -> dict[str, float]:
+    """The fewest CPU seconds of inspecting SMALL tensors, for each type."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        generator, name = torch.Generator().manual_seed(0), str(dtype).removeprefix("torch.")
+        shapes = [SMALL_SHAPES[i % len(SMALL_SHAPES)] for i in range(SMALL)]
+        tensors = {
+            f"layers.{i}.mlp.w{i % 3}.weight": (torch.randn(shape, generator=generator) * 0.02).to(dtype)
+            for i, shape in enumerate(shapes)
+        }
+        with tempfile.TemporaryDirectory(prefix="halfstep-inspect-") as folder:
+            path, warm = Path(folder) / "model.safetensors", Path(folder) / "warm.safetensors"
+            save_file(tensors, path)
+            save_file(dict(list(tensors.items())[:30]), warm)
+            del tensors
+            halfstep.inspect(warm)
+            times = []
+            for _ in range(rounds):
+                used = time.process_time()
+                halfstep.inspect(path)
+                times.append(time.process_time() - used)
+        found[name] = min(times)
+    return found
+
+
+def keep_small(rounds: int, kept: bool) -> None:
+    """Measure, print, and on request keep."""
+    found = small(rounds)
+    for name, seconds in found.items():
+        print(f"{SMALL} small tensors of {name}: {seconds:.1f} s of CPU, at most {SMALL_BAR:g}")
+    if kept:
+        question = f"CPU seconds of inspecting {SMALL} tensors of shapes {SMALL_SHAPES}, the fewest of {rounds} rounds"
+        data = {"tensors": SMALL, "at_most": SMALL_BAR, "cpu_seconds": found}
+        keep("inspect_small", {"question": question, "machine": environment(), **data})
+
+
 def bars(found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     """What was asked for, what was measured, and whether it is met."""
     speed = {name: row["gb_per_cpu_second"] for name, row in found.items()}
@@ -149,9 +187,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shards", type=int, default=8, help="of half a gigabyte each")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--keep", action="store_true", help="write results/inspect.json")
+    parser.add_argument("--keep", action="store_true", help="write results/inspect.json, or inspect_small.json")
+    parser.add_argument("--small", action="store_true", help="120,000 small tensors instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.small:
+        keep_small(options.rounds, options.keep)
+        return
     folder = Path(tempfile.mkdtemp(prefix="halfstep-inspect-"))
     try:
         write_checkpoint(folder, options.shards)

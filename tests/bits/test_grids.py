@@ -161,7 +161,7 @@ def test_the_words_say_what_was_looked_at():
 
 def places(x: Tensor) -> Places:
     bits = x.float().numpy().view(np.uint32)
-    return Places(bits[:8].copy(), (bits[:128, :512].copy(),), None)
+    return Places(bits[:8].copy(), (bits[:128, :512].copy(),))
 
 
 SHAPES = ((1, 16), (1, 500), (4, 4), (3, 17), (8, 32), (16, 16), (40, 40), (128, 128), (7, 300), (200, 700), (64, 2))

@@ -82,8 +82,10 @@ def test_float32_table_is_that_of_exact_arithmetic():
 @for_each("size", [0, 1, 40, 5000])
 def test_sorted_float32_is_that_of_exact_arithmetic(size):
     values = np.concatenate([hard(size), hard(size)[::2], -hard(size)[::3]])[: 4 * size]
-    counts, fifteens, numbers = kernel.sorted_float32(values.view(np.uint32))
-    seen = dict(zip(kernel.SEEN, numbers.tolist(), strict=True))
+    starts = np.array([0, 7, 7, 7 + values.size])  # others before it, and none
+    bits = np.concatenate([hard()[:7], values]).view(np.uint32)
+    rows, counts, fifteens, (*_, found) = kernel.sorted_float32(bits, starts)
+    counts, fifteens, seen = counts[rows[2] :], fifteens[rows[2] :], found._asdict()
     table, ends = kernel_table(values)
     finite = wide(values[np.isfinite(values) & (values != 0)])
     telling = finite[tells(finite)]

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.bits.scan import Scan
-from halfstep.bits.table import WIDTH, held_bits
+from halfstep.bits.table import WIDTH, Table, first_look, held_bits, scaled
 from halfstep.formats import Float
 from halfstep.kernels.cpu import tables as kernel
+from halfstep.kernels.cpu.tables import First
 
 
 ENOUGH = 10.0
@@ -21,11 +22,17 @@ ENOUGH = 10.0
 CERTAIN = 40.0
 """Bits from which on a conclusion counts as certain: a chance of 1 in 10^12."""
 
+MIXED = 0.01
+"""The least share of values which is that of a mixture."""
+
 SHORT = 4
 """Of random mantissas one in 2^SHORT leaves so many of the last bits unused."""
 
 CHOSEN = 2
 """Magnitudes whose fit is no evidence: a format and a scale are chosen after the values were seen, so that they fit."""
+
+
+_ANY = (1 << 20, -(1 << 20), WIDTH - 1, False)  # as a format: 53 bits, without ends
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Fit:
         """
         written = self.beyond / 2**SHORT
         random = self.short <= 2 * written + 3 * np.sqrt(written) + 1
-        evident = self.bits >= CERTAIN and self.share >= max(0.01, 3 * self.expected)
+        evident = self.bits >= CERTAIN and self.share >= max(MIXED, 3 * self.expected)
         return evident and bool(random) and 4 * self.filled >= self.held
 
     @property
@@ -79,11 +86,10 @@ def fit(scan: Scan, narrow: Float, wide: Float | None, used: int = WIDTH) -> Fit
     return Fit() if few is most else _fit(scan, few, most)
 
 
-def could_mix(scan: Scan, most: int) -> bool:
-    """Whether enough values have at most so many significant bits for a `Fit` of a format of these to be mixed: none
-    is evidence of more bits than are in use.
-    """
-    return int(scan.table.telling[:, : most + 1].sum()) * scan.table.significant_bits >= CERTAIN
+def first_looks(tables: Sequence[Table], wide: Float | None, formats: Sequence[Float]) -> list[First]:
+    """What a first look at tables of values that `wide` holds (None: 53 bits) says of these formats: in one call."""
+    few = max((one.significant_bits for one in formats), default=0)
+    return first_look(tables, [scaled(wide) if wide else _ANY, *map(scaled, formats)], (few, SHORT, MIXED, CERTAIN))
 
 
 def fit_bits(scan: Scan, wide: Sequence[Float | None], step: int | None = None) -> float:
@@ -99,21 +105,14 @@ def fit_bits(scan: Scan, wide: Sequence[Float | None], step: int | None = None) 
     return max(0.0, float(found))
 
 
-def halved(scan: Scan, wide: Float | None) -> tuple[int, float]:
+def halved(scan: Scan, look: First) -> tuple[int, float]:
     """The bits that half of the values fit, the others not, and the evidence that random mantissas of as many bits as
     are in use would not.
     """
-    table = scan.table
-    _, most = _ends(None, wide, table.lowest, len(table.counts), table.significant_bits)
-    free = kernel.unused_bits(table.telling, most).tolist()
-    count, left, above = sum(free), WIDTH - 1, free[-1]
-    while 2 * above < count:
-        left -= 1
-        above += free[left]
-    left = left if count else 0
+    count, left = scan.table.told, look.left
     # At most (4p)^(n/2): the chance that half of n values do what each does with a chance of p = 2^-left.
     evidence = count / 2 * (left - 2) * _weight(scan, count) if left >= SHORT else 0.0
-    return int(most.max(initial=0)) - left, evidence
+    return look.most - left, evidence
 
 
 @lru_cache(1 << 10)

@@ -13,6 +13,7 @@ from halfstep.bits.places import Places
 from halfstep.bits.table import tells
 from halfstep.bits.tiles import COLUMN
 from halfstep.formats import Float
+from halfstep.kernels.cpu.looks import Repeats
 from halfstep.quant.tile import ROW, Tile
 
 
@@ -24,22 +25,19 @@ _BITS = {"bf16": 8, "fp16": 11}
 _WHOLE = range(8, 12)  # bits of whole numbers of one step, which are no copies; of fewer they are codes
 _FEW = 4  # significant bits of codes of floating point, which are no copies
 _WIDE = 24  # significant bits of a type in which a product shows what was multiplied
-_FIRST = 1 << 9  # values that are looked at first
-_AGAIN = 3  # significands that come again in these; of random ones of 24 bits one does by a chance of 2^-4
 _SHOWN = 64  # significands that are tried on each factor
 _ROUNDED = 4  # half steps by which a value over another may be off: each was rounded as it was stored, and once before
 
 
-def factored(places: Places, wide: Float | None) -> tuple[str, Tile | None, float] | None:
+def factored(places: Places, again: Repeats, wide: Float | None) -> tuple[str, Tile | None, float] | None:
     """The narrower type, what has a factor of its own (None: nothing, there is one for all), and the evidence; or None.
 
     A factor moves all significands alike, so that they come again however large the values are; and they lie on a grid
     of 2^(bits - 1) steps for some place of the largest one in it. The factor itself was chosen to fit.
     """
-    if wide is None or wide.significant_bits < _WIDE or places.values is not None:
+    if wide is None or wide.significant_bits < _WIDE:
         return None
-    row, column = _come_again(places.lines[0]), _come_again(places.bands[0][:, 0])
-    tiles = (*((None, ROW) if row else ()), *((COLUMN,) if column else ()))
+    tiles = (*((None, ROW) if again.row else ()), *((COLUMN,) if again.column else ()))
     stored = wide.significant_bits
     for tile, (name, bits) in itertools.product(tiles, _BITS.items()):
         evidence = _evidence(_magnitudes(places, tile, wide), bits, stored)
@@ -51,12 +49,6 @@ def factored(places: Places, wide: Float | None) -> tuple[str, Tile | None, floa
         few = _evidence(_magnitudes(places, tile, wide), _FEW, stored) >= CERTAIN
         return None if few else (name, tile, evidence)
     return None
-
-
-def _come_again(bits: NDArray[np.uint32]) -> bool:
-    """Whether different magnitudes among the first values, which are float32, have the same significands."""
-    magnitudes = set((bits[:_FIRST] & np.uint32(0x7FFFFFFF)).tolist())
-    return len(magnitudes) - len({magnitude & 0x007FFFFF for magnitude in magnitudes}) >= _AGAIN
 
 
 def _magnitudes(places: Places, tile: Tile | None, wide: Float) -> Iterator[Doubles]:

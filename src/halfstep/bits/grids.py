@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 
 from halfstep import formats
 from halfstep.bits.evidence import CERTAIN, CHOSEN, Fit
-from halfstep.bits.places import Places
+from halfstep.bits.places import Places, as_float32
 from halfstep.bits.scan import Levels
 from halfstep.bits.table import tells
 from halfstep.bits.tiles import TILES
 from halfstep.formats import Float
-from halfstep.kernels.cpu import tables as kernel
+from halfstep.kernels.cpu import looks as kernel
+from halfstep.kernels.cpu.tables import on_grid
 from halfstep.quant.tile import Tile
 
 
@@ -90,15 +91,16 @@ def fit_levels(levels: Levels, wide: Float | None) -> Match | None:
     return _best(one for one in found if one.fit.accepted)
 
 
-def fit_tiles(places: Places, wide: Float | None) -> Match | None:
+def fit_tiles(places: Places, wide: Float | None, names: Sequence[str] | None = None) -> Match | None:
     """The format whose values, times a scale for each tile, are all magnitudes of every tile looked at; or None.
 
     Each tile may have any scale, so its largest magnitude fits by choice; of the others only those are evidence that
     are in no tile before, so that values which come again count once. A match is CERTAIN, or none: a model has
     thousands of tensors, and real blocks give hundreds of bits. Where only the first rows are such, the tiles beyond
-    are counted in the match's fit.
+    are counted in the match's fit. `names` are the `suspects`, where they are known.
     """
-    if not (names := _suspects(places, wide)):
+    names = suspects([places], wide)[0] if names is None else names
+    if not names:
         return None
     begun = [(tile, matches) for tile in TILES if (matches := _fits(places.first, tile, names, wide))]
     for tile, matches in begun:  # what the first tile does not fit, all do not
@@ -134,11 +136,17 @@ def _even(steps: list[float], wide: Float | None) -> bool:
     return 2 * int(near.sum()) > len(steps)
 
 
-def _suspects(places: Places, wide: Float | None) -> list[str]:
-    """The formats that the first few values could be of, which are in one tile of any kind: nearly always none."""
-    some = places.doubles(places.lines[:, : TILES[-1].columns])
-    found = kernel.suspects(some, *_grids(), _FEW, _CORNERS, _relative(wide), wide.min_subnormal if wide else 0.0)
-    return [GRIDS[i] for i in found.nonzero()[0]]
+def suspects(places: Sequence[Places], wide: Float | None) -> list[list[str]]:
+    """For each the formats that its first few values could be of, which are in one tile of any kind: nearly always
+    none.
+    """
+    some = [as_float32(one.lines[:, : TILES[-1].columns], one.dtype) for one in places]
+    starts = np.cumsum([0, *(part.size for part in some)])
+    limits, room = (TILES[-1].columns, _FEW, _CORNERS), (_relative(wide), wide.min_subnormal if wide else 0.0)
+    columns = np.array([part.shape[1] for part in some])
+    values = np.concatenate([part.ravel() for part in some])
+    found = kernel.suspects(values, starts, columns, _grids(), limits, room)
+    return [[GRIDS[i] for i in row.nonzero()[0]] if row.any() else [] for row in found]
 
 
 @cache
@@ -156,7 +164,7 @@ def _relative(wide: Float | None) -> float:
     return 2.0 ** ((1 if bits < _WIDEST else 3) - bits) * 1.01
 
 
-def _fits(places: Places, tile: Tile, names: list[str], wide: Float | None) -> list[Match]:
+def _fits(places: Places, tile: Tile, names: Sequence[str], wide: Float | None) -> list[Match]:
     count, seen, steps, scales = 0, np.zeros(0), 1.0, list[float]()
     finer = dict.fromkeys(names, 0.0)
     evidence = dict.fromkeys(names, -float(np.log2(len(TILES) * len(GRIDS))))
@@ -179,6 +187,8 @@ def _fits(places: Places, tile: Tile, names: list[str], wide: Float | None) -> l
             scales.append(found[WHOLE].scale)
             steps = max(steps, (max(values.max(), 0) - min(values.min(), 0)) / scales[-1])
         count, seen = count + levels.size, np.union1d(seen, levels)
+    if not count:
+        return []
     matches = []
     for name, bits in evidence.items():
         if named := _format(name, steps):
@@ -249,7 +259,7 @@ def _tops(levels: Magnitudes, name: str, wide: Float | None, every: bool = False
     if levels.size > grid.size:
         return grid[:0]
     tops = grid if every or name == WHOLE else grid[-_TOPS:]
-    found: Magnitudes = tops[kernel.on_grid(levels, grid, tops, *_room(levels[-1], wide))]
+    found: Magnitudes = tops[on_grid(levels, grid, tops, *_room(levels[-1], wide))]
     return found
 
 

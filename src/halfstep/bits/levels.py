@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,21 +11,21 @@ from halfstep.bits.scan import LEVELS, Levels
 from halfstep.bits.table import tells
 from halfstep.bits.tiles import COLUMN, TILES
 from halfstep.formats import Float
+from halfstep.kernels.cpu.looks import BEGUN, COPIED, FIRST, LINES, TURNED
 from halfstep.quant.tile import Tile
 
 
 Doubles = NDArray[np.float64]
 
-_BEGUN = (512, 128, 64, 32)  # values of the first row which come again where each tile has few
-_LINES = 8  # rows and columns that copies are looked for in, at least
-_COPIED, _TURNED = 0.9, 0.1  # the largest shares of different rows and columns, and of values beside other diagonals
 
-
-def come_again(places: Places, wide: Float | None, used: int) -> bool:
-    """Whether values of the first or the last row or of a column come again clearly more often than random ones."""
-    row, last, column = places.lines[0], places.lines[-1][: _BEGUN[0]], places.bands[0][:, 0]
-    some = (*(row[:count] for count in _BEGUN if count <= row.size), column, last)  # a row's scale may tell nothing
-    return any(_again(places, bits, wide, used) for bits in some if bits.size >= _BEGUN[-1])
+def come_again(places: Places, parts: int, wide: Float | None, used: int) -> bool:
+    """Whether values of the first or the last row or of a column come again clearly more often than random ones, of
+    those `parts` in which they come again (`Repeats.parts`).
+    """
+    row, last, column = places.lines[0], places.lines[-1][:FIRST], places.bands[0][:, 0]
+    some = (*(row[:count] for count in BEGUN), column, last)  # a row's scale may tell nothing
+    again = (places.used(bits) for i, bits in enumerate(some) if parts >> i & 1)
+    return any(_repetition(values, wide, used)[1] > 0 for values in again)
 
 
 def few_levels(places: Places, wide: Float | None, used: int) -> tuple[Tile, int, float] | None:
@@ -72,42 +70,21 @@ def copied(places: Places) -> float | None:
 
     Equal values of codes that were drawn one by one stand in lines that differ.
     """
-    bits = places.bands[0]
-    if min(bits.shape) < _LINES or not _alike(bits):
-        return None
-    band = places.doubles(bits)
+    band = places.doubles(places.bands[0])
     band = band[np.isfinite(band).all(1)]
-    rows, columns = (some[(some != 0).sum(1) >= _LINES] for some in (band, band.T))
-    if min(len(rows), len(columns)) < _LINES:
+    rows, columns = (some[(some != 0).sum(1) >= LINES] for some in (band, band.T))
+    if min(len(rows), len(columns)) < LINES:
         return None
     different = np.unique(rows, axis=0).shape[0] / len(rows) * np.unique(columns, axis=0).shape[0] / len(columns)
     turned = [_differ(rows[1:, 1:], rows[:-1, :-1]), _differ(rows[1:, :-1], rows[:-1, 1:])]
     least = min(different, *turned)
-    return least if different <= _COPIED or min(turned) <= _TURNED else None
+    return least if different <= COPIED or min(turned) <= TURNED else None
 
 
 def _differ(one: Doubles, other: Doubles) -> float:
     """The share of different values where not both are zero."""
     some = (one != 0) | (other != 0)
     return float((one != other)[some].mean()) if some.any() else 1.0
-
-
-def _alike(bits: NDArray[Any]) -> bool:
-    """Whether some rows, columns or diagonals begin alike: nearly always not."""
-    begun = (
-        np.ascontiguousarray(some).view(f"V{_LINES * bits.itemsize}") for some in (bits[:, :_LINES], bits[:_LINES].T)
-    )
-    first = bits[:_LINES]
-    pairs = (first[1:, 1:], first[:-1, :-1]), (first[1:, :-1], first[:-1, 1:])
-    turned = max(int(np.count_nonzero(one == other)) / one.size for one, other in pairs)
-    return turned >= 1 - _TURNED or any(len(set(one.ravel().tolist())) <= _COPIED * len(one) for one in begun)
-
-
-def _again(places: Places, bits: NDArray[np.generic], wide: Float | None, used: int) -> bool:
-    values = places.used(bits)
-    magnitudes = np.sort(np.abs(values))
-    different = int(np.count_nonzero(magnitudes[1:] != magnitudes[:-1])) + 1
-    return 8 * different <= 7 * values.size and _repetition(values, wide, used)[1] > 0
 
 
 def _repetition(values: Doubles, wide: Float | None, used: int) -> tuple[int, float]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from halfstep import formats
-from halfstep.bits.evidence import CERTAIN, CHOSEN, ENOUGH, could_mix, fit, fit_bits, halved
+from halfstep.bits.evidence import CERTAIN, CHOSEN, ENOUGH, first_looks, fit, fit_bits, halved
 from halfstep.bits.factors import factored
 from halfstep.bits.grids import fit_levels, fit_tiles
 from halfstep.bits.levels import come_again, copied, few_levels, repetition
+from halfstep.bits.looks import Looks, looks
 from halfstep.bits.powers import BITS, powers
 from halfstep.bits.scan import Scan
 from halfstep.bits.tiles import named
 from halfstep.formats import Float
+from halfstep.kernels.cpu.looks import Repeats
+from halfstep.kernels.cpu.tables import First
 from halfstep.quant.tile import TENSOR
 
 
@@ -115,36 +119,50 @@ def bounded(confidence: str, share: float) -> str:
 
 def origin(scan: Scan, stored: str) -> Origin:
     """What the bits of a scanned tensor say, which is stored as `stored` (a name of torch's)."""
-    telling = int(scan.table.telling.sum())
-    found = _found(scan, stored) if telling else Origin(stored)
+    return origins([scan], stored)[0]
+
+
+def origins(scans: Sequence[Scan], stored: str) -> list[Origin]:
+    """The same of several tensors, all stored so."""
+    telling = [scan for scan in scans if scan.table.told]
+    looked = looks(telling, stored_format(stored), list(_casts(stored_format(stored)).values()))
+    return [_origin(scan, stored, next(looked)) if scan.table.told else Origin(stored) for scan in scans]
+
+
+def _origin(scan: Scan, stored: str, look: Looks) -> Origin:
+    found, telling = _found(scan, stored, look), scan.table.told
     codes = found.scale is not None or found.levels is not None
-    return replace(found, telling=telling, told=1.0 if codes else _told(scan, telling), distinct=scan.magnitudes)
+    told = 1.0 if codes else _told(scan, telling)
+    return Origin(**(vars(found) | {"telling": telling, "told": told, "distinct": scan.magnitudes}))
 
 
 def _told(scan: Scan, telling: int) -> float:
     """The share of the values that tell something: of those that are not zero, unless nearly all are."""
     used, size = scan.table.nonzero, scan.table.size
-    return telling / (used if used >= LEAST * size else size) if telling else 1.0
+    return telling / (used if used >= LEAST * size else size)
 
 
-def _found(scan: Scan, stored: str) -> Origin:
+def _found(scan: Scan, stored: str, look: Looks) -> Origin:
     wide = stored_format(stored)
     if wide is not None and wide.bits <= 8:
         return Origin(stored, full=True)
-    half = halved(scan, wide)
-    cast = _cast(scan, stored, wide, half)
+    half = halved(scan, look.table)
+    cast = _cast(scan, stored, wide, look.table, half)
     # What values of 8 bits or less were rounded to after they were scaled.
     casts = [_format(name) for name in cast.through if cast.share == 1 and cast.scale is None]
     narrow = min((*casts, *((wide,) if wide else ())), key=lambda one: one.significant_bits, default=wide)
-    half = half if narrow is wide else halved(scan, narrow)
+    half = half if narrow is wide else halved(scan, first_looks([scan.table], narrow, ())[0])
     used = min(half[0] + 1, scan.table.significant_bits)  # half of random values leave one unused
     places = None if scan.again == 0 else scan.places
-    again = places is not None and come_again(places, narrow, used)
-    different = copied(places) if places is not None else None
+    looked = look.repeats
+    again = places is not None and looked is not None and come_again(places, looked.parts, narrow, used)
+    different = copied(places) if places is not None and looked is not None and looked.alike else None
     if different is not None:  # a copy's values count once
         once = replace(scan, distinct=int(scan.distinct * different))
-        cast = replace(_cast(once, stored, wide, halved(once, wide)), copied=True)
-    found = _exact(scan, stored, wide) or _scaled(scan, stored, wide, narrow) or _factored(scan, stored, wide, cast)
+        cast = replace(_cast(once, stored, wide, look.table, halved(once, look.table)), copied=True)
+    grids = look.grids if narrow is wide else None
+    found = _exact(scan, stored, wide) or _scaled(scan, stored, wide, narrow, grids)
+    found = found or _factored(scan, stored, wide, cast, looked)
     if found is None and different is None:
         found = _few(scan, stored, narrow, used, again)
     return found or cast
@@ -185,7 +203,9 @@ def _exact(scan: Scan, stored: str, wide: Float | None) -> Origin | None:
     return Origin(stored, (found.format,), scale=scale, also=also, evidence=evidence)
 
 
-def _scaled(scan: Scan, stored: str, wide: Float | None, narrow: Float | None) -> Origin | None:
+def _scaled(
+    scan: Scan, stored: str, wide: Float | None, narrow: Float | None, grids: Sequence[str] | None
+) -> Origin | None:
     """Values of 8 bits or less under one scale of any size, or one for each tile, rounded to `narrow` since."""
     subnormal = narrow is not None and scan.amax < 2.0**narrow.min_exponent  # whole numbers of its smallest value
     match = fit_levels(scan.levels, narrow if subnormal else wide) if scan.levels is not None else None
@@ -193,7 +213,7 @@ def _scaled(scan: Scan, stored: str, wide: Float | None, narrow: Float | None) -
     if match is not None and not (match.even and exact):
         also = (STEPS,) if match.even else match.also
         return Origin(stored, (match.format,), scale="any", also=also, evidence=match.fit.bits)
-    match = fit_tiles(scan.places, narrow) if scan.places is not None else None
+    match = fit_tiles(scan.places, narrow, grids) if scan.places is not None else None
     if match is None or (match.even and (exact or match.fit.beyond)):
         return None
     share, also = match.fit.share if match.fit.beyond else 1.0, (STEPS,) if match.even else match.also
@@ -210,11 +230,11 @@ def _few(scan: Scan, stored: str, narrow: Float | None, used: int, again: bool) 
     return None
 
 
-def _factored(scan: Scan, stored: str, wide: Float | None, cast: Origin) -> Origin | None:
+def _factored(scan: Scan, stored: str, wide: Float | None, cast: Origin, looked: Repeats | None) -> Origin | None:
     """A narrower type's values times factors, where they are not that type's themselves."""
-    if scan.places is None or not (cast.full or cast.half or cast.share < 1):
+    if scan.places is None or looked is None or not (cast.full or cast.half or cast.share < 1):
         return None
-    found = factored(scan.places, wide)
+    found = factored(scan.places, looked, wide)
     if found is None:
         return None
     name, tile, evidence = found
@@ -222,21 +242,27 @@ def _factored(scan: Scan, stored: str, wide: Float | None, cast: Origin) -> Orig
     return Origin(stored, (name,), scale=named(tile), also=also, evidence=evidence)
 
 
-def _cast(scan: Scan, stored: str, wide: Float | None, halved: tuple[int, float]) -> Origin:
+@cache
+def _casts(wide: Float | None) -> dict[str, Float]:
+    """What casts are looked for; from 64 bits float32 too."""
+    return {name: _format(name) for name in (*_CASTS, *(("fp32",) if wide is None else ()))}
+
+
+def _cast(scan: Scan, stored: str, wide: Float | None, look: First, half: tuple[int, float]) -> Origin:
     """bf16, fp16, both, or neither; from 64 bits float32 too."""
-    casts = {name: _format(name) for name in (*_CASTS, *(("fp32",) if wide is None else ()))}
+    casts = _casts(wide)
     used, most = scan.table.significant_bits, wide.significant_bits if wide else 53
-    narrow = {name: format for name, format in casts.items() if format.significant_bits >= used}
-    fits = {name: fit(scan, format, wide) for name, format in narrow.items()}
+    likely = [name for i, name in enumerate(casts) if look.fits >> i & 1 and casts[name].significant_bits >= used]
+    fits = {name: fit(scan, casts[name], wide) for name in likely}
     held = [name for name, found in fits.items() if found.accepted]
     # Of two that hold, one may follow from the other: beside the more evident one it must be evident itself.
     held.sort(key=lambda name: -fits[name].bits)
     held = [a for i, a in enumerate(held) if all(fit(scan, casts[a], casts[b]).accepted for b in held[:i])]
     some = scan.magnitudes > CHOSEN or scan.table.nonzero <= 2 * CHOSEN  # codes of signs use all bits of their scale
     full = used >= most - 1 and some
-    half, evidence = halved
-    if evidence >= CERTAIN and not held and not full:
-        return Origin(stored, bits=half, half=True, evidence=evidence)
+    averaged = Origin(stored, bits=half[0], half=True, evidence=half[1]) if half[1] >= CERTAIN else None
+    if averaged and not held and not full:
+        return averaged
     steps = () if full else (None, scan.table.last_bit)
     fewer = {step: fit_bits(scan, [wide, *(casts[name] for name in held)], step) for step in steps}
     if max(fewer.values(), default=0.0) >= CERTAIN:
@@ -252,15 +278,13 @@ def _cast(scan: Scan, stored: str, wide: Float | None, halved: tuple[int, float]
         )
         return Origin(stored, tuple(held), also=also, evidence=min(fits[name].bits for name in held))
     partly = {}
-    if could_mix(scan, max(format.significant_bits for format in casts.values())):
-        fits = {name: fit(scan, format, wide, used) for name, format in casts.items()}
+    if look.mixes:
+        fits = {name: fit(scan, casts[name], wide, used) for i, name in enumerate(casts) if look.mixes >> i & 1}
         partly = {name: found for name, found in fits.items() if found.mixed}
     if partly:
         name, found = max(partly.items(), key=lambda item: item[1].bits)
         return Origin(stored, (name,), found.share, evidence=found.bits)
-    if evidence >= CERTAIN:
-        return Origin(stored, bits=half, half=True, evidence=evidence)
-    return Origin(stored, full=full)
+    return averaged or Origin(stored, full=full)
 
 
 def _uniform(scan: Scan, stored: str) -> bool:

@@ -12,6 +12,8 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from halfstep.bits.values import Values
+from halfstep.kernels.cpu import looks as kernel
+from halfstep.kernels.cpu.looks import FIRST, Repeats
 from halfstep.quant.tile import Tile
 
 
@@ -40,18 +42,17 @@ class Places:
     """Rows in full length, the first and the last among them."""
     bands: tuple[NDArray[Any], ...]
     """128 rows each, 512 columns of them; fewer where the matrix ends."""
-    values: NDArray[np.float64] | None
-    """The values of all codes; None where the bits are those of float32."""
+    dtype: str = "float32"
+    """The type that these are the bits of; float32's, where values were decoded."""
 
     @property
     def first(self) -> Places:
         """Those at the beginning."""
-        return Places(self.lines[:1], self.bands[:1], self.values)
+        return Places(self.lines[:1], self.bands[:1], self.dtype)
 
     def doubles(self, bits: NDArray[Any]) -> NDArray[np.float64]:
         """The values of some of the bits."""
-        found: NDArray[np.float64] = as_doubles(bits.view(np.float32)) if self.values is None else self.values[bits]
-        return found
+        return as_doubles(as_float32(bits, self.dtype))
 
     def used(self, bits: NDArray[Any]) -> NDArray[np.float64]:
         """Those which are finite and not zero."""
@@ -128,20 +129,33 @@ def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[-2], shape[-1]) if len(shape) > 1 else (1, 0)
 
 
+def _is_whole(shape: Sequence[int], columns: int) -> bool:
+    """Whether all of a matrix is looked at."""
+    fewest, most = _LINES
+    return len(shape) == 2 and shape[0] <= min(max(_LINED // columns, fewest), most, BAND) and columns <= _WIDE
+
+
+def small_places(tensor: Values, bits: NDArray[np.uint32]) -> Places | None:
+    """Those of a tensor whose values are at hand, as bits of float32."""
+    _, columns = matrix_of(tensor.shape)
+    if columns and tensor.numel and _is_whole(tensor.shape, columns):
+        whole = bits.reshape(-1, columns)
+        return Places(whole, (whole,))
+    spread = Spread(tensor, bits.dtype)
+    spread.add(bits)
+    return spread.found()
+
+
 class Spread:
     """The rows and bands of `Places`, copied as a matrix's pieces pass; none where it is no matrix."""
 
     def __init__(self, tensor: Values, dtype: np.dtype[Any]) -> None:
         high, columns = matrix_of(tensor.shape)
         self._runs: list[Runs] = []
-        self._small = 0  # columns of a matrix that is copied whole, once
         if not 0 < columns <= _LONGEST or not tensor.numel:
             return
         fewest, most = _LINES
         most = min(max(_LINED // columns, fewest), most)
-        if len(tensor.shape) == 2 and tensor.shape[0] <= min(most, BAND) and columns <= _WIDE:
-            self._runs, self._small = [Runs([0], tensor.numel, dtype)], columns
-            return
         self._runs.append(Runs(_spread(tensor.numel // columns, most, columns), columns, dtype))
         blocks = -(-high // BAND)
         for i, block in enumerate(_spread(tensor.numel // columns // high * blocks, _BANDS)):
@@ -156,15 +170,28 @@ class Spread:
         for run in self._runs:
             run.add(bits)
 
-    def found(self, values: NDArray[np.float64] | None = None) -> Places | None:
-        """What was copied."""
+    def found(self, dtype: str = "float32") -> Places | None:
+        """What was copied, of values of that type."""
         if not self._runs:
             return None
-        if self._small:
-            whole = self._runs[0].rows.reshape(-1, self._small)
-            return Places(whole, (whole,), values)
         lines, *bands = (run.rows for run in self._runs)
-        return Places(lines, tuple(bands), values)
+        return Places(lines, tuple(bands), dtype)
+
+
+def repeats(places: Sequence[Places]) -> list[Repeats]:
+    """What comes again in each, as far as a first look tells."""
+    rows = [as_bits(one.lines[:: max(len(one.lines) - 1, 1), :FIRST], one.dtype) for one in places]
+    bands = [as_bits(one.bands[0], one.dtype) for one in places]
+    starts = np.array([np.cumsum([0, *(part.size for part in parts)]) for parts in (rows, bands)])
+    columns = np.array([[part.shape[1] for part in parts] for parts in (rows, bands)])
+    flat = (np.concatenate([part.ravel() for part in parts]) for parts in (rows, bands))
+    return kernel.repeats(*flat, starts, columns)
+
+
+def as_bits(stored: NDArray[Any], dtype: str) -> NDArray[np.uint32]:
+    """The bits of stored values as float32."""
+    found: NDArray[np.uint32] = stored if dtype == "float32" else as_float32(stored, dtype).view(np.uint32)
+    return found
 
 
 def as_doubles(values: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep import formats
+from halfstep.bits.distinct import LEVELS, Levels, counted, levels_of, may_be_few, telling
 from halfstep.bits.dtypes import TYPES
-from halfstep.bits.places import SAMPLE, Places, Spread, as_doubles, as_float32, sample
-from halfstep.bits.table import EMPTY, Table, from_kernel, from_values, tells
+from halfstep.bits.places import SAMPLE, Places, Spread, as_bits, as_doubles, sample, small_places
+from halfstep.bits.table import EMPTY, Table, from_kernel, from_values, tables
 from halfstep.bits.values import Values
 from halfstep.formats import Format
 from halfstep.kernels.cpu import bits as kernel
@@ -25,13 +26,9 @@ CHUNK = 1 << 24
 OUTLIER = 6.0
 """A channel is an outlier if its largest magnitude is this many times the median channel's, or more."""
 
-LEVELS = 256
-"""Distinct values that a format of 8 bits can have."""
-
 Progress = Callable[[int], None]
 """Told the bytes that were read."""
 
-_AGAIN = 1 << 18  # bytes of a piece of a tensor of few levels, which is read again
 _CHANNELS = 32  # fewer columns than this are no channels: a convolution's window, scales beside rows
 _NARROW = (
     "bfloat16",
@@ -53,18 +50,6 @@ class Channels:
     largest: float
     outliers: int
     """Columns whose largest magnitude is at least `OUTLIER` times the median of all columns."""
-
-
-@dataclass(frozen=True)
-class Levels:
-    """Few distinct magnitudes, ascending, and how often each was seen."""
-
-    magnitudes: NDArray[np.float64]
-    times: NDArray[np.int64]
-    low: float = 0.0
-    """The smallest value, or zero if all are above it; of a wide type among those that were looked at."""
-    high: float = 0.0
-    """The largest one, or zero."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +85,8 @@ def scan(tensor: Values, progress: Progress | None = None) -> Scan:
     chunks = _told(tensor.chunks(CHUNK), progress)
     if tensor.dtype == "float64":
         return _scan_double(chunks)
-    if tensor.numel <= SAMPLE and not tensor.dtype.startswith("float8"):
-        return _scan_few(chunks, tensor)
+    if is_small(tensor):
+        return scan_small([tensor], [*chunks])[0]
     return _scan_codes(chunks, tensor) if tensor.dtype in _NARROW else _scan_float32(chunks, tensor)
 
 
@@ -112,28 +97,59 @@ def _told(chunks: Iterator[NDArray[Any]], progress: Progress | None) -> Iterator
             progress(chunk.nbytes)
 
 
-def _scan_few(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
-    """No more values of 16 or 32 bits than are sampled of others, which one kernel sorts and counts."""
-    narrow = tensor.dtype in _NARROW
-    word = np.dtype(np.uint16 if narrow else np.uint32)
-    stored = np.concatenate([np.zeros(0, word), *(chunk.view(word) for chunk in chunks)])
-    bits = as_float32(stored, tensor.dtype).view(np.uint32) if narrow else stored
-    columns, places = _Columns(tensor, bits.dtype, 0x7F800000), Spread(tensor, word)
-    places.add(stored)
-    counts, fifteens, numbers = kernel.sorted_float32(bits)
-    seen = dict(zip(kernel.SEEN, numbers.tolist(), strict=True))
-    table = Table(seen["lowest"], counts, fifteens, seen["zeros"], seen["infinities"], seen["nans"])
-    smallest, amax = numbers[-2:].astype(np.uint32).view(np.float32).tolist()
-    if columns.are_channels:
-        columns.add(bits)
-    values = decoded(tensor.dtype) if narrow else None
-    levels, kinds = None, 0 if narrow else sum(1 for one in kernel.SEEN[:3] if seen[one])
-    if table.nonzero > LEVELS >= seen["magnitudes"] + kinds and seen["telling"]:
-        distinct, times = np.unique(bits.view(np.float32), return_counts=True)
-        levels = _counted(as_doubles(distinct), times)
-    telling, again = (seen["telling"], seen["telling_magnitudes"]), table.nonzero - seen["magnitudes"]
-    by_column = columns.largest.view(np.float32).astype(np.float64)
-    return _finished(table, amax, smallest, telling, levels, columns, by_column, places.found(values), again)
+def is_small(tensor: Values) -> bool:
+    """Whether `scan_small` takes it: no more values of 16 or 32 bits than are sampled of others."""
+    return tensor.numel <= SAMPLE and tensor.dtype != "float64" and not tensor.dtype.startswith("float8")
+
+
+def scan_small(tensors: Sequence[Values], stored: Sequence[NDArray[Any]]) -> list[Scan]:
+    """The same of `readable` small tensors of one type, whose pieces are `stored`, sorted and counted by one kernel."""
+    narrow = tensors[0].dtype in _NARROW
+    dtype, word = tensors[0].dtype if narrow else "float32", np.dtype(np.uint16 if narrow else np.uint32)
+    bits = as_bits(np.concatenate([np.zeros(0, word), *(piece.view(word) for piece in stored)]), dtype)
+    starts = np.cumsum([0, *(tensor.numel for tensor in tensors)])
+    rows, counts, fifteens, seen = kernel.sorted_float32(bits, starts)
+    found = tables(rows, counts, fifteens, [(s.zeros, s.infinities, s.nans, s.lowest) for s in seen])
+    ends = np.array([(s.smallest, s.largest) for s in seen], np.uint32).view(np.float32).tolist()
+    channels = _small_channels(tensors, bits, starts)
+    return [
+        Scan(
+            table,
+            largest,
+            smallest,
+            one.telling,
+            one.telling_magnitudes,
+            _small_levels(values, table, one, narrow),
+            amax,
+            places=small_places(tensor, values),
+            again=table.nonzero - one.magnitudes,
+        )
+        for tensor, table, one, (smallest, largest), amax, values in zip(
+            tensors, found, seen, ends, channels, np.split(bits, starts[1:-1]), strict=True
+        )
+    ]
+
+
+def _small_levels(bits: NDArray[np.uint32], table: Table, seen: kernel.Seen, narrow: bool) -> Levels | None:
+    kinds = 0 if narrow else sum(1 for count in (seen.zeros, seen.infinities, seen.nans) if count)
+    if not table.nonzero > LEVELS >= seen.magnitudes + kinds or not seen.telling:
+        return None
+    distinct, times = np.unique(bits.view(np.float32), return_counts=True)
+    return counted(as_doubles(distinct), times)
+
+
+def _small_channels(
+    tensors: Sequence[Values], bits: NDArray[np.uint32], starts: NDArray[np.int64]
+) -> list[Channels | None]:
+    columns = np.array([tensor.shape[-1] if _are_channels(tensor) else 0 for tensor in tensors])
+    amax = kernel.column_amax(bits, starts, columns).view(np.float32).astype(np.float64)
+    parts = np.split(amax, np.cumsum(columns)[:-1])
+    return [_channels(part) if part.size else None for part in parts]
+
+
+def _are_channels(tensor: Values) -> bool:
+    """Whether the columns of a tensor's last dimension are channels, whose largest magnitudes are looked at."""
+    return len(tensor.shape) > 1 and tensor.shape[-1] >= _CHANNELS and tensor.shape[-1] < tensor.numel
 
 
 def _scan_float32(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
@@ -147,14 +163,14 @@ def _scan_float32(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
         places.add(bits)
         columns.add(bits)
         kernel.add_float32(bits, found, ends)
-    seen = dict(zip(kernel.SEEN, kernel.sorted_float32(drawn.rows.ravel())[2].tolist(), strict=True))
+    *_, (seen,) = kernel.sorted_float32(drawn.rows.ravel(), np.array([0, drawn.rows.size]))
     table = from_kernel(found)
     levels, smallest, amax = None, float(ends.view(np.float32)[0]), as_doubles(columns.largest.view(np.float32))
-    if table.nonzero > LEVELS >= seen["magnitudes"]:
+    if table.nonzero > LEVELS >= seen.magnitudes:
         distinct = np.unique(drawn.rows.view(np.float32))
-        levels = _levels(tensor, distinct) if _few(table, distinct) else None
-    telling = seen["telling"], seen["telling_magnitudes"]
-    return _finished(table, amax.max(), smallest, telling, levels, columns, amax, places.found())
+        levels = levels_of(tensor, distinct) if may_be_few(table, distinct) else None
+    tell = seen.telling, seen.telling_magnitudes
+    return _finished(table, amax.max(), smallest, tell, levels, columns, amax, places.found())
 
 
 def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
@@ -173,9 +189,9 @@ def _scan_codes(chunks: Iterator[NDArray[Any]], tensor: Values) -> Scan:
     magnitudes = np.abs(used[np.isfinite(used) & (used != 0)])
     table = from_values(used, counts)
     amax, smallest = magnitudes.max(initial=0.0), magnitudes.min(initial=np.inf)
-    where = places.found(values) if places is not None else None
-    levels = _counted(used, counts) if _few(table, magnitudes) else None
-    found = _finished(table, amax, smallest, _telling(used), levels, columns, values[columns.largest], where)
+    where = places.found(tensor.dtype) if places is not None else None
+    levels = counted(used, counts) if may_be_few(table, magnitudes) else None
+    found = _finished(table, amax, smallest, telling(used), levels, columns, values[columns.largest], where)
     return replace(found, codes=times)
 
 
@@ -190,8 +206,8 @@ def _scan_double(chunks: Iterator[NDArray[Any]]) -> Scan:
         smallest, amax = min(smallest, magnitudes.min(initial=np.inf)), max(amax, magnitudes.max(initial=0.0))
         table = table + from_values(values)
     distinct, times = np.unique(sample, return_counts=True)
-    levels = _counted(distinct, times) if table.size <= SAMPLE and _few(table, distinct) else None
-    return _finished(table, amax, smallest, _telling(distinct), levels)
+    levels = counted(distinct, times) if table.size <= SAMPLE and may_be_few(table, distinct) else None
+    return _finished(table, amax, smallest, telling(distinct), levels)
 
 
 @cache
@@ -218,7 +234,7 @@ class _Columns:
     """The largest magnitude of each column, as bits; of one column that is the whole tensor where there are none."""
 
     def __init__(self, tensor: Values, dtype: np.dtype[Any], infinity: int) -> None:
-        matrix = len(tensor.shape) > 1 and tensor.shape[-1] >= _CHANNELS and tensor.shape[-1] < tensor.numel
+        matrix = _are_channels(tensor)
         self.are_channels = matrix and tensor.dtype != "float8_e8m0fnu"
         # Without channels, columns of any number do: their largest is the tensor's.
         self.largest = np.zeros(tensor.shape[-1] if matrix else 1 << 10, dtype)
@@ -228,55 +244,6 @@ class _Columns:
         """Take in the next elements."""
         kernel.raise_amax(bits, self._next, self.largest, self._infinity)
         self._next = (self._next + bits.size) % self.largest.size
-
-
-def _few(table: Table, values: NDArray[Any]) -> bool:
-    """Whether the values of a table may be of few levels, which some that were seen are."""
-    if not table.nonzero > LEVELS or values.size > 2 * LEVELS + 4:  # with signs, zero and what is not finite
-        return False
-    return np.unique(np.abs(values)).size <= LEVELS and bool(table.telling.any())
-
-
-def _levels(tensor: Values, known: NDArray[np.float32]) -> Levels | None:
-    """The distinct magnitudes of a float32 tensor and their counts; None where there are more than LEVELS.
-
-    It reads the tensor again: which has few of them among the values that were seen.
-    """
-    codes = np.unique(np.abs(known)).view(np.uint32)
-    times = np.zeros(codes.size, np.int64)
-    for chunk in tensor.chunks(CHUNK):
-        for piece in np.array_split(chunk.view(np.uint32), -(-chunk.nbytes // _AGAIN)):
-            magnitudes = piece & np.uint32(0x7FFFFFFF)
-            place = np.minimum(np.searchsorted(codes, magnitudes), codes.size - 1)
-            held = codes[place] == magnitudes
-            new, counts = np.unique(magnitudes[~held], return_counts=True)
-            if codes.size + new.size > LEVELS + 2:  # zero and infinity
-                return None
-            times = times + np.bincount(place[held], minlength=codes.size)
-            where = np.searchsorted(codes, new)
-            codes, times = np.insert(codes, where, new), np.insert(times, where, counts)
-    return _counted(as_doubles(codes.view(np.float32)), times, as_doubles(known))
-
-
-def _counted(
-    values: NDArray[np.float64], times: NDArray[np.int64], known: NDArray[np.float64] | None = None
-) -> Levels | None:
-    """The levels of values, of which those that are `known` (None: all) have signs."""
-    used = np.isfinite(values) & (values != 0)
-    magnitudes, which = np.unique(np.abs(values[used]), return_inverse=True)
-    if not 0 < magnitudes.size <= LEVELS:
-        return None
-    times = np.bincount(which, times[used], minlength=magnitudes.size).astype(np.int64)
-    known = values if known is None else known
-    known = known[np.isfinite(known)]
-    return Levels(magnitudes, times, float(known.min(initial=0.0)), float(known.max(initial=0.0)))
-
-
-def _telling(distinct: NDArray[np.float64]) -> tuple[int, int]:
-    """Of distinct values those that tell something, and the distinct magnitudes of these."""
-    used = distinct[np.isfinite(distinct) & (distinct != 0)]
-    telling = np.abs(used[tells(used)])
-    return telling.size, np.unique(telling).size
 
 
 def _finished(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from halfstep.bits.evidence import CHOSEN
 from halfstep.bits.layer import Layer, summed
@@ -25,7 +26,7 @@ class Evidence:
     codes: bool = False
     """Whether these are integers such as quantisers pack, in no layout that is known."""
 
-    @property
+    @cached_property
     def key(self) -> str:
         """What was found, in a word or two."""
         if self.layer is not None:

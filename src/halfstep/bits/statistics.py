@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
-
-import numpy as np
 
 from halfstep import formats
 from halfstep.bits.scan import Channels, Scan
-from halfstep.bits.table import Counts, Table, held_bits
+from halfstep.bits.table import Numbers, Table, held_by, scaled
 from halfstep.formats import Float
 
 
@@ -74,51 +72,62 @@ class Statistics:
 
 def statistics(scan: Scan, stored: Float | None) -> Statistics:
     """The figures of one tensor."""
-    return of_table(scan.table, stored, scan.amax, scan.smallest, scan.channels)
+    return of_scans([scan], stored)[0]
 
 
-def of_table(
-    table: Table, stored: Float | None, amax: float, smallest: float, channels: Channels | None = None
+def of_scans(scans: Sequence[Scan], stored: Float | None) -> list[Statistics]:
+    """Those of each of several tensors, all stored as `stored` (None: no binary format of ours)."""
+    held, shifts = held_by([scan.table for scan in scans], *_looked_for())
+    return [
+        _of_table(scan.table, stored, (scan.amax, scan.smallest), (counts, shift), scan.channels)
+        for scan, counts, shift in zip(scans, held, shifts, strict=True)
+    ]
+
+
+def of_table(table: Table, amax: float, smallest: float) -> Statistics:
+    """The figures of counted values of several tensors, whose stored types may differ."""
+    (held,), (shifts,) = held_by([table], *_looked_for())
+    return _of_table(table, None, (amax, smallest), (held, shifts), None)
+
+
+def _of_table(
+    table: Table,
+    stored: Float | None,
+    ends: tuple[float, float],
+    held: tuple[list[int], list[int]],
+    channels: Channels | None,
 ) -> Statistics:
-    """The figures of counted values that are stored as `stored` (None: mixed, or no binary format of ours)."""
-    low, high = -(1 << 12), 1 << 12
-    total = table.nonzero or 1
-    by_bits = table.by_bits[1:]
-    shifts = [table.top_shift(_format(name)) for name in _SCALED]
-    scaled = tuple((name, shift) for name, shift in zip(_SCALED, shifts, strict=True) if shift is not None)
-    held = table.held(_held_bits(scaled, table.lowest, len(table.counts)))
-    exact = {k: (count - table.beyond_largest(_format(k))) / total for k, count in zip(EXACT, held, strict=False)}
+    counts, shifts = held
+    total, used = table.nonzero or 1, table.significant_bits
+    exponents = table.exponents.tolist()
+    subnormal, below, normal, above = (
+        sum(exponents[: max(end - table.lowest, 0)]) for end in (stored.min_exponent if stored else -9999, -24, -14, 16)
+    )
+    scaled = zip(_SCALED, shifts[len(EXACT) :], counts[len(EXACT) :], strict=True) if table.nonzero else ()
     return Statistics(
         values=table.size,
         zeros=table.zeros,
         infinities=table.infinities,
         nans=table.nans,
-        significant_bits=table.significant_bits,
-        by_bits=tuple(by_bits[: table.significant_bits].tolist()),
+        significant_bits=used,
+        by_bits=tuple(table.by_bits[1 : used + 1].tolist()),
         lowest_exponent=table.lowest,
-        exponents=tuple(table.exponents.tolist()),
-        amax=amax,
-        smallest=smallest,
-        subnormal=table.between(low, stored.min_exponent) if stored else 0,
-        fp16_subnormal=table.between(-24, -14),
-        fp16_below=table.between(low, -24),
-        fp16_above=table.between(16, high),
-        exact=exact,
+        exponents=tuple(exponents),
+        amax=ends[0],
+        smallest=ends[1],
+        subnormal=subnormal,
+        fp16_subnormal=normal - below,
+        fp16_below=below,
+        fp16_above=table.nonzero - above,
+        exact={name: count / total for name, count in zip(EXACT, counts, strict=False)},
         # Under the shift that leaves none above the largest value.
-        exact_scaled={k: (shift, n / total) for (k, shift), n in zip(scaled, held[len(EXACT) :], strict=True)},
+        exact_scaled={name: (shift, count / total) for name, shift, count in scaled},
         channels=channels,
     )
 
 
-@lru_cache(1 << 10)
-def _held_bits(scaled: tuple[tuple[str, int], ...], lowest: int, count: int) -> Counts:
-    """The significant bits of each exponent's values: a row for each format of EXACT, then for the scaled ones."""
-    shifts = (*((name, 0) for name in EXACT), *scaled)
-    found = np.array([held_bits(_format(name), lowest - shift, count) for name, shift in shifts])
-    found.flags.writeable = False
-    return found
-
-
 @cache
-def _format(name: str) -> Float:
-    return formats.get(name, Float)
+def _looked_for() -> tuple[list[Numbers], list[bool]]:
+    """The formats of EXACT, then those whose scale is looked for."""
+    names = (*EXACT, *_SCALED)
+    return [scaled(formats.get(name, Float)) for name in names], [i >= len(EXACT) for i in range(len(names))]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +13,13 @@ from numpy.typing import NDArray
 from halfstep.formats import Float
 from halfstep.kernels.cpu import bits as counter
 from halfstep.kernels.cpu import tables as kernel
+from halfstep.kernels.cpu.tables import First
 
 
 Counts = NDArray[np.int64]
 
 WIDTH = counter.WIDTH
-"""Columns of a table: significands of 0 (never) to 53 bits."""
+"""Columns of a table: significands of 0 (never) to 53 bits; of float32 fewer do."""
 
 WHOLE = 24
 """Whole numbers below 2^24 are taken for counters. Above, most types hold nothing else, so that their bits tell."""
@@ -39,8 +42,8 @@ class Table:
     nans: int = 0
 
     @cached_property
-    def _sums(self) -> tuple[Counts, Counts, Counts, Counts, Counts]:
-        return kernel.sums(self.counts, self.lowest, WHOLE)
+    def _sums(self) -> tuple[Counts, Counts, Counts, Counts, list[int]]:
+        return next(_summed(_ragged([self]), self.counts))
 
     @property
     def sums(self) -> Counts:
@@ -64,10 +67,9 @@ class Table:
         """Finite non-zero values by significant bits."""
         return self._sums[3]
 
-    @cached_property
+    @property
     def _ends(self) -> list[int]:
-        found: list[int] = self._sums[4].tolist()
-        return found
+        return self._sums[4]
 
     @property
     def nonzero(self) -> int:
@@ -85,6 +87,11 @@ class Table:
         return self._ends[2]
 
     @property
+    def told(self) -> int:
+        """How many of them are `telling`."""
+        return self._ends[3]
+
+    @property
     def nonfinite(self) -> int:
         """Infinities and NaN."""
         return self.infinities + self.nans
@@ -99,38 +106,17 @@ class Table:
         """The exponents of the rows."""
         return self.lowest + np.arange(len(self.counts))
 
-    @cached_property
-    def _by_exponent(self) -> list[int]:
-        found: list[int] = self.exponents.tolist()
-        return found
-
-    def between(self, low: int, high: int) -> int:
-        """Finite values with 2^low <= |x| < 2^high."""
-        return sum(self._by_exponent[max(low - self.lowest, 0) : max(high - self.lowest, 0)])
-
     def exact(self, format: Float, shift: int = 0) -> int:
         """Finite non-zero values that are exactly 2^shift times a value of `format`."""
-        (held,) = self.held(held_bits(format, self.lowest - shift, len(self.counts))[None])
-        return held - self.beyond_largest(format, shift)
-
-    def held(self, most: Counts) -> list[int]:
-        """For each row of `most` the values that need at most as many significant bits as it has for their exponent."""
-        found: list[int] = self.sums[_places(len(self.counts)), most].sum(1).tolist()
-        return found
+        held, _ = held_by([self], [scaled(format, shift)])
+        return held[0][0]
 
     def best_shift(self, format: Float) -> tuple[int, int] | None:
         """The smallest shift under which nothing overflows, and `exact` there: no larger one holds more values, for
         they only come nearer to the subnormals. None where there is no value to scale.
         """
-        shift = self.top_shift(format)
-        return None if shift is None else (shift, self.exact(format, shift))
-
-    def top_shift(self, format: Float) -> int | None:
-        """The shift of `best_shift`."""
-        if not self.nonzero:
-            return None
-        shift = self.lowest + len(self.counts) - 1 - format.max_exponent
-        return shift + (self.beyond_largest(format, shift) > 0)
+        (counts,), (shifts,) = held_by([self], [scaled(format)], [True])
+        return (shifts[0], counts[0]) if self.nonzero else None
 
     def unmoved(self, format: Float, update: float) -> int:
         """How many values, stored in `format`, stay as they are when `update` is added or subtracted and the sum
@@ -145,30 +131,87 @@ class Table:
         inside, at_powers = 2 * update < spacing, 2 * update < halved
         return int(((self.exponents - powers) * inside + powers * at_powers).sum())
 
-    def beyond_largest(self, format: Float, shift: int = 0) -> int:
-        """Values of the top exponent that would be the code of NaN, where the format has one among its numbers."""
-        if format.specials != "fn":
-            return 0
-        row = format.max_exponent + shift - self.lowest
-        return int(self.fifteens[row]) if 0 <= row < len(self.counts) else 0
-
     def __add__(self, other: Table) -> Table:
-        used = [one for one in (self, other) if len(one.counts)]
-        lowest = min((one.lowest for one in used), default=0)
-        high = max((one.lowest + len(one.counts) for one in used), default=0)
-        counts, fifteens = np.zeros((high - lowest, WIDTH), np.int64), np.zeros(high - lowest, np.int64)
-        for one in used:
-            place = slice(one.lowest - lowest, one.lowest - lowest + len(one.counts))
-            counts[place] += one.counts
-            fifteens[place] += one.fifteens
-        return Table(
-            lowest,
-            counts,
-            fifteens,
-            self.zeros + other.zeros,
-            self.infinities + other.infinities,
-            self.nans + other.nans,
-        )
+        return total([self, other])
+
+
+Numbers = tuple[int, int, int, int]
+"""A format as `kernels.cpu.tables` takes it."""
+
+
+@lru_cache(1 << 10)
+def scaled(format: Float, shift: int = 0) -> Numbers:
+    """The format's values times 2^shift."""
+    top, bottom = format.max_exponent + shift, format.min_exponent - format.mantissa_bits + shift
+    return top, bottom, format.significant_bits, format.specials == "fn"
+
+
+def held_by(
+    tables: Sequence[Table], formats: Sequence[Numbers], free: Sequence[bool] = (False,)
+) -> tuple[list[list[int]], list[list[int]]]:
+    """By table and format the finite non-zero values that the format holds exactly, and the shift of its values: where
+    it is `free` the smallest under which nothing overflows.
+    """
+    starts, lowest = _ragged(tables)
+    running, fifteens = joined([one.sums for one in tables]), joined([one.fifteens for one in tables])
+    found, shifts = kernel.held(running, fifteens, starts, lowest, np.array(formats), np.array(free))
+    return found.tolist(), shifts.tolist()
+
+
+def first_look(tables: Sequence[Table], formats: Sequence[Numbers], ends: tuple[int, int, float, float]) -> list[First]:
+    """What `kernels.cpu.tables.first_look` says of each."""
+    counts, telling = joined([one.counts for one in tables]), joined([one.telling for one in tables])
+    return kernel.first_look(counts, telling, *_ragged(tables), np.array(formats), ends)
+
+
+def total(tables: Sequence[Table]) -> Table:
+    """The values of several tables together."""
+    used = [one for one in tables if len(one.counts)]
+    lowest = min((one.lowest for one in used), default=0)
+    high = max((one.lowest + len(one.counts) for one in used), default=0)
+    counts, fifteens = np.zeros((high - lowest, WIDTH), np.int64), np.zeros((high - lowest, 1), np.int64)
+    for width in {one.counts.shape[1] for one in used}:
+        same = [one for one in used if one.counts.shape[1] == width]
+        rows = np.concatenate([one.rows for one in same]) - lowest
+        kernel.added(joined([one.counts for one in same]), rows, counts)
+        kernel.added(joined([one.fifteens for one in same])[:, None], rows, fifteens)
+    others = (sum(one.zeros for one in tables), sum(one.infinities for one in tables), sum(one.nans for one in tables))
+    return Table(lowest, counts, fifteens[:, 0], *others)
+
+
+def tables(
+    starts: Counts, counts: Counts, fifteens: Counts, numbers: Sequence[tuple[int, int, int, int]]
+) -> list[Table]:
+    """Tables of rows that one array has one after the other, summed at once. `numbers` are each one's zeros,
+    infinities, NaN and lowest exponent.
+    """
+    ends = starts.tolist()
+    found = [
+        Table(lowest, counts[a:b], fifteens[a:b], *others)
+        for a, b, (*others, lowest) in zip(ends, ends[1:], numbers, strict=False)
+    ]
+    for one, sums in zip(found, _summed((starts, np.array([n[-1] for n in numbers])), counts), strict=True):
+        vars(one)["_sums"] = sums  # the cached property
+    return found
+
+
+def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Arrays one after the other; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _ragged(tables: Sequence[Table]) -> tuple[Counts, Counts]:
+    """Where each table's rows begin among those of all, then the end; and their lowest exponents."""
+    return np.cumsum([0, *(len(one.counts) for one in tables)]), np.array([one.lowest for one in tables])
+
+
+def _summed(
+    places: tuple[Counts, Counts], counts: Counts
+) -> Iterator[tuple[Counts, Counts, Counts, Counts, list[int]]]:
+    running, telling, by_row, by_column, ends = kernel.sums(counts, *places, WHOLE)
+    starts = places[0].tolist()
+    for i, (a, b, last) in enumerate(zip(starts, starts[1:], ends.tolist(), strict=False)):
+        yield running[a:b], telling[a:b], by_row[a:b], by_column[i], last
 
 
 def tells(values: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -192,13 +235,6 @@ def held_bits(format: Float, lowest: int, count: int) -> Counts:
     """The same for `count` exponents from the lowest on, none below 0; read-only, for it is kept."""
     exponents = lowest + np.arange(count)
     found: Counts = np.minimum(np.maximum(allowed_bits(format, exponents), 0), WIDTH - 1)
-    found.flags.writeable = False
-    return found
-
-
-@lru_cache(1 << 10)
-def _places(count: int) -> Counts:
-    found = np.arange(count)
     found.flags.writeable = False
     return found
 

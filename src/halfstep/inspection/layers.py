@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 from halfstep.bits.layer import Layer
@@ -34,7 +35,7 @@ def find_layers(tensors: Sequence[StoredTensor]) -> Layers:
     findings: list[str] = []
     used: dict[str, Scheme] = {}
     for tensor in tensors:
-        fitting = [(scheme, parts) for scheme in SCHEMES if (parts := _parts(tensor, scheme, names))]
+        fitting = [(scheme, parts) for scheme in _schemes(tensor.dtype) if (parts := _parts(tensor, scheme, names))]
         if not fitting:
             continue
         tried = [(scheme, parts, *_layer(scheme, parts)) for scheme, parts in fitting]
@@ -46,9 +47,15 @@ def find_layers(tensors: Sequence[StoredTensor]) -> Layers:
     return Layers(found, (*findings, *_left_over(tensors, used, set(found))))
 
 
+@cache
+def _schemes(dtype: str) -> list[Scheme]:
+    """Those whose codes are stored so."""
+    return [scheme for scheme in SCHEMES if dtype in scheme.dtypes]
+
+
 def _parts(codes: StoredTensor, scheme: Scheme, names: Mapping[str, StoredTensor]) -> dict[str, StoredTensor] | None:
     """The tensors of the layer by suffix, or None where codes and scales are not called and stored so."""
-    if codes.dtype not in scheme.dtypes or not codes.name.endswith(scheme.codes):
+    if not codes.name.endswith(scheme.codes):
         return None
     stem = codes.name.removesuffix(scheme.codes)
     scale = names.get(stem + scheme.scale)

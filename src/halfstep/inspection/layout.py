@@ -1,7 +1,7 @@
 """Where the values of a tensor lie in its file: one after the other, in strides, or in blocks of several files."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from halfstep.inspection.files import File
 
 _MAPPED = 16 << 20  # bytes of one map: smaller ones cost more than the pages in them
 _READ = 64 << 10  # bytes from which on a map costs less than reading them
+_GAP = 16 << 10  # bytes between two tensors that cost less than a second read
 _GATHERED = 32 << 20  # bytes that are gathered at once: each gathering may touch the pages of the whole tensor
 
 Index = tuple[tuple[int, int], ...]
@@ -40,6 +41,22 @@ class Plain:
             for first in range(0, self.count, step):
                 start, count = self.start + first * self.dtype.itemsize, min(step, self.count - first)
                 yield from split(native(self.file.view(descriptor, start, count, self.dtype)), nbytes)
+
+
+def read_together(sources: Mapping[str, Plain]) -> dict[str, np.ndarray]:
+    """The values of each, in memory: those near one another in a file by one read, so they must be small together."""
+    runs: list[list[tuple[str, Plain]]] = []
+    for name, one in sorted(sources.items(), key=lambda item: (item[1].file.path, item[1].start)):
+        last = runs[-1][-1][1] if runs else one
+        if not runs or last.file is not one.file or one.start - last.start - last.count * last.dtype.itemsize > _GAP:
+            runs.append([])
+        runs[-1].append((name, one))
+    found = {}
+    for run in runs:
+        low, stop = run[0][1].start, max(one.start + one.count * one.dtype.itemsize for _, one in run)
+        data = run[0][1].file.read(low, stop - low)
+        found |= {name: native(np.frombuffer(data, one.dtype, one.count, one.start - low)) for name, one in run}
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,8 +62,8 @@ def role_of(name: str) -> str:
     >>> role_of("model.layers.0.mlp.gate.weight"), role_of("model.layers.0.mlp.gate_proj.weight_scale_inv")
     ('router', 'scales')
     """
-    parts = _SEPARATORS.split(name)
-    first = min(_row_of(part) for part in parts)
+    parts = [part for part in _SEPARATORS.split(name) if not part.isdecimal()]  # the number of a layer says nothing
+    first = min(map(_row_of, parts), default=len(ROLES))
     if not _OPTAX.isdisjoint(parts) and any(part.startswith("opt") for part in parts):
         return "moments"
     for i, pattern in _SEARCHED.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -23,14 +23,30 @@ ROWS, COLUMNS = 279, 32
 """Column b counts significands of b bits, 1 to 24; of four bits, the one that is 15/8 stands in `FIFTEEN` instead."""
 FIFTEEN = 31
 
-WIDTH = 54
-"""Columns of `sorted_float32`, as many as the significands of float64 need."""
+WIDTH, NARROW = 54, 25
+"""Columns of a table, as many as the significands of float64 need, and those of float32 (`sorted_float32`)."""
 
-SEEN = ("zeros", "infinities", "nans", "lowest", "magnitudes", "telling", "telling_magnitudes", "smallest", "largest")
-"""What `sorted_float32` also says: how many values are not in the table; the first row's exponent; the number of
-distinct magnitudes; of distinct values, and of their magnitudes, among those that tell something: neither powers of two
-nor whole numbers below 2^24; and, as bits, the smallest magnitude above zero and the largest."""
 
+class Seen(NamedTuple):
+    """What `sorted_float32` says of a tensor beside its table."""
+
+    zeros: int
+    infinities: int
+    nans: int
+    lowest: int
+    """The exponent of the table's first row."""
+    magnitudes: int
+    """Distinct ones."""
+    telling: int
+    """Distinct values that tell something: neither powers of two nor whole numbers below 2^24."""
+    telling_magnitudes: int
+    """Distinct magnitudes of these."""
+    smallest: int
+    largest: int
+    """The ends of the magnitudes above zero, as bits."""
+
+
+_NUMBERS = len(Seen._fields)
 _PIECE = 1024  # elements whose bins are found, in lanes, before they are counted, one by one
 _NOT_FINITE = np.uint32(0xFF000000)  # magnitudes from here on, above a bit of sign
 _LARGEST = {np.dtype(np.uint8): 0x7F, np.dtype(np.uint16): 0x7FFF, np.dtype(np.uint32): MAGNITUDE}
@@ -51,13 +67,18 @@ def add_float32(bits: NDArray[np.uint32], table: Counts, ends: NDArray[np.uint32
     ends[0] = min(int(ends[0]), int(smallest.min()) + 1)
 
 
-def sorted_float32(bits: NDArray[np.uint32]) -> tuple[Counts, Counts, Counts]:
-    """A few float32 values, sorted and counted. First the finite ones above zero by rows of exponents and `WIDTH`
-    columns of significant bits; then, of each row, the significands 15/8; then those numbers that `SEEN` names.
+def sorted_float32(bits: NDArray[np.uint32], starts: Counts) -> tuple[Counts, Counts, Counts, list[Seen]]:
+    """The values of some small float32 tensors, sorted and counted; `starts` says where each begins, then the end.
+
+    First where each tensor's rows begin, then their end. Of all rows, which are exponents, the finite values above zero
+    by `NARROW` columns of significant bits, and the significands 15/8. Then what else was seen of each tensor.
     """
-    keys = np.sort((bits << np.uint32(1)) | (bits >> np.uint32(31)))  # by magnitude, then by sign
-    found: tuple[Counts, Counts, Counts] = _sorted(0, keys)
-    return found
+    keys = (bits << np.uint32(1)) | (bits >> np.uint32(31))  # by magnitude, then by sign
+    if starts.size > 2:
+        which = np.repeat(np.arange(starts.size - 1, dtype=np.uint64) << np.uint64(32), np.diff(starts))
+        keys = which | keys
+    *table, numbers = _sorted(0, np.sort(keys).astype(np.uint32, copy=False), starts)
+    return *table, [Seen(*row) for row in numbers.tolist()]
 
 
 def add_codes(bits: NDArray[Any], table: Counts) -> None:
@@ -79,6 +100,16 @@ def raise_amax(bits: NDArray[Any], first: int, largest: NDArray[Any], infinity: 
     kind = largest.dtype.type
     _amax(bits.size, bits, first, found, kind(_LARGEST[largest.dtype]), kind(infinity))
     np.maximum(largest, found.max(0), out=largest)
+
+
+def column_amax(bits: NDArray[np.uint32], starts: Counts, columns: Counts) -> NDArray[np.uint32]:
+    """The largest finite magnitude, as bits, of each column of some float32 matrices, of so many `columns` each (0: is
+    left out), one matrix after the other.
+    """
+    ends = np.concatenate([[0], np.cumsum(columns)])
+    largest = np.zeros(ends[-1], np.uint32)
+    _column_amax(0, bits, starts, largest, ends)
+    return largest
 
 
 def any_bits(bits: NDArray[Any], smallest_normal: int) -> int:
@@ -172,38 +203,43 @@ def _float32_part(x, counts, least):
 
 
 @Kernel
-def _sorted(keys):
-    seen, first, stop = np.zeros(len(SEEN), np.int64), 0, keys.size
-    while first < stop and keys[first] < 2:
-        first += 1
-    while stop > first and keys[stop - 1] >= _NOT_FINITE:
-        stop -= 1
-        seen[1 if keys[stop] <= _NOT_FINITE + 1 else 2] += 1
-    seen[0] = first
-    magnitudes, bins = np.empty(stop - first, np.uint32), np.empty(stop - first, np.uint16)
-    for i in range(first, stop):
-        magnitudes[i - first] = keys[i] >> 1
+def _sorted(keys, starts):
+    tensors = starts.size - 1
+    ends, rows = np.zeros((tensors, 2), np.int64), np.zeros(starts.size, np.int64)
+    seen = np.zeros((tensors, _NUMBERS), np.int64)
+    magnitudes, bins = np.empty(keys.size, np.uint32), np.empty(keys.size, np.uint16)
+    for i in range(keys.size):
+        magnitudes[i] = keys[i] >> 1
     _bins(magnitudes, bins)
-    rows = 0
-    if bins.size:
-        seen[3], seen[7], seen[8] = LOWEST + (bins[0] >> 5), magnitudes[0], magnitudes[-1]
-        rows = (bins[-1] >> 5) - (bins[0] >> 5) + 1
-    counts, fifteens, last = np.zeros((rows, WIDTH), np.int64), np.zeros(rows, np.int64), -1
-    for i in range(bins.size):
-        exponent, bits = LOWEST + (bins[i] >> 5), bins[i] & 31
-        if bits == FIFTEEN:
-            fifteens[exponent - seen[3]] += 1
-            bits = 4
-        counts[exponent - seen[3], bits] += 1
-        key = keys[first + i]
-        if key != last:
-            tells = bits > 1 and (bits > exponent + 1 or exponent >= 24)
-            other = key >> 1 != last >> 1
-            seen[4] += other
-            seen[5] += tells
-            seen[6] += tells and other
-            last = key
-    return counts, fifteens, seen
+    for t in range(tensors):
+        first, stop = starts[t], starts[t + 1]
+        while first < stop and keys[first] < 2:
+            first += 1
+        while stop > first and keys[stop - 1] >= _NOT_FINITE:
+            stop -= 1
+            seen[t, 1 if keys[stop] <= _NOT_FINITE + 1 else 2] += 1
+        seen[t, 0], rows[t + 1], ends[t, 0], ends[t, 1] = first - starts[t], rows[t], first, stop
+        if first < stop:
+            seen[t, 3], seen[t, 7], seen[t, 8] = LOWEST + (bins[first] >> 5), magnitudes[first], magnitudes[stop - 1]
+            rows[t + 1] += (bins[stop - 1] >> 5) - (bins[first] >> 5) + 1
+    counts, fifteens = np.zeros((rows[-1], NARROW), np.int64), np.zeros(rows[-1], np.int64)
+    for t in range(tensors):
+        last, lowest = -1, rows[t] - seen[t, 3]
+        for i in range(ends[t, 0], ends[t, 1]):
+            exponent, bits = LOWEST + (bins[i] >> 5), bins[i] & 31
+            if bits == FIFTEEN:
+                fifteens[lowest + exponent] += 1
+                bits = 4
+            counts[lowest + exponent, bits] += 1
+            key = keys[i]
+            if key != last:
+                tells = bits > 1 and (bits > exponent + 1 or exponent >= 24)
+                other = key >> 1 != last >> 1
+                seen[t, 4] += other
+                seen[t, 5] += tells
+                seen[t, 6] += tells and other
+                last = key
+    return rows, counts, fifteens, seen
 
 
 @inner
@@ -249,3 +285,16 @@ def _amax(x, first, most, mask, infinity):
         a = x.size * part // parts
         column = (first + a) % most.shape[1]
         _amax_part(x[a : x.size * (part + 1) // parts], column, most[part], mask, infinity)
+
+
+@Kernel
+def _column_amax(x, starts, most, ends):
+    for t in range(starts.size - 1):
+        if ends[t] < ends[t + 1]:
+            _amax_part(
+                x[starts[t] : starts[t + 1]],
+                0,
+                most[ends[t] : ends[t + 1]],
+                np.uint32(MAGNITUDE),
+                np.uint32(0x7F800000),
+            )

@@ -1,6 +1,13 @@
-"""What tables of counted values say of formats: which hold them, with bits to spare, or under some scale."""
+"""What tables of counted values say of formats: which hold them, with bits to spare, or under some scale.
+
+The tables of several tensors come one after the other: rows of exponents, columns of significant bits. `starts` says
+where each one's rows begin, then the end; `lowest` is its first row's exponent. A format is a row of four numbers: its
+largest exponent, that of its smallest value, its significant bits, and whether its largest code is NaN.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,13 +16,59 @@ from halfstep.kernels.cpu.bits import WIDTH, Counts
 from halfstep.kernels.cpu.compiled import Kernel, inner
 
 
-def sums(counts: Counts, lowest: int, whole: int) -> tuple[Counts, Counts, Counts, Counts, Counts]:
-    """Of a table whose rows are exponents from the lowest on: its running sums by significant bits; the counts of what
-    is no power of two and no whole number below 2^whole; the sums of rows; those of columns; then the number of all
-    values, the most significant bits, and the largest k for which all are multiples of 2^k (0 of none).
+class First(NamedTuple):
+    """What a first look at a table says. Evidence in what fits is not weighed."""
+
+    fits: int
+    """As bits, which formats may hold all values that tell."""
+    mixes: int
+    """Those which may hold some of them, so that a mixture explains the others; none where too few values have no more
+    significant bits than a format has: none is evidence of more bits than are in use."""
+    most: int
+    """Significant bits that values of these exponents have, as stored, at most those in use."""
+    left: int
+    """How many of these half of the values leave unused."""
+
+
+def sums(counts: Counts, starts: Counts, lowest: Counts, whole: int) -> tuple[Counts, Counts, Counts, Counts, Counts]:
+    """The running sums by significant bits; the counts of what is no power of two and no whole number below 2^whole;
+    the sums of rows; those of columns, by table; then by table the number of all values, the most significant bits, the
+    largest k for which all are multiples of 2^k (0 of none), and the number that the second counts.
     """
-    found: tuple[Counts, Counts, Counts, Counts, Counts] = _sums(0, counts, lowest, whole)
+    found: tuple[Counts, Counts, Counts, Counts, Counts] = _sums(0, counts, starts, lowest, whole)
     return found
+
+
+def held(
+    running: Counts, fifteens: Counts, starts: Counts, lowest: Counts, formats: Counts, scaled: NDArray[np.bool_]
+) -> tuple[Counts, Counts]:
+    """By table and format how many values the format holds exactly, and the shift of its values: 0, or where it is
+    `scaled` the smallest under which nothing overflows. `running` are the first of the `sums`.
+    """
+    found, shifts = np.zeros((2, starts.size - 1, len(formats)), np.int64)
+    _held(0, running, fifteens, starts, lowest, formats, scaled, found, shifts)
+    return found, shifts
+
+
+def added(counts: Counts, rows: Counts, total: Counts) -> None:
+    """Add each row of counts to that row of a total."""
+    _added(0, counts, rows, total)
+
+
+def first_look(
+    counts: Counts,
+    telling: Counts,
+    starts: Counts,
+    lowest: Counts,
+    formats: Counts,
+    ends: tuple[int, int, float, float],
+) -> list[First]:
+    """A first look at each table, whose values are stored in the first of the formats, for the others. `ends`: the bits
+    that one of these has at most, those that are short, and the least share, and evidence, of a mixture.
+    """
+    found = np.zeros((starts.size - 1, len(First._fields)), np.int64)
+    _first_look(0, counts, telling, starts, lowest, formats, *ends, found)
+    return [First(*row) for row in found.tolist()]
 
 
 def on_grid(
@@ -29,36 +82,10 @@ def on_grid(
     return found
 
 
-def suspects(
-    values: NDArray[np.float64],
-    grids: NDArray[np.float64],
-    starts: Counts,
-    ratios: NDArray[np.float64],
-    few: int,
-    corners: int,
-    relative: float,
-    smallest: float,
-) -> NDArray[np.bool_]:
-    """Which of the grids, joined, the magnitudes of each row's first `few` values are on (of the first row, all), each
-    row under a scale of its own; of `corners` rows, the first that have two magnitudes or more. Values were rounded
-    as in `on_grid`, to steps of `smallest` at least; ratios are those of any two values of a grid, ascending.
-    """
-    found = np.ones(starts.size - 1, np.bool_)
-    _suspects(0, values, grids, starts, ratios, few, corners, relative, smallest, found)
-    return found
-
-
-def unused_bits(counts: Counts, most: Counts) -> Counts:
-    """Values by how many of the significant bits that each row has at most they leave unused."""
-    found = np.zeros(WIDTH, np.int64)
-    _unused_bits(0, counts, most, found)
-    return found
-
-
 def fitting(counts: Counts, telling: Counts, few: Counts, most: Counts, short: int) -> tuple[Counts, Counts, Counts]:
-    """Of tables of rows of exponents and columns of significant bits, where `few` of a row are fewer than its `most`:
-    the telling values of each row that fit these, and all of them. Then three numbers: the values that fit in all rows,
-    the telling ones beyond which leave `short` bits or more unused, and those that use the last of the few.
+    """Of one table, where `few` of a row are fewer than its `most`: the telling values of each row that fit these, and
+    all of them. Then three numbers: the values that fit in all rows, the telling ones beyond which leave `short` bits
+    or more unused, and those that use the last of the few.
     """
     rows, seen = np.zeros((2, few.size), np.int64), np.zeros(3, np.int64)
     _fitting(0, counts, telling, few, most, short, rows, seen)
@@ -66,29 +93,130 @@ def fitting(counts: Counts, telling: Counts, few: Counts, most: Counts, short: i
 
 
 @Kernel
-def _sums(counts, lowest, whole):
-    rows, columns = counts.shape
+def _sums(counts, starts, lowest, whole):
+    tables, (rows, columns) = starts.size - 1, counts.shape
     running, telling = np.zeros((rows, columns), np.int64), np.zeros((rows, columns), np.int64)
-    by_row, by_column, ends = np.zeros(rows, np.int64), np.zeros(columns, np.int64), np.zeros(3, np.int64)
-    for row in range(rows):
-        exponent = lowest + row
-        for column in range(columns):
-            count = counts[row, column]
-            if count:
-                by_row[row] += count
-                by_column[column] += count
-                last = exponent - column + 1
-                ends[2] = min(ends[2], last) if ends[0] else last
-                ends[0] += count
-                ends[1] = max(ends[1], column)
-                if column > 1 and (column > exponent + 1 or exponent >= whole):
-                    telling[row, column] = count
-            running[row, column] = by_row[row]
+    by_row, by_column = np.zeros(rows, np.int64), np.zeros((tables, columns), np.int64)
+    ends = np.zeros((tables, 4), np.int64)
+    for t in range(tables):
+        for row in range(starts[t], starts[t + 1]):
+            exponent = lowest[t] + row - starts[t]
+            for column in range(columns):
+                count = counts[row, column]
+                if count:
+                    by_row[row] += count
+                    by_column[t, column] += count
+                    last = exponent - column + 1
+                    ends[t, 2] = min(ends[t, 2], last) if ends[t, 0] else last
+                    ends[t, 0] += count
+                    ends[t, 1] = max(ends[t, 1], column)
+                    if column > 1 and (column > exponent + 1 or exponent >= whole):
+                        telling[row, column] = count
+                        ends[t, 3] += count
+                running[row, column] = by_row[row]
     return running, telling, by_row, by_column, ends
 
 
 @inner
-def _fits(levels, grid, top, relative, step):
+def _bits(format, exponent, used):
+    """The significant bits that a format has for values of an exponent, at most those used."""
+    if exponent > format[0]:
+        return 0
+    return max(min(format[2], exponent - format[1] + 1, used), 0)
+
+
+@Kernel
+def _held(running, fifteens, starts, lowest, formats, scaled, found, shifts):
+    for t in range(starts.size - 1):
+        first, stop = starts[t], starts[t + 1]
+        for k in range(len(formats) if first < stop else 0):
+            format = formats[k]
+            if scaled[k]:
+                shifts[t, k] = lowest[t] + stop - first - 1 - format[0] + (format[3] and fifteens[stop - 1] > 0)
+            for row in range(first, stop):
+                exponent = lowest[t] + row - first - shifts[t, k]
+                found[t, k] += running[row, _bits(format, exponent, running.shape[1] - 1)]
+                if format[3] and exponent == format[0]:
+                    found[t, k] -= fifteens[row]
+
+
+@Kernel
+def _added(counts, rows, total):
+    for i in range(rows.size):
+        for column in range(counts.shape[1]):
+            total[rows[i], column] += counts[i, column]
+
+
+@inner
+def _mixes(held, beyond, short, filled, able, expected, least, unused):
+    """Whether a mixture may explain this: where it may not, `Fit.mixed` says no as well."""
+    written = beyond / 2.0**unused
+    random = short <= 2 * written + 3 * np.sqrt(written) + 1
+    share = held / (held + beyond)
+    return random and 4 * filled >= held and share >= least and share * 1.000001 >= 3 * expected / able
+
+
+@inner
+def _fit(counts, telling, lowest, narrow, stored, used, unused, least):
+    """Whether all values may fit a format, and whether some may, of a table whose values use so many bits."""
+    held, beyond, short, filled, able, expected = 0, 0, 0, 0, 0, 0.0
+    for row in range(len(counts)):
+        most = _bits(stored, lowest + row, used)
+        few = _bits(narrow, lowest + row, most)
+        end = max(most - unused, few)
+        for column in range(1, counts.shape[1]):
+            tells = telling[row, column]
+            beyond += counts[row, column] if column > few else 0
+            short += tells if few < column <= end else 0
+            if few < most and tells:
+                able += tells
+                expected += tells * (2.0 ** max(few - 1, 0) - 1) / (2.0 ** max(most - 1, 1) - 1)
+                held += tells if column <= few else 0
+                filled += tells if column == few else 0
+    if not held:
+        return False, False
+    return beyond == 0, _mixes(held, beyond, short, filled, able, expected, least, unused)
+
+
+@inner
+def _half(telling, lowest, stored, used):
+    """The most bits that values have, and those that half of them leave unused."""
+    free, highest = np.zeros(WIDTH, np.int64), 0
+    for row in range(len(telling)):
+        most = _bits(stored, lowest + row, used)
+        highest = max(highest, most)
+        for column in range(telling.shape[1]):
+            free[max(most - column, 0)] += telling[row, column]
+    count, left, above = free.sum(), WIDTH - 1, free[-1]
+    while 2 * above < count:
+        left -= 1
+        above += free[left]
+    return highest, left if count else 0
+
+
+@Kernel
+def _first_look(counts, telling, starts, lowest, formats, few, unused, least, evidence, found):
+    stored = formats[0]
+    for t in range(starts.size - 1):
+        some, tells = counts[starts[t] : starts[t + 1]], telling[starts[t] : starts[t + 1]]
+        used, short = 0, 0
+        for row in range(len(some)):
+            for column in range(some.shape[1]):
+                used = max(used, column if some[row, column] else 0)
+                short += tells[row, column] if column <= few else 0
+        for k in range(1, len(formats)):
+            if formats[k][2] >= used:
+                fits, _ = _fit(some, tells, lowest[t], formats[k], stored, WIDTH - 1, unused, least)
+                found[t, 0] |= fits << (k - 1)
+            if short * used >= evidence:
+                _, mixes = _fit(some, tells, lowest[t], formats[k], stored, used, unused, least)
+                found[t, 1] |= mixes << (k - 1)
+        found[t, 2], found[t, 3] = _half(tells, lowest[t], stored, used)
+
+
+@inner
+def near_grid(levels, grid, top, relative, step):
+    """Whether all levels are near values of a grid, of which the largest is at a place of it."""
     for level in levels:
         scaled = level / levels[-1] * top
         place = min(max(np.searchsorted(grid, scaled), 1), grid.size - 1)
@@ -102,54 +230,7 @@ def _fits(levels, grid, top, relative, step):
 @Kernel
 def _on_grid(levels, grid, tops, relative, step, found):
     for i in range(tops.size):
-        found[i] = _fits(levels, grid, tops[i], relative, step)
-
-
-@inner
-def _levels(line, few, levels):
-    """The distinct magnitudes of the first few values that are finite and not zero, ascending: how many there are."""
-    count, seen = 0, 0
-    for value in line:
-        if seen == few or value == 0 or not np.isfinite(value):
-            continue
-        seen += 1
-        magnitude = abs(value)
-        place = np.searchsorted(levels[:count], magnitude)
-        if place < count and levels[place] == magnitude:
-            continue
-        for i in range(count, place, -1):
-            levels[i] = levels[i - 1]
-        levels[place] = magnitude
-        count += 1
-    return count
-
-
-@Kernel
-def _suspects(values, grids, starts, ratios, few, corners, relative, smallest, found):
-    room, seen = np.empty(values.shape[1]), 0
-    for row in range(len(values)):
-        levels = room[: _levels(values[row], few if row else values.shape[1], room)]
-        if levels.size < 2 or seen == corners:
-            continue
-        seen += 1
-        ratio, step = levels[-2] / levels[-1], smallest / levels[-1]
-        near = 1.1 * (relative * ratio + step) + 1e-12
-        some = np.searchsorted(ratios, ratio - near) < np.searchsorted(ratios, ratio + near)
-        for i in range(found.size):
-            if not (some and found[i]):
-                found[i] = False
-                continue
-            grid, fits = grids[starts[i] : starts[i + 1]], False
-            for top in grid:
-                fits = fits or (levels.size <= grid.size and _fits(levels, grid, top, relative, step))
-            found[i] = fits
-
-
-@Kernel
-def _unused_bits(counts, most, found):
-    for row in range(most.size):
-        for column in range(counts.shape[1]):
-            found[max(most[row] - column, 0)] += counts[row, column]
+        found[i] = near_grid(levels, grid, tops[i], relative, step)
 
 
 @Kernel

@@ -1,0 +1,205 @@
+"""A first look at rows and columns of some matrices: whether values come again, or may be on a grid times scales."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.kernels.cpu.bits import Counts
+from halfstep.kernels.cpu.compiled import Kernel, inner
+from halfstep.kernels.cpu.tables import near_grid
+
+
+Bits = NDArray[np.uint32]
+
+FIRST = 512
+"""Values of a line of which it is looked whether they come again; longer lines are cut there."""
+
+BEGUN = (FIRST, 128, 64, 32)
+"""How many values of the first row may come again; of the first column and the last row no fewer than the last."""
+
+LINES = 8
+"""Rows and columns that may be copies; fewer are none."""
+
+COPIED, TURNED = 0.9, 0.1
+"""The largest shares of different rows and columns, and of values beside other diagonals, in copies."""
+
+AGAIN = 3
+"""Significands that come again in a line; of random ones of 24 bits one does by a chance of 2^-4."""
+
+
+class Repeats(NamedTuple):
+    """What comes again in some rows and a band of a matrix."""
+
+    parts: int
+    """As bits, the parts in which an eighth of the magnitudes or more came before: those of `BEGUN`, the first column
+    and the last row."""
+    row: int
+    """Whether different magnitudes of the first row have the same significands, AGAIN times or more."""
+    column: int
+    """The same of the first column."""
+    alike: int
+    """Whether some rows or columns begin alike, or diagonals do."""
+
+
+_SLOTS = 4 * FIRST  # of a hash table
+_MAGNITUDE, _FRACTION, _INFINITY = np.uint32(0x7FFFFFFF), np.uint32(0x007FFFFF), np.uint32(0x7F800000)
+
+
+def repeats(rows: Bits, bands: Bits, starts: Counts, columns: Counts) -> list[Repeats]:
+    """What comes again in each of some matrices: of their rows, and of a band of each, as bits of float32. `starts` and
+    `columns` are two lines, for rows and for bands: where each matrix's begin, then the end, and its columns.
+    """
+    found = np.zeros((columns.shape[1], len(Repeats._fields)), np.int64)
+    _repeats(0, rows, bands, starts, columns, found)
+    return [Repeats(*row) for row in found.tolist()]
+
+
+def suspects(
+    values: NDArray[np.float32],
+    starts: Counts,
+    columns: Counts,
+    grids: tuple[NDArray[np.float64], Counts, NDArray[np.float64]],
+    limits: tuple[int, int, int],
+    room: tuple[float, float],
+) -> NDArray[np.bool_]:
+    """By matrix, which of the grids the magnitudes of each row's first few values are on (of the first row, more), each
+    row under a scale of its own; of some corners, the first that have two magnitudes or more.
+
+    `grids` are their values, joined, where each begins, and the ratios of any two values of each, ascending. `limits`:
+    the first row's values, the others', and how many rows. Values were rounded as in `on_grid`: `room` is the relative
+    one, and the smallest step.
+    """
+    found = np.ones((columns.size, grids[1].size - 1), np.bool_)
+    _suspects(0, values, starts, columns, *grids, *limits, *room, found)
+    return found
+
+
+@inner
+def _differ(keys, slots, kept):
+    """How many of some numbers below 2^31 differ: those are kept. `keys` and `kept` may be the same array."""
+    slots[:] = 0
+    count = 0
+    for key in keys:
+        held = np.uint32(key + 1)
+        place = np.int64(np.uint32(held * np.uint32(2654435769)) >> np.uint32(21))
+        while slots[place] != 0 and slots[place] != held:
+            place = (place + 1) % _SLOTS
+        if slots[place] == 0:
+            slots[place] = held
+            kept[count] = key
+            count += 1
+    return count
+
+
+@inner
+def _shared(line, room, slots):
+    """How many different magnitudes of a line share their significands with others."""
+    for i in range(line.size):
+        room[i] = line[i] & _MAGNITUDE
+    count = _differ(room[: line.size], slots, room)
+    for i in range(count):
+        room[i] &= _FRACTION
+    return count - _differ(room[:count], slots, room)
+
+
+@inner
+def _come_again(line, room, slots):
+    """Whether an eighth of a line's magnitudes, finite ones above zero, or more came before."""
+    count = 0
+    for bits in line:
+        magnitude = bits & _MAGNITUDE
+        if 0 < magnitude < _INFINITY:
+            room[count] = magnitude
+            count += 1
+    return count > 0 and 8 * _differ(room[:count], slots, room) <= 7 * count
+
+
+@inner
+def _begin_alike(matrix, room, slots):
+    """Whether some of the rows begin alike, by hashes of 31 bits."""
+    for row in range(len(matrix)):
+        key = np.uint32(2166136261)
+        for i in range(LINES):
+            key = np.uint32((key ^ matrix[row, i]) * np.uint32(16777619)) ^ (key >> np.uint32(15))
+        room[row] = key & _MAGNITUDE
+    return _differ(room[: len(matrix)], slots, room) <= COPIED * len(matrix)
+
+
+@inner
+def _turned(band):
+    """Whether values of the first rows differ from those beside them in a diagonal nearly nowhere."""
+    down, up, size = 0, 0, (LINES - 1) * (band.shape[1] - 1)
+    for row in range(1, LINES):
+        for column in range(1, band.shape[1]):
+            down += band[row, column] == band[row - 1, column - 1]
+            up += band[row, column - 1] == band[row - 1, column]
+    return max(down, up) / size >= 1 - TURNED
+
+
+@Kernel
+def _repeats(rows, bands, starts, columns, found):
+    room, slots = np.empty(FIRST, np.uint32), np.empty(_SLOTS, np.uint32)
+    for t in range(columns.shape[1]):
+        lines = rows[starts[0, t] : starts[0, t + 1]].reshape((-1, columns[0, t]))
+        band = bands[starts[1, t] : starts[1, t + 1]].reshape((-1, columns[1, t]))
+        column, last = band[:FIRST, 0], lines[-1, :FIRST]
+        for i in range(len(BEGUN)):
+            if BEGUN[i] <= lines.shape[1] and _come_again(lines[0, : BEGUN[i]], room, slots):
+                found[t, 0] |= 1 << i
+        if column.size >= BEGUN[-1] and _come_again(column, room, slots):
+            found[t, 0] |= 1 << len(BEGUN)
+        if last.size >= BEGUN[-1] and _come_again(last, room, slots):
+            found[t, 0] |= 2 << len(BEGUN)
+        found[t, 1] = _shared(lines[0, :FIRST], room, slots) >= AGAIN
+        found[t, 2] = _shared(column, room, slots) >= AGAIN
+        if min(band.shape) >= LINES:
+            found[t, 3] = _turned(band) or _begin_alike(band, room, slots) or _begin_alike(band.T, room, slots)
+
+
+@inner
+def _levels(line, few, levels):
+    """The distinct magnitudes of the first few values that are finite and not zero, ascending: how many there are."""
+    count, seen = 0, 0
+    for value in line:
+        if seen == few or value == 0 or not np.isfinite(value):
+            continue
+        seen += 1
+        magnitude = np.float64(abs(value))
+        place = np.searchsorted(levels[:count], magnitude)
+        if place < count and levels[place] == magnitude:
+            continue
+        for i in range(count, place, -1):
+            levels[i] = levels[i - 1]
+        levels[place] = magnitude
+        count += 1
+    return count
+
+
+@Kernel
+def _suspects(values, starts, columns, joined, places, ratios, wide, few, corners, relative, smallest, found):
+    room = np.empty(wide, np.float64)
+    for t in range(columns.size):
+        lines, seen = values[starts[t] : starts[t + 1]].reshape((-1, columns[t])), 0
+        for row in range(len(lines)):
+            levels = room[: _levels(lines[row, :wide], few if row else wide, room)]
+            if levels.size < 2:
+                continue
+            if seen == corners or not found[t].any():
+                break
+            seen += 1
+            ratio, step = levels[-2] / levels[-1], smallest / levels[-1]
+            near = 1.1 * (relative * ratio + step) + 1e-12
+            some = np.searchsorted(ratios, ratio - near) < np.searchsorted(ratios, ratio + near)
+            for i in range(found.shape[1]):
+                if not (some and found[t, i]):
+                    found[t, i] = False
+                    continue
+                grid, fits = joined[places[i] : places[i + 1]], False
+                for top in grid if levels.size <= grid.size else grid[:0]:
+                    if near_grid(levels, grid, top, relative, step):
+                        fits = True
+                        break
+                found[t, i] = fits
