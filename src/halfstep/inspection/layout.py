@@ -51,7 +51,7 @@ def read_together(sources: Mapping[str, Plain]) -> dict[str, np.ndarray]:
         if not runs or last.file is not one.file or one.start - last.start - last.count * last.dtype.itemsize > _GAP:
             runs.append([])
         runs[-1].append((name, one))
-    found = {}
+    found: dict[str, np.ndarray] = {}
     for run in runs:
         low, stop = run[0][1].start, max(one.start + one.count * one.dtype.itemsize for _, one in run)
         data = run[0][1].file.read(low, stop - low)
