@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from halfstep.bits.distinct import LEVELS, Levels
 from halfstep.bits.evidence import CERTAIN, CHOSEN
 from halfstep.bits.places import Places
-from halfstep.bits.scan import LEVELS, Levels
 from halfstep.bits.table import tells
 from halfstep.bits.tiles import COLUMN, TILES
 from halfstep.formats import Float

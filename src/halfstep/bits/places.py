@@ -184,8 +184,8 @@ def repeats(places: Sequence[Places]) -> list[Repeats]:
     bands = [as_bits(one.bands[0], one.dtype) for one in places]
     starts = np.array([np.cumsum([0, *(part.size for part in parts)]) for parts in (rows, bands)])
     columns = np.array([[part.shape[1] for part in parts] for parts in (rows, bands)])
-    flat = (np.concatenate([part.ravel() for part in parts]) for parts in (rows, bands))
-    return kernel.repeats(*flat, starts, columns)
+    lines, band = (np.concatenate([part.ravel() for part in parts]) for parts in (rows, bands))
+    return kernel.repeats(lines, band, starts, columns)
 
 
 def as_bits(stored: NDArray[Any], dtype: str) -> NDArray[np.uint32]:
