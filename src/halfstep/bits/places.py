@@ -90,9 +90,6 @@ class Runs:
     def add(self, bits: NDArray[Any]) -> None:
         """Take in the next elements."""
         low, high, length = self._at, self._at + bits.size, self.rows.shape[1]
-        if low == 0 and length == high and len(self.rows) == 1:  # all of a small tensor at once
-            self.rows[0], self._at = bits, high
-            return
         first, whole, left = np.searchsorted(self._starts, [low, high - length + 1, high]).tolist()
         if first < whole:
             size = bits.itemsize
@@ -107,9 +104,7 @@ class Runs:
 
 
 def sample(tensor: Values, dtype: np.dtype[Any]) -> Runs:
-    """Copies SAMPLE values of a tensor, or all of them: runs of RUN."""
-    if tensor.numel <= SAMPLE:
-        return Runs([0], tensor.numel, dtype)
+    """Copies SAMPLE values of a tensor that has more: runs of RUN."""
     return Runs(_spread(tensor.numel // RUN, SAMPLE // RUN, RUN), RUN, dtype)
 
 
