@@ -110,7 +110,7 @@ def test_float32_buffers_refuse_rounded_values_in_either_type(cast):
     model = Rotary()
     model.inv_freq = cast(model.inv_freq)
     with pytest.raises(
-        ModelError, match=r"inv_freq in torch\..* holds values rounded to .*compute them anew in float32"
+        ModelError, match=r"inv_freq in torch\..* holds values rounded to .*compute them again in float32"
     ):
         halfstep.plan(model, recipe)
 
