@@ -1,4 +1,4 @@
-"""JSON from a file that nobody vouches for: bounded in size, depth and the memory that its objects would take."""
+"""JSON from an untrusted file: bounded in size, depth and the memory that its objects would take."""
 
 import json
 from collections import Counter

@@ -17,7 +17,7 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 @dataclass(frozen=True)
 class Known:
-    """What somebody else says of the model: the types it was trained in ("bf16"), and who says so."""
+    """What others state about the model: the types it was trained in ("bf16"), and who says so."""
 
     source: str
     computes: tuple[str, ...]

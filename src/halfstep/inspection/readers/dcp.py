@@ -188,7 +188,7 @@ class _Folder:
 
 
 def _key(name: str, offsets: tuple[int, ...]) -> str:
-    # Text, whose hash nobody can foresee: many keys of one hash would take hours to store.
+    # Text, whose hash cannot be foreseen: many keys of one hash would take hours to store.
     return f"{name}@{offsets}"
 
 
