@@ -181,7 +181,7 @@ def main() -> None:
     """Train, measure, print and keep."""
     given = options(__doc__ or "", "runs/falcon2.json")
     torch.set_num_threads(1)
-    sizes = (16, 20, 10, 8, 2, WINDOW + 10, 4) if given.quick else (64, 250, 160, 80, 12, 200, 64)
+    sizes = (8, 10, 2, 4, 1, WINDOW + 2, 2) if given.quick else (64, 250, 160, 80, 12, 200, 64)
     width, steps, before, after, layers, spiked, rows = sizes
     names = ("width", "steps", "before", "after", "layers", "spiked", "windows")
     kept, texts = Kept(given.out, **dict(zip(names, sizes, strict=True))), corpora()
